@@ -1,0 +1,69 @@
+"""`ais`: adaptive importance sampling (AIS, section 3, eq. 9-19, algorithm 1).
+
+    J = E[ wt * min(R A, clip(R, 1 - e_lo, 1 + e_hi) A) ],    wt = 1 + alpha (wb - 1),    wb = min(w, C)
+
+One coefficient per batch says how much of the truncated correction to apply:
+
+    alpha_ess = (1 + CV(wb)^2)^(-1/2)                                      reliability of the weights, eq. 12
+    alpha_mis = min(1, mean abs(log w) / delta)                            divergence, eq. 13-14
+    alpha_var = max(0, (ds - gamma) / gamma)                               variance amplification, eq. 15-16
+           ds = std(A wb) / (std(A) + eps)
+    alpha     = clip(alpha_ess - beta_var * alpha_var, 0, 1) * alpha_mis   eq. 17
+
+| paper | here |
+|---|---|
+| `C` | `cap` = 5 |
+| `delta`, `gamma`, `epsilon` | `delta` = 0.02, `gamma` = 1.2, `eps` = 1e-6 |
+| `beta` (eq. 17; no value given) | `beta_var` = 1 |
+| `w`, `rho_rt` | `exp(old_logps - rollout_logps)` |
+| `B`, the mini-batch | the unmasked, scored tokens of all ranks |
+| `CV`, `std` | of the sample (`N - 1`) |
+
+The paper uses unnormalised advantages, reward minus group mean. With no mismatch alpha is 0 and this is GRPO.
+"""
+
+from dataclasses import dataclass
+
+from .base import CorrectionInputs, CorrectionOutput, check
+from .diagnostics import Pooled, diagnose, per_token_advantages, rollout_ratio
+
+
+@dataclass(frozen=True)
+class AIS:
+    """Weight `1 + alpha (min(w, cap) - 1)` with one `alpha` in [0, 1] for the whole batch."""
+
+    cap: float = 5.0
+    delta: float = 0.02
+    gamma: float = 1.2
+    beta_var: float = 1.0
+    eps: float = 1e-6
+
+    def __post_init__(self):
+        check("cap", self.cap, 1)
+        check("delta", self.delta, 0, open_low=True)
+        check("gamma", self.gamma, 0, open_low=True)
+        check("beta_var", self.beta_var, 0)
+        check("eps", self.eps, 0, open_low=True)
+
+    def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
+        ratio = rollout_ratio(inputs)
+        wb, advantages = ratio.w.clamp(max=self.cap), per_token_advantages(inputs).double()
+        metrics, pooled = diagnose(inputs, ratio, self.cap, {"wb": wb, "A": advantages, "A wb": advantages * wb})
+        alpha = self.alpha(pooled["wb"], pooled["A"], pooled["A wb"], metrics["mismatch/abs_logp_diff"])
+        weights = 1 + alpha["ais/alpha"] * (wb - 1)
+        return CorrectionOutput(weights, metrics=metrics | alpha)
+
+    def alpha(self, wb: Pooled, a: Pooled, a_wb: Pooled, d: float) -> dict[str, float]:
+        """Eq. 12-17 from the pooled moments of `wb`, `A` and `A wb`, and `d`, the mean absolute log ratio."""
+        cv = wb.std / wb.mean if wb.count else 0.0
+        alpha_ess = (1 + cv**2) ** -0.5
+        alpha_mis = min(1.0, d / self.delta)
+        amplification = a_wb.std / (a.std + self.eps)
+        alpha_var = max(0.0, (amplification - self.gamma) / self.gamma)
+        alpha = min(max(alpha_ess - self.beta_var * alpha_var, 0.0), 1.0) * alpha_mis
+        return {
+            "ais/alpha": alpha,
+            "ais/alpha_ess": alpha_ess,
+            "ais/alpha_mis": alpha_mis,
+            "ais/alpha_var": alpha_var,
+        }

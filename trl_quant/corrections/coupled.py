@@ -1,0 +1,29 @@
+"""`coupled`: the sampler is the proximal policy (QuRL, section 4.1, eq. 3).
+
+    J = E[ min(Rq A, clip(Rq, 1 - e_lo, 1 + e_hi) A) ],    Rq = exp(logps - rollout_logps)
+
+| paper | here |
+|---|---|
+| `R^`, ratio of the current to the quantized old actor | `Rq` |
+| the quantized old actor | `rollout_logps`, returned as the output's `old_logps` |
+
+Clipping around the sampler clips many more tokens; QuRL fig. 2 shows rewards that collapse. Kept as a baseline.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .base import CorrectionInputs, CorrectionOutput, ones
+from .diagnostics import diagnose, rollout_ratio
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """Weight 1, and `rollout_logps` in place of `old_logps`, except on tokens that the sampler did not score."""
+
+    def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
+        ratio = rollout_ratio(inputs)
+        metrics, _ = diagnose(inputs, ratio)
+        proximal = torch.where(ratio.scored, inputs.rollout_logps.detach(), inputs.old_logps.detach())
+        return CorrectionOutput(ones(ratio.w), metrics=metrics, old_logps=proximal)

@@ -1,0 +1,27 @@
+"""`decoupled`: importance sampling from the quantized to the full-precision old actor (QuRL, section 4.1, eq. 4).
+
+    J = E[ w * min(R A, clip(R, 1 - e_lo, 1 + e_hi) A) ]
+
+| paper | here |
+|---|---|
+| `pi_behav`, the quantized old actor | `rollout_logps` |
+| `pi_prox`, the full-precision old actor | `old_logps` |
+| `pi_prox / pi_behav` | `w = exp(old_logps - rollout_logps)`, no cap |
+
+Per token unbiased, and of a variance that nothing bounds: QuRL fig. 3b sees ratios of 1e5.
+"""
+
+from dataclasses import dataclass
+
+from .base import CorrectionInputs, CorrectionOutput
+from .diagnostics import diagnose, rollout_ratio
+
+
+@dataclass(frozen=True)
+class Decoupled:
+    """Weight `w`, bounded only against float32 overflow."""
+
+    def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
+        ratio = rollout_ratio(inputs)
+        metrics, _ = diagnose(inputs, ratio)
+        return CorrectionOutput(ratio.w, metrics=metrics)

@@ -1,0 +1,26 @@
+"""`none`: GRPO as if the trainer itself had sampled (QuRL, section 4.1, eq. 1).
+
+    J = E[ min(R A, clip(R, 1 - e_lo, 1 + e_hi) A) ]
+
+| paper | here |
+|---|---|
+| `R`, ratio of the current to the old full-precision actor | `exp(logps - old_logps)`, in the loss |
+| the quantized actor | ignored: every weight is 1 |
+
+Biased by the mismatch, and the baseline that every correction is measured against.
+"""
+
+from dataclasses import dataclass
+
+from .base import CorrectionInputs, CorrectionOutput, ones
+from .diagnostics import diagnose, rollout_ratio
+
+
+@dataclass(frozen=True)
+class NoCorrection:
+    """Weight 1 on every token; the mismatch is measured all the same."""
+
+    def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
+        ratio = rollout_ratio(inputs)
+        metrics, _ = diagnose(inputs, ratio)
+        return CorrectionOutput(ones(ratio.w), metrics=metrics)

@@ -1,0 +1,31 @@
+"""`tis`: truncated importance sampling (FlashRL; QuRL, section 4.1, eq. 5).
+
+    J = E[ min(w, C) * min(R A, clip(R, 1 - e_lo, 1 + e_hi) A) ]
+
+| paper | here |
+|---|---|
+| `C`, bound on the proximal-to-behaviour ratio | `cap`, >= 1 |
+| `pi_prox / pi_behav` | `w = exp(old_logps - rollout_logps)` |
+
+QuRL leaves `C` open; 2 is FlashRL's usual value.
+"""
+
+from dataclasses import dataclass
+
+from .base import CorrectionInputs, CorrectionOutput, check
+from .diagnostics import diagnose, rollout_ratio
+
+
+@dataclass(frozen=True)
+class TIS:
+    """Weight `min(w, cap)`."""
+
+    cap: float = 2.0
+
+    def __post_init__(self):
+        check("cap", self.cap, 1)
+
+    def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
+        ratio = rollout_ratio(inputs)
+        metrics, _ = diagnose(inputs, ratio, self.cap)
+        return CorrectionOutput(ratio.w.clamp(max=self.cap), metrics=metrics)
