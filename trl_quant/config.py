@@ -1,0 +1,262 @@
+"""Configurations: TRL's `GRPOConfig` with flat fields for the rollout copy, its correction, its noise and its scaling.
+
+Every field is checked when the configuration is built, before any model is loaded.
+"""
+
+import copy
+import logging
+from dataclasses import dataclass, field, fields
+
+from trl import GRPOConfig
+
+from .corrections import CORRECTIONS
+from .formats import FORMATS
+from .noise import SCHEDULES
+
+
+logger = logging.getLogger(__name__)
+
+# Losses that clip the policy ratio between two bounds; only these have an upper bound that ACR can widen.
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+PRECISIONS = ("bf16", *FORMATS)
+VLLM_PRECISIONS = ("bf16", "fp8", "fp8_tensor", "fp8_block", "int8", "nvfp4", "mxfp4")
+
+
+def _check_choice(name: str, value, choices) -> None:
+    if value is not None and value not in choices:
+        raise ValueError(f"`{name}`={value!r} is unknown. Allowed: None, {', '.join(map(repr, choices))}.")
+
+
+def _check_at_least(name: str, value: float | None, bound: float, strict: bool = False) -> None:
+    # written so that NaN fails
+    if value is not None and not (value > bound if strict else value >= bound):
+        raise ValueError(f"`{name}`={value!r} is out of range. It must be {'>' if strict else '>='} {bound}.")
+
+
+@dataclass
+class QuantGRPOConfig(GRPOConfig):
+    r"""
+    Configuration of [`QuantGRPOTrainer`]: every argument of TRL's [`~trl.GRPOConfig`], and those below. With only
+    defaults the trainer is TRL's `GRPOTrainer`.
+
+    Where the samples come from: with `use_vllm=True`, vLLM in `rollout_precision`; with `use_vllm=False` and a
+    `rollout_precision`, an embedded quantized copy of the policy; without a `rollout_precision`, TRL's own generation.
+
+    Parameters:
+        > Parameters that control the rollout copy
+
+        rollout_precision (`str`, *optional*):
+            Number format of the copy of the policy that samples completions: `"bf16"`, `"fp8"` (per-channel weights,
+            per-token activations), `"fp8_tensor"`, `"fp8_block"`, `"int8"`, `"nvfp4"`, `"mxfp4"`, `"nf4"`, `"int4"`.
+            If `None`, TRL generates as it always does.
+
+        > Parameters that control the correction of the mismatch between sampler and trainer
+
+        is_correction (`str`, *optional*):
+            What a token of the quantized sampler is worth: `"trl"` (TRL's own importance sampling, governed by its
+            `vllm_importance_sampling_*` arguments), `"none"`, `"coupled"`, `"decoupled"`, `"tis"`, `"acr"` or `"ais"`.
+            If `None`, `"trl"` without a `rollout_precision` and `"acr"` with one.
+        is_cap (`float`, *optional*):
+            Cap C >= 1 on the ratio w = exp(old_logps - rollout_logps), for `tis`, `acr` and `ais`. If `None`, 2 for
+            `tis` and `acr`, 5 for `ais`.
+        ais_delta (`float`, *optional*, defaults to `0.02`):
+            Mean |old_logps - rollout_logps|, in nats, at which AIS applies its full correction.
+        ais_gamma (`float`, *optional*, defaults to `1.2`):
+            Growth of the advantages' standard deviation under the weights that AIS tolerates.
+        ais_beta_var (`float`, *optional*, defaults to `1.0`):
+            Strength of AIS's penalty beyond `ais_gamma`.
+
+        > Parameters that control adaptive quantization noise (AQN)
+
+        noise_schedule (`str`, *optional*):
+            Decay of the noise on the sampler's norm weights: `"exponential"`, `"linear"`, `"cosine"` or
+            `"logarithmic"`. If `None`, no noise. Needs a `rollout_precision` (`"bf16"` for noise alone).
+        noise_sigma_start (`float`, *optional*, defaults to `1e-2`):
+            Standard deviation of the noise in the first noisy stage.
+        noise_sigma_end (`float`, *optional*, defaults to `5e-4`):
+            Standard deviation of the noise in the last stage, at most `noise_sigma_start`.
+        noise_stages (`int`, *optional*, defaults to `10`):
+            Number of equal stages, at least 3, that training is divided into; the first has no noise.
+
+        > Parameters that control update-aware quantization (UAQ)
+
+        uaq_scale (`float`, *optional*):
+            Factor s > 0 of the invariant scaling applied once before training: each norm weight is multiplied by s and
+            the linear layers that it feeds are divided by s. QuRL uses 1.5 for INT8 and FP8. If `None`, no scaling.
+    """
+
+    rollout_precision: str | None = field(
+        default=None,
+        metadata={
+            "help": "Number format of the copy of the policy that samples completions: 'bf16', 'fp8', 'fp8_tensor', "
+            "'fp8_block', 'int8', 'nvfp4', 'mxfp4', 'nf4' or 'int4'. If not set, TRL generates as it always does."
+        },
+    )
+    is_correction: str | None = field(
+        default=None,
+        metadata={
+            "help": "Correction of the mismatch between sampler and trainer: 'trl' (TRL's own), 'none', 'coupled', "
+            "'decoupled', 'tis', 'acr' or 'ais'. If not set, 'trl' without a `rollout_precision`, 'acr' with one."
+        },
+    )
+    is_cap: float | None = field(
+        default=None,
+        metadata={
+            "help": "Cap C >= 1 on the ratio between trainer and sampler, for 'tis', 'acr' and 'ais'. If not set, 2 "
+            "for 'tis' and 'acr', 5 for 'ais'."
+        },
+    )
+    ais_delta: float = field(
+        default=0.02,
+        metadata={"help": "Mean absolute log-probability difference at which AIS applies its full correction."},
+    )
+    ais_gamma: float = field(
+        default=1.2,
+        metadata={"help": "Growth of the advantages' standard deviation under the weights that AIS tolerates."},
+    )
+    ais_beta_var: float = field(
+        default=1.0,
+        metadata={"help": "Strength of AIS's penalty on the growth of the variance beyond `ais_gamma`."},
+    )
+    noise_schedule: str | None = field(
+        default=None,
+        metadata={
+            "help": "Decay of the adaptive quantization noise on the sampler's norm weights: 'exponential', 'linear', "
+            "'cosine' or 'logarithmic'. If not set, no noise."
+        },
+    )
+    noise_sigma_start: float = field(
+        default=1e-2,
+        metadata={"help": "Standard deviation of the noise in the first noisy stage."},
+    )
+    noise_sigma_end: float = field(
+        default=5e-4,
+        metadata={"help": "Standard deviation of the noise in the last stage, at most `noise_sigma_start`."},
+    )
+    noise_stages: int = field(
+        default=10,
+        metadata={"help": "Number of equal stages, at least 3, of the noise schedule; the first has no noise."},
+    )
+    uaq_scale: float | None = field(
+        default=None,
+        metadata={
+            "help": "Factor s > 0 of the invariant scaling applied once before training: norm weights are multiplied "
+            "by s, the linear layers that they feed divided by s. QuRL uses 1.5. If not set, no scaling."
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._resolve_and_check()
+
+    def _resolve_and_check(self):
+        _check_choice("rollout_precision", self.rollout_precision, PRECISIONS)
+        _check_choice("is_correction", self.is_correction, ("trl", *CORRECTIONS))
+        _check_choice("noise_schedule", self.noise_schedule, SCHEDULES)
+        _check_at_least("is_cap", self.is_cap, 1.0)
+        _check_at_least("ais_delta", self.ais_delta, 0.0, strict=True)
+        _check_at_least("ais_gamma", self.ais_gamma, 0.0, strict=True)
+        _check_at_least("ais_beta_var", self.ais_beta_var, 0.0)
+        _check_at_least("noise_sigma_end", self.noise_sigma_end, 0.0, strict=True)
+        _check_at_least("noise_stages", self.noise_stages, 3)
+        _check_at_least("uaq_scale", self.uaq_scale, 0.0, strict=True)
+        if not self.noise_sigma_start >= self.noise_sigma_end:
+            raise ValueError(
+                f"`noise_sigma_start`={self.noise_sigma_start!r} is below `noise_sigma_end`={self.noise_sigma_end!r}. "
+                "The noise decays: it must start at least as large as it ends."
+            )
+
+        if self.is_correction is None:
+            self.is_correction = "trl" if self.rollout_precision is None else "acr"
+        if self.rollout_precision is not None:
+            self._check_rollout()
+        elif self.noise_schedule is not None:
+            raise ValueError(
+                f"`noise_schedule`={self.noise_schedule!r} needs a copy of the policy to add noise to, but "
+                "`rollout_precision` is not set. Set `rollout_precision='bf16'` for noise without quantization."
+            )
+        if self.is_correction == "acr":
+            self._check_acr()
+        if self.is_correction != "trl":
+            self._check_trl_correction()
+
+    def _check_rollout(self):
+        if self.use_transformers_continuous_batching:
+            raise ValueError(
+                f"`rollout_precision`={self.rollout_precision!r} cannot be combined with "
+                "`use_transformers_continuous_batching=True`, which samples from the full-precision policy and returns "
+                "no log-probabilities. Unset one of the two."
+            )
+        if self.use_vllm and self.rollout_precision not in VLLM_PRECISIONS:
+            raise ValueError(
+                f"`rollout_precision`={self.rollout_precision!r} is not available with `use_vllm=True`. Allowed there: "
+                f"{', '.join(map(repr, VLLM_PRECISIONS))}; with `use_vllm=False` it runs in the embedded engine."
+            )
+
+    def _check_acr(self):
+        others = "`is_correction` 'tis', 'ais', 'decoupled', 'none' or 'trl'"
+        if self.loss_type not in CLIPPED_LOSSES:
+            raise ValueError(
+                f"`is_correction`='acr' widens the upper clip bound of the policy ratio, and `loss_type`="
+                f"{self.loss_type!r} has none. Use {others}, or a loss that clips: {', '.join(CLIPPED_LOSSES)}."
+            )
+        if self.importance_sampling_level != "token":
+            raise ValueError(
+                "`is_correction`='acr' bounds the ratio of each token, but `importance_sampling_level`="
+                f"{self.importance_sampling_level!r} has one ratio for a whole sequence. Use {others}."
+            )
+
+    def _check_trl_correction(self):
+        has_sampler = self.use_vllm or self.rollout_precision is not None
+        if has_sampler and not self.vllm_importance_sampling_correction:
+            raise ValueError(
+                f"`is_correction`={self.is_correction!r} compares the sampler with the trainer, which "
+                "`vllm_importance_sampling_correction=False` switches off. Leave that at True, and use "
+                "`is_correction='none'` to ignore the sampler."
+            )
+        default = {f.name: f.default for f in fields(GRPOConfig)}
+        changed = [
+            name
+            for name in ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
+            if has_sampler and getattr(self, name) != default[name]
+        ]
+        if changed:
+            logger.warning(
+                "%s only act with `is_correction='trl'`; they are ignored with is_correction=%r.",
+                " and ".join(f"`{name}`" for name in changed),
+                self.is_correction,
+            )
+
+    @classmethod
+    def from_grpo(cls, args: GRPOConfig) -> "QuantGRPOConfig":
+        """A copy of TRL's configuration as one of this class: its values stay, the added fields take our defaults."""
+        config = copy.copy(args)
+        config.__class__ = cls
+        for f in fields(cls):
+            if not hasattr(args, f.name):
+                setattr(config, f.name, f.default)
+        config._resolve_and_check()
+        return config
+
+
+@dataclass
+class AISGRPOConfig(QuantGRPOConfig):
+    """
+    Configuration of [`AISGRPOTrainer`]: [`QuantGRPOConfig`] with the defaults of the AIS paper, `is_correction="ais"`
+    and unnormalised advantages (`scale_rewards="none"`, as in Dr. GRPO).
+    """
+
+    is_correction: str | None = field(
+        default="ais",
+        metadata={
+            "help": "Correction of the mismatch between sampler and trainer: 'trl' (TRL's own), 'none', 'coupled', "
+            "'decoupled', 'tis', 'acr' or 'ais'."
+        },
+    )
+    scale_rewards: str = field(
+        default="none",
+        metadata={
+            "help": "Scaling of the advantages: 'group' or 'batch' (by the standard deviation of the rewards in the "
+            "group or the batch) or 'none', as in the AIS paper."
+        },
+    )

@@ -1,0 +1,158 @@
+"""What every rollout engine of ours shares: TRL's generation interface, and the stream of the policy's weights.
+
+Both engines are TRL's `VLLMGeneration` with another back end, so `GRPOTrainer` drives them as it drives vLLM.
+A sync streams clean weights; the noise (AQN) is laid on the copy's norms just before it samples.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from accelerate.utils import is_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.integrations import dequantize_module_weight
+from torch import nn
+from torch.distributed.tensor import DTensor
+from trl.generation.vllm_generation import VLLMGeneration
+
+
+@dataclass(frozen=True)
+class RolloutNoise:
+    """
+    Adaptive quantization noise of one generation (QeRL eq. 7-8).
+
+    Parameters:
+        sigma (`float`): Standard deviation; 0 means the clean weights.
+        seed (`int`): The run's seed.
+        step (`int`): The optimizer step that the generation belongs to.
+    """
+
+    sigma: float = 0.0
+    seed: int = 0
+    step: int = 0
+
+
+class RolloutEngine(VLLMGeneration):
+    """
+    Base of the rollout engines. It takes the arguments that TRL gives to its `VLLMGeneration`, and:
+
+    Parameters:
+        precision (`str`):
+            Number format of the copy, a name in `config.PRECISIONS`.
+
+    Attributes:
+        noise (`RolloutNoise`):
+            Set by the trainer before each generation.
+        sync_metrics (`dict[str, float]`):
+            What the last sync measured: `weights/normalized_update` = ||W_t - W_{t-1}|| / ||W_t|| (QuRL eq. 13) and
+            `weights/normalized_quantization_error` = ||Q(W_t) - W_t|| / ||W_t|| (eq. 14), over the quantized layers.
+    """
+
+    def __init__(self, *args, precision: str, **kwargs):
+        self.precision = precision
+        self.noise = RolloutNoise()
+        self.sync_metrics: dict[str, float] = {}
+        super().__init__(*args, **kwargs)
+
+    def _iter_named_params(self):
+        """
+        The policy's parameters in the model's order as `(name, tensor)`, full, dense and with adapters merged.
+
+        Adapters are merged by PEFT itself into stand-ins, one layer at a time, so that the trainer's base weights are
+        never written: TRL merges and unmerges in place, which in BF16 moves the base a little at every sync.
+        """
+        if not is_peft_model(self.model) or self._dist.fsdp_version == 1:
+            yield from super()._iter_named_params()
+            return
+
+        model, layer, merged = self.model, None, {}
+        for name, param in model.named_parameters():
+            if model.prefix in name or ".original_module." in name:
+                continue
+            owner, is_adapted, leaf = name.partition(".base_layer.")
+            clean_name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            clean_name = self._fix_param_name_to_vllm(clean_name, extra_prefixes=["modules_to_save.default."])
+            if is_adapted and isinstance(model.get_submodule(owner), BaseTunerLayer):
+                if owner != layer:
+                    layer, merged = owner, self._merge(model.get_submodule(owner))
+                yield clean_name, merged[leaf]
+            else:
+                with self._dist.gather_params([param]):
+                    yield clean_name, self._dense(model.get_submodule(name.rpartition(".")[0]), param)
+
+    def _full(self, param: nn.Parameter) -> torch.Tensor:
+        if isinstance(param, DTensor):  # FSDP2; gathering needs the accelerator also where parameters are offloaded
+            return (param.to(self.accelerator.device) if param.is_cpu else param).full_tensor()
+        return param.data
+
+    def _dense(self, module: nn.Module, param: nn.Parameter) -> torch.Tensor:
+        """`param` of `module` in full; a 4- or 8-bit base of bitsandbytes is dequantized."""
+        full = self._full(param)
+        return full if full.is_floating_point() else dequantize_module_weight(module).data
+
+    @torch.no_grad()
+    def _merge(self, layer: BaseTunerLayer) -> dict[str, torch.Tensor]:
+        """The parameters of an adapted layer's base with its adapters merged in: new tensors, by name."""
+        base = layer.get_base_layer()
+        with self._dist.gather_params(list(layer.parameters())):
+            if not base.weight.is_floating_point():
+                weight = dequantize_module_weight(base).data
+                for adapter in layer.active_adapters:
+                    weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
+                return {n: weight if n == "weight" else p.data for n, p in base.named_parameters()}
+            own = [
+                (module._parameters, name, param)
+                for module in layer.modules()
+                for name, param in module._parameters.items()
+                if param is not None
+            ]
+            try:
+                for parameters, name, param in own:
+                    full = self._full(param)
+                    parameters[name] = nn.Parameter(full.clone() if parameters is base._parameters else full, False)
+                layer.merge()
+                return {name: param.data for name, param in base.named_parameters()}
+            finally:
+                layer.merged_adapters.clear()
+                for parameters, name, param in own:
+                    parameters[name] = param
+
+
+class WeightDrift:
+    """
+    Accumulates QuRL's two norms over one sync (eq. 13, 14): how far the weights moved, how far quantizing moves them.
+
+    Large layers are measured on their leading rows (whole 128-row blocks), at most `MAX_ELEMENTS` values of each, of
+    which a copy is kept until the next sync.
+    """
+
+    MAX_ELEMENTS = 2**18
+
+    def __init__(self):
+        self._previous: dict[str, torch.Tensor] = {}
+        self._sums = torch.zeros(3, dtype=torch.float64)
+        self._seen_before = False
+
+    def rows(self, weight: torch.Tensor) -> int:
+        """Number of leading rows of `weight` that are measured."""
+        if weight.numel() <= self.MAX_ELEMENTS:
+            return weight.shape[0]
+        return max(128, self.MAX_ELEMENTS // weight[0].numel() // 128 * 128)
+
+    def add(self, name: str, weight: torch.Tensor, dequantized: torch.Tensor) -> None:
+        """Counts the leading rows `dequantized` of the copy against the same rows of `weight`."""
+        weight = weight[: len(dequantized)].detach()
+        previous = self._previous.get(name)
+        self._seen_before = previous is not None
+        update = weight - previous if self._seen_before else torch.zeros_like(weight)
+        squares = [x.float().square().sum().double() for x in (update, dequantized.float() - weight.float(), weight)]
+        self._sums += torch.stack(squares).cpu()
+        self._previous[name] = weight.clone()
+
+    def metrics(self) -> dict[str, float]:
+        """The norms since the last call, relative to the weights'; the update only from the second sync on."""
+        update, error, weight = self._sums.sqrt().tolist()
+        self._sums.zero_()
+        metrics = {"weights/normalized_quantization_error": error / max(weight, 1e-30)}
+        if self._seen_before:
+            metrics["weights/normalized_update"] = update / max(weight, 1e-30)
+        return metrics

@@ -1,0 +1,320 @@
+"""The embedded engine: a quantized copy of the policy in plain transformers, for any device and without vLLM."""
+
+import copy
+import warnings
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    ProcessorMixin,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.initialization import no_init_weights
+
+from ..formats import quantize, quantize_activation
+from ..noise import norm_noise, noised_norms
+from .base import RolloutEngine, RolloutNoise, WeightDrift
+
+
+# Sampling options that transformers applies after our log-probabilities are taken, or that are no sampling at all.
+UNSUPPORTED_GENERATION_KWARGS = (
+    "assistant_early_exit",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "num_beams",
+    "num_return_sequences",
+    "prompt_lookup_num_tokens",
+    "top_h",
+    "typical_p",
+    "watermarking_config",
+)
+
+
+class QuantizedLinear(nn.Module):
+    r"""
+    `Y = Q(X) Q(W)^T + b` with weights and activations on the grid of one of `formats`.
+
+    Where scales are constant along the inner dimension (per channel, per token, per tensor) the product is taken over
+    the codes and scaled afterwards, as the INT8 and FP8 kernels do: every code is exact in BF16. Formats with groups
+    along the inner dimension are dequantized first: in `dtype` where only the weights are quantized (as Marlin does),
+    in FP32 for `fp8_block`, whose kernels accumulate the groups in FP32.
+
+    Parameters:
+        linear (`nn.Linear`): The layer to stand in for, (out, in).
+        precision (`str`): Name of the format; `"bf16"` rounds the weights to BF16 and quantizes nothing.
+        dtype (`torch.dtype`): The type that products are computed in.
+    """
+
+    def __init__(self, linear: nn.Linear, precision: str, dtype: torch.dtype):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.precision = precision
+        self.dtype = torch.float32 if precision == "fp8_block" else dtype
+        self.weight = None  # codes or dequantized values, (out, in)
+        self.weight_scale = None  # (out,) or scalar where the weight holds codes
+        self.bias = None if linear.bias is None else nn.Parameter(torch.empty_like(linear.bias), requires_grad=False)
+
+    def load(self, weight: torch.Tensor) -> torch.Tensor:
+        """Takes a new weight (out, in) and returns what it is after quantization, (out, in)."""
+        if self.precision == "bf16":
+            dequantized = weight.to(torch.bfloat16)
+            self.weight, self.weight_scale = dequantized.to(self.dtype), None
+            return dequantized
+        quantized = quantize(weight, self.precision)
+        dequantized = quantized.dequantize()
+        if quantized.scale.numel() in (1, self.out_features) and self.precision in ("fp8", "fp8_tensor", "int8"):
+            self.weight = quantized.values.to(self.dtype)
+            self.weight_scale = quantized.scale.flatten().float()
+        else:
+            self.weight, self.weight_scale = dequantized.to(self.dtype), None
+        return dequantized
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) to (..., out), of the type of `x`."""
+        with torch.autocast(x.device.type, enabled=False):
+            activation = None if self.precision == "bf16" else quantize_activation(x, self.precision, check=False)
+            if activation is None:
+                y = F.linear(x.to(self.dtype), self.weight)
+            elif self.weight_scale is None:
+                y = F.linear(activation.dequantize(self.dtype), self.weight)
+            else:
+                y = F.linear(activation.values.to(self.dtype), self.weight)
+                y = y.float() * activation.scale.float() * self.weight_scale
+            if self.bias is not None:
+                y = y + self.bias
+        return y.to(x.dtype)
+
+
+class _SampledLogps(LogitsProcessor):
+    """Last of the processors: log-probabilities of the tokens drawn from the scores that it sees, a step at a time."""
+
+    def __init__(self):
+        self.logps: list[torch.Tensor] = []
+        self._scores = None
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self.take(input_ids[:, -1])
+        self._scores = scores
+        return scores
+
+    def take(self, token_ids: torch.LongTensor) -> None:
+        if self._scores is not None:
+            chosen = self._scores.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+            self.logps.append((chosen - self._scores.logsumexp(-1)).float())
+
+
+class TransformersEngine(RolloutEngine):
+    """
+    A quantized copy of the policy that samples with transformers' `generate`, behind TRL's generation interface.
+
+    The copy's decoder linears run in `precision` (weights and activations through `trl_quant.formats`); embeddings,
+    norms and the head keep the policy's type, and attention runs as in the policy. With the policy in mixed precision
+    the copy runs under the same autocast, so what separates the two is the quantization alone.
+
+    Memory: one copy of the policy: 2 bytes a parameter in BF16 or mixed precision, 4 otherwise and for `fp8_block`,
+    plus the KV cache of one generation batch; the numerics are those of low precision, the storage is not. Time: a
+    sync quantizes each weight once (about the cost of reading it); a decode step costs one unquantized step plus an
+    activation quantization per linear. It is the reference and the engine for machines without vLLM; where speed
+    matters, use `use_vllm=True`.
+
+    Every rank holds a copy and samples its own prompts, from its own global random state.
+    """
+
+    def _init_vllm(self):
+        if isinstance(self.processing_class, ProcessorMixin):
+            raise ValueError(
+                f"`rollout_precision`={self.precision!r} with `use_vllm=False` samples text only, and "
+                f"{type(self.processing_class).__name__} is a multimodal processor. Use `use_vllm=True`."
+            )
+        self.sampling = self._sampling_options()
+        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        self._policy_dtype = policy.get_input_embeddings().weight.dtype
+        self.copy = self._build_copy(policy)
+        self._drift = WeightDrift()
+        self._applied_noise: RolloutNoise | None = None
+        self._clean_norms: dict[str, torch.Tensor] = {}
+
+    def _sampling_options(self) -> dict:
+        """TRL's generation arguments, with `generation_kwargs` on top, in `GenerationConfig`'s names."""
+        unsupported = [name for name in UNSUPPORTED_GENERATION_KWARGS if self.generation_kwargs.get(name) is not None]
+        if not self.generation_kwargs.get("do_sample", True):
+            unsupported.append("do_sample")
+        if unsupported:
+            raise ValueError(
+                f"`generation_kwargs` has {unsupported}, which the embedded engine cannot sample with: it must know "
+                "the probability that each token is drawn with. Remove them, or use `use_vllm=True`."
+            )
+        return {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "max_new_tokens": self.max_completion_length,
+            **self.generation_kwargs,
+        }
+
+    def _build_copy(self, policy: PreTrainedModel) -> PreTrainedModel:
+        config = copy.deepcopy(policy.config)
+        if hasattr(config, "quantization_config"):  # a 4-bit base of bitsandbytes is streamed dequantized
+            del config.quantization_config
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self._policy_dtype)
+        try:
+            # The class itself rather than `from_config`, which would shard the copy under ZeRO-3.
+            with torch.device(self.accelerator.device), no_init_weights(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = type(policy)(config)
+        finally:
+            torch.set_default_dtype(default_dtype)
+        model.tie_weights()
+        model.requires_grad_(False).eval()
+
+        decoder = model.get_decoder()
+        if any(param.dim() > 2 for param in decoder.parameters()):
+            raise ValueError(
+                f"{type(policy).__name__} has mixture-of-experts or convolution weights, which the embedded engine "
+                f"cannot run in `rollout_precision`={self.precision!r}. Use `use_vllm=True`."
+            )
+        mixed = self.accelerator.mixed_precision
+        dtype = torch.bfloat16 if mixed == "bf16" or self._policy_dtype == torch.bfloat16 else torch.float32
+        for module in list(decoder.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(module, name, QuantizedLinear(child, self.precision, dtype))
+        return model
+
+    @torch.no_grad()
+    def sync_weights(self):
+        """Quantizes the policy's current weights into the copy, without noise; fills `sync_metrics`."""
+        linears = {
+            f"{name}.weight": module for name, module in self.copy.named_modules() if isinstance(module, QuantizedLinear)
+        }
+        params = dict(self.copy.named_parameters())
+        waiting = {*linears, *params}
+        for name, tensor in self._iter_named_params():
+            if name in linears:
+                tensor = tensor.to(self.accelerator.device)
+                try:
+                    dequantized = linears[name].load(tensor)
+                except ValueError as error:
+                    raise ValueError(f"Cannot quantize `{name}` for the rollout: {error}") from error
+                self._drift.add(name, tensor, dequantized[: self._drift.rows(tensor)])
+            elif name in params:
+                params[name].data.copy_(tensor)
+            elif name not in self.copy.state_dict():  # a tied weight under its second name is no surprise
+                raise RuntimeError(f"The policy streams `{name}`, which its copy {type(self.copy).__name__} lacks.")
+            waiting.discard(name)
+        if waiting:
+            raise RuntimeError(f"The policy did not stream {sorted(waiting)[:4]} ({len(waiting)} in all) to its copy.")
+        self.sync_metrics = self._drift.metrics()
+        self._clean_norms.clear()
+        self._applied_noise = RolloutNoise()
+
+    def _apply_noise(self):
+        """Lays `self.noise` on the copy's norms, from their clean weights: noise never accumulates (QeRL eq. 8)."""
+        params = dict(self.copy.named_parameters())
+        for name in noised_norms(self.copy.config.get_text_config().model_type, params):
+            clean = self._clean_norms.setdefault(name, params[name].data.clone())
+            params[name].data.copy_(norm_noise(clean, self.noise.sigma, self.noise.seed, self.noise.step, name))
+        self._applied_noise = self.noise
+
+    @torch.no_grad()
+    def generate(self, prompts, images, num_generations, profiler=None):
+        """
+        Samples one completion per prompt from the quantized copy; see TRL's `VLLMGeneration.generate`.
+
+        Args:
+            prompts (`list[list[int]]`): Token ids, one list per completion to sample.
+            images: Must be `None` or hold no image.
+            num_generations (`int`): Not used: each prompt comes once per generation.
+            profiler: Context manager that times the sampling.
+
+        Returns:
+            `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`; the last two of shape
+            (batch, completion length, 1): the log-probability, in nats, that each token was drawn with, after
+            temperature, top-k, top-p and min-p, and the token itself.
+        """
+        if images is not None and any(images):
+            raise ValueError("The embedded rollout engine samples text only. Use `use_vllm=True` for images.")
+        if self._applied_noise is None:
+            self.sync_weights()
+        if self.noise.sigma != self._applied_noise.sigma or (self.noise.sigma and self.noise != self._applied_noise):
+            self._apply_noise()
+
+        device = self.accelerator.device
+        options = dict(self.sampling)
+        sampled = _SampledLogps()
+        processors = _warpers(options, device)
+        processors.append(sampled)
+        tokenizer = self.processing_class
+        eos_token_ids = _eos_token_ids(self.model.generation_config, tokenizer)
+        config = GenerationConfig(
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=eos_token_ids,
+            disable_compile=True,
+            **options,
+        )
+        self.copy.generation_config = config
+
+        longest = max(map(len, prompts))
+        input_ids = torch.full((len(prompts), longest), tokenizer.pad_token_id, device=device)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, ids in enumerate(prompts):
+            input_ids[row, longest - len(ids) :] = torch.tensor(ids, device=device)
+            attention_mask[row, longest - len(ids) :] = 1
+
+        with profiler or torch.no_grad(), self.accelerator.autocast():
+            sequences = self.copy.generate(
+                input_ids,
+                attention_mask=attention_mask,
+                generation_config=config,
+                logits_processor=processors,
+                synced_gpus=False,
+                tokenizer=tokenizer if "stop_strings" in options else None,
+            )
+        sampled.take(sequences[:, -1])
+        completions = sequences[:, longest:]
+        logps = torch.stack(sampled.logps, dim=1).tolist()
+
+        is_eos = torch.isin(completions, torch.tensor(eos_token_ids, device=device))
+        lengths = torch.where(is_eos.any(1), is_eos.int().argmax(1) + 1, completions.shape[1]).tolist()
+        completion_ids = [ids[:n] for ids, n in zip(completions.tolist(), lengths, strict=True)]
+        logprobs = [[[logp] for logp in row[:n]] for row, n in zip(logps, lengths, strict=True)]
+        return prompts, completion_ids, logprobs, [[[token] for token in ids] for ids in completion_ids]
+
+
+def _warpers(options: dict, device: torch.device) -> LogitsProcessorList:
+    """Takes temperature, top-k, top-p and min-p out of `options` and makes them processors, in transformers' order."""
+    temperature, top_k = options.pop("temperature"), options.pop("top_k")
+    top_p, min_p = options.pop("top_p"), options.pop("min_p")
+    processors = LogitsProcessorList()
+    if temperature != 1.0:
+        processors.append(TemperatureLogitsWarper(temperature))
+    if top_k:
+        processors.append(TopKLogitsWarper(top_k))
+    if top_p < 1.0:
+        processors.append(TopPLogitsWarper(top_p))
+    if min_p:
+        processors.append(MinPLogitsWarper(min_p))
+    return processors
+
+
+def _eos_token_ids(generation_config: GenerationConfig, tokenizer) -> list[int]:
+    """Every token that ends a completion: the tokenizer's and all that the model declares."""
+    declared = generation_config.eos_token_id
+    declared = [] if declared is None else [declared] if isinstance(declared, int) else declared
+    return list(dict.fromkeys([tokenizer.eos_token_id, *declared]))
