@@ -1,0 +1,155 @@
+"""
+What is a number here: one definition of each low-precision format, pure torch, bit-exact with compressed-tensors (NF4: bitsandbytes).
+
+    q = quantize(weight, "nvfp4")          # codes and scales, really stored in low precision
+    w = q.dequantize()                     # the numbers they stand for, in weight's shape and dtype
+
+    x = fake_quantize_activation(x, "fp8") # what a layer input becomes in this format; unchanged in weight-only formats
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .common import Format, Parts
+from .fp8 import FP8, FP8Block, FP8Tensor
+from .int4 import INT4
+from .int8 import INT8
+from .mxfp4 import MXFP4
+from .nf4 import NF4
+from .nvfp4 import NVFP4, global_scale
+
+
+__all__ = [
+    "FORMATS",
+    "Format",
+    "QuantizedTensor",
+    "fake_quantize_activation",
+    "global_scale",
+    "quantize",
+    "quantize_activation",
+]
+
+FORMATS: dict[str, type[Format]] = {
+    "fp8": FP8,
+    "fp8_tensor": FP8Tensor,
+    "fp8_block": FP8Block,
+    "int8": INT8,
+    "nvfp4": NVFP4,
+    "mxfp4": MXFP4,
+    "nf4": NF4,
+    "int4": INT4,
+}
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """
+    A tensor stored in a low-precision format.
+
+    Attributes:
+        format (`str`): Key of [`FORMATS`].
+        values (`torch.Tensor`): Codes: float8_e4m3fn, int8, or uint8 with two 4-bit codes to a byte. The format's file gives the layout.
+        scale (`torch.Tensor`): Scales; shape and dtype as in the format's file.
+        shape (`torch.Size`): Shape of the original tensor.
+        dtype (`torch.dtype`): Its dtype.
+        global_scale (`torch.Tensor` or `None`): NVFP4's scale of the whole tensor, float32 `(1,)`.
+    """
+
+    format: str
+    values: Tensor
+    scale: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    global_scale: Tensor | None = None
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """
+        The numbers that the codes stand for, in the original shape.
+
+        Args:
+            dtype (`torch.dtype`, *optional*):
+                By default the original dtype, to which code times scale is rounded once. With `torch.float32` a tensor that was
+                quantized from 16 bits comes back exactly (NVFP4 and NF4: rounded once more, in the product with a float32 scale).
+        """
+        parts = Parts(self.values, self.scale, self.global_scale)
+        return FORMATS[self.format].dequantize(parts, self.shape, dtype or self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really held: codes and scales."""
+        return sum(t.nbytes for t in (self.values, self.scale, self.global_scale) if t is not None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def to(self, device: torch.device | str) -> "QuantizedTensor":
+        """The same on another device."""
+        g = self.global_scale
+        g = None if g is None else g.to(device)
+        return replace(self, values=self.values.to(device), scale=self.scale.to(device), global_scale=g)
+
+
+def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bool = True) -> QuantizedTensor:
+    """
+    Quantizes a weight.
+
+    Args:
+        x (`torch.Tensor`): Weight of shape `(out, in)`, bfloat16, float16 or float32; leading dimensions (experts) are allowed.
+        name (`str`): Key of [`FORMATS`].
+        global_scale (`torch.Tensor`, *optional*):
+            NVFP4 only: a scale shared with other layers, from [`global_scale`]. By default that of `x` alone.
+        check (`bool`, *optional*, defaults to `True`): Refuse NaN and infinity; costs one read of `x`.
+
+    Raises:
+        ValueError: Unknown name, unsupported dtype, an empty tensor, NaN or infinity, or a global scale for a format without one.
+    """
+    fmt = _checked(x, name, check)
+    if global_scale is None:
+        parts = fmt.quantize(x)
+    elif fmt is NVFP4:
+        parts = fmt.quantize(x, global_scale)
+    else:
+        raise ValueError(f"global_scale: given for {name!r}, but only 'nvfp4' has one.")
+    return QuantizedTensor(name, parts.values, parts.scale, x.shape, x.dtype, parts.global_scale)
+
+
+def quantize_activation(x: Tensor, name: str, check: bool = True) -> QuantizedTensor | None:
+    """
+    Quantizes a layer input of shape `(..., in)` with scales computed from it; `None` in weight-only formats, whose inputs stay as they are.
+
+    Args:
+        x (`torch.Tensor`): Layer input, bfloat16, float16 or float32.
+        name (`str`): Key of [`FORMATS`].
+        check (`bool`, *optional*, defaults to `True`): Refuse NaN and infinity. `False` skips every test that reads `x`, for hot paths.
+
+    Raises:
+        ValueError: As [`quantize`].
+    """
+    fmt = _checked(x, name, check)
+    if fmt.activations is None:
+        return None
+    parts = fmt.quantize_activation(x)
+    return QuantizedTensor(name, parts.values, parts.scale, x.shape, x.dtype)
+
+
+def fake_quantize_activation(x: Tensor, name: str, check: bool = True) -> Tensor:
+    """`quantize_activation(x, name).dequantize()` in formats that quantize activations, `x` itself in the others."""
+    q = quantize_activation(x, name, check)
+    return x if q is None else q.dequantize()
+
+
+def _checked(x: Tensor, name: str, check: bool) -> type[Format]:
+    if name not in FORMATS:
+        raise ValueError(f"name: {name!r} is not a format; allowed: {', '.join(FORMATS)}.")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x: dtype {x.dtype} cannot be quantized; allowed: {', '.join(map(str, DTYPES))}.")
+    if x.numel() == 0 or x.ndim == 0:
+        raise ValueError(f"x: shape {tuple(x.shape)} cannot be quantized; at least one dimension and one value are needed.")
+    if check and not torch.stack(torch.aminmax(x.detach())).isfinite().all():
+        raise ValueError(f"x: a tensor of shape {tuple(x.shape)} holds NaN or infinity and cannot be quantized; only finite values can.")
+    return FORMATS[name]

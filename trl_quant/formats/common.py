@@ -1,0 +1,118 @@
+"""Pieces that several formats share: the shape of a format, grouping, zero scales, the E2M1 grid, nibble packing.
+
+Rounding rules that hold in every file of this room (they are compressed-tensors', bit for bit):
+
+- A scale is computed in the input's own dtype, so a bfloat16 tensor gets bfloat16 scales; pass `x.float()` for float32 scales.
+- `x / scale` is rounded to the dtype of the division first, then clamped, then rounded to the grid. The two roundings are visible in
+  bfloat16, whose 8 significant bits leave steps of 0.5 between 64 and 128.
+- Round to nearest, ties to even.
+- `-0.0` counts as `+0.0`: a zero point of 0 is added before rounding.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Parts(NamedTuple):
+    """What is stored for one tensor: codes, their scales, and NVFP4's second scale."""
+
+    values: Tensor
+    scale: Tensor
+    global_scale: Tensor | None = None
+
+
+class Format:
+    """
+    A number format: how a tensor becomes codes and scales, and back. Stateless; never instantiated.
+
+    Attributes:
+        bits (`float`): Stored bits per value, scales included, for a large bfloat16 weight.
+        max (`float`): Largest magnitude on the grid.
+        activations (`str` or `None`): How layer inputs are quantized in this format; `None` means they are not (weight-only).
+    """
+
+    bits: float
+    max: float
+    activations: str | None = None
+
+    @staticmethod
+    def quantize(x: Tensor) -> Parts:
+        """Weight of shape `(..., out, in)` to codes and scales."""
+        raise NotImplementedError
+
+    @staticmethod
+    def dequantize(parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Codes and scales to numbers: the product of code and scale, rounded once to `dtype`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def quantize_activation(x: Tensor) -> Parts:
+        """Layer input of shape `(..., in)` to codes and scales."""
+        raise NotImplementedError
+
+
+def amax_scale(amax: Tensor, largest: float) -> Tensor:
+    """`amax / largest` in amax's dtype. Where that is 0 the scale is the dtype's eps: any value would do, the codes are 0."""
+    scale = amax / largest
+    return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
+
+
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """`x / scale` with `-0.0` made `+0.0` (see the rounding rules above)."""
+    return (x / scale).add_(0.0)
+
+
+def group(x: Tensor, size: int) -> Tensor:
+    """`(..., n)` to `(..., ceil(n / size), size)`; a last group that is not full is padded with zeros."""
+    if pad := -x.shape[-1] % size:
+        x = torch.nn.functional.pad(x, (0, pad))
+    return x.unflatten(-1, (-1, size))
+
+
+def ungroup(x: Tensor, n: int) -> Tensor:
+    """Inverse of [`group`]: `(..., groups, size)` to `(..., n)`."""
+    return x.flatten(-2)[..., :n]
+
+
+def product(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """
+    `values * scale` rounded once to `dtype`. Codes have at most 8 significant bits and scales are 16-bit or float32, so the product
+    is exact in float32 for 16-bit scales, and multiplying in the scale's own dtype gives the same bits at less cost.
+    """
+    wide = torch.promote_types(scale.dtype, dtype)
+    return (values.to(wide) * scale.to(wide)).to(dtype)
+
+
+# E2M1 (OCP MX specification v1.0, section 5.3.3): sign, two exponent bits, one mantissa bit. Code = sign * 8 + index.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def encode_e2m1(x: Tensor) -> Tensor:
+    """
+    float32 to E2M1 codes `0..15` (uint8), nearest, ties to the even code, saturating at 6. Negative numbers that round to 0 keep their
+    sign: code 8, which is -0.
+    """
+    midpoints = [(a + b) / 2 for a, b in zip(E2M1, E2M1[1:], strict=False)]
+    edges = torch.tensor(midpoints, dtype=torch.float32, device=x.device)
+    # a tie after an even code must stay there: the next code begins just above the midpoint
+    edges[::2] = torch.nextafter(edges[::2], edges.new_tensor(float("inf")))
+    codes = torch.bucketize(x.abs(), edges, right=True, out_int32=True)
+    return (codes + 8 * (x < 0)).to(torch.uint8)
+
+
+def decode_e2m1(codes: Tensor) -> Tensor:
+    """E2M1 codes (uint8) to float32."""
+    table = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float32, device=codes.device)
+    return table[codes.int()]
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Codes `0..15` of shape `(..., 2n)` to bytes `(..., n)`; the first of a pair goes to the low four bits."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Inverse of [`pack_nibbles`]."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)

@@ -1,0 +1,108 @@
+"""
+FP8 in E4M3, in three granularities.
+
+|               | fp8                        | fp8_tensor             | fp8_block                          |
+|---------------|----------------------------|------------------------|------------------------------------|
+| bits          | 8                          | 8                      | 8                                  |
+| grid          | E4M3, +-448, no infinity   | the same               | the same                           |
+| weight scale  | one per output channel     | one                    | one per 128 x 128 block            |
+| activations   | one scale per token        | one scale              | one scale per token and 128 inputs |
+| scale dtype   | that of the input          | the same               | the same                           |
+| paper         | Micikevicius et al. 2022, "FP8 formats for deep learning" (arXiv:2209.05433) | | DeepSeek-V3 (arXiv:2412.19437, 3.3) |
+
+    scale = max |x| / 448        over the values that share it
+    code  = E4M3(clamp(x / scale, -448, 448))
+    x^    = code * scale
+
+Blocks at the edge of a matrix that is not a multiple of 128 are smaller; nothing is padded in storage. A dynamic scale for a whole
+activation tensor (`fp8_tensor`) makes a token's numbers depend on the other tokens of its batch.
+"""
+
+import torch
+from torch import Tensor
+
+from .common import Format, Parts, amax_scale, group, product, scaled, ungroup
+
+
+E4M3_MAX = 448.0
+BLOCK = 128
+
+
+def encode_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    """Values to E4M3 codes under `scale`, saturating."""
+    return scaled(x, scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+class FP8(Format):
+    """E4M3; weights `(..., out, in)` with scales `(..., out, 1)`, activations `(..., in)` with scales `(..., 1)`."""
+
+    bits = 8.0
+    max = E4M3_MAX
+    activations = "token"
+
+    @staticmethod
+    def quantize(x: Tensor) -> Parts:
+        scale = amax_scale(x.abs().amax(-1, keepdim=True), E4M3_MAX)
+        return Parts(encode_e4m3(x, scale), scale)
+
+    @staticmethod
+    def dequantize(parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return product(parts.values, parts.scale, dtype)
+
+    quantize_activation = quantize
+
+
+class FP8Tensor(FP8):
+    """E4M3 with one scale of shape `(1,)` for the whole tensor."""
+
+    activations = "tensor"
+
+    @staticmethod
+    def quantize(x: Tensor) -> Parts:
+        scale = amax_scale(x.abs().amax().reshape(1), E4M3_MAX)
+        return Parts(encode_e4m3(x, scale), scale)
+
+    quantize_activation = quantize
+
+
+class FP8Block(Format):
+    """
+    E4M3; weights `(..., out, in)` with scales `(..., ceil(out / 128), ceil(in / 128))`, activations `(..., in)` with scales
+    `(..., ceil(in / 128))`.
+    """
+
+    bits = 8.0
+    max = E4M3_MAX
+    activations = "group"
+
+    @staticmethod
+    def quantize(x: Tensor) -> Parts:
+        if x.ndim < 2:
+            raise ValueError(f"x: shape {tuple(x.shape)}, but fp8_block has 128 x 128 blocks and needs at least 2 dimensions.")
+        rows = group(x.abs().transpose(-1, -2), BLOCK).amax(-1)  # (..., in, ceil(out / 128))
+        scale = amax_scale(group(rows.transpose(-1, -2), BLOCK).amax(-1), E4M3_MAX)
+        return Parts(encode_e4m3(x, FP8Block._expand(scale, x.shape)), scale)
+
+    @staticmethod
+    def dequantize(parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        values, scale = parts.values, parts.scale
+        if scale.shape[:-1] == shape[:-1]:  # per row: activations, or a weight with one row, where the two agree
+            return ungroup(product(group_codes(values, BLOCK), scale.unsqueeze(-1), dtype), shape[-1])
+        return product(values, FP8Block._expand(scale, shape), dtype)
+
+    @staticmethod
+    def quantize_activation(x: Tensor) -> Parts:
+        groups = group(x, BLOCK)
+        scale = amax_scale(groups.abs().amax(-1, keepdim=True), E4M3_MAX)
+        return Parts(ungroup(encode_e4m3(groups, scale), x.shape[-1]), scale.squeeze(-1))
+
+    @staticmethod
+    def _expand(scale: Tensor, shape: torch.Size) -> Tensor:
+        """Block scales to one scale per value."""
+        scale = scale.repeat_interleave(BLOCK, -2)[..., : shape[-2], :]
+        return scale.repeat_interleave(BLOCK, -1)[..., : shape[-1]]
+
+
+def group_codes(values: Tensor, size: int) -> Tensor:
+    """[`group`] for E4M3 codes, which `torch.nn.functional.pad` does not take."""
+    return group(values.view(torch.uint8), size).view(torch.float8_e4m3fn)

@@ -1,0 +1,40 @@
+"""
+INT4, symmetric, weight-only.
+
+| bits  | grid    | scale                           | activations | scale dtype       | paper                                     |
+|-------|---------|---------------------------------|-------------|-------------------|-------------------------------------------|
+| 4.125 | -8 .. 7 | one per 128 inputs of a channel | 16-bit      | that of the input | W4A16, group size 128 of GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978), here rounded to nearest |
+
+    scale = max |x| / 7.5                     over a group of 128
+    code  = round(clamp(x / scale, -8, 7))
+    x^    = code * scale
+
+Stored as `code + 8`, two to a byte, the first in the low four bits. A last group that is not full is padded with zeros in storage.
+"""
+
+import torch
+from torch import Tensor
+
+from .common import Format, Parts, amax_scale, group, pack_nibbles, product, scaled, ungroup, unpack_nibbles
+
+
+GROUP = 128
+
+
+class INT4(Format):
+    """Symmetric INT4; weights `(..., in)` with scales `(..., ceil(in / 128))` and bytes `(..., ceil(in / 128) * 64)`."""
+
+    bits = 4 + 16 / GROUP
+    max = 7.5
+
+    @staticmethod
+    def quantize(x: Tensor) -> Parts:
+        groups = group(x, GROUP)
+        scale = amax_scale(groups.abs().amax(-1), INT4.max)
+        codes = scaled(groups, scale.unsqueeze(-1)).clamp_(-8, 7).round_().add_(8).to(torch.uint8)
+        return Parts(pack_nibbles(codes.flatten(-2)), scale)
+
+    @staticmethod
+    def dequantize(parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        codes = unpack_nibbles(parts.values).to(torch.int8) - 8
+        return ungroup(product(group(codes, GROUP), parts.scale.unsqueeze(-1), dtype), shape[-1])

@@ -1,0 +1,59 @@
+"""
+MXFP4, weight-only.
+
+| bits | grid           | scale                                   | activations | source                                  |
+|------|----------------|-----------------------------------------|-------------|-----------------------------------------|
+| 4.25 | E2M1, 0 .. +-6 | E8M0 (a power of two), one per 32 inputs | 16-bit      | OCP Microscaling Formats (MX) specification v1.0, 2023 |
+
+    e    = floor(log2(max |x| * 8/7)) - 2             over a block of 32, clamped to -127 .. 125, stored as e + 127
+    code = E2M1(clamp(x / 2^e, -6, 6))
+    x^   = code * 2^e
+
+The specification leaves the scale's rounding open and shows `floor(log2(max |x|)) - 2`. Here, as in compressed-tensors, a maximum of
+1.75 * 2^k or more counts as 2^(k+1), since 7 would saturate to 6 (`8/7` above; exactly 1.75 rounds up). Blocks of zeros get e = -127.
+Blocks that float16 holds only as subnormals (below 0.75 * 2^-14) become zeros with e = 0, because 2^-127 is 0 in float16: quantize the
+float32 tensor to keep them. A last block that is not full is padded with zeros in storage.
+"""
+
+import torch
+from torch import Tensor
+
+from .common import E2M1, Format, Parts, decode_e2m1, encode_e2m1, group, pack_nibbles, product, scaled, ungroup, unpack_nibbles
+
+
+BLOCK = 32
+
+
+def block_exponent(amax: Tensor) -> Tensor:
+    """E8M0 bytes (`e + 127`) of blocks with these maxima."""
+    bits = amax.float().view(torch.int32)
+    exponent = ((bits + (1 << 21)) >> 23) - 2  # adding a quarter carries into the exponent from a mantissa of 1.75
+    exponent = exponent.clamp_(min=0)
+    if amax.dtype == torch.float16:
+        exponent.masked_fill_(amax.float() < 0.75 * 2.0**-14, 127)
+    return exponent.to(torch.uint8)
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """E8M0 bytes to float32, exactly: 2^(exponent - 127); 2^-127 is a float32 subnormal."""
+    exponent = exponent.to(torch.int32)
+    return (exponent << 23).masked_fill_(exponent == 0, 1 << 22).view(torch.float32)
+
+
+class MXFP4(Format):
+    """E2M1 with power-of-two scales; weights `(..., in)`, scales `(..., ceil(in / 32))` uint8, bytes `(..., ceil(in / 32) * 16)`."""
+
+    bits = 4 + 8 / BLOCK
+    max = E2M1[-1]
+
+    @staticmethod
+    def quantize(x: Tensor) -> Parts:
+        blocks = group(x, BLOCK)
+        scale = block_exponent(blocks.abs().amax(-1))
+        codes = encode_e2m1(scaled(blocks, power_of_two(scale).unsqueeze(-1)).to(x.dtype).add_(0.0).float())
+        return Parts(pack_nibbles(codes.flatten(-2)), scale)
+
+    @staticmethod
+    def dequantize(parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        codes = group(unpack_nibbles(parts.values), BLOCK)
+        return ungroup(product(decode_e2m1(codes), power_of_two(parts.scale).unsqueeze(-1), dtype), shape[-1])
