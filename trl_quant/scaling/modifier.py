@@ -1,0 +1,57 @@
+"""UAQ as an llmcompressor modifier, to compose in a recipe with llmcompressor's own (QuRL, section 4.3).
+
+```python
+>>> from llmcompressor import oneshot
+>>> from llmcompressor.modifiers.quantization import QuantizationModifier
+>>> from trl_quant.scaling import UpdateAwareQuantizationModifier
+
+>>> recipe = [
+...     UpdateAwareQuantizationModifier(scale=1.5),
+...     QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"]),
+... ]
+>>> oneshot(model=model, recipe=recipe)
+```
+"""
+
+from llmcompressor.core import CompressionSession, State
+from llmcompressor.modeling.offset_norm import NormCalibrationModule
+from llmcompressor.modifiers import Modifier, ModifierFactory
+from pydantic import PrivateAttr, field_validator
+from torch import nn
+
+from .uaq import check_scale, scale_norms
+
+
+class UpdateAwareQuantizationModifier(Modifier):
+    """
+    Scales the model once, when the recipe is initialized: before any modifier of the recipe observes or quantizes.
+
+    Args:
+        scale (`float`, *optional*, defaults to `1.5`): Factor `s`, greater than 0.
+    """
+
+    scale: float = 1.5
+    _norms: int = PrivateAttr(0)
+
+    @field_validator("scale")
+    @classmethod
+    def _positive(cls, scale: float) -> float:
+        check_scale(scale)
+        return scale
+
+    def on_initialize(self, state: State, **kwargs) -> bool:
+        # During `oneshot` llmcompressor replaces norms that store the gain minus one by norms that store the gain.
+        self._norms = scale_norms(state.model, self.scale, folded=(NormCalibrationModule,))
+        return True
+
+
+# Recipes in YAML name their modifiers.
+ModifierFactory.register("UpdateAwareQuantizationModifier", UpdateAwareQuantizationModifier)
+
+
+def scale_through_llmcompressor(model: nn.Module, scale: float) -> int:
+    """Runs a recipe of this modifier alone on `model`, in a session of its own; returns the number of norms scaled."""
+    modifier, session = UpdateAwareQuantizationModifier(scale=scale), CompressionSession()
+    session.initialize(model=model, recipe=modifier)
+    session.finalize()
+    return modifier._norms

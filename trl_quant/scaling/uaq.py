@@ -1,0 +1,144 @@
+"""Invariant scaling of each norm and the linear layers that it feeds (QuRL, section 4.3, eq. 10-12).
+
+    W X = (W / s) (s X)                                       eq. 11
+    error of the quantized weight   / s                       eq. 12, left: a grid scaled by amax(W / s)
+    gradient of the stored weight   * s                       eq. 12, right: dL/d(W / s) = dL/dY (s X)^T
+
+| paper | here |
+|---|---|
+| `s` | `scale`, > 0; 1.5 for INT8 and FP8 |
+| `s X`, absorbed in the preceding layer | the gain of the norm: `w *= s`, or `1 + w *= s` where the norm stores `w` |
+| `W / s` | the weights of q, k, v, and of gate, up |
+
+The function computed stays the same: to float32 rounding in float32, to the weights' own rounding below, and bit for
+bit where `s` is a power of two. QuRL's factor s^2 for update over error is for SGD; Adam's step does not grow with the
+gradient, which leaves a factor of about s.
+
+Written for a model in the trainer: in place, before it is sharded.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..norms import canonical, family_of, feeding_norms
+
+
+class _Fed(NamedTuple):
+    """One norm and what it feeds, checked: `inputs` are the tensors that act on the norm's output."""
+
+    gain: Tensor
+    offset: bool
+    inputs: list[Tensor]
+
+
+def apply_uaq(model: nn.Module, scale: float) -> int:
+    """
+    Multiplies the gain of each feeding norm by `scale` and divides the linear layers that it feeds by it, in place.
+
+    With LoRA adapters, what they read is divided too, so that the adapted model keeps its function as well. The
+    product of all scales is kept in `model.config.uaq_scale`; `apply_uaq(model, 1 / uaq_applied(model))` undoes it.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): Unquantized, unsharded model.
+        scale (`float`): Factor `s`, greater than 0.
+
+    Returns:
+        `int`: Number of norms scaled, two per decoder layer.
+
+    Raises:
+        `ValueError`: before anything is changed, if `scale` is not a positive number, the architecture is unknown, or
+        a weight is not a dense floating-point tensor.
+    """
+    return scale_norms(model, scale)
+
+
+def uaq_applied(model: nn.Module) -> float | None:
+    """The scale that the model carries, also one loaded from a checkpoint; `None` if it was never scaled."""
+    return getattr(model.config, "uaq_scale", None)
+
+
+def scale_model(model: nn.Module, scale: float) -> int:
+    """[`apply_uaq`] as an llmcompressor modifier where llmcompressor is installed, directly where it is not; both
+    leave the same bytes."""
+    try:
+        from .modifier import scale_through_llmcompressor
+    except ImportError:
+        return apply_uaq(model, scale)
+    return scale_through_llmcompressor(model, scale)
+
+
+@torch.no_grad()
+def scale_norms(model: nn.Module, scale: float, folded: tuple[type, ...] = ()) -> int:
+    """[`apply_uaq`], for models in which norms of the classes `folded` stand in for the family's and hold the gain."""
+    check_scale(scale)
+    plan = _plan(model, folded)
+    if scale != 1:
+        for fed in plan:
+            _set(fed.gain, lambda w, one=float(fed.offset): scale * (one + w) - one)
+            for weight in fed.inputs:
+                _set(weight, lambda w: w / scale)
+    model.config.uaq_scale = (uaq_applied(model) or 1.0) * scale
+    return len(plan)
+
+
+def check_scale(scale: float) -> None:
+    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not number or not 0 < scale < math.inf:
+        raise ValueError(f"scale must be a finite number > 0, got {scale!r}.")
+
+
+def _plan(model: nn.Module, folded: tuple[type, ...]) -> list[_Fed]:
+    """Everything that will be scaled, found and checked before anything is."""
+    config = model.config
+    model_type = (config.get_text_config() if hasattr(config, "get_text_config") else config).model_type
+    family = family_of(model_type)
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        modules.setdefault(canonical(name), module)  # the adapted layer comes before the base inside it
+    plan = []
+    for name, linears in feeding_norms(model_type, (name for name, _ in model.named_parameters())).items():
+        norm = modules[name.removesuffix(".weight")]
+        gain = _dense(name, norm.weight, (norm.weight.numel(),))
+        inputs = [x for linear in linears for x in _inputs(linear, modules[linear], gain.numel())]
+        plan.append(_Fed(gain, family.offset and not isinstance(norm, folded), inputs))
+    return plan
+
+
+def _inputs(name: str, linear: nn.Module, channels: int) -> list[Tensor]:
+    """The tensors of a linear layer, or of one wrapped by PEFT, that multiply its input."""
+    base = linear.base_layer if hasattr(linear, "base_layer") else linear
+    weight = getattr(base, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise ValueError(f"{name} must have a dense weight to be scaled, got {type(base).__name__}.")
+    tensors = [_dense(f"{name}.weight", weight, (base.out_features, channels))]
+    if base is not linear:
+        if not hasattr(linear, "lora_A"):
+            raise ValueError(
+                f"{name} is wrapped by {type(linear).__name__}; only LoRA adapters can be scaled with their base. "
+                "Scale the model before it is wrapped."
+            )
+        for adapter, a in linear.lora_A.items():
+            tensors.append(_dense(f"{name}.lora_A.{adapter}", a.weight, (a.weight.shape[0], channels)))
+        # DoRA's magnitudes are norms of the rows of W + B A, which shrink with them.
+        for adapter, magnitude in getattr(linear, "lora_magnitude_vector", {}).items():
+            m = magnitude.weight
+            tensors.append(_dense(f"{name}.lora_magnitude_vector.{adapter}", m, tuple(m.shape)))
+    return tensors
+
+
+def _dense(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise ValueError(f"{name} must be a floating-point weight of 16 bits or more, got {tensor.dtype}.")
+    if tensor.is_meta or tuple(tensor.shape) != shape:
+        where = "on the meta device" if tensor.is_meta else f"of shape {tuple(tensor.shape)}"
+        raise ValueError(f"{name} must be loaded and whole, of shape {shape}, got a tensor {where}.")
+    return tensor
+
+
+def _set(tensor: Tensor, function) -> None:
+    """`tensor = function(tensor)` in place, computed in at least float32 and rounded once."""
+    data = tensor.data
+    data.copy_(function(data.to(torch.promote_types(data.dtype, torch.float32))))
