@@ -1,10 +1,11 @@
 """
-What is a number here: one definition of each low-precision format, pure torch, bit-exact with compressed-tensors (NF4: bitsandbytes).
+What is a number here: one definition of each low-precision format, pure torch, bit-exact with compressed-tensors (NF4:
+with bitsandbytes).
 
-    q = quantize(weight, "nvfp4")          # codes and scales, really stored in low precision
-    w = q.dequantize()                     # the numbers they stand for, in weight's shape and dtype
+    q = quantize(weight, "nvfp4")           # codes and scales, really stored in low precision
+    w = q.dequantize()                      # the numbers they stand for, in weight's shape and dtype
 
-    x = fake_quantize_activation(x, "fp8") # what a layer input becomes in this format; unchanged in weight-only formats
+    x = fake_quantize_activation(x, "fp8")  # what a layer input becomes; unchanged in weight-only formats
 """
 
 from dataclasses import dataclass, replace
@@ -52,7 +53,8 @@ class QuantizedTensor:
 
     Attributes:
         format (`str`): Key of [`FORMATS`].
-        values (`torch.Tensor`): Codes: float8_e4m3fn, int8, or uint8 with two 4-bit codes to a byte. The format's file gives the layout.
+        values (`torch.Tensor`):
+            Codes: float8_e4m3fn, int8, or uint8 with two 4-bit codes to a byte; the format's file gives the layout.
         scale (`torch.Tensor`): Scales; shape and dtype as in the format's file.
         shape (`torch.Size`): Shape of the original tensor.
         dtype (`torch.dtype`): Its dtype.
@@ -72,8 +74,9 @@ class QuantizedTensor:
 
         Args:
             dtype (`torch.dtype`, *optional*):
-                By default the original dtype, to which code times scale is rounded once. With `torch.float32` a tensor that was
-                quantized from 16 bits comes back exactly (NVFP4 and NF4: rounded once more, in the product with a float32 scale).
+                By default the original dtype, to which code times scale is rounded once. In `torch.float32` the
+                product is exact for 16-bit and power-of-two scales, and rounded to float32 for the float32 scales
+                of the others.
         """
         parts = Parts(self.values, self.scale, self.global_scale)
         return FORMATS[self.format].dequantize(parts, self.shape, dtype or self.dtype)
@@ -99,16 +102,20 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
     Quantizes a weight.
 
     Args:
-        x (`torch.Tensor`): Weight of shape `(out, in)`, bfloat16, float16 or float32; leading dimensions (experts) are allowed.
+        x (`torch.Tensor`):
+            Weight of shape `(out, in)`, bfloat16, float16 or float32; leading dimensions (experts) are allowed.
         name (`str`): Key of [`FORMATS`].
         global_scale (`torch.Tensor`, *optional*):
             NVFP4 only: a scale shared with other layers, from [`global_scale`]. By default that of `x` alone.
         check (`bool`, *optional*, defaults to `True`): Refuse NaN and infinity; costs one read of `x`.
 
     Raises:
-        ValueError: Unknown name, unsupported dtype, an empty tensor, NaN or infinity, or a global scale for a format without one.
+        ValueError:
+            Unknown name, unsupported dtype, an empty tensor, NaN or infinity, or a global scale for a format
+            without one.
     """
     fmt = _checked(x, name, check)
+    x = x.detach()
     if global_scale is None:
         parts = fmt.quantize(x)
     elif fmt is NVFP4:
@@ -120,12 +127,12 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
 
 def quantize_activation(x: Tensor, name: str, check: bool = True) -> QuantizedTensor | None:
     """
-    Quantizes a layer input of shape `(..., in)` with scales computed from it; `None` in weight-only formats, whose inputs stay as they are.
+    Quantizes a layer input with scales computed from it; `None` in weight-only formats, whose inputs stay 16-bit.
 
     Args:
-        x (`torch.Tensor`): Layer input, bfloat16, float16 or float32.
+        x (`torch.Tensor`): Layer input of shape `(..., in)`, bfloat16, float16 or float32.
         name (`str`): Key of [`FORMATS`].
-        check (`bool`, *optional*, defaults to `True`): Refuse NaN and infinity. `False` skips every test that reads `x`, for hot paths.
+        check (`bool`, *optional*, defaults to `True`): Refuse NaN and infinity; `False` for hot paths.
 
     Raises:
         ValueError: As [`quantize`].
@@ -133,7 +140,7 @@ def quantize_activation(x: Tensor, name: str, check: bool = True) -> QuantizedTe
     fmt = _checked(x, name, check)
     if fmt.activations is None:
         return None
-    parts = fmt.quantize_activation(x)
+    parts = fmt.quantize_activation(x.detach())
     return QuantizedTensor(name, parts.values, parts.scale, x.shape, x.dtype)
 
 
@@ -149,7 +156,7 @@ def _checked(x: Tensor, name: str, check: bool) -> type[Format]:
     if x.dtype not in DTYPES:
         raise ValueError(f"x: dtype {x.dtype} cannot be quantized; allowed: {', '.join(map(str, DTYPES))}.")
     if x.numel() == 0 or x.ndim == 0:
-        raise ValueError(f"x: shape {tuple(x.shape)} cannot be quantized; at least one dimension and one value are needed.")
+        raise ValueError(f"x: shape {tuple(x.shape)} cannot be quantized; at least one value is needed.")
     if check and not torch.stack(torch.aminmax(x.detach())).isfinite().all():
-        raise ValueError(f"x: a tensor of shape {tuple(x.shape)} holds NaN or infinity and cannot be quantized; only finite values can.")
+        raise ValueError(f"x: holds NaN or infinity (shape {tuple(x.shape)}); only finite values can be quantized.")
     return FORMATS[name]

@@ -1,14 +1,16 @@
-"""Pieces that several formats share: the shape of a format, grouping, zero scales, the E2M1 grid, nibble packing.
+"""
+Pieces that several formats share: the shape of a format, grouping, zero scales, the E2M1 grid, nibble packing.
 
 Rounding rules that hold in every file of this room (they are compressed-tensors', bit for bit):
 
-- A scale is computed in the input's own dtype, so a bfloat16 tensor gets bfloat16 scales; pass `x.float()` for float32 scales.
-- `x / scale` is rounded to the dtype of the division first, then clamped, then rounded to the grid. The two roundings are visible in
+- A scale is computed in the tensor's own dtype: bfloat16 for a bfloat16 tensor, float32 for `x.float()`.
+- `x / scale` is rounded to the dtype of that division, then clamped, then rounded to the grid. Both roundings show in
   bfloat16, whose 8 significant bits leave steps of 0.5 between 64 and 128.
 - Round to nearest, ties to even.
-- `-0.0` counts as `+0.0`: a zero point of 0 is added before rounding.
+- `-0.0` counts as `+0.0`, as adding a zero point of 0 makes it.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -30,7 +32,7 @@ class Format:
     Attributes:
         bits (`float`): Stored bits per value, scales included, for a large bfloat16 weight.
         max (`float`): Largest magnitude on the grid.
-        activations (`str` or `None`): How layer inputs are quantized in this format; `None` means they are not (weight-only).
+        activations (`str` or `None`): Block of a layer input that shares a scale; `None` if inputs stay 16-bit.
     """
 
     bits: float
@@ -54,7 +56,7 @@ class Format:
 
 
 def amax_scale(amax: Tensor, largest: float) -> Tensor:
-    """`amax / largest` in amax's dtype. Where that is 0 the scale is the dtype's eps: any value would do, the codes are 0."""
+    """`amax / largest` in amax's dtype; the dtype's eps where that is 0, so that nothing is divided by 0."""
     scale = amax / largest
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
@@ -78,8 +80,9 @@ def ungroup(x: Tensor, n: int) -> Tensor:
 
 def product(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
-    `values * scale` rounded once to `dtype`. Codes have at most 8 significant bits and scales are 16-bit or float32, so the product
-    is exact in float32 for 16-bit scales, and multiplying in the scale's own dtype gives the same bits at less cost.
+    `values * scale` rounded once to `dtype`. A code has at most 8 significant bits, a 16-bit scale at most 11, so
+    their product is exact in float32, and multiplying in 16 bits (which rounds that product) gives the same bits
+    at less cost.
     """
     wide = torch.promote_types(scale.dtype, dtype)
     return (values.to(wide) * scale.to(wide)).to(dtype)
@@ -91,10 +94,10 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def encode_e2m1(x: Tensor) -> Tensor:
     """
-    float32 to E2M1 codes `0..15` (uint8), nearest, ties to the even code, saturating at 6. Negative numbers that round to 0 keep their
-    sign: code 8, which is -0.
+    float32 to E2M1 codes `0..15` (uint8), nearest, ties to the even code, saturating at 6. A negative number that
+    rounds to 0 keeps its sign: code 8, which is -0.
     """
-    midpoints = [(a + b) / 2 for a, b in zip(E2M1, E2M1[1:], strict=False)]
+    midpoints = [(a + b) / 2 for a, b in pairwise(E2M1)]
     edges = torch.tensor(midpoints, dtype=torch.float32, device=x.device)
     # a tie after an even code must stay there: the next code begins just above the midpoint
     edges[::2] = torch.nextafter(edges[::2], edges.new_tensor(float("inf")))

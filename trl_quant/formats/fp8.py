@@ -1,21 +1,21 @@
 """
 FP8 in E4M3, in three granularities.
 
-|               | fp8                        | fp8_tensor             | fp8_block                          |
-|---------------|----------------------------|------------------------|------------------------------------|
-| bits          | 8                          | 8                      | 8                                  |
-| grid          | E4M3, +-448, no infinity   | the same               | the same                           |
-| weight scale  | one per output channel     | one                    | one per 128 x 128 block            |
-| activations   | one scale per token        | one scale              | one scale per token and 128 inputs |
-| scale dtype   | that of the input          | the same               | the same                           |
-| paper         | Micikevicius et al. 2022, "FP8 formats for deep learning" (arXiv:2209.05433) | | DeepSeek-V3 (arXiv:2412.19437, 3.3) |
+|                 | fp8                      | fp8_tensor | fp8_block                          |
+|-----------------|--------------------------|------------|------------------------------------|
+| bits            | 8                        | 8          | 8                                  |
+| grid            | E4M3: +-448, no infinity | the same   | the same                           |
+| block of weight | output channel           | tensor     | 128 x 128                          |
+| block of input  | token                    | tensor     | 128 inputs of one token            |
+| scale           | dtype of the tensor      | the same   | the same                           |
+| paper           | arXiv:2209.05433         | the same   | DeepSeek-V3 3.3 (arXiv:2412.19437) |
 
-    scale = max |x| / 448        over the values that share it
+    scale = max |x| / 448                             over the block
     code  = E4M3(clamp(x / scale, -448, 448))
     x^    = code * scale
 
-Blocks at the edge of a matrix that is not a multiple of 128 are smaller; nothing is padded in storage. A dynamic scale for a whole
-activation tensor (`fp8_tensor`) makes a token's numbers depend on the other tokens of its batch.
+Blocks at the edge of a matrix that is not a multiple of 128 are smaller; nothing is padded in storage. With one
+dynamic scale for a whole input (`fp8_tensor`) a token's numbers depend on the other tokens of its batch.
 """
 
 import torch
@@ -67,8 +67,8 @@ class FP8Tensor(FP8):
 
 class FP8Block(Format):
     """
-    E4M3; weights `(..., out, in)` with scales `(..., ceil(out / 128), ceil(in / 128))`, activations `(..., in)` with scales
-    `(..., ceil(in / 128))`.
+    E4M3; weights `(..., out, in)` with scales `(..., ceil(out / 128), ceil(in / 128))`, activations `(..., in)` with
+    scales `(..., ceil(in / 128))`.
     """
 
     bits = 8.0
@@ -78,7 +78,7 @@ class FP8Block(Format):
     @staticmethod
     def quantize(x: Tensor) -> Parts:
         if x.ndim < 2:
-            raise ValueError(f"x: shape {tuple(x.shape)}, but fp8_block has 128 x 128 blocks and needs at least 2 dimensions.")
+            raise ValueError(f"x: shape {tuple(x.shape)}, but 'fp8_block' needs at least 2 dimensions for its blocks.")
         rows = group(x.abs().transpose(-1, -2), BLOCK).amax(-1)  # (..., in, ceil(out / 128))
         scale = amax_scale(group(rows.transpose(-1, -2), BLOCK).amax(-1), E4M3_MAX)
         return Parts(encode_e4m3(x, FP8Block._expand(scale, x.shape)), scale)

@@ -1,15 +1,19 @@
 """
 INT4, symmetric, weight-only.
 
-| bits  | grid    | scale                           | activations | scale dtype       | paper                                     |
-|-------|---------|---------------------------------|-------------|-------------------|-------------------------------------------|
-| 4.125 | -8 .. 7 | one per 128 inputs of a channel | 16-bit      | that of the input | W4A16, group size 128 of GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978), here rounded to nearest |
+| bits            | 4 + 16 / 128 = 4.125                                                           |
+| grid            | -8 .. 7                                                                        |
+| block of weight | 128 inputs of one output channel                                               |
+| block of input  | none, 16-bit                                                                   |
+| scale           | dtype of the tensor                                                            |
+| paper           | W4A16 with groups of GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978), here rounded to nearest |
 
-    scale = max |x| / 7.5                     over a group of 128
+    scale = max |x| / 7.5                             over the block
     code  = round(clamp(x / scale, -8, 7))
     x^    = code * scale
 
-Stored as `code + 8`, two to a byte, the first in the low four bits. A last group that is not full is padded with zeros in storage.
+Stored as `code + 8`, two to a byte, the first in the low four bits. A last group that is not full is padded with zeros
+in storage.
 """
 
 import torch
@@ -22,7 +26,7 @@ GROUP = 128
 
 
 class INT4(Format):
-    """Symmetric INT4; weights `(..., in)` with scales `(..., ceil(in / 128))` and bytes `(..., ceil(in / 128) * 64)`."""
+    """INT4; weights `(..., in)` with scales `(..., ceil(in / 128))` and bytes `(..., ceil(in / 128) * 64)`."""
 
     bits = 4 + 16 / GROUP
     max = 7.5

@@ -1,15 +1,19 @@
 """
 INT8, symmetric.
 
-| bits | grid        | weight scale           | activations         | scale dtype       | paper                                        |
-|------|-------------|------------------------|---------------------|-------------------|----------------------------------------------|
-| 8    | -128 .. 127 | one per output channel | one scale per token | that of the input | Jacob et al. 2018 (arXiv:1712.05877), W8A8 of SmoothQuant (arXiv:2211.10438) |
+| bits            | 8                                                                              |
+| grid            | -128 .. 127                                                                    |
+| block of weight | output channel                                                                 |
+| block of input  | token                                                                          |
+| scale           | dtype of the tensor                                                            |
+| paper           | arXiv:1712.05877, eq. 1 with Z = 0; W8A8 of SmoothQuant (arXiv:2211.10438)     |
 
-    scale = max |x| / 127.5
+    scale = max |x| / 127.5                           over the block
     code  = round(clamp(x / scale, -128, 127))
     x^    = code * scale
 
-Half a step more than 127, so that the 256 codes cover `[-amax, amax]` evenly; a value of exactly `+amax` is clamped to 127 steps.
+The divisor is half a step more than 127, so that the 256 codes cover `[-amax, amax]` evenly; `+amax` itself is
+clamped.
 """
 
 import torch
@@ -19,7 +23,7 @@ from .common import Format, Parts, amax_scale, product, scaled
 
 
 class INT8(Format):
-    """Symmetric INT8; weights `(..., out, in)` with scales `(..., out, 1)`, activations `(..., in)` with scales `(..., 1)`."""
+    """INT8; weights `(..., out, in)` with scales `(..., out, 1)`, activations `(..., in)` with scales `(..., 1)`."""
 
     bits = 8.0
     max = 127.5

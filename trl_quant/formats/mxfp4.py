@@ -1,24 +1,40 @@
 """
 MXFP4, weight-only.
 
-| bits | grid           | scale                                   | activations | source                                  |
-|------|----------------|-----------------------------------------|-------------|-----------------------------------------|
-| 4.25 | E2M1, 0 .. +-6 | E8M0 (a power of two), one per 32 inputs | 16-bit      | OCP Microscaling Formats (MX) specification v1.0, 2023 |
+| bits            | 4 + 8 / 32 = 4.25                                                              |
+| grid            | E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives                           |
+| block of weight | 32 inputs of one output channel                                                |
+| block of input  | none, 16-bit                                                                   |
+| scale           | E8M0: a power of two, stored as exponent + 127                                 |
+| paper           | OCP Microscaling Formats (MX) specification v1.0 (2023), 5.2 and 6.3           |
 
-    e    = floor(log2(max |x| * 8/7)) - 2             over a block of 32, clamped to -127 .. 125, stored as e + 127
+    e    = floor(log2(8/7 max |x|)) - 2               over the block, at least -127
     code = E2M1(clamp(x / 2^e, -6, 6))
     x^   = code * 2^e
 
-The specification leaves the scale's rounding open and shows `floor(log2(max |x|)) - 2`. Here, as in compressed-tensors, a maximum of
-1.75 * 2^k or more counts as 2^(k+1), since 7 would saturate to 6 (`8/7` above; exactly 1.75 rounds up). Blocks of zeros get e = -127.
-Blocks that float16 holds only as subnormals (below 0.75 * 2^-14) become zeros with e = 0, because 2^-127 is 0 in float16: quantize the
-float32 tensor to keep them. A last block that is not full is padded with zeros in storage.
+The specification leaves the rounding of the scale open and shows `floor(log2(max |x|)) - 2`. Here, as in
+compressed-tensors, a maximum of 1.75 * 2^k or more counts as 2^(k+1) (the `8/7`), since 7 would saturate to 6. A block
+of zeros gets e = -127. A block that float16 holds only as subnormals (maximum below 0.75 * 2^-14) becomes zeros with
+e = 0, since 2^-127 is 0 in float16: quantize the float32 tensor to keep it. A last block that is not full is padded
+with zeros in storage.
 """
 
 import torch
 from torch import Tensor
 
-from .common import E2M1, Format, Parts, decode_e2m1, encode_e2m1, group, pack_nibbles, product, scaled, ungroup, unpack_nibbles
+from .common import (
+    E2M1,
+    Format,
+    Parts,
+    decode_e2m1,
+    encode_e2m1,
+    group,
+    pack_nibbles,
+    product,
+    scaled,
+    ungroup,
+    unpack_nibbles,
+)
 
 
 BLOCK = 32
@@ -41,7 +57,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 class MXFP4(Format):
-    """E2M1 with power-of-two scales; weights `(..., in)`, scales `(..., ceil(in / 32))` uint8, bytes `(..., ceil(in / 32) * 16)`."""
+    """E2M1; weights `(..., in)` with uint8 scales `(..., ceil(in / 32))` and bytes `(..., ceil(in / 32) * 16)`."""
 
     bits = 4 + 8 / BLOCK
     max = E2M1[-1]

@@ -1,17 +1,21 @@
 """
 NF4, weight-only.
 
-| bits | grid                                    | scale                                     | activations | paper                    |
-|------|-----------------------------------------|-------------------------------------------|-------------|--------------------------|
-| 4.5  | 16 quantiles of N(0, 1), scaled to +-1  | float32 maximum of 64 consecutive values  | 16-bit      | QLoRA (arXiv:2305.14314), eq. 4 and appendix E |
+| bits            | 4 + 32 / 64 = 4.5                                                              |
+| grid            | 16 quantiles of N(0, 1), scaled to -1 .. 1                                     |
+| block of weight | 64 consecutive values                                                          |
+| block of input  | none, 16-bit                                                                   |
+| scale           | float32                                                                        |
+| paper           | QLoRA (arXiv:2305.14314), eq. 4 and appendix E                                 |
 
-    q_i   = (Q(i / 17) + Q((i + 1) / 17)) / 2         Q the quantile function of N(0, 1); made asymmetric to hold an exact 0
-    scale = max |x|                                   over a block of 64
+    q_i   = (Q(i / 17) + Q((i + 1) / 17)) / 2         Q: quantiles of N(0, 1); one side shifted to have an exact 0
+    scale = max |x|                                   over the block
     code  = argmin_i |q_i - x / scale|                ties to the lower code
     x^    = q_code * scale
 
-bitsandbytes' layout without double quantization: blocks run over the flattened tensor, also across rows; two codes to a byte, the first
-in the HIGH four bits; the last block may be shorter. As there, full blocks are multiplied by 1 / scale and a last short one is divided.
+bitsandbytes' layout without double quantization: blocks run over the flattened tensor, also across rows; two codes
+to a byte, the first in the HIGH four bits; the last block may be shorter. As there, full blocks are multiplied by
+1 / scale and a last short one is divided by scale.
 """
 
 import torch
@@ -43,7 +47,7 @@ TINY = 1e-38  # keeps the reciprocal of a zero block finite
 
 
 class NF4(Format):
-    """The 4-bit normal-float grid; any shape, scales `(ceil(n / 64),)` float32, bytes `(ceil(n / 2),)`, n the number of values."""
+    """NF4; `n` values of any shape with float32 scales `(ceil(n / 64),)` and bytes `(ceil(n / 2),)`."""
 
     bits = 4 + 32 / BLOCK
     max = 1.0

@@ -1,24 +1,40 @@
 """
 NVFP4, weight-only.
 
-| bits | grid             | scale                    | global scale                | activations | source                                       |
-|------|------------------|--------------------------|-----------------------------|-------------|----------------------------------------------|
-| 4.5  | E2M1, 0 .. +-6   | E4M3, one per 16 inputs  | float32, one per tensor     | 16-bit      | NVIDIA 2025, "Pretraining LLMs with NVFP4" (arXiv:2509.25149); QeRL (arXiv:2510.11696) |
+| bits            | 4 + 8 / 16 = 4.5                                                               |
+| grid            | E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives                           |
+| block of weight | 16 inputs of one output channel                                                |
+| block of input  | none, 16-bit                                                                   |
+| scale           | E4M3, and one float32 for the tensor                                           |
+| paper           | NVIDIA, "Pretraining LLMs with NVFP4" (arXiv:2509.25149); QeRL (arXiv:2510.11696), eq. 3 |
 
-    g     = 448 * 6 / max |x|                         over the tensor, in the input's dtype, stored in float32
-    scale = E4M3(g * max |x| / 6)                     over a block of 16
+    g     = 448 * 6 * (1 / max |x|)                   over the tensor, in its dtype, stored in float32
+    scale = E4M3(g * max |x| / 6)                     over the block
     code  = E2M1(clamp(x / (scale / g), -6, 6))
     x^    = code * (scale / g)
 
-`g` multiplies (compressed-tensors' convention); the scale that a kernel applies to the codes is `scale / g`. Layers that an engine
-fuses (q, k, v; gate, up) must share one `g`: see [`global_scale`]. Where `g` overflows the input's dtype (all zeros; a float16 tensor
-with amax below 0.041) it is 1. Blocks whose scale rounds to 0 get 0.125. A last block that is not full is padded with zeros in storage.
+`g` multiplies (compressed-tensors' convention): what a kernel applies to the codes is `scale / g`. Layers that an
+engine fuses (q, k, v; gate, up) must share one `g`: see [`global_scale`]. Where `g` overflows the tensor's dtype
+(all zeros; a float16 tensor with a maximum below 0.041) it is 1. A block whose scale rounds to 0 gets 0.125. A
+last block that is not full is padded with zeros in storage.
 """
 
 import torch
 from torch import Tensor
 
-from .common import E2M1, Format, Parts, decode_e2m1, encode_e2m1, group, pack_nibbles, product, scaled, ungroup, unpack_nibbles
+from .common import (
+    E2M1,
+    Format,
+    Parts,
+    decode_e2m1,
+    encode_e2m1,
+    group,
+    pack_nibbles,
+    product,
+    scaled,
+    ungroup,
+    unpack_nibbles,
+)
 
 
 BLOCK = 16
@@ -27,14 +43,15 @@ E2M1_MAX = E2M1[-1]
 
 
 def global_scale(*tensors: Tensor) -> Tensor:
-    """The float32 scale of shape `(1,)` that the given tensors share: `448 * 6 / max |x|` over all of them."""
+    """The float32 scale of shape `(1,)` that the given tensors share: `448 * 6 * (1 / max |x|)` over all of them."""
     amax = torch.stack([x.abs().amax() for x in tensors]).amax()
-    scale = E4M3_MAX * E2M1_MAX / amax.clamp(min=torch.finfo(amax.dtype).tiny)
+    # two roundings, as in compressed-tensors: what torch makes of `448 * 6 / amax`
+    scale = amax.clamp(min=torch.finfo(amax.dtype).tiny).reciprocal() * (E4M3_MAX * E2M1_MAX)
     return scale.nan_to_num(posinf=1.0).to(torch.float32).reshape(1)
 
 
 class NVFP4(Format):
-    """E2M1 with two levels of scales; weights `(..., in)`, scales `(..., ceil(in / 16))`, bytes `(..., ceil(in / 16) * 8)`."""
+    """E2M1; weights `(..., in)` with E4M3 scales `(..., ceil(in / 16))` and bytes `(..., ceil(in / 16) * 8)`."""
 
     bits = 4 + 8 / BLOCK
     max = E2M1_MAX

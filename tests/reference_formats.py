@@ -1,0 +1,148 @@
+"""
+The number formats again, as slow scalar loops over Python floats: an independent reference for shapes and inputs that
+compressed-tensors does not take, and a second opinion on those that it does.
+
+Every number is a float64 here, and `to` rounds it to one of the 16- or 32-bit dtypes. A quotient or product of two such
+numbers that is rounded to float64 first and to their dtype after is rounded as if once: float64 has more than twice
+their bits.
+"""
+
+import math
+
+import torch
+
+
+EPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
+PRECISION = {torch.bfloat16: (8, -133), torch.float16: (11, -24), torch.float32: (24, -149)}  # bits, exponent of the last
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+# E4M3: exponent bias 7, subnormals at exponent field 0, S.1111.111 is NaN
+E4M3 = [(m / 8 if e == 0 else 1 + m / 8) * 2.0 ** (max(e, 1) - 7) for e in range(16) for m in range(8)][:-1]
+
+
+def to(value: float, dtype: torch.dtype) -> float:
+    """`value` rounded to `dtype`, nearest, ties to even; infinity beyond its range."""
+    if value == 0 or not math.isfinite(value):
+        return value
+    digits, last = PRECISION[dtype]
+    step = 2.0 ** max(math.frexp(value)[1] - digits, last)
+    value = round(value / step) * step  # both exact; Python's round is to nearest even
+    return value if abs(value) <= torch.finfo(dtype).max else math.copysign(math.inf, value)
+
+
+def nearest(value: float, grid: list[float]) -> int:
+    """Index of the grid point nearest to `value >= 0`; between two equally near ones the even index."""
+    return min(range(len(grid)), key=lambda i: (abs(grid[i] - value), i % 2))
+
+
+def round_int(value: float, low: int, high: int) -> int:
+    return round(min(max(value, low), high))
+
+
+def blocks(matrix: list[list[float]], height: int, width: int):
+    """Blocks of a matrix in row order, as lists of (row, column); blocks at the edge are smaller."""
+    rows, cols = len(matrix), len(matrix[0])
+    for top in range(0, rows, height):
+        for left in range(0, cols, width):
+            yield [
+                (r, c)
+                for r in range(top, min(top + height, rows))
+                for c in range(left, min(left + width, cols))
+            ]
+
+
+def slow_quantize(x: torch.Tensor, name: str, activation: bool = False) -> tuple[list, list, list, float | None]:
+    """
+    Quantizes a matrix. Returns codes (one per value, row by row; E4M3 and E2M1 as index with the sign in the top bit),
+    scales (block by block, as numbers), dequantized values, and the global scale.
+    """
+    dtype, matrix = x.dtype, x.double().tolist()
+    rows, cols = x.shape
+    largest = max(abs(v) for row in matrix for v in row)
+    height, width = {
+        "fp8": (1, cols),
+        "fp8_tensor": (rows, cols),
+        "fp8_block": (1, 128) if activation else (128, 128),
+        "int8": (1, cols),
+        "int4": (1, 128),
+        "nvfp4": (1, 16),
+        "mxfp4": (1, 32),
+    }[name]
+    g = None
+    if name == "nvfp4":
+        g = to(to(1 / max(largest, torch.finfo(dtype).tiny), dtype) * 2688, dtype)
+        g = g if math.isfinite(g) else 1.0
+
+    codes = [[0] * cols for _ in range(rows)]
+    values = [[0.0] * cols for _ in range(rows)]
+    scales = []
+    for block in blocks(matrix, height, width):
+        amax = max(abs(matrix[r][c]) for r, c in block)
+        if name == "nvfp4":
+            index = nearest(min(to(g * to(amax / 6, dtype), torch.float32), 448.0), E4M3)
+            scale = E4M3[index] or 0.125
+            step, work = to(scale / g, torch.float32), torch.float32
+        elif name == "mxfp4":
+            scale = step = mx_scale(amax, dtype)
+            work = dtype
+        else:
+            scale = to(amax / {"int8": 127.5, "int4": 7.5}.get(name, 448.0), dtype) or EPS[dtype]
+            step, work = scale, dtype
+        scales.append(scale)
+        for r, c in block:
+            v = to(matrix[r][c] / step, work)
+            if name in ("int8", "int4"):
+                code = number = round_int(v, *((-128, 127) if name == "int8" else (-8, 7)))
+            else:
+                grid, top = (E2M1, 8) if name in ("nvfp4", "mxfp4") else (E4M3, 128)
+                index = nearest(min(abs(v), grid[-1]), grid)
+                code, number = index + top * (v < 0), math.copysign(grid[index], v)
+            codes[r][c], values[r][c] = code, to(to(number * step, torch.float32), dtype)
+    return codes, scales, values, g
+
+
+def mx_scale(amax: float, dtype: torch.dtype) -> float:
+    """OCP MX with a maximum of 1.75 * 2^k and more counted as 2^(k+1)."""
+    if dtype == torch.float16 and amax < 0.75 * 2.0**-14:
+        return 1.0
+    if amax == 0:
+        return 2.0**-127
+    fraction, exponent = math.frexp(amax)  # amax = fraction * 2^exponent with 0.5 <= fraction < 1
+    k = exponent - 1 + (fraction >= 0.875)
+    return 2.0 ** max(k - 2, -127)
+
+
+def slow_nf4(x: torch.Tensor, grid: list[float]) -> tuple[list, list, list, None]:
+    """QLoRA appendix E. bitsandbytes multiplies full blocks by a float32 reciprocal and divides the last short one."""
+    flat = x.double().flatten().tolist()
+    f32 = torch.float32
+    middles = [to((a + b) / 2, f32) for a, b in zip(grid, grid[1:])]
+    codes, scales, values = [], [], []
+    for start in range(0, len(flat), 64):
+        block = flat[start : start + 64]
+        scale = max(abs(v) for v in block)
+        safe = max(scale, to(1e-38, f32))
+        if len(block) < 64:
+            scale = safe
+        for v in block:
+            unit = to(v * to(1 / safe, f32), f32) if len(block) == 64 else to(v / safe, f32)
+            code = sum(m < min(max(unit, -1.0), 1.0) for m in middles)
+            codes.append(code)
+            values.append(to(to(grid[code] * scale, f32), x.dtype))
+        scales.append(scale)
+    return codes, scales, values, None
+
+
+def nf4_grid() -> list[float]:
+    """
+    QLoRA eq. 4: quantiles of N(0, 1) at 8 evenly spaced probabilities on the positive side and 7 on the negative side,
+    from the offset 0.9677083 of their released code to 1/2, plus 0; divided by the largest.
+    """
+    offset = 0.9677083
+
+    def quantile(p: float) -> float:
+        return math.sqrt(2) * torch.special.erfinv(torch.tensor(2 * p - 1, dtype=torch.float64)).item()
+
+    positive = [quantile(offset + (0.5 - offset) * i / 8) for i in range(8)]
+    negative = [-quantile(offset + (0.5 - offset) * i / 7) for i in range(7)]
+    top = max(positive)
+    return [v / top for v in sorted([*positive, 0.0, *negative])]

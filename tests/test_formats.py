@@ -1,0 +1,431 @@
+"""
+Number formats: bit-exact with compressed-tensors and bitsandbytes, with slow loops where those refuse an input, and with
+the properties that a user relies on.
+"""
+
+import pytest
+import reference_formats as slow
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trl_quant.formats import (
+    FORMATS,
+    QuantizedTensor,
+    fake_quantize_activation,
+    global_scale,
+    quantize,
+    quantize_activation,
+)
+from trl_quant.formats.common import unpack_nibbles
+from trl_quant.formats.nf4 import NF4_GRID
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+PRESETS = {  # name -> compressed-tensors' preset scheme and the compressor of its checkpoint layout
+    "fp8": ("FP8_DYNAMIC", "float-quantized"),
+    "fp8_tensor": ("FP8", "float-quantized"),
+    "fp8_block": ("FP8_BLOCK", "float-quantized"),
+    "int8": ("INT8", "int-quantized"),
+    "nvfp4": ("NVFP4A16", "nvfp4-pack-quantized"),
+    "mxfp4": ("MXFP4A16", "mxfp4-pack-quantized"),
+    "int4": ("W4A16", "pack-quantized"),
+}
+ACTIVATIONS = [name for name, fmt in FORMATS.items() if fmt.activations]
+WEIGHT_ONLY = [name for name, fmt in FORMATS.items() if not fmt.activations]
+
+
+def make(kind: str, dtype: torch.dtype, shape: tuple[int, ...] = (256, 256), seed: int = 0) -> Tensor:
+    """Inputs that break careless quantizers."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    tiny = torch.finfo(dtype).tiny
+    match kind:
+        case "random":
+            pass
+        case "large":  # up to a quarter of the largest finite number
+            x *= torch.finfo(dtype).max / 4 / x.abs().max()
+        case "small":  # normal numbers whose scales are subnormal
+            x *= tiny * 100
+        case "subnormal":
+            x *= tiny / 8
+        case "zero":
+            x *= 0
+        case "zero rows":
+            x[::3] = 0
+            x[:, : shape[-1] // 2] *= torch.arange(shape[0]).remainder(2)[:, None]
+        case "negative zero":
+            x = torch.where(x > 0, -0.0, x)
+        case "outlier":
+            x *= 1e-3
+            x.view(-1)[x.numel() // 3] = 1000.0
+        case "ties":  # multiples of a quarter hit the middles between grid points once the scale is a power of two
+            x = (x * 8).round() / 4
+            x[..., 0] = 8
+        case "wide":  # magnitudes over the whole range of the format
+            x *= 2.0 ** torch.linspace(-12, 4, x.numel(), dtype=torch.float64).view(shape)
+        case _:
+            raise KeyError(kind)
+    return x.to(dtype)
+
+
+KINDS = ["random", "small", "subnormal", "zero", "zero rows", "negative zero", "outlier", "ties", "wide", "large"]
+
+
+def bits(x: Tensor) -> Tensor:
+    """Bytes of a tensor, so that 0 and -0 differ and NaN equals NaN."""
+    return x.contiguous().view(torch.uint8)
+
+
+def scheme_of(name: str):
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+
+    return preset_name_to_scheme(PRESETS[name][0], ["Linear"])
+
+
+def compressed_tensors_weight(x: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """What compressed-tensors stores for a weight, and what its `dequantize` makes of it."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.lifecycle.forward import quantize as ct_quantize
+    from compressed_tensors.quantization.utils import (
+        calculate_qparams,
+        generate_gparam,
+        maybe_pad_tensor_for_block_quant,
+    )
+
+    scheme, rows = scheme_of(name), x.shape[0]
+    args = scheme.weights
+    if args.strategy == "tensor":
+        parts = x.reshape(1, -1)
+    elif args.strategy == "channel":
+        parts = x.unsqueeze(1)
+    elif args.strategy == "block":
+        padded = maybe_pad_tensor_for_block_quant(x, args.block_structure)
+        parts = padded.unfold(0, 128, 128).unfold(1, 128, 128).flatten(-2)
+    else:
+        parts = x.view(rows, -1, args.group_size)
+    g = None
+    if name == "nvfp4":
+        g = generate_gparam(x.min().reshape(1), x.max().reshape(1))
+    scale, zero = calculate_qparams(parts.amin(-1), parts.amax(-1), args, global_scale=g)
+    state = {"weight": x, "weight_scale": scale, "weight_zero_point": zero}
+    if g is not None:
+        state["weight_global_scale"] = g
+    numbers = dequantize(
+        ct_quantize(x, scale, zero, args, global_scale=g), scale, zero, args, dtype=x.dtype, global_scale=g
+    )
+    return BaseCompressor.get_value_from_registry(PRESETS[name][1]).compress(state, scheme), numbers
+
+
+def stored(q: QuantizedTensor) -> dict[str, Tensor]:
+    """Our codes under compressed-tensors' names."""
+    if q.format in ("fp8", "fp8_tensor", "fp8_block", "int8"):
+        return {"weight": q.values, "weight_scale": q.scale}
+    if q.format == "int4":
+        return {
+            "weight_packed": q.values.view(torch.int32),
+            "weight_scale": q.scale,
+            "weight_shape": torch.tensor(q.shape),
+        }
+    out = {"weight_packed": q.values, "weight_scale": q.scale}
+    return out if q.global_scale is None else {**out, "weight_global_scale": q.global_scale}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_weights_equal_compressed_tensors(name: str, kind: str, dtype: torch.dtype):
+    if name == "mxfp4" and kind == "large" and dtype == torch.float16:
+        pytest.skip("within a factor of two of the largest float16 compressed-tensors' scale is infinite")
+    shape = (200, 72 * 5) if name == "fp8_block" else (48, 384)
+    x = make(kind, dtype, shape)
+    theirs, numbers = compressed_tensors_weight(x, name)
+    q = quantize(x, name)
+    ours = stored(q)
+    assert ours.keys() == theirs.keys()
+    for key in theirs:
+        assert ours[key].dtype == theirs[key].dtype, key
+        assert ours[key].shape == theirs[key].shape, key
+        assert torch.equal(bits(ours[key]), bits(theirs[key])), key
+    assert q.dequantize().dtype == dtype
+    assert torch.equal(q.dequantize(), numbers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_equal_compressed_tensors(name: str, kind: str, dtype: torch.dtype):
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    # its per-token strategy takes a whole 2-dimensional input as one token, so the input has 3 dimensions
+    x = make(kind, dtype, (24, 256)).view(4, 6, 256)
+    args = scheme_of(name).input_activations.model_copy(update={"dynamic": True})
+    scale, zero = compute_dynamic_scales_and_zp(x, args, module=None)
+    q = quantize_activation(x, name)
+    assert torch.equal(bits(q.scale), bits(scale))
+    expected = fake_quantize(x, scale, zero, args)
+    assert torch.equal(q.dequantize(), expected)
+    assert torch.equal(fake_quantize_activation(x, name), expected)
+    assert torch.equal(fake_quantize_activation(x, name, check=False), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(64, 64), (3, 21), (5, 13), (1, 200), (7, 1), (1, 1), (2, 3, 32)], ids=str)
+@pytest.mark.parametrize("kind", ["random", "subnormal", "zero", "outlier", "wide", "negative zero"])
+def test_nf4_equals_bitsandbytes(kind: str, shape: tuple[int, ...], dtype: torch.dtype):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    x = make(kind, dtype, shape)
+    packed, state = functional.quantize_4bit(x, quant_type="nf4", blocksize=64)
+    q = quantize(x, "nf4")
+    assert torch.equal(bits(q.scale), bits(state.absmax))
+    assert torch.equal(q.values, packed.view(-1))
+    assert torch.equal(q.dequantize(), functional.dequantize_4bit(packed, state).view(shape))
+    assert torch.equal(q.dequantize(torch.float32), slow_dequantize_nf4(packed, state.absmax, x))
+
+
+def slow_dequantize_nf4(packed: Tensor, absmax: Tensor, x: Tensor) -> Tensor:
+    codes = [nibble for byte in packed.view(-1).tolist() for nibble in (byte >> 4, byte & 15)][: x.numel()]
+    numbers = [slow.to(NF4_GRID[c] * absmax[i // 64].item(), torch.float32) for i, c in enumerate(codes)]
+    return torch.tensor(numbers).view(x.shape)
+
+
+def test_nf4_grid_is_that_of_the_paper():
+    assert slow.nf4_grid() == pytest.approx(NF4_GRID, abs=2e-7)
+    # and a code goes to the nearest point of it
+    x = torch.linspace(-1, 1, 64)
+    codes = torch.stack((quantize(x, "nf4").values >> 4, quantize(x, "nf4").values & 15), -1).view(-1)
+    distance = (x[:, None] - torch.tensor(NF4_GRID)).abs()
+    assert torch.equal(codes, distance.argmin(-1).to(torch.uint8))
+
+
+def codes_of(q: QuantizedTensor) -> list[list[int]]:
+    """Codes as the slow reference numbers them, without the padding."""
+    if q.format == "nf4":
+        return [torch.stack((q.values >> 4, q.values & 15), -1).view(-1)[: q.shape.numel()].tolist()]
+    if q.values.dtype == torch.uint8:
+        codes = unpack_nibbles(q.values)[..., : q.shape[-1]]
+        return (codes.to(torch.int8) - 8 if q.format == "int4" else codes).tolist()
+    if q.values.dtype == torch.float8_e4m3fn:
+        return q.values.view(torch.uint8).tolist()
+    return q.values.tolist()
+
+
+ODD_SHAPES = [(3, 5), (1, 1), (2, 130), (130, 2), (3, 33), (1, 257)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["random", "subnormal", "zero", "outlier", "ties", "large"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_odd_shapes_equal_slow_loops(name: str, kind: str, dtype: torch.dtype):
+    """Also the two inputs where compressed-tensors is not followed: it refuses the shapes, and MXFP4 of large float16."""
+    for shape in ODD_SHAPES:
+        x = make(kind, dtype, shape, seed=sum(shape))
+        for activation in (False, True) if FORMATS[name].activations else (False,):
+            q = quantize_activation(x, name) if activation else quantize(x, name)
+            if name == "nf4":
+                codes, scales, values, g = slow.slow_nf4(x, list(NF4_GRID))
+                codes = [codes]
+            else:
+                codes, scales, values, g = slow.slow_quantize(x, name, activation)
+            scale = 2.0 ** (q.scale.double() - 127) if name == "mxfp4" else q.scale
+            assert scale.double().flatten().tolist() == scales, shape
+            assert codes_of(q) == codes, shape
+            assert torch.equal(q.dequantize(), torch.tensor(values).view(shape).to(dtype)), shape
+            assert g is None or q.global_scale.item() == g
+
+
+def test_slow_loops_agree_with_compressed_tensors():
+    """The reference itself, on shapes that compressed-tensors takes: two independent readings of one definition."""
+    for name in PRESETS:
+        for dtype in DTYPES:
+            for kind in ("random", "ties", "subnormal", "outlier"):
+                x = make(kind, dtype, (3, 128), seed=3)
+                theirs, numbers = compressed_tensors_weight(x, name)
+                values = slow.slow_quantize(x, name)[2]
+                assert torch.equal(torch.tensor(values).to(dtype), numbers), (name, dtype, kind)
+
+
+def test_both_roundings_are_kept():
+    """In bfloat16 the quotient is rounded before the code: a shortcut through float32 gives other codes."""
+    x = make("random", torch.bfloat16)
+    q = quantize(x, "int8")
+    shortcut = (x.float() / q.scale.float()).clamp(-128, 127).round().to(torch.int8)
+    differ = (q.values != shortcut).float().mean().item()
+    assert 0.001 < differ < 0.1
+    assert (q.values.int() - shortcut.int()).abs().max() == 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_storage_is_small(name: str):
+    x = make("random", torch.bfloat16, (512, 1024))
+    q = quantize(x, name)
+    assert q.nbytes * 8 / x.numel() == pytest.approx(FORMATS[name].bits, rel=0.01)
+    assert q.nbytes == sum(t.untyped_storage().nbytes() for t in (q.values, q.scale, q.global_scale) if t is not None)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_are_quantized_one_by_one(name: str):
+    """Leading dimensions: each matrix as if alone, except for the scales that belong to the whole tensor."""
+    x = make("random", torch.bfloat16, (3, 160, 192))
+    together = quantize(x, name).dequantize()
+    shared = global_scale(x) if name == "nvfp4" else None
+    alone = torch.stack([quantize(m, name, global_scale=shared).dequantize() for m in x])
+    assert torch.equal(together, alone) == (name != "fp8_tensor")
+
+
+def test_global_scale_is_shared():
+    q, k = make("random", torch.bfloat16, (64, 64)), 3 * make("random", torch.bfloat16, (32, 64), seed=1)
+    g = global_scale(q, k)
+    assert torch.equal(g, global_scale(torch.cat((q, k))))
+    assert not torch.equal(g, global_scale(q))
+    fused = quantize(torch.cat((q, k)), "nvfp4")
+    parts = [quantize(w, "nvfp4", global_scale=g) for w in (q, k)]
+    assert torch.equal(fused.values, torch.cat([p.values for p in parts]))
+    assert torch.equal(bits(fused.scale), torch.cat([bits(p.scale) for p in parts]))
+    with pytest.raises(ValueError, match="global_scale.*'int8'.*only 'nvfp4'"):
+        quantize(q, "int8", global_scale=g)
+
+
+def test_activation_scales_have_the_right_reach():
+    """One token does not touch another, except in fp8_tensor; 1 x 128 groups do not touch each other."""
+    x = make("random", torch.bfloat16, (2, 4, 256))
+    loud = x.clone()
+    loud[0, 0, 0] = 1000
+    for name in ACTIVATIONS:
+        quiet_q, loud_q = fake_quantize_activation(x, name), fake_quantize_activation(loud, name)
+        assert torch.equal(quiet_q[1], loud_q[1]) == (name != "fp8_tensor")
+        assert torch.equal(quiet_q[0, 0, 128:], loud_q[0, 0, 128:]) == (name == "fp8_block")
+    for name in WEIGHT_ONLY:
+        assert quantize_activation(x, name) is None
+        assert fake_quantize_activation(x, name) is x
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_nan_and_infinity_are_refused(name: str, dtype: torch.dtype, bad: float):
+    x = make("random", dtype, (16, 40))
+    x[7, 11] = bad
+    with pytest.raises(ValueError, match="x: holds NaN or infinity"):
+        quantize(x, name)
+    with pytest.raises(ValueError, match="x: holds NaN or infinity"):
+        quantize_activation(x, name)
+
+
+def test_wrong_arguments_are_refused():
+    x = torch.ones(4, 4)
+    with pytest.raises(ValueError, match="name: 'fp4'.*fp8, fp8_tensor, fp8_block, int8, nvfp4, mxfp4, nf4, int4"):
+        quantize(x, "fp4")
+    with pytest.raises(ValueError, match=r"x: dtype torch.float64.*torch.bfloat16"):
+        quantize(x.double(), "fp8")
+    with pytest.raises(ValueError, match=r"x: dtype torch.int64"):
+        quantize_activation(x.long(), "fp8")
+    for empty in (torch.ones(4, 0), torch.ones(0, 4), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="x: shape"):
+            quantize(empty, "int8")
+    with pytest.raises(ValueError, match="2 dimensions"):
+        quantize(x[0], "fp8_block")
+
+
+def test_parameters_do_not_enter_the_graph():
+    weight = torch.nn.Parameter(torch.randn(32, 32))
+    for name in FORMATS:
+        q = quantize(weight, name)
+        assert not q.scale.requires_grad
+        assert not q.dequantize().requires_grad
+        assert not fake_quantize_activation(weight, name).requires_grad or name in WEIGHT_ONLY
+
+
+# Properties
+
+
+@st.composite
+def tensors(draw):
+    """Matrices of any magnitude and shape, with zeros, in every dtype; far enough from the ends of the range."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.tuples(st.integers(1, 20), st.integers(1, 150)))
+    x = make("wide" if draw(st.booleans()) else "random", torch.float32, shape, seed=draw(st.integers(0, 10**6)))
+    x *= 2.0 ** draw(st.integers(-3, 3) if dtype == torch.float16 else st.integers(-30, 30))
+    if draw(st.booleans()):
+        x[draw(st.integers(0, shape[0] - 1))] = 0
+    return x.to(dtype)
+
+
+# Largest distance from a value to the nearest one on the grid, times the block's maximum: half the widest step; the next
+# power of two above 7/8 costs MXFP4 up to an eighth, a clamped +amax INT8 half a step; with room for the scales' rounding
+ABSOLUTE = {
+    "fp8": 16 / 448,
+    "fp8_tensor": 16 / 448,
+    "fp8_block": 16 / 448,
+    "int8": 0.5 / 127.5,
+    "nvfp4": 1 / 6,
+    "mxfp4": 1 / 4,
+    "nf4": 0.1520,
+    "int4": 0.5 / 7.5,
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(x=tensors(), name=st.sampled_from(list(FORMATS)))
+def test_error_is_bounded(x: Tensor, name: str):
+    error = (quantize(x, name).dequantize(torch.float32) - x.float()).abs()
+    largest = x.float().abs().amax()
+    slack = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 2.0**-18}[x.dtype]
+    if name == "nvfp4":
+        slack += 2.0**-4  # half a step of the E4M3 scale
+    assert error.amax() <= largest * (ABSOLUTE[name] + slack)
+
+
+@settings(max_examples=60, deadline=None)
+@given(x=tensors(), name=st.sampled_from(list(FORMATS)))
+def test_zeros_stay_zeros(x: Tensor, name: str):
+    x[x.abs() < x.abs().mean()] = 0
+    assert quantize(x, name).dequantize()[x == 0].count_nonzero() == 0
+    if FORMATS[name].activations:
+        assert fake_quantize_activation(x, name)[x == 0].count_nonzero() == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(x=tensors(), name=st.sampled_from(list(FORMATS)))
+def test_order_is_kept(x: Tensor, name: str):
+    """Within one scale a larger number never gets a smaller value."""
+    row = x[:1, :16].sort(-1).values
+    assert (quantize(row, name).dequantize().diff(dim=-1) >= 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(x=tensors(), power=st.integers(-3, 3), name=st.sampled_from(list(FORMATS)))
+def test_powers_of_two_only_move_the_scale(x: Tensor, power: int, name: str):
+    """q(2^k x) = 2^k q(x), bit for bit, as long as no scale is subnormal or saturated."""
+    if x.dtype == torch.float16:
+        x = x.float()  # float16 has so short a range that many scales and products here are subnormal
+    moved = quantize(x * 2.0**power, name)
+    assert torch.equal(moved.dequantize(), quantize(x, name).dequantize() * 2.0**power)
+    assert torch.equal(bits(moved.values), bits(quantize(x, name).values))
+
+
+@settings(max_examples=60, deadline=None)
+@given(x=tensors(), name=st.sampled_from(["mxfp4", "nf4"]))
+def test_grid_values_are_fixed_points(x: Tensor, name: str):
+    """
+    Quantizing what was quantized changes nothing. It holds where the scale is found again: NF4's largest value is 1 times
+    the scale, and MXFP4's power of two is the same unless the largest value was rounded across a boundary.
+    """
+    x = x.float()
+    once = quantize(x, name).dequantize()
+    twice = quantize(once, name).dequantize()
+    if name == "mxfp4":  # a second pass is always a fixed point: its largest value is 4 or 6 times the scale, or the scale has shrunk
+        once, twice = twice, quantize(twice, name).dequantize()
+    assert torch.equal(once, twice)
+
+
+@settings(max_examples=40, deadline=None)
+@given(codes=st.lists(st.integers(-128, 127), min_size=1, max_size=40), scale=st.floats(1e-3, 1e3))
+def test_int8_grid_is_not_found_again(codes: list[int], scale: float):
+    """INT8 divides by 127.5, so that its own largest value 127 s gives a smaller scale: it shrinks, by under one step."""
+    x = torch.tensor([codes], dtype=torch.float32) * scale
+    once = quantize(x, "int8")
+    twice = quantize(once.dequantize(), "int8")
+    assert (twice.dequantize() - once.dequantize()).abs().amax() <= once.scale.amax()
