@@ -20,6 +20,9 @@ from .rollout import RolloutEngine, RolloutNoise, engine_of
 from .scaling import scale_model, uaq_applied
 
 
+ROLLOUT_STATE_NAME = "rollout_state.json"
+
+
 class QuantGRPOTrainer(GRPOTrainer):
     """
     TRL's [`~trl.GRPOTrainer`] with quantized rollouts and the correction for them. It takes what `GRPOTrainer` takes;
@@ -97,6 +100,20 @@ class QuantGRPOTrainer(GRPOTrainer):
         if self._engine is not None:
             self._engine.noise = self._rollout_noise()
         return super()._generate(prompts)
+
+    def _generate_single_turn(self, *args, **kwargs):
+        try:
+            return super()._generate_single_turn(*args, **kwargs)
+        except ValueError:  # a refusal, which says itself what is wrong
+            raise
+        except Exception as error:
+            if self._engine is None:
+                raise
+            checkpoint = last_complete_checkpoint(self.args.output_dir)
+            raise RuntimeError(
+                f"The {self._engine.precision} rollout engine failed at step {self.state.global_step}. The last whole "
+                f"checkpoint is {checkpoint}; continue with `train(resume_from_checkpoint=True)`. Cause: {error}"
+            ) from error
 
     def _rollout_noise(self) -> RolloutNoise:
         args, step = self.args, self.state.global_step
@@ -177,6 +194,15 @@ class QuantGRPOTrainer(GRPOTrainer):
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir) or True
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _save_checkpoint(self, model, trial):
+        if self._engine is not None:
+            state = self._engine.state_dict()
+            if self.args.should_save:
+                folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / ROLLOUT_STATE_NAME).write_text(json.dumps(state))
+        super()._save_checkpoint(model, trial)
+
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         path = Path(resume_from_checkpoint) / "config.json"
         if path.is_file():
@@ -186,6 +212,9 @@ class QuantGRPOTrainer(GRPOTrainer):
                     f"The checkpoint {resume_from_checkpoint} was trained with `uaq_scale`={recorded}, this run has "
                     f"`uaq_scale`={self.args.uaq_scale}. Resume with the same value."
                 )
+        path = Path(resume_from_checkpoint) / ROLLOUT_STATE_NAME
+        if self._engine is not None and path.is_file():
+            self._engine.load_state_dict(json.loads(path.read_text()))
         return super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 

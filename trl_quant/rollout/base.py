@@ -4,6 +4,7 @@ Both engines are TRL's `VLLMGeneration` with another back end, so `GRPOTrainer` 
 A sync streams clean weights; the noise (AQN) is laid on the copy's norms just before it samples.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,7 @@ class RolloutEngine(VLLMGeneration):
         self.precision = precision
         self.noise = RolloutNoise()
         self.sync_metrics: dict[str, float] = {}
+        self.drift = WeightDrift()
         super().__init__(*args, **kwargs)
 
     def _iter_named_params(self):
@@ -78,6 +80,13 @@ class RolloutEngine(VLLMGeneration):
             else:
                 with self._dist.gather_params([param]):
                     yield clean_name, self._dense(model.get_submodule(name.rpartition(".")[0]), param)
+
+    def state_dict(self) -> dict:
+        """What a checkpoint must hold for a resumed run to log what an unbroken one logs. Collective."""
+        return {"normalized_update": self.drift.update_since_sync(self._iter_named_params())}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.drift.resumed_update = state["normalized_update"]
 
     def _full(self, param: nn.Parameter) -> torch.Tensor:
         if isinstance(param, DTensor):  # FSDP2; gathering needs the accelerator also where parameters are offloaded
@@ -119,18 +128,19 @@ class RolloutEngine(VLLMGeneration):
 
 class WeightDrift:
     """
-    Accumulates QuRL's two norms over one sync (eq. 13, 14): how far the weights moved, how far quantizing moves them.
+    QuRL's two norms over one sync (eq. 13, 14): how far the weights moved, how far quantizing them moves them.
 
     Large layers are measured on their leading rows (whole 128-row blocks), at most `MAX_ELEMENTS` values of each, of
-    which a copy is kept until the next sync.
+    which a copy is kept until the next sync. A resumed run has no such copy: it takes the update from its checkpoint.
     """
 
     MAX_ELEMENTS = 2**18
 
     def __init__(self):
+        self.resumed_update: float | None = None
         self._previous: dict[str, torch.Tensor] = {}
-        self._sums = torch.zeros(3, dtype=torch.float64)
-        self._seen_before = False
+        self._update = self._error = self._weight = 0.0  # squared norms
+        self._known = False
 
     def rows(self, weight: torch.Tensor) -> int:
         """Number of leading rows of `weight` that are measured."""
@@ -139,20 +149,36 @@ class WeightDrift:
         return max(128, self.MAX_ELEMENTS // weight[0].numel() // 128 * 128)
 
     def add(self, name: str, weight: torch.Tensor, dequantized: torch.Tensor) -> None:
-        """Counts the leading rows `dequantized` of the copy against the same rows of `weight`."""
+        """Counts the leading rows of a layer, `dequantized` of the copy and the same rows of `weight`."""
         weight = weight[: len(dequantized)].detach()
         previous = self._previous.get(name)
-        self._seen_before = previous is not None
-        update = weight - previous if self._seen_before else torch.zeros_like(weight)
-        squares = [x.float().square().sum().double() for x in (update, dequantized.float() - weight.float(), weight)]
-        self._sums += torch.stack(squares).cpu()
+        self._known = previous is not None
+        self._update += _squared_norm(weight - previous) if self._known else 0.0
+        self._error += _squared_norm(dequantized.to(weight.dtype) - weight)
+        self._weight += _squared_norm(weight)
         self._previous[name] = weight.clone()
 
     def metrics(self) -> dict[str, float]:
-        """The norms since the last call, relative to the weights'; the update only from the second sync on."""
-        update, error, weight = self._sums.sqrt().tolist()
-        self._sums.zero_()
+        """The norms since the last call, relative to the weights'; the update only where there was a sync before."""
+        update, error, weight = (float(x) ** 0.5 for x in (self._update, self._error, self._weight))
+        self._update = self._error = self._weight = 0.0
         metrics = {"weights/normalized_quantization_error": error / max(weight, 1e-30)}
-        if self._seen_before:
+        if self._known:
             metrics["weights/normalized_update"] = update / max(weight, 1e-30)
+        elif self.resumed_update is not None:
+            metrics["weights/normalized_update"] = self.resumed_update
         return metrics
+
+    def update_since_sync(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> float | None:
+        """The update that the next sync will see, for a checkpoint; `None` before the first sync."""
+        update = weight = 0.0
+        for name, tensor in named_params:  # to its end also where nothing is known: gathering is collective
+            if name in self._previous:
+                previous = self._previous[name]
+                tensor = tensor[: len(previous)].detach().to(previous.device)
+                update, weight = update + _squared_norm(tensor - previous), weight + _squared_norm(tensor)
+        return float(update) ** 0.5 / max(float(weight) ** 0.5, 1e-30) if self._previous else None
+
+
+def _squared_norm(x: torch.Tensor) -> torch.Tensor:
+    return x.float().square().sum().double()

@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 
 from ..formats import quantize, quantize_activation
 from ..noise import norm_noise, noised_norms
-from .base import RolloutEngine, RolloutNoise, WeightDrift
+from .base import RolloutEngine, RolloutNoise
 
 
 # Sampling options that transformers applies after our log-probabilities are taken, or that are no sampling at all.
@@ -139,7 +139,6 @@ class TransformersEngine(RolloutEngine):
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         self._policy_dtype = policy.get_input_embeddings().weight.dtype
         self.copy = self._build_copy(policy)
-        self._drift = WeightDrift()
         self._applied_noise: RolloutNoise | None = None
         self._clean_norms: dict[str, torch.Tensor] = {}
 
@@ -208,7 +207,7 @@ class TransformersEngine(RolloutEngine):
                     dequantized = linears[name].load(tensor)
                 except ValueError as error:
                     raise ValueError(f"Cannot quantize `{name}` for the rollout: {error}") from error
-                self._drift.add(name, tensor, dequantized[: self._drift.rows(tensor)])
+                self.drift.add(name, tensor, dequantized[: self.drift.rows(tensor)])
             elif name in params:
                 params[name].data.copy_(tensor)
             elif name not in self.copy.state_dict():  # a tied weight under its second name is no surprise
@@ -216,7 +215,7 @@ class TransformersEngine(RolloutEngine):
             waiting.discard(name)
         if waiting:
             raise RuntimeError(f"The policy did not stream {sorted(waiting)[:4]} ({len(waiting)} in all) to its copy.")
-        self.sync_metrics = self._drift.metrics()
+        self.sync_metrics = self.drift.metrics()
         self._clean_norms.clear()
         self._applied_noise = RolloutNoise()
 

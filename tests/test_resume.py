@@ -1,0 +1,123 @@
+"""A killed run goes on as if it had not been: six steps equal three, a kill, and three; and only whole checkpoints count."""
+
+import json
+
+import pytest
+import torch
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.trainer import last_complete_checkpoint
+from training import config, lora, make, parameters
+from training import metrics as all_metrics
+
+
+SETTINGS = {
+    "rollout_precision": "int4",
+    "noise_schedule": "exponential",
+    "noise_stages": 3,
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 3,
+}
+
+
+def metrics(trainer):
+    """All but the closing summary, whose `train_loss` transformers averages over the steps of this process alone."""
+    return [entry for entry in all_metrics(trainer) if "train_loss" not in entry]
+
+
+class Killed(Exception):
+    pass
+
+
+def trainer_of(path, kill_at=None, peft=False, **overrides):
+    calls = []
+
+    def reward(completions, **kwargs):
+        calls.append(1)
+        if len(calls) == kill_at:
+            raise Killed
+        return [float(sum(map(ord, text)) % 11) for text in completions]
+
+    return make(
+        QuantGRPOTrainer,
+        config(QuantGRPOConfig, path, **SETTINGS | overrides),
+        reward_funcs=reward,
+        peft_config=lora() if peft else None,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"uaq_scale": 1.5}, {"peft": True}, {"num_iterations": 2, "max_steps": 8, "save_steps": 4}],
+    ids=["plain", "uaq", "lora", "iterations"],
+)
+def test_killed_and_resumed_equals_unbroken(tmp_path, options):
+    whole = trainer_of(tmp_path / "whole", **options)
+    whole.train()
+    kill_at = 3 if "num_iterations" in options else 5  # a generation in the second half
+    broken = trainer_of(tmp_path / "broken", kill_at=kill_at, **options)
+    with pytest.raises(Killed):
+        broken.train()
+    resumed = trainer_of(tmp_path / "broken", **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert metrics(resumed) == metrics(whole)
+    mine, theirs = parameters(resumed), parameters(whole)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert len({entry["noise/sigma"] for entry in metrics(whole) if "noise/sigma" in entry}) == 3
+
+
+def test_a_resume_with_another_scaling_is_refused(tmp_path):
+    trainer_of(tmp_path, uaq_scale=1.5, max_steps=3).train()
+    with pytest.raises(ValueError, match=r"uaq_scale.*1\.5.*None"):
+        trainer_of(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_only_whole_checkpoints_count(tmp_path):
+    whole = trainer_of(tmp_path, save_steps=2)
+    whole.train()
+    assert last_complete_checkpoint(tmp_path).endswith("checkpoint-6")
+    (tmp_path / "checkpoint-6" / "trainer_state.json").write_text('{"log_history": [')  # the disk was full
+    assert last_complete_checkpoint(tmp_path).endswith("checkpoint-4")
+    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()  # killed while saving
+    assert last_complete_checkpoint(tmp_path).endswith("checkpoint-2")
+    resumed = trainer_of(tmp_path, save_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert metrics(resumed) == metrics(whole)
+    assert json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())["global_step"] == 6
+    assert last_complete_checkpoint(tmp_path / "nothing") is None
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path, save_steps=2, save_total_limit=1)
+    save = trainer._save_optimizer_and_scheduler
+
+    def full_disk(output_dir):
+        if trainer.state.global_step == 4:
+            raise OSError(28, "No space left on device")
+        save(output_dir)
+
+    monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        trainer.train()
+    assert last_complete_checkpoint(tmp_path).endswith("checkpoint-2")
+    resumed = trainer_of(tmp_path, save_steps=2, save_total_limit=1)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+
+
+def test_a_crash_of_the_engine_leaves_the_last_checkpoint_and_names_the_step(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path, save_steps=2)
+    generate = trainer.vllm_generation.copy.generate
+
+    def crash(*args, **kwargs):
+        if trainer.state.global_step == 3:
+            raise RuntimeError("device lost")
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(trainer.vllm_generation.copy, "generate", crash)
+    with pytest.raises(RuntimeError, match=r"step 3.*checkpoint-2.*device lost"):
+        trainer.train()
+    resumed = trainer_of(tmp_path, save_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6

@@ -1,0 +1,313 @@
+"""The wiring: what the loss becomes under each correction, what is logged, what is refused before a model is loaded."""
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from reference import OBJECTIVES
+from tiny import save_tiny, tiny_model
+from trl_quant import AISGRPOConfig, AISGRPOTrainer, QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.corrections import CORRECTIONS, CorrectionInputs
+from trl_quant.noise import norm_noise, sigma
+from trl_quant.scaling import apply_uaq, uaq_applied
+from training import assert_same_run, config, dataset, lora, make, metrics, parameters, spread
+
+
+MISMATCH = ["kl_k1", "kl_k3", "abs_logp_diff", "abs_prob_diff", "max_weight", "ess_ratio", "chi_square", "cap_fraction"]
+
+
+def quantized(trainer_class, output_dir, model=None, config_class=QuantGRPOConfig, peft=False, **overrides):
+    overrides = {"rollout_precision": "int4", **overrides}
+    trainer = make(
+        trainer_class, config(config_class, output_dir, **overrides), model=model, peft_config=lora() if peft else None
+    )
+    return trainer
+
+
+def batch_of(trainer):
+    """The scored batch that the next step trains on."""
+    trainer.model.train()
+    trainer.state.max_steps = trainer.args.max_steps
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer._generate_and_score_completions([{"prompt": p} for p in dataset(2)["prompt"] for _ in range(4)])
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_the_loss_is_the_papers_objective(tmp_path, correction):
+    """One step after the policy has moved, on a real batch, against the slow loops of `reference.py`."""
+    trainer = quantized(
+        QuantGRPOTrainer, tmp_path, is_correction=correction, is_cap=1.05, loss_type="bnpo", epsilon_high=0.3
+    )
+    batch = batch_of(trainer)
+    rollout = batch["sampling_per_token_logps"]
+    with torch.no_grad():
+        for param in trainer.model.parameters():
+            param.add_(torch.randn_like(param), alpha=0.01)
+    loss = trainer._compute_loss(trainer.model, batch)
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    keep = batch["completion_ids"].shape[1]
+    logps, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, attention, keep)
+
+    fresh = quantized(QuantGRPOTrainer, tmp_path, is_correction="none")
+    old, _, _ = fresh._get_per_token_logps_and_entropies(fresh.model, ids, attention, keep)
+    objectives = {
+        name: -OBJECTIVES[name](
+            logps=logps.detach(),
+            old_logps=old.detach(),
+            rollout_logps=rollout,
+            advantages=batch["advantages"],
+            mask=batch["completion_mask"],
+            epsilon_low=0.2,
+            epsilon_high=0.3,
+            **({"cap": 1.05} if name in ("tis", "acr", "ais") else {}),
+        )
+        for name in CORRECTIONS
+    }
+    assert loss.item() == pytest.approx(float(objectives[correction]), rel=1e-4, abs=1e-6)
+    for other, value in objectives.items():
+        if other != correction:
+            assert abs(loss.item() - float(value)) > 1e-5, other
+    assert (trainer.epsilon_low, trainer.epsilon_high) == (0.2, 0.3)  # restored
+
+
+@pytest.mark.parametrize("correction", ["trl", *CORRECTIONS])
+def test_every_correction_trains_and_says_what_it_saw(tmp_path, correction):
+    trainer = quantized(QuantGRPOTrainer, tmp_path, is_correction=correction, max_steps=2)
+    before = parameters(trainer)
+    trainer.train()
+    assert any(not torch.equal(before[n], p) for n, p in parameters(trainer).items())
+    first, second = metrics(trainer)[:2]
+    for name in MISMATCH:
+        assert math.isfinite(first[f"mismatch/{name}"])
+    assert first["mismatch/kl_k3"] > 1e-4 and first["mismatch/abs_logp_diff"] > 1e-2  # int4 is not the policy
+    assert 0 < second["weights/normalized_update"] < first["weights/normalized_quantization_error"]
+    assert ("ais/alpha" in first) == (correction == "ais")
+    assert "entropy" in first and "clip_ratio/high_mean" in first
+    if correction in ("none", "coupled"):
+        assert first["sampling/importance_sampling_ratio/max"] == 1.0
+    if correction in ("tis", "acr"):
+        assert first["sampling/importance_sampling_ratio/max"] == pytest.approx(min(first["mismatch/max_weight"], 2.0))
+    if correction == "decoupled":
+        assert first["sampling/importance_sampling_ratio/max"] == pytest.approx(first["mismatch/max_weight"], rel=1e-5)
+
+
+COMPOSED = {
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "is_correction": "tis"},
+    "sapo": {"loss_type": "sapo", "is_correction": "ais"},
+    "vespo": {"loss_type": "vespo", "is_correction": "tis"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "is_correction": "decoupled"},
+    "iterations": {"num_iterations": 2},
+    "accumulation": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    "steps_per_generation": {"per_device_train_batch_size": 4, "steps_per_generation": 2},
+    "two_sided_clip": {"delta": 1.5},
+    "off_policy_mask": {"off_policy_mask_threshold": 0.5},
+    "reference": {"beta": 0.05},
+    "entropy_quantile": {"top_entropy_quantile": 0.5},
+    "truncated": {"mask_truncated_completions": True},
+    "eval": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
+    "mixed_precision": {"bf16": True, "gradient_checkpointing": True},
+    "noise": {"noise_schedule": "exponential"},
+    "uaq": {"uaq_scale": 1.5},
+    **{loss: {"loss_type": loss} for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")},
+}
+
+
+@pytest.mark.parametrize("option", COMPOSED)
+def test_composes_with_trl(tmp_path, option):
+    model = save_tiny(tmp_path / "model", seed=3)
+    args = config(
+        QuantGRPOConfig, tmp_path / "out", rollout_precision="fp8", max_steps=2, num_generations=2, **COMPOSED[option]
+    )
+    names = []
+
+    def second(completions, **kwargs):
+        names.append(len(completions))
+        return [float(len(c)) for c in completions]
+
+    trainer = make(
+        QuantGRPOTrainer,
+        args,
+        model=model,
+        reward_funcs=[spread, second],
+        eval_dataset=dataset(2) if option == "eval" else None,
+    )
+    before = parameters(trainer)
+    trainer.train()
+    log = metrics(trainer)
+    assert all(math.isfinite(entry["loss"]) for entry in log if "loss" in entry)
+    if option != "truncated":  # every completion of a random model is cut, and then nothing counts
+        assert any(not torch.equal(before[n], p) for n, p in parameters(trainer).items())
+    assert names and any("rewards/second/mean" in entry for entry in log)
+    if option == "eval":
+        assert any(entry.get("eval_mismatch/kl_k3", 0) > 0 for entry in log)
+
+
+@pytest.mark.parametrize("precision", ["int8", "nf4"])
+def test_lora(tmp_path, precision):
+    trainer = quantized(QuantGRPOTrainer, tmp_path, peft=True, rollout_precision=precision, max_steps=3)
+    before = parameters(trainer)
+    trainer.train()
+    after = parameters(trainer)
+    for name, param in after.items():
+        assert torch.equal(param, before[name]) != ("lora_" in name), name
+    assert all(entry["mismatch/kl_k3"] > 0 for entry in metrics(trainer)[:3])
+
+
+def test_a_full_precision_copy_has_no_mismatch_and_trains_as_trl_does(tmp_path):
+    """With a bf16 policy and a bf16 copy the sampler is the policy: weights are 1 to rounding, where int4's are not."""
+    model = tiny_model(seed=3, dtype=torch.bfloat16)
+    trainer = quantized(QuantGRPOTrainer, tmp_path, model=model, rollout_precision="bf16", max_steps=1)
+    trainer.train()
+    exact = metrics(trainer)[0]
+    trainer = quantized(QuantGRPOTrainer, tmp_path, rollout_precision="int4", max_steps=1)
+    trainer.train()
+    rough = metrics(trainer)[0]
+    assert exact["mismatch/kl_k3"] < 1e-3 < 20 * exact["mismatch/kl_k3"] + 1e-3 < rough["mismatch/kl_k3"] * 20
+    assert exact["mismatch/kl_k3"] * 20 < rough["mismatch/kl_k3"]
+
+
+def test_unscored_tokens_weigh_one(tmp_path, monkeypatch):
+    trainer = quantized(QuantGRPOTrainer, tmp_path, is_correction="decoupled")
+    generate = trainer.vllm_generation.generate
+
+    def holes(*args, **kwargs):
+        prompts, completions, logprobs, tokens = generate(*args, **kwargs)
+        logprobs[0][1], logprobs[1][0] = [None], [float("-inf")]
+        return prompts, completions, logprobs, tokens
+
+    monkeypatch.setattr(trainer.vllm_generation, "generate", holes)
+    batch = batch_of(trainer)
+    assert batch["importance_sampling_ratio"][0, 1] == 1 and batch["importance_sampling_ratio"][1, 0] == 1
+    assert batch["importance_sampling_ratio"].isfinite().all()
+    unscored = trainer._metrics["train"]["mismatch/unscored_fraction"][-1]
+    assert unscored == pytest.approx(2 / batch["completion_mask"].sum().item())
+    assert trainer._compute_loss(trainer.model, batch).isfinite()
+
+
+def test_metrics_are_those_of_the_batch(tmp_path):
+    trainer = quantized(AISGRPOTrainer, tmp_path, config_class=AISGRPOConfig, rollout_precision="int4")
+    batch = batch_of(trainer)
+    expected = CORRECTIONS["ais"]()(
+        CorrectionInputs(
+            batch["sampling_per_token_logps"],
+            batch["old_per_token_logps"],
+            batch["advantages"],
+            batch["completion_mask"],
+        )
+    )
+    assert torch.equal(batch["importance_sampling_ratio"], expected.weights)
+    for name, value in expected.metrics.items():
+        assert trainer._metrics["train"][name][-1] == pytest.approx(value)
+    assert 0 < expected.metrics["ais/alpha"] <= 1
+
+
+def test_noise_follows_its_schedule_and_spares_evaluation(tmp_path):
+    trainer = quantized(
+        QuantGRPOTrainer,
+        tmp_path,
+        rollout_precision="bf16",
+        noise_schedule="linear",
+        noise_stages=3,
+        noise_sigma_start=0.1,
+        noise_sigma_end=0.05,
+        max_steps=6,
+    )
+    seen = []
+    engine = trainer.vllm_generation
+    original = engine.generate
+    norm = "model.layers.0.input_layernorm.weight"
+
+    def spy(*args, **kwargs):
+        result = original(*args, **kwargs)
+        seen.append((engine.noise, dict(engine.copy.named_parameters())[norm].clone(), norm_of(trainer)))
+        return result
+
+    def norm_of(trainer):
+        return trainer.model.get_parameter(norm).detach().clone()
+
+    engine.generate = spy
+    trainer.train()
+    assert [noise.step for noise, _, _ in seen if noise.sigma] == [2, 3, 4, 5]
+    for step, (noise, used, clean) in enumerate(seen):
+        value = sigma(step, 6, "linear", 3, 0.1, 0.05)
+        assert noise.sigma == value
+        assert torch.equal(used, norm_noise(clean, value, trainer.args.seed, step, norm))
+        assert torch.equal(used, clean) == (step < 2)
+    logged = [entry["noise/sigma"] for entry in metrics(trainer)[:6]]
+    assert logged == [0, 0, pytest.approx(0.1), pytest.approx(0.1), pytest.approx(0.05), pytest.approx(0.05)]
+    trainer.model.eval()
+    trainer.state.global_step = 3
+    assert trainer._rollout_noise().sigma == 0
+
+
+def test_uaq_is_applied_once(tmp_path):
+    trainer = quantized(QuantGRPOTrainer, tmp_path / "a", uaq_scale=1.5, max_steps=1)
+    expected = tiny_model(seed=3)
+    apply_uaq(expected, 1.5)
+    plain = dict(tiny_model(seed=3).named_parameters())
+    assert all(torch.equal(p, expected.get_parameter(n)) for n, p in parameters(trainer).items())
+    assert any(not torch.equal(p, plain[n]) for n, p in parameters(trainer).items())
+    trainer.model.save_pretrained(tmp_path / "scaled")
+    trainer.processing_class.save_pretrained(tmp_path / "scaled")
+    again = make(
+        QuantGRPOTrainer,
+        config(QuantGRPOConfig, tmp_path / "b", rollout_precision="int4", uaq_scale=1.5),
+        model=str(tmp_path / "scaled"),
+    )
+    assert uaq_applied(again.model) == 1.5
+    assert all(torch.equal(p, expected.get_parameter(n)) for n, p in parameters(again).items())
+    with pytest.raises(ValueError, match=r"uaq_scale.*2\.0.*1\.5"):
+        make(
+            QuantGRPOTrainer,
+            config(QuantGRPOConfig, tmp_path / "b", rollout_precision="int4", uaq_scale=2.0),
+            model=str(tmp_path / "scaled"),
+        )
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, QuantGRPOTrainer])
+def test_what_trl_refuses_stays_refused(tmp_path, trainer_class):
+    config_class = GRPOConfig if trainer_class is GRPOTrainer else QuantGRPOConfig
+    with pytest.raises(ValueError, match="divisible"):
+        config(config_class, tmp_path, num_generations=3)
+
+
+def test_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+    """The model's path does not exist: the error that comes is ours, so nothing was loaded."""
+    nowhere = str(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"train_dataset.*question.*prompt"):
+        QuantGRPOTrainer(
+            nowhere, spread, config(QuantGRPOConfig, tmp_path), train_dataset=Dataset.from_dict({"question": ["1"]})
+        )
+    monkeypatch.setattr("trl_quant.trainer.is_vllm_available", lambda: False)
+    args = config(QuantGRPOConfig, tmp_path, use_vllm=True, rollout_precision="int8")
+    with pytest.raises(ImportError, match=r"use_vllm.*int8"):
+        QuantGRPOTrainer(nowhere, spread, args, train_dataset=dataset())
+
+
+@pytest.mark.parametrize("feature", [{"noise_schedule": "linear"}, {"uaq_scale": 1.5}])
+def test_unknown_norms_are_refused_before_loading(tmp_path, feature):
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=1).save_pretrained(tmp_path / "gpt2")  # a config and no weights
+    args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", **feature)
+    with pytest.raises(ValueError, match=r"gpt2.*qwen3"):
+        QuantGRPOTrainer(str(tmp_path / "gpt2"), spread, args, train_dataset=dataset())
+
+
+def test_uaq_refuses_adapters(tmp_path):
+    with pytest.raises(ValueError, match=r"uaq_scale.*adapter"):
+        quantized(QuantGRPOTrainer, tmp_path, peft=True, uaq_scale=1.5)
+
+
+def test_two_runs_with_one_seed_are_one(tmp_path):
+    runs = [quantized(QuantGRPOTrainer, tmp_path / str(i), max_steps=3, noise_schedule="linear") for i in range(2)]
+    for run in runs:
+        run.train()
+    assert_same_run(*runs)
+    other = quantized(QuantGRPOTrainer, tmp_path / "other", max_steps=3, noise_schedule="linear", seed=8)
+    other.train()
+    assert metrics(other) != metrics(runs[0])

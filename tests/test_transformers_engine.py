@@ -1,0 +1,293 @@
+"""The embedded engine: its copy is the policy on a format's grid, its log-probabilities are those that it drew with."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+
+from tiny import tiny_model, tiny_tokenizer
+from trl_quant.formats import FORMATS, fake_quantize_activation, quantize
+from trl_quant.noise import norm_noise
+from trl_quant.rollout import RolloutNoise, TransformersEngine
+
+
+PROMPTS = [[72, 101, 108], [50, 43, 50, 61, 32, 7], [9]]
+PRECISIONS = ["bf16", *FORMATS]
+
+
+def engine(model, precision, **kwargs):
+    kwargs.setdefault("max_completion_length", 12)
+    return TransformersEngine(
+        model=model,
+        accelerator=Accelerator(cpu=True),
+        processing_class=tiny_tokenizer(),
+        precision=precision,
+        **kwargs,
+    )
+
+
+def reference(model, precision):
+    """An independent quantized policy: dequantized float32 weights, inputs put on the grid by a hook, no cache."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and "lm_head" not in name:
+            if precision == "bf16":
+                module.weight.data = module.weight.data.bfloat16().float()
+                continue
+            module.weight.data = quantize(module.weight.data, precision).dequantize(torch.float32)
+            module.register_forward_pre_hook(lambda _, args: (fake_quantize_activation(args[0], precision),))
+    return model
+
+
+def logps_of(model, prompt, completion):
+    """Log-probabilities (completion length, vocabulary), one token at a time as a sampler sees them."""
+    rows, cache, ids = [], None, torch.tensor([prompt])
+    with torch.no_grad():
+        for token in completion:
+            output = model(ids, past_key_values=cache, use_cache=True)
+            rows.append(output.logits[0, -1].float().log_softmax(-1))
+            cache, ids = output.past_key_values, torch.tensor([[token]])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_logps_are_those_of_the_quantized_policy(precision):
+    policy = tiny_model(seed=1)
+    copy = engine(policy, precision)
+    torch.manual_seed(0)
+    # one prompt at a time: fp8_tensor has one scale for all tokens of a batch
+    prompt_ids, completions, logprobs, tokens = (
+        sum(parts, []) for parts in zip(*(copy.generate([prompt], None, 1) for prompt in PROMPTS))
+    )
+    assert prompt_ids == PROMPTS
+    quantized, clean = reference(tiny_model(seed=1), precision), tiny_model(seed=1)
+    worst, mismatch = 0.0, 0.0
+    for prompt, ids, row, row_tokens in zip(PROMPTS, completions, logprobs, tokens):
+        assert [t[0] for t in row_tokens] == ids and 1 <= len(ids) <= 12
+        got = torch.tensor([x[0] for x in row])
+        index = torch.arange(len(ids)), torch.tensor(ids)
+        worst = max(worst, (got - logps_of(quantized, prompt, ids)[index]).abs().max().item())
+        mismatch = max(mismatch, (got - logps_of(clean, prompt, ids)[index]).abs().max().item())
+    # a last-bit difference can flip an activation's code, hence not float32 rounding everywhere
+    assert worst < (1e-4 if FORMATS.get(precision) is None or FORMATS[precision].activations is None else 3e-2)
+    assert mismatch > 10 * min(worst, 1e-3) and mismatch > 1e-3  # and it is not the policy that is trained
+
+
+def test_mismatch_grows_as_bits_fall():
+    policy, gap = tiny_model(seed=1), {}
+    for precision in ("bf16", "int8", "int4"):
+        copy = engine(policy, precision, max_completion_length=24)
+        torch.manual_seed(0)
+        _, completions, logprobs, _ = copy.generate(PROMPTS * 8, None, 1)
+        differences = [
+            (torch.tensor([x[0] for x in row]) - logps_of(policy, p, ids)[range(len(ids)), ids]).abs().mean()
+            for p, ids, row in zip(PROMPTS * 8, completions, logprobs)
+        ]
+        gap[precision] = torch.stack(differences).mean().item()
+    assert 0 < 3 * gap["bf16"] < gap["int8"] and 3 * gap["int8"] < gap["int4"]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 1.4, "top_k": 20, "top_p": 0.9}],
+)
+def test_logps_follow_temperature_and_truncation(sampling):
+    """Against a sort-based slow reference, and over many draws: every token drawn has the probability it is said to."""
+    policy = tiny_model(seed=1)
+    copy = engine(policy, "int4", max_completion_length=1, **sampling)
+    torch.manual_seed(0)
+    n = 4000
+    _, completions, logprobs, _ = copy.generate([PROMPTS[0]] * n, None, 1)
+    logits = copy.copy(torch.tensor([PROMPTS[0]])).logits[0, -1].float() / sampling.get("temperature", 1.0)
+    order = logits.argsort(descending=True)
+    probs = logits.softmax(-1)[order]
+    keep = torch.ones_like(probs, dtype=torch.bool)
+    if "top_k" in sampling:
+        keep[sampling["top_k"] :] = False
+        probs = torch.where(keep, probs, 0.0) / probs[keep].sum()
+    if "top_p" in sampling:
+        keep &= probs.cumsum(-1) - probs < sampling["top_p"]
+    if "min_p" in sampling:
+        keep &= probs >= sampling["min_p"] * probs[0]
+    expected = torch.zeros_like(probs)
+    expected[order] = torch.where(keep, probs, 0.0) / probs[keep].sum()
+
+    drawn = torch.tensor([ids[0] for ids in completions])
+    got = torch.tensor([row[0][0] for row in logprobs]).exp()
+    torch.testing.assert_close(got, expected[drawn], rtol=1e-4, atol=1e-6)
+    frequency = torch.bincount(drawn, minlength=len(expected)) / n
+    assert (frequency - expected).abs().max() < 5 * (0.25 / n) ** 0.5
+    plain = copy.copy(torch.tensor([PROMPTS[0]])).logits[0, -1].float().softmax(-1)[drawn]
+    assert (got - plain).abs().max() > 0.01  # the shortcut: probabilities before temperature and truncation
+
+
+def test_completions_end_at_eos_and_padding_changes_nothing():
+    policy = tiny_model(seed=1)
+    policy.lm_head.weight.data[257] *= 3  # make the end of text likely
+    policy.generation_config.eos_token_id = [257, 100]
+    copy = engine(policy, "int8", max_completion_length=30)
+    torch.manual_seed(0)
+    _, completions, logprobs, _ = copy.generate(PROMPTS * 20, None, 1)
+    ended = 0
+    for ids, row in zip(completions, logprobs):
+        assert len(ids) == len(row)
+        assert not {257, 100} & set(ids[:-1])
+        ended += ids[-1] in (257, 100)
+        assert len(ids) == 30 or ids[-1] in (257, 100)
+    assert 0 < ended
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "bf16"])
+def test_sync_follows_the_policy_and_equals_a_fresh_copy(precision):
+    policy = tiny_model(seed=1)
+    copy = engine(policy, precision)
+    copy.sync_weights()
+    ids = torch.tensor([PROMPTS[1]])
+    before = copy.copy(ids).logits
+    for step in range(3):
+        with torch.no_grad():
+            for param in policy.parameters():
+                param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(step)), alpha=0.02)
+        stale = copy.copy(ids).logits
+        copy.sync_weights()
+        fresh = engine(policy, precision)
+        fresh.sync_weights()
+        assert torch.equal(copy.copy(ids).logits, fresh.copy(ids).logits)
+        assert not torch.equal(stale, copy.copy(ids).logits)
+    copy.sync_weights()
+    assert copy.sync_metrics["weights/normalized_update"] == 0.0
+    assert not torch.equal(before, copy.copy(ids).logits)
+
+
+def test_sync_metrics_are_the_papers_norms():
+    policy = tiny_model(seed=1)
+    copy = engine(policy, "int4")
+    copy.sync_weights()
+    assert "weights/normalized_update" not in copy.sync_metrics
+    names = [n for n, _ in policy.named_parameters() if n.endswith("proj.weight")]
+    old = {n: policy.get_parameter(n).detach().clone() for n in names}
+    with torch.no_grad():
+        for n in names:
+            policy.get_parameter(n).add_(torch.randn_like(old[n]), alpha=1e-3)
+    copy.sync_weights()
+    new = {n: policy.get_parameter(n).detach() for n in names}
+    norm = sum(w.square().sum() for w in new.values()).sqrt()
+    update = sum((new[n] - old[n]).square().sum() for n in names).sqrt() / norm
+    error = sum((quantize(w, "int4").dequantize() - w).square().sum() for w in new.values()).sqrt() / norm
+    assert copy.sync_metrics["weights/normalized_update"] == pytest.approx(update.item(), rel=1e-4)
+    assert copy.sync_metrics["weights/normalized_quantization_error"] == pytest.approx(error.item(), rel=1e-4)
+    assert error > 10 * update
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_are_merged_out_of_place(dtype):
+    base = tiny_model(seed=1, dtype=dtype)
+    model = get_peft_model(
+        base, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, bias="none")
+    )
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters()}
+    copy = engine(model, "int8")
+    copy.sync_weights()
+    for _ in range(3):
+        copy.sync_weights()
+    assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters())
+    assert not any(module.merged for module in model.modules() if hasattr(module, "merged_adapters"))
+    merged = get_peft_model(
+        tiny_model(seed=1, dtype=dtype), LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+    )
+    merged.load_state_dict(model.state_dict())
+    fresh = engine(merged.merge_and_unload(), "int8")
+    fresh.sync_weights()
+    base_only = engine(tiny_model(seed=1, dtype=dtype), "int8")
+    base_only.sync_weights()
+    ids = torch.tensor([PROMPTS[1]])
+    assert torch.equal(copy.copy(ids).logits, fresh.copy(ids).logits)
+    assert not torch.equal(copy.copy(ids).logits, base_only.copy(ids).logits)
+
+
+def test_only_some_layers_adapted_and_a_saved_head():
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    model = get_peft_model(tiny_model(seed=1, tied=False), config)
+    copy = engine(model, "int4")
+    copy.sync_weights()
+    expected = engine(model.merge_and_unload(), "int4")
+    expected.sync_weights()
+    ids = torch.tensor([PROMPTS[1]])
+    assert torch.equal(copy.copy(ids).logits, expected.copy(ids).logits)
+
+
+def test_noise_is_laid_on_clean_norms_and_goes_again():
+    policy = tiny_model(seed=1)
+    copy = engine(policy, "bf16")
+    torch.manual_seed(0)
+    clean = copy.generate(PROMPTS, None, 1)
+    norms = {n: p.detach().clone() for n, p in copy.copy.named_parameters() if "norm" in n}
+    noise = RolloutNoise(0.05, seed=3, step=7)
+    for _ in range(2):  # the second time as the first: it does not accumulate
+        copy.noise = noise
+        torch.manual_seed(0)
+        noisy = copy.generate(PROMPTS, None, 1)
+        for name, param in copy.copy.named_parameters():
+            if name not in norms:
+                continue
+            feeds = "input_layernorm" in name or "post_attention_layernorm" in name
+            expected = norm_noise(norms[name], 0.05, 3, 7, name) if feeds else norms[name]
+            assert torch.equal(param, expected) and feeds != torch.equal(param, norms[name])
+        copy.noise = RolloutNoise(0.05, seed=3, step=8)
+        copy.generate(PROMPTS, None, 1)
+    assert noisy[1:3] != clean[1:3]
+    copy.noise = RolloutNoise()
+    torch.manual_seed(0)
+    assert copy.generate(PROMPTS, None, 1) == clean
+    assert all(torch.equal(p, norms[n]) for n, p in copy.copy.named_parameters() if n in norms)
+    copy.noise = noise
+    copy.sync_weights()
+    assert all(torch.equal(p, norms[n]) for n, p in copy.copy.named_parameters() if n in norms)
+    torch.manual_seed(0)
+    assert copy.generate(PROMPTS, None, 1) == noisy
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "gemma3", "phi3"])
+def test_other_families(name):
+    policy = tiny_model(name, seed=1)
+    copy = engine(policy, "int8")
+    torch.manual_seed(0)
+    _, completions, logprobs, _ = copy.generate(PROMPTS, None, 1)
+    quantized = reference(tiny_model(name, seed=1), "int8")
+    for prompt, ids, row in zip(PROMPTS, completions, logprobs):
+        expected = logps_of(quantized, prompt, ids)[range(len(ids)), ids]
+        torch.testing.assert_close(torch.tensor([x[0] for x in row]), expected, rtol=0, atol=3e-2)
+
+
+def test_refusals():
+    policy = tiny_model(seed=1)
+    for kwargs in ({"num_beams": 4}, {"typical_p": 0.9}, {"do_sample": False}):
+        with pytest.raises(ValueError, match=next(iter(kwargs))):
+            engine(policy, "int8", generation_kwargs=kwargs)
+    with pytest.raises(ValueError, match="images"):
+        engine(policy, "int8").generate(PROMPTS, [[object()], None, None], 1)
+    broken = tiny_model(seed=1)
+    broken.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        engine(broken, "int8").sync_weights()
+
+
+def test_products_are_exact_under_autocast():
+    """In BF16 the codes are multiplied and scaled afterwards; rounding dequantized values to BF16 first is the shortcut."""
+    from trl_quant.rollout.transformers_engine import QuantizedLinear
+
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(256, 128, bias=False)
+    x = torch.randn(64, 256)
+    layer = QuantizedLinear(linear, "int8", torch.bfloat16)
+    layer.load(linear.weight.detach())
+    exact = F.linear(
+        fake_quantize_activation(x, "int8").double(), quantize(linear.weight.detach(), "int8").dequantize().double()
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        got = layer(x)
+        shortcut = F.linear(fake_quantize_activation(x, "int8"), quantize(linear.weight.detach(), "int8").dequantize())
+    assert got.dtype == x.dtype
+    bound = exact.abs().clamp(min=1e-2) * 2**-8  # one rounding of the sum to BF16 and no other
+    assert ((got - exact).abs() <= bound).all()
+    assert not ((shortcut - exact).abs() <= bound).all()

@@ -1,0 +1,74 @@
+"""Short GRPO runs shared by the tests: a tiny model, a handful of prompts, rewards with a spread in every group."""
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tiny import tiny_model, tiny_tokenizer
+
+
+PROMPTS = ["1+1=", "What is 7 times 6?", "hello", "The sum of 12 and 30 is", "x", "count: one two", "99-1=", "abcdefgh"]
+TIMINGS = ("step_time", "runtime", "samples_per_second", "steps_per_second", "total_flos", "profiling")
+
+
+def dataset(n: int = 8) -> Dataset:
+    return Dataset.from_dict({"prompt": [PROMPTS[i % len(PROMPTS)] + " " * (i // len(PROMPTS)) for i in range(n)]})
+
+
+def spread(completions, **kwargs) -> list[float]:
+    """A reward that differs within every group: the share of characters in the lower half of ASCII."""
+    return [sum(ord(c) % 7 for c in text) / (6 * max(len(text), 1)) for text in completions]
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+
+
+def config(config_class, output_dir, **overrides):
+    """Full precision (no autocast), two groups of four, five steps, everything logged."""
+    settings = {
+        "output_dir": str(output_dir),
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 5,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 7,
+        "shuffle_dataset": True,
+    }
+    return config_class(**settings | overrides)
+
+
+def make(trainer_class, args, model=None, **kwargs):
+    kwargs.setdefault("train_dataset", dataset())
+    kwargs.setdefault("reward_funcs", spread)
+    kwargs.setdefault("processing_class", tiny_tokenizer())
+    return trainer_class(model=model if model is not None else tiny_model(seed=3), args=args, **kwargs)
+
+
+def metrics(trainer) -> list[dict]:
+    """Every logged metric but times; None where TRL had no valid value."""
+
+    def is_timing(key: str) -> bool:
+        return key.removeprefix("train_").removeprefix("eval_").startswith(TIMINGS)
+
+    return [{k: v for k, v in entry.items() if not is_timing(k)} for entry in trainer.state.log_history]
+
+
+def parameters(trainer) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+
+
+def assert_same_run(left, right) -> None:
+    """Bit for bit: every logged metric and every parameter."""
+    assert metrics(left) == metrics(right)
+    mine, theirs = parameters(left), parameters(right)
+    assert mine.keys() == theirs.keys()
+    different = [name for name in mine if not torch.equal(mine[name], theirs[name])]
+    assert not different
