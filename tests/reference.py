@@ -1,0 +1,216 @@
+"""The papers' equations in slow loops, one scalar at a time, to test the package against. Nothing here is imported
+from it. Equation numbers: QuRL (quantized RL, ACR, UAQ), AIS (adaptive importance sampling), QeRL (noise).
+
+    OBJECTIVES[name](logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, **hyperparameters)
+
+is the mean over the unmasked tokens of one row of the papers' objectives, to be maximised; `logps` may carry a
+gradient. `diagnostics` and `ais_alpha` give the metrics. A token without a rollout log-probability has ratio 1 and is
+left out of every statistic.
+"""
+
+import math
+
+import torch
+
+
+def unmasked(mask):
+    return [(b, t) for b in range(mask.shape[0]) for t in range(mask.shape[1]) if mask[b, t]]
+
+
+def scored(rollout_logps, mask):
+    return [(b, t) for b, t in unmasked(mask) if math.isfinite(rollout_logps[b, t])]
+
+
+def advantage(advantages, b, t):
+    if advantages.dim() == 1:
+        return advantages[b].item()
+    return advantages[b, 0 if advantages.shape[1] == 1 else t].item()
+
+
+def weight(rollout_logps, old_logps, b, t):
+    """w = pi_prox / pi_behav, of one token."""
+    if not math.isfinite(rollout_logps[b, t]):
+        return 1.0
+    return math.exp(old_logps[b, t].item() - rollout_logps[b, t].item())
+
+
+def mean(xs):
+    return sum(xs) / len(xs)
+
+
+def std(xs):
+    """Sample standard deviation."""
+    if len(xs) < 2:
+        return 0.0
+    m = mean(xs)
+    return math.sqrt(sum((x - m) ** 2 for x in xs) / (len(xs) - 1))
+
+
+# Objectives
+
+
+def clipped(ratio, a, low, high):
+    """min(R A, clip(R, low, high) A), of one token; `ratio` is a scalar tensor."""
+    if ratio.item() < low:
+        return torch.minimum(ratio * a, torch.tensor(low * a, dtype=ratio.dtype))
+    if ratio.item() > high:
+        return torch.minimum(ratio * a, torch.tensor(high * a, dtype=ratio.dtype))
+    return ratio * a
+
+
+def objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high):
+    """Mean over the unmasked tokens of `term(R, Rq, w, A, 1 - e_lo, 1 + e_hi)`, all of one token."""
+    terms = []
+    for b, t in unmasked(mask):
+        ratio = torch.exp(logps[b, t] - old_logps[b, t])
+        known = math.isfinite(rollout_logps[b, t])
+        ratio_q = torch.exp(logps[b, t] - rollout_logps[b, t]) if known else ratio
+        w = weight(rollout_logps, old_logps, b, t)
+        terms.append(term(ratio, ratio_q, w, advantage(advantages, b, t), 1 - epsilon_low, 1 + epsilon_high))
+    return sum(terms) / len(terms)
+
+
+def none(logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high):
+    """QuRL eq. 1, with the full-precision old actor below the fraction."""
+
+    def term(ratio, ratio_q, w, a, low, high):
+        return clipped(ratio, a, low, high)
+
+    return objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high)
+
+
+def coupled(logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high):
+    """QuRL eq. 3."""
+
+    def term(ratio, ratio_q, w, a, low, high):
+        return clipped(ratio_q, a, low, high)
+
+    return objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high)
+
+
+def decoupled(logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high):
+    """QuRL eq. 4."""
+
+    def term(ratio, ratio_q, w, a, low, high):
+        return w * clipped(ratio, a, low, high)
+
+    return objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high)
+
+
+def tis(logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, cap=2.0):
+    """QuRL eq. 5."""
+
+    def term(ratio, ratio_q, w, a, low, high):
+        return min(w, cap) * clipped(ratio, a, low, high)
+
+    return objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high)
+
+
+def acr(logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, cap=2.0):
+    """QuRL eq. 9, with eq. 6 taken literally: pi_trunc = max(pi_behav, pi_prox / C), r = pi_behav / pi_trunc."""
+
+    def term(ratio, ratio_q, w, a, low, high):
+        behaviour, proximal = 1.0, w  # up to a common factor
+        truncated = max(behaviour, proximal / cap)
+        r = behaviour / truncated
+        return proximal / truncated * clipped(ratio, a, low, high / r)
+
+    return objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high)
+
+
+def ais(
+    logps,
+    old_logps,
+    rollout_logps,
+    advantages,
+    mask,
+    epsilon_low,
+    epsilon_high,
+    cap=5.0,
+    delta=0.02,
+    gamma=1.2,
+    beta_var=1.0,
+    eps=1e-6,
+):
+    """AIS eq. 19."""
+    alpha = ais_alpha(rollout_logps, old_logps, advantages, mask, cap, delta, gamma, beta_var, eps)["ais/alpha"]
+
+    def term(ratio, ratio_q, w, a, low, high):
+        return (1 + alpha * (min(w, cap) - 1)) * clipped(ratio, a, low, high)
+
+    return objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high)
+
+
+OBJECTIVES = {"none": none, "coupled": coupled, "decoupled": decoupled, "tis": tis, "acr": acr, "ais": ais}
+
+
+# Statistics
+
+
+def ais_alpha(rollout_logps, old_logps, advantages, mask, cap=5.0, delta=0.02, gamma=1.2, beta_var=1.0, eps=1e-6):
+    """AIS eq. 12-17."""
+    tokens = scored(rollout_logps, mask)
+    wb = [min(weight(rollout_logps, old_logps, b, t), cap) for b, t in tokens]
+    a = [advantage(advantages, b, t) for b, t in tokens]
+    d = [abs(old_logps[b, t].item() - rollout_logps[b, t].item()) for b, t in tokens]
+    cv = std(wb) / mean(wb) if tokens else 0.0
+    alpha_ess = 1 / math.sqrt(1 + cv**2)  # eq. 12
+    alpha_mis = min(1.0, mean(d) / delta) if tokens else 0.0  # eq. 13, 14
+    ds = std([x * y for x, y in zip(a, wb)]) / (std(a) + eps)  # eq. 15
+    alpha_var = max(0.0, (ds - gamma) / gamma)  # eq. 16
+    alpha = min(max(alpha_ess - beta_var * alpha_var, 0.0), 1.0) * alpha_mis  # eq. 17
+    return {
+        "ais/alpha": alpha,
+        "ais/alpha_ess": alpha_ess,
+        "ais/alpha_mis": alpha_mis,
+        "ais/alpha_var": alpha_var,
+    }
+
+
+def diagnostics(rollout_logps, old_logps, mask, cap=math.inf):
+    """Every `mismatch/` metric: expectations over tokens that the behaviour policy drew."""
+    tokens = scored(rollout_logps, mask)
+    q = [rollout_logps[b, t].item() for b, t in tokens]  # behaviour
+    p = [old_logps[b, t].item() for b, t in tokens]  # proximal
+    w = [math.exp(y - x) for x, y in zip(q, p)] or [1.0]
+    if not tokens:
+        q = p = [0.0]
+    everything = len(unmasked(mask))
+    return {
+        "mismatch/kl_k1": mean([x - y for x, y in zip(q, p)]),
+        "mismatch/kl_k3": mean([math.exp(y - x) - 1 - (y - x) for x, y in zip(q, p)]),
+        "mismatch/abs_logp_diff": mean([abs(x - y) for x, y in zip(q, p)]),
+        "mismatch/abs_prob_diff": mean([abs(math.exp(x) - math.exp(y)) for x, y in zip(q, p)]),
+        "mismatch/weight_mean": mean(w),
+        "mismatch/max_weight": max(w),
+        "mismatch/ess_ratio": sum(w) ** 2 / (len(w) * sum(x * x for x in w)),
+        "mismatch/chi_square": mean([x * x for x in w]) - 1,
+        "mismatch/cap_fraction": mean([float(x > cap) for x in w]),
+        "mismatch/unscored_fraction": (everything - len(tokens)) / everything if everything else 0.0,
+    }
+
+
+# Noise (QeRL algorithm 1) and scaling (QuRL eq. 11)
+
+
+def noise_sigma(step, total_steps, schedule, stages, start, end):
+    """QeRL algorithm 1, line 5-7, for `total_steps` divisible by `stages`; `step` counted from 0."""
+    steps_per_stage = total_steps // stages
+    k = step // steps_per_stage
+    if k == 0:
+        return 0.0
+    last = stages - 1
+    if schedule == "exponential":
+        return start * (end / start) ** ((k - 1) / (last - 1))
+    if schedule == "linear":
+        return start - (start - end) * (k - 1) / (last - 1)
+    if schedule == "cosine":
+        return end + (start - end) * (1 + math.cos(math.pi * (k - 1) / (last - 1))) / 2
+    return start - (start - end) * math.log(k, last)  # logarithmic: to the base of the last stage
+
+
+def scaled_layer(norm_weight, linear_weights, scale, offset):
+    """QuRL eq. 11, one number at a time, in double precision: W X = (W / s) (s X)."""
+    gain = [scale * (1 + w) - 1 if offset else scale * w for w in norm_weight.double().tolist()]
+    weights = [[[v / scale for v in row] for row in weight.double().tolist()] for weight in linear_weights]
+    return torch.tensor(gain), [torch.tensor(weight) for weight in weights]
