@@ -101,9 +101,11 @@ class QuantGRPOTrainer(GRPOTrainer):
             self._engine.noise = self._rollout_noise()
         return super()._generate(prompts)
 
-    def _generate_single_turn(self, *args, **kwargs):
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
+        if self._engine is not None:
+            self._engine.multimodal_fields = multimodal_fields
         try:
-            return super()._generate_single_turn(*args, **kwargs)
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
         except ValueError:  # a refusal, which says itself what is wrong
             raise
         except Exception as error:

@@ -43,6 +43,8 @@ class RolloutEngine(VLLMGeneration):
     Attributes:
         noise (`RolloutNoise`):
             Set by the trainer before each generation.
+        multimodal_fields (`dict`):
+            What the processor made of the prompts' images (`pixel_values` and the like); set by the trainer as well.
         sync_metrics (`dict[str, float]`):
             What the last sync measured: `weights/normalized_update` = ||W_t - W_{t-1}|| / ||W_t|| (QuRL eq. 13) and
             `weights/normalized_quantization_error` = ||Q(W_t) - W_t|| / ||W_t|| (eq. 14), over the quantized layers.
@@ -51,6 +53,7 @@ class RolloutEngine(VLLMGeneration):
     def __init__(self, *args, precision: str, **kwargs):
         self.precision = precision
         self.noise = RolloutNoise()
+        self.multimodal_fields: dict = {}
         self.sync_metrics: dict[str, float] = {}
         self.drift = WeightDrift()
         super().__init__(*args, **kwargs)

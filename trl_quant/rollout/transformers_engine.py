@@ -19,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 from transformers.initialization import no_init_weights
+from trl.trainer.utils import pad
 
 from ..formats import quantize, quantize_activation
 from ..noise import norm_noise, noised_norms
@@ -126,17 +127,19 @@ class TransformersEngine(RolloutEngine):
     activation quantization per linear. It is the reference and the engine for machines without vLLM; where speed
     matters, use `use_vllm=True`.
 
+    Of a vision-language model the language model is quantized; the vision tower stays as it is.
+
     Every rank holds a copy and samples its own prompts, from its own global random state.
     """
 
     def _init_vllm(self):
-        if isinstance(self.processing_class, ProcessorMixin):
-            raise ValueError(
-                f"`rollout_precision`={self.precision!r} with `use_vllm=False` samples text only, and "
-                f"{type(self.processing_class).__name__} is a multimodal processor. Use `use_vllm=True`."
-            )
-        self.sampling = self._sampling_options()
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        self.sampling = self._sampling_options()
+        self.tokenizer = self.processing_class
+        if isinstance(self.processing_class, ProcessorMixin):
+            self.tokenizer = self.processing_class.tokenizer
+            # A sampled image token would have no image behind it.
+            self.sampling.setdefault("suppress_tokens", [policy.config.image_token_id])
         self._policy_dtype = policy.get_input_embeddings().weight.dtype
         self.copy = self._build_copy(policy)
         self._applied_noise: RolloutNoise | None = None
@@ -234,7 +237,7 @@ class TransformersEngine(RolloutEngine):
 
         Args:
             prompts (`list[list[int]]`): Token ids, one list per completion to sample.
-            images: Must be `None` or hold no image.
+            images: Images per prompt; the trainer gives what the processor made of them as `multimodal_fields`.
             num_generations (`int`): Not used: each prompt comes once per generation.
             profiler: Context manager that times the sampling.
 
@@ -243,8 +246,11 @@ class TransformersEngine(RolloutEngine):
             (batch, completion length, 1): the log-probability, in nats, that each token was drawn with, after
             temperature, top-k, top-p and min-p, and the token itself.
         """
-        if images is not None and any(images):
-            raise ValueError("The embedded rollout engine samples text only. Use `use_vllm=True` for images.")
+        if images is not None and any(images) and not self.multimodal_fields:
+            raise ValueError(
+                "The embedded rollout engine got `images` without the processor's `multimodal_fields` for them, as from "
+                "a tool that returns images. Use `use_vllm=True` there."
+            )
         if self._applied_noise is None:
             self.sync_weights()
         if self.noise.sigma != self._applied_noise.sigma or (self.noise.sigma and self.noise != self._applied_noise):
@@ -255,7 +261,7 @@ class TransformersEngine(RolloutEngine):
         sampled = _SampledLogps()
         processors = _warpers(options, device)
         processors.append(sampled)
-        tokenizer = self.processing_class
+        tokenizer = self.tokenizer
         eos_token_ids = _eos_token_ids(self.model.generation_config, tokenizer)
         config = GenerationConfig(
             do_sample=True,
@@ -269,17 +275,19 @@ class TransformersEngine(RolloutEngine):
         )
         self.copy.generation_config = config
 
-        longest = max(map(len, prompts))
-        input_ids = torch.full((len(prompts), longest), tokenizer.pad_token_id, device=device)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, ids in enumerate(prompts):
-            input_ids[row, longest - len(ids) :] = torch.tensor(ids, device=device)
-            attention_mask[row, longest - len(ids) :] = 1
+        input_ids = _left_padded(prompts, tokenizer.pad_token_id, device)
+        longest = input_ids.shape[1]
+        attention_mask = _left_padded([[1] * len(ids) for ids in prompts], 0, device)
+        fields = {
+            name: field.to(device) if isinstance(field, torch.Tensor) else _left_padded(field, 0, device)
+            for name, field in self.multimodal_fields.items()
+        }
 
         with profiler or torch.no_grad(), self.accelerator.autocast():
             sequences = self.copy.generate(
                 input_ids,
                 attention_mask=attention_mask,
+                **fields,
                 generation_config=config,
                 logits_processor=processors,
                 synced_gpus=False,
@@ -294,6 +302,11 @@ class TransformersEngine(RolloutEngine):
         completion_ids = [ids[:n] for ids, n in zip(completions.tolist(), lengths, strict=True)]
         logprobs = [[[logp] for logp in row[:n]] for row, n in zip(logps, lengths, strict=True)]
         return prompts, completion_ids, logprobs, [[[token] for token in ids] for ids in completion_ids]
+
+
+def _left_padded(rows: list[list[int]], value: int, device: torch.device) -> torch.LongTensor:
+    """Rows of different lengths as one tensor (batch, longest)."""
+    return pad([torch.tensor(row) for row in rows], padding_value=value, padding_side="left").to(device)
 
 
 def _warpers(options: dict, device: torch.device) -> LogitsProcessorList:
