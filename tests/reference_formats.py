@@ -2,18 +2,19 @@
 The number formats again, as slow scalar loops over Python floats: an independent reference for shapes and inputs that
 compressed-tensors does not take, and a second opinion on those that it does.
 
-Every number is a float64 here, and `to` rounds it to one of the 16- or 32-bit dtypes. A quotient or product of two such
-numbers that is rounded to float64 first and to their dtype after is rounded as if once: float64 has more than twice
-their bits.
+Every number is a float64 here, and `to` rounds it to one of the 16- or 32-bit dtypes. A quotient or product of two
+such numbers that is rounded to float64 first and to their dtype after is rounded as if once: float64 has more than
+twice their bits.
 """
 
 import math
+from itertools import pairwise
 
 import torch
 
 
 EPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
-PRECISION = {torch.bfloat16: (8, -133), torch.float16: (11, -24), torch.float32: (24, -149)}  # bits, exponent of the last
+PRECISION = {torch.bfloat16: (8, -133), torch.float16: (11, -24), torch.float32: (24, -149)}  # bits, lowest exponent
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 # E4M3: exponent bias 7, subnormals at exponent field 0, S.1111.111 is NaN
 E4M3 = [(m / 8 if e == 0 else 1 + m / 8) * 2.0 ** (max(e, 1) - 7) for e in range(16) for m in range(8)][:-1]
@@ -43,11 +44,7 @@ def blocks(matrix: list[list[float]], height: int, width: int):
     rows, cols = len(matrix), len(matrix[0])
     for top in range(0, rows, height):
         for left in range(0, cols, width):
-            yield [
-                (r, c)
-                for r in range(top, min(top + height, rows))
-                for c in range(left, min(left + width, cols))
-            ]
+            yield [(r, c) for r in range(top, min(top + height, rows)) for c in range(left, min(left + width, cols))]
 
 
 def slow_quantize(x: torch.Tensor, name: str, activation: bool = False) -> tuple[list, list, list, float | None]:
@@ -107,7 +104,7 @@ def mx_scale(amax: float, dtype: torch.dtype) -> float:
     if amax == 0:
         return 2.0**-127
     fraction, exponent = math.frexp(amax)  # amax = fraction * 2^exponent with 0.5 <= fraction < 1
-    k = exponent - 1 + (fraction >= 0.875)
+    k = min(exponent - 1 + (fraction >= 0.875), 15 if dtype == torch.float16 else 127)
     return 2.0 ** max(k - 2, -127)
 
 
@@ -115,7 +112,7 @@ def slow_nf4(x: torch.Tensor, grid: list[float]) -> tuple[list, list, list, None
     """QLoRA appendix E. bitsandbytes multiplies full blocks by a float32 reciprocal and divides the last short one."""
     flat = x.double().flatten().tolist()
     f32 = torch.float32
-    middles = [to((a + b) / 2, f32) for a, b in zip(grid, grid[1:])]
+    middles = [to((a + b) / 2, f32) for a, b in pairwise(grid)]
     codes, scales, values = [], [], []
     for start in range(0, len(flat), 64):
         block = flat[start : start + 64]

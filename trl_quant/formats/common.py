@@ -78,6 +78,11 @@ def ungroup(x: Tensor, n: int) -> Tensor:
     return x.flatten(-2)[..., :n]
 
 
+def lookup(table: Tensor, codes: Tensor) -> Tensor:
+    """`table[codes]`; several times faster than indexing on a CPU."""
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
 def product(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
     `values * scale` rounded once to `dtype`. A code has at most 8 significant bits, a 16-bit scale at most 11, so
@@ -108,7 +113,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
 def decode_e2m1(codes: Tensor) -> Tensor:
     """E2M1 codes (uint8) to float32."""
     table = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float32, device=codes.device)
-    return table[codes.int()]
+    return lookup(table, codes)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

@@ -18,10 +18,12 @@ Blocks at the edge of a matrix that is not a multiple of 128 are smaller; nothin
 dynamic scale for a whole input (`fp8_tensor`) a token's numbers depend on the other tokens of its batch.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from .common import Format, Parts, amax_scale, group, product, scaled, ungroup
+from .common import Format, Parts, amax_scale, group, lookup, product, scaled, ungroup
 
 
 E4M3_MAX = 448.0
@@ -31,6 +33,18 @@ BLOCK = 128
 def encode_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     """Values to E4M3 codes under `scale`, saturating."""
     return scaled(x, scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def decode_e4m3(codes: Tensor) -> Tensor:
+    """E4M3 codes to numbers in bfloat16, which holds all of them; by table on a CPU, whose own conversion is slow."""
+    if codes.device.type == "cpu":
+        return lookup(_e4m3_table(), codes.view(torch.uint8))
+    return codes.to(torch.bfloat16)
+
+
+@cache
+def _e4m3_table() -> Tensor:
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).to(torch.bfloat16)
 
 
 class FP8(Format):
@@ -47,7 +61,7 @@ class FP8(Format):
 
     @staticmethod
     def dequantize(parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return product(parts.values, parts.scale, dtype)
+        return product(decode_e4m3(parts.values), parts.scale, dtype)
 
     quantize_activation = quantize
 
@@ -85,9 +99,9 @@ class FP8Block(Format):
 
     @staticmethod
     def dequantize(parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        values, scale = parts.values, parts.scale
+        values, scale = decode_e4m3(parts.values), parts.scale
         if scale.shape[:-1] == shape[:-1]:  # per row: activations, or a weight with one row, where the two agree
-            return ungroup(product(group_codes(values, BLOCK), scale.unsqueeze(-1), dtype), shape[-1])
+            return ungroup(product(group(values, BLOCK), scale.unsqueeze(-1), dtype), shape[-1])
         return product(values, FP8Block._expand(scale, shape), dtype)
 
     @staticmethod
@@ -101,8 +115,3 @@ class FP8Block(Format):
         """Block scales to one scale per value."""
         scale = scale.repeat_interleave(BLOCK, -2)[..., : shape[-2], :]
         return scale.repeat_interleave(BLOCK, -1)[..., : shape[-1]]
-
-
-def group_codes(values: Tensor, size: int) -> Tensor:
-    """[`group`] for E4M3 codes, which `torch.nn.functional.pad` does not take."""
-    return group(values.view(torch.uint8), size).view(torch.float8_e4m3fn)

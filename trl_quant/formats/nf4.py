@@ -21,7 +21,7 @@ to a byte, the first in the HIGH four bits; the last block may be shorter. As th
 import torch
 from torch import Tensor
 
-from .common import Format, Parts
+from .common import Format, Parts, lookup
 
 
 BLOCK = 64
@@ -73,4 +73,4 @@ class NF4(Format):
         codes = torch.stack((parts.values >> 4, parts.values & 0xF), dim=-1).view(-1)[: shape.numel()]
         grid = torch.tensor(NF4_GRID, device=codes.device)
         scale = parts.scale.repeat_interleave(BLOCK)[: shape.numel()]
-        return (grid[codes.int()] * scale).view(shape).to(dtype)
+        return (lookup(grid, codes) * scale).view(shape).to(dtype)
