@@ -63,6 +63,7 @@ def uaq_applied(model: nn.Module) -> float | None:
 def scale_model(model: nn.Module, scale: float) -> int:
     """[`apply_uaq`] as an llmcompressor modifier where llmcompressor is installed, directly where it is not; both
     leave the same bytes."""
+    check_scale(scale)
     try:
         from .modifier import scale_through_llmcompressor
     except ImportError:
