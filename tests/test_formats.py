@@ -420,7 +420,7 @@ def test_quantized_numbers_are_fixed_points(x: Tensor, name: str):
 
 
 def test_compressed_tensors_loses_the_largest_numbers_in_mxfp4():
-    """Where we differ on purpose: from 7/4 of the dtype's last power of two its scale is infinite and its codes are 0."""
+    """Where we differ on purpose: from 7/4 of the last power of two of the dtype its scale is infinite."""
     for dtype in DTYPES:
         x = torch.full((1, 32), torch.finfo(dtype).max, dtype=dtype)
         with pytest.raises(AssertionError):
