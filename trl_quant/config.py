@@ -12,6 +12,7 @@ from trl import GRPOConfig
 from .corrections import CORRECTIONS
 from .formats import FORMATS
 from .noise import SCHEDULES
+from .rollout.vllm_support import check_engine_kwargs
 
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 # Losses that clip the policy ratio between two bounds; only these have an upper bound that ACR can widen.
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 PRECISIONS = ("bf16", *FORMATS)
+LORA_SYNCS = ("merge", "adapter")
 VLLM_PRECISIONS = ("bf16", "fp8", "fp8_tensor", "fp8_block", "int8", "nvfp4", "mxfp4")
 
 
@@ -49,6 +51,18 @@ class QuantGRPOConfig(GRPOConfig):
             Number format of the copy of the policy that samples completions: `"bf16"`, `"fp8"` (per-channel weights,
             per-token activations), `"fp8_tensor"`, `"fp8_block"`, `"int8"`, `"nvfp4"`, `"mxfp4"`, `"nf4"`, `"int4"`.
             If `None`, TRL generates as it always does.
+        vllm_engine_kwargs (`dict`, *optional*):
+            Further arguments of vLLM's `LLM` in colocate mode, fields of `vllm.EngineArgs`, such as
+            `{"enforce_eager": True}`. Those that have a field of their own here are refused.
+        vllm_sleep_level (`int`, *optional*, defaults to `2`):
+            What vLLM does with its weights while it sleeps (`vllm_enable_sleep_mode=True`): 2 discards them, 1 keeps
+            them in host memory. `lora_sync="adapter"` needs 1, since nothing brings the base back.
+        lora_sync (`str`, *optional*, defaults to `"merge"`):
+            How a LoRA adapter reaches vLLM: `"merge"` streams the base with the adapter merged in and quantizes the
+            sum; `"adapter"` sends A and B alone and leaves the quantized base as it was loaded.
+        sync_check_steps (`int`, *optional*, defaults to `50`):
+            Steps from one self-check of the vLLM engine to the next: a few prompts are scored by the engine and by the
+            policy, and training stops where they disagree by more than the format explains. 0 switches it off.
 
         > Parameters that control the correction of the mismatch between sampler and trainer
 
@@ -85,12 +99,33 @@ class QuantGRPOConfig(GRPOConfig):
             the linear layers that it feeds are divided by s. QuRL uses 1.5 for INT8 and FP8. If `None`, no scaling.
     """
 
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
+
     rollout_precision: str | None = field(
         default=None,
         metadata={
             "help": "Number format of the copy of the policy that samples completions: 'bf16', 'fp8', 'fp8_tensor', "
             "'fp8_block', 'int8', 'nvfp4', 'mxfp4', 'nf4' or 'int4'. If not set, TRL generates as it always does."
         },
+    )
+    vllm_engine_kwargs: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Further arguments of vLLM's `LLM` in colocate mode, fields of `vllm.EngineArgs`, as a dict or a "
+            "JSON string."
+        },
+    )
+    vllm_sleep_level: int = field(
+        default=2,
+        metadata={"help": "vLLM's sleep level with `vllm_enable_sleep_mode`: 2 discards the weights, 1 keeps them."},
+    )
+    lora_sync: str = field(
+        default="merge",
+        metadata={"help": "How a LoRA adapter reaches vLLM: 'merge' into the quantized weights, or as 'adapter'."},
+    )
+    sync_check_steps: int = field(
+        default=50,
+        metadata={"help": "Steps from one self-check of the vLLM engine to the next; 0 switches it off."},
     )
     is_correction: str | None = field(
         default=None,
@@ -151,6 +186,8 @@ class QuantGRPOConfig(GRPOConfig):
 
     def _resolve_and_check(self):
         _check_choice("rollout_precision", self.rollout_precision, PRECISIONS)
+        _check_choice("lora_sync", self.lora_sync, LORA_SYNCS)
+        _check_choice("vllm_sleep_level", self.vllm_sleep_level, (1, 2))
         _check_choice("is_correction", self.is_correction, ("trl", *CORRECTIONS))
         _check_choice("noise_schedule", self.noise_schedule, SCHEDULES)
         _check_at_least("is_cap", self.is_cap, 1.0)
@@ -159,6 +196,7 @@ class QuantGRPOConfig(GRPOConfig):
         _check_at_least("ais_beta_var", self.ais_beta_var, 0.0)
         _check_at_least("noise_sigma_end", self.noise_sigma_end, 0.0, strict=True)
         _check_at_least("noise_stages", self.noise_stages, 3)
+        _check_at_least("sync_check_steps", self.sync_check_steps, 0)
         _check_at_least("uaq_scale", self.uaq_scale, 0.0, strict=True)
         if not self.noise_sigma_start >= self.noise_sigma_end:
             raise ValueError(
@@ -191,6 +229,19 @@ class QuantGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"`rollout_precision`={self.rollout_precision!r} is not available with `use_vllm=True`. Allowed there: "
                 f"{', '.join(map(repr, VLLM_PRECISIONS))}; with `use_vllm=False` it runs in the embedded engine."
+            )
+        self._check_vllm()
+
+    def _check_vllm(self):
+        if not self.use_vllm:
+            if self.vllm_engine_kwargs or self.lora_sync != "merge":
+                raise ValueError("`vllm_engine_kwargs` and `lora_sync` belong to vLLM, but `use_vllm=False`.")
+            return
+        check_engine_kwargs(self.vllm_engine_kwargs or {})
+        if self.lora_sync == "adapter" and self.vllm_enable_sleep_mode and self.vllm_sleep_level == 2:
+            raise ValueError(
+                "`lora_sync`='adapter' cannot be combined with `vllm_sleep_level`=2, which discards the engine's base "
+                "weights: no sync brings them back. Set `vllm_sleep_level=1`, or `lora_sync='merge'`."
             )
 
     def _check_acr(self):

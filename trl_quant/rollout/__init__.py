@@ -11,11 +11,12 @@ import trl.trainer.grpo_trainer as grpo_trainer
 
 from .base import RolloutEngine, RolloutNoise
 from .transformers_engine import TransformersEngine
+from .vllm_engine import VLLMEngine
 
 
-ENGINES = {"embedded": TransformersEngine}
+ENGINES = {"embedded": TransformersEngine, "vllm": VLLMEngine}
 
-__all__ = ["ENGINES", "RolloutEngine", "RolloutNoise", "TransformersEngine", "engine_of"]
+__all__ = ["ENGINES", "RolloutEngine", "RolloutNoise", "TransformersEngine", "VLLMEngine", "engine_of"]
 
 
 @contextmanager
@@ -32,7 +33,15 @@ def engine_of(args):
     try:
         if args.rollout_precision is not None:
             name = "vllm" if args.use_vllm else "embedded"
-            grpo_trainer.VLLMGeneration = partial(ENGINES[name], precision=args.rollout_precision)
+            options = {"precision": args.rollout_precision}
+            if name == "vllm":
+                options |= {
+                    "engine_kwargs": args.vllm_engine_kwargs,
+                    "lora_sync": args.lora_sync,
+                    "sync_check_steps": args.sync_check_steps,
+                    "sleep_level": args.vllm_sleep_level,
+                }
+            grpo_trainer.VLLMGeneration = partial(ENGINES[name], **options)
             if name == "embedded":
                 args.use_vllm, args.vllm_mode = True, "embedded"
         if own and args.loss_type == "vespo":

@@ -4,16 +4,22 @@ The engine runs in the trainer's process, so these functions may take iterators 
 works around was measured on vLLM 0.26 (CUDA) and 0.31 (CPU).
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from vllm.config.load import LoadConfig
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.utils.torch_utils import set_default_torch_dtype
+
+from ..formats.checkpoint import checkpoint_stream
 
 
 # precision -> names of the classes that run a linear layer in it: vLLM's online method or the scheme of a checkpoint
@@ -32,14 +38,33 @@ FP8_STRATEGY = {"fp8": "channel", "fp8_tensor": "tensor", "fp8_block": "block"}
 WEIGHT_ONLY_KERNELS = ("Marlin", "Humming", "Emulation")
 
 
+@register_model_loader("trl_quant")
+class QuantizingLoader(DefaultModelLoader):
+    """
+    Loads a model in compressed-tensors' layout: from a checkpoint in that layout, or from a 16- or 32-bit one, which it
+    quantizes while reading, one tensor at a time. `model_loader_extra_config` is then the arguments of
+    [`~formats.checkpoint.checkpoint_stream`] and the device to quantize on.
+    """
+
+    def __init__(self, load_config: LoadConfig):
+        self.arguments = dict(load_config.model_loader_extra_config)
+        self.device = self.arguments.pop("device", None)
+        super().__init__(dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={}))
+
+    def get_all_weights(self, model_config, model):
+        weights = super().get_all_weights(model_config, model)
+        if not self.arguments:
+            return weights
+        return checkpoint_stream(((name, tensor.to(self.device)) for name, tensor in weights), **self.arguments)
+
+    def load_weights(self, model, model_config):
+        keep_onednn_scales(model)
+        super().load_weights(model, model_config)
+
+
 def linear_layers(model: nn.Module) -> dict[str, LinearBase]:
     """vLLM's linear layers by the name that they have without LoRA's wrappers around them."""
     return {module.prefix: module for module in model.modules() if isinstance(module, LinearBase)}
-
-
-def kernels(model: nn.Module) -> dict[str, tuple[str, str]]:
-    """For each linear layer, the class that decides how it runs and the kernel that runs it (`""` for a plain GEMM)."""
-    return {name: tuple(type(x).__name__ if x else "" for x in _method(layer)) for name, layer in linear_layers(model).items()}
 
 
 def _method(layer: LinearBase) -> tuple[object, object]:
@@ -81,21 +106,6 @@ def _runs_in(precision: str, method: object, kernel: object) -> bool:
     return not (precision.startswith("fp8") and kernel_name.startswith("Marlin"))  # W8A16 where W8A8 was asked for
 
 
-def parts_of(model: nn.Module, precision: str) -> dict[str, tuple[str, ...]]:
-    """
-    The policy's linear layers that the engine holds in `precision`, each with the layers that it is fused with (itself
-    included): `...q_proj -> (...q_proj, ...k_proj, ...v_proj)`.
-    """
-    packed = getattr(model, "packed_modules_mapping", {})
-    parts = {}
-    for name, layer in linear_layers(model).items():
-        if _runs_in(precision, *_method(layer)):
-            parent, _, leaf = name.rpartition(".")
-            group = tuple(f"{parent}.{part}" for part in packed.get(leaf, [leaf]))
-            parts |= dict.fromkeys(group, group)
-    return parts
-
-
 def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
     """
     Replaces all weights by those of `stream`, in vLLM's bracketed reload, under which captured CUDA graphs stay valid.
@@ -119,13 +129,12 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
             _refresh_tied_head(model)
     finally:
         del model.load_weights
-    if loaded:
-        # By module: what a quantized layer holds is not what was loaded into it. Parameters are counted once, so a
-        # tied head, whose weight is the embedding's, misses nothing.
-        owners = {name.rpartition(".")[0] for name in loaded}
-        owned = {name.rpartition(".")[0].removesuffix(".base_layer") for name, _ in model.named_parameters()}
-        if missing := {owner for owner in owned if "lora" not in owner and not owner.startswith(tuple(owners))}:
-            raise RuntimeError(f"the policy streamed no weights for {', '.join(sorted(missing)[:4])}")
+    # By module, since what a quantized layer holds is not what was loaded into it; scalars (the cache's scales) have
+    # defaults. Parameters are listed once, so a tied head, whose weight is the embedding's, misses nothing.
+    filled = {name.rpartition(".")[0].removesuffix(".base_layer") for name in loaded}
+    owners = {name.rpartition(".")[0].removesuffix(".base_layer") for name, p in model.named_parameters() if p.numel() > 1}
+    if loaded and (missing := owners - filled):
+        raise RuntimeError(f"the policy streamed no weights for {', '.join(sorted(missing)[:4])}")
 
 
 def _refresh_tied_head(model: nn.Module) -> None:
@@ -144,7 +153,8 @@ def _is_tied(model: nn.Module) -> bool:
 def keep_onednn_scales(model: nn.Module) -> None:
     """
     On CPUs without AMX an INT8 layer gives oneDNN a raw pointer to its scales, and a reload frees the tensor behind
-    it: wrong numbers or NaN afterwards. The kernel keeps it alive instead.
+    it: wrong numbers or NaN afterwards. The kernel keeps it alive instead. It also sets the layer's weight to `None`,
+    which vLLM's LoRA wrappers cannot ask for its device: an empty tensor stands in for it.
     """
     for layer in linear_layers(model).values():
         kernel = _method(layer)[1]
@@ -154,7 +164,9 @@ def keep_onednn_scales(model: nn.Module) -> None:
 
 def _process_and_keep(kernel, layer: nn.Module) -> None:
     type(kernel).process_weights_for_onednn(kernel, layer)
-    kernel.kept_scale = getattr(layer, kernel.layer_param_names[1]).data  # not a parameter, which a reload would drop
+    weight, scale = kernel.layer_param_names[:2]
+    kernel.kept_scale = getattr(layer, scale).data  # not a parameter, which a reload would replace
+    setattr(layer, weight, nn.Parameter(torch.empty(0), requires_grad=False))
 
 
 def parameters(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
@@ -176,9 +188,17 @@ def write_parameters(model: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def push_adapter(worker, adapter_id: int, tensors: dict[str, Tensor], config: dict) -> None:
-    """Makes `tensors` (PEFT's names) the LoRA adapter `adapter_id`, in place of any before it; no files."""
+    """
+    Makes `tensors` (PEFT's names) the LoRA adapter `adapter_id`, in place of any before it; no files.
+
+    Raises:
+        `RuntimeError`: if some of them belong to no layer of the engine.
+    """
     manager = worker.model_runner.lora_manager._adapter_manager
     mapper = getattr(worker.get_model(), "hf_to_vllm_mapper", None)
+    if mapper is not None:  # renames alone: the manager itself packs q, k, v; the method was renamed after 0.26
+        mapper = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
+        mapper = mapper()
     adapter = LoRAModel.from_lora_tensors(
         adapter_id,
         tensors,
@@ -190,3 +210,5 @@ def push_adapter(worker, adapter_id: int, tensors: dict[str, Tensor], config: di
     manager.remove_adapter(adapter_id)
     manager.add_adapter(adapter)
     manager.activate_adapter(adapter_id)
+    if unknown := adapter.loras.keys() - manager.modules.keys():
+        raise RuntimeError(f"vLLM has no layers for the adapter of {', '.join(sorted(unknown)[:4])}")

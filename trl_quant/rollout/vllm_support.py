@@ -1,0 +1,197 @@
+"""What vLLM can run here, asked before anything is loaded, and the arguments that make it run in a precision."""
+
+import dataclasses
+from typing import get_args
+
+import torch
+from accelerate.utils import is_peft_model
+from packaging.version import Version
+from peft.tuners.tuners_utils import BaseTunerLayer
+from trl.import_utils import is_vllm_available
+
+from ..formats.checkpoint import SCHEMES, quantization_config
+
+
+VLLM_VERSIONS = ("0.26", "0.32")  # at least, below
+
+# vLLM's names for quantizing BF16 tensors as they are loaded. INT8, NVFP4 and MXFP4 have none that is right for dense
+# models (`int8_per_channel_weight_only` leaves them unquantized, in silence): they start from compressed-tensors.
+ONLINE = {"fp8": "fp8_per_channel", "fp8_tensor": "fp8_per_tensor", "fp8_block": "fp8_per_block"}
+
+# precision -> (least CUDA compute capability, why)
+CAPABILITY = {
+    "bf16": ((8, 0), "BF16 arithmetic"),
+    "fp8": ((8, 9), "FP8 matrix multiplication"),
+    "fp8_tensor": ((8, 9), "FP8 matrix multiplication"),
+    "fp8_block": ((8, 9), "FP8 matrix multiplication"),
+    "int8": ((8, 0), "INT8 matrix multiplication and BF16 arithmetic"),
+    "nvfp4": ((8, 0), "Marlin's 4-bit kernels"),
+    "mxfp4": ((8, 0), "Marlin's 4-bit kernels"),
+}
+
+# vLLM arguments that have a field of their own, or that the engine must set itself
+RESERVED = {
+    "model": "the trainer's `model`",
+    "quantization": "`rollout_precision`",
+    "quantization_config": "`rollout_precision`",
+    "load_format": "`rollout_precision`",
+    "model_loader_extra_config": "`rollout_precision`",
+    "tensor_parallel_size": "`vllm_tensor_parallel_size`",
+    "gpu_memory_utilization": "`vllm_gpu_memory_utilization`",
+    "max_model_len": "`vllm_max_model_length`",
+    "model_impl": "`vllm_model_impl`",
+    "trust_remote_code": "`trust_remote_code`",
+    "enable_sleep_mode": "`vllm_enable_sleep_mode`",
+    "enable_lora": "`lora_sync='adapter'`",
+    "distributed_executor_backend": "the trainer, which launches the workers",
+    "logprobs_mode": "the trainer, which needs `'processed_logprobs'`",
+    "seed": "the trainer's `seed`",
+}
+
+
+def check_version() -> None:
+    """Raises `ImportError` for a vLLM that the engine was not built for."""
+    from vllm import __version__
+
+    lowest, above = map(Version, VLLM_VERSIONS)
+    if not lowest <= Version(__version__.partition("+")[0]) < above:
+        raise ImportError(
+            f"vLLM {__version__} is installed; quantized rollouts need vLLM >= {lowest}, < {above}, whose weight "
+            "reloading was checked. Install `trl_quant[vllm]` (CUDA) or `trl_quant[cpu]`, or set `use_vllm=False` for "
+            "the embedded engine."
+        )
+
+
+def check_engine_kwargs(kwargs: dict) -> None:
+    """Raises `ValueError` for names in `vllm_engine_kwargs` that vLLM does not know or that are set elsewhere."""
+    reserved = [f"{name!r} (set by {RESERVED[name]})" for name in kwargs if name in RESERVED]
+    if reserved:
+        raise ValueError(f"`vllm_engine_kwargs` must not hold {', '.join(reserved)}.")
+    if kwargs and is_vllm_available():
+        from vllm import EngineArgs
+
+        known = {field.name for field in dataclasses.fields(EngineArgs)}
+        if unknown := [name for name in kwargs if name not in known]:
+            raise ValueError(
+                f"`vllm_engine_kwargs` has {unknown}, which vLLM does not take. Allowed are the fields of "
+                f"`vllm.EngineArgs`: {', '.join(sorted(known - RESERVED.keys()))}."
+            )
+
+
+def supported_precisions() -> dict[str, str | None]:
+    """The precisions of vLLM engines: `None` where device and vLLM run it, else what is missing."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        missing = dict.fromkeys(CAPABILITY, "vLLM runs only 'bf16', 'int8' and 'fp8_block' on a CPU")
+        missing |= {"bf16": None, "int8": None, "fp8_block": None}
+        if not torch.cpu._is_amx_tile_supported():
+            missing["fp8_block"] = "on a CPU it needs AMX, which this one lacks"
+        return missing
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    missing = {
+        name: None if capability >= least else f"{why} needs compute capability {'.'.join(map(str, least))}"
+        for name, (least, why) in CAPABILITY.items()
+    }
+    if capability >= (10, 0):
+        missing["int8"] = "vLLM has no INT8 kernel for Blackwell"
+    return missing
+
+
+def check_precision(precision: str) -> None:
+    """Raises `ValueError` for a precision that vLLM cannot run on this device, with those that it can."""
+    missing = supported_precisions()
+    if precision in missing and missing[precision] is not None:
+        runnable = ", ".join(repr(name) for name, reason in missing.items() if reason is None)
+        raise ValueError(
+            f"`rollout_precision`={precision!r} does not run in vLLM on this device: {missing[precision]}. Here "
+            f"vLLM runs {runnable or 'none'}; with `use_vllm=False` the embedded engine runs any on any device."
+        )
+
+
+def check_architecture(config, model_impl: str) -> None:
+    """Raises `ValueError` for a transformers config whose architecture vLLM does not have itself."""
+    from vllm import ModelRegistry
+
+    architectures = getattr(config, "architectures", None) or []
+    if model_impl in ("auto", "vllm") and not set(architectures) & set(ModelRegistry.get_supported_archs()):
+        raise ValueError(
+            f"vLLM does not know the architecture {architectures or type(config).__name__}. Set `use_vllm=False` to "
+            "sample from the embedded engine, which runs any decoder of transformers, or "
+            "`vllm_model_impl='transformers'`."
+        )
+
+
+def check_prepared(config, precision: str) -> bool:
+    """
+    Whether a transformers config belongs to a checkpoint that is quantized already.
+
+    Raises:
+        `ValueError`: if it is, but not in `precision`.
+    """
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return False
+    found = found if isinstance(found, dict) else found.to_dict()
+    method = found.get("quant_method")
+    if method == "bitsandbytes":  # how the trainer holds its base; the engine reads the same 16-bit checkpoint
+        return False
+    groups = [group["weights"] for group in (found.get("config_groups") or {}).values()]
+    keys = ("num_bits", "type", "strategy", "group_size")
+    names = {
+        name
+        for name, (_, weights, _) in SCHEMES.items()
+        if groups and all(all(group.get(key) == weights[key] for key in keys) for group in groups)
+    }
+    if method != "compressed-tensors" or precision not in names:
+        raise ValueError(
+            f"`rollout_precision`={precision!r}, but the model is a checkpoint quantized to "
+            f"{', '.join(map(repr, names)) or method!r}. Use that precision, or the 16-bit checkpoint."
+        )
+    return True
+
+
+def layout_arguments(precision: str, ignore: list[str], device: torch.device, prepared: bool, given: dict) -> dict:
+    """Arguments with which vLLM builds a model in compressed-tensors' layout, from a checkpoint in it or a wider one."""
+    arguments = {"quantization": None, "load_format": "trl_quant"}
+    if not prepared:
+        arguments["model_loader_extra_config"] = {"format": precision, "ignore": ignore, "device": str(device)}
+        arguments["hf_overrides"] = {
+            "quantization_config": quantization_config(precision, ignore),
+            **(given.get("hf_overrides") or {}),
+        }
+    return arguments
+
+
+def check_adapter(model, engine_kwargs: dict) -> int:
+    """
+    The least `max_lora_rank` of vLLM that takes the model's adapter.
+
+    Raises:
+        `ValueError`: for a model without one, or with one that vLLM cannot hold as an adapter.
+    """
+    instead = "Use `lora_sync='merge'`."
+    if not is_peft_model(model):
+        raise ValueError("`lora_sync`='adapter', but the model has no adapter: pass a `peft_config`, or use 'merge'.")
+    if len(model.active_adapters) != 1:
+        raise ValueError(f"`lora_sync`='adapter' takes one active adapter, not {model.active_adapters}. {instead}")
+    config = model.peft_config[model.active_adapters[0]]
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind != "LORA":
+        raise ValueError(f"`lora_sync`='adapter' takes LoRA adapters, and this one is {kind}. {instead}")
+    for field in ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters"):
+        if getattr(config, field, None):
+            raise ValueError(f"`lora_sync`='adapter': vLLM does not run an adapter's `{field}`. {instead}")
+    if config.bias != "none":
+        raise ValueError(f"`lora_sync`='adapter': vLLM does not run an adapter's `bias`={config.bias!r}. {instead}")
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseTunerLayer) and not isinstance(layer.get_base_layer(), torch.nn.Linear):
+            raise ValueError(f"`lora_sync`='adapter' takes adapters of linear layers, and `{name}` is none. {instead}")
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks = sorted(get_args(MaxLoRARanks))
+    limit = engine_kwargs.get("max_lora_rank", ranks[-1])
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    if rank > limit:
+        raise ValueError(f"The adapter's rank {rank} is above vLLM's limit, `max_lora_rank`={limit}. {instead}")
+    return engine_kwargs.get("max_lora_rank", next(r for r in ranks if r >= rank))
