@@ -213,4 +213,4 @@ def scaled_layer(norm_weight, linear_weights, scale, offset):
     """QuRL eq. 11, one number at a time, in double precision: W X = (W / s) (s X)."""
     gain = [scale * (1 + w) - 1 if offset else scale * w for w in norm_weight.double().tolist()]
     weights = [[[v / scale for v in row] for row in weight.double().tolist()] for weight in linear_weights]
-    return torch.tensor(gain), [torch.tensor(weight) for weight in weights]
+    return torch.tensor(gain, dtype=torch.float64), [torch.tensor(weight, dtype=torch.float64) for weight in weights]

@@ -25,7 +25,7 @@ The paper uses unnormalised advantages, reward minus group mean. With no mismatc
 from dataclasses import dataclass
 
 from .base import CorrectionInputs, CorrectionOutput, check
-from .diagnostics import Pooled, diagnose, per_token_advantages, rollout_ratio
+from .diagnostics import Pooled, diagnose, float64, per_token_advantages, rollout_ratio
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class AIS:
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)
-        wb, advantages = ratio.w.clamp(max=self.cap), per_token_advantages(inputs).double()
-        metrics, pooled = diagnose(inputs, ratio, self.cap, {"wb": wb, "A": advantages, "A wb": advantages * wb})
+        wb = ratio.w.clamp(max=self.cap)
+        a = float64(per_token_advantages(inputs))
+        metrics, pooled = diagnose(inputs, ratio, self.cap, {"wb": wb, "A": a, "A wb": a * float64(wb)})
         alpha = self.alpha(pooled["wb"], pooled["A"], pooled["A wb"], metrics["mismatch/abs_logp_diff"])
         weights = 1 + alpha["ais/alpha"] * (wb - 1)
         return CorrectionOutput(weights, metrics=metrics | alpha)

@@ -9,7 +9,6 @@
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 
@@ -84,8 +83,3 @@ def check(name: str, value: float, low: float, high: float = float("inf"), open_
         above = f"> {low:g}" if open_low else f">= {low:g}"
         below = "" if high == float("inf") else f" and <= {high:g}"
         raise ValueError(f"{name} must be a number {above}{below}, got {value!r}.")
-
-
-def ones(like: Tensor) -> Tensor:
-    """Weights that change nothing, in the precision of the ratios (at least float32)."""
-    return torch.ones_like(like, dtype=torch.promote_types(like.dtype, torch.float32))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import CorrectionInputs, CorrectionOutput, ones
+from .base import CorrectionInputs, CorrectionOutput
 from .diagnostics import diagnose, rollout_ratio
 
 
@@ -26,4 +26,4 @@ class Coupled:
         ratio = rollout_ratio(inputs)
         metrics, _ = diagnose(inputs, ratio)
         proximal = torch.where(ratio.scored, inputs.rollout_logps.detach(), inputs.old_logps.detach())
-        return CorrectionOutput(ones(ratio.w), metrics=metrics, old_logps=proximal)
+        return CorrectionOutput(torch.ones_like(ratio.w), metrics=metrics, old_logps=proximal)

@@ -86,7 +86,7 @@ def diagnose(
         `ValueError`: on every rank, if on any of them `old_logps` or `advantages` is NaN on a token that counts.
     """
     old, rollout = _at_least_float32(inputs.old_logps), _at_least_float32(inputs.rollout_logps)
-    w, log_w = ratio.w.double(), ratio.log_w.double()
+    w, log_w = float64(ratio.w), float64(ratio.log_w)
     quantities = {
         "k1": -log_w,
         "k3": (w - 1) - log_w,
@@ -134,14 +134,15 @@ def _pool(
     Each rank contributes `(n, mean, M2, max)` with `M2 = sum (x - mean)^2`; centred sums combine without the
     cancellation that `sum x^2 - (sum x)^2 / n` suffers. Gathering them also brings the maxima in the same collective.
     """
-    x = torch.stack([q[select].double() for q in quantities.values()])  # (K, n)
+    x = torch.stack([float64(q) for q in quantities.values()])  # (K, B, T)
+    x = x[:, select.to(x.device)]  # (K, n)
     n = x.shape[1]
     if n:
         mean = x.mean(1)
         local = torch.stack([mean, (x - mean[:, None]).square().sum(1), x.amax(1)])  # (3, K)
     else:
         local = x.new_zeros(3, x.shape[0])
-    header = torch.stack([x.new_tensor(n), *(c.double() for c in counts.values())])
+    header = torch.stack([x.new_tensor(n), *(float64(c) for c in counts.values())])
     rows = _gather(torch.cat([header, local.flatten()])).cpu()  # (ranks, 1 + len(counts) + 3 K)
 
     head, rows = rows[:, : len(header)], rows[:, len(header) :].view(-1, 3, len(quantities))
@@ -171,6 +172,11 @@ def per_token_advantages(inputs: CorrectionInputs) -> Tensor:
     """Advantages as `(B, T)`."""
     advantages = inputs.advantages.detach()
     return (advantages[:, None] if advantages.dim() == 1 else advantages).expand(inputs.old_logps.shape)
+
+
+def float64(x: Tensor) -> Tensor:
+    """`x` in float64, which Apple's GPUs do not have: from there it moves to the CPU."""
+    return (x.cpu() if x.device.type == "mps" else x).double()
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ Biased by the mismatch, and the baseline that every correction is measured again
 
 from dataclasses import dataclass
 
-from .base import CorrectionInputs, CorrectionOutput, ones
+import torch
+
+from .base import CorrectionInputs, CorrectionOutput
 from .diagnostics import diagnose, rollout_ratio
 
 
@@ -23,4 +25,4 @@ class NoCorrection:
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)
         metrics, _ = diagnose(inputs, ratio)
-        return CorrectionOutput(ones(ratio.w), metrics=metrics)
+        return CorrectionOutput(torch.ones_like(ratio.w), metrics=metrics)
