@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from ..formats import quantize
 from ..formats.checkpoint import checkpoint_stream, quantizes
-from ..noise import norm_noise, noised_norms
+from ..noise import noised_norms, norm_noise
 from .base import RolloutEngine, RolloutNoise
 from .vllm_support import (
     ONLINE,
@@ -168,7 +168,9 @@ class VLLMEngine(RolloutEngine):
             tensor = tensor.to(self.accelerator.device)
             if quantizes(name, tensor, self.ignore):
                 rows = tensor[: self.drift.rows(tensor)]
-                quantized = rows.bfloat16() if self.precision == "bf16" else quantize(rows, self.precision).dequantize()
+                quantized = (
+                    rows.bfloat16() if self.precision == "bf16" else quantize(rows, self.precision).dequantize()
+                )
                 self.drift.add(name, tensor, quantized)
             yield name, tensor
 
@@ -222,7 +224,9 @@ class VLLMEngine(RolloutEngine):
 
     def _policy_names(self) -> list[str]:
         prefixes = ["base_model.model.", "base_layer.", "_fsdp_wrapped_module."]
-        return [self._fix_param_name_to_vllm(name, extra_prefixes=prefixes) for name, _ in self.model.named_parameters()]
+        return [
+            self._fix_param_name_to_vllm(name, extra_prefixes=prefixes) for name, _ in self.model.named_parameters()
+        ]
 
     # Sleep
 

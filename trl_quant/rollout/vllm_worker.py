@@ -132,7 +132,9 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
     # By module, since what a quantized layer holds is not what was loaded into it; scalars (the cache's scales) have
     # defaults. Parameters are listed once, so a tied head, whose weight is the embedding's, misses nothing.
     filled = {name.rpartition(".")[0].removesuffix(".base_layer") for name in loaded}
-    owners = {name.rpartition(".")[0].removesuffix(".base_layer") for name, p in model.named_parameters() if p.numel() > 1}
+    owners = {
+        name.rpartition(".")[0].removesuffix(".base_layer") for name, p in model.named_parameters() if p.numel() > 1
+    }
     if loaded and (missing := owners - filled):
         raise RuntimeError(f"the policy streamed no weights for {', '.join(sorted(missing)[:4])}")
 

