@@ -104,7 +104,8 @@ def mx_scale(amax: float, dtype: torch.dtype) -> float:
     if amax == 0:
         return 2.0**-127
     fraction, exponent = math.frexp(amax)  # amax = fraction * 2^exponent with 0.5 <= fraction < 1
-    k = min(exponent - 1 + (fraction >= 0.875), 15 if dtype == torch.float16 else 127)
+    k = exponent - 1 + (fraction >= 0.875)
+    k = min(max(k, -14), 15) if dtype == torch.float16 else min(k, 127)
     return 2.0 ** max(k - 2, -127)
 
 

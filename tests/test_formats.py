@@ -3,7 +3,7 @@ Number formats: bit-exact with compressed-tensors and bitsandbytes, with slow lo
 and with the properties that a user relies on.
 """
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import reference_formats as slow
@@ -64,6 +64,14 @@ def make(kind: str, dtype: torch.dtype, shape: tuple[int, ...] = (256, 256), see
         case "ties":  # multiples of a quarter hit the middles between grid points once the scale is a power of two
             x = (x * 8).round() / 4
             x[..., 0] = 8
+        case "near ties":  # an ulp or two beside the middles, where a shortcut for the division shows
+            row = 1 + torch.rand((*shape[:-1], 1), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            x = make("ties", torch.float32, shape, seed).double() * row
+            x *= 1 + torch.finfo(dtype).eps * torch.arange(x.numel()).view(shape).remainder(5).sub(2)
+        case "border":  # around the smallest normal number
+            x *= tiny / 3
+        case "underflow":  # beside a large number these leave the dtype when divided by the scale
+            x = torch.where(torch.arange(shape[-1]) % 16 == 5, 1000.0, x * tiny / 8)
         case "wide":  # magnitudes over the whole range of the format
             x *= 2.0 ** torch.linspace(-12, 4, x.numel(), dtype=torch.float64).view(shape)
         case _:
@@ -71,7 +79,8 @@ def make(kind: str, dtype: torch.dtype, shape: tuple[int, ...] = (256, 256), see
     return x.to(dtype)
 
 
-KINDS = ["random", "small", "subnormal", "zero", "zero rows", "negative zero", "outlier", "ties", "wide", "large"]
+KINDS = ["random", "ties", "near ties", "wide", "outlier", "zero", "zero rows", "negative zero"]
+KINDS += ["large", "small", "border", "subnormal", "underflow"]  # the ends of the dtype's range
 
 
 def bits(x: Tensor) -> Tensor:
@@ -192,6 +201,18 @@ def assert_equals_bitsandbytes(x: Tensor):
     assert torch.equal(q.dequantize(torch.float32), slow_dequantize_nf4(packed, state.absmax, x))
 
 
+def test_nf4_divides_as_bitsandbytes():
+    """A full block is multiplied by its reciprocal, a short one is divided: next to the middles that shows."""
+    middles = [(a + b) / 2 for a, b in pairwise(NF4_GRID)] * 4
+    scales = 1 + torch.rand(400, 1, generator=torch.Generator().manual_seed(0))
+    ulps = torch.arange(len(middles)).remainder(5).sub(2) * 2.0**-24
+    blocks = torch.cat((scales, scales * torch.tensor(middles) * (1 + ulps), scales.expand(-1, 3)), dim=1)
+    assert blocks.shape[1] == 64
+    assert_equals_bitsandbytes(blocks)
+    for short in blocks[:50, :40]:
+        assert_equals_bitsandbytes(short)
+
+
 def slow_dequantize_nf4(packed: Tensor, absmax: Tensor, x: Tensor) -> Tensor:
     codes = [nibble for byte in packed.view(-1).tolist() for nibble in (byte >> 4, byte & 15)][: x.numel()]
     numbers = [slow.to(NF4_GRID[c] * absmax[i // 64].item(), torch.float32) for i, c in enumerate(codes)]
@@ -222,7 +243,7 @@ def codes_of(q: QuantizedTensor) -> list[list[int]]:
 ODD_SHAPES = [(3, 5), (1, 1), (2, 130), (130, 2), (3, 33), (1, 257)]
 
 
-@pytest.mark.parametrize("kind", ["random", "subnormal", "zero", "outlier", "ties", "large"])
+@pytest.mark.parametrize("kind", ["random", "subnormal", "border", "zero", "outlier", "near ties", "large"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_odd_shapes_equal_slow_loops(name: str, kind: str):
     """Groups that are not full, which compressed-tensors refuses, and everything else once more."""

@@ -44,10 +44,11 @@ BLOCK = 32
 def block_exponent(amax: Tensor) -> Tensor:
     """E8M0 bytes (`e + 127`) of blocks with these maxima."""
     bits = amax.float().view(torch.int32) + (1 << 21)  # a quarter carries into the exponent from a mantissa of 1.75
-    last = 127 + (15 if amax.dtype == torch.float16 else 127)
-    exponent = ((bits >> 23) - 2).clamp_(0, last - 2)
-    if amax.dtype == torch.float16:
+    if amax.dtype == torch.float16:  # exponents -14 to 15
+        exponent = ((bits >> 23) - 2).clamp_(127 - 14 - 2, 127 + 15 - 2)
         exponent.masked_fill_(amax.float() < 0.75 * 2.0**-14, 127)
+    else:
+        exponent = ((bits >> 23) - 2).clamp_(0, 127 + 127 - 2)
     return exponent.to(torch.uint8)
 
 
