@@ -55,9 +55,14 @@ class Format:
         raise NotImplementedError
 
 
+def quotient(x: Tensor, divisor: float) -> Tensor:
+    """`x / divisor`, rounded once on every device: on CUDA, torch multiplies by the reciprocal of a Python number."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+
+
 def amax_scale(amax: Tensor, largest: float) -> Tensor:
     """`amax / largest` in amax's dtype; the dtype's eps where that is 0, so that nothing is divided by 0."""
-    scale = amax / largest
+    scale = quotient(amax, largest)
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
 
