@@ -1,0 +1,500 @@
+"""Rewards under attack, GSM8K's gold solutions, prompts from files, and the arithmetic problems."""
+
+import json
+import math
+import threading
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_model, tiny_tokenizer
+
+from trl_quant.tasks import REWARDS, arithmetic_reward, format_reward, gsm8k_reward, load_prompts
+from trl_quant.tasks.answers import extract_answer, numbers, same_number, single_number
+from trl_quant.tasks.arithmetic import OPERATIONS, Problem, problems
+from trl_quant.tasks.evaluate import mean_reward
+
+
+EXCERPT = Path(__file__).parent / "data" / "word_problems.jsonl"
+GSM8K = next(
+    (p / "shared/data/gsm8k" for p in Path(__file__).resolve().parents if (p / "shared/data/gsm8k").is_dir()), None
+)
+
+
+def gsm8k(completion, answer, **kwargs):
+    return gsm8k_reward(completions=[completion], answer=[answer], **kwargs)[0]
+
+
+def arithmetic(completion, answer, **kwargs):
+    return arithmetic_reward(completions=[completion], answer=[answer], **kwargs)[0]
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("72", "72"),
+        ("1,234", "1234"),
+        ("1,234,567.89", "1234567.89"),
+        ("$12.50", "12.50"),
+        ("-$5", "-5"),
+        ("$-5", "-5"),
+        ("US$12", "12"),
+        (r"\$1{,}234", "1234"),
+        ("3/4", "3/4"),
+        (r"\frac{3}{4}", "3/4"),
+        (r"\dfrac{-3}{4}", "-3/4"),
+        ("50%", "50%"),
+        (r"50\%", "50%"),
+        ("-7", "-7"),
+        ("\u22127", "-7"),
+        ("+7", "7"),
+        ("1e3", "1000"),
+        ("2.5E-2", "0.025"),
+        (".5", "0.5"),
+        ("72.", "72"),
+        ("72 clips", "72"),
+        ("**72**", "72"),
+        ("$72$", "72"),
+        ("...72", "72"),
+        ("x = 5", "5"),
+        ("347+588=935", "935"),
+        ("12/60 = 0.2", "0.2"),
+        # no number, or more than one
+        ("", None),
+        ("none", None),
+        ("H2O", None),
+        ("5 or 6", None),
+        ("5,6", None),
+        ("1,2345", None),
+        ("3+4", None),
+        ("10-7", None),
+        ("1 1/2", None),
+        ("1/2/3", None),
+        ("1.2.3", "1.2"),
+        # readable, but not a number worth having
+        ("3/0", None),
+        ("1e999999999", None),
+        ("9" * 65, None),
+    ],
+)
+def test_single_number(text, number):
+    assert single_number(text) == number
+
+
+def test_a_minus_between_two_terms_is_not_a_sign():
+    assert numbers("10-7") == ["10", "7"]
+    assert numbers("10 -7") == ["10", "-7"]
+
+
+@settings(deadline=None)
+@given(st.integers(-(10**12), 10**12))
+def test_every_way_to_write_an_integer_is_read(n):
+    for text in (f"{n}", f"{n:,}", f"${n}", f"{n}.0", f"{n}.", f"\\text{{{n}}} ", f"{n:,} dollars"):
+        assert same_number(str(n), single_number(text)), text
+        assert not same_number(str(n + 1), single_number(text)), text
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "equal"),
+    [
+        ("1/2", "0.50", True),
+        ("3/4", "6/8", True),
+        ("50", "50%", True),
+        ("0.5", "50%", True),
+        ("12.50", "12.5", True),
+        ("1000", "1000.0", True),
+        ("7", "-7", False),
+        ("50", "0.5", False),
+        ("100", "1", False),
+        ("1/3", "0.33", False),
+        ("100000000000000000001", "100000000000000000000", False),
+        ("1000000", "1000001", False),
+    ],
+)
+def test_same_number(gold, answer, equal):
+    assert same_number(gold, answer) is equal
+
+
+# Where the answer is looked for
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer>4</answer> \\boxed{5} #### 6\n7", "4"),
+        ("7 #### 6\n \\boxed{5}, so 7", "5"),
+        ("#### 6\nso 7", "6"),
+        ("so 7", "7"),
+        ("<answer>\n  4\n</answer>", "4"),
+        ("<answer>\\boxed{4}</answer>", "4"),
+        (r"\boxed{\frac{3}{4}}", "3/4"),
+        (r"\boxed{\text{72 clips}}", "72"),
+        (r"\boxed{\boxed{3}}", "3"),
+        # of several of one kind, the last
+        ("<answer>4</answer> no, <answer>5</answer>", "5"),
+        (r"\boxed{4} or \boxed{5}", "5"),
+        ("#### 4\n#### 5", "5"),
+        ("#### 4 #### 5", "5"),
+        # the strongest kind decides even if it says nothing
+        ("<answer>unknown</answer> 5", None),
+        ("<answer></answer> #### 5", None),
+        (r"\boxed{x} #### 5", None),
+        ("####\n5", None),
+        # what is not closed is no marker
+        ("<answer>4 #### 5", "5"),
+        (r"\boxed{4 #### 5", "5"),
+    ],
+)
+def test_order_of_extraction(text, answer):
+    assert extract_answer(text) == answer
+
+
+def test_the_search_is_bounded_and_fast():
+    """Only the tail counts, and nothing that can be repeated a million times makes the search explode."""
+    assert extract_answer("#### 5\n" + "so " * 10**6) is None
+    assert extract_answer("so " * 10**6 + "#### 5") == "5"
+    for unit in ("1", "1,", "\\boxed{", "<answer>", "#### ", "\\frac{1}{", "$", "-", "1/", "1e", ".1", "% ", "{", "="):
+        extract_answer(unit * (10**6 // len(unit)))  # quadratic behaviour would hang here
+
+
+# Contracts
+
+
+@pytest.mark.parametrize("reward", ["arithmetic", "gsm8k"])
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("#### 42", 1.0),
+        ("<answer>42</answer>", 1.0),
+        ([{"role": "assistant", "content": "#### 42"}], 1.0),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "####"}, {"type": "text", "text": " 42"}]}], 1.0),
+        ([{"role": "assistant", "content": "#### 41"}, {"role": "assistant", "content": "#### 42"}], 1.0),
+        ("#### 41", 0.0),
+        ("#### -42", 0.0),
+        ("", 0.0),
+        (" \n", 0.0),
+        (None, 0.0),
+        ([], 0.0),
+        ([{"role": "assistant", "content": None}], 0.0),
+        ([{"role": "assistant", "tool_calls": []}], 0.0),
+        ([{"role": "assistant", "content": [{"type": "image"}]}], 0.0),
+        ("I do not know.", 0.0),
+        # guesses: one marker with many numbers, many markers with the right one before the last
+        ("#### " + " ".join(map(str, range(100))), 0.0),
+        ("<answer>41 42 43</answer>", 0.0),
+        (r"\boxed{41 \text{ or } 42}", 0.0),
+        ("".join(f"<answer>{n}</answer>" for n in range(100)), 0.0),
+        # the expression instead of its value, which math-verify alone would evaluate
+        (r"\boxed{40+2}", 0.0),
+        (r"\boxed{6*7}", 0.0),
+        (r"\boxed{\sqrt{1764}}", 0.0),
+        # far away from the end
+        ("#### 42\n" + "blah " * 10**5, 0.0),
+    ],
+)
+def test_contract(reward, completion, score):
+    assert REWARDS[reward](completions=[completion], answer=["42"]) == [score]
+
+
+def test_math_verify_alone_would_be_fooled():
+    """Why the number is extracted before math-verify sees it."""
+    from math_verify import parse, verify
+
+    assert verify(parse("42"), parse(r"\boxed{40+2}"))
+
+
+def test_several_guesses_never_beat_one():
+    """Over all answers, a completion that lists ten candidates is right exactly as often as one that names one."""
+    answers = [str(n) for n in range(10)]
+    one = "#### 3"
+    for many in (" ".join(answers), "\n".join(f"#### {n}" for n in answers), "#### " + " or ".join(answers)):
+        scores = [sum(REWARDS[name]([text] * 10, answers)) for name in ("arithmetic", "gsm8k") for text in (one, many)]
+        assert scores[0] == scores[2] == 1
+        assert scores[1] <= 1 and scores[3] <= 1
+
+
+def test_steps_without_an_answer_count_for_gsm8k_only():
+    steps = "7+8+0=5c1 2+1+1=4"
+    assert gsm8k(steps, "4") == 1.0
+    assert arithmetic(steps, "4") == 0.0
+    assert arithmetic("4", "4") == arithmetic("2+2=4", "4") == 1.0
+    assert arithmetic("so " * 10**4 + "\n" + "4", "4") == arithmetic("3 and " * 10**4 + "4", "4") == 0.0
+
+
+QUESTION = "Tom has 12 apples and eats one a day. After how many days are there none left of the 12?"
+
+
+@pytest.mark.parametrize(
+    "prompt", [QUESTION, [{"role": "system", "content": "Use \\boxed{12}."}, {"role": "user", "content": QUESTION}]]
+)
+def test_echoing_the_prompt_is_worth_nothing(prompt):
+    echo = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    for completion in (echo, echo * 3, f"{echo}\n\n{echo} "):
+        assert gsm8k(completion, "12") == 1.0  # it would be right ...
+        assert gsm8k(completion, "12", prompts=[prompt]) == 0.0  # ... were it not for the prompt
+    assert gsm8k(f"{echo} After 12 days.", "12", prompts=[prompt]) == 1.0
+    assert gsm8k(f"After 12 days: {echo}", "12", prompts=[prompt]) == 1.0
+
+
+def test_echoing_an_arithmetic_prompt():
+    assert arithmetic("20+22=", "42", prompts=["20+22="]) == 0.0
+    assert arithmetic("20+22=42", "42", prompts=["20+22="]) == 1.0
+
+
+@pytest.mark.parametrize("gold", ["42", 42, 42.0, "#### 42", "6*7=<<6*7=42>>42.\n#### 42", "$42", "42.00"])
+def test_ways_to_give_the_ground_truth(gold):
+    assert gsm8k("so 42", gold) == 1.0
+    assert gsm8k("so 41", gold) == 0.0
+
+
+@pytest.mark.parametrize("gold", [None, "", "unknown", math.nan, "4 or 5", "#### "])
+def test_a_row_without_ground_truth_is_skipped(gold):
+    assert gsm8k_reward(["#### 4", "#### 4"], [gold, "4"]) == [None, 1.0]
+    assert arithmetic_reward(["", "#### 4"], [gold, "4"]) == [None, 1.0]
+
+
+def test_unequal_lengths_are_an_error():
+    with pytest.raises(ValueError):
+        gsm8k_reward(["#### 4"], ["4", "5"])
+
+
+def test_off_the_main_thread():
+    """math-verify's own timeouts raise there; scores must not change."""
+    scores = []
+    worker = threading.Thread(target=lambda: scores.extend(gsm8k_reward(["so 1/3", "so 0.4"], ["2/6", "2/6"])))
+    worker.start()
+    worker.join()
+    assert scores == [1.0, 0.0]
+
+
+def test_no_timeout_notice(caplog):
+    import math_verify.grader
+    import math_verify.parser
+
+    math_verify.grader.TIMEOUT_WARNING_SHOWN = math_verify.parser.TIMEOUT_WARNING_SHOWN = False
+    same_number.cache_clear()
+    assert same_number("3/7", "6/14")
+    assert not caplog.records
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="0123456789.,-+$%/#=<>\\{}boxedanswr \n", max_size=80), st.sampled_from(["7", "-7", "0.5"]))
+def test_any_text_scores_zero_or_one(text, gold):
+    for reward in REWARDS.values():
+        (score,) = reward(completions=[text], answer=[gold])
+        assert score in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("7+8=15 #### 15", 1.0),
+        ("steps \\boxed{15}.", 1.0),
+        ("steps $\\boxed{15}$\n", 1.0),
+        ("steps <answer>15</answer>", 1.0),
+        ("15", 0.0),
+        ("", 0.0),
+        ("#### 15 #### 16", 0.0),
+        ("<answer>15</answer> and more", 0.0),
+        ("<answer>15</answer><answer>15</answer>", 0.0),
+        ("<answer>15 or 16</answer>", 0.0),
+        ("\\boxed{x}", 0.0),
+    ],
+)
+def test_format_reward(completion, score):
+    assert format_reward([completion]) == [score]
+    assert format_reward([[{"role": "assistant", "content": completion}]]) == [score]
+
+
+# GSM8K's own solutions
+
+
+@pytest.mark.parametrize("split", ["excerpt", "train", "test"])
+def test_gold_solutions(split):
+    """Each is right for its own question and wrong for one with another answer; so is its last line's number alone."""
+    if split != "excerpt" and GSM8K is None:
+        pytest.skip("needs GSM8K in shared/data/gsm8k")
+    path = EXCERPT if split == "excerpt" else GSM8K / f"{split}.jsonl"
+    golds = [json.loads(line)["answer"] for line in path.read_text().splitlines()]
+    assert gsm8k_reward(golds, golds) == [1.0] * len(golds)
+    bare = [gold.rpartition("#### ")[2] for gold in golds]
+    assert (
+        gsm8k_reward(golds, bare) == gsm8k_reward([f"It is {answer}." for answer in bare], golds) == [1.0] * len(golds)
+    )
+
+    others = golds[1:] + golds[:1]
+    value = lambda gold: float(gold.rpartition("#### ")[2].replace(",", ""))  # noqa: E731
+    different = [(gold, other) for gold, other in zip(golds, others) if value(gold) != value(other)]
+    assert len(different) > 0.9 * len(golds)
+    assert gsm8k_reward(*zip(*different)) == [0.0] * len(different)
+
+
+@pytest.mark.skipif(GSM8K is None, reason="needs GSM8K in shared/data/gsm8k")
+def test_what_copying_the_end_of_the_question_is_worth():
+    """The figure in gsm8k_reward's docstring; copying all of it is worth nothing."""
+    rows = [json.loads(line) for line in (GSM8K / "train.jsonl").read_text().splitlines()]
+    questions, answers = [row["question"] for row in rows], [row["answer"] for row in rows]
+    ends = [question[len(question) // 2 :] for question in questions]
+    assert sum(gsm8k_reward(ends, answers, prompts=questions)) / len(rows) == pytest.approx(0.013, abs=0.0005)
+    assert sum(gsm8k_reward(questions, answers, prompts=questions)) == 0
+
+
+# Prompts
+
+
+def write(path: Path, *rows: dict) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_prompts_from_gsm8k_format():
+    dataset = load_prompts(str(EXCERPT))
+    assert dataset.column_names[0] == "prompt" and "answer" in dataset.column_names
+    assert dataset[0]["prompt"].startswith("A baker") and dataset[0]["answer"].endswith("#### 22")
+    assert load_prompts(str(EXCERPT), split="train[:3]")["prompt"] == dataset["prompt"][:3]
+    assert load_prompts(str(EXCERPT), split="test")["prompt"] == dataset["prompt"][:]
+
+
+def test_prompts_become_conversations_with_a_chat_template(tmp_path):
+    path = write(tmp_path / "d.jsonl", {"prompt": "1+1=", "answer": "2", "level": 3})
+    tokenizer = tiny_tokenizer()
+    chat = load_prompts(path, tokenizer=tokenizer)
+    assert chat[0] == {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2", "level": 3}
+    tokenizer.chat_template = None
+    assert (
+        load_prompts(path, tokenizer=tokenizer)[0]
+        == load_prompts(path)[0]
+        == {"prompt": "1+1=", "answer": "2", "level": 3}
+    )
+    path = write(tmp_path / "e.json", {"prompt": [{"role": "system", "content": "Be brief."}]})
+    assert load_prompts(path, tokenizer=tiny_tokenizer())[0]["prompt"] == [{"role": "system", "content": "Be brief."}]
+
+
+def test_datasets_without_prompts(tmp_path):
+    with pytest.raises(ValueError, match=r"text.*label.*'prompt' or 'question'"):
+        load_prompts(write(tmp_path / "d.jsonl", {"text": "1+1=", "label": "2"}))
+    with pytest.raises(ValueError, match=r"nowhere\.jsonl.*no such file"):
+        load_prompts(str(tmp_path / "nowhere.jsonl"))
+    with pytest.raises(ValueError, match="empty"):
+        load_prompts(write(tmp_path / "empty.jsonl"))
+
+
+def test_hub_configuration_is_filled_in(monkeypatch):
+    calls = []
+
+    def load_dataset(*args, **kwargs):
+        calls.append((args, kwargs))
+        return Dataset.from_dict({"question": ["1+1"], "answer": ["#### 2"]})
+
+    monkeypatch.setattr("trl_quant.tasks.data.load_dataset", load_dataset)
+    load_prompts("openai/gsm8k")
+    load_prompts("openai/gsm8k", "test", config="socratic")
+    load_prompts("someone/else")
+    assert calls == [
+        (("openai/gsm8k", "main"), {"split": "train"}),
+        (("openai/gsm8k", "socratic"), {"split": "test"}),
+        (("someone/else", None), {"split": "train"}),
+    ]
+
+
+# Arithmetic
+
+
+@pytest.mark.parametrize(
+    ("problem", "solution"),
+    [
+        (Problem(347, "+", 588), "7+8+0=5c1 4+8+1=3c1 3+5+1=9c0 #### 935"),
+        (Problem(904, "-", 88), "4-8-0=6b1 0-8-1=1b1 9-0-1=8b0 #### 816"),
+        (Problem(47, "*", 6), "7*6+0=2c4 4*6+4=8c2 #### 282"),
+        (Problem(99, "+", 1), "9+1+0=0c1 9+0+1=0c1 #### 100"),
+    ],
+)
+def test_solutions(problem, solution):
+    assert problem.solution == solution
+
+
+def replay(problem: Problem) -> int:
+    """The number that the written steps alone lead to, digit by digit: an independent reading of the trace."""
+    steps, _, _ = problem.solution.partition(" #### ")
+    written, carry = [], 0
+    for step in steps.split(" "):
+        left, right = step.split("=")
+        first, other, carry_in = (int(c) for c in left if c.isdigit())
+        assert carry_in == carry
+        digit, carry = int(right[0]), int(right[2])
+        value = {"+": first + other + carry_in, "-": first - other - carry_in, "*": first * other + carry_in}[
+            problem.op
+        ]
+        assert value == digit + 10 * carry * (-1 if problem.op == "-" else 1)
+        written.append(digit)
+    return int("".join(map(str, [carry, *reversed(written)])))
+
+
+def test_problems():
+    sample = list(islice(problems(0), 1000))
+    assert sample == list(islice(problems(0), 1000))
+    assert sample != list(islice(problems(1), 1000))
+    for problem in sample:
+        assert eval(problem.prompt.rstrip("=")) == problem.answer == replay(problem)
+        assert problem.answer >= 0
+        assert arithmetic(problem.solution, problem.answer, prompts=[problem.prompt]) == 1.0
+    for problem in islice(problems(0, min_digits=1, max_digits=1), 1000):  # where 8-4 and 4-0 would be frequent
+        assert problem.answer not in (problem.a, problem.b)
+    counts = [sum(p.op == op for p in sample) for op in OPERATIONS]
+    assert min(counts) > 290
+    for other, problem in pairwise(sample):
+        if other.answer != problem.answer:
+            assert arithmetic(other.solution, problem.answer) == 0.0
+
+
+def test_held_out_problems_are_never_taught():
+    taught, held_out = (set(islice(problems(0, max_digits=2, held_out=h), 3000)) for h in (False, True))
+    assert taught and held_out and not taught & held_out
+
+
+# Accuracy
+
+
+def test_mean_reward_samples_the_model():
+    """Sampled at temperature 1 a token's share is its probability; at temperature 0 the likeliest is always taken."""
+    model, tokenizer = tiny_model("qwen3", tied=False, seed=1), tiny_tokenizer()
+    prompt, x = tokenizer("1+1=", return_tensors="pt"), tokenizer("x")["input_ids"][0]
+    with torch.no_grad():
+        hidden = model.model(prompt["input_ids"]).last_hidden_state[0, -1]
+        logits = model.lm_head(hidden)
+        logits[x] = -torch.inf
+        model.lm_head.weight[x] = hidden / hidden.square().sum() * logits.logsumexp(-1)
+        p = model(**prompt).logits[0, -1].softmax(-1)
+    assert p[x].item() == pytest.approx(0.5, abs=1e-4) and p.argmax() == x
+    dataset = Dataset.from_dict({"prompt": ["1+1="] * 2000, "answer": ["x"] * 2000})
+
+    def is_answer(completions, answer, prompts):
+        assert prompts == ["1+1="] * len(completions)
+        return [float(completion == gold) for completion, gold in zip(completions, answer, strict=True)]
+
+    state = torch.get_rng_state()
+    sampled = mean_reward(model, tokenizer, dataset, is_answer, max_new_tokens=1, batch_size=1000)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert sampled == pytest.approx(0.5, abs=4 * math.sqrt(0.25 / 2000))
+    few = dataset.select(range(4))
+    assert mean_reward(model, tokenizer, few, is_answer, max_new_tokens=1, temperature=0) == 1.0
+    assert mean_reward(model, tokenizer, few, lambda **_: [None, 1.0, 0.0, None], max_new_tokens=1) == 0.5
+
+
+def test_mean_reward_does_not_depend_on_the_batch():
+    model, tokenizer = tiny_model("qwen3", seed=1), tiny_tokenizer()
+    dataset = Dataset.from_dict({"prompt": ["1+1=", "What is 7 times 6?"]})
+    seen = []
+    for batch_size in (1, 2):
+        completions = []
+        reward = lambda completions, prompts, to=completions: to.extend(completions) or [0.0] * len(prompts)  # noqa: E731
+        mean_reward(model, tokenizer, dataset, reward, max_new_tokens=8, temperature=0, batch_size=batch_size)
+        seen.append(completions)
+    assert seen[0] == seen[1] and len(set(seen[0])) == 2

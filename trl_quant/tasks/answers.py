@@ -1,0 +1,141 @@
+r"""Find the one number a completion commits to, and compare two numbers.
+
+The order is fixed. The first kind of marker present decides, and only its last occurrence counts:
+
+1. `<answer> ... </answer>`
+2. `\boxed{ ... }`
+3. `#### ...` up to the end of the line, GSM8K's own format
+4. only where the caller allows it, the last number of the text
+
+What a marker holds must come down to exactly one number: `$12.50`, `1,234 clips`, `x = 5`, `\frac{3}{4}` and `50%` do;
+`5 or 6`, `3 + 4` and `unknown` do not, and then there is no answer, not a weaker marker's. So neither listing
+candidates nor boxing the question's own expression (which a computer algebra system would happily evaluate) is right.
+
+A number is read by a regular expression first and only then handed to math-verify, as at most 64 plain characters.
+That keeps comparison fast and bounded, hence no signal-based timeout, hence usable off the main thread.
+"""
+
+import logging
+import re
+from decimal import Decimal
+from functools import lru_cache
+
+from math_verify import ExprExtractionConfig, parse, verify
+
+
+TAIL_CHARACTERS = 4096  # of a completion, all that is ever searched: cost does not grow with length
+NUMBER_CHARACTERS = 64  # longer than any number worth comparing
+MAX_EXPONENT = 30  # 1e999999999 must not be expanded
+
+_INTEGER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_NUMBER = re.compile(
+    # A sign counts only where it cannot be a minus between two terms: "10-7" holds 10 and 7, not -7.
+    r"(?<![\w)])(?<!\d\.)(?P<sign>[-+]?\$[-+]?|[-+])?"
+    rf"(?:(?P<numerator>{_INTEGER})\s?/\s?(?P<denominator>{_INTEGER})(?![\d/])(?!\.\d)"
+    rf"|(?P<decimal>{_INTEGER}(?:\.\d+)?|(?<!\.)\.\d+)(?P<exponent>[eE][-+]?\d+)?)"
+    r"(?:\s?(?P<percent>%))?"
+)
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_BOXED = re.compile(r"\\boxed\s*\{")
+_HASHES = re.compile(r"####([^#\n]*)")
+_REWRITES = (
+    (re.compile(r"\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}"), r"\1/\2"),
+    (re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!,)(?=\d{3})"), ","),  # LaTeX's ways to write 1,234
+    (re.compile(r"\\([$%])"), r"\1"),
+    (re.compile("[\u2212\u2013]"), "-"),  # typographic minus and dash
+)
+
+
+class _DropTimeoutNotice(logging.Filter):
+    """math-verify warns once when its timeouts are off; here they are off on purpose (see the module's docstring)."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "Timeout is disabled" not in str(record.msg)
+
+
+for _name in ("math_verify.parser", "math_verify.grader"):
+    logging.getLogger(_name).addFilter(_DropTimeoutNotice())
+
+
+def numbers(text: str) -> list[str | None]:
+    """All numbers of a text, canonical (`1,234` -> `1234`, `1e3` -> `1000`), `None` for one that is unreadable."""
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return [_canonical(match) for match in _NUMBER.finditer(text)]
+
+
+def _canonical(match: re.Match) -> str | None:
+    if len(match.group()) > NUMBER_CHARACTERS:
+        return None
+    sign = "-" if "-" in (match["sign"] or "") else ""
+    if match["numerator"]:
+        top, bottom = (int(match[part].replace(",", "")) for part in ("numerator", "denominator"))
+        return f"{sign}{top}/{bottom}" + ("%" if match["percent"] else "") if bottom else None
+    exponent = (match["exponent"] or "e0").lower()
+    if abs(int(exponent[1:])) > MAX_EXPONENT:
+        return None
+    value = Decimal(match["decimal"].replace(",", "") + exponent)
+    return f"{sign}{value:f}" + ("%" if match["percent"] else "")
+
+
+def single_number(text: str) -> str | None:
+    """The one number of `text`, or of what follows its last `=`; `None` when there is none or more than one."""
+    found = numbers(text.rpartition("=")[2])
+    return found[0] if len(found) == 1 else None
+
+
+def marked_answers(text: str) -> list[tuple[str, int]]:
+    """What the strongest kind of marker present in `text` holds: `(content, where the marker ends)`, in order."""
+    return _matches(_TAG, text) or _boxed(text) or _matches(_HASHES, text)
+
+
+def _matches(pattern: re.Pattern, text: str) -> list[tuple[str, int]]:
+    return [(match[1], match.end()) for match in pattern.finditer(text)]
+
+
+def _boxed(text: str) -> list[tuple[str, int]]:
+    found, end = [], 0
+    for start in _BOXED.finditer(text):
+        if start.start() < end:
+            continue  # a box within a box
+        depth = 1
+        for end in range(start.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                end += 1
+                found.append((text[start.end() : end - 1], end))
+                break
+        else:
+            break  # never closed, so nothing after it is either
+    return found
+
+
+def extract_answer(text: str, last_number: bool = True) -> str | None:
+    """The number `text` commits to, by the order above.
+
+    Args:
+        text (`str`): a completion of any length; only its last `TAIL_CHARACTERS` characters are read.
+        last_number (`bool`): without a marker, take the last number of the text (`True`) or require that the text
+            is a single number or a single equation (`False`).
+
+    Returns:
+        `str | None`: a canonical number, such as `-7`, `12.50`, `3/4` or `50%`.
+    """
+    cut = len(text) > TAIL_CHARACTERS
+    text = text[-TAIL_CHARACTERS:]
+    if marked := marked_answers(text):
+        return single_number(marked[-1][0])
+    if last_number:
+        return (numbers(text) or [None])[-1]
+    return None if cut or text.count("=") > 1 else single_number(text)
+
+
+@lru_cache(maxsize=65536)
+def same_number(gold: str, answer: str) -> bool:
+    """Whether two canonical numbers are equal by math-verify: `1/2`, `0.50` and `50%` are; so are `50` and `50%`."""
+    return gold == answer or verify(_value(gold), _value(answer), timeout_seconds=None)
+
+
+@lru_cache(maxsize=65536)
+def _value(number: str) -> list:
+    return parse(number, [ExprExtractionConfig()], parsing_timeout=None)

@@ -1,0 +1,90 @@
+r"""Multi-digit arithmetic with visible steps: problems, worked solutions, and which problems are held out.
+
+A problem is `a+b=`, `a-b=` (with a >= b) or `a*d=` (with one digit d). Its solution goes from the last digit to the
+first, one step a column, each naming the digits, the carry that comes in, the digit written and the carry (`c`) or
+borrow (`b`) that goes out; then the answer in GSM8K's form:
+
+    347+588=   7+8+0=5c1 4+8+1=3c1 3+5+1=9c0 #### 935
+    904-88=    4-8-0=6b1 0-8-1=1b1 9-0-1=8b0 #### 816
+    47*6=      7*6+0=2c4 4*6+4=8c2 #### 282
+
+Pure Python, no model: what teaches it to a model is `examples/build_arithmetic_model.py`.
+"""
+
+import random
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+OPERATIONS = ("+", "-", "*")
+HELD_OUT_SHARE = 8  # one problem in so many is never trained on
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`a op b`, with `a >= b` for a difference and a single digit `b` for a product."""
+
+    a: int
+    op: str
+    b: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.a}{self.op}{self.b}="
+
+    @property
+    def answer(self) -> int:
+        return {"+": self.a + self.b, "-": self.a - self.b, "*": self.a * self.b}[self.op]
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the problem belongs to evaluation: a property of the problem, so that splits can never overlap."""
+        return zlib.crc32(self.prompt.encode()) % HELD_OUT_SHARE == 0
+
+    @property
+    def solution(self) -> str:
+        """The written-out steps, then `#### ` and the answer."""
+        return " ".join([*self._steps(), f"#### {self.answer}"])
+
+    def _steps(self) -> Iterator[str]:
+        carry = 0
+        other_digits = digits(self.b)
+        for column, digit in enumerate(digits(self.a)):
+            if self.op == "*":
+                carry_in, other = carry, self.b
+                carry, written = divmod(digit * other + carry_in, 10)
+                yield f"{digit}*{other}+{carry_in}={written}c{carry}"
+                continue
+            carry_in, other = carry, other_digits[column] if column < len(other_digits) else 0
+            if self.op == "+":
+                carry, written = divmod(digit + other + carry_in, 10)
+                yield f"{digit}+{other}+{carry_in}={written}c{carry}"
+            else:
+                written = (digit - other - carry_in) % 10
+                carry = int(digit - other - carry_in < 0)
+                yield f"{digit}-{other}-{carry_in}={written}b{carry}"
+
+
+def digits(number: int) -> list[int]:
+    """Decimal digits, last first."""
+    return [int(digit) for digit in reversed(str(number))]
+
+
+def problems(seed: int, min_digits: int = 2, max_digits: int = 4, held_out: bool = False) -> Iterator[Problem]:
+    """An endless stream of problems, the same for the same seed, all held out or none.
+
+    Operations are equally frequent, and so are numbers of digits from `min_digits` to `max_digits`. Problems whose
+    answer is one of their own operands (`80-40`) are left out: copying from the question must never be right.
+    """
+    rng = random.Random(seed)
+    while True:
+        op = rng.choice(OPERATIONS)
+        a, b = (
+            rng.randrange(10 ** (size - 1), 10**size)
+            for size in (rng.randint(min_digits, max_digits), rng.randint(min_digits, max_digits))
+        )
+        a, b = (a, rng.randrange(2, 10)) if op == "*" else (max(a, b), min(a, b))
+        problem = Problem(a, op, b)
+        if problem.held_out == held_out and problem.answer not in (a, b):
+            yield problem
