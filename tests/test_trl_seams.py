@@ -1,7 +1,7 @@
 """What of TRL the package builds on: if one of these tests fails, TRL has changed there, and `trl_quant` must follow.
 
-The seams are those of DESIGN.md: the class of the engine, the keys of a scored batch, the clip bounds and the weights
-that the loss reads. They are tested on TRL's own trainer, with a made-up engine: a failure here is TRL's doing.
+They are few: the class of the engine, the keys of a scored batch, and the clip bounds and the weights
+that the loss reads. All are tested on TRL's own trainer, with a made-up engine: a failure here is TRL's doing.
 """
 
 import inspect
