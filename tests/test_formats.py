@@ -10,6 +10,7 @@ import reference_formats as slow
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_formats import DTYPES, KINDS, bits, make
 from torch import Tensor
 
 from trl_quant.formats import (
@@ -24,7 +25,6 @@ from trl_quant.formats.common import unpack_nibbles
 from trl_quant.formats.nf4 import NF4_GRID
 
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PRESETS = {  # name -> compressed-tensors' preset scheme and the compressor of its checkpoint layout
     "fp8": ("FP8_DYNAMIC", "float-quantized"),
     "fp8_tensor": ("FP8", "float-quantized"),
@@ -36,56 +36,6 @@ PRESETS = {  # name -> compressed-tensors' preset scheme and the compressor of i
 }
 ACTIVATIONS = [name for name, fmt in FORMATS.items() if fmt.activations]
 WEIGHT_ONLY = [name for name, fmt in FORMATS.items() if not fmt.activations]
-
-
-def make(kind: str, dtype: torch.dtype, shape: tuple[int, ...] = (256, 256), seed: int = 0) -> Tensor:
-    """Inputs that break careless quantizers."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    tiny = torch.finfo(dtype).tiny
-    match kind:
-        case "random":
-            pass
-        case "large":  # up to a quarter of the largest finite number
-            x *= torch.finfo(dtype).max / 4 / x.abs().max()
-        case "small":  # normal numbers whose scales are subnormal
-            x *= tiny * 100
-        case "subnormal":
-            x *= tiny / 8
-        case "zero":
-            x *= 0
-        case "zero rows":
-            x[::3] = 0
-            x[:, : shape[-1] // 2] *= torch.arange(shape[0]).remainder(2)[:, None]
-        case "negative zero":
-            x = torch.where(x > 0, -0.0, x)
-        case "outlier":
-            x *= 1e-3
-            x.view(-1)[x.numel() // 3] = 1000.0
-        case "ties":  # multiples of a quarter hit the middles between grid points once the scale is a power of two
-            x = (x * 8).round() / 4
-            x[..., 0] = 8
-        case "near ties":  # an ulp or two beside the middles, where a shortcut for the division shows
-            row = 1 + torch.rand((*shape[:-1], 1), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-            x = make("ties", torch.float32, shape, seed).double() * row
-            x *= 1 + torch.finfo(dtype).eps * torch.arange(x.numel()).view(shape).remainder(5).sub(2)
-        case "border":  # around the smallest normal number
-            x *= tiny / 3
-        case "underflow":  # beside a large number these leave the dtype when divided by the scale
-            x = torch.where(torch.arange(shape[-1]) % 16 == 5, 1000.0, x * tiny / 8)
-        case "wide":  # magnitudes over the whole range of the format
-            x *= 2.0 ** torch.linspace(-12, 4, x.numel(), dtype=torch.float64).view(shape)
-        case _:
-            raise KeyError(kind)
-    return x.to(dtype)
-
-
-KINDS = ["random", "ties", "near ties", "wide", "outlier", "zero", "zero rows", "negative zero"]
-KINDS += ["large", "small", "border", "subnormal", "underflow"]  # the ends of the dtype's range
-
-
-def bits(x: Tensor) -> Tensor:
-    """Bytes of a tensor, so that 0 and -0 differ and NaN equals NaN."""
-    return x.contiguous().view(torch.uint8)
 
 
 def scheme_of(name: str):

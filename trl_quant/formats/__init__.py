@@ -114,7 +114,7 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
             Unknown name, unsupported dtype, an empty tensor, NaN or infinity, or a global scale for a format
             without one.
     """
-    fmt = _checked(x, name, check)
+    fmt = checked(x, name, check)
     x = x.detach()
     if global_scale is None:
         parts = fmt.quantize(x)
@@ -137,7 +137,7 @@ def quantize_activation(x: Tensor, name: str, check: bool = True) -> QuantizedTe
     Raises:
         ValueError: As [`quantize`].
     """
-    fmt = _checked(x, name, check)
+    fmt = checked(x, name, check)
     if fmt.activations is None:
         return None
     parts = fmt.quantize_activation(x.detach())
@@ -150,7 +150,12 @@ def fake_quantize_activation(x: Tensor, name: str, check: bool = True) -> Tensor
     return x if q is None else q.dequantize()
 
 
-def _checked(x: Tensor, name: str, check: bool) -> type[Format]:
+def not_finite(x: Tensor) -> ValueError:
+    return ValueError(f"x: holds NaN or infinity (shape {tuple(x.shape)}); only finite values can be quantized.")
+
+
+def checked(x: Tensor, name: str, check: bool) -> type[Format]:
+    """The format called `name`, if `x` can be quantized to it; `check` also looks for NaN and infinity."""
     if name not in FORMATS:
         raise ValueError(f"name: {name!r} is not a format; allowed: {', '.join(FORMATS)}.")
     if x.dtype not in DTYPES:
@@ -158,5 +163,5 @@ def _checked(x: Tensor, name: str, check: bool) -> type[Format]:
     if x.numel() == 0 or x.ndim == 0:
         raise ValueError(f"x: shape {tuple(x.shape)} cannot be quantized; at least one value is needed.")
     if check and not torch.stack(torch.aminmax(x.detach())).isfinite().all():
-        raise ValueError(f"x: holds NaN or infinity (shape {tuple(x.shape)}); only finite values can be quantized.")
+        raise not_finite(x)
     return FORMATS[name]

@@ -57,7 +57,7 @@ class Format:
 
 def quotient(x: Tensor, divisor: float) -> Tensor:
     """`x / divisor`, rounded once on every device: on CUDA, torch multiplies by the reciprocal of a Python number."""
-    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+    return x / (torch.full((), divisor, dtype=x.dtype, device=x.device) if x.is_cuda else divisor)
 
 
 def amax_scale(amax: Tensor, largest: float) -> Tensor:

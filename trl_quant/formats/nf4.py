@@ -63,7 +63,7 @@ class NF4(Format):
             last = rest.abs().amax().clamp(min=TINY).reshape(1)
             scale, unit = torch.cat((scale, last)), torch.cat((unit, rest / last))
         grid = torch.tensor(NF4_GRID, device=x.device)
-        codes = torch.bucketize(unit.clamp_(-1, 1), (grid[:-1] + grid[1:]) / 2, out_int32=True).to(torch.uint8)
+        codes = torch.bucketize(unit, (grid[:-1] + grid[1:]) / 2, out_int32=True).to(torch.uint8)
         if codes.numel() % 2:
             codes = torch.cat((codes, codes.new_full((1,), NF4_GRID.index(0.0))))
         return Parts((codes[0::2] << 4) | codes[1::2], scale)

@@ -61,7 +61,7 @@ class NVFP4(Format):
     def quantize(x: Tensor, g: Tensor | None = None) -> Parts:
         g = global_scale(x) if g is None else g
         blocks = group(x, BLOCK)
-        scale = (g * (quotient(blocks.abs().amax(-1), E2M1_MAX))).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
+        scale = (g * quotient(blocks.abs().amax(-1), E2M1_MAX)).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
         scale = torch.where(scale.float() == 0, 0.125, scale.float()).to(torch.float8_e4m3fn)
         codes = encode_e2m1(scaled(blocks, (scale.float() / g).unsqueeze(-1)))
         return Parts(pack_nibbles(codes.flatten(-2)), scale, g)

@@ -1,0 +1,429 @@
+"""
+Quantizers in Triton: one read of the weight, one write of codes and scales, bit-equal to `trl_quant.formats`.
+
+| format         | one program handles              | reads of the weight                                     |
+|----------------|----------------------------------|---------------------------------------------------------|
+| fp8, int8      | some rows                        | 1 (rows beyond 32768 values: twice, the second cached)  |
+| fp8_block      | one 128 x 128 block              | 1                                                       |
+| mxfp4          | 256 blocks of 32                 | 1                                                       |
+| fp8_tensor     | 8192 values                      | 2: the maximum of the tensor comes first                |
+| nvfp4          | 512 blocks of 16                 | 2, or 1 when the global scale is given                  |
+
+What makes the bits equal, since a GPU's shortcuts are not IEEE:
+
+- Divisions are `div.rn`. The only shortcut is exact. For a bfloat16 x, `x * RN(1/s)` in float32 rounds to the same
+  bfloat16 as `RN(x/s)`: with 8-bit x and s, the quotient is never midway between two bfloat16 numbers (x = m s with a
+  9-bit odd m has more than 8 bits) and stays 2^-17 away, relatively, while the product is wrong by at most 2^-23.
+- Maxima are taken over the bits of |x| as integers, which order as the numbers do, and where NaN wins.
+- Every rounding is written out: no product is ever added to, so no FMA can skip one.
+"""
+
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trl_quant.formats import QuantizedTensor, checked, not_finite
+
+
+KERNELS = ("fp8", "fp8_tensor", "fp8_block", "int8", "nvfp4", "mxfp4")
+E4M3_NAN = tl.constexpr(0x7F)
+E8M0_NAN = tl.constexpr(0xFF)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+# Arithmetic shared by the kernels. Numbers are float32 that hold values of the weight's dtype.
+
+
+@triton.jit
+def _magnitude(x):
+    """Bits of |x| as int32: they order as |x| does, infinity and NaN on top."""
+    if x.dtype == tl.float32:
+        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        return (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32)
+
+
+@triton.jit
+def _number(magnitude, dtype: tl.constexpr):
+    """Inverse of `_magnitude`, in float32."""
+    if dtype == tl.float32:
+        return magnitude.to(tl.float32, bitcast=True)
+    elif dtype == tl.bfloat16:
+        return (magnitude << 16).to(tl.float32, bitcast=True)
+    else:
+        return magnitude.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _wide(x):
+    """Any of the three dtypes to float32; bfloat16 by its bits, as the interpreter loses its subnormals otherwise."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _narrow(x, dtype: tl.constexpr):
+    """float32 that already holds a value of `dtype` to `dtype`."""
+    if dtype == tl.bfloat16:
+        return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def _round(x, dtype: tl.constexpr):
+    """float32 rounded to `dtype`, kept in float32."""
+    if dtype == tl.bfloat16 and INTERPRETED:  # whose own conversion truncates
+        bits = x.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    else:
+        return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _amax_scale(amax, largest: tl.constexpr, dtype: tl.constexpr):
+    """`formats.common.amax_scale`."""
+    scale = _round(tl.div_rn(amax, tl.full(amax.shape, largest, tl.float32)), dtype)
+    eps: tl.constexpr = 2.0**-7 if dtype == tl.bfloat16 else (2.0**-10 if dtype == tl.float16 else 2.0**-23)
+    return tl.where(scale == 0, eps, scale)
+
+
+@triton.jit
+def _divide(x, scale, dtype: tl.constexpr):
+    """`x / scale` rounded to `dtype`: `formats.common.scaled`, but for -0. `scale` must broadcast to x."""
+    if dtype == tl.bfloat16:
+        # 1 / scale must not overflow; where a scale is that small, so is every x that it is for
+        boost = tl.where(scale < 2.0**-100, 2.0**64, 1.0)
+        reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale * boost)
+        return _round((x * boost) * reciprocal, dtype)
+    else:
+        return _round(tl.div_rn(x, tl.broadcast_to(scale, x.shape)), dtype)
+
+
+@triton.jit
+def _e4m3(x):
+    """float32 to E4M3, nearest even, saturating."""
+    if INTERPRETED:  # whose own conversion rounds small numbers wrongly
+        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+        subnormal = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) & 0xF  # steps of 2^-9
+        code = tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)  # 2^-6
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        return x.to(tl.float8e4nv)  # cvt.rn.satfinite
+
+
+@triton.jit
+def _e4m3_to_float32(code):
+    if INTERPRETED:
+        bits = code.to(tl.uint8, bitcast=True).to(tl.int32)
+        return (bits << 20).to(tl.float32, bitcast=True) * 2.0**120  # non-negative codes only
+    else:
+        return code.to(tl.float32)
+
+
+@triton.jit
+def _e2m1(x):
+    """float32 to E2M1 codes 0..15 (int32), nearest even, saturating: `formats.common.encode_e2m1`."""
+    magnitude = tl.minimum(tl.abs(x), 6.0)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - (126 << 1)
+    subnormal = (magnitude + 4194304.0).to(tl.int32, bitcast=True) & 3  # steps of 0.5
+    return tl.where(magnitude < 1.0, subnormal, normal) | tl.where(x < 0, 8, 0)
+
+
+@triton.jit
+def _int8(x):
+    """float32 to int8, nearest even, saturating."""
+    x = tl.minimum(tl.maximum(x, -128.0), 127.0)
+    return (
+        (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    )  # 1.5 * 2^23: the last bit is 1, the low byte the code
+
+
+@triton.jit
+def _encode(x, scale, dtype: tl.constexpr, INT8: tl.constexpr):
+    q = _divide(_wide(x), scale, dtype)
+    if INT8:
+        return _int8(q)
+    else:
+        return _e4m3(q + 0.0)  # -0 to 0
+
+
+# Kernels
+
+
+@triton.jit
+def _rows_kernel(
+    x_ptr,
+    values_ptr,
+    scale_ptr,
+    rows,
+    cols,
+    INT8: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    ONCE: tl.constexpr,
+):
+    """fp8, int8: one scale per row of `(rows, cols)`. A program has ROWS rows; with ONCE it holds whole rows."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    largest: tl.constexpr = 127.5 if INT8 else 448.0
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = (row < rows)[:, None]
+    start = row.to(tl.int64)[:, None] * cols
+    col = tl.arange(0, COLS)[None, :]
+    if ONCE:
+        mask = inside & (col < cols)
+        x = tl.load(x_ptr + start + col, mask=mask, other=0.0)
+        scale = _amax_scale(_number(tl.max(_magnitude(x), axis=1), dtype), largest, dtype)
+        tl.store(values_ptr + start + col, _encode(x, scale[:, None], dtype, INT8), mask=mask)
+    else:
+        amax = tl.zeros((ROWS,), tl.int32)
+        for first in range(0, cols, COLS):
+            x = tl.load(x_ptr + start + first + col, mask=inside & (first + col < cols), other=0.0)
+            amax = tl.maximum(amax, tl.max(_magnitude(x), axis=1))
+        scale = _amax_scale(_number(amax, dtype), largest, dtype)
+        for first in range(0, cols, COLS):
+            mask = inside & (first + col < cols)
+            x = tl.load(x_ptr + start + first + col, mask=mask, other=0.0)
+            tl.store(values_ptr + start + first + col, _encode(x, scale[:, None], dtype, INT8), mask=mask)
+    tl.store(scale_ptr + row, _narrow(scale, dtype), mask=row < rows)
+
+
+@triton.jit
+def _block_kernel(x_ptr, values_ptr, scale_ptr, rows, cols):
+    """fp8_block: one scale per 128 x 128 block of each matrix of `(matrices, rows, cols)`."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    row = tl.program_id(1) * 128 + tl.arange(0, 128)[:, None]
+    col = tl.program_id(0) * 128 + tl.arange(0, 128)[None, :]
+    offset = (tl.program_id(2).to(tl.int64) * rows + row) * cols + col
+    mask = (row < rows) & (col < cols)
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0)
+    amax = tl.max(tl.max(_magnitude(x), axis=1), axis=0)
+    scale = _amax_scale(_number(tl.full((1, 1), 0, tl.int32) + amax, dtype), 448.0, dtype)
+    tl.store(values_ptr + offset, _encode(x, scale, dtype, False), mask=mask)
+    block = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(scale_ptr + block + tl.zeros((1, 1), tl.int32), _narrow(scale, dtype))
+
+
+@triton.jit
+def _amax_kernel(x_ptr, amax_ptr, n, SIZE: tl.constexpr):
+    """Largest magnitude of n values, as bits, into an int32 that starts at 0."""
+    offset = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    x = tl.load(x_ptr + offset, mask=offset < n, other=0.0)
+    tl.atomic_max(amax_ptr, tl.max(_magnitude(x), axis=0))
+
+
+@triton.jit
+def _tensor_kernel(x_ptr, values_ptr, scale_ptr, amax_ptr, n, SIZE: tl.constexpr):
+    """fp8_tensor, the second read: codes under the scale of the tensor's maximum."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    one = tl.zeros((1,), tl.int32)
+    scale = _amax_scale(_number(tl.load(amax_ptr + one), dtype), 448.0, dtype)
+    offset = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    x = tl.load(x_ptr + offset, mask=offset < n, other=0.0)
+    tl.store(values_ptr + offset, _encode(x, scale, dtype, False), mask=offset < n)
+    if tl.program_id(0) == 0:
+        tl.store(scale_ptr + one, _narrow(scale, dtype))
+
+
+@triton.jit
+def _global_scale_kernel(amax_ptr, scale_ptr, HALF: tl.constexpr, dtype: tl.constexpr):
+    """nvfp4: `formats.nvfp4.global_scale` of a maximum given as bits. NaN where that is NaN or infinity."""
+    one = tl.zeros((1,), tl.int32)
+    amax = _number(tl.load(amax_ptr + one), dtype)
+    reciprocal = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.maximum(amax, 2.0**-14 if HALF else 2.0**-126))
+    scale = _round(_round(reciprocal, dtype) * 2688.0, dtype)
+    scale = tl.where(scale == float("inf"), 1.0, scale)
+    tl.store(scale_ptr + one, tl.where(amax < float("inf"), scale, float("nan")))
+
+
+@triton.jit
+def _fp4_kernel(
+    x_ptr,
+    values_ptr,
+    scale_ptr,
+    global_ptr,
+    blocks,
+    cols,
+    NVFP4: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """nvfp4, mxfp4: one scale per BLOCK columns; a program has COUNT blocks. The last block of a row may be short."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    per_row = tl.cdiv(cols, BLOCK)
+    block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    row = block // per_row
+    col = ((block - row * per_row) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+    mask = (block < blocks)[:, None] & (col < cols)
+    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * cols + col, mask=mask, other=0.0)
+    amax = _number(tl.max(_magnitude(x), axis=1), dtype)
+    x = _wide(x)
+    if NVFP4:
+        g = tl.load(global_ptr + tl.zeros((COUNT,), tl.int32))
+        local = g * _round(tl.div_rn(amax, tl.full((COUNT,), 6.0, tl.float32)), dtype)
+        number = _e4m3_to_float32(_e4m3(local))
+        number = tl.where(number == 0, 0.125, number)
+        code = tl.where(amax < float("inf"), _e4m3(number).to(tl.uint8, bitcast=True), E4M3_NAN)
+        tl.store(scale_ptr + block, code.to(tl.uint8), mask=block < blocks)
+        q = tl.div_rn(x, tl.broadcast_to(tl.div_rn(number, g)[:, None], (COUNT, BLOCK)))
+    else:
+        exponent = ((amax.to(tl.int32, bitcast=True) + 0x200000) >> 23) - 2  # a mantissa of 1.75 carries
+        if dtype == tl.float16:
+            exponent = tl.minimum(tl.maximum(exponent, 127 - 14 - 2), 127 + 15 - 2)
+            exponent = tl.where(amax < 0.75 * 2.0**-14, 127, exponent)
+        else:
+            exponent = tl.minimum(tl.maximum(exponent, 0), 127 + 127 - 2)
+        tl.store(
+            scale_ptr + block, tl.where(amax < float("inf"), exponent, E8M0_NAN).to(tl.uint8), mask=block < blocks
+        )
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        q = _round(x * inverse[:, None], dtype)
+    low, high = tl.split(tl.reshape(_e2m1(q), (COUNT, BLOCK // 2, 2)))
+    byte = tl.arange(0, BLOCK // 2)[None, :]
+    packed = (low | (high << 4)).to(tl.uint8)
+    tl.store(values_ptr + block.to(tl.int64)[:, None] * (BLOCK // 2) + byte, packed, mask=(block < blocks)[:, None])
+
+
+# Launches
+
+
+def _rows(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    cols, int8 = x.shape[-1], name == "int8"
+    rows = x.numel() // cols
+    values = torch.empty_like(x, dtype=torch.int8 if int8 else torch.float8_e4m3fn)
+    scale = x.new_empty(*x.shape[:-1], 1)
+    once = cols <= 32768
+    width = max(triton.next_power_of_2(cols), 16) if once else 16384
+    height = max(8192 // width, 1)
+    _rows_kernel[(triton.cdiv(rows, height),)](
+        x,
+        values,
+        scale,
+        rows,
+        cols,
+        INT8=int8,
+        ROWS=height,
+        COLS=width,
+        ONCE=once,
+        num_warps=16 if width > 8192 else 8,
+    )
+    return values, scale
+
+
+def _block(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    rows, cols = x.shape[-2:]
+    down, across = triton.cdiv(rows, 128), triton.cdiv(cols, 128)
+    values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scale = x.new_empty(*x.shape[:-2], down, across)
+    _block_kernel[(across, down, x.numel() // (rows * cols))](x, values, scale, rows, cols, num_warps=8)
+    return values, scale
+
+
+def _amax(*tensors: Tensor) -> Tensor:
+    """Bits of the largest magnitude of all tensors, int32 `(1,)`."""
+    amax = torch.zeros(1, dtype=torch.int32, device=tensors[0].device)
+    for x in tensors:
+        _amax_kernel[(triton.cdiv(x.numel(), 16384),)](x, amax, x.numel(), SIZE=16384, num_warps=8)
+    return amax
+
+
+def _tensor(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scale = x.new_empty(1)
+    grid = (triton.cdiv(x.numel(), 8192),)
+    _tensor_kernel[grid](x, values, scale, _amax(x), x.numel(), SIZE=8192, num_warps=8)
+    return values, scale
+
+
+def _fp4(x: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
+    size = 32 if g is None else 16
+    cols = x.shape[-1]
+    per_row = triton.cdiv(cols, size)
+    blocks = x.numel() // cols * per_row
+    values = torch.empty(*x.shape[:-1], per_row * size // 2, dtype=torch.uint8, device=x.device)
+    scale_dtype = torch.uint8 if g is None else torch.float8_e4m3fn
+    scale = torch.empty(*x.shape[:-1], per_row, dtype=scale_dtype, device=x.device)
+    count = 8192 // size
+    _fp4_kernel[(triton.cdiv(blocks, count),)](
+        x, values, scale.view(torch.uint8), g, blocks, cols, NVFP4=g is not None, BLOCK=size, COUNT=count, num_warps=8
+    )
+    return values, scale
+
+
+def _global_scale(*tensors: Tensor) -> Tensor:
+    scale = torch.empty(1, dtype=torch.float32, device=tensors[0].device)
+    dtype = tensors[0].dtype
+    _global_scale_kernel[(1,)](
+        _amax(*tensors), scale, HALF=dtype == torch.float16, dtype=getattr(tl, str(dtype).removeprefix("torch."))
+    )
+    return scale
+
+
+def _on(x: Tensor):
+    """Triton launches on the current device."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def _input(x: Tensor, name: str) -> Tensor:
+    checked(x, name, check=False)
+    if name not in KERNELS:
+        raise ValueError(
+            f"name: {name!r} has no kernel; allowed: {', '.join(KERNELS)}. Use trl_quant.formats.quantize."
+        )
+    if not x.is_cuda and not INTERPRETED:
+        raise ValueError(f"x: on {x.device}, but a kernel needs a CUDA device. Use trl_quant.formats.quantize.")
+    if name == "fp8_block" and x.ndim < 2:
+        raise ValueError(f"x: shape {tuple(x.shape)}, but 'fp8_block' needs at least 2 dimensions for its blocks.")
+    return x.detach().contiguous()
+
+
+def global_scale(*tensors: Tensor) -> Tensor:
+    """[`trl_quant.formats.global_scale`] on the GPU, without waiting for it; NaN if a tensor holds NaN or infinity."""
+    tensors = tuple(_input(x, "nvfp4") for x in tensors)
+    with _on(tensors[0]):
+        return _global_scale(*tensors)
+
+
+def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bool = True) -> QuantizedTensor:
+    """
+    [`trl_quant.formats.quantize`] for a tensor on a GPU: the same arguments, bits and errors.
+
+    Args:
+        x (`torch.Tensor`): Weight of shape `(out, in)` on a CUDA device, bfloat16, float16 or float32.
+        name (`str`): fp8, fp8_tensor, fp8_block, int8, nvfp4 or mxfp4.
+        global_scale (`torch.Tensor`, *optional*): NVFP4 only, from [`global_scale`].
+        check (`bool`, *optional*, defaults to `True`):
+            Refuse NaN and infinity. Reads the scales alone, where they show, but waits for the GPU.
+
+    Raises:
+        ValueError: As there; also for a tensor on a CPU and for formats without a kernel.
+    """
+    x = _input(x, name)
+    if global_scale is not None and name != "nvfp4":
+        raise ValueError(f"global_scale: given for {name!r}, but only 'nvfp4' has one.")
+    with _on(x):
+        match name:
+            case "nvfp4":
+                global_scale = _global_scale(x) if global_scale is None else global_scale
+                values, scale = _fp4(x, global_scale)
+                bad = scale.view(torch.uint8) == E4M3_NAN.value if check else None
+            case "mxfp4":
+                values, scale = _fp4(x, None)
+                bad = scale == E8M0_NAN.value if check else None
+            case _:
+                values, scale = {"fp8_tensor": _tensor, "fp8_block": _block, "fp8": _rows, "int8": _rows}[name](
+                    x, name
+                )
+                bad = scale.isfinite().logical_not_() if check else None
+    if check and bad.any():
+        raise not_finite(x)
+    return QuantizedTensor(name, values, scale, x.shape, x.dtype, global_scale)
