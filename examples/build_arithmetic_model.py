@@ -1,0 +1,169 @@
+"""Build a small Qwen3 model that is right on about a third of arithmetic problems: a slope for RL to climb.
+
+    python examples/build_arithmetic_model.py --output_dir runs/arithmetic
+
+The model (two layers, 0.5M parameters, a tokenizer of 64 characters) learns worked solutions such as
+`347+588=7+8+0=5c1 4+8+1=3c1 3+5+1=9c0 #### 935` by supervised training, and stops as soon as it is right on 35% of
+held-out problems when sampling at temperature 1. Beside it go `train.jsonl` and `eval.jsonl` (columns `prompt` and
+`answer`); problems in `eval.jsonl` are never trained on. The same seed gives the same model.
+"""
+
+import string
+import time
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from datasets import Dataset
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import (
+    DataCollatorForSeq2Seq,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from trl import TrlParser
+
+from trl_quant.tasks import arithmetic_reward
+from trl_quant.tasks.arithmetic import problems
+from trl_quant.tasks.evaluate import mean_reward
+
+
+MAX_COMPLETION_LENGTH = 48  # tokens; the longest solution of three digits has 40
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+CHARACTERS = string.digits + string.ascii_lowercase + " \n+-*/=().,:;<>?!%$[]{}'"
+
+
+@dataclass
+class BuildArguments:
+    """What `build` takes, and the command line."""
+
+    output_dir: str = field(default="runs/arithmetic", metadata={"help": "Where model, tokenizer and problems go."})
+    target_accuracy: float = field(default=0.35, metadata={"help": "Held-out accuracy at temperature 1 to stop at."})
+    max_steps: int = field(default=900, metadata={"help": "Stop here at the latest."})
+    batch_size: int = field(default=64, metadata={"help": "Worked solutions a step."})
+    learning_rate: float = field(default=3e-3, metadata={"help": "AdamW's, constant after 20 steps of warm-up."})
+    max_digits: int = field(default=3, metadata={"help": "Digits of the longest operand."})
+    seed: int = field(default=0, metadata={"help": "Of weights, problems and sampling."})
+    train_problems: int = field(default=4096, metadata={"help": "Rows of train.jsonl."})
+    eval_problems: int = field(default=512, metadata={"help": "Rows of eval.jsonl."})
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, and one for `####`: 64 in all."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, "####", *CHARACTERS])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(list(SPECIAL))
+    backend.add_tokens([AddedToken("####", special=False, normalized=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """An untrained Qwen3 whose widths are multiples of 128, so that every quantization group and block fits."""
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=64,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def prompts(seed: int, count: int, max_digits: int, held_out: bool) -> Dataset:
+    """`count` different problems, as `prompt` and `answer`."""
+    unique = dict.fromkeys(islice(problems(seed, max_digits=max_digits, held_out=held_out), 2 * count))
+    return Dataset.from_list([{"prompt": p.prompt, "answer": str(p.answer)} for p in islice(unique, count)])
+
+
+def lessons(tokenizer: PreTrainedTokenizerFast, args: BuildArguments) -> list[dict[str, list[int]]]:
+    """Worked solutions, tokenized; only the solution is learned, not the problem."""
+    taught = list(islice(problems(args.seed, max_digits=args.max_digits), args.max_steps * args.batch_size))
+    texts = tokenizer([problem.prompt + problem.solution + "<eos>" for problem in taught])["input_ids"]
+    lengths = [len(ids) for ids in tokenizer([problem.prompt for problem in taught])["input_ids"]]
+    return [{"input_ids": ids, "labels": [-100] * n + ids[n:]} for ids, n in zip(texts, lengths, strict=True)]
+
+
+class StopAtAccuracy(TrainerCallback):
+    """Samples held-out problems every 25 steps and stops at the target; keeps `accuracy`, the last value."""
+
+    def __init__(self, target: float, dataset: Dataset, tokenizer: PreTrainedTokenizerFast):
+        self.target, self.dataset, self.tokenizer, self.accuracy = target, dataset, tokenizer, 0.0
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        # A model whose loss is still high is right on nothing: no need to ask.
+        if state.global_step % 25 == 0 and state.global_step >= 200:
+            self.accuracy = mean_reward(
+                model, self.tokenizer, self.dataset, arithmetic_reward, MAX_COMPLETION_LENGTH, seed=args.seed
+            )
+            print(f"step {state.global_step}: right on {self.accuracy:.1%} of held-out problems", flush=True)
+            control.should_training_stop |= self.accuracy >= self.target
+
+
+def build(args: BuildArguments) -> float:
+    """Builds, teaches and saves; returns the held-out accuracy at temperature 1."""
+    set_seed(args.seed)
+    tokenizer = build_tokenizer()
+    evaluation = prompts(args.seed + 1, args.eval_problems, args.max_digits, held_out=True)
+    stop = StopAtAccuracy(args.target_accuracy, evaluation.select(range(min(256, len(evaluation)))), tokenizer)
+    trainer = Trainer(
+        model=build_model(tokenizer),
+        args=TrainingArguments(
+            output_dir=args.output_dir,
+            per_device_train_batch_size=args.batch_size,
+            max_steps=args.max_steps,
+            learning_rate=args.learning_rate,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=20,
+            adam_beta2=0.98,
+            weight_decay=0.01,
+            save_strategy="no",
+            report_to="none",
+            logging_strategy="no",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            seed=args.seed,
+        ),
+        train_dataset=lessons(tokenizer, args),
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+        processing_class=tokenizer,
+        callbacks=[stop],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    trainer.model.save_pretrained(args.output_dir)
+    tokenizer.save_pretrained(args.output_dir)
+    prompts(args.seed + 2, args.train_problems, args.max_digits, held_out=False).to_json(
+        Path(args.output_dir, "train.jsonl")
+    )
+    evaluation.to_json(Path(args.output_dir, "eval.jsonl"))
+    return stop.accuracy
+
+
+if __name__ == "__main__":
+    (build_args,) = TrlParser(BuildArguments).parse_args_and_config()
+    start = time.time()
+    accuracy = build(build_args)
+    print(f"{build_args.output_dir}: right on {accuracy:.1%} of held-out problems after {time.time() - start:.0f} s")

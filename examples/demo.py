@@ -1,0 +1,206 @@
+"""Sampling from a quantized copy works, and the correction is measured: five short trainings on a CPU, side by side.
+
+    python examples/demo.py
+
+Builds the small arithmetic model (build_arithmetic_model.py), trains it with GRPO from full-precision samples, from
+INT4 and from FP8 samples, the latter two uncorrected and with AIS, all with the same seed and settings. Ends with a
+table and one chart (reward, mismatch KL, correction weight) in runs/demo. Run it again after an interruption and
+finished parts are not repeated.
+"""
+
+import json
+import os
+import shutil
+import sys
+import warnings
+import zlib
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+warnings.filterwarnings("ignore")
+
+import datasets  # noqa: E402
+import transformers  # noqa: E402
+from build_arithmetic_model import MAX_COMPLETION_LENGTH, BuildArguments, build  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback  # noqa: E402
+from trl import TrlParser  # noqa: E402
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer  # noqa: E402
+from trl_quant.cli.report import KL, Run, plot, read_run, table  # noqa: E402
+from trl_quant.config import VLLM_PRECISIONS  # noqa: E402
+from trl_quant.tasks import arithmetic_reward, load_prompts  # noqa: E402
+from trl_quant.tasks.evaluate import mean_reward  # noqa: E402
+
+
+# run -> rollout_precision, is_correction
+RUNS = {
+    "full precision": (None, None),
+    "int4 none": ("int4", "none"),
+    "int4 ais": ("int4", "ais"),
+    "fp8 none": ("fp8", "none"),
+    "fp8 ais": ("fp8", "ais"),
+}
+SETTINGS = {
+    "per_device_train_batch_size": 128,
+    "num_generations": 8,
+    "max_completion_length": MAX_COMPLETION_LENGTH,
+    "learning_rate": 3e-4,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 5,
+}
+ENGINES = ("auto", "embedded", "vllm")
+
+
+@dataclass
+class DemoArguments:
+    """The command line."""
+
+    output_dir: str = field(default="runs/demo", metadata={"help": "Where everything goes."})
+    engine: str = field(
+        default="auto",
+        metadata={
+            "help": "What samples from the quantized copy: 'embedded', 'vllm' (where it is installed, for the formats "
+            "that it runs), or 'auto', which is 'embedded': starting vLLM takes longer than this model saves with it."
+        },
+    )
+    steps: int = field(default=60, metadata={"help": "Optimizer steps of each run."})
+    seed: int = field(default=0, metadata={"help": "Of the model, the data and the sampling, the same in all runs."})
+    fresh: bool = field(default=False, metadata={"help": "Start over: remove `output_dir` first."})
+
+    def __post_init__(self):
+        if self.engine not in ENGINES:
+            raise ValueError(f"`engine`={self.engine!r} is unknown. Allowed: {', '.join(map(repr, ENGINES))}.")
+
+
+class Follow(TrainerCallback):
+    """Appends what is logged to metrics.jsonl, and moves the progress bar."""
+
+    def __init__(self, path: Path, progress: Progress, task: int):
+        self.path, self.progress, self.task = path, progress, task
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+        if "reward" in logs:
+            kl = f"KL {logs[KL]:.4f}" if KL in logs else ""
+            self.progress.update(self.task, completed=state.global_step, reward=f"{logs['reward']:.2f}", kl=kl)
+
+
+def train_run(name: str, model_dir: Path, args: DemoArguments, progress: Progress) -> None:
+    """One training, with all that it logs in `<output_dir>/<name>/metrics.jsonl`; a finished one is not repeated."""
+    precision, correction = RUNS[name]
+    directory = Path(args.output_dir, name.replace(" ", "-"))
+    task = progress.add_task(name, total=args.steps, reward="", kl="")
+    settings = {
+        "precision": precision,
+        "correction": correction,
+        "model": zlib.crc32((model_dir / "model.safetensors").read_bytes()),
+        **{key: value for key, value in asdict(args).items() if key not in ("fresh", "output_dir")},
+        **SETTINGS,
+    }
+    finished = directory / "finished.json"
+    if finished.is_file() and json.loads(finished.read_text()) == settings:
+        progress.update(task, completed=args.steps, kl="done before")
+        return
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+    trainer = QuantGRPOTrainer(
+        model=str(model_dir),
+        reward_funcs=arithmetic_reward,
+        args=QuantGRPOConfig(
+            output_dir=str(directory),
+            rollout_precision=precision,
+            is_correction=correction,
+            use_vllm=args.engine == "vllm" and precision in VLLM_PRECISIONS,
+            vllm_mode="colocate",
+            max_steps=args.steps,
+            seed=args.seed,
+            bf16=False,
+            gradient_checkpointing=False,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            **SETTINGS,
+        ),
+        train_dataset=load_prompts(str(model_dir / "train.jsonl")),
+        callbacks=[Follow(directory / "metrics.jsonl", progress, task)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.log({"eval_accuracy": initial_accuracy(model_dir)})
+    trainer.train()
+    trainer.log({"eval_accuracy": held_out_accuracy(trainer.model, model_dir)})
+    finished.write_text(json.dumps(settings))
+
+
+@cache
+def initial_accuracy(model_dir: Path) -> float:
+    return held_out_accuracy(AutoModelForCausalLM.from_pretrained(model_dir), model_dir)
+
+
+def held_out_accuracy(model, model_dir: Path) -> float:
+    """Share of held-out problems that the policy itself, unquantized, gets right at temperature 1."""
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    dataset = load_prompts(str(model_dir / "eval.jsonl"))
+    return mean_reward(model, tokenizer, dataset, arithmetic_reward, MAX_COMPLETION_LENGTH)
+
+
+@contextmanager
+def quiet():
+    """No progress bars or notices but our own."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    yield
+
+
+def main(args: DemoArguments) -> int:
+    """Runs what is missing; returns the number of runs that failed."""
+    output_dir = Path(args.output_dir)
+    if args.fresh:
+        shutil.rmtree(output_dir, ignore_errors=True)
+    console = Console()
+    model_dir, failures = output_dir / "model", {}
+    with quiet():
+        if not (model_dir / "eval.jsonl").is_file():  # written last
+            console.print("Building a small arithmetic model ...")
+            build(BuildArguments(output_dir=str(model_dir), seed=args.seed))
+        columns = (
+            TextColumn("{task.description:16}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("reward {task.fields[reward]}  {task.fields[kl]}"),
+        )
+        with Progress(*columns, console=console) as progress:
+            for name in RUNS:
+                try:
+                    train_run(name, model_dir, args, progress)
+                except Exception as error:  # the other runs are worth having
+                    failures[name] = f"failed: {error}"
+                    console.print_exception()
+
+    runs = []
+    for name in RUNS:
+        directory = output_dir / name.replace(" ", "-")
+        history = read_run(directory).history if (directory / "metrics.jsonl").is_file() else []
+        runs.append(Run(name, history, failures.get(name, "")))
+    chart = output_dir / "demo.png"
+    plot(runs, chart)
+    console.print(table(runs))
+    console.print(f"chart: {chart}, metrics: {output_dir}/*/metrics.jsonl")
+    return len(failures)
+
+
+if __name__ == "__main__":
+    (demo_args,) = TrlParser(DemoArguments).parse_args_and_config()
+    sys.exit(main(demo_args))

@@ -1,0 +1,146 @@
+"""`trl-quant report`: a table and a chart of training runs, from what the trainer logged.
+
+    trl-quant report runs/int4-none runs/int4-ais --output runs/report.png
+
+A run is a directory with `metrics.jsonl` (one logged entry a line, written while the run goes on) or the
+`trainer_state.json` of a [`~transformers.Trainer`], also in its newest `checkpoint-*`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+REWARD, KL = "reward", "mismatch/kl_k3"
+# TRL's name for the weight that multiplies a token's loss: after caps and interpolation, 1 where nothing is corrected.
+WEIGHT = "sampling/importance_sampling_ratio"
+# metric -> axis label, scale
+PANELS = {
+    REWARD: ("reward", "linear"),
+    KL: ("mismatch KL (nats a token, k3)", "log"),
+    f"{WEIGHT}/mean": ("correction weight (mean; shaded: smallest to largest)", "log"),
+}
+ENDS = 5  # steps that the first and the last reward are averaged over
+HELD_OUT = ("eval_accuracy", "eval_reward")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's name, its logged entries in order, and what there is to say about how it ended."""
+
+    name: str
+    history: list[dict]
+    note: str = ""
+
+    def series(self, metric: str) -> tuple[list[int], list[float]]:
+        """Steps and values of the entries that have `metric`."""
+        entries = [entry for entry in self.history if entry.get(metric) is not None]
+        return [entry["step"] for entry in entries], [entry[metric] for entry in entries]
+
+    def values(self, metric: str) -> list[float]:
+        return self.series(metric)[1]
+
+    @property
+    def steps(self) -> int:
+        return max((entry.get("step", 0) for entry in self.history), default=0)
+
+    @property
+    def status(self) -> str:
+        if self.note:
+            return self.note
+        return "done" if self.values("train_runtime") else f"stopped at step {self.steps}"
+
+
+def read_run(directory: str | Path, name: str | None = None) -> Run:
+    """Reads one output directory.
+
+    Raises:
+        ValueError: when it holds neither `metrics.jsonl` nor a `trainer_state.json`.
+    """
+    directory = Path(directory)
+    checkpoints = sorted(directory.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    states = [path / "trainer_state.json" for path in (directory, *reversed(checkpoints))]
+    name = name or directory.name
+    if (directory / "metrics.jsonl").is_file():
+        lines = (directory / "metrics.jsonl").read_text().splitlines()
+        return Run(name, [json.loads(line) for line in lines])
+    for state in filter(Path.is_file, states):
+        return Run(name, json.loads(state.read_text())["log_history"])
+    raise ValueError(f"`runs`={str(directory)!r} holds no run: neither metrics.jsonl nor trainer_state.json is there.")
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """One row a run; rewards are means over the first and last `ENDS` logged steps, the last KL likewise."""
+    result = Table("run", *("reward", "held-out", "KL mean", "last", "weight", "s"), "status")
+    result.box, result.padding, result.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False  # fits 80 columns
+    for column in result.columns[1:-1]:
+        column.justify = "right"
+    for run in runs:
+        reward, kl, weight = run.values(REWARD), run.values(KL), run.values(f"{WEIGHT}/mean")
+        held_out = next(filter(None, map(run.values, HELD_OUT)), [])
+        seconds = run.values("train_runtime")
+        cells = [
+            f"{fmean(reward[:ENDS]):.2f}→{fmean(reward[-ENDS:]):.2f}" if reward else "",
+            "→".join(f"{value:.2f}" for value in (held_out[:1] + held_out[1:][-1:])),
+            f"{fmean(kl):.1e}" if kl else "",
+            f"{fmean(kl[-ENDS:]):.1e}" if kl else "",
+            f"{fmean(weight):.3f}" if weight else "",
+            f"{seconds[-1]:.0f}" if seconds else "",
+        ]
+        result.add_row(run.name, *(cell or "-" for cell in cells), run.status)
+    return result
+
+
+def moving_average(values: Sequence[float], window: int = 2 * ENDS) -> list[float]:
+    """Mean of each value and up to `window - 1` values before it."""
+    return [fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+
+
+def plot(runs: Sequence[Run], path: str | Path) -> None:
+    """Writes one PNG: reward, mismatch KL and correction weight over steps, all runs in each; rewards are smoothed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(15, 4.5), layout="constrained")
+    for axis, (metric, (label, scale)) in zip(axes, PANELS.items(), strict=True):
+        for i, run in enumerate(runs):
+            steps, values = run.series(metric)
+            if values and metric == REWARD:
+                axis.plot(steps, values, color=f"C{i}", alpha=0.2, linewidth=1)
+                values = moving_average(values)
+            if values and metric.startswith(WEIGHT):
+                lowest, highest = run.values(f"{WEIGHT}/min"), run.values(f"{WEIGHT}/max")
+                axis.fill_between(steps, lowest, highest, color=f"C{i}", alpha=0.15, linewidth=0)
+            axis.plot(steps, values, color=f"C{i}", label=run.name, linewidth=1.8)
+        axis.set(xlabel="step", ylabel=label, yscale=scale if any(run.values(metric) for run in runs) else "linear")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize="small")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the table of the runs named on the command line and writes their chart."""
+    parser = argparse.ArgumentParser(prog="trl-quant report", description=__doc__.partition("\n")[0])
+    parser.add_argument("runs", nargs="+", help="output directories")
+    parser.add_argument("--output", default="report.png", help="where the chart goes (default: %(default)s)")
+    args = parser.parse_args(argv)
+    try:
+        runs = [read_run(directory) for directory in args.runs]
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    console = Console()
+    console.print(table(runs))
+    plot(runs, args.output)
+    console.print(f"chart: {args.output}")
