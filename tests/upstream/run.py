@@ -76,7 +76,7 @@ def compare(variant: str, ours: dict[str, dict], baseline: dict[str, dict]) -> l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", type=Path, required=True, help="checkout of TRL")
-    parser.add_argument("--work", type=Path, default=Path("build/upstream"), help="folder for models, data and records")
+    parser.add_argument("--work", type=Path, default=Path("build/upstream"), help="for models, data and records")
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=[v for v in VARIANTS if v != "trl"])
     parser.add_argument("--keep-baseline", action="store_true", help="use the record of an earlier baseline")
     parser.add_argument("--timeout", type=int, default=900, help="seconds for one test")
