@@ -166,8 +166,8 @@ def make(kind: str, dtype: torch.dtype, shape: tuple[int, ...] = (256, 256), see
         case "zero":
             x *= 0
         case "zero rows":
-            x[::3] = 0
-            x[:, : shape[-1] // 2] *= torch.arange(shape[0]).remainder(2)[:, None]
+            x[..., ::3, :] = 0
+            x[..., : shape[-1] // 2] *= torch.arange(shape[-2]).remainder(2)[:, None]
         case "negative zero":
             x = torch.where(x > 0, -0.0, x)
         case "outlier":

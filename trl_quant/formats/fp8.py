@@ -93,8 +93,9 @@ class FP8Block(Format):
     def quantize(x: Tensor) -> Parts:
         if x.ndim < 2:
             raise ValueError(f"x: shape {tuple(x.shape)}, but 'fp8_block' needs at least 2 dimensions for its blocks.")
-        rows = group(x.abs().transpose(-1, -2), BLOCK).amax(-1)  # (..., in, ceil(out / 128))
-        scale = amax_scale(group(rows.transpose(-1, -2), BLOCK).amax(-1), E4M3_MAX)
+        amax = group(x.abs(), BLOCK).amax(-1)  # (..., out, ceil(in / 128))
+        amax = group(amax.transpose(-1, -2), BLOCK).amax(-1).transpose(-1, -2)
+        scale = amax_scale(amax.contiguous(), E4M3_MAX)
         return Parts(encode_e4m3(x, FP8Block._expand(scale, x.shape)), scale)
 
     @staticmethod

@@ -1,0 +1,121 @@
+"""
+Speed of quantizing the weights of a model: Triton kernels and the torch code of `trl_quant.formats`, beside a
+plain copy.
+
+    python benchmarks/quantize.py                      # 7B shapes on a GPU, tiny shapes on a CPU
+    python benchmarks/quantize.py --shapes 32b --layers 8 --output benchmarks/results
+
+Bytes are those that must move: the weight read once, codes and scales written once. So two reads (fp8_tensor,
+nvfp4: the maximum of the tensor comes first) show as lower GB/s. Times are of all weights one after the other, the
+best of the given rounds, memory for the results allocated anew each time as in a sync; `nvfp4 given scale` leaves
+the first read out.
+"""
+
+import argparse
+import json
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+from trl_quant import formats
+
+
+SHAPES = {  # (out, in) of the linear layers of one decoder layer, and how many layers: Qwen2.5
+    "7b": ([(3584, 3584), (512, 3584), (512, 3584), (3584, 3584), (18944, 3584), (18944, 3584), (3584, 18944)], 28),
+    "32b": ([(5120, 5120), (1024, 5120), (1024, 5120), (5120, 5120), (27648, 5120), (27648, 5120), (5120, 27648)], 64),
+    "tiny": ([(256, 256), (128, 256), (128, 256), (256, 256), (768, 256), (768, 256), (256, 768)], 2),
+}
+
+
+def seconds(run, rounds: int, cuda: bool) -> float:
+    """Best time of one call of `run`, after one to warm up."""
+    times = []
+    for _ in range(rounds + 1):
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def quantizing(quantize, weights: list[torch.Tensor], name: str, scale: torch.Tensor | None):
+    return lambda: [quantize(w, name, scale, check=False) for w in weights]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shapes", choices=SHAPES, help="default: 7b on a GPU, tiny on a CPU")
+    parser.add_argument("--layers", type=int, help="decoder layers, by default all")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--formats", nargs="+", choices=list(formats.FORMATS), default=list(formats.FORMATS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-torch", action="store_true", help="leave out the torch code, which is slow")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    args = parser.parse_args()
+
+    cuda = args.device.startswith("cuda")
+    shapes, layers = SHAPES[args.shapes or ("7b" if cuda else "tiny")]
+    layers = args.layers or layers
+    machine = torch.cuda.get_device_name(args.device) if cuda else f"{platform.processor() or platform.machine()} CPU"
+    dtype = getattr(torch, args.dtype)
+    torch.manual_seed(0)
+    weights = [torch.randn(shape, device=args.device, dtype=dtype) * 0.02 for _ in range(layers) for shape in shapes]
+    read = sum(w.nbytes for w in weights)
+
+    copy = seconds(lambda: [w.clone() for w in weights], args.rounds, cuda)
+    copy_rate = 2 * read / copy / 1e9
+    print(f"{machine}, torch {torch.__version__}, {len(weights)} weights, {read / 1e9:.2f} GB of {args.dtype}")
+    print(f"copy: {copy * 1e3:.2f} ms, {copy_rate:.0f} GB/s read and written")
+    columns = f"{'format':<18}{'kernel ms':>11}{'GB/s':>8}{'of copy':>9}{'torch ms':>11}{'GB/s':>8}{'kernel is':>12}"
+    print(columns)
+
+    kernels = None
+    if cuda:
+        from trl_quant.kernels import quantize as kernels
+
+    results = {"machine": machine, "bytes": read, "copy_s": copy, "formats": {}}
+    runs = [(name, False) for name in args.formats]
+    if "nvfp4" in args.formats:
+        runs.append(("nvfp4", True))
+    for name, given in runs:
+        scale = formats.global_scale(weights[0]) if given else None
+        moved = sum(w.nbytes + formats.quantize(w, name, scale, check=False).nbytes for w in weights[: len(shapes)])
+        moved *= layers
+        row: dict[str, float | None] = {"bytes": moved, "kernel_s": None, "torch_s": None}
+        if kernels is not None and name in kernels.KERNELS:
+            row["kernel_s"] = seconds(quantizing(kernels.quantize, weights, name, scale), args.rounds, cuda)
+        if not args.no_torch:
+            row["torch_s"] = seconds(quantizing(formats.quantize, weights, name, scale), min(args.rounds, 2), cuda)
+        label = f"{name} given scale" if given else name
+        results["formats"][label] = row
+        print(line(label, row, copy_rate))
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        path = args.output / f"quantize-{machine.replace(' ', '-')}.json"
+        path.write_text(json.dumps(results, indent=2) + "\n")
+        print(f"wrote {path}")
+
+
+def line(label: str, row: dict, copy_rate: float) -> str:
+    kernel, torch_time = row["kernel_s"], row["torch_s"]
+    out = f"{label:<18}"
+    if kernel:
+        rate = row["bytes"] / kernel / 1e9
+        out += f"{kernel * 1e3:>11.2f}{rate:>8.0f}{rate / copy_rate:>9.0%}"
+    else:
+        out += f"{'-':>11}{'-':>8}{'-':>9}"
+    if torch_time:
+        out += f"{torch_time * 1e3:>11.2f}{row['bytes'] / torch_time / 1e9:>8.1f}"
+    else:
+        out += f"{'-':>11}{'-':>8}"
+    return out + (f"{torch_time / kernel:>11.1f}x" if kernel and torch_time else f"{'-':>12}")
+
+
+if __name__ == "__main__":
+    main()

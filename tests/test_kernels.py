@@ -1,0 +1,181 @@
+"""
+Triton quantizers equal `trl_quant.formats` bit for bit.
+
+Triton decides at import whether kernels are compiled or interpreted on a CPU, so without a GPU this file runs itself
+once more in a process with TRITON_INTERPRET=1. With one, `pytest -m gpu` runs the same tests on it.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+from reference_formats import DTYPES, KINDS, bits, make
+
+from trl_quant import formats
+
+
+triton = pytest.importorskip("triton")
+kernels = pytest.importorskip("trl_quant.kernels.quantize")
+
+INTERPRETED = triton.knobs.runtime.interpret
+SHAPES = {  # odd and even, one row, several programs, rows that do not fit into one program
+    "fp8": [(5, 96), (3, 50), (1, 1), (2, 32768 + 40)],
+    "int8": [(5, 96), (3, 50), (1, 1), (2, 32768 + 40)],
+    "fp8_tensor": [(5, 96), (3, 50), (1, 1), (3, 6000)],
+    "fp8_block": [(130, 140), (1, 257), (128, 128), (2, 100, 40)],
+    "nvfp4": [(5, 96), (3, 50), (1, 1), (3, 6000), (2, 3, 40)],
+    "mxfp4": [(5, 96), (3, 50), (1, 1), (3, 6000), (2, 3, 40)],
+}
+if INTERPRETED:
+    DEVICES = ["cpu"]
+else:
+    no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    DEVICES = [pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])]
+on_devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def assert_equal(ours: formats.QuantizedTensor, theirs: formats.QuantizedTensor):
+    assert (ours.format, ours.shape, ours.dtype) == (theirs.format, theirs.shape, theirs.dtype)
+    for field in ("values", "scale", "global_scale"):
+        a, b = getattr(ours, field), getattr(theirs, field)
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert (a.shape, a.dtype) == (b.shape, b.dtype), field
+            assert torch.equal(bits(a.cpu()), bits(b)), field
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="for the process that has neither")
+def test_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 80
+
+
+@on_devices
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", kernels.KERNELS)
+def test_equals_formats(name, kind, device):
+    shapes = SHAPES[name] if kind == "random" or not INTERPRETED else SHAPES[name][:2]
+    for dtype, shape in product(DTYPES, shapes):
+        x = make(kind, dtype, shape, seed=sum(shape))
+        assert_equal(kernels.quantize(x.to(device), name), formats.quantize(x, name))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", kernels.KERNELS)
+def test_large_weights_equal_formats(name):
+    """Real shapes, many programs; and the torch code gives the same bits on the GPU and on the CPU."""
+    for dtype, shape in product(DTYPES, [(1024, 3584), (512, 18944), (1000, 5000), (64, 40000)]):
+        for kind in ("random", "near ties", "wide", "underflow"):
+            x = make(kind, dtype, shape)
+            expected = formats.quantize(x, name)
+            assert_equal(kernels.quantize(x.cuda(), name), expected)
+            assert_equal(formats.quantize(x.cuda(), name), expected)
+            assert torch.equal(formats.quantize(x.cuda(), name).dequantize().cpu(), expected.dequantize())
+
+
+def test_the_reciprocal_is_exact_for_bfloat16():
+    """The one shortcut: for all significands of x and s, `x * RN(1 / s)` rounds to the bfloat16 that `x / s` does."""
+    significands = torch.arange(128, 256).float()
+    x, s = significands[:, None], significands[None, :]
+    assert torch.equal((x * (1 / s)).bfloat16(), (x / s).bfloat16())
+    assert not torch.equal(x * (1 / s), x / s), "a shortcut indeed"
+    assert not torch.equal((x.half() * (1 / s.half())), x.half() / s.half())
+
+
+@on_devices
+def test_views_and_parameters(device):
+    x = make("random", torch.bfloat16, (64, 96)).to(device)
+    for view in (x.t(), x[::2], x[:, 3:50], torch.nn.Parameter(x)):
+        for name in kernels.KERNELS:
+            assert_equal(kernels.quantize(view, name), formats.quantize(view.cpu(), name))
+
+
+@on_devices
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_global_scale(device):
+    for dtype, kind in product(DTYPES, ["random", "zero", "large", "small", "subnormal"]):
+        tensors = [make(kind, dtype, (7, 50), seed=seed) for seed in range(3)]
+        g = kernels.global_scale(*(t.to(device) for t in tensors))
+        expected = formats.global_scale(*tensors)
+        assert torch.equal(g.cpu(), expected)
+        q = kernels.quantize(tensors[0].to(device), "nvfp4", global_scale=g)
+        assert_equal(q, formats.quantize(tensors[0], "nvfp4", global_scale=expected))
+
+
+@on_devices
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", kernels.KERNELS)
+def test_nan_and_infinity_are_refused(name, device):
+    for dtype, bad in product(DTYPES, [float("nan"), float("inf"), -float("inf")]):
+        x = make("random", dtype, (16, 40)).to(device)
+        good = kernels.global_scale(x) if name == "nvfp4" else None
+        x[7, 11] = bad
+        with pytest.raises(ValueError, match="x: holds NaN or infinity"):
+            kernels.quantize(x, name)
+        with pytest.raises(ValueError, match="x: holds NaN or infinity"):
+            kernels.quantize(x, name, global_scale=good)
+        kernels.quantize(x, name, check=False)
+
+
+@on_devices
+def test_wrong_arguments_are_refused(device):
+    x = torch.ones(4, 4, device=device)
+    with pytest.raises(ValueError, match="name: 'fp4' is not a format"):
+        kernels.quantize(x, "fp4")
+    with pytest.raises(ValueError, match=r"name: 'nf4' has no kernel; allowed: fp8, .*trl_quant\.formats\.quantize"):
+        kernels.quantize(x, "nf4")
+    with pytest.raises(ValueError, match=r"x: dtype torch\.float64"):
+        kernels.quantize(x.double(), "fp8")
+    with pytest.raises(ValueError, match="x: shape"):
+        kernels.quantize(x[:0], "fp8")
+    with pytest.raises(ValueError, match="2 dimensions"):
+        kernels.quantize(x[0], "fp8_block")
+    with pytest.raises(ValueError, match=r"global_scale: given for 'int8'"):
+        kernels.quantize(x, "int8", global_scale=kernels.global_scale(x))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
+def test_a_cpu_tensor_is_refused():
+    with pytest.raises(ValueError, match=r"x: on cpu, but a kernel needs a CUDA device.*trl_quant\.formats\.quantize"):
+        kernels.quantize(torch.ones(4, 4), "int8")
+
+
+# name -> arguments of the kernel by type, constants
+COMPILED = {
+    "_rows_kernel": ("x *fp8e4nv x i32 i32", {"INT8": False, "ROWS": 2, "COLS": 4096, "ONCE": True}),
+    "_block_kernel": ("x *fp8e4nv x i32 i32", {}),
+    "_tensor_kernel": ("x *fp8e4nv x *i32 i32", {"SIZE": 8192}),
+    "_amax_kernel": ("x *i32 i32", {"SIZE": 16384}),
+    "_fp4_kernel": ("x *u8 *u8 *fp32 i32 i32", {"NVFP4": True, "BLOCK": 16, "COUNT": 512}),
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_for_hopper(name):
+    """Without a GPU: the code for sm_90 has IEEE divisions only, keeps subnormals, and reads 16 bytes at a time."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, (types, constants) = getattr(kernels, name), COMPILED[name]
+    for x in ("*bf16", "*fp16", "*fp32"):
+        given = [x if t == "x" else t for t in types.split()]
+        signature = dict(zip(kernel.arg_names, given)) | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(
+            fn=kernel,
+            signature=signature,
+            constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()},
+            attrs={(i,): [["tt.divisibility", 16]] for i in range(len(given))},
+        )
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
+        assert not re.findall(r"\.ftz|\.approx|div\.full|\bfma\.", ptx)
+        assert ("div.rn.f32" in ptx) == (name != "_amax_kernel")
+        assert re.search(r"ld\.global\.v4\.b32", ptx)
