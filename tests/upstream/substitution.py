@@ -81,6 +81,7 @@ class Torch(types.ModuleType):
 
 
 def pytest_runtest_setup(item):
+    assert item.module.GRPOTrainer.__name__ == (os.environ["UPSTREAM_TRAINER"] or "GRPOTrainer")
     item.module.torch = Torch("torch")
 
 
