@@ -1,0 +1,233 @@
+"""The examples do what they say: the model builds, what a user copies trains on one and two processes, the demo ends."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl_quant.cli.report import read_run
+from trl_quant.tasks import load_prompts
+from trl_quant.tasks.arithmetic import Problem, problems
+
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import build_arithmetic_model as building  # noqa: E402
+import demo  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """The arithmetic model, hardly taught."""
+    directory = tmp_path_factory.mktemp("arithmetic") / "model"
+    building.build(arguments(directory))
+    return directory
+
+
+def arguments(directory: Path, **overrides) -> building.BuildArguments:
+    settings = {"max_steps": 2, "batch_size": 8, "train_problems": 32, "eval_problems": 16}
+    return building.BuildArguments(output_dir=str(directory), **settings | overrides)
+
+
+# The model
+
+
+def test_the_same_seed_builds_the_same_model(built, tmp_path):
+    building.build(arguments(tmp_path / "again"))
+    building.build(arguments(tmp_path / "other", seed=1))
+    weights = [(path / "model.safetensors").read_bytes() for path in (built, tmp_path / "again", tmp_path / "other")]
+    assert weights[0] == weights[1] != weights[2]
+    for name in ("train.jsonl", "eval.jsonl"):
+        assert (built / name).read_text() == (tmp_path / "again" / name).read_text()
+        assert (built / name).read_text() != (tmp_path / "other" / name).read_text()
+
+
+def test_model_and_tokenizer_load_anywhere(built):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(built), AutoTokenizer.from_pretrained(built)
+    assert model.config.model_type == "qwen3" and model.config.vocab_size == len(tokenizer) == 64
+    assert model.config.eos_token_id == tokenizer.eos_token_id and tokenizer.pad_token_id is not None
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id and tokenizer.chat_template is None
+    linears = [m for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
+    assert all(m.in_features % 128 == 0 and m.out_features % 128 == 0 for m in linears)
+
+    text = "347+588=7+8+0=5c1 4+8+1=3c1 3+5+1=9c0 #### 935"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text) - 3  # a token a character, and one for ####
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+    assert tokenizer.unk_token_id not in tokenizer(building.CHARACTERS)["input_ids"]
+    assert tokenizer("Ä")["input_ids"] == [tokenizer.unk_token_id]
+
+
+def test_the_longest_solution_fits():
+    tokenizer = building.build_tokenizer()
+    longest = max(len(tokenizer(p.solution)["input_ids"]) for p in (Problem(999, "+", 999), Problem(999, "*", 9)))
+    assert longest + 1 <= building.MAX_COMPLETION_LENGTH  # with <eos>
+
+
+def test_only_solutions_are_learned():
+    tokenizer = building.build_tokenizer()
+    rows = building.lessons(tokenizer, building.BuildArguments(max_steps=2, batch_size=4, seed=5))
+    assert len(rows) == 8
+    for row, problem in zip(rows, problems(5, max_digits=3)):
+        learned = [label for label in row["labels"] if label != -100]
+        assert tokenizer.decode(row["input_ids"]) == problem.prompt + problem.solution + "<eos>"
+        assert tokenizer.decode(learned) == problem.solution + "<eos>"
+        assert len(row["labels"]) == len(row["input_ids"])
+
+
+def test_problems_to_train_and_evaluate_on(built):
+    train, evaluation = (load_prompts(str(built / f"{split}.jsonl")) for split in ("train", "eval"))
+    assert len(train) == len(set(train["prompt"])) == 32 and len(evaluation) == len(set(evaluation["prompt"])) == 16
+    assert not set(train["prompt"]) & set(evaluation["prompt"])
+    for dataset, held_out in ((train, False), (evaluation, True)):
+        for prompt, answer in zip(dataset["prompt"], dataset["answer"]):
+            op = next(c for c in prompt if c in "+-*")
+            a, b = map(int, prompt.rstrip("=").split(op))
+            assert Problem(a, op, b).held_out is held_out and str(Problem(a, op, b).answer) == answer
+
+
+def test_teaching_stops_at_the_target(monkeypatch):
+    scores = iter([0.1, 0.34, 0.36])
+    monkeypatch.setattr(building, "mean_reward", lambda *args, **kwargs: next(scores))
+    stop = building.StopAtAccuracy(0.35, dataset=None, tokenizer=None)
+    stopped_at = None
+    for step in range(1, 1000):
+        control = SimpleNamespace(should_training_stop=False)
+        stop.on_step_end(SimpleNamespace(seed=0), SimpleNamespace(global_step=step), control)
+        if control.should_training_stop:
+            stopped_at = step
+            break
+    assert stopped_at == 250 and stop.accuracy == 0.36
+
+
+# What a user copies
+
+
+def options(built: Path, output_dir: Path) -> list[str]:
+    values = {
+        "model_name_or_path": built,
+        "dataset_name": built / "train.jsonl",
+        "reward_funcs": "arithmetic",
+        "rollout_precision": "int4",
+        "is_correction": "ais",
+        "output_dir": output_dir,
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "max_completion_length": 8,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": "true",
+        "bf16": "false",
+        "gradient_checkpointing": "false",
+    }
+    return [str(part) for name, value in values.items() for part in (f"--{name}", value)]
+
+
+def test_train_grpo(built, tmp_path, monkeypatch):
+    arguments = [*options(built, tmp_path / "run"), "--num_generations", "4", "--use_cpu"]
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", *arguments])
+    runpy.run_path(str(ROOT / "examples" / "train_grpo.py"), run_name="__main__")
+    history = [entry for entry in read_run(tmp_path / "run").history if "mismatch/kl_k3" in entry]
+    assert [entry["step"] for entry in history] == [1, 2]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_train_grpo_on_two_processes(built, tmp_path):
+    """A group of 8 from two processes of 4 completions: impossible unless they know of each other."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command += [str(ROOT / "configs/accelerate/cpu.yaml"), "--main_process_port", "0"]
+    command += [str(ROOT / "examples/train_grpo.py"), *options(built, tmp_path / "run"), "--num_generations", "8"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    history = [entry for entry in read_run(tmp_path / "run").history if "mismatch/kl_k3" in entry]
+    assert [entry["step"] for entry in history] == [1, 2]
+
+
+# The demo
+
+
+@pytest.fixture
+def small(monkeypatch):
+    for name, value in {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8}.items():
+        monkeypatch.setitem(demo.SETTINGS, name, value)
+    monkeypatch.setattr(demo, "MAX_COMPLETION_LENGTH", 8)
+
+
+def prepare(built: Path, output_dir: Path) -> demo.DemoArguments:
+    output_dir.mkdir()
+    (output_dir / "model").symlink_to(built)
+    return demo.DemoArguments(output_dir=str(output_dir), steps=2)
+
+
+def test_demo(built, tmp_path, monkeypatch, capsys, small):
+    args = prepare(built, tmp_path / "demo")
+    assert demo.main(args) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in demo.RUNS) and printed.count("done") == len(demo.RUNS)
+    assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    runs = {name: read_run(tmp_path / "demo" / name.replace(" ", "-")) for name in demo.RUNS}
+    for name, run in runs.items():
+        assert len(run.values("reward")) == 2 and len(run.values("eval_accuracy")) == 2 and run.status == "done"
+        assert len(run.values("mismatch/kl_k3")) == (0 if name == "full precision" else 2)
+        assert len(run.values("ais/alpha")) == (2 if name.endswith("ais") else 0)
+    kl = {name: run.values("mismatch/kl_k3")[0] for name, run in runs.items() if run.values("mismatch/kl_k3")}
+    assert kl["int4 none"] == kl["int4 ais"] > kl["fp8 none"] == kl["fp8 ais"] > 0  # the first step: the same samples
+
+    # Finished runs are kept; what was changed or removed is repeated.
+    trained = []
+    monkeypatch.setattr(demo, "QuantGRPOTrainer", lambda **kwargs: trained.append(kwargs["args"].output_dir) or 1 / 0)
+    assert demo.main(args) == 0 and not trained
+    (tmp_path / "demo" / "int4-ais" / "finished.json").unlink()
+    assert demo.main(args) == 1 and [Path(path).name for path in trained] == ["int4-ais"]
+    assert demo.main(demo.DemoArguments(output_dir=args.output_dir, steps=3)) == len(demo.RUNS)
+
+
+def test_demo_reports_what_failed(built, tmp_path, monkeypatch, capsys, small):
+    real = demo.QuantGRPOTrainer
+
+    def trainer(**kwargs):
+        if kwargs["args"].rollout_precision == "int4":
+            raise RuntimeError("out of paint")
+        return real(**kwargs)
+
+    monkeypatch.setattr(demo, "QuantGRPOTrainer", trainer)
+    monkeypatch.setattr(demo, "RUNS", {"int4 none": ("int4", "none"), "fp8 ais": ("fp8", "ais")})
+    args = prepare(built, tmp_path / "demo")
+    args.steps = 1
+    assert demo.main(args) == 1
+    printed = capsys.readouterr().out
+    assert "out of paint" in printed and "done" in printed
+    assert (tmp_path / "demo" / "demo.png").is_file()
+    assert json.loads((tmp_path / "demo" / "fp8-ais" / "finished.json").read_text())["correction"] == "ais"
+
+
+def test_demo_fresh_starts_over(built, tmp_path, monkeypatch, small):
+    args = prepare(built, tmp_path / "demo")
+    args.fresh = True
+    built_in = []
+
+    def build(build_args):
+        built_in.append(build_args.output_dir)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "build", build)
+    with pytest.raises(KeyboardInterrupt):
+        demo.main(args)
+    assert built_in == [str(tmp_path / "demo" / "model")]
+    assert (built / "eval.jsonl").is_file()
+
+
+def test_demo_engine():
+    with pytest.raises(ValueError, match=r"engine.*'turbo'.*'embedded'"):
+        demo.DemoArguments(engine="turbo")
