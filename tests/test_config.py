@@ -10,7 +10,9 @@ from trl_quant.corrections import CORRECTIONS
 from trl_quant.formats import FORMATS
 
 
-OWN = [f for f in dataclasses.fields(QuantGRPOConfig) if f.name not in {g.name for g in dataclasses.fields(GRPOConfig)}]
+OWN = [
+    f for f in dataclasses.fields(QuantGRPOConfig) if f.name not in {g.name for g in dataclasses.fields(GRPOConfig)}
+]
 
 
 def build(config_class=QuantGRPOConfig, **kwargs):
@@ -47,7 +49,10 @@ def build(config_class=QuantGRPOConfig, **kwargs):
             ({"is_correction": "acr", "loss_type": loss}, ["is_correction", "'acr'", "loss_type", f"'{loss}'", "dapo"])
             for loss in ("vespo", "sapo", "cispo")
         ],
-        ({"rollout_precision": "int8", "loss_type": "vespo"}, ["'acr'", "'vespo'", "'tis'"]),  # acr is the default there
+        (
+            {"rollout_precision": "int8", "loss_type": "vespo"},
+            ["'acr'", "'vespo'", "'tis'"],
+        ),  # acr is the default there
         (
             {"is_correction": "acr", "importance_sampling_level": "sequence"},
             ["'acr'", "importance_sampling_level", "'sequence'"],

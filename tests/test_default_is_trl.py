@@ -5,11 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from tiny import save_tiny, tiny_model
+from training import assert_same_run, config, dataset, lora, make, metrics, parameters, spread
 from trl import GRPOConfig, GRPOTrainer
 
-from tiny import save_tiny, tiny_model
 from trl_quant import AISGRPOConfig, AISGRPOTrainer, QuantGRPOConfig, QuantGRPOTrainer
-from training import assert_same_run, config, dataset, lora, make, metrics, parameters, spread
 
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]

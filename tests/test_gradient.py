@@ -11,10 +11,10 @@ sum_a mu(a) (r(a) - b) grad log pi(a), which is biased; with weights pi / mu (`d
 import pytest
 import torch
 from datasets import Dataset
-
 from tiny import tiny_model
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from training import config, make
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 
 
 SAMPLES = 8192

@@ -15,7 +15,10 @@ def test_runs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
     printed = "".join(
-        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []) if output.name == "stdout"
+        output.get("text", "")
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if output.name == "stdout"
     )
     if path.stem == "start":
         rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if "/" in line.split(" ")[0]}

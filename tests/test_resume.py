@@ -1,14 +1,14 @@
-"""A killed run goes on as if it had not been: six steps equal three, a kill, and three; and only whole checkpoints count."""
+"""A killed run goes on as if it had not been: six steps equal three, a kill and three; only whole checkpoints count."""
 
 import json
 
 import pytest
 import torch
+from training import config, lora, make, parameters
+from training import metrics as all_metrics
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.trainer import last_complete_checkpoint
-from training import config, lora, make, parameters
-from training import metrics as all_metrics
 
 
 SETTINGS = {

@@ -5,18 +5,27 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
-
 from reference import OBJECTIVES
 from tiny import save_tiny, tiny_model
+from training import assert_same_run, config, dataset, lora, make, metrics, parameters, spread
+from trl import GRPOConfig, GRPOTrainer
+
 from trl_quant import AISGRPOConfig, AISGRPOTrainer, QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.corrections import CORRECTIONS, CorrectionInputs
 from trl_quant.noise import norm_noise, sigma
 from trl_quant.scaling import apply_uaq, uaq_applied
-from training import assert_same_run, config, dataset, lora, make, metrics, parameters, spread
 
 
-MISMATCH = ["kl_k1", "kl_k3", "abs_logp_diff", "abs_prob_diff", "max_weight", "ess_ratio", "chi_square", "cap_fraction"]
+MISMATCH = [
+    "kl_k1",
+    "kl_k3",
+    "abs_logp_diff",
+    "abs_prob_diff",
+    "max_weight",
+    "ess_ratio",
+    "chi_square",
+    "cap_fraction",
+]
 
 
 def quantized(trainer_class, output_dir, model=None, config_class=QuantGRPOConfig, peft=False, **overrides):

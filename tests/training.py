@@ -6,7 +6,16 @@ from peft import LoraConfig
 from tiny import tiny_model, tiny_tokenizer
 
 
-PROMPTS = ["1+1=", "What is 7 times 6?", "hello", "The sum of 12 and 30 is", "x", "count: one two", "99-1=", "abcdefgh"]
+PROMPTS = [
+    "1+1=",
+    "What is 7 times 6?",
+    "hello",
+    "The sum of 12 and 30 is",
+    "x",
+    "count: one two",
+    "99-1=",
+    "abcdefgh",
+]
 TIMINGS = ("step_time", "runtime", "samples_per_second", "steps_per_second", "total_flos", "profiling")
 
 

@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 from trl.trainer.utils import pad
 
 from ..formats import quantize, quantize_activation
-from ..noise import norm_noise, noised_norms
+from ..noise import noised_norms, norm_noise
 from .base import RolloutEngine, RolloutNoise
 
 
@@ -199,7 +199,9 @@ class TransformersEngine(RolloutEngine):
     def sync_weights(self):
         """Quantizes the policy's current weights into the copy, without noise; fills `sync_metrics`."""
         linears = {
-            f"{name}.weight": module for name, module in self.copy.named_modules() if isinstance(module, QuantizedLinear)
+            f"{name}.weight": module
+            for name, module in self.copy.named_modules()
+            if isinstance(module, QuantizedLinear)
         }
         params = dict(self.copy.named_parameters())
         waiting = {*linears, *params}
@@ -248,7 +250,7 @@ class TransformersEngine(RolloutEngine):
         """
         if images is not None and any(images) and not self.multimodal_fields:
             raise ValueError(
-                "The embedded rollout engine got `images` without the processor's `multimodal_fields` for them, as from "
+                "The embedded rollout engine got `images` without the processor's `multimodal_fields`, as from "
                 "a tool that returns images. Use `use_vllm=True` there."
             )
         if self._applied_noise is None:
