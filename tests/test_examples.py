@@ -1,4 +1,4 @@
-"""The examples do what they say: the model builds, what a user copies trains on one and two processes, the demo ends."""
+"""The examples do what they say: the model builds, what a user copies trains (on two processes too), the demo ends."""
 
 import json
 import os
