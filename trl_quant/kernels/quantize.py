@@ -235,11 +235,11 @@ def _tensor_kernel(x_ptr, values_ptr, scale_ptr, amax_ptr, n, SIZE: tl.constexpr
 
 
 @triton.jit
-def _global_scale_kernel(amax_ptr, scale_ptr, HALF: tl.constexpr, dtype: tl.constexpr):
+def _global_scale_kernel(amax_ptr, scale_ptr, dtype: tl.constexpr):
     """nvfp4: `formats.nvfp4.global_scale` of a maximum given as bits. NaN where that is NaN or infinity."""
     one = tl.zeros((1,), tl.int32)
     amax = _number(tl.load(amax_ptr + one), dtype)
-    reciprocal = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.maximum(amax, 2.0**-14 if HALF else 2.0**-126))
+    reciprocal = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.maximum(amax, 2.0**-126))
     scale = _round(_round(reciprocal, dtype) * 2688.0, dtype)
     scale = tl.where(scale == float("inf"), 1.0, scale)
     tl.store(scale_ptr + one, tl.where(amax < float("inf"), scale, float("nan")))
@@ -282,9 +282,7 @@ def _fp4_kernel(
             exponent = tl.where(amax < 0.75 * 2.0**-14, 127, exponent)
         else:
             exponent = tl.minimum(tl.maximum(exponent, 0), 127 + 127 - 2)
-        tl.store(
-            scale_ptr + block, tl.where(amax < float("inf"), exponent, E8M0_NAN).to(tl.uint8), mask=block < blocks
-        )
+        tl.store(scale_ptr + block, tl.where(amax < float("inf"), exponent, E8M0_NAN).to(tl.uint8), mask=block < blocks)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         q = _round(x * inverse[:, None], dtype)
     low, high = tl.split(tl.reshape(_e2m1(q), (COUNT, BLOCK // 2, 2)))
@@ -361,10 +359,8 @@ def _fp4(x: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _global_scale(*tensors: Tensor) -> Tensor:
     scale = torch.empty(1, dtype=torch.float32, device=tensors[0].device)
-    dtype = tensors[0].dtype
-    _global_scale_kernel[(1,)](
-        _amax(*tensors), scale, HALF=dtype == torch.float16, dtype=getattr(tl, str(dtype).removeprefix("torch."))
-    )
+    dtype = getattr(tl, str(tensors[0].dtype).removeprefix("torch."))
+    _global_scale_kernel[(1,)](_amax(*tensors), scale, dtype=dtype)
     return scale
 
 
@@ -420,9 +416,7 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
                 values, scale = _fp4(x, None)
                 bad = scale == E8M0_NAN.value if check else None
             case _:
-                values, scale = {"fp8_tensor": _tensor, "fp8_block": _block, "fp8": _rows, "int8": _rows}[name](
-                    x, name
-                )
+                values, scale = {"fp8_tensor": _tensor, "fp8_block": _block, "fp8": _rows, "int8": _rows}[name](x, name)
                 bad = scale.isfinite().logical_not_() if check else None
     if check and bad.any():
         raise not_finite(x)
