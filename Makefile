@@ -14,7 +14,7 @@ demo: .venv/.base
 
 test: .venv/.test
 	$(PY) -m ruff check .
-	$(PY) -m pytest -m "not gpu" $(TEST_ARGS)
+	$(PY) -m pytest -m "not gpu" -n 2 --dist loadfile $(TEST_ARGS)
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests $(TEST_ARGS)
