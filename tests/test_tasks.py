@@ -122,6 +122,14 @@ def test_same_number(gold, answer, equal):
     assert same_number(gold, answer) is equal
 
 
+@pytest.mark.parametrize(("gold", "answer"), [("7", "7"), ("7", "-7"), ("-0", "0"), ("12", "1200"), ("007", "7")])
+def test_integers_are_compared_as_math_verify_would(gold, answer):
+    from math_verify import ExprExtractionConfig, parse, verify
+
+    config = [ExprExtractionConfig()]
+    assert same_number(gold, answer) is verify(parse(gold, config), parse(answer, config))
+
+
 # Where the answer is looked for
 
 

@@ -35,6 +35,7 @@ _NUMBER = re.compile(
     rf"|(?P<decimal>{_INTEGER}(?:\.\d+)?|(?<!\.)\.\d+)(?P<exponent>[eE][-+]?\d+)?)"
     r"(?:\s?(?P<percent>%))?"
 )
+_INTEGER_ONLY = re.compile(r"-?\d+")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\s*\{")
 _HASHES = re.compile(r"####([^#\n]*)")
@@ -133,9 +134,7 @@ def extract_answer(text: str, last_number: bool = True) -> str | None:
 @lru_cache(maxsize=65536)
 def same_number(gold: str, answer: str) -> bool:
     """Whether two canonical numbers are equal by math-verify: `1/2`, `0.50` and `50%` are; so are `50` and `50%`."""
-    return gold == answer or verify(_value(gold), _value(answer), timeout_seconds=None)
-
-
-@lru_cache(maxsize=65536)
-def _value(number: str) -> list:
-    return parse(number, [ExprExtractionConfig()], parsing_timeout=None)
+    if _INTEGER_ONLY.fullmatch(gold) and _INTEGER_ONLY.fullmatch(answer):
+        return int(gold) == int(answer)  # a fifth of a training step of the demo went into sympy's parsing of these
+    gold_value, value = (parse(number, [ExprExtractionConfig()], parsing_timeout=None) for number in (gold, answer))
+    return verify(gold_value, value, timeout_seconds=None)
