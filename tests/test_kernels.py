@@ -48,6 +48,7 @@ def assert_equal(ours: formats.QuantizedTensor, theirs: formats.QuantizedTensor)
             assert torch.equal(bits(a.cpu()), bits(b)), field
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="for the process that has neither")
 def test_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
@@ -61,7 +62,7 @@ def test_in_the_interpreter():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", kernels.KERNELS)
 def test_equals_formats(name, kind, device):
-    shapes = SHAPES[name] if kind == "random" or not INTERPRETED else SHAPES[name][:2]
+    shapes = SHAPES[name] if kind == "random" or not INTERPRETED else SHAPES[name][1:2]
     for dtype, shape in product(DTYPES, shapes):
         x = make(kind, dtype, shape, seed=sum(shape))
         assert_equal(kernels.quantize(x.to(device), name), formats.quantize(x, name))
