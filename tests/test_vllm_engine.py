@@ -1,41 +1,37 @@
 """The vLLM engine against engines that vLLM itself starts on checkpoints of the same weights."""
 
+import copy
+import json
+
 import pytest
 import torch
-from vllm_engines import engine, fresh, greedy, policy, update
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_tokenizer
 
 
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm import _custom_ops as ops
+from vllm.lora.request import LoRARequest
+from vllm_engines import SMALL, engine, fp8_block_anywhere, fresh, greedy, policy, score, update
+
+from trl_quant.formats.checkpoint import quantize_checkpoint
+from trl_quant.noise import norm_noise
+from trl_quant.rollout import RolloutNoise, TransformersEngine
+from trl_quant.rollout.vllm_worker import check_kernels, linear_layers
+
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+NORMS = ("input_layernorm", "post_attention_layernorm")
 pytestmark = pytest.mark.vllm
-AMX = torch.cpu._is_amx_tile_supported()
-
-
-@pytest.fixture
-def fp8_block(monkeypatch):
-    """Where the CPU has no AMX, vLLM's own FP8 block layer around a stand-in for the multiplication that needs it."""
-    if AMX:
-        return
-    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel as Kernel
-
-    from trl_quant.rollout import vllm_support
-
-    def apply_weights(self, layer, x, bias=None):
-        scale = layer.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        weight = layer.weight.float() * scale[: layer.weight.shape[0], : layer.weight.shape[1]]
-        return torch.nn.functional.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
-
-    monkeypatch.setattr(Kernel, "is_supported", classmethod(lambda cls, capability=None: (True, None)))
-    monkeypatch.setattr(Kernel, "process_weights_after_loading", lambda self, layer: None)
-    monkeypatch.setattr(Kernel, "apply_weights", apply_weights)
-    supported = dict.fromkeys(("bf16", "int8", "fp8_block"))
-    monkeypatch.setattr(vllm_support, "supported_precisions", lambda: supported)
 
 
 @pytest.mark.parametrize("with_lora", [False, True], ids=["full", "merged"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("precision", ["bf16", "int8", "fp8_block"])
-def test_every_sync_equals_a_fresh_engine(tmp_path, precision, tied, with_lora, request):
+def test_every_sync_equals_a_fresh_engine(tmp_path, precision, tied, with_lora, monkeypatch):
     if precision == "fp8_block":
-        request.getfixturevalue("fp8_block")
+        fp8_block_anywhere(monkeypatch)
     model = policy(tmp_path / "policy", with_lora, tied=tied)
     sampler = engine(model, precision)
     seen = []
@@ -45,3 +41,234 @@ def test_every_sync_equals_a_fresh_engine(tmp_path, precision, tied, with_lora, 
         seen.append(greedy(sampler.llm))
         assert seen[-1] == greedy(fresh(model, precision, tmp_path / f"step-{step}"))
     assert seen[0] != seen[1] != seen[2]
+
+
+def test_adapter_sync_equals_the_adapter_from_files(tmp_path):
+    """Within a tolerance that the adapter of the sync before fails tenfold."""
+    model = policy(tmp_path / "policy", with_lora=True)
+    sampler = engine(model, "int8", lora_sync="adapter")
+    scores = []
+    for step in range(3):
+        update(model, seed=step)
+        sampler.sync_weights()
+        model.save_pretrained(tmp_path / f"adapter-{step}")
+        options = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": LINEARS}
+        options["load_format"] = "trl_quant"  # vLLM's own loader leaves INT8 layers that LoRA cannot wrap without AMX
+        base = fresh(model.get_base_model(), "int8", tmp_path / "base", **options)
+        ours = score(sampler.llm)
+        theirs = score(base, lora_request=LoRARequest("policy", 1, str(tmp_path / f"adapter-{step}")))
+        error = (ours - theirs).abs().mean()
+        assert error < 0.01
+        assert all((ours - before).abs().mean() > 10 * max(error, 0.01) for before in [*scores, score(base)])
+        scores.append(ours)
+
+
+def test_adapter_scales_differ_by_layer(tmp_path):
+    """`alpha_pattern` and `rank_pattern`, which vLLM's own loader of adapters ignores."""
+    config = LoraConfig(
+        r=4, lora_alpha=4, alpha_pattern={"o_proj": 24}, rank_pattern={"down_proj": 8}, target_modules="all-linear"
+    )
+    config.init_lora_weights = False
+    model = get_peft_model(policy(tmp_path / "policy"), config)
+    adapter, merged = engine(model, "bf16", lora_sync="adapter"), engine(model, "bf16")
+    assert adapter.llm.llm_engine.vllm_config.lora_config.max_lora_rank == 8
+    for sampler in (adapter, merged):
+        sampler.sync_weights()
+    assert (score(adapter.llm) - score(merged.llm)).abs().mean() < 0.03
+    config.alpha_pattern.clear()
+    for name, layer in model.named_modules():
+        if name.endswith("o_proj"):
+            layer.scaling["default"] = 1.0
+    adapter.sync_weights()
+    assert (score(adapter.llm) - score(merged.llm)).abs().mean() > 0.3
+
+
+def test_noise_is_the_embedded_engines_and_goes_again(tmp_path):
+    model = policy(tmp_path / "policy", tied=False)
+    sampler = engine(model, "bf16")
+    sampler.sync_weights()
+    clean = greedy(sampler.llm)
+
+    noise = RolloutNoise(sigma=0.05, seed=3, step=7)
+    noised = copy.deepcopy(model)
+    for name, param in noised.named_parameters():
+        if name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight")):
+            param.data = norm_noise(param.data, 0.05, 3, 7, name)
+    expected = greedy(fresh(noised, "bf16", tmp_path / "noised"))
+    for _ in range(2):  # it does not accumulate
+        sampler.noise = noise
+        sampler.generate([[1, 2, 3]], None, 1)
+        assert greedy(sampler.llm) == expected != clean
+    sampler.noise = RolloutNoise(sigma=0.05, seed=3, step=8)
+    sampler.generate([[1, 2, 3]], None, 1)
+    assert greedy(sampler.llm) != expected
+    sampler.noise = RolloutNoise()
+    sampler.generate([[1, 2, 3]], None, 1)
+    assert greedy(sampler.llm) == clean
+    sampler.noise = noise
+    sampler.generate([[1, 2, 3]], None, 1)
+    sampler.sync_weights()  # a sync brings clean weights, and noise comes back before the next samples
+    assert greedy(sampler.llm) == clean
+    sampler.generate([[1, 2, 3]], None, 1)
+    assert greedy(sampler.llm) == expected
+
+
+def test_noise_counts_its_norms(tmp_path, monkeypatch):
+    sampler = engine(policy(tmp_path / "policy"), "bf16")
+    sampler.noise = RolloutNoise(sigma=0.05)
+    monkeypatch.setattr(sampler, "_policy_names", lambda: [f"model.layers.0.{n}.weight" for n in NORMS])
+    with pytest.raises(ValueError, match=r"zip\(\) argument"):
+        sampler.generate([[1, 2, 3]], None, 1)
+
+
+def test_onednn_keeps_the_scales_it_points_to(tmp_path, monkeypatch):
+    """Without AMX, oneDNN reads the scale at the address it was given: that tensor must outlive the reload."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    given = []
+    create = ops.create_onednn_scaled_mm
+    monkeypatch.setattr(ops, "create_onednn_scaled_mm", lambda w, s, *a: given.append(s.data_ptr()) or create(w, s, *a))
+    model = policy(tmp_path / "policy")
+    sampler = engine(model, "int8")
+    for step in range(2):
+        update(model, seed=step)
+        given.clear()
+        sampler.sync_weights()
+        kept = sampler.llm.apply_model(
+            lambda m: [x.scheme.kernel.kept_scale.data_ptr() for x in linear_layers(m).values()]
+        )
+        assert sorted(given) == sorted(kept[0])
+        assert greedy(sampler.llm) == greedy(fresh(model, "int8", tmp_path / str(step)))
+
+
+def test_metrics_equal_the_embedded_engines(tmp_path):
+    model = policy(tmp_path / "policy")
+    engines = [
+        engine(model, "int8"),
+        TransformersEngine(model, Accelerator(cpu=True), tiny_tokenizer(), precision="int8", max_completion_length=4),
+    ]
+    for step in range(2):
+        update(model, seed=step)
+        for sampler in engines:
+            sampler.sync_weights()
+        ours, theirs = (sampler.sync_metrics for sampler in engines)
+        assert ours == pytest.approx(theirs) and len(ours) == 1 + step
+        assert 0.003 < ours["weights/normalized_quantization_error"] < 0.02
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_failed_reload_names_the_tensor_and_ends_the_engine(tmp_path, precision, monkeypatch):
+    model = policy(tmp_path / "policy")
+    sampler = engine(model, precision)
+    sampler.sync_weights()
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data[3, 4] = float("nan")
+    if precision == "bf16":  # which takes any number
+        monkeypatch.setattr(sampler, "_iter_named_params", lambda: broken(model))
+    with pytest.raises(RuntimeError, match=r"failed at `model.layers.1.mlp.up_proj.weight`.*cannot be used any more"):
+        sampler.sync_weights()
+    weight.data[3, 4] = 0.0
+    monkeypatch.undo()
+    for use in (sampler.sync_weights, sampler.check_sync, lambda: sampler.generate([[1, 2, 3]], None, 1)):
+        with pytest.raises(RuntimeError, match="cannot be used any more"):
+            use()
+
+
+def broken(model):
+    for name, param in model.named_parameters():
+        if name == "model.layers.1.mlp.up_proj.weight":
+            raise OSError("the network went away")
+        yield name, param.data
+        if name == "model.layers.1.mlp.gate_proj.weight":
+            yield "model.layers.1.mlp.up_proj.weight", torch.zeros(3, 3)
+
+
+def test_incomplete_stream(tmp_path, monkeypatch):
+    model = policy(tmp_path / "policy")
+    sampler = engine(model, "int8")
+    names = [(n, p.data) for n, p in model.named_parameters() if "layers.1.post_attention_layernorm" not in n]
+    monkeypatch.setattr(sampler, "_iter_named_params", lambda: iter(names))
+    with pytest.raises(RuntimeError, match=r"no weights for model.layers.1.post_attention_layernorm"):
+        sampler.sync_weights()
+
+
+def test_prepared_checkpoint_is_used_as_it_is(tmp_path):
+    model = policy(tmp_path / "policy")
+    prepared = quantize_checkpoint(tmp_path / "policy", tmp_path / "prepared", "int8")
+    expected = greedy(fresh(model, "int8", tmp_path / "fresh"))
+    model.name_or_path = str(prepared)
+    sampler = engine(model, "int8")
+    assert greedy(sampler.llm) == expected  # before any sync
+    update(model, seed=0)
+    sampler.sync_weights()
+    assert greedy(sampler.llm) == greedy(fresh(model, "int8", tmp_path / "updated"))
+    with pytest.raises(ValueError, match=r"rollout_precision.*'bf16'.*quantized to 'int8'"):
+        engine(model, "bf16")
+
+
+def test_starts_with_the_checkpoints_weights(tmp_path):
+    model = policy(tmp_path / "policy")
+    assert greedy(engine(model, "int8").llm) == greedy(fresh(model, "int8", tmp_path / "fresh"))
+
+
+def test_wrong_kernels_are_refused(tmp_path):
+    sampler = engine(policy(tmp_path / "policy"), "bf16")
+    with pytest.raises(RuntimeError, match=r"'int8'.*8 linear layers.*qkv_proj: UnquantizedLinearMethod.*W8A8Int8"):
+        sampler.llm.apply_model(lambda model: check_kernels(model, "int8"))
+    assert sampler.llm.apply_model(lambda model: check_kernels(model, "bf16")) == ["8 x UnquantizedLinearMethod"]
+    # what vLLM takes for a quantization and leaves dense models alone with
+    quiet = fresh(policy(tmp_path / "quiet"), "bf16", tmp_path / "q", quantization="int8_per_channel_weight_only")
+    with pytest.raises(RuntimeError, match="8 linear layers"):
+        quiet.apply_model(lambda model: check_kernels(model, "int8"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"precision": "nvfp4"}, ["nvfp4", "CPU", "'int8'", "use_vllm=False"]),
+        ({"precision": "fp8"}, ["fp8", "CPU", "'bf16'", "use_vllm=False"]),
+        ({"enable_sleep_mode": True}, ["vllm_enable_sleep_mode", "CPU", "kv_cache_memory_bytes"]),
+        ({"lora_sync": "adapter"}, ["lora_sync", "peft_config", "merge"]),
+        (
+            {"max_model_length": 2048, "engine_kwargs": {**SMALL, "kv_cache_memory_bytes": 1 << 19}},
+            ["memory", "vllm_max"],
+        ),
+    ],
+)
+def test_refusals(tmp_path, options, words):
+    with pytest.raises(ValueError) as refusal:
+        engine(policy(tmp_path / "policy"), **{"precision": "bf16"} | options)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_other_versions_are_refused(tmp_path, monkeypatch):
+    model = policy(tmp_path / "policy")
+    for version in ("0.25.1", "0.32.0"):
+        monkeypatch.setattr("vllm.__version__", version)
+        with pytest.raises(ImportError, match=rf"vLLM {version} is installed.*>= 0.26, < 0.32"):
+            engine(model, "bf16")
+
+
+def test_unknown_architecture_is_refused(tmp_path):
+    model = policy(tmp_path / "policy")
+    config = json.loads((tmp_path / "policy/config.json").read_text())
+    (tmp_path / "policy/config.json").write_text(json.dumps(config | {"architectures": ["NobodysForCausalLM"]}))
+    with pytest.raises(ValueError, match=r"NobodysForCausalLM.*use_vllm=False"):
+        engine(model, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"r": 640}, ["640", "512", "merge"]),
+        ({"use_dora": True}, ["use_dora", "merge"]),
+        ({"modules_to_save": ["lm_head"]}, ["modules_to_save", "merge"]),
+        ({"bias": "all"}, ["bias", "merge"]),
+        ({"target_modules": ["q_proj", "lm_head"]}, ["lm_head", "merge"]),
+    ],
+)
+def test_adapters_that_vllm_cannot_hold(tmp_path, change, words):
+    settings = {"r": 4, "target_modules": ["q_proj", "down_proj"]} | change
+    model = get_peft_model(policy(tmp_path / "policy", tied=False), LoraConfig(**settings))
+    with pytest.raises(ValueError) as refusal:
+        engine(model, "bf16", lora_sync="adapter")
+    assert all(word in str(refusal.value) for word in words), refusal.value

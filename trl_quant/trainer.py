@@ -16,7 +16,7 @@ from .config import AISGRPOConfig, QuantGRPOConfig
 from .corrections import CORRECTIONS, CorrectionInputs
 from .noise import sigma
 from .norms import family_of
-from .rollout import RolloutEngine, RolloutNoise, engine_of
+from .rollout import RolloutEngine, RolloutNoise, VLLMEngine, engine_of
 from .scaling import scale_model, uaq_applied
 
 
@@ -131,6 +131,26 @@ class QuantGRPOTrainer(GRPOTrainer):
         )
         self._metrics["train"]["noise/sigma"].append(value)
         return RolloutNoise(value, args.seed, step)
+
+    def check_sync(self) -> dict[str, float]:
+        """
+        Compares the vLLM engine with the policy at once, as is done every `sync_check_steps`; syncs first where the
+        next generation would.
+
+        Returns:
+            `dict[str, float]`: `sync_check/logp_difference`, the mean |difference| of their log-probabilities in nats a
+            token, and `sync_check/bound`, what the format explains.
+
+        Raises:
+            `RuntimeError`: if the engine's weights are stale, corrupted, or those of the base model alone.
+            `ValueError`: without a vLLM engine of ours.
+        """
+        if not isinstance(self._engine, VLLMEngine):
+            raise ValueError("`check_sync` checks vLLM engines: set `use_vllm=True` and a `rollout_precision`.")
+        if self.state.global_step != self._last_loaded_step:
+            self._engine.sync_weights()
+            self._last_loaded_step = self.state.global_step
+        return self._engine.check_sync()
 
     # Correct: what the tokens of the quantized sampler are worth
 

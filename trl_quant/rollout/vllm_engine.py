@@ -22,7 +22,7 @@ from ..noise import noised_norms, norm_noise
 from .base import RolloutEngine, RolloutNoise
 from .vllm_support import (
     ONLINE,
-    check_adapter,
+    adapter_arguments,
     check_architecture,
     check_precision,
     check_prepared,
@@ -72,6 +72,10 @@ class VLLMEngine(RolloutEngine):
         self._current = False  # whether the engine holds the weights of the last sync
         self._streaming = "the first tensor"
         self._failure: str | None = None
+        self._syncs_to_check = 1  # the first is checked
+        self.last_check: dict | None = None
+        self.stale_cache = False
+        self._pushed: dict[str, Tensor] = {}
         self._clean_norms: dict[str, Tensor] = {}
         self._applied_noise = RolloutNoise()
         # TRL knows sleep level 2 alone, which would lose an adapter's base: it is told that there is no sleep mode.
@@ -82,6 +86,11 @@ class VLLMEngine(RolloutEngine):
     def _init_vllm(self):
         check_version()
         check_precision(self.precision)
+        if self.sleep_level and self.on_cpu:
+            raise ValueError(
+                "`vllm_enable_sleep_mode`=True, but vLLM has no sleep mode on a CPU. Leave it at False; a smaller "
+                "`kv_cache_memory_bytes` in `vllm_engine_kwargs` saves memory."
+            )
         from vllm.lora.request import LoRARequest
 
         from . import vllm_worker  # also registers the loader
@@ -94,6 +103,13 @@ class VLLMEngine(RolloutEngine):
 
         (kernels,) = self.llm.apply_model(partial(vllm_worker.check_kernels, precision=self.precision))
         logger.info("vLLM samples in %s: %s.", self.precision, kernels)
+        (self.product_errors,) = self.llm.apply_model(vllm_worker.int8_errors)
+        if max(self.product_errors.values(), default=0.0) > 2**-7:
+            logger.warning(
+                "This CPU has neither VNNI nor AMX: its INT8 products saturate and are off by %s (relative, by number "
+                "of inputs). INT8 samples are noisier here than elsewhere.",
+                {inputs: round(error, 4) for inputs, error in self.product_errors.items()},
+            )
         if self.lora_sync == "adapter":
             request = LoRARequest("policy", ADAPTER_ID, "in memory")
             self.llm.generate = partial(self.llm.generate, lora_request=request)
@@ -106,16 +122,24 @@ class VLLMEngine(RolloutEngine):
         arguments = {"dtype": "bfloat16", "quantization": ONLINE.get(self.precision), **self.engine_kwargs}
         arguments["enable_sleep_mode"] = self.sleep_level > 0
         # What is no linear layer of the decoder stays as it is
-        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        inside = set(policy.get_decoder().modules())
-        self.ignore = [name for name, m in policy.named_modules() if isinstance(m, nn.Linear) and m not in inside]
+        inside = set(self.policy.get_decoder().modules())
+        self.ignore = [name for name, m in self.policy.named_modules() if isinstance(m, nn.Linear) and m not in inside]
         prepared = check_prepared(config, self.precision)
         self.in_checkpoint_layout = prepared or self.precision not in ("bf16", *ONLINE)
         if self.in_checkpoint_layout:
             arguments |= layout_arguments(self.precision, self.ignore, self.accelerator.device, prepared, arguments)
         if self.lora_sync == "adapter":
-            arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": check_adapter(self.model, arguments)}
+            arguments |= adapter_arguments(self.model, arguments)
         return arguments
+
+    @property
+    def policy(self) -> nn.Module:
+        """The policy without PEFT's wrapper."""
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.accelerator.device.type == "cpu"
 
     # Sync
 
@@ -137,14 +161,16 @@ class VLLMEngine(RolloutEngine):
                 self._reload()
         except BaseException as error:
             self._failure = (
-                f"The sync of the {self.precision} vLLM engine failed at {self._streaming}: {error}. The engine is half "
-                "loaded and cannot be used any more; start the run again from its last checkpoint."
+                f"The sync of the {self.precision} vLLM engine failed at {self._streaming}: {error}. The engine is "
+                "half loaded and cannot be used any more; start the run again from its last checkpoint."
             )
             if isinstance(error, Exception):
                 raise RuntimeError(self._failure) from error
             raise
         self.llm.reset_prefix_cache()
+        self.stale_cache = _cached_blocks(self.llm) > 0
         self._current = True
+        self._syncs_to_check = max(0, self._syncs_to_check - 1)
 
     def _require_alive(self):
         if self._failure is not None:
@@ -168,9 +194,7 @@ class VLLMEngine(RolloutEngine):
             tensor = tensor.to(self.accelerator.device)
             if quantizes(name, tensor, self.ignore):
                 rows = tensor[: self.drift.rows(tensor)]
-                quantized = (
-                    rows.bfloat16() if self.precision == "bf16" else quantize(rows, self.precision).dequantize()
-                )
+                quantized = rows.bfloat16() if self.precision == "bf16" else quantize(rows, self.precision).dequantize()
                 self.drift.add(name, tensor, quantized)
             yield name, tensor
 
@@ -178,7 +202,14 @@ class VLLMEngine(RolloutEngine):
         """Sends A and B; B takes the adapter's scale, which may differ from layer to layer."""
         from . import vllm_worker
 
-        tensors, rank = {}, 0
+        tensors = self._adapter_tensors()
+        rank = max(len(tensor) for name, tensor in tensors.items() if name.endswith("lora_A.weight"))
+        config = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+        self.llm.collective_rpc(vllm_worker.push_adapter, args=(ADAPTER_ID, tensors, config))
+        self._pushed = tensors
+
+    def _adapter_tensors(self) -> dict[str, Tensor]:
+        tensors = {}
         for name, layer in self.model.named_modules():
             if isinstance(layer, BaseTunerLayer):
                 self._streaming = f"the adapter of `{name}`"
@@ -188,9 +219,15 @@ class VLLMEngine(RolloutEngine):
                     name = self._fix_param_name_to_vllm(name, extra_prefixes=["_fsdp_wrapped_module."])
                     tensors[f"{name}.lora_A.weight"] = self._full(a).clone()
                     tensors[f"{name}.lora_B.weight"] = self._full(b) * layer.scaling[adapter]
-                rank = max(rank, len(a))
-        config = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
-        self.llm.collective_rpc(vllm_worker.push_adapter, args=(ADAPTER_ID, tensors, config))
+        return tensors
+
+    def update_since_sync(self) -> float:
+        """How far the policy has moved from what was last sent to the engine, relative to its norm. Collective."""
+        if self.lora_sync == "merge":
+            return self.drift.update_since_sync(self._iter_named_params()) or 0.0
+        now = self._adapter_tensors()
+        update = torch.stack([(now[name] - sent).norm() for name, sent in self._pushed.items()]).norm()
+        return (update / torch.stack([sent.norm() for sent in self._pushed.values()]).norm()).item()
 
     # Noise
 
@@ -242,19 +279,51 @@ class VLLMEngine(RolloutEngine):
             self._asleep = {"weights", "kv_cache"}
             self._current = self._current and self.sleep_level == 1
 
+    # Self-check
+
+    @property
+    def tokenizer(self):
+        return getattr(self.processing_class, "tokenizer", self.processing_class)
+
+    def check_sync(self, quick: bool = False) -> dict[str, float]:
+        """Compares the engine with the policy now, both without noise; see [`~rollout.self_check.self_check`]."""
+        from .self_check import self_check
+
+        self._be_ready()
+        self._lay_noise(RolloutNoise())
+        metrics = self_check(self, quick)
+        if not quick:
+            self._syncs_to_check = self.sync_check_steps
+        self.sync_metrics = {**self.sync_metrics, **metrics}
+        return metrics
+
     # Generate
 
-    def generate(self, prompts, images, num_generations, profiler=None):
-        """See TRL's `VLLMGeneration.generate`. Syncs first where the engine lost the weights, or never had them."""
+    def _be_ready(self) -> bool:
+        """Wakes the engine, and syncs it where it lost the weights or never had them; whether it had been asleep."""
         self._require_alive()
+        woken = bool(self._asleep)
         self._wake("weights")
         if not self._current:
             self.sync_weights()
         self._wake("kv_cache")
+        return woken
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        """See TRL's `VLLMGeneration.generate`."""
+        woken = self._be_ready()
+        if self.sync_check_steps and (self._syncs_to_check == 0 or woken):
+            self.check_sync(quick=self._syncs_to_check > 0)
         self._lay_noise(self.noise)
         output = super().generate(prompts, images, num_generations, profiler)
         self._sleep()
         return output
+
+
+def _cached_blocks(llm) -> int:
+    """Blocks of keys and values that the prefix cache would serve again."""
+    manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    return len(manager.block_pool.cached_block_hash_to_block)
 
 
 @contextmanager

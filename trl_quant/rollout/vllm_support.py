@@ -146,13 +146,13 @@ def check_prepared(config, precision: str) -> bool:
     if method != "compressed-tensors" or precision not in names:
         raise ValueError(
             f"`rollout_precision`={precision!r}, but the model is a checkpoint quantized to "
-            f"{', '.join(map(repr, names)) or method!r}. Use that precision, or the 16-bit checkpoint."
+            f"{', '.join(map(repr, names)) or method}. Use that precision, or the 16-bit checkpoint."
         )
     return True
 
 
 def layout_arguments(precision: str, ignore: list[str], device: torch.device, prepared: bool, given: dict) -> dict:
-    """Arguments with which vLLM builds a model in compressed-tensors' layout, from a checkpoint in it or a wider one."""
+    """Arguments with which vLLM builds a model in compressed-tensors' layout, from a checkpoint in it or a wide one."""
     arguments = {"quantization": None, "load_format": "trl_quant"}
     if not prepared:
         arguments["model_loader_extra_config"] = {"format": precision, "ignore": ignore, "device": str(device)}
@@ -163,9 +163,10 @@ def layout_arguments(precision: str, ignore: list[str], device: torch.device, pr
     return arguments
 
 
-def check_adapter(model, engine_kwargs: dict) -> int:
+def adapter_arguments(model, given: dict) -> dict:
     """
-    The least `max_lora_rank` of vLLM that takes the model's adapter.
+    Arguments with which vLLM holds the model's adapter. Naming its layers leaves the others without LoRA's kernels, the
+    head among them, whose logits of prompts vLLM 0.31 cannot compute under LoRA.
 
     Raises:
         `ValueError`: for a model without one, or with one that vLLM cannot hold as an adapter.
@@ -184,14 +185,24 @@ def check_adapter(model, engine_kwargs: dict) -> int:
             raise ValueError(f"`lora_sync`='adapter': vLLM does not run an adapter's `{field}`. {instead}")
     if config.bias != "none":
         raise ValueError(f"`lora_sync`='adapter': vLLM does not run an adapter's `bias`={config.bias!r}. {instead}")
+    leaves = set()
     for name, layer in model.named_modules():
-        if isinstance(layer, BaseTunerLayer) and not isinstance(layer.get_base_layer(), torch.nn.Linear):
-            raise ValueError(f"`lora_sync`='adapter' takes adapters of linear layers, and `{name}` is none. {instead}")
+        if isinstance(layer, BaseTunerLayer):
+            leaves.add(name.rpartition(".")[2])
+            if not isinstance(layer.get_base_layer(), torch.nn.Linear) or "lm_head" in leaves:
+                raise ValueError(
+                    f"`lora_sync`='adapter' takes adapters of the decoder's linear layers, not `{name}`. {instead}"
+                )
     from vllm.config.lora import MaxLoRARanks
 
     ranks = sorted(get_args(MaxLoRARanks))
-    limit = engine_kwargs.get("max_lora_rank", ranks[-1])
+    limit = given.get("max_lora_rank", ranks[-1])
     rank = max([config.r, *(config.rank_pattern or {}).values()])
     if rank > limit:
         raise ValueError(f"The adapter's rank {rank} is above vLLM's limit, `max_lora_rank`={limit}. {instead}")
-    return engine_kwargs.get("max_lora_rank", next(r for r in ranks if r >= rank))
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": given.get("max_lora_rank", next(r for r in ranks if r >= rank)),
+        "lora_target_modules": sorted(leaves),
+    }

@@ -1,0 +1,185 @@
+"""The self-check lets right engines pass and names what is wrong with each broken one."""
+
+import pytest
+import torch
+from vllm_engines import engine, fp8_block_anywhere, policy, update
+
+from trl_quant.rollout.base import WeightDrift
+
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def synced(tmp_path_factory):
+    """Engines that took a sync of a moving policy after their last check. Every test leaves what a sync repairs."""
+    built = {}
+
+    def get(precision="int8", lora_sync=None, dtype=torch.bfloat16):
+        key = precision, lora_sync, dtype
+        if key not in built:
+            model = policy(tmp_path_factory.mktemp("policy"), with_lora=lora_sync is not None, dtype=dtype)
+            built[key] = engine(model, precision, lora_sync=lora_sync or "merge", sync_check_steps=50)
+        sampler = built[key]
+        sampler.sync_weights()
+        sampler.check_sync()
+        update(sampler.model, seed=1, size=0.005)
+        sampler.sync_weights()
+        return sampler
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("lora_sync", "dtype"),
+    [(None, torch.bfloat16), (None, torch.float32), ("merge", torch.float32), ("adapter", torch.bfloat16)],
+)
+@pytest.mark.parametrize("precision", ["bf16", "int8", "fp8_block"])
+def test_a_right_engine_passes(synced, precision, dtype, lora_sync, monkeypatch):
+    if precision == "fp8_block":
+        fp8_block_anywhere(monkeypatch)
+    found = synced(precision, lora_sync, dtype).check_sync()
+    assert 0 < found["sync_check/logp_difference"] < 0.75 * found["sync_check/bound"]
+    # A zeroed layer, or a missing adapter, of these models makes a difference of about 1 nat.
+    assert found["sync_check/bound"] < {"bf16": 0.1, "fp8_block": 0.1, "int8": 0.7}[precision]
+
+
+def test_skipped_sync(synced):
+    sampler = synced()
+    update(sampler.model, seed=2, size=1e-3)  # far below what the format could show
+    with pytest.raises(RuntimeError, match="stale: the policy has moved"):
+        sampler.check_sync()
+    sampler.sync_weights()
+    sampler.check_sync()
+
+
+def test_skipped_adapter(synced):
+    sampler = synced(lora_sync="adapter")
+    update(sampler.model, seed=2, size=1e-3)
+    with pytest.raises(RuntimeError, match="stale: the policy has moved"):
+        sampler.check_sync()
+    sampler.sync_weights()
+    sampler.check_sync()
+
+
+def test_weights_of_the_last_step(synced, monkeypatch):
+    sampler = synced()
+    old = [(name, tensor.clone()) for name, tensor in sampler._iter_named_params()]
+    update(sampler.model, seed=2, size=1e-3)
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler, "_iter_named_params", lambda: iter(old))
+        sampler.sync_weights()
+    with pytest.raises(RuntimeError, match="stale: the policy has moved"):
+        sampler.check_sync()
+
+
+def test_reload_that_changes_nothing(synced, monkeypatch):
+    sampler = synced()
+    sampler.check_sync()
+    update(sampler.model, seed=2, size=0.1)
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler.llm, "collective_rpc", lambda function, kwargs: list(kwargs["stream"]))
+        sampler.sync_weights()
+    with pytest.raises(RuntimeError, match="stale: the engine computes what it computed before"):
+        sampler.check_sync()
+
+
+@pytest.mark.parametrize(
+    ("precision", "layer"),
+    [("bf16", "mlp.gate_up_proj"), ("int8", "self_attn.o_proj"), ("int8", "post_attention_layernorm")],
+)
+def test_zeroed_layer(synced, precision, layer):
+    sampler, handles = synced(precision), []
+
+    def zero(model):
+        module = model.get_submodule(f"model.layers.1.{layer}")
+        if hasattr(module, "quant_method"):  # vLLM packs weights where it likes: zero what comes out
+            handles.append(module.register_forward_hook(lambda module, args, output: (output[0] * 0, output[1])))
+        else:
+            module.weight.zero_()
+
+    sampler.llm.apply_model(torch.no_grad()(zero))
+    sampler.llm.reset_prefix_cache()
+    with pytest.raises(RuntimeError, match="corrupted"):
+        sampler.check_sync()
+    for handle in handles:
+        handle.remove()
+
+
+def test_not_a_number(synced):
+    sampler = synced()
+    sampler.llm.apply_model(lambda model: model.model.norm.weight.data.fill_(float("nan")))
+    with pytest.raises((RuntimeError, ValueError)):
+        sampler.check_sync()
+
+
+def test_adapter_not_applied(synced, monkeypatch):
+    sampler = synced(lora_sync="adapter")
+    monkeypatch.setattr(sampler.llm, "generate", sampler.llm.generate.func)
+    sampler.llm.reset_prefix_cache()
+    with pytest.raises(RuntimeError, match="base-only"):
+        sampler.check_sync()
+
+
+def test_adapter_not_merged(synced, monkeypatch):
+    sampler = synced(lora_sync="merge")
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler, "_merge", lambda layer: dict(layer.get_base_layer().named_parameters()))
+        sampler.sync_weights()
+        sampler.drift = WeightDrift()  # its bookkeeping would tell, too
+    with pytest.raises(RuntimeError, match="base-only"):
+        sampler.check_sync()
+
+
+def test_wrong_adapter(synced, monkeypatch):
+    sampler = synced(lora_sync="adapter")
+    right = sampler._adapter_tensors
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler, "_adapter_tensors", lambda: {name: t.flip(0) for name, t in right().items()})
+        sampler.sync_weights()
+    sampler._pushed = right()
+    with pytest.raises(RuntimeError, match="corrupted"):
+        sampler.check_sync()
+
+
+def test_prefix_cache_not_reset(synced, monkeypatch):
+    sampler = synced()
+    sampler.check_sync()
+    update(sampler.model, seed=2, size=1e-3)
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler.llm, "reset_prefix_cache", lambda: True)
+        sampler.sync_weights()
+    with pytest.raises(RuntimeError, match="stale: the prefix cache"):
+        sampler.check_sync()
+
+
+def test_when_it_runs(tmp_path, monkeypatch):
+    """After the first sync, then every `sync_check_steps` syncs, however often the engine samples; never with 0."""
+    sampler = engine(policy(tmp_path), "bf16", sync_check_steps=3)
+    quick_or_not = []
+    check = sampler.check_sync
+    monkeypatch.setattr(sampler, "check_sync", lambda quick=False: quick_or_not.append(quick) or check(quick))
+    seen = []
+    for _ in range(7):
+        sampler.sync_weights()
+        for _ in range(2):
+            sampler.generate([[1, 2, 3]], None, 1)
+        seen.append(len(quick_or_not))
+    assert seen == [1, 1, 1, 2, 2, 2, 3]
+    sampler.sync_check_steps = 0
+    sampler.sync_weights()
+    sampler.generate([[1, 2, 3]], None, 1)
+    assert len(quick_or_not) == 3 and not any(quick_or_not)
+
+
+def test_it_leaves_the_policy_as_it_was(synced):
+    sampler = synced(lora_sync="merge")
+    sampler.model.train()
+    before = {name: p.clone() for name, p in sampler.model.named_parameters()}
+    state = torch.get_rng_state()
+    output = sampler.model(torch.tensor([[1, 2, 3]])).logits
+    sampler.check_sync()
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(module.training for module in sampler.model.modules())
+    assert all(torch.equal(before[name], p) for name, p in sampler.model.named_parameters())
+    assert torch.equal(output, sampler.model(torch.tensor([[1, 2, 3]])).logits)

@@ -1,0 +1,268 @@
+r"""
+Does the engine sample from the policy? Its log-probabilities against those of the policy's own forward.
+
+The reference is the trainer's model itself, with each linear layer of the decoder computing, for the duration of one
+forward, what it computes in the engine's format: `Y = Q(X) Q(W + BA)^T`, through `formats`, one layer at a time. What
+is left between the two is the order of sums: kernels differ in the last bit of BF16, and a last bit may move a code to
+the next one. The bound on that comes from the format and the model as they are: the same reference forward with every
+linear layer's output off by up to one BF16 rounding, `y (1 + 2^-8 u)`, u uniform in [-1, 1], moves by
+
+    d = mean |log p_jittered - log p_reference|        and the engine must stay within   SLACK * d + FLOOR.
+
+Weights that lag behind or an adapter that is missing may differ by less than any such bound. Those are found exactly,
+by comparing what the policy holds with what was last sent to the engine.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from accelerate.utils import gather_object, is_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from ..formats.checkpoint import FUSED
+from .transformers_engine import QuantizedLinear
+
+
+SLACK = 4.0
+FLOOR = 2e-3  # nats
+SAME = 1e-7  # relative
+NEW_TOKENS = 4
+TEXTS = (
+    "To find how many apples are left, start from what was bought and take away what was eaten. Ana bought 3 bags with "
+    "12 apples each, so she had 3 * 12 = 36 apples. She gave 7 to her brother and ate 2 a day for 5 days, which makes "
+    "7 + 2 * 5 = 17. Then 36 - 17 = 19 apples are left. The answer is 19. Check: 19 + 17 = 36, as it should be. ",
+    "def running_mean(values, window):\n    total, means = 0.0, []\n    for index, value in enumerate(values):\n"
+    "        total += value\n        if index >= window:\n            total -= values[index - window]\n"
+    "        means.append(total / min(index + 1, window))\n    return means\n\n\nprint(running_mean([4, 8, 15], 2))\n",
+    "The river rises in the hills north of the town, runs past two mills and an old stone bridge, and reaches the sea "
+    "after a day's walk. In spring the meadows along it are under water; in August children cross it on foot. Nobody "
+    "remembers who built the bridge, but a date is cut into its middle arch, and every year somebody paints it white. ",
+)
+
+
+def check_sequences(tokenizer, length: int) -> list[list[int]]:
+    """The texts as token ids, `length` of each: the same on every rank, natural language, longer than a cache block."""
+    sequences = []
+    for text in TEXTS:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        sequences.append((ids * (length // len(ids) + 1))[:length])
+    return sequences
+
+
+def engine_logps(llm, prompts: list[list[int]]) -> tuple[list[list[int]], list[Tensor]]:
+    """
+    Has the engine continue the prompts, from its prefix cache where it has one, and score them, without it.
+
+    Returns:
+        `(list[list[int]], list[torch.Tensor])`: the prompts with their continuations, and the log-probability of each
+        token but the first, shape (length - 1,), in nats.
+    """
+    from vllm import SamplingParams
+
+    inputs = [{"prompt_token_ids": ids} for ids in prompts]
+    # Greedily, which leaves the random state of the run's samples alone
+    continuing = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+    sampled = llm.generate(inputs, continuing, use_tqdm=False)
+    scored = llm.generate(inputs, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    sequences, logps = [], []
+    for ids, continued, prompt in zip(prompts, sampled, scored, strict=True):
+        new = list(continued.outputs[0].token_ids)
+        steps = [*prompt.prompt_logprobs[1:], *continued.outputs[0].logprobs]
+        sequences.append(ids + new)
+        logps.append(torch.tensor([step[t].logprob for t, step in zip(sequences[-1][1:], steps, strict=True)]))
+    return sequences, logps
+
+
+@torch.no_grad()
+def policy_logps(model: nn.Module, sequences: list[list[int]], device: torch.device) -> list[Tensor]:
+    """The policy's log-probability of each token but the first of each sequence, in BF16 as the engine computes."""
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.autocast(device.type, torch.bfloat16):
+            logps = []
+            for ids in sequences:
+                tokens = torch.tensor([ids], device=device)
+                logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+                logps.append(logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].cpu())
+            return logps
+    finally:
+        for module, training in was_training.items():
+            module.training = training
+
+
+def mean_difference(left: Iterable[Tensor], right: Iterable[Tensor]) -> float:
+    """Mean |difference| over all tokens; infinite where one of them is not a number."""
+    difference = (torch.cat(list(left)) - torch.cat(list(right))).abs().mean().item()
+    return difference if difference == difference else float("inf")
+
+
+def self_check(engine, quick: bool = False) -> dict[str, float]:
+    """
+    Compares engine and policy. Collective: every rank checks its own engine, and all of them raise if one does.
+
+    Args:
+        engine ([`VLLMEngine`]): The engine, awake and without noise.
+        quick (`bool`, *optional*, defaults to `False`):
+            Scores one text, against the unquantized policy: the two may then differ by twice what the last whole check
+            found between them, plus its bound.
+
+    Returns:
+        `dict[str, float]`: `sync_check/logp_difference` and `sync_check/bound`, in nats.
+
+    Raises:
+        `RuntimeError`: if the engine's weights are stale, corrupted, or those of the base model alone.
+    """
+    device, last = engine.accelerator.device, engine.last_check
+    lag = engine.update_since_sync()
+    prompts = check_sequences(engine.tokenizer, _length(engine.llm))
+    sequences, sampled = engine_logps(engine.llm, prompts[:1] if quick else prompts)
+    plain = None
+    if engine.sleep_level:  # what a quick check after a wake-up is held against
+        plain = mean_difference(sampled, policy_logps(engine.model, sequences, device))
+    if quick:
+        difference, bound = plain, 2 * last["plain"] + last["bound"]
+    else:
+        reference = Reference(engine)
+        expected = reference.logps(sequences)
+        difference = mean_difference(sampled, expected)
+        bound = SLACK * mean_difference(reference.logps(sequences, jitter=True), expected) + FLOOR
+        engine.last_check = {"plain": plain, "bound": bound, "logps": sampled}
+
+    fault = None
+    if lag > SAME:
+        fault = f"stale: the policy has moved since the last sync, by {lag:.1e} of its norm"
+    elif engine.stale_cache:
+        fault = "stale: the prefix cache still holds keys and values from before the last sync"
+    elif not difference <= bound:
+        fault = _describe(engine, sequences, sampled, bound, last)
+    fault = next((found for found in gather_object([fault]) if found), None)
+    if fault is not None:
+        raise RuntimeError(
+            f"The {engine.precision} vLLM engine does not sample from the policy. Its weights are {fault}. Its "
+            f"log-probabilities differ from the policy's by {difference:.4f} nats a token on average; the format "
+            f"explains up to {bound:.4f}."
+        )
+    return {"sync_check/logp_difference": difference, "sync_check/bound": bound}
+
+
+def _length(llm) -> int:
+    """Tokens per text: two cache blocks and a part of a third, where the engine takes so many."""
+    config = llm.llm_engine.vllm_config
+    return min(max(2 * config.cache_config.block_size + 32, 160), config.model_config.max_model_len - NEW_TOKENS)
+
+
+def _describe(engine, sequences: list[list[int]], sampled: list[Tensor], bound: float, last: dict | None) -> str:
+    """Which of the known faults explains the engine's log-probabilities."""
+    if is_peft_model(engine.model):
+        base = mean_difference(sampled, Reference(engine).logps(sequences, adapted=False))
+        if base <= bound:
+            return f"base-only: the adapter does not act (without it the difference is {base:.4f})"
+    prompts = [len(ids) - NEW_TOKENS - 1 for ids in sequences]
+    if last is not None and all(torch.equal(a[:n], b[:n]) for a, b, n in zip(sampled, last["logps"], prompts)):
+        return "stale: the engine computes what it computed before the last syncs"
+    return "corrupted: neither the policy's, nor those of a sync before"
+
+
+class Reference:
+    """
+    The policy's forward as the engine should compute it.
+
+    Parameters:
+        engine ([`VLLMEngine`]): Whose policy, precision and way of syncing adapters are taken.
+    """
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.precision = engine.precision
+        # What vLLM does with inputs where it is not what the format says: on a CPU fp8_block leaves them alone, and
+        # fp8_tensor has a scale per token.
+        self.inputs = {"fp8_tensor": "fp8", "fp8_block": "bf16" if engine.on_cpu else "fp8_block"}.get(
+            self.precision, self.precision
+        )
+        self.product_errors = engine.product_errors
+        self._jitter: torch.Generator | None = None
+
+    def logps(self, sequences: list[list[int]], adapted: bool = True, jitter: bool = False) -> list[Tensor]:
+        """Log-probabilities as [`policy_logps`]; without the adapters, or one rounding off, on request."""
+        device = self.engine.accelerator.device
+        self._jitter = torch.Generator(device).manual_seed(0) if jitter else None
+        with self._exchanged(adapted):
+            return policy_logps(self.engine.model, sequences, device)
+
+    @contextmanager
+    def _exchanged(self, adapted: bool) -> Iterator[None]:
+        """Context in which the decoder's linear layers compute in the engine's format."""
+        policy = self.engine.policy
+        merged = adapted and self.engine.lora_sync == "merge"
+        kinds = BaseTunerLayer | nn.Linear
+        layers = {name: module for name, module in policy.named_modules() if isinstance(module, kinds)}
+        inside = set(policy.get_decoder().modules())
+        hook = policy.get_output_embeddings().register_forward_hook(lambda head, args, output: self._rounded(output))
+        exchanged = []
+        for name, layer in layers.items():
+            if layer not in inside or ".base_layer" in name or ".lora_" in name:
+                continue
+            parent, _, leaf = name.rpartition(".")
+            # Layers that vLLM fuses have one scale, or blocks that reach from one into the next
+            shared = self.precision in ("nvfp4", "fp8_tensor", "fp8_block")
+            fused = next((group for group in FUSED if shared and leaf in group), (leaf,))
+            group = [layers[f"{parent}.{part}"] for part in fused]
+            owner = layer if merged or not adapted else getattr(layer, "base_layer", layer)
+            owner.forward = partial(self._forward, layer, group, merged)
+            exchanged.append(owner)
+        try:
+            yield
+        finally:
+            hook.remove()
+            for owner in exchanged:
+                del owner.forward
+
+    def _forward(self, layer: nn.Module, group: list[nn.Module], merged: bool, x: Tensor, *args, **kwargs) -> Tensor:
+        """(..., in) to (..., out) in the engine's format, with scales over all layers of `group`."""
+        base = _base(layer)
+        linear = QuantizedLinear(base, self.precision, torch.bfloat16)
+        weights = [self._weight(part, merged) for part in group]
+        linear.load(torch.cat(weights) if len(weights) > 1 else weights[0])
+        first = sum(len(weight) for weight in weights[: group.index(layer)])
+        rows = slice(first, first + base.out_features)
+        linear.weight = linear.weight[rows]
+        if linear.weight_scale is not None and linear.weight_scale.numel() > 1:
+            linear.weight_scale = linear.weight_scale[rows]
+        linear.bias, linear.precision = base.bias, self.inputs
+        y = linear(x.to(torch.bfloat16).float()).to(torch.bfloat16)  # float: scales of inputs are FP32 in the engine
+        return self._rounded(y, self.product_errors.get(base.in_features, 0.0))
+
+    @torch.no_grad()
+    def _weight(self, layer: nn.Module, merged: bool) -> Tensor:
+        """The weight of a linear layer in full, with its adapters added where they are `merged`."""
+        base = _base(layer)
+        with (
+            self.engine._dist.gather_params(list(layer.parameters())),
+            torch.autocast(self.engine.accelerator.device.type, enabled=False),
+        ):
+            weight = self.engine._dense(base, base.weight)
+            if merged and isinstance(layer, BaseTunerLayer):
+                if not isinstance(layer, LoraLayer) or layer.lora_variant:  # no sum: only PEFT knows how to merge it
+                    weight = self.engine._merge(layer)["weight"]
+                else:
+                    for adapter in layer.active_adapters:
+                        weight = (weight + layer.get_delta_weight(adapter)).to(weight.dtype)
+        # vLLM rounds to BF16 before it quantizes, and computes its scales in FP32; `formats` in the weight's own type
+        return weight if self.engine.in_checkpoint_layout else weight.to(torch.bfloat16).float()
+
+    def _rounded(self, y: Tensor, product_error: float = 0.0) -> Tensor:
+        """`y`, (tokens, out) or with leading dimensions; with jitter, one rounding and `product_error` off."""
+        if self._jitter is None:
+            return y
+        u = torch.rand(y.shape, generator=self._jitter, device=y.device) * 2 - 1
+        n = torch.randn(y.shape, generator=self._jitter, device=y.device)
+        return (y * (1 + 2.0**-8 * u) + product_error * y.float().square().mean(-1, True).sqrt() * n).to(y.dtype)
+
+
+def _base(layer: nn.Module) -> nn.Linear:
+    return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
