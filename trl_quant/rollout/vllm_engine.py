@@ -16,7 +16,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from ..formats import quantize
 from ..formats.checkpoint import checkpoint_stream, quantizes
 from ..noise import noised_norms, norm_noise
 from .base import RolloutEngine, RolloutNoise
@@ -28,6 +27,7 @@ from .vllm_support import (
     check_prepared,
     check_version,
     layout_arguments,
+    quantizer_on,
 )
 
 
@@ -86,6 +86,7 @@ class VLLMEngine(RolloutEngine):
     def _init_vllm(self):
         check_version()
         check_precision(self.precision)
+        self.quantize = quantizer_on(self.accelerator.device)
         if self.sleep_level and self.on_cpu:
             raise ValueError(
                 "`vllm_enable_sleep_mode`=True, but vLLM has no sleep mode on a CPU. Leave it at False; a smaller "
@@ -181,7 +182,7 @@ class VLLMEngine(RolloutEngine):
 
         stream = self._watched(self._iter_named_params())
         if self.in_checkpoint_layout:
-            stream = checkpoint_stream(stream, self.precision, self.ignore)
+            stream = checkpoint_stream(stream, self.precision, self.ignore, self.quantize)
         self.llm.collective_rpc(vllm_worker.reload, kwargs={"stream": stream})
         self.sync_metrics = self.drift.metrics()
         self._clean_norms.clear()
@@ -194,7 +195,9 @@ class VLLMEngine(RolloutEngine):
             tensor = tensor.to(self.accelerator.device)
             if quantizes(name, tensor, self.ignore):
                 rows = tensor[: self.drift.rows(tensor)]
-                quantized = rows.bfloat16() if self.precision == "bf16" else quantize(rows, self.precision).dequantize()
+                quantized = (
+                    rows.bfloat16() if self.precision == "bf16" else self.quantize(rows, self.precision).dequantize()
+                )
                 self.drift.add(name, tensor, quantized)
             yield name, tensor
 

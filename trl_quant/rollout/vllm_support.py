@@ -1,6 +1,7 @@
 """What vLLM can run here, asked before anything is loaded, and the arguments that make it run in a precision."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import get_args
 
 import torch
@@ -9,6 +10,7 @@ from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTunerLayer
 from trl.import_utils import is_vllm_available
 
+from ..formats import QuantizedTensor, quantize
 from ..formats.checkpoint import SCHEMES, quantization_config
 
 
@@ -47,6 +49,15 @@ RESERVED = {
     "logprobs_mode": "the trainer, which needs `'processed_logprobs'`",
     "seed": "the trainer's `seed`",
 }
+
+
+def quantizer_on(device: torch.device | str) -> Callable[..., QuantizedTensor]:
+    """`formats.quantize`, on a GPU by its Triton twin."""
+    if torch.device(device).type == "cuda":
+        from ..kernels.quantize import quantize as triton_quantize
+
+        return triton_quantize
+    return quantize
 
 
 def check_version() -> None:

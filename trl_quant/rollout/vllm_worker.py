@@ -22,6 +22,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ..formats import quantize
 from ..formats.checkpoint import checkpoint_stream
+from .vllm_support import quantizer_on
 
 
 # precision -> names of the classes that run a linear layer in it: vLLM's online method or the scheme of a checkpoint
@@ -57,7 +58,8 @@ class QuantizingLoader(DefaultModelLoader):
         weights = super().get_all_weights(model_config, model)
         if not self.arguments:
             return weights
-        return checkpoint_stream(((name, tensor.to(self.device)) for name, tensor in weights), **self.arguments)
+        on_device = ((name, tensor.to(self.device)) for name, tensor in weights)
+        return checkpoint_stream(on_device, quantizer=quantizer_on(self.device), **self.arguments)
 
     def load_weights(self, model, model_config):
         keep_onednn_scales(model)
