@@ -11,7 +11,9 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-torch._dynamo.config.disable = True
+GPU = torch.cuda.is_available()
+if not GPU:
+    torch._dynamo.config.disable = True
 
 from accelerate import Accelerator
 from peft import get_peft_model
@@ -19,7 +21,6 @@ from tiny import save_tiny, tiny_tokenizer
 from training import lora
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
-from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 
 from trl_quant.formats.checkpoint import quantize_checkpoint
 from trl_quant.rollout import VLLMEngine
@@ -27,6 +28,9 @@ from trl_quant.rollout.vllm_support import ONLINE
 
 
 SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True}
+if GPU:  # captured CUDA graphs, without the minutes that torch.compile takes
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+    SMALL |= {"enforce_eager": False, "compilation_config": graphs, "kv_cache_memory_bytes": 256 << 20}
 # longer than vLLM's cache blocks of 128 tokens on a CPU, and one that is not
 PROMPTS = [[(7 * i + 3) % 250 for i in range(200)], [(i * i) % 251 for i in range(140)], [5, 6, 7]]
 
@@ -62,7 +66,7 @@ def engine(model, precision: str, **options) -> VLLMEngine:
         "engine_kwargs": SMALL,
         "sync_check_steps": 0,
     }
-    built = VLLMEngine(model, Accelerator(cpu=True), tiny_tokenizer(), precision=precision, **settings | options)
+    built = VLLMEngine(model, Accelerator(cpu=not GPU), tiny_tokenizer(), precision=precision, **settings | options)
     _alive.append(built)
     return built
 
@@ -121,6 +125,7 @@ def fp8_block_anywhere(monkeypatch) -> None:
     """Where the CPU has no AMX, runs vLLM's own FP8 block layer around a stand-in for the multiplication alone."""
     if torch.cpu._is_amx_tile_supported():
         return
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 
     def apply_weights(self, layer, x, bias=None):
         scale = layer.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
@@ -134,3 +139,8 @@ def fp8_block_anywhere(monkeypatch) -> None:
     monkeypatch.setattr(CPUFp8BlockScaledMMKernel, "apply_weights", apply_weights)
     supported = dict.fromkeys(("bf16", "int8", "fp8_block"))
     monkeypatch.setattr("trl_quant.rollout.vllm_support.supported_precisions", lambda: supported)
+
+
+def keep(thing) -> None:
+    """Keeps what holds an engine until the end of all tests."""
+    _alive.append(thing)

@@ -1,0 +1,146 @@
+"""vLLM engines on a GPU, through the trainer, against engines that vLLM itself starts on the trained weights.
+
+    python3 -m pytest -m gpu -s tests/gpu/test_vllm_gpu.py
+
+About a minute per precision. `-s` shows what each self-check found.
+"""
+
+import pytest
+import torch
+from peft import LoraConfig
+from tiny import save_tiny
+from training import config, dataset, make
+from transformers import TrainerCallback
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm.lora.request import LoRARequest
+from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, score, update
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.rollout.vllm_support import supported_precisions
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
+PRECISIONS = ("bf16", "fp8", "fp8_tensor", "fp8_block", "int8", "nvfp4", "mxfp4")
+MODEL = {
+    "family": "qwen2",
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.03,
+}
+
+
+@pytest.fixture(params=PRECISIONS)
+def precision(request):
+    if missing := supported_precisions()[request.param]:
+        pytest.skip(missing)
+    return request.param
+
+
+class SleepLevel(TrainerCallback):
+    """Sleeps at level 2 after the first steps and at level 1 after the others."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.vllm_generation.sleep_level = 2 if state.global_step < 2 else 1
+
+
+def trained(tmp_path, precision, sleeping, steps=4, **kwargs):
+    path = save_tiny(tmp_path / "model", tied=kwargs.pop("tied", False), dtype=torch.bfloat16, **MODEL)
+    lora_sync = kwargs.pop("lora_sync", "merge")
+    args = config(
+        QuantGRPOConfig,
+        tmp_path / "out",
+        bf16=True,
+        use_cpu=False,
+        use_vllm=True,
+        vllm_mode="colocate",
+        rollout_precision=precision,
+        lora_sync=lora_sync,
+        vllm_enable_sleep_mode=sleeping,
+        vllm_sleep_level=1 if lora_sync == "adapter" else 2,
+        vllm_max_model_length=512,
+        vllm_engine_kwargs=SMALL,
+        max_steps=steps,
+        learning_rate=1e-3,
+        sync_check_steps=2,
+    )
+    trainer = make(QuantGRPOTrainer, args, model=path, train_dataset=dataset(16), **kwargs)
+    if sleeping and lora_sync == "merge":
+        callback = SleepLevel()
+        callback.trainer = trainer
+        trainer.add_callback(callback)
+    trainer.train()
+    keep(trainer)
+    checks = [log for log in trainer.state.log_history if "sync_check/bound" in log]
+    for log in checks:
+        difference, bound = log["sync_check/logp_difference"], log["sync_check/bound"]
+        print(f"{precision:>10} step {log['step']}: difference {difference:.5f}, bound {bound:.5f}")
+    assert len(checks) >= (2 if not sleeping else steps)
+    return trainer
+
+
+def awake(trainer):
+    """The engine with the policy's weights of now."""
+    trainer.check_sync()
+    return trainer.vllm_generation
+
+
+@pytest.mark.parametrize("sleeping", [False, True], ids=["awake", "sleeping"])
+def test_training_ends_with_a_fresh_engine(tmp_path, precision, sleeping):
+    """Full fine-tuning; sleeping at level 2, then at level 1."""
+    trainer = trained(tmp_path, precision, sleeping, tied=sleeping)
+    sampler = awake(trainer)
+    assert greedy(sampler.llm) == greedy(fresh(trainer.model, precision, tmp_path / "fresh"))
+
+
+def test_merged_lora_ends_with_a_fresh_engine(tmp_path, precision):
+    trainer = trained(tmp_path, precision, False, peft_config=adapter())
+    assert greedy(awake(trainer).llm) == greedy(fresh(trainer.model, precision, tmp_path / "fresh"))
+
+
+def adapter():
+    return LoraConfig(r=16, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
+
+
+@pytest.mark.parametrize("sleeping", [False, True], ids=["awake", "sleeping"])
+def test_adapter_sync(tmp_path, precision, sleeping):
+    """As good as the adapter from files, which the adapter of a step before fails tenfold."""
+    trainer = trained(tmp_path, precision, sleeping, lora_sync="adapter", peft_config=adapter())
+    sampler = awake(trainer)
+    before = score(sampler.llm)
+    update(trainer.model, seed=0, size=0.05)
+    sampler.sync_weights()
+    sampler.check_sync()
+    ours = score(sampler.llm)
+    trainer.model.save_pretrained(tmp_path / "adapter")
+    base = fresh(
+        trainer.model.get_base_model(),
+        precision,
+        tmp_path / "base",
+        enable_lora=True,
+        max_lora_rank=16,
+        lora_target_modules=sampler.llm.llm_engine.vllm_config.lora_config.target_modules,
+    )
+    theirs = score(base, lora_request=LoRARequest("policy", 1, str(tmp_path / "adapter")))
+    error, moved = (ours - theirs).abs().mean().item(), (ours - before).abs().mean().item()
+    print(f"{precision:>10} adapter: error {error:.5f}, the one before {moved:.5f}")
+    assert moved > 10 * error
+
+
+def test_faults_are_found(tmp_path, precision):
+    model = policy(tmp_path / "policy", tied=False, **MODEL).cuda()
+    sampler = engine(model, precision, sync_check_steps=1)
+    print(f"{precision:>10} first check: {sampler.check_sync()}")
+    update(model, seed=0, size=1e-3)
+    with pytest.raises(RuntimeError, match="stale"):
+        sampler.check_sync()
+    sampler.sync_weights()
+    sampler.check_sync()
+    sampler.llm.apply_model(lambda m: m.model.layers[3].post_attention_layernorm.weight.data.zero_())
+    sampler.llm.reset_prefix_cache()
+    with pytest.raises(RuntimeError, match="corrupted"):
+        sampler.check_sync()
