@@ -69,6 +69,8 @@ def test_plain_config_is_taken(tmp_path):
 
 def test_no_config_is_taken(tmp_path, model_dir, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    # TRL's defaults ask for BF16, which transformers grants to a GPU alone
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     trainers = [cls(model_dir, spread, train_dataset=dataset()) for cls in (GRPOTrainer, QuantGRPOTrainer)]
     theirs, ours = (trainer.args.to_dict() for trainer in trainers)
     assert {name: ours[name] for name in theirs if name != "logging_dir"} == {
