@@ -180,13 +180,17 @@ class VLLMEngine(RolloutEngine):
     def _reload(self):
         from . import vllm_worker
 
-        stream = self._watched(self._iter_named_params())
-        if self.in_checkpoint_layout:
-            stream = checkpoint_stream(stream, self.precision, self.ignore, self.quantize)
-        self.llm.collective_rpc(vllm_worker.reload, kwargs={"stream": stream})
+        self.llm.collective_rpc(vllm_worker.reload, kwargs={"stream": self.stream()})
         self.sync_metrics = self.drift.metrics()
         self._clean_norms.clear()
         self._applied_noise = RolloutNoise()
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights under the names and in the layout that the engine loads. Collective."""
+        weights = self._watched(self._iter_named_params())
+        if self.in_checkpoint_layout:
+            return checkpoint_stream(weights, self.precision, self.ignore, self.quantize)
+        return weights
 
     def _watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Brings `weights` to the engine's device, and notes their names (for errors) and norms (for the metrics)."""

@@ -36,7 +36,6 @@ RESERVED = {
     "model": "the trainer's `model`",
     "quantization": "`rollout_precision`",
     "quantization_config": "`rollout_precision`",
-    "load_format": "`rollout_precision`",
     "model_loader_extra_config": "`rollout_precision`",
     "tensor_parallel_size": "`vllm_tensor_parallel_size`",
     "gpu_memory_utilization": "`vllm_gpu_memory_utilization`",
@@ -164,9 +163,10 @@ def check_prepared(config, precision: str) -> bool:
 
 def layout_arguments(precision: str, ignore: list[str], device: torch.device, prepared: bool, given: dict) -> dict:
     """Arguments with which vLLM builds a model in compressed-tensors' layout, from a checkpoint in it or a wide one."""
-    arguments = {"quantization": None, "load_format": "trl_quant"}
+    arguments = {"quantization": None, "load_format": given.get("load_format", "trl_quant")}
     if not prepared:
-        arguments["model_loader_extra_config"] = {"format": precision, "ignore": ignore, "device": str(device)}
+        if arguments["load_format"] == "trl_quant":
+            arguments["model_loader_extra_config"] = {"format": precision, "ignore": ignore, "device": str(device)}
         arguments["hf_overrides"] = {
             "quantization_config": quantization_config(precision, ignore),
             **(given.get("hf_overrides") or {}),

@@ -1,0 +1,126 @@
+"""What the benchmarks of engines share: policies of any size without a checkpoint, engines with dummy weights."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+
+SHAPES = {  # Qwen2.5
+    "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "heads": 4, "kv_heads": 2},
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "heads": 14, "kv_heads": 2},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "heads": 28, "kv_heads": 4},
+    "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "heads": 40, "kv_heads": 8},
+}
+CUDA = torch.cuda.is_available()
+PRECISIONS = ("bf16", "fp8", "fp8_tensor", "fp8_block", "int8", "nvfp4", "mxfp4") if CUDA else ("bf16", "int8")
+
+
+def machine() -> str:
+    return torch.cuda.get_device_name() if CUDA else f"{platform.processor() or platform.machine()} CPU"
+
+
+def model_directory(size: str) -> str:
+    """A directory with the config.json of a Qwen2.5 of this size and nothing else."""
+    from transformers import Qwen2Config
+
+    shape = dict(SHAPES[size])
+    config = Qwen2Config(
+        vocab_size=152064 if size != "tiny" else 1024,
+        num_attention_heads=shape.pop("heads"),
+        num_key_value_heads=shape.pop("kv_heads"),
+        tie_word_embeddings=False,
+        max_position_embeddings=4096,
+        architectures=["Qwen2ForCausalLM"],
+        dtype="bfloat16",
+        **shape,
+    )
+    path = Path(tempfile.gettempdir()) / f"trl-quant-bench-{size}"
+    config.save_pretrained(path)
+    return str(path)
+
+
+def policy(path: str, lora_rank: int = 0):
+    """
+    A policy in BF16 whose layers share their weights' memory: it streams as many bytes as a real one and holds those
+    of one layer, which leaves the GPU to the engine.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
+    storage: dict[tuple, torch.Tensor] = {}
+    device = "cuda" if CUDA else "cpu"
+    for name, param in list(model.named_parameters()):
+        key = (".".join(name.split(".")[-2:]), param.shape)
+        if key not in storage:
+            storage[key] = (torch.randn(param.shape, device=device) * 0.02).to(torch.bfloat16)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(storage[key], requires_grad=False))
+    for module in model.modules():  # never computed with
+        module._buffers = {name: torch.zeros_like(b, device=device) for name, b in module._buffers.items()}
+    model.name_or_path = path
+    if lora_rank:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, config).to(device)
+    return model
+
+
+def build(kind: str, model, max_seqs: int, new_tokens: int, length: int, lora_sync: str = "merge", **arguments):
+    """
+    TRL's own engine (`kind="trl"`) or ours in a precision, both with `arguments` for vLLM and dummy weights.
+    """
+    from accelerate import Accelerator
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    from trl_quant.rollout import VLLMEngine
+    from trl_quant.rollout.vllm_engine import _llm_with
+
+    arguments = {"load_format": "dummy", "skip_tokenizer_init": True, "disable_log_stats": True, **arguments}
+    settings = {
+        "mode": "colocate",
+        "max_model_length": length,
+        "max_num_seqs": max_seqs,
+        "max_completion_length": new_tokens,
+        "generation_kwargs": {"ignore_eos": True},
+    }
+    accelerator = Accelerator(cpu=not CUDA)
+    if kind == "trl":
+        with _llm_with(**arguments):
+            return VLLMGeneration(model, accelerator, None, **settings)
+    options = {"engine_kwargs": arguments, "sync_check_steps": 0, "lora_sync": lora_sync}
+    return VLLMEngine(model, accelerator, None, precision=kind, **settings, **options)
+
+
+def in_own_process(arguments: list[str], timeout: float) -> dict:
+    """Runs this benchmark again for one engine, which then has the GPU to itself; its result, or what went wrong."""
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    command = [sys.executable, sys.argv[0], *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    except subprocess.TimeoutExpired:
+        return {"error": f"took more than {timeout:.0f} s"}
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not results:
+        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+        return {"error": next((line for line in reversed(lines) if "Error" in line), " / ".join(lines[-3:]))}
+    return json.loads(results[-1].removeprefix("RESULT "))
+
+
+def report(result: dict) -> None:
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+def save(name: str, results: dict, directory: Path | None) -> None:
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"{name}-{machine().replace(' ', '-')}.json"
+        path.write_text(json.dumps({"machine": machine(), "torch": torch.__version__, **results}, indent=2) + "\n")
+        print(f"written to {path}")

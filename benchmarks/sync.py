@@ -1,0 +1,84 @@
+"""
+Seconds and peak extra memory of one weight sync, against TRL's own BF16 push in the same run.
+
+    python benchmarks/sync.py                          # 7B shapes on a GPU, tiny ones on a CPU
+    python benchmarks/sync.py --size 32b --precisions fp8 nvfp4 --lora 32
+
+Each engine has a process of its own. `sync` is the median of the rounds after the first, `stream` the time of the
+tensors alone (gathering, merging, quantizing), without vLLM. Extra memory is the peak over what was allocated before.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from engines import CUDA, PRECISIONS, SHAPES, build, in_own_process, machine, model_directory, policy, report, save
+
+
+def seconds(run) -> float:
+    if CUDA:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(kind: str, size: str, lora: int, rounds: int) -> dict:
+    model = policy(model_directory(size), lora)
+    engine = build(kind, model, 4, 16, 512, enforce_eager=True, kv_cache_memory_bytes=256 << 20)
+    first = seconds(engine.sync_weights)
+    times = [seconds(engine.sync_weights) for _ in range(rounds)]
+    extra = None
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        engine.sync_weights()
+        extra = torch.cuda.max_memory_allocated() - before
+    result = {"first": first, "sync": statistics.median(times), "extra_bytes": extra}
+    if kind != "trl":
+        consume = lambda: [None for _ in engine.stream()]  # noqa: E731
+        result["stream"] = min(seconds(consume) for _ in range(3))
+        engine.drift.add = lambda *args: None
+        result["sync_without_metrics"] = statistics.median(seconds(engine.sync_weights) for _ in range(rounds))
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--size", choices=SHAPES, default="7b" if CUDA else "tiny")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="merge an adapter of this rank on the way")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one engine")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        return report(measure(args.one, args.size, args.lora, args.rounds))
+
+    print(f"{machine()}, Qwen2.5 {args.size}{f', LoRA of rank {args.lora} merged' if args.lora else ''}", flush=True)
+    print(f"{'engine':<12}{'sync s':>9}{'of TRL':>8}{'first':>8}{'stream':>8}{'no metrics':>12}{'extra MiB':>11}")
+    results, baseline = {}, None
+    for kind in ("trl", *args.precisions):
+        options = ["--size", args.size, "--lora", str(args.lora), "--rounds", str(args.rounds)]
+        found = results[kind] = in_own_process(["--one", kind, *options], args.timeout)
+        if "error" in found:
+            print(f"{kind:<12}{found['error'][:120]}", flush=True)
+            continue
+        baseline = found["sync"] if kind == "trl" else baseline
+        ratio = f"{found['sync'] / baseline:.2f}" if baseline else "-"
+        extra = "-" if found["extra_bytes"] is None else f"{found['extra_bytes'] / 2**20:.0f}"
+        rest = "".join(f"{found[k]:>{w}.3f}" if k in found else "-".rjust(w) for k, w in COLUMNS)
+        print(f"{kind:<12}{found['sync']:>9.4f}{ratio:>8}{found['first']:>8.3f}{rest}{extra:>11}", flush=True)
+    save(f"sync-{args.size}", {"arguments": vars(args) | {"output": str(args.output)}, "results": results}, args.output)
+
+
+COLUMNS = (("stream", 8), ("sync_without_metrics", 12))
+
+
+if __name__ == "__main__":
+    main()
