@@ -46,6 +46,8 @@ class QuantGRPOTrainer(GRPOTrainer):
     """
 
     config_class = QuantGRPOConfig
+    _engine: RolloutEngine | None = None  # where samples come from, if not from TRL itself
+    _correction = None
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class QuantGRPOTrainer(GRPOTrainer):
                 environment_factory=environment_factory,
             )
         engine = getattr(self, "vllm_generation", None)
-        self._engine: RolloutEngine | None = engine if isinstance(engine, RolloutEngine) else None
+        self._engine = engine if isinstance(engine, RolloutEngine) else None
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
             scale_model(self.model, args.uaq_scale)
 
