@@ -1,11 +1,11 @@
-"""Build a small Qwen3 model that is right on about a third of arithmetic problems: a slope for RL to climb.
+"""Build a small Qwen3 model that is right on about a third of additions and subtractions: a slope for RL to climb.
 
     python examples/build_arithmetic_model.py --output_dir runs/arithmetic
 
 The model (two layers, 0.5M parameters, a tokenizer of 64 characters) learns worked solutions such as
-`347+588=7+8+0=5c1 4+8+1=3c1 3+5+1=9c0 #### 935` by supervised training, and stops as soon as it is right on 35% of
-held-out problems when sampling at temperature 1. Beside it go `train.jsonl` and `eval.jsonl` (columns `prompt` and
-`answer`); problems in `eval.jsonl` are never trained on. The same seed gives the same model.
+`347+588=7+8+0=5c1 4+8+1=3c1 3+5+1=9c0 #### 935` by supervised training, and stops as soon as it is right on a third
+of the held-out problems when sampling at temperature 1. Beside it go `train.jsonl` and `eval.jsonl` (columns `prompt`
+and `answer`); problems in `eval.jsonl` are never trained on. The same seed gives the same model.
 """
 
 import string
@@ -44,10 +44,11 @@ class BuildArguments:
     """What `build` takes, and the command line."""
 
     output_dir: str = field(default="runs/arithmetic", metadata={"help": "Where model, tokenizer and problems go."})
-    target_accuracy: float = field(default=0.35, metadata={"help": "Held-out accuracy at temperature 1 to stop at."})
+    target_accuracy: float = field(default=0.33, metadata={"help": "Held-out accuracy at temperature 1 to stop at."})
     max_steps: int = field(default=900, metadata={"help": "Stop here at the latest."})
     batch_size: int = field(default=64, metadata={"help": "Worked solutions a step."})
     learning_rate: float = field(default=3e-3, metadata={"help": "AdamW's, constant after 20 steps of warm-up."})
+    operations: str = field(default="+-", metadata={"help": "Those of '+', '-' and '*' to teach."})
     max_digits: int = field(default=3, metadata={"help": "Digits of the longest operand."})
     seed: int = field(default=0, metadata={"help": "Of weights, problems and sampling."})
     train_problems: int = field(default=4096, metadata={"help": "Rows of train.jsonl."})
@@ -92,29 +93,31 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     )
 
 
-def prompts(seed: int, count: int, max_digits: int, held_out: bool) -> Dataset:
+def prompts(args: BuildArguments, seed: int, count: int, held_out: bool) -> Dataset:
     """`count` different problems, as `prompt` and `answer`."""
-    unique = dict.fromkeys(islice(problems(seed, max_digits=max_digits, held_out=held_out), 2 * count))
+    stream = problems(seed, args.operations, max_digits=args.max_digits, held_out=held_out)
+    unique = dict.fromkeys(islice(stream, 2 * count))
     return Dataset.from_list([{"prompt": p.prompt, "answer": str(p.answer)} for p in islice(unique, count)])
 
 
 def lessons(tokenizer: PreTrainedTokenizerFast, args: BuildArguments) -> list[dict[str, list[int]]]:
     """Worked solutions, tokenized; only the solution is learned, not the problem."""
-    taught = list(islice(problems(args.seed, max_digits=args.max_digits), args.max_steps * args.batch_size))
+    stream = problems(args.seed, args.operations, max_digits=args.max_digits)
+    taught = list(islice(stream, args.max_steps * args.batch_size))
     texts = tokenizer([problem.prompt + problem.solution + "<eos>" for problem in taught])["input_ids"]
     lengths = [len(ids) for ids in tokenizer([problem.prompt for problem in taught])["input_ids"]]
     return [{"input_ids": ids, "labels": [-100] * n + ids[n:]} for ids, n in zip(texts, lengths, strict=True)]
 
 
 class StopAtAccuracy(TrainerCallback):
-    """Samples held-out problems every 25 steps and stops at the target; keeps `accuracy`, the last value."""
+    """Samples held-out problems every 15 steps and stops at the target; keeps `accuracy`, the last value."""
 
     def __init__(self, target: float, dataset: Dataset, tokenizer: PreTrainedTokenizerFast):
         self.target, self.dataset, self.tokenizer, self.accuracy = target, dataset, tokenizer, 0.0
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         # A model whose loss is still high is right on nothing: no need to ask.
-        if state.global_step % 25 == 0 and state.global_step >= 200:
+        if state.global_step % 15 == 0 and state.global_step >= 300:
             self.accuracy = mean_reward(
                 model, self.tokenizer, self.dataset, arithmetic_reward, MAX_COMPLETION_LENGTH, seed=args.seed
             )
@@ -126,7 +129,7 @@ def build(args: BuildArguments) -> float:
     """Builds, teaches and saves; returns the held-out accuracy at temperature 1."""
     set_seed(args.seed)
     tokenizer = build_tokenizer()
-    evaluation = prompts(args.seed + 1, args.eval_problems, args.max_digits, held_out=True)
+    evaluation = prompts(args, args.seed + 1, args.eval_problems, held_out=True)
     stop = StopAtAccuracy(args.target_accuracy, evaluation.select(range(min(256, len(evaluation)))), tokenizer)
     trainer = Trainer(
         model=build_model(tokenizer),
@@ -155,9 +158,8 @@ def build(args: BuildArguments) -> float:
     trainer.train()
     trainer.model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
-    prompts(args.seed + 2, args.train_problems, args.max_digits, held_out=False).to_json(
-        Path(args.output_dir, "train.jsonl")
-    )
+    training = prompts(args, args.seed + 2, args.train_problems, held_out=False)
+    training.to_json(Path(args.output_dir, "train.jsonl"))
     evaluation.to_json(Path(args.output_dir, "eval.jsonl"))
     return stop.accuracy
 

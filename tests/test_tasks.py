@@ -463,6 +463,9 @@ def test_problems():
 
 
 def test_held_out_problems_are_never_taught():
+    with pytest.raises(ValueError, match=r"operations.*'/'.*'\*'"):
+        next(problems(0, operations="+/"))
+    assert {p.op for p in islice(problems(0, operations="+-"), 100)} == {"+", "-"}
     taught, held_out = (set(islice(problems(0, max_digits=2, held_out=h), 3000)) for h in (False, True))
     assert taught and held_out and not taught & held_out
 

@@ -13,7 +13,7 @@ Pure Python, no model: what teaches it to a model is `examples/build_arithmetic_
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -71,15 +71,19 @@ def digits(number: int) -> list[int]:
     return [int(digit) for digit in reversed(str(number))]
 
 
-def problems(seed: int, min_digits: int = 2, max_digits: int = 4, held_out: bool = False) -> Iterator[Problem]:
+def problems(
+    seed: int, operations: Sequence[str] = OPERATIONS, min_digits: int = 2, max_digits: int = 4, held_out: bool = False
+) -> Iterator[Problem]:
     """An endless stream of problems, the same for the same seed, all held out or none.
 
-    Operations are equally frequent, and so are numbers of digits from `min_digits` to `max_digits`. Problems whose
-    answer is one of their own operands (`80-40`) are left out: copying from the question must never be right.
+    The `operations` are equally frequent, and so are numbers of digits from `min_digits` to `max_digits`. Problems
+    whose answer is one of their own operands (`80-40`) are left out: copying from the question must never be right.
     """
+    if unknown := set(operations) - set(OPERATIONS):
+        raise ValueError(f"`operations` has {sorted(unknown)}. Allowed: {', '.join(map(repr, OPERATIONS))}.")
     rng = random.Random(seed)
     while True:
-        op = rng.choice(OPERATIONS)
+        op = rng.choice(operations)
         a, b = (
             rng.randrange(10 ** (size - 1), 10**size)
             for size in (rng.randint(min_digits, max_digits), rng.randint(min_digits, max_digits))
