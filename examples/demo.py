@@ -19,24 +19,19 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
+import datasets
+import transformers
+from build_arithmetic_model import MAX_COMPLETION_LENGTH, BuildArguments, build
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from trl import TrlParser
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-warnings.filterwarnings("ignore")
-
-import datasets  # noqa: E402
-import transformers  # noqa: E402
-from build_arithmetic_model import MAX_COMPLETION_LENGTH, BuildArguments, build  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback  # noqa: E402
-from trl import TrlParser  # noqa: E402
-
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer  # noqa: E402
-from trl_quant.cli.report import KL, Run, plot, read_run, table  # noqa: E402
-from trl_quant.config import VLLM_PRECISIONS  # noqa: E402
-from trl_quant.tasks import arithmetic_reward, load_prompts  # noqa: E402
-from trl_quant.tasks.evaluate import mean_reward  # noqa: E402
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.cli.report import KL, Run, plot, read_run, table
+from trl_quant.config import VLLM_PRECISIONS
+from trl_quant.tasks import arithmetic_reward, load_prompts
+from trl_quant.tasks.evaluate import mean_reward
 
 
 # run -> rollout_precision, is_correction
@@ -66,8 +61,8 @@ class DemoArguments:
     engine: str = field(
         default="auto",
         metadata={
-            "help": "What samples from the quantized copy: 'embedded', 'vllm' (where it is installed, for the formats "
-            "that it runs), or 'auto', which is 'embedded': starting vLLM takes longer than this model saves with it."
+            "help": "What samples from the quantized copy: 'embedded', 'vllm' (for the formats that it runs), or 'auto', "
+            "which is 'embedded' for a model this small."
         },
     )
     steps: int = field(default=60, metadata={"help": "Optimizer steps of each run."})
@@ -157,10 +152,18 @@ def held_out_accuracy(model, model_dir: Path) -> float:
 @contextmanager
 def quiet():
     """No progress bars or notices but our own."""
+    verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    yield
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        transformers.logging.enable_progress_bar()
+        datasets.enable_progress_bars()
 
 
 def main(args: DemoArguments) -> int:
@@ -202,5 +205,7 @@ def main(args: DemoArguments) -> int:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers would spread so small a model over all GPUs
     (demo_args,) = TrlParser(DemoArguments).parse_args_and_config()
     sys.exit(main(demo_args))

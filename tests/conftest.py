@@ -4,9 +4,20 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models; `make test` runs a process per core
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def environment_is_restored():
+    """vLLM engines leave RANK, MASTER_PORT and the like behind, which the next module's subprocesses must not see."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

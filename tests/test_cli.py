@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from matplotlib import image, pyplot
+from matplotlib import image
 from rich.console import Console
 from tiny import save_tiny
 from transformers import AutoModelForCausalLM
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import trl_quant.cli.train as train
 from trl_quant import AISGRPOConfig, QuantGRPOConfig
 from trl_quant.cli import COMMANDS, main
-from trl_quant.cli.report import Run, moving_average, plot, read_run, table
+from trl_quant.cli.report import Run, chart, moving_average, plot, read_run, table
 
 
 ROOT = Path(__file__).parents[1]
@@ -155,13 +155,9 @@ def test_ais_brings_its_defaults(argv, tmp_path):
     assert type(args) is AISGRPOConfig and args.scale_rewards == "none"
     args = train.parse_args([*argv, "--is_correction", "ais", "--scale_rewards", "group"])[1]
     assert type(args) is AISGRPOConfig and args.scale_rewards == "group"
-    assert (
-        train.parse_args([*argv, "--is_correction", "acr", "--rollout_precision", "fp8"])[1].scale_rewards == "group"
-    )
+    assert train.parse_args([*argv, "--is_correction", "acr", "--rollout_precision", "fp8"])[1].scale_rewards == "group"
 
-    (tmp_path / "recipe.yaml").write_text(
-        "is_correction: ais\nrollout_precision: fp8\nreward_funcs: [gsm8k, format]\n"
-    )
+    (tmp_path / "recipe.yaml").write_text("is_correction: ais\nrollout_precision: fp8\nreward_funcs: [gsm8k, format]\n")
     cpu = ["--use_cpu", "--bf16", "false"]
     script, args, _ = train.parse_args(["--config", str(tmp_path / "recipe.yaml"), "--model_name_or_path", "m", *cpu])
     assert type(args) is AISGRPOConfig and args.rollout_precision == "fp8"
@@ -262,21 +258,21 @@ def test_moving_average():
     assert moving_average([1.0, 2.0, 6.0, 4.0], window=2) == [1.0, 1.5, 4.0, 5.0]
 
 
-def test_plot_draws_every_run(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    plot(
-        [Run("a", entries(4)), Run("b", entries(6, offset=0.5)), Run("full", [{"step": 1, "reward": 1.0}])],
-        tmp_path / "new/chart.png",
-    )
-    reward, kl, weight = figures[0].axes
-    lines = {line.get_label(): line for line in reward.lines if not line.get_label().startswith("_")}
-    assert list(lines) == ["a", "b", "full"]
-    assert list(lines["b"].get_xdata()) == [1, 2, 3, 4, 5, 6]
-    assert list(lines["a"].get_ydata()) == moving_average([0.0, 0.1, 0.2, 0.3])
-    assert [list(line.get_ydata()) for line in kl.lines][:2] == [[0.001 * i for i in range(1, n + 1)] for n in (4, 6)]
+def test_chart_draws_every_run(tmp_path):
+    runs = [Run("a", entries(4)), Run("b", entries(6, offset=0.5)), Run("full", [{"step": 1, "reward": 1.0}])]
+    reward, kl, weight = chart(runs).axes
+    named = [
+        {x.get_label(): x for x in axis.lines if not x.get_label().startswith("_")} for axis in (reward, kl, weight)
+    ]
+    assert [list(lines) for lines in named] == [["a", "b", "full"]] * 3
+    assert list(named[0]["b"].get_xdata()) == [1, 2, 3, 4, 5, 6]
+    assert list(named[0]["a"].get_ydata()) == moving_average([0.0, 0.1, 0.2, 0.3])
+    assert list(named[1]["b"].get_ydata()) == moving_average([0.001 * i for i in range(1, 7)])
+    assert [list(named[2][name].get_ydata()) for name in ("a", "b", "full")] == [[0.9] * 4, [0.9] * 6, []]
     assert kl.get_yscale() == weight.get_yscale() == "log"
-    assert [list(line.get_ydata()) for line in weight.lines] == [[0.9] * 4, [0.9] * 6, []]
+    band = weight.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == (0.5, 2.0)
+    plot(runs, tmp_path / "new/chart.png")
     assert image.imread(tmp_path / "new/chart.png").std() > 0.01
 
 

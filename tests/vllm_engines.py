@@ -2,6 +2,7 @@
 
 import copy
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+with socket.create_server(("127.0.0.1", 0)) as server:  # TRL's choice of a port races with the other test process's
+    os.environ["MASTER_PORT"] = str(server.getsockname()[1])
 GPU = torch.cuda.is_available()
 if not GPU:
     torch._dynamo.config.disable = True

@@ -238,6 +238,11 @@ class QuantGRPOConfig(GRPOConfig):
                 raise ValueError("`vllm_engine_kwargs` and `lora_sync` belong to vLLM, but `use_vllm=False`.")
             return
         check_engine_kwargs(self.vllm_engine_kwargs or {})
+        if self.vllm_mode == "server" and (self.vllm_engine_kwargs or self.lora_sync != "merge"):
+            raise ValueError(
+                "`vllm_engine_kwargs` and `lora_sync`='adapter' belong to `vllm_mode='colocate'`: a server takes its "
+                "arguments when it is started, and merged weights."
+            )
         if self.lora_sync == "adapter" and self.vllm_enable_sleep_mode and self.vllm_sleep_level == 2:
             raise ValueError(
                 "`lora_sync`='adapter' cannot be combined with `vllm_sleep_level`=2, which discards the engine's base "

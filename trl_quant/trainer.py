@@ -16,7 +16,8 @@ from .config import AISGRPOConfig, QuantGRPOConfig
 from .corrections import CORRECTIONS, CorrectionInputs
 from .noise import sigma
 from .norms import family_of
-from .rollout import RolloutEngine, RolloutNoise, VLLMEngine, engine_of
+from .rollout import RolloutEngine, RolloutNoise, VLLMBase, engine_of
+from .rollout.vllm_support import check_device
 from .scaling import scale_model, uaq_applied
 
 
@@ -147,7 +148,7 @@ class QuantGRPOTrainer(GRPOTrainer):
             `RuntimeError`: if the engine's weights are stale, corrupted, or those of the base model alone.
             `ValueError`: without a vLLM engine of ours.
         """
-        if not isinstance(self._engine, VLLMEngine):
+        if not isinstance(self._engine, VLLMBase):
             raise ValueError("`check_sync` checks vLLM engines: set `use_vllm=True` and a `rollout_precision`.")
         if self.state.global_step != self._last_loaded_step:
             self._engine.sync_weights()
@@ -280,6 +281,8 @@ def _check_before_loading(model, args, train_dataset, peft_config, environment_f
             "`use_vllm`=True, but vLLM is not installed. Install `trl_quant[vllm]` (CUDA) or `trl_quant[cpu]`, or set "
             f"`use_vllm=False` to sample from the embedded engine in `rollout_precision`={args.rollout_precision!r}."
         )
+    if args.use_vllm and args.rollout_precision is not None and args.vllm_mode == "colocate":
+        check_device(args.rollout_precision, args.vllm_enable_sleep_mode)
     if args.noise_schedule is None and args.uaq_scale is None:
         return
     if isinstance(model, str):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -104,30 +105,30 @@ def moving_average(values: Sequence[float], window: int = 2 * ENDS) -> list[floa
     return [fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
-def plot(runs: Sequence[Run], path: str | Path) -> None:
-    """Writes one PNG: reward, mismatch KL and correction weight over steps, all runs in each; rewards are smoothed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(15, 4.5), layout="constrained")
-    for axis, (metric, (label, scale)) in zip(axes, PANELS.items(), strict=True):
+def chart(runs: Sequence[Run]) -> Figure:
+    """Reward, mismatch KL and correction weight over steps, all runs in each."""
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    for axis, (metric, (label, scale)) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
         for i, run in enumerate(runs):
+            color = f"C{i}"
             steps, values = run.series(metric)
-            if values and metric == REWARD:
-                axis.plot(steps, values, color=f"C{i}", alpha=0.2, linewidth=1)
+            if metric == WEIGHT + "/mean":
+                lowest, highest = run.series(WEIGHT + "/min"), run.series(WEIGHT + "/max")
+                axis.fill_between(lowest[0], lowest[1], highest[1], color=color, alpha=0.15, linewidth=0)
+            else:
+                axis.plot(steps, values, color=color, alpha=0.2, linewidth=1)
                 values = moving_average(values)
-            if values and metric.startswith(WEIGHT):
-                lowest, highest = run.values(f"{WEIGHT}/min"), run.values(f"{WEIGHT}/max")
-                axis.fill_between(steps, lowest, highest, color=f"C{i}", alpha=0.15, linewidth=0)
-            axis.plot(steps, values, color=f"C{i}", label=run.name, linewidth=1.8)
+            axis.plot(steps, values, color=color, label=run.name, linewidth=1.8)
         axis.set(xlabel="step", ylabel=label, yscale=scale if any(run.values(metric) for run in runs) else "linear")
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize="small")
+    figure.axes[0].legend(fontsize="small")
+    return figure
+
+
+def plot(runs: Sequence[Run], path: str | Path) -> None:
+    """Writes [`chart`] as one PNG."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    chart(runs).savefig(path, dpi=120)
 
 
 def main(argv: list[str] | None = None) -> None:

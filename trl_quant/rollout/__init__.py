@@ -11,12 +11,23 @@ import trl.trainer.grpo_trainer as grpo_trainer
 
 from .base import RolloutEngine, RolloutNoise
 from .transformers_engine import TransformersEngine
+from .vllm_base import VLLMBase
 from .vllm_engine import VLLMEngine
+from .vllm_server import VLLMServerEngine
 
 
-ENGINES = {"embedded": TransformersEngine, "vllm": VLLMEngine}
+ENGINES = {"embedded": TransformersEngine, "vllm": VLLMEngine, "vllm_server": VLLMServerEngine}
 
-__all__ = ["ENGINES", "RolloutEngine", "RolloutNoise", "TransformersEngine", "VLLMEngine", "engine_of"]
+__all__ = [
+    "ENGINES",
+    "RolloutEngine",
+    "RolloutNoise",
+    "TransformersEngine",
+    "VLLMBase",
+    "VLLMEngine",
+    "VLLMServerEngine",
+    "engine_of",
+]
 
 
 @contextmanager
@@ -32,13 +43,15 @@ def engine_of(args):
     original = grpo_trainer.VLLMGeneration
     try:
         if args.rollout_precision is not None:
-            name = "vllm" if args.use_vllm else "embedded"
+            name = "embedded"
             options = {"precision": args.rollout_precision}
+            if args.use_vllm:
+                name = "vllm" if args.vllm_mode == "colocate" else "vllm_server"
+                options["sync_check_steps"] = args.sync_check_steps
             if name == "vllm":
                 options |= {
                     "engine_kwargs": args.vllm_engine_kwargs,
                     "lora_sync": args.lora_sync,
-                    "sync_check_steps": args.sync_check_steps,
                     "sleep_level": args.vllm_sleep_level,
                 }
             grpo_trainer.VLLMGeneration = partial(ENGINES[name], **options)

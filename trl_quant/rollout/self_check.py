@@ -53,30 +53,6 @@ def check_sequences(tokenizer, length: int) -> list[list[int]]:
     return sequences
 
 
-def engine_logps(llm, prompts: list[list[int]]) -> tuple[list[list[int]], list[Tensor]]:
-    """
-    Has the engine continue the prompts, from its prefix cache where it has one, and score them, without it.
-
-    Returns:
-        `(list[list[int]], list[torch.Tensor])`: the prompts with their continuations, and the log-probability of each
-        token but the first, shape (length - 1,), in nats.
-    """
-    from vllm import SamplingParams
-
-    inputs = [{"prompt_token_ids": ids} for ids in prompts]
-    # Greedily, which leaves the random state of the run's samples alone
-    continuing = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
-    sampled = llm.generate(inputs, continuing, use_tqdm=False)
-    scored = llm.generate(inputs, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    sequences, logps = [], []
-    for ids, continued, prompt in zip(prompts, sampled, scored, strict=True):
-        new = list(continued.outputs[0].token_ids)
-        steps = [*prompt.prompt_logprobs[1:], *continued.outputs[0].logprobs]
-        sequences.append(ids + new)
-        logps.append(torch.tensor([step[t].logprob for t, step in zip(sequences[-1][1:], steps, strict=True)]))
-    return sequences, logps
-
-
 @torch.no_grad()
 def policy_logps(model: nn.Module, sequences: list[list[int]], device: torch.device) -> list[Tensor]:
     """The policy's log-probability of each token but the first of each sequence, in BF16 as the engine computes."""
@@ -119,8 +95,10 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
     """
     device, last = engine.accelerator.device, engine.last_check
     lag = engine.update_since_sync()
-    prompts = check_sequences(engine.tokenizer, _length(engine.llm))
-    sequences, sampled = engine_logps(engine.llm, prompts[:1] if quick else prompts)
+    block, longest = engine.limits()
+    # Two blocks of the prefix cache and a part of a third, where the engine takes so many
+    prompts = check_sequences(engine.tokenizer, min(max(2 * block + 32, 160), longest - NEW_TOKENS))
+    sequences, sampled = engine.logps(prompts[:1] if quick else prompts, NEW_TOKENS)
     plain = None
     if engine.sleep_level:  # what a quick check after a wake-up is held against
         plain = mean_difference(sampled, policy_logps(engine.model, sequences, device))
@@ -148,12 +126,6 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
             f"explains up to {bound:.4f}."
         )
     return {"sync_check/logp_difference": difference, "sync_check/bound": bound}
-
-
-def _length(llm) -> int:
-    """Tokens per text: two cache blocks and a part of a third, where the engine takes so many."""
-    config = llm.llm_engine.vllm_config
-    return min(max(2 * config.cache_config.block_size + 32, 160), config.model_config.max_model_len - NEW_TOKENS)
 
 
 def _describe(engine, sequences: list[list[int]], sampled: list[Tensor], bound: float, last: dict | None) -> str:

@@ -108,14 +108,22 @@ def supported_precisions() -> dict[str, str | None]:
     return missing
 
 
-def check_precision(precision: str) -> None:
-    """Raises `ValueError` for a precision that vLLM cannot run on this device, with those that it can."""
+def check_device(precision: str, sleeping: bool = False) -> None:
+    """Raises for what vLLM cannot run on this device: `ImportError` for its version, `ValueError` for the rest."""
+    check_version()
+    from vllm.platforms import current_platform
+
     missing = supported_precisions()
-    if precision in missing and missing[precision] is not None:
+    if missing.get(precision) is not None:
         runnable = ", ".join(repr(name) for name, reason in missing.items() if reason is None)
         raise ValueError(
             f"`rollout_precision`={precision!r} does not run in vLLM on this device: {missing[precision]}. Here "
             f"vLLM runs {runnable or 'none'}; with `use_vllm=False` the embedded engine runs any on any device."
+        )
+    if sleeping and current_platform.is_cpu():
+        raise ValueError(
+            "`vllm_enable_sleep_mode`=True, but vLLM has no sleep mode on a CPU. Leave it at False; a smaller "
+            "`kv_cache_memory_bytes` in `vllm_engine_kwargs` saves memory."
         )
 
 
@@ -132,33 +140,32 @@ def check_architecture(config, model_impl: str) -> None:
         )
 
 
-def check_prepared(config, precision: str) -> bool:
-    """
-    Whether a transformers config belongs to a checkpoint that is quantized already.
-
-    Raises:
-        `ValueError`: if it is, but not in `precision`.
-    """
+def prepared_precisions(config) -> set[str] | None:
+    """The precisions of the quantized checkpoint that a transformers config belongs to; `None` if it is not one."""
     found = getattr(config, "quantization_config", None)
     if found is None:
-        return False
+        return None
     found = found if isinstance(found, dict) else found.to_dict()
-    method = found.get("quant_method")
-    if method == "bitsandbytes":  # how the trainer holds its base; the engine reads the same 16-bit checkpoint
-        return False
+    if found.get("quant_method") == "bitsandbytes":  # how the trainer holds its base; the checkpoint is a wide one
+        return None
     groups = [group["weights"] for group in (found.get("config_groups") or {}).values()]
     keys = ("num_bits", "type", "strategy", "group_size")
-    names = {
+    return {
         name
         for name, (_, weights, _) in SCHEMES.items()
         if groups and all(all(group.get(key) == weights[key] for key in keys) for group in groups)
     }
-    if method != "compressed-tensors" or precision not in names:
+
+
+def check_prepared(config, precision: str) -> bool:
+    """Whether a config is that of a quantized checkpoint; `ValueError` if it is, but not in `precision`."""
+    found = prepared_precisions(config)
+    if found is not None and precision not in found:
         raise ValueError(
             f"`rollout_precision`={precision!r}, but the model is a checkpoint quantized to "
-            f"{', '.join(map(repr, names)) or method}. Use that precision, or the 16-bit checkpoint."
+            f"{', '.join(map(repr, sorted(found))) or 'another format'}. Use that precision, or the 16-bit checkpoint."
         )
-    return True
+    return found is not None
 
 
 def layout_arguments(precision: str, ignore: list[str], device: torch.device, prepared: bool, given: dict) -> dict:

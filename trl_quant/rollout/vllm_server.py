@@ -1,0 +1,184 @@
+"""The vLLM engine behind a server: `vllm serve`, quantized when it was started, on GPUs of its own.
+
+TRL's client sends weights over NCCL into vLLM's own bracketed reload. What the server was started with cannot be
+changed from here, so a server that is not what the run asks for is refused, with the command line that would be right.
+"""
+
+import logging
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import trl.generation.vllm_generation as vllm_generation
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+from transformers import AutoConfig
+
+from ..noise import noised_norms
+from .vllm_base import VLLMBase
+from .vllm_support import ONLINE, check_version, prepared_precisions
+
+
+logger = logging.getLogger(__name__)
+
+# Fields of a config that two checkpoints of one model have in common, quantized or not
+ARCHITECTURE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+
+
+class VLLMServerEngine(VLLMBase):
+    """
+    vLLM in `precision` behind `vllm serve`, with TRL's names and client. Adapters arrive merged.
+
+    BF16 tensors travel to BF16 and online FP8 servers; INT8, NVFP4 and MXFP4 servers, started on a prepared
+    checkpoint, get codes and scales.
+    """
+
+    def _init_vllm(self):
+        check_version()
+        with _client_that(self._check_server):
+            super()._init_vllm()
+        facts = [None]
+        if self.accelerator.is_main_process:
+            facts = [(self._limits, self._prepared)]
+        broadcast_object_list(facts, from_process=0)
+        self._limits, self._prepared = facts[0]
+        self._plan_stream(self._prepared)
+
+    def _check_server(self, client) -> None:
+        """Raises `ValueError` unless the server is what the run asks for."""
+        model = self.model.name_or_path
+        command = serve_command(model, self.precision)
+        try:
+            info = client.get_server_info()
+        except RuntimeError as error:
+            raise ValueError(f"{error} It must be started so:\n\n{command}\n") from error
+        served = info["model_config"]
+        wrong = []
+        if served["logprobs_mode"] != "processed_logprobs":
+            wrong.append(f"`--logprobs-mode {served['logprobs_mode']}`, and 'processed_logprobs' is needed")
+        if info.get("weight_transfer_config") is None:
+            wrong.append("no `--weight-transfer-config`")
+        config = _read_config(served["model"], self.trust_remote_code)
+        if config is None:
+            logger.warning("The server's model %s cannot be read from here and is not checked.", served["model"])
+        else:
+            mine, theirs = self.model.config.get_text_config(), config.get_text_config()
+            differ = [name for name in ARCHITECTURE if getattr(mine, name, None) != getattr(theirs, name, None)]
+            if differ:
+                wrong.append(
+                    f"the model {served['model']}, which differs from {model} in "
+                    + ", ".join(f"{name} ({getattr(theirs, name, None)})" for name in differ)
+                )
+        precisions = _served_precisions(served, config)
+        if precisions is not None and self.precision not in precisions:
+            found = " or ".join(map(repr, sorted(precisions))) or repr(served["quantization"])
+            wrong.append(f"the precision {found}, and `rollout_precision`={self.precision!r}")
+        if wrong:
+            raise ValueError(
+                f"The vLLM server at {client.base_url} was started with {'; with '.join(wrong)}. Start it so:\n\n"
+                f"{command}\n"
+            )
+        self._prepared = served["quantization"] == "compressed-tensors"
+        self._limits = info["cache_config"]["block_size"], served["max_model_len"]
+
+    # Sync
+
+    def _send(self):
+        if self._weight_metadata is None:  # the server wants to know all tensors before the first one comes
+            self._weight_metadata = [
+                (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in self.stream()
+            ]
+            self.drift = type(self.drift)()
+        if self.accelerator.is_main_process:
+            self.vllm_client.update_named_params(self._weight_metadata, self.stream())
+            self.vllm_client.reset_prefix_cache()
+        else:
+            for _ in self.stream():  # takes part in the gathering
+                pass
+        self.sync_metrics = self.drift.metrics()
+        self._noise_is_gone()
+
+    # Noise
+
+    def _read_norms(self) -> dict[str, Tensor]:
+        """From the policy, whose names the server knows."""
+        params = dict(zip(self._policy_names(), self.model.parameters(), strict=True))
+        clean = {}
+        for name in noised_norms(self._model_type, params):
+            with self._dist.gather_params([params[name]]):
+                clean[name] = self._full(params[name]).clone()
+        return clean
+
+    def _write_norms(self, values: dict[str, Tensor]) -> None:
+        if self.accelerator.is_main_process:
+            dtypes = [(name, str(v.dtype).removeprefix("torch."), list(v.shape)) for name, v in values.items()]
+            self.vllm_client.update_named_params(dtypes, iter(values.items()))
+            self.vllm_client.reset_prefix_cache()
+        self.accelerator.wait_for_everyone()
+
+    # Self-check
+
+    def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
+        result = [None]
+        if self.accelerator.is_main_process:
+            client, options = self.vllm_client, {"temperature": 0.0, "generation_kwargs": {"ignore_eos": True}}
+            continued = client.generate(prompts, n=1, max_tokens=new_tokens, logprobs=0, **options)
+            scored = client.get_sequence_logprobs(prompts, [1] * len(prompts), top_logprobs=1)["actual_logprobs"]
+            sequences = [[*ids, *new] for ids, new in zip(prompts, continued["completion_ids"], strict=True)]
+            rows = zip(scored, continued["logprobs"], strict=True)
+            logps = [torch.tensor([value for (value,) in [*prompt, *new]]) for prompt, new in rows]
+            result = [(sequences, logps)]
+        broadcast_object_list(result, from_process=0)
+        return result[0]
+
+    def limits(self) -> tuple[int, int]:
+        return self._limits
+
+
+def serve_command(model: str, precision: str) -> str:
+    """The command line that starts the right server for a model and a precision."""
+    lines = []
+    if precision not in ("bf16", *ONLINE):
+        prepared = f"{Path(model).name}-{precision}"
+        lines.append(f"trl-quant prepare --model {model} --format {precision} --output {prepared}  # once")
+        model = prepared
+    quantization = f" --quantization {ONLINE[precision]}" if precision in ONLINE else ""
+    lines.append(
+        f"VLLM_SERVER_DEV_MODE=1 vllm serve {model}{quantization} --dtype bfloat16 --logprobs-mode processed_logprobs "
+        """--max-logprobs -1 --weight-transfer-config '{"backend": "nccl"}'"""
+    )
+    return "\n".join(lines)
+
+
+def _read_config(model: str, trust_remote_code: bool):
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        return None
+
+
+def _served_precisions(served: dict, config) -> set[str] | None:
+    """The precisions that a server may be said to run in, empty for one of none; `None` where that cannot be known."""
+    quantization = served["quantization"]
+    if quantization is None:
+        return {"bf16"} if served["dtype"].removeprefix("torch.") == "bfloat16" else set()
+    if quantization == "compressed-tensors":
+        return None if config is None else prepared_precisions(config)
+    return {name for name, online in ONLINE.items() if online == quantization}
+
+
+@contextmanager
+def _client_that(checks):
+    """Context in which TRL builds a client that calls `checks` with itself before it joins the server's workers."""
+    original = vllm_generation.VLLMClient
+
+    class CheckedClient(original):
+        def init_communicator(self, device=0):
+            checks(self)
+            super().init_communicator(device)
+
+    vllm_generation.VLLMClient = CheckedClient
+    try:
+        yield
+    finally:
+        vllm_generation.VLLMClient = original
