@@ -6,6 +6,8 @@ Builds the small arithmetic model (build_arithmetic_model.py), trains it with GR
 INT4 and from FP8 samples, the latter two uncorrected and with AIS, all with the same seed and settings. Ends with a
 table and one chart (reward, mismatch KL, correction weight) in runs/demo. Run it again after an interruption and
 finished parts are not repeated.
+
+Where vLLM is installed, the 8-bit samples come from it, in the first of FP8, FP8 by blocks and INT8 that it runs here.
 """
 
 import json
@@ -26,22 +28,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import TrlParser
+from trl.import_utils import is_vllm_available
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli.report import KL, Run, plot, read_run, table
-from trl_quant.config import VLLM_PRECISIONS
+from trl_quant.rollout.vllm_support import supported_precisions
 from trl_quant.tasks import arithmetic_reward, load_prompts
 from trl_quant.tasks.evaluate import mean_reward
 
 
-# run -> rollout_precision, is_correction
-RUNS = {
-    "full precision": (None, None),
-    "int4 none": ("int4", "none"),
-    "int4 ais": ("int4", "ais"),
-    "fp8 none": ("fp8", "none"),
-    "fp8 ais": ("fp8", "ais"),
-}
+EIGHT_BITS = ("fp8", "fp8_block", "int8")
 SETTINGS = {
     "per_device_train_batch_size": 128,
     "num_generations": 8,
@@ -51,6 +47,12 @@ SETTINGS = {
     "warmup_steps": 5,
 }
 ENGINES = ("auto", "embedded", "vllm")
+VLLM_ENGINE = {  # starts at once and in silence
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 128 << 20,
+    "disable_log_stats": True,
+    "use_tqdm_on_load": False,
+}
 
 
 @dataclass
@@ -61,8 +63,8 @@ class DemoArguments:
     engine: str = field(
         default="auto",
         metadata={
-            "help": "What samples from the quantized copy: 'embedded', 'vllm' (for the formats that it runs), or 'auto', "
-            "which is 'embedded' for a model this small."
+            "help": "What samples from the quantized copy: 'embedded', 'vllm' (for the formats that it runs), or "
+            "'auto', which is 'vllm' where that is installed."
         },
     )
     steps: int = field(default=60, metadata={"help": "Optimizer steps of each run."})
@@ -72,6 +74,32 @@ class DemoArguments:
     def __post_init__(self):
         if self.engine not in ENGINES:
             raise ValueError(f"`engine`={self.engine!r} is unknown. Allowed: {', '.join(map(repr, ENGINES))}.")
+        if self.engine == "vllm" and not is_vllm_available():
+            raise ValueError("`engine`='vllm', but vLLM is not installed. Use 'embedded', or install `trl_quant[cpu]`.")
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What a run samples from, and how that is corrected."""
+
+    precision: str | None
+    correction: str | None
+    in_vllm: bool = False
+
+
+def samplers(engine: str) -> dict[str, Sampler]:
+    """The five runs by name."""
+    available = is_vllm_available() and engine != "embedded"
+    in_vllm = [name for name, missing in supported_precisions().items() if missing is None] if available else []
+    eight_bits = next((name for name in EIGHT_BITS if name in in_vllm), "fp8")
+    return {
+        "full precision": Sampler(None, None),
+        **{
+            f"{precision} {correction}": Sampler(precision, correction, precision in in_vllm)
+            for precision in ("int4", eight_bits)
+            for correction in ("none", "ais")
+        },
+    }
 
 
 class Follow(TrainerCallback):
@@ -88,16 +116,14 @@ class Follow(TrainerCallback):
             self.progress.update(self.task, completed=state.global_step, reward=f"{logs['reward']:.2f}", kl=kl)
 
 
-def train_run(name: str, model_dir: Path, args: DemoArguments, progress: Progress) -> None:
+def train_run(name: str, sampler: Sampler, model_dir: Path, args: DemoArguments, progress: Progress) -> None:
     """One training, with all that it logs in `<output_dir>/<name>/metrics.jsonl`; a finished one is not repeated."""
-    precision, correction = RUNS[name]
     directory = Path(args.output_dir, name.replace(" ", "-"))
     task = progress.add_task(name, total=args.steps, reward="", kl="")
     settings = {
-        "precision": precision,
-        "correction": correction,
+        **asdict(sampler),
         "model": zlib.crc32((model_dir / "model.safetensors").read_bytes()),
-        **{key: value for key, value in asdict(args).items() if key not in ("fresh", "output_dir")},
+        **{key: value for key, value in asdict(args).items() if key not in ("fresh", "output_dir", "engine")},
         **SETTINGS,
     }
     finished = directory / "finished.json"
@@ -112,10 +138,12 @@ def train_run(name: str, model_dir: Path, args: DemoArguments, progress: Progres
         reward_funcs=arithmetic_reward,
         args=QuantGRPOConfig(
             output_dir=str(directory),
-            rollout_precision=precision,
-            is_correction=correction,
-            use_vllm=args.engine == "vllm" and precision in VLLM_PRECISIONS,
+            rollout_precision=sampler.precision,
+            is_correction=sampler.correction,
+            use_vllm=sampler.in_vllm,
             vllm_mode="colocate",
+            vllm_engine_kwargs=VLLM_ENGINE if sampler.in_vllm else None,
+            vllm_max_model_length=4 * MAX_COMPLETION_LENGTH if sampler.in_vllm else None,
             max_steps=args.steps,
             seed=args.seed,
             bf16=False,
@@ -173,6 +201,11 @@ def main(args: DemoArguments) -> int:
         shutil.rmtree(output_dir, ignore_errors=True)
     console = Console()
     model_dir, failures = output_dir / "model", {}
+    runs = samplers(args.engine)
+    for where, inside in (("vLLM", True), ("the embedded engine", False)):
+        formats = {run.precision.upper() for run in runs.values() if run.precision and run.in_vllm is inside}
+        if formats:
+            console.print(f"{' and '.join(sorted(formats))} samples come from {where}.")
     with quiet():
         if not (model_dir / "eval.jsonl").is_file():  # written last
             console.print("Building a small arithmetic model ...")
@@ -185,21 +218,21 @@ def main(args: DemoArguments) -> int:
             TextColumn("reward {task.fields[reward]}  {task.fields[kl]}"),
         )
         with Progress(*columns, console=console) as progress:
-            for name in RUNS:
+            for name, sampler in runs.items():
                 try:
-                    train_run(name, model_dir, args, progress)
+                    train_run(name, sampler, model_dir, args, progress)
                 except Exception as error:  # the other runs are worth having
                     failures[name] = f"failed: {error}"
                     console.print_exception()
 
-    runs = []
-    for name in RUNS:
+    found = []
+    for name in runs:
         directory = output_dir / name.replace(" ", "-")
         history = read_run(directory).history if (directory / "metrics.jsonl").is_file() else []
-        runs.append(Run(name, history, failures.get(name, "")))
+        found.append(Run(name, history, failures.get(name, "")))
     chart = output_dir / "demo.png"
-    plot(runs, chart)
-    console.print(table(runs))
+    plot(found, chart)
+    console.print(table(found))
     console.print(f"chart: {chart}, metrics: {output_dir}/*/metrics.jsonl")
     return len(failures)
 

@@ -10,9 +10,7 @@ from trl_quant.corrections import CORRECTIONS
 from trl_quant.formats import FORMATS
 
 
-OWN = [
-    f for f in dataclasses.fields(QuantGRPOConfig) if f.name not in {g.name for g in dataclasses.fields(GRPOConfig)}
-]
+OWN = [f for f in dataclasses.fields(QuantGRPOConfig) if f.name not in {g.name for g in dataclasses.fields(GRPOConfig)}]
 
 
 def build(config_class=QuantGRPOConfig, **kwargs):

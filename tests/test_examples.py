@@ -77,7 +77,7 @@ def test_only_solutions_are_learned():
     tokenizer = building.build_tokenizer()
     rows = building.lessons(tokenizer, building.BuildArguments(max_steps=2, batch_size=4, seed=5))
     assert len(rows) == 8
-    for row, problem in zip(rows, problems(5, '+-', max_digits=3)):
+    for row, problem in zip(rows, problems(5, "+-", max_digits=3)):
         learned = [label for label in row["labels"] if label != -100]
         assert tokenizer.decode(row["input_ids"]) == problem.prompt + problem.solution + "<eos>"
         assert tokenizer.decode(learned) == problem.solution + "<eos>"
@@ -167,16 +167,18 @@ def small(monkeypatch):
 def prepare(built: Path, output_dir: Path) -> demo.DemoArguments:
     output_dir.mkdir()
     (output_dir / "model").symlink_to(built)
-    return demo.DemoArguments(output_dir=str(output_dir), steps=2)
+    return demo.DemoArguments(output_dir=str(output_dir), steps=2, engine="embedded")
 
 
 def test_demo(built, tmp_path, monkeypatch, capsys, small):
     args = prepare(built, tmp_path / "demo")
     assert demo.main(args) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in demo.RUNS) and printed.count("done") == len(demo.RUNS)
+    names = ["full precision", "int4 none", "int4 ais", "fp8 none", "fp8 ais"]
+    assert all(name in printed for name in names) and printed.count("done") == len(names)
+    assert "FP8 and INT4 samples come from the embedded engine" in printed
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
-    runs = {name: read_run(tmp_path / "demo" / name.replace(" ", "-")) for name in demo.RUNS}
+    runs = {name: read_run(tmp_path / "demo" / name.replace(" ", "-")) for name in names}
     for name, run in runs.items():
         assert len(run.values("reward")) == 2 and len(run.values("eval_accuracy")) == 2 and run.status == "done"
         assert len(run.values("mismatch/kl_k3")) == (0 if name == "full precision" else 2)
@@ -190,7 +192,7 @@ def test_demo(built, tmp_path, monkeypatch, capsys, small):
     assert demo.main(args) == 0 and not trained
     (tmp_path / "demo" / "int4-ais" / "finished.json").unlink()
     assert demo.main(args) == 1 and [Path(path).name for path in trained] == ["int4-ais"]
-    assert demo.main(demo.DemoArguments(output_dir=args.output_dir, steps=3)) == len(demo.RUNS)
+    assert demo.main(demo.DemoArguments(output_dir=args.output_dir, steps=3, engine="embedded")) == len(names)
 
 
 def test_demo_reports_what_failed(built, tmp_path, monkeypatch, capsys, small):
@@ -202,7 +204,8 @@ def test_demo_reports_what_failed(built, tmp_path, monkeypatch, capsys, small):
         return real(**kwargs)
 
     monkeypatch.setattr(demo, "QuantGRPOTrainer", trainer)
-    monkeypatch.setattr(demo, "RUNS", {"int4 none": ("int4", "none"), "fp8 ais": ("fp8", "ais")})
+    runs = {"int4 none": demo.Sampler("int4", "none"), "fp8 ais": demo.Sampler("fp8", "ais")}
+    monkeypatch.setattr(demo, "samplers", lambda engine: runs)
     args = prepare(built, tmp_path / "demo")
     args.steps = 1
     assert demo.main(args) == 1
@@ -226,6 +229,29 @@ def test_demo_fresh_starts_over(built, tmp_path, monkeypatch, small):
         demo.main(args)
     assert built_in == [str(tmp_path / "demo" / "model")]
     assert (built / "eval.jsonl").is_file()
+
+
+def test_demo_takes_vllm_where_it_is_installed(built, tmp_path, monkeypatch, capfd, small):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    import vllm_engines
+
+    eight_bits = demo.samplers("auto")
+    assert next(name for name in demo.EIGHT_BITS if demo.supported_precisions()[name] is None) + " ais" in eight_bits
+    runs = {name: run for name, run in eight_bits.items() if run.in_vllm}
+    assert len(runs) == 2
+    monkeypatch.setattr(demo, "samplers", lambda engine: runs)
+    monkeypatch.setattr(demo.QuantGRPOTrainer, "__del__", vllm_engines.keep, raising=False)
+    args = prepare(built, tmp_path / "demo")
+    assert demo.main(args) == 0
+    printed = capfd.readouterr().out
+    assert "samples come from vLLM" in printed and "embedded" not in printed
+    first, second = (read_run(tmp_path / "demo" / name.replace(" ", "-")) for name in runs)
+    assert first.values("mismatch/kl_k3")[0] == second.values("mismatch/kl_k3")[0] > 0
+    assert first.values("sync_check/bound")
+
+    monkeypatch.setattr(demo, "is_vllm_available", lambda: False)
+    with pytest.raises(ValueError, match="vLLM is not installed"):
+        demo.DemoArguments(engine="vllm")
 
 
 def test_demo_engine():

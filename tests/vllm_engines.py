@@ -92,6 +92,7 @@ def fresh(model, precision: str, path, **options) -> LLM:
         "max_model_len": 512,
         "max_num_seqs": 8,
         "logprobs_mode": "processed_logprobs",
+        "gpu_memory_utilization": 0.2,  # beside the engine that it is compared with
         **SMALL,
     }
     llm = LLM(str(path), **settings | options)

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # Losses that clip the policy ratio between two bounds; only these have an upper bound that ACR can widen.
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-PRECISIONS = ("bf16", *FORMATS)
+PRECISIONS = ("bf16", *FORMATS, "auto")
 LORA_SYNCS = ("merge", "adapter")
 VLLM_PRECISIONS = ("bf16", "fp8", "fp8_tensor", "fp8_block", "int8", "nvfp4", "mxfp4")
 
@@ -49,11 +49,14 @@ class QuantGRPOConfig(GRPOConfig):
 
         rollout_precision (`str`, *optional*):
             Number format of the copy of the policy that samples completions: `"bf16"`, `"fp8"` (per-channel weights,
-            per-token activations), `"fp8_tensor"`, `"fp8_block"`, `"int8"`, `"nvfp4"`, `"mxfp4"`, `"nf4"`, `"int4"`.
-            If `None`, TRL generates as it always does.
+            per-token activations), `"fp8_tensor"`, `"fp8_block"`, `"int8"`, `"nvfp4"`, `"mxfp4"`, `"nf4"`, `"int4"`;
+            or `"auto"`, with vLLM in colocate mode: measures each precision that vLLM runs here with engines like the
+            run's own, and puts the fastest in place of `"auto"` (a resumed run keeps that of its checkpoint). If
+            `None`, TRL generates as it always does.
         vllm_engine_kwargs (`dict`, *optional*):
             Further arguments of vLLM's `LLM` in colocate mode, fields of `vllm.EngineArgs`, such as
-            `{"enforce_eager": True}`. Those that have a field of their own here are refused.
+            `{"enforce_eager": True}`, or `{"model": "my-model-int8"}` to start it on a checkpoint that `trl-quant
+            prepare` wrote. Those that have a field of their own here are refused.
         vllm_sleep_level (`int`, *optional*, defaults to `2`):
             What vLLM does with its weights while it sleeps (`vllm_enable_sleep_mode=True`): 2 discards them, 1 keeps
             them in host memory. `lora_sync="adapter"` needs 1, since nothing brings the base back.
@@ -105,7 +108,8 @@ class QuantGRPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Number format of the copy of the policy that samples completions: 'bf16', 'fp8', 'fp8_tensor', "
-            "'fp8_block', 'int8', 'nvfp4', 'mxfp4', 'nf4' or 'int4'. If not set, TRL generates as it always does."
+            "'fp8_block', 'int8', 'nvfp4', 'mxfp4', 'nf4' or 'int4', or 'auto' for the fastest in vLLM, measured at "
+            "the start. If not set, TRL generates as it always does."
         },
     )
     vllm_engine_kwargs: dict | str | None = field(
@@ -225,7 +229,12 @@ class QuantGRPOConfig(GRPOConfig):
                 "`use_transformers_continuous_batching=True`, which samples from the full-precision policy and returns "
                 "no log-probabilities. Unset one of the two."
             )
-        if self.use_vllm and self.rollout_precision not in VLLM_PRECISIONS:
+        if self.rollout_precision == "auto" and not (self.use_vllm and self.vllm_mode == "colocate"):
+            raise ValueError(
+                "`rollout_precision`='auto' measures the engines of vLLM: set `use_vllm=True` and "
+                "`vllm_mode='colocate'` (a server runs in the precision that it was started in), or name a precision."
+            )
+        if self.use_vllm and self.rollout_precision not in (*VLLM_PRECISIONS, "auto"):
             raise ValueError(
                 f"`rollout_precision`={self.rollout_precision!r} is not available with `use_vllm=True`. Allowed there: "
                 f"{', '.join(map(repr, VLLM_PRECISIONS))}; with `use_vllm=False` it runs in the embedded engine."

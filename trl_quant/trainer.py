@@ -16,7 +16,7 @@ from .config import AISGRPOConfig, QuantGRPOConfig
 from .corrections import CORRECTIONS, CorrectionInputs
 from .noise import sigma
 from .norms import family_of
-from .rollout import RolloutEngine, RolloutNoise, VLLMBase, engine_of
+from .rollout import RolloutEngine, RolloutNoise, VLLMBase, choose_precision, engine_of
 from .rollout.vllm_support import check_device
 from .scaling import scale_model, uaq_applied
 
@@ -73,6 +73,9 @@ class QuantGRPOTrainer(GRPOTrainer):
         elif not isinstance(args, QuantGRPOConfig):
             args = self.config_class.from_grpo(args)
         _check_before_loading(model, args, train_dataset, peft_config, environment_factory)
+        if args.rollout_precision == "auto":
+            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args.rollout_precision = _precision_before(args.output_dir) or choose_precision(args, model_name)
         self._correction = _correction_of(args)
 
         with engine_of(args):
@@ -221,7 +224,7 @@ class QuantGRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         if self._engine is not None:
-            state = self._engine.state_dict()
+            state = {"precision": self._engine.precision, **self._engine.state_dict()}
             if self.args.should_save:
                 folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
                 folder.mkdir(parents=True, exist_ok=True)
@@ -299,6 +302,12 @@ def _check_before_loading(model, args, train_dataset, peft_config, environment_f
                 f"`uaq_scale`={args.uaq_scale} scales the base model, which a saved adapter does not contain. Scale "
                 "the base once with `trl_quant.scaling.scale_model`, save it, and train the adapter on that."
             )
+
+
+def _precision_before(output_dir: str) -> str | None:
+    """The precision of the run whose last whole checkpoint is in `output_dir`, if there is one."""
+    path = Path(last_complete_checkpoint(output_dir) or "", ROLLOUT_STATE_NAME)
+    return json.loads(path.read_text())["precision"] if path.is_file() else None
 
 
 def last_complete_checkpoint(output_dir: str) -> str | None:

@@ -174,10 +174,7 @@ def language_models(hub: Path) -> None:
                 "class RemoteForCausalLM(LlamaForCausalLM):\n    config_class = RemoteConfig\n"
             )
             text = (
-                (snapshot / "config.json")
-                .read_text()
-                .replace('"LlamaFor', '"RemoteFor')
-                .replace('"llama"', '"remote"')
+                (snapshot / "config.json").read_text().replace('"LlamaFor', '"RemoteFor').replace('"llama"', '"remote"')
             )
             (snapshot / "config.json").write_text(text)
 

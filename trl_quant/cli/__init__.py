@@ -5,6 +5,7 @@ import importlib
 
 
 COMMANDS = {
+    "prepare": "write a quantized copy of a checkpoint, for vLLM servers in INT8, NVFP4 or MXFP4",
     "train": "train with GRPO, quantized rollouts and a correction (also: examples/train_grpo.py)",
     "report": "table and chart of one or several training runs",
 }

@@ -283,9 +283,7 @@ def _read(source: Path) -> tuple[dict, list[Path]]:
     else:
         names = ["model.safetensors"]
     if missing := [n for n in names if not (source / n).is_file()]:
-        raise ValueError(
-            f"source: {source} lacks {', '.join(missing)}; only safetensors checkpoints can be quantized."
-        )
+        raise ValueError(f"source: {source} lacks {', '.join(missing)}; only safetensors checkpoints can be quantized.")
     return config, [source / n for n in names]
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import trl.trainer.grpo_trainer as grpo_trainer
 
+from .auto import choose_precision
 from .base import RolloutEngine, RolloutNoise
 from .transformers_engine import TransformersEngine
 from .vllm_base import VLLMBase
@@ -26,6 +27,7 @@ __all__ = [
     "VLLMBase",
     "VLLMEngine",
     "VLLMServerEngine",
+    "choose_precision",
     "engine_of",
 ]
 

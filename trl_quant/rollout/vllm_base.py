@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..formats.checkpoint import checkpoint_stream, quantizes
 from ..noise import noised_norms, norm_noise
 from .base import RolloutEngine, RolloutNoise
-from .vllm_support import ONLINE, quantizer_on
+from .vllm_support import ONLINE, quantizer_on, unquantized_layers
 
 
 class VLLMBase(RolloutEngine):
@@ -90,8 +90,7 @@ class VLLMBase(RolloutEngine):
 
     def _plan_stream(self, prepared: bool) -> None:
         """Settles which layers travel quantized: none to an engine that quantizes what it gets."""
-        inside = set(self.policy.get_decoder().modules())
-        self.ignore = [name for name, m in self.policy.named_modules() if isinstance(m, nn.Linear) and m not in inside]
+        self.ignore = unquantized_layers(self.policy)
         self.in_checkpoint_layout = prepared or self.precision not in ("bf16", *ONLINE)
         self.quantize = quantizer_on(self.accelerator.device)
 

@@ -40,7 +40,8 @@ class VLLMEngine(VLLMBase):
     With `lora_sync="adapter"` the quantized base stays as it was loaded and only A and B travel.
 
     Parameters:
-        engine_kwargs (`dict`, *optional*): Further arguments of vLLM's `LLM`.
+        engine_kwargs (`dict`, *optional*):
+            Further arguments of vLLM's `LLM`; `model` among them is what it starts on, such as a prepared checkpoint.
         lora_sync (`str`, *optional*, defaults to `"merge"`): How an adapter reaches the engine: `"merge"`, `"adapter"`.
         sleep_level (`int`, *optional*, defaults to `2`): vLLM's sleep level, where TRL's `enable_sleep_mode` is set.
 
@@ -95,7 +96,8 @@ class VLLMEngine(VLLMBase):
 
     def _llm_arguments(self) -> dict:
         """What is added to TRL's arguments of `LLM`, or replaces them."""
-        config = AutoConfig.from_pretrained(self.model.name_or_path, trust_remote_code=self.trust_remote_code)
+        start = self.engine_kwargs.get("model", self.model.name_or_path)
+        config = AutoConfig.from_pretrained(start, trust_remote_code=self.trust_remote_code)
         check_architecture(config, self.model_impl)
         prepared = check_prepared(config, self.precision)
         self._plan_stream(prepared)

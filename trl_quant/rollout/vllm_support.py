@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import get_args
 
 import torch
+import transformers
 from accelerate.utils import is_peft_model
 from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trl.import_utils import is_vllm_available
 
 from ..formats import QuantizedTensor, quantize
@@ -33,7 +35,6 @@ CAPABILITY = {
 
 # vLLM arguments that have a field of their own, or that the engine must set itself
 RESERVED = {
-    "model": "the trainer's `model`",
     "quantization": "`rollout_precision`",
     "quantization_config": "`rollout_precision`",
     "model_loader_extra_config": "`rollout_precision`",
@@ -114,7 +115,7 @@ def check_device(precision: str, sleeping: bool = False) -> None:
     from vllm.platforms import current_platform
 
     missing = supported_precisions()
-    if missing.get(precision) is not None:
+    if missing.get(precision) is not None:  # "auto" is none of them
         runnable = ", ".join(repr(name) for name, reason in missing.items() if reason is None)
         raise ValueError(
             f"`rollout_precision`={precision!r} does not run in vLLM on this device: {missing[precision]}. Here "
@@ -138,6 +139,20 @@ def check_architecture(config, model_impl: str) -> None:
             "sample from the embedded engine, which runs any decoder of transformers, or "
             "`vllm_model_impl='transformers'`."
         )
+
+
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a transformers config, without memory for its weights."""
+    with torch.device("meta"):
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        return kind(config) if kind else AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+
+
+def unquantized_layers(policy: torch.nn.Module) -> list[str]:
+    """Names of the linear layers outside of the decoder (the head, a vision tower), which stay as they are."""
+    inside = set(policy.get_decoder().modules())
+    linear = torch.nn.Linear
+    return [name for name, module in policy.named_modules() if isinstance(module, linear) and module not in inside]
 
 
 def prepared_precisions(config) -> set[str] | None:
