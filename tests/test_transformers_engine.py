@@ -10,6 +10,7 @@ from tiny import tiny_model, tiny_tokenizer
 from trl_quant.formats import FORMATS, fake_quantize_activation, quantize
 from trl_quant.noise import norm_noise
 from trl_quant.rollout import RolloutNoise, TransformersEngine
+from trl_quant.rollout.base import WeightDrift
 
 
 PROMPTS = [[72, 101, 108], [50, 43, 50, 61, 32, 7], [9]]
@@ -299,3 +300,22 @@ def test_products_are_exact_under_autocast():
     bound = exact.abs().clamp(min=1e-2) * 2**-8  # one rounding of the sum to BF16 and no other
     assert ((got - exact).abs() <= bound).all()
     assert not ((shortcut - exact).abs() <= bound).all()
+
+
+def test_drift_of_many_layers_is_measured_on_some():
+    """Every fourth layer or so of 128, which tell of all."""
+    weights = {
+        f"layers.{i}.mlp.weight": torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) for i in range(128)
+    }
+    found = {}
+    for layers in (0, 128):
+        drift = WeightDrift(layers)
+        for scale in (1.0, 1.01):
+            for name, weight in weights.items():
+                if drift.measures(name):
+                    drift.add(name, scale * weight, scale * weight * 1.1)
+            metrics = drift.metrics()
+        found[layers] = len(drift._previous), metrics
+    assert found[0][0] == 128 and 16 <= found[128][0] <= 48
+    for name, value in {"weights/normalized_quantization_error": 0.1, "weights/normalized_update": 0.01 / 1.01}.items():
+        assert all(metrics[name] == pytest.approx(value, rel=1e-3) for _, metrics in found.values())

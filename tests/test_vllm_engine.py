@@ -140,6 +140,26 @@ def test_onednn_keeps_the_scales_it_points_to(tmp_path, monkeypatch):
         assert greedy(sampler.llm) == greedy(fresh(model, "int8", tmp_path / str(step)))
 
 
+def test_tensors_beside_the_parameters_stay_where_they_are(tmp_path, monkeypatch):
+    """As the locks of Marlin's kernels must, which captured CUDA graphs read: vLLM makes new ones at every reload."""
+    sampler = engine(policy(tmp_path / "policy"), "bf16")
+    layers = sampler.llm.apply_model(lambda model: list(linear_layers(model).values()))[0]
+    method = layers[0].quant_method
+    process = type(method).process_weights_after_loading
+
+    def with_locks(self, layer):
+        process(self, layer)
+        layer.locks = torch.zeros(4)
+
+    monkeypatch.setattr(type(method), "process_weights_after_loading", with_locks)
+    for layer in layers:
+        layer.locks = torch.ones(4)
+    locks = [layer.locks for layer in layers]
+    sampler.sync_weights()
+    assert all(layer.locks is lock for layer, lock in zip(layers, locks, strict=True))
+    assert not torch.stack(locks).any()
+
+
 def test_metrics_equal_the_embedded_engines(tmp_path):
     model = policy(tmp_path / "policy")
     engines = [

@@ -12,8 +12,9 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-with socket.create_server(("127.0.0.1", 0)) as server:  # TRL's choice of a port races with the other test process's
-    os.environ["MASTER_PORT"] = str(server.getsockname()[1])
+if "RANK" not in os.environ:  # TRL's choice of a port races with the other test process's
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        os.environ["MASTER_PORT"] = str(server.getsockname()[1])
 GPU = torch.cuda.is_available()
 if not GPU:
     torch._dynamo.config.disable = True
@@ -57,7 +58,7 @@ def update(model, seed: int, size: float = 0.02) -> None:
     with torch.no_grad():
         for param in model.parameters():
             if param.requires_grad:
-                param.add_(torch.randn(param.shape, generator=generator).to(param.dtype), alpha=size)
+                param.add_(torch.randn(param.shape, generator=generator).to(param), alpha=size)
 
 
 def engine(model, precision: str, **options) -> VLLMEngine:
@@ -68,6 +69,7 @@ def engine(model, precision: str, **options) -> VLLMEngine:
         "max_completion_length": 8,
         "engine_kwargs": SMALL,
         "sync_check_steps": 0,
+        "gpu_memory_utilization": 0.2,
     }
     built = VLLMEngine(model, Accelerator(cpu=not GPU), tiny_tokenizer(), precision=precision, **settings | options)
     _alive.append(built)

@@ -23,13 +23,13 @@ def main(argv: list[str] | None = None) -> None:
     from huggingface_hub import snapshot_download
     from transformers import AutoConfig
 
-    from ..rollout.vllm_support import quantizer_on, skeleton, unquantized_layers
+    from ..rollout.vllm_support import quantizers_on, skeleton, unquantized_layers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         source = args.model if Path(args.model).is_dir() else snapshot_download(args.model)
         ignore = unquantized_layers(skeleton(AutoConfig.from_pretrained(source)))
-        written = quantize_checkpoint(source, args.output, args.format, ignore, quantizer_on(device), device)
+        written = quantize_checkpoint(source, args.output, args.format, ignore, device=device, **quantizers_on(device))
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     print(f"{written}: {args.model} in {args.format}")

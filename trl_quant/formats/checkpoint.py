@@ -164,6 +164,7 @@ def checkpoint_stream(
     format: str,
     ignore: Iterable[str] = HEAD,
     quantizer: Callable[..., QuantizedTensor] = quantize,
+    shared_scale: Callable[..., Tensor] = global_scale,
 ) -> Iterator[tuple[str, Tensor]]:
     """
     Quantizes a stream of `(name, tensor)` in its own order, one weight at a time; what is not quantized passes
@@ -177,6 +178,7 @@ def checkpoint_stream(
         format (`str`): Format, any but nf4.
         ignore (`Iterable[str]`, *optional*): As in [`quantizes`].
         quantizer (`Callable`, *optional*): [`quantize`] or a function with its signature.
+        shared_scale (`Callable`, *optional*): [`global_scale`] or a function with its signature, for nvfp4.
 
     Raises:
         ValueError: As [`quantize`] and [`checkpoint_tensors`], with the name of the tensor.
@@ -186,7 +188,7 @@ def checkpoint_stream(
     waiting: dict[tuple[str, tuple[str, ...]], dict[str, Tensor]] = {}
 
     def emit(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        shared = {"global_scale": global_scale(*weights.values())} if format == "nvfp4" else {}
+        shared = {"global_scale": shared_scale(*weights.values())} if format == "nvfp4" else {}
         for name, weight in weights.items():
             try:
                 q = quantizer(weight, format, **shared)
@@ -217,6 +219,7 @@ def quantize_checkpoint(
     format: str,
     ignore: Iterable[str] = HEAD,
     quantizer: Callable[..., QuantizedTensor] = quantize,
+    shared_scale: Callable[..., Tensor] = global_scale,
     device: torch.device | str = "cpu",
     max_shard_bytes: int = 4 << 30,
 ) -> Path:
@@ -229,7 +232,7 @@ def quantize_checkpoint(
         target (`str` or `Path`): Directory to create; must not exist.
         format (`str`): Format, any but nf4.
         ignore (`Iterable[str]`, *optional*): As in [`quantizes`].
-        quantizer (`Callable`, *optional*): As in [`checkpoint_stream`].
+        quantizer, shared_scale (`Callable`, *optional*): As in [`checkpoint_stream`].
         device (`torch.device` or `str`, *optional*): Where weights are quantized.
         max_shard_bytes (`int`, *optional*): Size at which a file of the result is closed.
 
@@ -252,7 +255,8 @@ def quantize_checkpoint(
         for item in source.iterdir():
             if item.is_file() and not item.name.endswith(WEIGHT_FILES):
                 shutil.copyfile(item, work / item.name)
-        _write(checkpoint_stream(_tensors(files, device), format, ignore, quantizer), work, max_shard_bytes)
+        stream = checkpoint_stream(_tensors(files, device), format, ignore, quantizer, shared_scale)
+        _write(stream, work, max_shard_bytes)
         config["quantization_config"] = quantization_config(format, ignore)
         (work / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         work.rename(target)

@@ -411,13 +411,22 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
             case "nvfp4":
                 global_scale = _global_scale(x) if global_scale is None else global_scale
                 values, scale = _fp4(x, global_scale)
-                bad = scale.view(torch.uint8) == E4M3_NAN.value if check else None
             case "mxfp4":
                 values, scale = _fp4(x, None)
-                bad = scale == E8M0_NAN.value if check else None
             case _:
                 values, scale = {"fp8_tensor": _tensor, "fp8_block": _block, "fp8": _rows, "int8": _rows}[name](x, name)
-                bad = scale.isfinite().logical_not_() if check else None
-    if check and bad.any():
+    quantized = QuantizedTensor(name, values, scale, x.shape, x.dtype, global_scale)
+    if check and shows_non_finite(scale, name):
         raise not_finite(x)
-    return QuantizedTensor(name, values, scale, x.shape, x.dtype, global_scale)
+    return quantized
+
+
+def shows_non_finite(scale: Tensor, name: str) -> Tensor:
+    """Whether the scales of a weight tell of NaN or infinity in it: a bool on their device, shape ()."""
+    match name:
+        case "nvfp4":
+            return (scale.view(torch.uint8) == E4M3_NAN.value).any()
+        case "mxfp4":
+            return (scale == E8M0_NAN.value).any()
+        case _:
+            return scale.isfinite().all().logical_not_()

@@ -4,11 +4,13 @@ Both engines are TRL's `VLLMGeneration` with another back end, so `GRPOTrainer` 
 A sync streams clean weights; the noise (AQN) is laid on the copy's norms just before it samples.
 """
 
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from accelerate.utils import is_peft_model
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import nn
@@ -55,8 +57,9 @@ class RolloutEngine(VLLMGeneration):
         self.noise = RolloutNoise()
         self.multimodal_fields: dict = {}
         self.sync_metrics: dict[str, float] = {}
-        self.drift = WeightDrift()
         super().__init__(*args, **kwargs)
+        linears = [n for n, module in self.model.named_modules() if isinstance(module, nn.Linear) and ".lora_" not in n]
+        self.drift = WeightDrift(len(linears))
 
     def _iter_named_params(self):
         """
@@ -106,10 +109,10 @@ class RolloutEngine(VLLMGeneration):
         """The parameters of an adapted layer's base with its adapters merged in: new tensors, by name."""
         base = layer.get_base_layer()
         with self._dist.gather_params(list(layer.parameters())):
-            if not base.weight.is_floating_point():
-                weight = dequantize_module_weight(base).data
+            if is_sum(layer):  # what PEFT's merge computes, without its bookkeeping, which takes longer than the sum
+                weight = dequantize_module_weight(base).data if not base.weight.is_floating_point() else base.weight
                 for adapter in layer.active_adapters:
-                    weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
+                    weight = (weight + layer.get_delta_weight(adapter)).to(weight.dtype)
                 return {n: weight if n == "weight" else p.data for n, p in base.named_parameters()}
             own = [
                 (module._parameters, name, param)
@@ -129,21 +132,46 @@ class RolloutEngine(VLLMGeneration):
                     parameters[name] = param
 
 
+def is_sum(layer: BaseTunerLayer) -> bool:
+    """Whether merging a layer's adapters adds a matrix each to its weight, held in full here, and nothing else."""
+    weight = layer.get_base_layer().weight
+    if isinstance(layer, LoraLayer):
+        plain = isinstance(layer.get_base_layer(), nn.Linear) and not layer.lora_variant
+        plain = plain and not any(layer.lora_bias.get(adapter, False) for adapter in layer.active_adapters)
+        return plain and not isinstance(weight, DTensor)
+    return not weight.is_floating_point()  # PEFT cannot merge other adapters into a copy of a 4- or 8-bit base
+
+
 class WeightDrift:
     """
     QuRL's two norms over one sync (eq. 13, 14): how far the weights moved, how far quantizing them moves them.
 
-    Large layers are measured on their leading rows (whole 128-row blocks), at most `MAX_ELEMENTS` values of each, of
-    which a copy is kept until the next sync. A resumed run has no such copy: it takes the update from its checkpoint.
+    Measured are about `MAX_LAYERS` layers, drawn by their names, and of large ones the leading rows (whole 128-row
+    blocks), at most `MAX_ELEMENTS` values, of which a copy is kept until the next sync. A resumed run has no such copy:
+    it takes the update from its checkpoint.
+
+    Parameters:
+        layers (`int`, *optional*, defaults to `0`): Number of layers in the policy.
     """
 
+    MAX_LAYERS = 32
     MAX_ELEMENTS = 2**18
 
-    def __init__(self):
+    def __init__(self, layers: int = 0):
+        self.stride = max(1, layers // self.MAX_LAYERS)
         self.resumed_update: float | None = None
         self._previous: dict[str, torch.Tensor] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """As new: the next sync is the first."""
+        self._previous.clear()
         self._update = self._error = self._weight = 0.0  # squared norms
         self._known = False
+
+    def measures(self, name: str) -> bool:
+        """Whether the layer called `name` is one of those that are measured."""
+        return zlib.crc32(name.encode()) % self.stride == 0
 
     def rows(self, weight: torch.Tensor) -> int:
         """Number of leading rows of `weight` that are measured."""

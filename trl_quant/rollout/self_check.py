@@ -19,7 +19,6 @@ from functools import partial
 
 import torch
 from accelerate.utils import gather_object, is_peft_model
-from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
@@ -217,13 +216,10 @@ class Reference:
             self.engine._dist.gather_params(list(layer.parameters())),
             torch.autocast(self.engine.accelerator.device.type, enabled=False),
         ):
-            weight = self.engine._dense(base, base.weight)
             if merged and isinstance(layer, BaseTunerLayer):
-                if not isinstance(layer, LoraLayer) or layer.lora_variant:  # no sum: only PEFT knows how to merge it
-                    weight = self.engine._merge(layer)["weight"]
-                else:
-                    for adapter in layer.active_adapters:
-                        weight = (weight + layer.get_delta_weight(adapter)).to(weight.dtype)
+                weight = self.engine._merge(layer)["weight"]
+            else:
+                weight = self.engine._dense(base, base.weight)
         # vLLM rounds to BF16 before it quantizes, and computes its scales in FP32; `formats` in the weight's own type
         return weight if self.engine.in_checkpoint_layout else weight.to(torch.bfloat16).float()
 

@@ -212,7 +212,8 @@ class TransformersEngine(RolloutEngine):
                     dequantized = linears[name].load(tensor)
                 except ValueError as error:
                     raise ValueError(f"Cannot quantize `{name}` for the rollout: {error}") from error
-                self.drift.add(name, tensor, dequantized[: self.drift.rows(tensor)])
+                if self.drift.measures(name):
+                    self.drift.add(name, tensor, dequantized[: self.drift.rows(tensor)])
             elif name in params:
                 params[name].data.copy_(tensor)
             elif name not in self.copy.state_dict():  # a tied weight under its second name is no surprise

@@ -5,6 +5,7 @@ many syncs, and the noise is laid on its norms. Where and how is left to the eng
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from accelerate.utils import is_peft_model
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from ..formats.checkpoint import checkpoint_stream, quantizes
 from ..noise import noised_norms, norm_noise
 from .base import RolloutEngine, RolloutNoise
-from .vllm_support import ONLINE, quantizer_on, unquantized_layers
+from .vllm_support import ONLINE, quantizers_on, unquantized_layers
 
 
 class VLLMBase(RolloutEngine):
@@ -41,6 +42,7 @@ class VLLMBase(RolloutEngine):
         self._syncs_to_check = 1  # the first is checked
         self._streaming = "the first tensor"
         self._failure: str | None = None
+        self._non_finite: dict[str, Tensor] = {}
         self._clean_norms: dict[str, Tensor] = {}
         self._applied_noise = RolloutNoise()
         super().__init__(*args, **kwargs)
@@ -92,26 +94,45 @@ class VLLMBase(RolloutEngine):
         """Settles which layers travel quantized: none to an engine that quantizes what it gets."""
         self.ignore = unquantized_layers(self.policy)
         self.in_checkpoint_layout = prepared or self.precision not in ("bf16", *ONLINE)
-        self.quantize = quantizer_on(self.accelerator.device)
+        self.quantizers = quantizers_on(self.accelerator.device)
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights under the names and in the layout that the engine loads. Collective."""
         weights = self._watched(self._iter_named_params())
-        if self.in_checkpoint_layout:
-            return checkpoint_stream(weights, self.precision, self.ignore, self.quantize)
-        return weights
+        if not self.in_checkpoint_layout:
+            return weights
+        if self.on_cpu:
+            return checkpoint_stream(weights, self.precision, self.ignore, **self.quantizers)
+        unchecked = self.quantizers | {"quantizer": partial(self.quantizers["quantizer"], check=False)}
+        return self._flagged(checkpoint_stream(weights, self.precision, self.ignore, **unchecked))
+
+    def _flagged(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Notes on the GPU which scales tell of NaN or infinity, since to look at once would wait for every layer."""
+        from ..kernels.quantize import shows_non_finite
+
+        for name, tensor in stream:
+            if name.endswith(".weight_scale"):
+                self._non_finite[name.removesuffix("_scale")] = shows_non_finite(tensor, self.precision)
+            yield name, tensor
+
+    def _require_finite(self) -> None:
+        flags, self._non_finite = self._non_finite, {}
+        if flags and torch.stack(list(flags.values())).any():
+            self._streaming = next(f"`{name}`" for name, flag in flags.items() if flag)
+            raise ValueError("it holds NaN or infinity")
 
     def _watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Brings `weights` to the engine's device, and notes their names (for errors) and norms (for the metrics)."""
         for name, tensor in weights:
             self._streaming = f"`{name}`"
             tensor = tensor.to(self.accelerator.device)
-            if quantizes(name, tensor, self.ignore):
+            if self.drift.measures(name) and quantizes(name, tensor, self.ignore):
                 rows = tensor[: self.drift.rows(tensor)]
-                exact = self.precision == "bf16"
-                quantized = rows.bfloat16() if exact else self.quantize(rows, self.precision).dequantize()
-                self.drift.add(name, tensor, quantized)
+                self.drift.add(name, tensor, rows.bfloat16() if self.precision == "bf16" else self._quantized(rows))
             yield name, tensor
+
+    def _quantized(self, rows: Tensor) -> Tensor:
+        return self.quantizers["quantizer"](rows, self.precision, check=self.on_cpu).dequantize()
 
     def update_since_sync(self) -> float:
         """How far the policy has moved from what was last sent to the engine, relative to its norm. Collective."""
@@ -131,6 +152,7 @@ class VLLMBase(RolloutEngine):
         self._streaming = "the first tensor"
         try:
             self._send()
+            self._require_finite()
         except BaseException as error:
             self._failure = (
                 f"The sync of the {self.precision} vLLM engine failed at {self._streaming}: {error}. The engine is "

@@ -88,7 +88,7 @@ class VLLMServerEngine(VLLMBase):
             self._weight_metadata = [
                 (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in self.stream()
             ]
-            self.drift = type(self.drift)()
+            self.drift.forget()
         if self.accelerator.is_main_process:
             self.vllm_client.update_named_params(self._weight_metadata, self.stream())
             self.vllm_client.reset_prefix_cache()

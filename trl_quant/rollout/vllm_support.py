@@ -12,7 +12,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trl.import_utils import is_vllm_available
 
-from ..formats import QuantizedTensor, quantize
 from ..formats.checkpoint import SCHEMES, quantization_config
 
 
@@ -51,13 +50,13 @@ RESERVED = {
 }
 
 
-def quantizer_on(device: torch.device | str) -> Callable[..., QuantizedTensor]:
-    """`formats.quantize`, on a GPU by its Triton twin."""
+def quantizers_on(device: torch.device | str) -> dict[str, Callable]:
+    """`formats.quantize` and `formats.global_scale`, on a GPU their Triton twins, as `checkpoint_stream` takes them."""
     if torch.device(device).type == "cuda":
-        from ..kernels.quantize import quantize as triton_quantize
-
-        return triton_quantize
-    return quantize
+        from ..kernels import quantize as room
+    else:
+        from .. import formats as room
+    return {"quantizer": room.quantize, "shared_scale": room.global_scale}
 
 
 def check_version() -> None:

@@ -22,7 +22,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ..formats import quantize
 from ..formats.checkpoint import checkpoint_stream
-from .vllm_support import quantizer_on
+from .vllm_support import quantizers_on
 
 
 # precision -> names of the classes that run a linear layer in it: vLLM's online method or the scheme of a checkpoint
@@ -59,7 +59,7 @@ class QuantizingLoader(DefaultModelLoader):
         if not self.arguments:
             return weights
         on_device = ((name, tensor.to(self.device)) for name, tensor in weights)
-        return checkpoint_stream(on_device, quantizer=quantizer_on(self.device), **self.arguments)
+        return checkpoint_stream(on_device, **quantizers_on(self.device), **self.arguments)
 
     def load_weights(self, model, model_config):
         keep_onednn_scales(model)
@@ -126,6 +126,7 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
         return names
 
     model.load_weights = load
+    plain = plain_tensors(model)
     try:
         # The reload builds tensors of the default type, which vLLM only sets around the first load.
         with set_default_torch_dtype(worker.vllm_config.model_config.dtype):
@@ -133,6 +134,11 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
             _refresh_tied_head(model)
     finally:
         del model.load_weights
+    for (module, name), tensor in plain.items():
+        now = vars(module).get(name)
+        if isinstance(now, Tensor) and now is not tensor and now.shape == tensor.shape:
+            tensor.copy_(now)
+            setattr(module, name, tensor)
     # By module, since what a quantized layer holds is not what was loaded into it; scalars (the cache's scales) have
     # defaults. Parameters are listed once, so a tied head, whose weight is the embedding's, misses nothing.
     filled = {name.rpartition(".")[0].removesuffix(".base_layer") for name in loaded}
@@ -141,6 +147,20 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
     }
     if loaded and (missing := owners - filled):
         raise RuntimeError(f"the policy streamed no weights for {', '.join(sorted(missing)[:4])}")
+
+
+def plain_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    """
+    Tensors that layers hold beside their parameters and buffers, such as the locks of Marlin's kernels. A reload makes
+    new ones and frees those that captured CUDA graphs go on to read: where the memory of locks is given to something
+    else, the kernels wait forever.
+    """
+    return {
+        (module, name): value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _refresh_tied_head(model: nn.Module) -> None:

@@ -1,0 +1,175 @@
+"""vLLM on two GPUs, through the trainer: tensor parallel, data parallel, and behind `vllm serve` on a GPU of its own.
+
+    python3 -m pytest -m gpu -s tests/gpu/test_two_gpus.py
+
+Each case trains in processes of its own (this file is their script too), about a minute each.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from tiny import save_tiny
+from training import config, dataset, make
+from vllm_engines import PROMPTS, SMALL, fresh, greedy, keep
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.formats.checkpoint import quantize_checkpoint
+from trl_quant.rollout.vllm_support import ONLINE
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+MODEL = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.03,
+}
+PRECISIONS = ("bf16", "fp8", "int8", "nvfp4")
+
+
+def trainer_of(path: Path, precision: str, **options) -> QuantGRPOTrainer:
+    settings = {
+        "bf16": True,
+        "use_cpu": False,
+        "use_vllm": True,
+        "rollout_precision": precision,
+        "max_steps": 3,
+        "learning_rate": 1e-3,
+        "sync_check_steps": 1,
+        "ddp_find_unused_parameters": False,
+    }
+    args = config(QuantGRPOConfig, path / "out", **settings | options)
+    return make(QuantGRPOTrainer, args, model=str(path / "model"), train_dataset=dataset(32))
+
+
+def colocated(mode: str, precision: str, path: Path) -> None:
+    """One rank of two: the engine that trained equals one that vLLM starts on the trained weights."""
+    size = {"tp": 2, "dp": 1}[mode]
+    trainer = trainer_of(
+        path,
+        precision,
+        vllm_mode="colocate",
+        vllm_tensor_parallel_size=size,
+        vllm_gpu_memory_utilization=0.1,
+        vllm_max_model_length=512,
+        vllm_engine_kwargs=SMALL,
+    )
+    keep(trainer)
+    trainer.train()
+    found = trainer.check_sync()
+    ours = greedy(trainer.vllm_generation.llm)
+    options = {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
+    theirs = greedy(fresh(trainer.model, precision, path / f"fresh-{os.environ['RANK']}", **options))
+    print(f"RESULT {mode} {precision} rank {os.environ['RANK']}: same {ours == theirs}, {found}", flush=True)
+    assert ours == theirs
+    os._exit(0)  # two engines and a process group: nobody knows in which order they end
+
+
+def served(precision: str, path: Path, url: str) -> None:
+    """Noise on the way; then the server scores as an engine started on the trained weights, within its own rounding."""
+    noise = {"noise_schedule": "exponential", "noise_sigma_start": 0.05, "noise_sigma_end": 0.01, "noise_stages": 3}
+    trainer = trainer_of(path, precision, vllm_mode="server", vllm_server_base_url=url, vllm_group_port=free(), **noise)
+    first = greedy(fresh(trainer.model, precision, path / "first"), 1)
+    trainer.train()
+    found = trainer.check_sync()
+    client = trainer.vllm_generation.vllm_client
+    answer = client.generate(PROMPTS, max_tokens=1, temperature=0.0, logprobs=0)
+    ours = torch.tensor([step[0][0] for step in answer["logprobs"]])
+    last = greedy(fresh(trainer.model, precision, path / "last"), 1)
+    error = (ours - torch.tensor([logps[0] for _, logps in last])).abs().max().item()
+    moved = (ours - torch.tensor([logps[0] for _, logps in first])).abs().max().item()
+    checks = [log["sync_check/logp_difference"] for log in trainer.state.log_history if "sync_check/bound" in log]
+    print(f"RESULT server {precision}: error {error:.5f}, moved {moved:.5f}, checks {checks}, {found}", flush=True)
+    assert len(checks) == 3 and moved > 10 * error
+    os._exit(0)
+
+
+def free() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def run(command: list, **environment) -> None:
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    print("\n".join(line for line in done.stdout.splitlines() if line.startswith("RESULT")))
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("mode", ["tp", "dp"])
+def test_two_ranks(tmp_path, mode, precision):
+    save_tiny(tmp_path / "model", dtype=torch.bfloat16, **MODEL)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free()]
+    run([*launcher, __file__, mode, precision, tmp_path])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_server(tmp_path, precision):
+    model = save_tiny(tmp_path / "model", dtype=torch.bfloat16, **MODEL)
+    flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    flags += ["--weight-transfer-config", '{"backend": "nccl"}', "--max-model-len", "512", "--host", "127.0.0.1"]
+    flags += ["--gpu-memory-utilization", "0.1", "--enforce-eager"]
+    if precision in ONLINE:
+        flags += ["--quantization", ONLINE[precision]]
+    elif precision != "bf16":
+        model = quantize_checkpoint(model, tmp_path / "prepared", precision)
+    port = free()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    with (tmp_path / "server.log").open("w") as log:
+        environment = os.environ | {
+            "CUDA_VISIBLE_DEVICES": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_HOST_IP": "127.0.0.1",
+        }
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        server = subprocess.Popen([*command, *flags], env=environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        for _ in range(120):
+            assert server.poll() is None, (tmp_path / "server.log").read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(1)
+        run(
+            [__file__, "server", precision, tmp_path, f"http://127.0.0.1:{port}"],
+            CUDA_VISIBLE_DEVICES="0",
+            VLLM_HOST_IP="127.0.0.1",
+        )
+    finally:
+        print((tmp_path / "server.log").read_text()[-1500:])
+        server.kill()
+        server.wait(30)
+
+
+if __name__ == "__main__":
+    case, precision, directory, *rest = sys.argv[1:]
+    if case == "server":
+        served(precision, Path(directory), *rest)
+    else:
+        colocated(case, precision, Path(directory))
