@@ -4,6 +4,8 @@ import pytest
 import torch
 from vllm_engines import engine, fp8_block_anywhere, policy, update
 
+from trl_quant.rollout import transformers_engine
+
 
 pytestmark = pytest.mark.vllm
 
@@ -40,6 +42,21 @@ def test_a_right_engine_passes(synced, precision, dtype, lora_sync, monkeypatch)
     assert 0 < found["sync_check/logp_difference"] < 0.75 * found["sync_check/bound"]
     # A zeroed layer, or a missing adapter, of these models makes a difference of about 1 nat.
     assert found["sync_check/bound"] < {"bf16": 0.1, "fp8_block": 0.1, "int8": 0.7}[precision]
+
+
+@pytest.mark.parametrize(("lora_sync", "dtype"), [("merge", torch.float32), ("adapter", torch.bfloat16)])
+def test_the_reference_quantizes_what_the_engine_quantized(synced, monkeypatch, lora_sync, dtype):
+    """An FP32 policy as it is, under an adapter the BF16 checkpoint; not under autocast, which changes bits on CUDA."""
+    sampler = synced("int8", lora_sync, torch.float32)
+    seen, quantize = set(), transformers_engine.quantize
+
+    def remember(weight, precision):
+        seen.add((weight.dtype, torch.is_autocast_enabled("cpu")))
+        return quantize(weight, precision)
+
+    monkeypatch.setattr(transformers_engine, "quantize", remember)
+    sampler.check_sync()
+    assert seen == {(dtype, False)}
 
 
 def test_skipped_sync(synced):

@@ -83,11 +83,15 @@ def fresh(model, precision: str, path, **options) -> LLM:
         model = model.merge_and_unload()
     elif getattr(model, "peft_config", None):  # the base of a policy with adapters
         model = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=model.dtype)
-    model.save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    if precision != "bf16" and precision not in ONLINE:
-        quantized = Path(f"{path}-{precision}")
-        path = quantized if quantized.exists() else quantize_checkpoint(path, quantized, precision)
+    ranks = torch.distributed.is_initialized()
+    quantized = path if precision == "bf16" or precision in ONLINE else Path(f"{path}-{precision}")
+    if not ranks or torch.distributed.get_rank() == 0:
+        model.save_pretrained(path)
+        tiny_tokenizer().save_pretrained(path)
+        if quantized != path and not quantized.exists():
+            quantize_checkpoint(path, quantized, precision)
+    if ranks:
+        torch.distributed.barrier()
     settings = {
         "quantization": ONLINE.get(precision),
         "dtype": "bfloat16",
@@ -97,7 +101,7 @@ def fresh(model, precision: str, path, **options) -> LLM:
         "gpu_memory_utilization": 0.2,  # beside the engine that it is compared with
         **SMALL,
     }
-    llm = LLM(str(path), **settings | options)
+    llm = LLM(str(quantized), **settings | options)
     _alive.append(llm)
     return llm
 

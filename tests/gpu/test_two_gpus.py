@@ -78,7 +78,7 @@ def colocated(mode: str, precision: str, path: Path) -> None:
     found = trainer.check_sync()
     ours = greedy(trainer.vllm_generation.llm)
     options = {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
-    theirs = greedy(fresh(trainer.model, precision, path / f"fresh-{os.environ['RANK']}", **options))
+    theirs = greedy(fresh(trainer.model, precision, path / "fresh", **options))
     print(f"RESULT {mode} {precision} rank {os.environ['RANK']}: same {ours == theirs}, {found}", flush=True)
     assert ours == theirs
     os._exit(0)  # two engines and a process group: nobody knows in which order they end
@@ -133,7 +133,7 @@ def test_server(tmp_path, precision):
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16, **MODEL)
     flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     flags += ["--weight-transfer-config", '{"backend": "nccl"}', "--max-model-len", "512", "--host", "127.0.0.1"]
-    flags += ["--gpu-memory-utilization", "0.1", "--enforce-eager"]
+    flags += ["--gpu-memory-utilization", "0.1", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)]
     if precision in ONLINE:
         flags += ["--quantization", ONLINE[precision]]
     elif precision != "bf16":
@@ -162,7 +162,8 @@ def test_server(tmp_path, precision):
             VLLM_HOST_IP="127.0.0.1",
         )
     finally:
-        print((tmp_path / "server.log").read_text()[-1500:])
+        errors = [line for line in (tmp_path / "server.log").read_text().splitlines() if "Error" in line]
+        print("\n".join(errors))
         server.kill()
         server.wait(30)
 

@@ -2,7 +2,7 @@
 
     python3 -m pytest -m gpu -s tests/gpu/test_vllm_gpu.py
 
-About a minute per precision. `-s` shows what each self-check found.
+About two minutes per precision. `-s` shows what each self-check found.
 """
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 from tiny import save_tiny
 from training import config, dataset, make
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -89,7 +89,9 @@ def awake(trainer):
     return trainer.vllm_generation
 
 
-@pytest.mark.parametrize("sleeping", [False, True], ids=["awake", "sleeping"])
+@pytest.mark.parametrize(
+    "sleeping", [False, pytest.param(True, marks=pytest.mark.own_process)], ids=["awake", "sleeping"]
+)
 def test_training_ends_with_a_fresh_engine(tmp_path, precision, sleeping):
     """Full fine-tuning; sleeping at level 2, then at level 1."""
     trainer = trained(tmp_path, precision, sleeping, tied=sleeping)
@@ -106,7 +108,9 @@ def adapter():
     return LoraConfig(r=16, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
 
 
-@pytest.mark.parametrize("sleeping", [False, True], ids=["awake", "sleeping"])
+@pytest.mark.parametrize(
+    "sleeping", [False, pytest.param(True, marks=pytest.mark.own_process)], ids=["awake", "sleeping"]
+)
 def test_adapter_sync(tmp_path, precision, sleeping):
     """As good as the adapter from files, which the adapter of a step before fails tenfold."""
     trainer = trained(tmp_path, precision, sleeping, lora_sync="adapter", peft_config=adapter())
@@ -118,7 +122,7 @@ def test_adapter_sync(tmp_path, precision, sleeping):
     ours = score(sampler.llm)
     trainer.model.save_pretrained(tmp_path / "adapter")
     base = fresh(
-        trainer.model.get_base_model(),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model"),  # in BF16, as the engine loaded it
         precision,
         tmp_path / "base",
         enable_lora=True,

@@ -220,8 +220,11 @@ class Reference:
                 weight = self.engine._merge(layer)["weight"]
             else:
                 weight = self.engine._dense(base, base.weight)
-        # vLLM rounds to BF16 before it quantizes, and computes its scales in FP32; `formats` in the weight's own type
-        return weight if self.engine.in_checkpoint_layout else weight.to(torch.bfloat16).float()
+        # vLLM rounds to BF16 before it quantizes, and computes its scales in FP32; `formats` in the weight's own type,
+        # which for a base that stays as it was loaded is its checkpoint's
+        if not self.engine.in_checkpoint_layout:
+            return weight.to(torch.bfloat16).float()
+        return weight if self.engine.lora_sync == "merge" else weight.to(self.engine.checkpoint_dtype)
 
     def _rounded(self, y: Tensor, product_error: float = 0.0) -> Tensor:
         """`y`, (tokens, out) or with leading dimensions; with jitter, one rounding and `product_error` off."""

@@ -70,8 +70,9 @@ class QuantizedLinear(nn.Module):
             dequantized = weight.to(torch.bfloat16)
             self.weight, self.weight_scale = dequantized.to(self.dtype), None
             return dequantized
-        quantized = quantize(weight, self.precision)
-        dequantized = quantized.dequantize()
+        with torch.autocast(weight.device.type, enabled=False):  # on CUDA it computes BF16 reciprocals in FP32
+            quantized = quantize(weight, self.precision)
+            dequantized = quantized.dequantize()
         if quantized.scale.numel() in (1, self.out_features) and self.precision in ("fp8", "fp8_tensor", "int8"):
             self.weight = quantized.values.to(self.dtype)
             self.weight_scale = quantized.scale.flatten().float()

@@ -46,6 +46,7 @@ class VLLMEngine(VLLMBase):
         sleep_level (`int`, *optional*, defaults to `2`): vLLM's sleep level, where TRL's `enable_sleep_mode` is set.
 
     Attributes:
+        checkpoint_dtype (`torch.dtype`): Of the weights that the engine starts on.
         llm (`vllm.LLM`): The engine itself. With `lora_sync="adapter"` its `generate` samples with the adapter.
     """
 
@@ -99,6 +100,7 @@ class VLLMEngine(VLLMBase):
         start = self.engine_kwargs.get("model", self.model.name_or_path)
         config = AutoConfig.from_pretrained(start, trust_remote_code=self.trust_remote_code)
         check_architecture(config, self.model_impl)
+        self.checkpoint_dtype = config.dtype or torch.bfloat16
         prepared = check_prepared(config, self.precision)
         self._plan_stream(prepared)
         arguments = {"dtype": "bfloat16", "quantization": ONLINE.get(self.precision), **self.engine_kwargs}
