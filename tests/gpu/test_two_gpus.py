@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from tiny import save_tiny
 from training import config, dataset, make
-from vllm_engines import PROMPTS, SMALL, fresh, greedy, keep
+from vllm_engines import PROMPTS, fresh, greedy
+from vllm_ranks import launch
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats.checkpoint import quantize_checkpoint
@@ -59,29 +60,6 @@ def trainer_of(path: Path, precision: str, **options) -> QuantGRPOTrainer:
     }
     args = config(QuantGRPOConfig, path / "out", **settings | options)
     return make(QuantGRPOTrainer, args, model=str(path / "model"), train_dataset=dataset(32))
-
-
-def colocated(mode: str, precision: str, path: Path) -> None:
-    """One rank of two: the engine that trained equals one that vLLM starts on the trained weights."""
-    size = {"tp": 2, "dp": 1}[mode]
-    trainer = trainer_of(
-        path,
-        precision,
-        vllm_mode="colocate",
-        vllm_tensor_parallel_size=size,
-        vllm_gpu_memory_utilization=0.1,
-        vllm_max_model_length=512,
-        vllm_engine_kwargs=SMALL,
-    )
-    keep(trainer)
-    trainer.train()
-    found = trainer.check_sync()
-    ours = greedy(trainer.vllm_generation.llm)
-    options = {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
-    theirs = greedy(fresh(trainer.model, precision, path / "fresh", **options))
-    print(f"RESULT {mode} {precision} rank {os.environ['RANK']}: same {ours == theirs}, {found}", flush=True)
-    assert ours == theirs
-    os._exit(0)  # two engines and a process group: nobody knows in which order they end
 
 
 def served(precision: str, path: Path, url: str) -> None:
@@ -124,8 +102,7 @@ def run(command: list, **environment) -> None:
 @pytest.mark.parametrize("mode", ["tp", "dp"])
 def test_two_ranks(tmp_path, mode, precision):
     save_tiny(tmp_path / "model", dtype=torch.bfloat16, **MODEL)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free()]
-    run([*launcher, __file__, mode, precision, tmp_path])
+    launch(mode, precision, "full", tmp_path)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -157,7 +134,7 @@ def test_server(tmp_path, precision):
             except OSError:
                 time.sleep(1)
         run(
-            [__file__, "server", precision, tmp_path, f"http://127.0.0.1:{port}"],
+            [__file__, precision, tmp_path, f"http://127.0.0.1:{port}"],
             CUDA_VISIBLE_DEVICES="0",
             VLLM_HOST_IP="127.0.0.1",
         )
@@ -169,8 +146,5 @@ def test_server(tmp_path, precision):
 
 
 if __name__ == "__main__":
-    case, precision, directory, *rest = sys.argv[1:]
-    if case == "server":
-        served(precision, Path(directory), *rest)
-    else:
-        colocated(case, precision, Path(directory))
+    precision, directory, url = sys.argv[1:]
+    served(precision, Path(directory), url)
