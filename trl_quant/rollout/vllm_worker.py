@@ -131,14 +131,10 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
         # The reload builds tensors of the default type, which vLLM only sets around the first load.
         with set_default_torch_dtype(worker.vllm_config.model_config.dtype):
             worker.reload_weights(weights_iterator=stream)
-            _refresh_tied_head(model)
+            refresh_tied_head(model)
     finally:
         del model.load_weights
-    for (module, name), tensor in plain.items():
-        now = vars(module).get(name)
-        if isinstance(now, Tensor) and now is not tensor and now.shape == tensor.shape:
-            tensor.copy_(now)
-            setattr(module, name, tensor)
+    restore_plain_tensors(plain)
     # By module, since what a quantized layer holds is not what was loaded into it; scalars (the cache's scales) have
     # defaults. Parameters are listed once, so a tied head, whose weight is the embedding's, misses nothing.
     filled = {name.rpartition(".")[0].removesuffix(".base_layer") for name in loaded}
@@ -163,7 +159,16 @@ def plain_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
     }
 
 
-def _refresh_tied_head(model: nn.Module) -> None:
+def restore_plain_tensors(plain: dict[tuple[nn.Module, str], Tensor]) -> None:
+    """Puts the tensors of [`plain_tensors`] back in their places, with the values that a reload gave to new ones."""
+    for (module, name), tensor in plain.items():
+        now = vars(module).get(name)
+        if isinstance(now, Tensor) and now is not tensor and now.shape == tensor.shape:
+            tensor.copy_(now)
+            setattr(module, name, tensor)
+
+
+def refresh_tied_head(model: nn.Module) -> None:
     """On CPU a tied head keeps a packed copy of the embedding, which a reload leaves as it was."""
     head = getattr(model, "lm_head", None)
     head = getattr(head, "base_layer", head)
