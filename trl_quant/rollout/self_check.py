@@ -58,13 +58,11 @@ def policy_logps(model: nn.Module, sequences: list[list[int]], device: torch.dev
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
+        tokens = torch.tensor(sequences, device=device)  # all as long, so that one forward quantizes each layer once
         with torch.autocast(device.type, torch.bfloat16):
-            logps = []
-            for ids in sequences:
-                tokens = torch.tensor([ids], device=device)
-                logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
-                logps.append(logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].cpu())
-            return logps
+            logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+        targets = tokens[:, 1:, None]
+        return [x.float().log_softmax(-1).gather(-1, t)[:, 0].cpu() for x, t in zip(logits, targets, strict=True)]
     finally:
         for module, training in was_training.items():
             module.training = training
