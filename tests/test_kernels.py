@@ -123,7 +123,10 @@ def test_nan_and_infinity_are_refused(name, device):
             kernels.quantize(x, name)
         with pytest.raises(ValueError, match="x: holds NaN or infinity"):
             kernels.quantize(x, name, global_scale=good)
-        kernels.quantize(x, name, check=False)
+        unchecked = kernels.quantize(x, name, global_scale=good, check=False)
+        assert kernels.shows_non_finite(unchecked.scale, name)
+        fine = kernels.quantize(make("random", dtype, (16, 40)).to(device), name)
+        assert not kernels.shows_non_finite(fine.scale, name)
 
 
 @on_devices

@@ -17,7 +17,7 @@ from vllm_engines import SMALL, engine, fp8_block_anywhere, fresh, greedy, polic
 
 from trl_quant.formats.checkpoint import quantize_checkpoint
 from trl_quant.noise import norm_noise
-from trl_quant.rollout import RolloutNoise, TransformersEngine
+from trl_quant.rollout import RolloutNoise, TransformersEngine, VLLMEngine
 from trl_quant.rollout.vllm_worker import check_kernels, linear_layers
 
 
@@ -191,6 +191,19 @@ def test_failed_reload_names_the_tensor_and_ends_the_engine(tmp_path, precision,
     for use in (sampler.sync_weights, sampler.check_sync, lambda: sampler.generate([[1, 2, 3]], None, 1)):
         with pytest.raises(RuntimeError, match="cannot be used any more"):
             use()
+
+
+def test_what_is_not_finite_is_told_after_the_reload(tmp_path, monkeypatch):
+    """As on a GPU, where nothing waits for a layer's check before the next layer."""
+    monkeypatch.setattr(VLLMEngine, "on_cpu", False)
+    model = policy(tmp_path / "policy")
+    sampler = engine(model, "int8")
+    sampler.sync_weights()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("inf")
+    with pytest.raises(RuntimeError, match=r"failed at `model.layers.1.mlp.up_proj.weight`: it holds NaN or infinity"):
+        sampler.sync_weights()
+    with pytest.raises(RuntimeError, match="cannot be used any more"):
+        sampler.generate([[1, 2, 3]], None, 1)
 
 
 def broken(model):

@@ -108,7 +108,7 @@ def test_example_trains(tmp_path, monkeypatch, trainers_live_on, mode):
             assert all("weights/normalized_quantization_error" in log for log in logs)
             assert all("weights/normalized_update" in log for log in logs[1:])
     print(mismatch)
-    assert mismatch["bf16"] < mismatch["int8"] / 8 and mismatch["bf16"] < mismatch["fp8_block"] / 2
+    assert mismatch["bf16"] < mismatch["int8"] / 10 and mismatch["bf16"] < mismatch["fp8_block"] / 2
 
 
 # Faults on the way
