@@ -66,7 +66,7 @@ def rank_of_two(rank, store, results):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each of two processes computed, by rank."""
-    context = mp.get_context("fork")  # the parent has paid for the imports
+    context = mp.get_context("spawn")  # a fork would inherit the process group of vLLM, where its tests ran before
     results = context.Queue()
     store = tmp_path_factory.mktemp("gloo") / "store"
     processes = [context.Process(target=rank_of_two, args=(r, store, results)) for r in range(2)]
