@@ -1,15 +1,13 @@
-"""Invariant scaling (UAQ): the function stays, the weights become finer, and llmcompressor leaves the same bytes."""
+"""Invariant scaling (UAQ): the function stays, and the weights become finer."""
 
 import copy
-import importlib
 import math
-import sys
 
 import pytest
 import reference
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
-from tiny import FAMILIES, save_tiny, tiny_model
+from tiny import FAMILIES, tiny_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -384,120 +382,6 @@ def test_updates_grow_against_the_rounding_error(optimizer, power):
 
     gain = update_over_error(1.5) / update_over_error(1)
     torch.testing.assert_close(gain, torch.full_like(gain, 1.5**power), rtol=0.03, atol=0)
-
-
-# The same through llmcompressor
-
-
-@pytest.fixture
-def modifier(monkeypatch):
-    pytest.importorskip("llmcompressor")
-    from trl_quant.scaling import UpdateAwareQuantizationModifier
-
-    return UpdateAwareQuantizationModifier
-
-
-def without_llmcompressor(monkeypatch):
-    for name in list(sys.modules):
-        if name == "trl_quant.scaling.modifier":
-            monkeypatch.delitem(sys.modules, name)
-        elif name.partition(".")[0] == "llmcompressor":
-            monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setitem(sys.modules, "llmcompressor", None)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_scale_model_leaves_the_same_bytes_with_and_without_llmcompressor(family, modifier, monkeypatch):
-    seen = []
-    original = modifier.on_initialize
-    monkeypatch.setattr(modifier, "on_initialize", lambda self, *a, **k: seen.append(1) or original(self, *a, **k))
-    through, without, direct = tiny_model(family), tiny_model(family), tiny_model(family)
-    assert scale_model(through, 1.5) == 4 and seen == [1]
-    without_llmcompressor(monkeypatch)
-    with pytest.raises(ImportError):
-        importlib.import_module("trl_quant.scaling.modifier")
-    assert scale_model(without, 1.5) == 4 and seen == [1]
-    apply_uaq(direct, 1.5)
-    assert same_bytes(state(through), state(direct)) and same_bytes(state(without), state(direct))
-    assert uaq_applied(through) == uaq_applied(without) == uaq_applied(direct) == 1.5
-
-
-def test_scale_model_leaves_llmcompressor_as_it_was(modifier):
-    from llmcompressor.core import active_session
-
-    session, model = active_session(), tiny_model()
-    methods = set(vars(model))
-    scale_model(model, 1.5)
-    assert active_session() is session and not session.lifecycle.initialized_
-    assert set(vars(model)) == methods
-
-
-def test_modifier_without_llmcompressor(monkeypatch):
-    import trl_quant.scaling
-
-    without_llmcompressor(monkeypatch)
-    with pytest.raises(ImportError, match="llmcompressor"):
-        trl_quant.scaling.UpdateAwareQuantizationModifier  # noqa: B018
-    with pytest.raises(AttributeError):
-        trl_quant.scaling.nothing  # noqa: B018
-
-
-YAML = """
-scaling_stage:
-  uaq_modifiers:
-    UpdateAwareQuantizationModifier:
-      scale: 1.5
-  quantization_modifiers:
-    QuantizationModifier:
-      targets: [Linear]
-      ignore: [lm_head]
-      scheme: {scheme}
-"""
-
-
-@pytest.mark.parametrize("order", ["first", "last", "yaml"])
-@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W8A8"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_modifier_composes_in_a_recipe(family, scheme, order, modifier, tmp_path):
-    """`oneshot` with the modifier and a quantization equals `apply_uaq`, then `oneshot` with the quantization."""
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-
-    path = save_tiny(tmp_path, family, tied=False)
-
-    def quantized(model, recipe):
-        oneshot(model=model, recipe=recipe, pipeline="datafree")
-        return model
-
-    def load():
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-    def quantization():
-        return QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
-
-    recipe = {
-        "first": [modifier(scale=1.5), quantization()],
-        "last": [quantization(), modifier(scale=1.5)],  # it acts before anything is observed in any case
-        "yaml": YAML.format(scheme=scheme),
-    }[order]
-    mine = quantized(load(), recipe)
-    by_hand = load()
-    apply_uaq(by_hand, 1.5)
-    by_hand = quantized(by_hand, [quantization()])
-    assert uaq_applied(mine) == uaq_applied(by_hand) == 1.5
-    assert same_bytes(state(mine), state(by_hand))
-    assert torch.equal(logits(mine), logits(by_hand))
-    assert any("weight_scale" in name for name in state(mine))
-    plain = quantized(load(), [quantization()])
-    assert not same_bytes(state(plain), state(mine))
-    name = "model.layers.0.self_attn.q_proj.weight_scale"
-    torch.testing.assert_close(state(plain)[name] / state(mine)[name], torch.full_like(state(mine)[name], 1.5))
-
-
-@pytest.mark.parametrize("scale", [0, -1, math.nan])
-def test_modifier_refuses_a_bad_scale(modifier, scale):
-    with pytest.raises(ValueError, match="scale must be a finite number > 0"):
-        modifier(scale=scale)
 
 
 def test_norms_that_stand_in_hold_the_gain():
