@@ -32,7 +32,7 @@ from trl.import_utils import is_vllm_available
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli.report import KL, Run, plot, read_run, table
-from trl_quant.rollout.vllm_support import supported_precisions
+from trl_quant.rollout.vllm_support import check_version, supported_precisions
 from trl_quant.tasks import arithmetic_reward, load_prompts
 from trl_quant.tasks.evaluate import mean_reward
 
@@ -89,8 +89,14 @@ class Sampler:
 
 def samplers(engine: str) -> dict[str, Sampler]:
     """The five runs by name."""
-    available = is_vllm_available() and engine != "embedded"
-    in_vllm = [name for name, missing in supported_precisions().items() if missing is None] if available else []
+    in_vllm = []
+    if engine != "embedded" and is_vllm_available():
+        try:
+            check_version()
+            in_vllm = [name for name, missing in supported_precisions().items() if missing is None]
+        except ImportError:  # a vLLM that is not supported
+            if engine == "vllm":
+                raise
     eight_bits = next((name for name in EIGHT_BITS if name in in_vllm), "fp8")
     return {
         "full precision": Sampler(None, None),
