@@ -47,8 +47,9 @@ def test_scale_model_leaves_the_same_bytes_with_and_without_llmcompressor(family
 
 
 def test_scale_model_leaves_llmcompressor_as_it_was(modifier):
-    from llmcompressor.core import active_session
+    from llmcompressor.core import active_session, reset_session
 
+    reset_session()
     session, model = active_session(), tiny_model()
     methods = set(vars(model))
     scale_model(model, 1.5)

@@ -188,7 +188,7 @@ def test_server_with_a_transfer_of_vllms_own(tmp_path, model, servers, monkeypat
 def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, precision, tuning):
     """Three steps, with noise on the way; then the server equals an engine that vLLM starts on the weights."""
     monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-{precision}.pt"))
-    noise = {"noise_schedule": "exponential", "noise_sigma_start": 0.2, "noise_sigma_end": 0.1, "noise_stages": 3}
+    noise = {"noise_schedule": "exponential", "noise_sigma_start": 0.5, "noise_sigma_end": 0.1, "noise_stages": 3}
     peft_config = lora() if tuning == "lora" else None
     options = {"sync_check_steps": 1, "max_steps": 3, "peft_config": peft_config, **noise}
     trainer = trainer_of(tmp_path, servers[precision], model, precision, **options)
@@ -197,7 +197,7 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert all(log["sync_check/logp_difference"] < log["sync_check/bound"] for log in logs)
-    assert [log["noise/sigma"] for log in logs] == [0, 0.2, 0.1]
+    assert [log["noise/sigma"] for log in logs] == [0, 0.5, 0.1]
     assert logs[1]["mismatch/kl_k3"] > 5 * logs[0]["mismatch/kl_k3"]
     trainer.check_sync()
 

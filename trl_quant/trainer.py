@@ -307,7 +307,7 @@ def _check_before_loading(model, args, train_dataset, peft_config, environment_f
 def _precision_before(output_dir: str) -> str | None:
     """The precision of the run whose last whole checkpoint is in `output_dir`, if there is one."""
     path = Path(last_complete_checkpoint(output_dir) or "", ROLLOUT_STATE_NAME)
-    return json.loads(path.read_text())["precision"] if path.is_file() else None
+    return json.loads(path.read_text()).get("precision") if path.is_file() else None
 
 
 def last_complete_checkpoint(output_dir: str) -> str | None:

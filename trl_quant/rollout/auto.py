@@ -97,7 +97,7 @@ def engine_arguments(args, model: str, config: PreTrainedConfig, precision: str)
         "model_impl": args.vllm_model_impl,
         "trust_remote_code": args.trust_remote_code,
         "max_num_seqs": batch_size(args),
-        "max_model_len": PROMPT_TOKENS + NEW_TOKENS,
+        "max_model_len": PROMPT_TOKENS + NEW_TOKENS + 1,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         **(args.vllm_engine_kwargs or {}),
@@ -144,7 +144,7 @@ def decode(precision: str, engine: dict) -> float:
         return time.perf_counter() - start
 
     seconds(4)  # warms up the kernels and the prefix cache
-    return batch * (NEW_TOKENS - 1 - 1) / (seconds(NEW_TOKENS - 1) - seconds(1))
+    return batch * (NEW_TOKENS - 1) / (seconds(NEW_TOKENS) - seconds(1))
 
 
 def print_table(measured: dict[str, float | str], chosen: str | None, batch: int) -> None:
