@@ -107,7 +107,7 @@ def engine_arguments(args, model: str, config: PreTrainedConfig, precision: str)
     if prepared or precision not in ("bf16", *ONLINE):
         ignore = unquantized_layers(skeleton(config))
         arguments |= layout_arguments(precision, ignore, "cpu", prepared, arguments)
-    return {"precision": precision, "engine": arguments}
+    return {"precision": precision, "batch": batch_size(args), "engine": arguments}
 
 
 def measure(arguments: dict) -> float | str:
@@ -125,13 +125,13 @@ def measure(arguments: dict) -> float | str:
     return (errors or done.stderr.splitlines() or [f"ended with code {done.returncode}"])[-1].strip()
 
 
-def decode(precision: str, engine: dict) -> float:
+def decode(precision: str, batch: int, engine: dict) -> float:
     """What the process of [`measure`] does: tokens per second of decoding alone."""
     from vllm import LLM, SamplingParams
 
     from .vllm_worker import check_kernels
 
-    llm, batch = LLM(**engine), engine["max_num_seqs"]
+    llm = LLM(**engine)
     llm.apply_model(partial(check_kernels, precision=precision))
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(10, 200, (batch, PROMPT_TOKENS), generator=generator).tolist()

@@ -9,8 +9,8 @@ linear layer's output off by up to one BF16 rounding, `y (1 + 2^-8 u)`, u unifor
 
     d = mean |log p_jittered - log p_reference|        and the engine must stay within   SLACK * d + FLOOR.
 
-Weights that lag behind or an adapter that is missing may differ by less than any such bound. Those are found exactly,
-by comparing what the policy holds with what was last sent to the engine.
+Weights that lag behind may differ by less than any such bound. Those are found by comparing what the policy holds with
+what was last sent to the engine: adapters in full, merged weights on the layers and rows that `WeightDrift` measures.
 """
 
 from collections.abc import Iterable, Iterator
