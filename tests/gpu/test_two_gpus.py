@@ -98,11 +98,22 @@ def run(command: list, **environment) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("mode", ["tp", "dp"])
-def test_two_ranks(tmp_path, mode, precision):
+@pytest.mark.parametrize(
+    ("mode", "precision", "tuning"),
+    [
+        *((mode, precision, "full") for mode in ("tp", "dp") for precision in PRECISIONS),
+        ("tp", "fp8", "lora"),
+        ("fsdp2", "fp8_block", "full"),
+        ("fsdp2", "nvfp4", "lora"),
+        ("zero3", "fp8", "full"),
+        ("zero3", "nvfp4", "lora"),
+    ],
+)
+def test_two_ranks(tmp_path, mode, precision, tuning):
+    if mode.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     save_tiny(tmp_path / "model", dtype=torch.bfloat16, **MODEL)
-    launch(mode, precision, "full", tmp_path)
+    launch(mode, precision, tuning, tmp_path)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -13,7 +13,8 @@ Weights that lag behind may differ by less than any such bound. Those are found 
 what was last sent to the engine: adapters in full, merged weights on the layers and rows that `WeightDrift` measures.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -160,7 +161,7 @@ class Reference:
         """Log-probabilities as [`policy_logps`]; without the adapters, or one rounding off, on request."""
         device = self.engine.accelerator.device
         self._jitter = torch.Generator(device).manual_seed(0) if jitter else None
-        with self._exchanged(adapted):
+        with _gathered_calls(self.engine), self._exchanged(adapted):
             return policy_logps(self.engine.model, sequences, device)
 
     @contextmanager
@@ -202,22 +203,22 @@ class Reference:
         linear.weight = linear.weight[rows]
         if linear.weight_scale is not None and linear.weight_scale.numel() > 1:
             linear.weight_scale = linear.weight_scale[rows]
-        linear.bias, linear.precision = base.bias, self.inputs
-        y = linear(x.to(torch.bfloat16).float()).to(torch.bfloat16)  # float: scales of inputs are FP32 in the engine
-        return self._rounded(y, self.product_errors.get(base.in_features, 0.0))
+        linear.precision = self.inputs
+        with self.engine._dist.gather_params([p for p in [base.bias] if p is not None]):
+            linear.bias = base.bias
+            y = linear(x.to(torch.bfloat16).float())  # float: scales of inputs are FP32 in the engine
+        return self._rounded(y.to(torch.bfloat16), self.product_errors.get(base.in_features, 0.0))
 
     @torch.no_grad()
     def _weight(self, layer: nn.Module, merged: bool) -> Tensor:
         """The weight of a linear layer in full, with its adapters added where they are `merged`."""
-        base = _base(layer)
-        with (
-            self.engine._dist.gather_params(list(layer.parameters())),
-            torch.autocast(self.engine.accelerator.device.type, enabled=False),
-        ):
+        with torch.autocast(self.engine.accelerator.device.type, enabled=False):
             if merged and isinstance(layer, BaseTunerLayer):
                 weight = self.engine._merge(layer)["weight"]
             else:
-                weight = self.engine._dense(base, base.weight)
+                base = _base(layer)
+                with self.engine._dist.gather_params([base.weight]):
+                    weight = self.engine._dense(base, base.weight)
         # vLLM rounds to BF16 before it quantizes, and computes its scales in FP32; `formats` in the weight's own type,
         # which for a base that stays as it was loaded is its checkpoint's
         if not self.engine.in_checkpoint_layout:
@@ -231,6 +232,37 @@ class Reference:
         u = torch.rand(y.shape, generator=self._jitter, device=y.device) * 2 - 1
         n = torch.randn(y.shape, generator=self._jitter, device=y.device)
         return (y * (1 + 2.0**-8 * u) + product_error * y.float().square().mean(-1, True).sqrt() * n).to(y.dtype)
+
+
+@contextmanager
+def _gathered_calls(engine) -> Iterator[None]:
+    """
+    Under ZeRO-3, context in which the policy's modules are called without DeepSpeed's hooks, each with its parameters
+    gathered by TRL's backend. The hooks fetch ahead, and do not bear that one layer reads the weights of another.
+    """
+    if not engine._dist.is_zero3:
+        yield
+        return
+    names = ("forward", "_forward_pre_hooks", "_forward_hooks")
+    own = {
+        module: {name: vars(module)[name] for name in names if name in vars(module)}
+        for module in engine.model.modules()
+    }
+    try:
+        for module in own:
+            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+            if params := list(module.parameters(recurse=False)):
+                module.forward = partial(_gathered_call, engine, params, module.forward)
+        yield
+    finally:
+        for module, attributes in own.items():
+            vars(module).pop("forward", None)
+            vars(module).update(attributes)
+
+
+def _gathered_call(engine, params: list[nn.Parameter], forward: Callable, *args, **kwargs):
+    with engine._dist.gather_params(params):
+        return forward(*args, **kwargs)
 
 
 def _base(layer: nn.Module) -> nn.Linear:
