@@ -23,8 +23,7 @@ from training import config, lora, make
 pytest.importorskip("vllm", reason="vLLM is not installed")
 import file_transfer
 import trl.generation.vllm_client as vllm_client
-from vllm import SamplingParams
-from vllm_engines import PROMPTS, fresh
+from vllm_engines import fresh, one_by_one, served
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats.checkpoint import quantize_checkpoint
@@ -201,26 +200,8 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     assert logs[1]["mismatch/kl_k3"] > 5 * logs[0]["mismatch/kl_k3"]
     trainer.check_sync()
 
-    def greedy(sample):
-        """A prompt at a time, so that the batches are the same in both."""
-        return [sample(ids) for ids in PROMPTS]
-
-    def ask(ids):
-        client = trainer.vllm_generation.vllm_client
-        answer = client.generate([ids], max_tokens=8, temperature=0.0, logprobs=0)
-        return answer["completion_ids"][0], [step[0] for step in answer["logprobs"][0]]
-
-    llm, sampling = (
-        fresh(trainer.model, precision, tmp_path / "fresh"),
-        SamplingParams(temperature=0, max_tokens=8, logprobs=0),
-    )
-
-    def start(ids):
-        (output,) = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
-        tokens = list(output.outputs[0].token_ids)
-        return tokens, [step[t].logprob for t, step in zip(tokens, output.outputs[0].logprobs, strict=True)]
-
-    assert greedy(ask) == greedy(start)
+    last = fresh(trainer.model, precision, tmp_path / "fresh")
+    assert served(trainer.vllm_generation.vllm_client) == one_by_one(last)
 
 
 def test_server_that_misses_a_sync(tmp_path, model, servers, monkeypatch):

@@ -106,15 +106,26 @@ def fresh(model, precision: str, path, **options) -> LLM:
     return llm
 
 
-def greedy(llm: LLM, n: int = 8) -> list[tuple[list[int], list[float]]]:
+def greedy(llm: LLM, prompts=PROMPTS, n: int = 8) -> list[tuple[list[int], list[float]]]:
     """Greedy tokens of each prompt and their log-probabilities."""
-    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    prompts = [{"prompt_token_ids": ids} for ids in prompts]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=n, logprobs=0), use_tqdm=False)
     completions = [output.outputs[0] for output in outputs]
     return [
         (list(c.token_ids), [step[token].logprob for token, step in zip(c.token_ids, c.logprobs, strict=True)])
         for c in completions
     ]
+
+
+def one_by_one(llm: LLM) -> list[tuple[list[int], list[float]]]:
+    """As [`greedy`], in batches of one prompt, which a server can be asked for too."""
+    return [greedy(llm, [ids])[0] for ids in PROMPTS]
+
+
+def served(client, n: int = 8) -> list[tuple[list[int], list[float]]]:
+    """As [`one_by_one`] of the server behind TRL's client."""
+    answers = [client.generate([ids], max_tokens=n, temperature=0.0, logprobs=0) for ids in PROMPTS]
+    return [(answer["completion_ids"][0], [step[0] for step in answer["logprobs"][0]]) for answer in answers]
 
 
 def score(llm: LLM, **options) -> torch.Tensor:

@@ -74,8 +74,8 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> None:
     trainer.save_model(path / "trained")
     trainer.accelerator.wait_for_everyone()
     options = {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
-    theirs = greedy(fresh(saved(path, tuning, trainer.model.dtype), precision, path / "fresh", **options))
-    before = greedy(fresh(saved(path, None, trainer.model.dtype), precision, path / "before", **options))
+    theirs = greedy(fresh(saved(path, tuning, trainer.model), precision, path / "fresh", **options))
+    before = greedy(fresh(saved(path, None, trainer.model), precision, path / "before", **options))
     checks = [log["sync_check/logp_difference"] for log in trainer.state.log_history if "sync_check/bound" in log]
     state = json.loads((path / "out" / "checkpoint-3" / "rollout_state.json").read_text())
     result = {
@@ -88,15 +88,18 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> None:
     os._exit(0)  # two engines and a process group: nobody knows in which order they end
 
 
-def saved(path: Path, tuning: str | None, dtype):
-    """The policy as the trainer saved it; before training for no `tuning`."""
+def saved(path: Path, tuning: str | None, trained):
+    """The policy as the trainer saved it, in the type that it trained in; before training for no `tuning`."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()  # ZeRO-3 would part what is loaded here too
-    model = AutoModelForCausalLM.from_pretrained(path / ("trained" if tuning == "full" else "model"), dtype=dtype)
-    return PeftModel.from_pretrained(model, path / "trained") if tuning == "lora" else model
+    source = path / ("trained" if tuning == "full" else "model")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=trained.dtype)
+    if tuning == "lora":
+        model = PeftModel.from_pretrained(model, path / "trained", autocast_adapter_dtype=False)
+    return model.to(trained.device)
 
 
 if __name__ == "__main__":

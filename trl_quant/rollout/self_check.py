@@ -205,7 +205,7 @@ class Reference:
             linear.weight_scale = linear.weight_scale[rows]
         linear.precision = self.inputs
         with self.engine._dist.gather_params([p for p in [base.bias] if p is not None]):
-            linear.bias = base.bias
+            linear.bias = None if base.bias is None else self.engine._full(base.bias)
             y = linear(x.to(torch.bfloat16).float())  # float: scales of inputs are FP32 in the engine
         return self._rounded(y.to(torch.bfloat16), self.product_errors.get(base.in_features, 0.0))
 
@@ -237,10 +237,11 @@ class Reference:
 @contextmanager
 def _gathered_calls(engine) -> Iterator[None]:
     """
-    Under ZeRO-3, context in which the policy's modules are called without DeepSpeed's hooks, each with its parameters
-    gathered by TRL's backend. The hooks fetch ahead, and do not bear that one layer reads the weights of another.
+    Under FSDP2 and ZeRO-3, context in which the policy's modules are called without the hooks that gather parameters,
+    each with its own parameters gathered as for a sync: FSDP2's would round them to the type of its forward before
+    they are quantized, and DeepSpeed's do not bear that one layer reads the weights of another.
     """
-    if not engine._dist.is_zero3:
+    if not (engine._dist.is_zero3 or engine._dist.fsdp_version == 2):
         yield
         return
     names = ("forward", "_forward_pre_hooks", "_forward_hooks")
@@ -251,8 +252,8 @@ def _gathered_calls(engine) -> Iterator[None]:
     try:
         for module in own:
             module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
-            if params := list(module.parameters(recurse=False)):
-                module.forward = partial(_gathered_call, engine, params, module.forward)
+            if module._parameters:
+                module.forward = partial(_gathered_call, engine, module, module.forward)
         yield
     finally:
         for module, attributes in own.items():
@@ -260,9 +261,14 @@ def _gathered_calls(engine) -> Iterator[None]:
             vars(module).update(attributes)
 
 
-def _gathered_call(engine, params: list[nn.Parameter], forward: Callable, *args, **kwargs):
-    with engine._dist.gather_params(params):
-        return forward(*args, **kwargs)
+def _gathered_call(engine, module: nn.Module, forward: Callable, *args, **kwargs):
+    parts = {name: param for name, param in module._parameters.items() if param is not None}
+    with engine._dist.gather_params(list(parts.values())):
+        try:
+            module._parameters.update({name: engine._full(param) for name, param in parts.items()})
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(parts)
 
 
 def _base(layer: nn.Module) -> nn.Linear:
