@@ -62,8 +62,7 @@ def policy(path: str, lora_rank: int = 0):
             storage[key] = (torch.randn(param.shape, device=device) * 0.02).to(torch.bfloat16)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(storage[key], requires_grad=False))
-    for module in model.modules():  # never computed with
-        module._buffers = {name: torch.zeros_like(b, device=device) for name, b in module._buffers.items()}
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config, device=device)  # all the buffers that there are
     model.name_or_path = path
     if lora_rank:
         from peft import LoraConfig, get_peft_model
@@ -71,6 +70,10 @@ def policy(path: str, lora_rank: int = 0):
         config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", init_lora_weights=False)
         model = get_peft_model(model, config).to(device)
     return model
+
+
+def byte_tokenizer(text: str, add_special_tokens: bool = False) -> dict:
+    return {"input_ids": list(text.encode())}
 
 
 def build(kind: str, model, max_seqs: int, new_tokens: int, length: int, lora_sync: str = "merge", **arguments):
@@ -94,9 +97,9 @@ def build(kind: str, model, max_seqs: int, new_tokens: int, length: int, lora_sy
     accelerator = Accelerator(cpu=not CUDA)
     if kind == "trl":
         with _llm_with(**arguments):
-            return VLLMGeneration(model, accelerator, None, **settings)
+            return VLLMGeneration(model, accelerator, byte_tokenizer, **settings)
     options = {"engine_kwargs": arguments, "sync_check_steps": 0, "lora_sync": lora_sync}
-    return VLLMEngine(model, accelerator, None, precision=kind, **settings, **options)
+    return VLLMEngine(model, accelerator, byte_tokenizer, precision=kind, **settings, **options)
 
 
 def in_own_process(arguments: list[str], timeout: float) -> dict:

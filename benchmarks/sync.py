@@ -5,7 +5,8 @@ Seconds and peak extra memory of one weight sync, against TRL's own BF16 push in
     python benchmarks/sync.py --size 32b --precisions fp8 nvfp4 --lora 32
 
 Each engine has a process of its own. `sync` is the median of the rounds after the first, `stream` the time of the
-tensors alone (gathering, merging, quantizing), without vLLM. Extra memory is the peak over what was allocated before.
+tensors alone (gathering, merging, quantizing), without vLLM, `check` that of a self-check, made every 50 syncs.
+Extra memory is the peak over what was allocated before.
 """
 
 import argparse
@@ -42,6 +43,8 @@ def measure(kind: str, size: str, lora: int, rounds: int) -> dict:
     if kind != "trl":
         consume = lambda: [None for _ in engine.stream()]  # noqa: E731
         result["stream"] = min(seconds(consume) for _ in range(3))
+        engine.check_sync()
+        result["check"] = min(seconds(engine.check_sync) for _ in range(3))
         engine.drift.measures = lambda name: False
         result["sync_without_metrics"] = statistics.median(seconds(engine.sync_weights) for _ in range(rounds))
     return result
@@ -61,7 +64,11 @@ def main():
         return report(measure(args.one, args.size, args.lora, args.rounds))
 
     print(f"{machine()}, Qwen2.5 {args.size}{f', LoRA of rank {args.lora} merged' if args.lora else ''}", flush=True)
-    print(f"{'engine':<12}{'sync s':>9}{'of TRL':>8}{'first':>8}{'stream':>8}{'no metrics':>12}{'extra MiB':>11}")
+    print(
+        f"{'engine':<12}{'sync s':>9}{'of TRL':>8}{'first':>8}{'stream':>8}{'no metrics':>12}{'check':>8}"
+        f"{'extra MiB':>11}",
+        flush=True,
+    )
     results, baseline = {}, None
     for kind in ("trl", *args.precisions):
         options = ["--size", args.size, "--lora", str(args.lora), "--rounds", str(args.rounds)]
@@ -77,7 +84,7 @@ def main():
     save(f"sync-{args.size}", {"arguments": vars(args) | {"output": str(args.output)}, "results": results}, args.output)
 
 
-COLUMNS = (("stream", 8), ("sync_without_metrics", 12))
+COLUMNS = (("stream", 8), ("sync_without_metrics", 12), ("check", 8))
 
 
 if __name__ == "__main__":

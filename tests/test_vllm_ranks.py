@@ -26,5 +26,5 @@ from vllm_ranks import launch
 def test_engines_end_as_fresh_ones(tmp_path, mode, precision, tuning):
     if mode.startswith("zero"):
         pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    save_tiny(tmp_path / "model", dtype=torch.bfloat16)
+    save_tiny(tmp_path / "model", "qwen2", dtype=torch.bfloat16)
     launch(mode, precision, tuning, tmp_path)

@@ -4,6 +4,7 @@ Both engines are TRL's `VLLMGeneration` with another back end, so `GRPOTrainer` 
 A sync streams clean weights; the noise (AQN) is laid on the copy's norms just before it samples.
 """
 
+import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -112,7 +113,8 @@ class RolloutEngine(VLLMGeneration):
             if is_sum(layer):  # what PEFT's merge computes, without its bookkeeping, which takes longer than the sum
                 weight = dequantize_module_weight(base).data if not base.weight.is_floating_point() else base.weight
                 for adapter in layer.active_adapters:
-                    weight = (weight + layer.get_delta_weight(adapter)).to(weight.dtype)
+                    # In one pass: summed in the wider type, rounded to the base's
+                    weight = torch.add(weight, delta_weight(layer, adapter), out=torch.empty_like(weight))
                 return {n: weight if n == "weight" else p.data for n, p in base.named_parameters()}
             own = [
                 (module._parameters, name, param)
@@ -135,11 +137,19 @@ class RolloutEngine(VLLMGeneration):
 def is_sum(layer: BaseTunerLayer) -> bool:
     """Whether merging a layer's adapters adds a matrix each to its weight, held in full here, and nothing else."""
     weight = layer.get_base_layer().weight
-    if isinstance(layer, LoraLayer):
-        plain = isinstance(layer.get_base_layer(), nn.Linear) and not layer.lora_variant
-        plain = plain and not any(layer.lora_bias.get(adapter, False) for adapter in layer.active_adapters)
-        return plain and not isinstance(weight, DTensor)
-    return not weight.is_floating_point()  # PEFT cannot merge other adapters into a copy of a 4- or 8-bit base
+    if not isinstance(layer, LoraLayer):
+        return not weight.is_floating_point()  # PEFT cannot merge other adapters into a copy of a 4- or 8-bit base
+    plain = isinstance(layer.get_base_layer(), nn.Linear) and not isinstance(weight, DTensor) and not layer.lora_variant
+    return plain and all(a in layer.lora_A and not layer.lora_bias.get(a, False) for a in layer.active_adapters)
+
+
+def delta_weight(layer: BaseTunerLayer, adapter: str) -> torch.Tensor:
+    """PEFT's `get_delta_weight`, less its pass over the product of B and A where scaling B is the same bit for bit."""
+    if isinstance(layer, LoraLayer) and layer.lora_A[adapter].weight.is_cuda:
+        scaling = layer.scaling[adapter]
+        if math.frexp(scaling)[0] == 0.5:  # a power of two
+            return (layer.lora_B[adapter].weight * scaling) @ layer.lora_A[adapter].weight
+    return layer.get_delta_weight(adapter)
 
 
 class WeightDrift:

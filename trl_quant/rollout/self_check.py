@@ -204,9 +204,10 @@ class Reference:
         if linear.weight_scale is not None and linear.weight_scale.numel() > 1:
             linear.weight_scale = linear.weight_scale[rows]
         linear.precision = self.inputs
-        with self.engine._dist.gather_params([p for p in [base.bias] if p is not None]):
-            linear.bias = None if base.bias is None else self.engine._full(base.bias)
-            y = linear(x.to(torch.bfloat16).float())  # float: scales of inputs are FP32 in the engine
+        if base.bias is not None:
+            with self.engine._dist.gather_params([base.bias]):
+                linear.bias = nn.Parameter(self.engine._full(base.bias).clone(), requires_grad=False)
+        y = linear(x.to(torch.bfloat16).float())  # float: scales of inputs are FP32 in the engine
         return self._rounded(y.to(torch.bfloat16), self.product_errors.get(base.in_features, 0.0))
 
     @torch.no_grad()
