@@ -126,7 +126,6 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
         return names
 
     model.load_weights = load
-    keep_onednn_scales(model)
     plain = plain_tensors(model)
     try:
         # The reload builds tensors of the default type, which vLLM only sets around the first load.
