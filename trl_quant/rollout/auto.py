@@ -23,7 +23,6 @@ from .vllm_support import (
     ONLINE,
     check_architecture,
     layout_arguments,
-    precision_arguments,
     prepared_precisions,
     skeleton,
     supported_precisions,
@@ -91,6 +90,8 @@ def engine_arguments(args, model: str, config: PreTrainedConfig, precision: str)
     """vLLM's arguments for an engine like the run's own, with dummy weights."""
     arguments = {
         "model": model,
+        "dtype": "bfloat16",
+        "quantization": ONLINE.get(precision),
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "model_impl": args.vllm_model_impl,
@@ -99,7 +100,7 @@ def engine_arguments(args, model: str, config: PreTrainedConfig, precision: str)
         "max_model_len": PROMPT_TOKENS + NEW_TOKENS + 1,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
-        **precision_arguments(precision, args.vllm_engine_kwargs or {}),
+        **(args.vllm_engine_kwargs or {}),
         "load_format": "dummy",
     }
     prepared = prepared_precisions(config) is not None

@@ -59,8 +59,11 @@ class RolloutEngine(VLLMGeneration):
         self.multimodal_fields: dict = {}
         self.sync_metrics: dict[str, float] = {}
         super().__init__(*args, **kwargs)
-        linears = [n for n, module in self.model.named_modules() if isinstance(module, nn.Linear) and ".lora_" not in n]
-        self.drift = WeightDrift(len(linears))
+        self._is_adapted = is_peft_model(self.model)
+        modules = [module for name, module in self.model.named_modules() if ".lora_" not in name]
+        adapted = [module for module in modules if isinstance(module, BaseTunerLayer)]
+        linears = [module for module in modules if isinstance(module, nn.Linear) and module.weight.requires_grad]
+        self.drift = WeightDrift(len(adapted) + len(linears))
 
     def _iter_named_params(self):
         """
@@ -69,24 +72,30 @@ class RolloutEngine(VLLMGeneration):
         Adapters are merged by PEFT itself into stand-ins, one layer at a time, so that the trainer's base weights are
         never written: TRL merges and unmerges in place, which in BF16 moves the base a little at every sync.
         """
-        if not is_peft_model(self.model) or self._dist.fsdp_version == 1:
+        if not self._is_adapted or self._dist.fsdp_version == 1:
             yield from super()._iter_named_params()
             return
 
-        model, layer, merged = self.model, None, {}
-        for name, param in model.named_parameters():
-            if model.prefix in name or ".original_module." in name:
+        adapted, seen = None, set()
+        for path, module in self.model.named_modules():
+            if adapted is not None and path.startswith(adapted):
                 continue
-            owner, is_adapted, leaf = name.partition(".base_layer.")
-            clean_name = name.removeprefix("base_model.model.").replace(".base_layer", "")
-            clean_name = self._fix_param_name_to_vllm(clean_name, extra_prefixes=["modules_to_save.default."])
-            if is_adapted and isinstance(model.get_submodule(owner), BaseTunerLayer):
-                if owner != layer:
-                    layer, merged = owner, self._merge(model.get_submodule(owner))
-                yield clean_name, merged[leaf]
-            else:
+            if isinstance(module, BaseTunerLayer):
+                adapted = f"{path}."
+                for leaf, tensor in self._merge(module).items():
+                    yield self._clean_name(f"{path}.{leaf}"), tensor
+                continue
+            for leaf, param in module._parameters.items():
+                name = f"{path}.{leaf}"
+                if param is None or id(param) in seen or self.model.prefix in name or ".original_module." in name:
+                    continue
+                seen.add(id(param))
                 with self._dist.gather_params([param]):
-                    yield clean_name, self._dense(model.get_submodule(name.rpartition(".")[0]), param)
+                    yield self._clean_name(name), self._dense(module, param)
+
+    def _clean_name(self, name: str) -> str:
+        name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default."])
 
     def state_dict(self) -> dict:
         """What a checkpoint must hold for a resumed run to log what an unbroken one logs. Collective."""
@@ -109,7 +118,7 @@ class RolloutEngine(VLLMGeneration):
     def _merge(self, layer: BaseTunerLayer) -> dict[str, torch.Tensor]:
         """The parameters of an adapted layer's base with its adapters merged in: new tensors, by name."""
         base = layer.get_base_layer()
-        with self._dist.gather_params(list(layer.parameters())):
+        with self._dist.gather_params(list(layer.parameters()) if self._dist.is_zero3 else []):
             if is_sum(layer):  # what PEFT's merge computes, without its bookkeeping, which takes longer than the sum
                 weight = dequantize_module_weight(base).data if not base.weight.is_floating_point() else base.weight
                 for adapter in layer.active_adapters:
@@ -156,12 +165,13 @@ class WeightDrift:
     """
     QuRL's two norms over one sync (eq. 13, 14): how far the weights moved, how far quantizing them moves them.
 
-    Measured are about `MAX_LAYERS` layers, drawn by their names, and of large ones the leading rows (whole 128-row
-    blocks), at most `MAX_ELEMENTS` values, of which a copy is kept until the next sync. A resumed run has no such copy:
+    Measured are about `MAX_LAYERS` of the trained layers, drawn by their names (and others by the same draw), and of
+    large ones the leading rows (whole 128-row blocks), at most `MAX_ELEMENTS` values, of which a copy is kept until the
+    next sync. A resumed run has no such copy:
     it takes the update from its checkpoint.
 
     Parameters:
-        layers (`int`, *optional*, defaults to `0`): Number of layers in the policy.
+        layers (`int`, *optional*, defaults to `0`): Number of layers in the policy that are trained.
     """
 
     MAX_LAYERS = 32
@@ -176,8 +186,7 @@ class WeightDrift:
     def forget(self) -> None:
         """As new: the next sync is the first."""
         self._previous.clear()
-        self._update = self._error = self._weight = 0.0  # squared norms
-        self._known = False
+        self._updates, self._errors, self._weights = [], [], []  # norms, one of each layer
 
     def measures(self, name: str) -> bool:
         """Whether the layer called `name` is one of those that are measured."""
@@ -192,34 +201,41 @@ class WeightDrift:
     def add(self, name: str, weight: torch.Tensor, dequantized: torch.Tensor) -> None:
         """Counts the leading rows of a layer, `dequantized` of the copy and the same rows of `weight`."""
         weight = weight[: len(dequantized)].detach()
-        previous = self._previous.get(name)
-        self._known = previous is not None
-        self._update += _squared_norm(weight - previous) if self._known else 0.0
-        self._error += _squared_norm(dequantized.to(weight.dtype) - weight)
-        self._weight += _squared_norm(weight)
+        if name in self._previous:
+            self._updates.append(_norm(weight - self._previous[name]))
+        self._errors.append(_norm(dequantized.to(weight.dtype) - weight))
+        self._weights.append(_norm(weight))
         self._previous[name] = weight.clone()
 
     def metrics(self) -> dict[str, float]:
         """The norms since the last call, relative to the weights'; the update only where there was a sync before."""
-        update, error, weight = (float(x) ** 0.5 for x in (self._update, self._error, self._weight))
-        self._update = self._error = self._weight = 0.0
-        metrics = {"weights/normalized_quantization_error": error / max(weight, 1e-30)}
-        if self._known:
-            metrics["weights/normalized_update"] = update / max(weight, 1e-30)
+        metrics = {"weights/normalized_quantization_error": _ratio(self._errors, self._weights)}
+        if self._updates:
+            metrics["weights/normalized_update"] = _ratio(self._updates, self._weights)
         elif self.resumed_update is not None:
             metrics["weights/normalized_update"] = self.resumed_update
+        self._updates, self._errors, self._weights = [], [], []
         return metrics
 
     def update_since_sync(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> float | None:
         """The update that the next sync will see, for a checkpoint; `None` before the first sync."""
-        update = weight = 0.0
+        updates, weights = [], []
         for name, tensor in named_params:  # to its end also where nothing is known: gathering is collective
             if name in self._previous:
                 previous = self._previous[name]
                 tensor = tensor[: len(previous)].detach().to(previous.device)
-                update, weight = update + _squared_norm(tensor - previous), weight + _squared_norm(tensor)
-        return float(update) ** 0.5 / max(float(weight) ** 0.5, 1e-30) if self._previous else None
+                updates.append(_norm(tensor - previous))
+                weights.append(_norm(tensor))
+        return _ratio(updates, weights) if self._previous else None
 
 
-def _squared_norm(x: torch.Tensor) -> torch.Tensor:
-    return x.float().square().sum().double()
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float32)
+
+
+def _ratio(norms: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """Norm of all tensors of which `norms` are the norms, relative to that of `others`."""
+    if not others:
+        return 0.0
+    first, second = (torch.stack(x).double().square().sum().sqrt().item() for x in (norms, others))
+    return first / max(second, 1e-30)

@@ -17,12 +17,12 @@ from transformers import AutoConfig
 from ..noise import noised_norms
 from .vllm_base import VLLMBase
 from .vllm_support import (
+    ONLINE,
     adapter_arguments,
     check_architecture,
     check_device,
     check_prepared,
     layout_arguments,
-    precision_arguments,
 )
 
 
@@ -103,7 +103,7 @@ class VLLMEngine(VLLMBase):
         self.checkpoint_dtype = config.dtype or torch.bfloat16
         prepared = check_prepared(config, self.precision)
         self._plan_stream(prepared)
-        arguments = precision_arguments(self.precision, self.engine_kwargs)
+        arguments = {"dtype": "bfloat16", "quantization": ONLINE.get(self.precision), **self.engine_kwargs}
         arguments["enable_sleep_mode"] = self.sleep_level > 0
         if self.in_checkpoint_layout:
             arguments |= layout_arguments(self.precision, self.ignore, self.accelerator.device, prepared, arguments)

@@ -182,19 +182,6 @@ def check_prepared(config, precision: str) -> bool:
     return found is not None
 
 
-# vLLM's own kernels for quantizing the inputs of FP8 layers, in place of those that torch.compile makes
-INPUT_KERNELS = ["+quant_fp8"]
-
-
-def precision_arguments(precision: str, given: dict) -> dict:
-    """Arguments that every engine in `precision` has, and those `given`, which go before."""
-    arguments = {"dtype": "bfloat16", "quantization": ONLINE.get(precision), **given}
-    compilation = given.get("compilation_config", {})
-    if precision.startswith("fp8") and isinstance(compilation, dict):
-        arguments["compilation_config"] = {"custom_ops": INPUT_KERNELS, **compilation}
-    return arguments
-
-
 def layout_arguments(precision: str, ignore: list[str], device: torch.device, prepared: bool, given: dict) -> dict:
     """Arguments with which vLLM builds a model in compressed-tensors' layout, from a checkpoint in it or a wide one."""
     arguments = {"quantization": None, "load_format": given.get("load_format", "trl_quant")}
