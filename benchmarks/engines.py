@@ -61,7 +61,7 @@ def policy(path: str, lora_rank: int = 0):
         if key not in storage:
             storage[key] = (torch.randn(param.shape, device=device) * 0.02).to(torch.bfloat16)
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(storage[key], requires_grad=False))
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(storage[key]))
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config, device=device)  # all the buffers that there are
     model.name_or_path = path
     if lora_rank:
