@@ -94,7 +94,11 @@ def main():
                     f"{rate / base[batch]['tokens_per_s']:>8.2f}" if batch in base else f"{'-':>8}"
                 )
             print(f"{kind:<12}{cells}{found[str(args.batches[0])]['sync_s']:>9.3f}", flush=True)
-    save("rollout", {"arguments": vars(args) | {"output": str(args.output)}, "results": results}, args.output)
+    save(
+        f"rollout-{'-'.join(args.sizes)}",
+        {"arguments": vars(args) | {"output": str(args.output)}, "results": results},
+        args.output,
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main as command
 from trl_quant.formats import quantize
 from trl_quant.rollout import auto
-from trl_quant.rollout.vllm_support import supported_precisions
+from trl_quant.rollout.transformers_engine import QuantizedLinear
+from trl_quant.rollout.vllm_support import CAPABILITY, supported_precisions
 
 
 pytestmark = pytest.mark.vllm
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.vllm
     [
         ({"bf16": 100.0, "int8": 150.0, "fp8": 149.0}, "int8"),
         ({"bf16": 100.0, "int8": 104.0}, "bf16"),  # not worth a mismatch
+        ({"bf16": 100.0, "fp8": 140.0, "int8": 130.0, "mxfp4": 142.0}, "fp8"),  # as fast as MXFP4, and much nearer
+        ({"bf16": 100.0, "fp8": 130.0, "mxfp4": 142.0}, "mxfp4"),
         ({"bf16": "no memory", "int8": 10.0}, "int8"),
         ({"int8": 10.0, "fp8": "RuntimeError: no kernel"}, "int8"),
         ({"bf16": "a", "int8": "b"}, None),
@@ -35,6 +38,26 @@ pytestmark = pytest.mark.vllm
 )
 def test_choice(measured, choice):
     assert auto.choice_of(measured) == choice
+
+
+def test_fidelity():
+    """The order of the relative errors that the formats make in a layer's output."""
+    assert set(auto.FIDELITY) == set(CAPABILITY)
+    generator = torch.Generator().manual_seed(0)
+    layer = torch.nn.Linear(512, 512, bias=False)
+    x = torch.randn(256, 512, generator=generator)
+    with torch.no_grad():  # rows of different sizes, as in trained models: one scale for all is too coarse
+        layer.weight.copy_(torch.randn(512, 512, generator=generator) * torch.randn(512, 1, generator=generator).exp())
+    exact, errors = layer(x), {}
+    for name in auto.FIDELITY:
+        quantized = QuantizedLinear(layer, name, torch.float32)
+        quantized.load(layer.weight.detach())
+        errors[name] = ((quantized(x) - exact).norm() / exact.norm()).item()
+    assert errors["bf16"] < errors["int8"] / 2 and errors["int8"] < errors["fp8"] / 2
+    assert max(errors[name] for name in FP8) < errors["nvfp4"] / 2 and errors["nvfp4"] < errors["mxfp4"]
+
+
+FP8 = [name for name in auto.FIDELITY if name.startswith("fp8")]
 
 
 def settings(tmp_path, **overrides):

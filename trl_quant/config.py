@@ -51,8 +51,8 @@ class QuantGRPOConfig(GRPOConfig):
             Number format of the copy of the policy that samples completions: `"bf16"`, `"fp8"` (per-channel weights,
             per-token activations), `"fp8_tensor"`, `"fp8_block"`, `"int8"`, `"nvfp4"`, `"mxfp4"`, `"nf4"`, `"int4"`;
             or `"auto"`, with vLLM in colocate mode: measures each precision that vLLM runs here with engines like the
-            run's own, and puts the fastest in place of `"auto"` (a resumed run keeps that of its checkpoint). If
-            `None`, TRL generates as it always does.
+            run's own, and puts the fastest (of those within 5%, the most exact) in place of `"auto"` (a resumed run
+            keeps that of its checkpoint). If `None`, TRL generates as it always does.
         vllm_engine_kwargs (`dict`, *optional*):
             Further arguments of vLLM's `LLM` in colocate mode, fields of `vllm.EngineArgs`, such as
             `{"enforce_eager": True}`, or `{"model": "my-model-int8"}` to start it on a checkpoint that `trl-quant
