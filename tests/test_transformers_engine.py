@@ -319,3 +319,22 @@ def test_drift_of_many_layers_is_measured_on_some():
     assert found[0][0] == 128 and 16 <= found[128][0] <= 48
     for name, value in {"weights/normalized_quantization_error": 0.1, "weights/normalized_update": 0.01 / 1.01}.items():
         assert all(metrics[name] == pytest.approx(value, rel=1e-3) for _, metrics in found.values())
+
+
+def test_the_only_adapted_layer_is_measured():
+    """Among 70 layers, of which every other is left out where all are trained."""
+    policy = tiny_model(num_hidden_layers=10)
+    targets = [name for name, module in policy.named_modules() if name.endswith("q_proj")]
+    skipped = next(name for name in targets if not WeightDrift(70).measures(f"{name}.weight"))
+    model = get_peft_model(policy, LoraConfig(r=2, target_modules=[skipped], init_lora_weights=False))
+    sampler = engine(model, "int8")
+    sampler.sync_weights()
+    layer = model.base_model.model.get_submodule(skipped)
+    with torch.no_grad():
+        layer.lora_B["default"].weight.mul_(1.5)
+    moved = (layer.get_delta_weight("default") * (1 - 1 / 1.5)).norm()
+    update = sampler.drift.update_since_sync(sampler._iter_named_params())
+    total = sum(
+        tensor.float().square().sum() for name, tensor in sampler._iter_named_params() if name.endswith("proj.weight")
+    )
+    assert moved > 0 and update == pytest.approx((moved / total.sqrt()).item(), rel=1e-3)
