@@ -33,7 +33,7 @@ from .vllm_support import (
 
 PROMPT_TOKENS = 64
 NEW_TOKENS = 64
-# By how far their samples are from the policy, the nearest first
+# By the error in the output of a layer, the least first
 FIDELITY = ("bf16", "int8", "fp8_block", "fp8", "fp8_tensor", "nvfp4", "mxfp4")
 WORTHWHILE = 1.05  # a precision must beat a nearer one by as much: below that, less mismatch is the better bargain
 LAUNCHERS = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "RANK", "WORLD_SIZE")

@@ -6,7 +6,7 @@ A sync streams clean weights; the noise (AQN) is laid on the copy's norms just b
 
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -60,17 +60,20 @@ class RolloutEngine(VLLMGeneration):
         self.sync_metrics: dict[str, float] = {}
         super().__init__(*args, **kwargs)
         self._is_adapted = is_peft_model(self.model)
-        modules = [module for name, module in self.model.named_modules() if ".lora_" not in name]
-        adapted = [module for module in modules if isinstance(module, BaseTunerLayer)]
-        linears = [module for module in modules if isinstance(module, nn.Linear) and module.weight.requires_grad]
-        self.drift = WeightDrift(len(adapted) + len(linears))
+        trained = [
+            self._clean_name(f"{name}.weight")
+            for name, module in self.model.named_modules()
+            if isinstance(module, BaseTunerLayer)
+            or (isinstance(module, nn.Linear) and module.weight.requires_grad and ".lora_" not in name)
+        ]
+        self.drift = WeightDrift(trained)
 
     def _iter_named_params(self):
         """
         The policy's parameters in the model's order as `(name, tensor)`, full, dense and with adapters merged.
 
-        Adapters are merged by PEFT itself into stand-ins, one layer at a time, so that the trainer's base weights are
-        never written: TRL merges and unmerges in place, which in BF16 moves the base a little at every sync.
+        Adapters are merged as PEFT does it, but into stand-ins, one layer at a time, so that the trainer's base weights
+        are never written: TRL merges and unmerges in place, which in BF16 moves the base a little at every sync.
         """
         if not self._is_adapted or self._dist.fsdp_version == 1:
             yield from super()._iter_named_params()
@@ -165,20 +168,20 @@ class WeightDrift:
     """
     QuRL's two norms over one sync (eq. 13, 14): how far the weights moved, how far quantizing them moves them.
 
-    Measured are about `MAX_LAYERS` of the trained layers, drawn by their names (and others by the same draw), and of
-    large ones the leading rows (whole 128-row blocks), at most `MAX_ELEMENTS` values, of which a copy is kept until the
-    next sync. A resumed run has no such copy:
-    it takes the update from its checkpoint.
+    Measured are about `MAX_LAYERS` of the trained layers, drawn by their names, and of large ones the leading rows
+    (whole 128-row blocks), at most `MAX_ELEMENTS` values, of which a copy is kept until the next sync. A resumed run
+    has no such copy: it takes the update from its checkpoint.
 
     Parameters:
-        layers (`int`, *optional*, defaults to `0`): Number of layers in the policy that are trained.
+        trained (`Collection[str]`): Names of the weights that training moves.
     """
 
     MAX_LAYERS = 32
     MAX_ELEMENTS = 2**18
 
-    def __init__(self, layers: int = 0):
-        self.stride = max(1, layers // self.MAX_LAYERS)
+    def __init__(self, trained: Collection[str]):
+        stride = max(1, len(trained) // self.MAX_LAYERS)
+        self.names = {name for name in trained if zlib.crc32(name.encode()) % stride == 0}
         self.resumed_update: float | None = None
         self._previous: dict[str, torch.Tensor] = {}
         self.forget()
@@ -189,8 +192,8 @@ class WeightDrift:
         self._updates, self._errors, self._weights = [], [], []  # norms, one of each layer
 
     def measures(self, name: str) -> bool:
-        """Whether the layer called `name` is one of those that are measured."""
-        return zlib.crc32(name.encode()) % self.stride == 0
+        """Whether the weight called `name` is one of those that are measured."""
+        return name in self.names
 
     def rows(self, weight: torch.Tensor) -> int:
         """Number of leading rows of `weight` that are measured."""
