@@ -38,7 +38,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 MODEL = {
-    "family": "qwen2",
     "hidden_size": 1024,
     "intermediate_size": 2816,
     "num_hidden_layers": 8,
