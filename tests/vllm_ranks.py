@@ -5,35 +5,24 @@ accelerate launch --num_processes 2 tests/vllm_ranks.py tp int8 full DIRECTORY  
 
 import json
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 
-CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
 # mode -> (configuration of accelerate, tensor parallel size of the engine)
 MODES = {"tp": ("ddp", 2), "dp": ("ddp", 1), "fsdp2": ("fsdp2", 1), "zero2": ("zero2", 1), "zero3": ("zero3", 2)}
 
 
 def launch(mode: str, precision: str, tuning: str, path: Path) -> None:
     """Runs two ranks on the policy in `path`/model; both must end with the engine that they should have."""
-    import torch
+    from ranks import on_two_ranks
 
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    on_gpu = torch.cuda.is_available()
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / f"{MODES[mode][0]}.yaml"]
-    launcher += ["--num_processes", 2, "--main_process_port", port]
-    launcher += [] if on_gpu else ["--mixed_precision", "no"]
-    command = [sys.executable, *launcher, __file__, mode, precision, tuning, path]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
     for left_over in Path("/dev/shm").glob("*-tp:*-cpushm_*"):  # of ranks that ended early, on a CPU
         left_over.unlink()
-    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True)
+    on_two_ranks(MODES[mode][0], __file__, mode, precision, tuning, path)
     results = [json.loads(file.read_text()) for file in sorted(path.glob("rank-*.json"))]
     print(mode, precision, tuning, *results, sep="\n", flush=True)
-    assert done.returncode == 0 and len(results) == 2, (done.stdout + done.stderr)[-4000:]
+    assert len(results) == 2
     for result in results:
         assert result["equals_trained"] and not result["equals_untrained"] and len(result["checks"]) == 3
         assert result["update_of_last_step"] > 0
