@@ -143,11 +143,14 @@ def test_nf4_equals_bitsandbytes(kind: str, shape: tuple[int, ...]):
 @torch.compiler.set_stance("force_eager")  # bitsandbytes compiles for every shape
 def assert_equals_bitsandbytes(x: Tensor):
     functional = pytest.importorskip("bitsandbytes.functional")
-    packed, state = functional.quantize_4bit(x, quant_type="nf4", blocksize=64)
+    # In one row and in float32: its AVX512 kernel mistakes the blocks of rows shorter than one, and in BF16 has no
+    # subnormal numbers
+    packed, state = functional.quantize_4bit(x.flatten(), quant_type="nf4", blocksize=64)
+    state.dtype = torch.float32
     q = quantize(x, "nf4")
     assert torch.equal(bits(q.scale), bits(state.absmax))
     assert torch.equal(q.values, packed.view(-1))
-    assert torch.equal(q.dequantize(), functional.dequantize_4bit(packed, state).view(x.shape))
+    assert torch.equal(q.dequantize(), functional.dequantize_4bit(packed, state).view(x.shape).to(x.dtype))
     assert torch.equal(q.dequantize(torch.float32), slow_dequantize_nf4(packed, state.absmax, x))
 
 
