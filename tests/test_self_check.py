@@ -1,10 +1,14 @@
 """The self-check lets right engines pass and names what is wrong with each broken one."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from vllm_engines import engine, fp8_block_anywhere, policy, update
 
-from trl_quant.rollout import transformers_engine
+from trl_quant.rollout import self_check, transformers_engine
 
 
 pytestmark = pytest.mark.vllm
@@ -198,3 +202,20 @@ def test_it_leaves_the_policy_as_it_was(synced):
     assert all(module.training for module in sampler.model.modules())
     assert all(torch.equal(before[name], p) for name, p in sampler.model.named_parameters())
     assert torch.equal(output, sampler.model(torch.tensor([[1, 2, 3]])).logits)
+
+
+def test_sharded_weights_are_quantized_as_they_are(tmp_path, monkeypatch):
+    """FSDP2 would round them to BF16 for its forward, before the reference quantizes them."""
+    model = policy(tmp_path / "model", family="qwen2", dtype=torch.float32)
+    update(model, seed=0)  # to weights that BF16 does not hold
+    sampler = engine(model, "int8")
+    prompts = self_check.check_sequences(sampler.tokenizer, 160)
+    expected = self_check.Reference(sampler).logps(prompts)
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (1,))
+    for module in [*model.model.layers, model]:
+        fully_shard(module, mesh=mesh, mp_policy=mixed)
+    monkeypatch.setattr(sampler._dist, "fsdp_version", 2)
+    assert all(map(torch.equal, self_check.Reference(sampler).logps(prompts), expected))
+    monkeypatch.setattr(self_check, "_gathered_calls", lambda engine: nullcontext())
+    assert not any(map(torch.equal, self_check.Reference(sampler).logps(prompts), expected))

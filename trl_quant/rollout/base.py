@@ -157,7 +157,7 @@ def is_sum(layer: BaseTunerLayer) -> bool:
 
 def delta_weight(layer: BaseTunerLayer, adapter: str) -> torch.Tensor:
     """PEFT's `get_delta_weight`, less its pass over the product of B and A where scaling B is the same bit for bit."""
-    if isinstance(layer, LoraLayer) and layer.lora_A[adapter].weight.is_cuda:
+    if isinstance(layer, LoraLayer) and layer.lora_B[adapter].weight.dtype == torch.float32:
         scaling = layer.scaling[adapter]
         if math.frexp(scaling)[0] == 0.5:  # a power of two
             return (layer.lora_B[adapter].weight * scaling) @ layer.lora_A[adapter].weight
@@ -212,7 +212,9 @@ class WeightDrift:
 
     def metrics(self) -> dict[str, float]:
         """The norms since the last call, relative to the weights'; the update only where there was a sync before."""
-        metrics = {"weights/normalized_quantization_error": _ratio(self._errors, self._weights)}
+        metrics = {}
+        if self._errors:
+            metrics["weights/normalized_quantization_error"] = _ratio(self._errors, self._weights)
         if self._updates:
             metrics["weights/normalized_update"] = _ratio(self._updates, self._weights)
         elif self.resumed_update is not None:
@@ -238,7 +240,5 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
 
 def _ratio(norms: list[torch.Tensor], others: list[torch.Tensor]) -> float:
     """Norm of all tensors of which `norms` are the norms, relative to that of `others`."""
-    if not others:
-        return 0.0
     first, second = (torch.stack(x).double().square().sum().sqrt().item() for x in (norms, others))
     return first / max(second, 1e-30)
