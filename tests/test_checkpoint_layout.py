@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trl_quant.formats import fake_quantize_activation, global_scale, quantize
+from trl_quant.formats import FORMATS, fake_quantize_activation, global_scale, quantize
 from trl_quant.formats.checkpoint import (
-    SCHEMES,
     checkpoint_stream,
     checkpoint_tensors,
+    is_quantizable,
     quantization_config,
     quantize_checkpoint,
-    quantizes,
+    storable,
 )
 
 
@@ -104,7 +104,7 @@ def test_equals_llmcompressor(source, name, tmp_path):
     assert ours["quantization_config"] == theirs["quantization_config"]
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", storable())
 def test_equals_compressed_tensors(name, tmp_path):
     """compressed-tensors' own ModelCompressor on a model with our scales: the same tensors and the same config."""
     from compressed_tensors.compressors import ModelCompressor
@@ -152,7 +152,7 @@ class Quantized(torch.nn.Module):
         return torch.nn.functional.linear(fake_quantize_activation(x, self.name), self.weight)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", storable())
 def test_transformers_reads_it(source, name, tmp_path):
     """transformers loads the result and computes, bit for bit, what a model with our quantized layers computes."""
     from transformers import AutoModelForCausalLM
@@ -220,17 +220,17 @@ def test_what_is_not_quantized_passes_unchanged(source, tmp_path):
 
 def test_which_tensors_are_weights_of_linear_layers():
     matrix = torch.ones(2, 2)
-    assert quantizes("model.layers.0.mlp.up_proj.weight", matrix)
-    assert quantizes("transformer.h.0.attn.c_attn.weight", matrix)
+    assert is_quantizable("model.layers.0.mlp.up_proj.weight", matrix)
+    assert is_quantizable("transformer.h.0.attn.c_attn.weight", matrix)
     for name in ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight", "lm_head.weight"):
-        assert not quantizes(name, matrix), name
-    assert not quantizes("model.layers.0.mlp.up_proj.bias", matrix)
-    assert not quantizes("model.norm.weight", matrix[0])
-    assert not quantizes("vision.patch.weight", matrix[None, None])
-    assert not quantizes("model.layers.0.mlp.up_proj.weight", matrix.int())
-    assert quantizes("lm_head.weight", matrix, ignore=())
-    assert not quantizes("model.layers.0.mlp.gate.weight", matrix, ignore=["re:.*mlp.gate$"])
-    assert quantizes("model.layers.0.mlp.gate_proj.weight", matrix, ignore=["re:.*mlp.gate$"])
+        assert not is_quantizable(name, matrix), name
+    assert not is_quantizable("model.layers.0.mlp.up_proj.bias", matrix)
+    assert not is_quantizable("model.norm.weight", matrix[0])
+    assert not is_quantizable("vision.patch.weight", matrix[None, None])
+    assert not is_quantizable("model.layers.0.mlp.up_proj.weight", matrix.int())
+    assert is_quantizable("lm_head.weight", matrix, ignore=())
+    assert not is_quantizable("model.layers.0.mlp.gate.weight", matrix, ignore=["re:.*mlp.gate$"])
+    assert is_quantizable("model.layers.0.mlp.gate_proj.weight", matrix, ignore=["re:.*mlp.gate$"])
 
 
 def test_the_stream_is_lazy_and_keeps_order():
@@ -316,12 +316,13 @@ def test_bad_tensors_are_named():
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", storable())
 def test_vllm_accepts_the_config(name):
     pytest.importorskip("vllm")
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
     config = CompressedTensorsConfig.from_config(quantization_config(name))
     weights = config.target_scheme_map["Linear"]["weights"]
-    assert (weights.num_bits, weights.type) == (SCHEMES[name][1]["num_bits"], SCHEMES[name][1]["type"])
+    scheme = FORMATS[name].scheme.weights
+    assert (weights.num_bits, weights.type) == (scheme["num_bits"], scheme["type"])
     assert config.ignore == ["lm_head"]

@@ -1,152 +1,461 @@
-"""The rules of CONTRIBUTING.md on who may import what, kept by reading the sources, and some on the sources."""
+"""The rules of CONTRIBUTING.md that can be read from the sources: who imports what, which names cross files, and more.
+
+A rule is a function from sources to violations. Each test shows that ours have none, and that the rule finds those of
+made-up sources.
+"""
 
 import ast
+import importlib.util
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "trl_quant"
-MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-SOURCES = sorted(
-    path.relative_to(ROOT).as_posix()
-    for folder in ("trl_quant", "examples", "benchmarks", "tests")
-    for path in (ROOT / folder).rglob("*.py")
-)
-TEXTS = sorted(
-    path
-    for path in [*SOURCES, *(p.relative_to(ROOT).as_posix() for p in ROOT.glob("*.md")), *("Makefile", "setup.cfg")]
-    if (ROOT / path).is_file() and path != "tests/test_house_rules.py"
-)
+PACKAGE = "trl_quant"
+FOLDERS = (PACKAGE, "examples", "benchmarks", "tests")
+MAX_LINES = 500
 
-# Rooms of pure torch: what they may import beyond the standard library and each other. `...` stands for any file.
-PURE = {
-    "formats/...": {"torch"},
-    "corrections/...": {"torch"},
-    "noise/...": {"torch"},
-    "norms.py": {"torch"},
-    "kernels/...": {"torch", "triton"},
-}
-# What a file may import inside a function on top of that, for those who call it.
-LAZY = {"formats/checkpoint.py": {"safetensors"}}
-# Who may import what not everyone may.
+# Who may import what not everyone may; `...` stands for any file
 RESTRICTED = {
-    "trl": ("trainer.py", "config.py", "rollout/...", "cli/..."),
-    "vllm": ("rollout/...",),
+    "trl": ("trainer.py", "config.py", "checkpoints.py", "rollout/...", "cli/..."),
+    "vllm": ("rollout/vllm/...", "rollout/vllm_server_worker.py"),
     "triton": ("kernels/...",),
     "llmcompressor": ("scaling/modifier.py",),
 }
-MAX_LINES = 500
+# Pure rooms: the libraries beside the standard one and the files of ours that they may import
+PURE = {
+    "formats/...": ({"torch"}, ("formats/...",)),
+    "corrections/...": ({"torch"}, ("corrections/...",)),
+    "noise/...": ({"torch"}, ("noise/...", "norms.py", "names.py")),
+    "norms.py": ({"torch"}, ("names.py",)),
+    "names.py": (set(), ()),
+    "precisions.py": ({"torch"}, ("formats/...",)),
+    "layers/...": ({"torch"}, ("layers/...", "formats/...", "precisions.py")),
+    "kernels/...": ({"torch", "triton"}, ("kernels/...", "formats/...")),
+}
+# What they may import on top of that inside a function, for those who call it
+LAZY = {"formats/checkpoint.py": ({"safetensors"}, ()), "layers/...": ({"triton"}, ("kernels/...",))}
+
+# Private names of other libraries that we use, by the file that has them
+FOREIGN = {
+    "os.py": "_exit",
+    "torch/_dynamo/__init__.py": "_dynamo",
+    "torch/cpu/__init__.py": "_is_amx_tile_supported",
+    "torch/nn/modules/module.py": "_forward_hooks _forward_pre_hooks _parameters",
+    "accelerate/commands/launch.py": "_validate_launch_command",
+    "transformers/trainer.py": "_get_output_dir _load_from_checkpoint _save_checkpoint _save_optimizer_and_scheduler",
+    "trl/trainer/grpo_trainer.py": """_compute_loss _generate _generate_and_score_completions _generate_single_turn
+        _get_per_token_logps_and_entropies _last_loaded_step _metrics""",
+    "trl/generation/vllm_generation.py": """_dist _fix_param_name_to_vllm _init_vllm _iter_named_params
+        _weight_metadata""",
+    "trl/generation/vllm_client.py": "_post",
+    "vllm/_custom_ops.py": "_custom_ops",
+    "vllm/lora/worker_manager.py": "_adapter_manager",
+}
+
+# Where precisions may be listed: the table, and what has a file or a kernel for each of them anyway
+LISTS_OF_PRECISIONS = ("precisions.py", "formats/...", "kernels/quantize.py")
+
+Sources = dict[str, str]  # path from the root -> text
+Violations = list[str]
 
 
-def matches(module: str, pattern: str) -> bool:
-    return module == pattern or (pattern.endswith("...") and module.startswith(pattern[:-3]))
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
 
 
-def imports(module: str) -> Iterator[tuple[str, bool]]:
-    """`(dotted name, whether at import time)` of all that a file of the package imports; relative ones in full."""
-    tree = ast.parse((PACKAGE / module).read_text())
-    parents = ["trl_quant", *Path(module).parent.parts]
-    lazy = {
-        child
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for child in ast.walk(node)
-    }
-    for node in ast.walk(tree):
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@cache
+def nodes(text: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parsed(text)))
+
+
+def modules(sources: Sources) -> dict[str, str]:
+    """The sources of the package, by their paths in it."""
+    return {path.removeprefix(f"{PACKAGE}/"): text for path, text in sources.items() if path.startswith(f"{PACKAGE}/")}
+
+
+def matches(module: str, patterns) -> bool:
+    return any(module == p or (p.endswith("...") and module.startswith(p[:-3])) for p in patterns)
+
+
+def called(node: ast.AST) -> str | None:
+    """Name of the function that a node calls."""
+    return getattr(node.func, "attr", getattr(node.func, "id", None)) if isinstance(node, ast.Call) else None
+
+
+def strings(nodes: list[ast.AST | None]) -> list[str]:
+    """The literal strings among some nodes."""
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def none(violations: Violations) -> None:
+    assert not violations, "\n" + "\n".join(violations)
+
+
+# Imports
+
+
+def imports(module: str, text: str) -> Iterator[tuple[str, bool, int]]:
+    """`(dotted name in full, whether at import time, line)` of all that a file of the package imports."""
+    parents = [PACKAGE, *PurePosixPath(module).parent.parts]
+    functions = [node for node in nodes(text) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lazy = {child for function in functions for child in ast.walk(function)}
+    for node in nodes(text):
+        names = []
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node not in lazy
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = parents[: len(parents) - node.level + 1] if node.level else []
             name = ".".join([*base, *filter(None, [node.module])])
-            for alias in node.names if node.level and node.module is None else [None]:
-                yield f"{name}.{alias.name}" if alias else name, node not in lazy
+            packages = node.module is None or name == PACKAGE
+            names = [f"{name}.{alias.name}" for alias in node.names] if packages else [name]
+        elif called(node) in ("import_module", "__import__"):
+            names = strings(node.args[:1])
+        for name in names:
+            yield name, node not in lazy, node.lineno
 
 
-def in_fresh_interpreter(code: str) -> set[str]:
-    """The top-level modules that are loaded after `code`."""
-    code += "; import sys; print(*{name.partition('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+def restricted_imports(sources: Sources) -> Violations:
+    return [
+        f"{PACKAGE}/{module}:{line} imports {name}; only {', '.join(allowed)} may"
+        for module, text in modules(sources).items()
+        for name, _, line in imports(module, text)
+        if (allowed := RESTRICTED.get(name.partition(".")[0])) and not matches(module, allowed)
+    ]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_restricted_imports(module):
-    for name, _ in imports(module):
-        allowed = RESTRICTED.get(name.partition(".")[0])
-        assert allowed is None or any(matches(module, pattern) for pattern in allowed), (
-            f"{module} imports {name}; only {', '.join(allowed)} may"
-        )
-
-
-@pytest.mark.parametrize("module", [m for m in MODULES if any(matches(m, pattern) for pattern in PURE)])
-def test_pure_rooms_import_torch_alone(module):
-    allowed = next(names for pattern, names in PURE.items() if matches(module, pattern))
-    for name, at_import in imports(module):
-        top, _, inside = name.partition(".")
-        if top == "trl_quant":
+def impure_imports(sources: Sources) -> Violations:
+    found = []
+    for module, text in modules(sources).items():
+        rules = [rule for pattern, rule in PURE.items() if matches(module, [pattern])]
+        lazy = [rule for pattern, rule in LAZY.items() if matches(module, [pattern])]
+        for name, at_import, line in imports(module, text) if rules else ():
+            allowed = rules if at_import else rules + lazy
+            top, _, inside = name.partition(".")
             path = inside.replace(".", "/")
-            assert any(matches(path + end, pattern) for pattern in PURE for end in ("/", ".py", "")), (
-                f"{module} imports {name}, which is not a pure room"
-            )
-        elif top not in sys.stdlib_module_names:
-            extra = set() if at_import else LAZY.get(module, set())
-            assert top in allowed | extra, f"{module} imports {name}; it may import {sorted(allowed | extra)}"
+            if top == PACKAGE:
+                fine = any(matches(path + end, rooms) for _, rooms in allowed for end in ("/", ".py"))
+            else:
+                fine = top in sys.stdlib_module_names or any(top in libraries for libraries, _ in allowed)
+            if not fine:
+                libraries, rooms = rules[0]
+                found.append(f"{PACKAGE}/{module}:{line} imports {name}; it may {', '.join([*libraries, *rooms])}")
+    return found
 
 
-def test_rules_are_of_files_that_exist():
+def test_restricted_imports(sources):
+    none(restricted_imports(sources))
+    made_up = {
+        "trl_quant/noise/x.py": "import os, vllm.lora\ndef f():\n    from trl.core import y\n",
+        "trl_quant/rollout/x.py": "import trl\nif trl:\n    import importlib\n    importlib.import_module('vllm')\n",
+        "trl_quant/rollout/vllm/x.py": "import trl, vllm\n",
+        "trl_quant/cli/x.py": "import triton\n",
+        "tests/x.py": "import vllm\n",
+    }
+    assert [line.partition(";")[0] for line in restricted_imports(made_up)] == [
+        "trl_quant/noise/x.py:1 imports vllm.lora",
+        "trl_quant/noise/x.py:3 imports trl.core",
+        "trl_quant/rollout/x.py:4 imports vllm",
+        "trl_quant/cli/x.py:1 imports triton",
+    ]
+
+
+def test_pure_rooms_import_little(sources):
+    none(impure_imports(sources))
+    made_up = {
+        "trl_quant/formats/x.py": "import numpy, torch, math\nfrom . import fp8\nfrom ..norms import n\n",
+        "trl_quant/formats/checkpoint.py": "import safetensors\ndef f():\n    import safetensors.torch, numpy\n",
+        "trl_quant/corrections/x.py": "from trl_quant import formats\nfrom .base import check\n",
+        "trl_quant/noise/x.py": "from ..norms import n\nfrom .gaussian import g\n",
+        "trl_quant/precisions.py": "from .formats import FORMATS\nfrom .config import C\n",
+        "trl_quant/layers/x.py": "from ..precisions import P\nfrom ..kernels import k\ndef f():\n"
+        "    from ..kernels.quantize import q\n    from ..rollout import r\n",
+        "trl_quant/trainer.py": "import numpy\n",
+    }
+    assert [line.partition(";")[0].removeprefix("trl_quant/") for line in impure_imports(made_up)] == [
+        "formats/x.py:1 imports numpy",
+        "formats/x.py:3 imports trl_quant.norms",
+        "formats/checkpoint.py:1 imports safetensors",
+        "formats/checkpoint.py:3 imports numpy",
+        "corrections/x.py:1 imports trl_quant.formats",
+        "precisions.py:2 imports trl_quant.config",
+        "layers/x.py:2 imports trl_quant.kernels",
+        "layers/x.py:5 imports trl_quant.rollout",
+    ]
+
+
+def test_rules_are_of_files_that_exist(sources):
     """A rule on a room that was renamed guards nothing."""
-    patterns = [*PURE, *LAZY, *(pattern for allowed in RESTRICTED.values() for pattern in allowed)]
-    gone = {pattern for pattern in patterns if not any(matches(module, pattern) for module in MODULES)}
-    assert gone <= {"kernels/..."}
+    rooms = [pattern for _, allowed in [*PURE.values(), *LAZY.values()] for pattern in allowed]
+    patterns = [*PURE, *LAZY, *LISTS_OF_PRECISIONS, *rooms, *(p for allowed in RESTRICTED.values() for p in allowed)]
+    none(sorted({p for p in patterns if not any(matches(module, [p]) for module in modules(sources))}))
 
 
-def test_reader_of_imports_sees_every_kind(tmp_path, monkeypatch):
-    (tmp_path / "formats").mkdir()
-    (tmp_path / "formats/x.py").write_text(
-        "import os, trl.core\nfrom torch import nn\nfrom . import fp8\nfrom ..config import C\nfrom .int8 import q\n"
-        "if os:\n    import vllm\ndef f():\n    from safetensors import y\n"
-    )
-    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
-    assert sorted(imports("formats/x.py")) == sorted(
-        [(name, True) for name in ("os", "trl.core", "torch", "trl_quant.formats.fp8", "trl_quant.config")]
-        + [("trl_quant.formats.int8", True), ("vllm", True), ("safetensors", False)]
-    )
+def test_what_an_import_loads():
+    """
+    What is said to be pure torch works where only torch is installed, and a config is parsed without an engine or a
+    trainer, both of which take seconds to load: TRL's trainer loads vLLM where it is installed.
+    """
+    steps = {
+        "trl_quant": ({"trl_quant"}, {"triton", "trl", "vllm"}),
+        "trl_quant.formats, trl_quant.corrections, trl_quant.noise, trl_quant.norms, trl_quant.precisions, "
+        "trl_quant.layers": ({"torch"}, {"transformers", "trl", "trl_quant.kernels", "vllm"}),
+        "trl_quant.config": ({"trl", "transformers"}, {"trl.trainer.grpo_trainer", "trl_quant.trainer", "vllm"}),
+    }
+    code = "import json, sys\n" + "".join(f"import {names}\nprint(json.dumps(list(sys.modules)))\n" for names in steps)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for (names, (needed, forbidden)), line in zip(steps.items(), done.stdout.splitlines(), strict=True):
+        loaded = set(json.loads(line))
+        assert needed <= loaded, f"this test would not see what `import {names}` loads"
+        none([f"`import {names}` loads {name}" for name in sorted(forbidden & loaded)])
 
 
-def test_import_loads_neither_vllm_nor_triton():
-    """TRL's trainer loads vLLM where it is installed, so our public names are loaded when they are asked for."""
-    loaded = in_fresh_interpreter("import trl_quant")
-    assert "trl_quant" in loaded and not loaded & {"vllm", "triton"}
+# Private names
 
 
-def test_pure_rooms_load_neither_trl_nor_transformers():
-    """What is said to be pure torch works where only torch is installed."""
-    loaded = in_fresh_interpreter("import trl_quant.formats, trl_quant.corrections, trl_quant.noise")
-    assert "torch" in loaded and not loaded & {"trl", "transformers", "vllm"}
+def is_private(name: str) -> bool:
+    return name.startswith("_") and name.strip("_") != "" and not (name.startswith("__") and name.endswith("__"))
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_every_source_says_what_it_is(source):
-    assert (ast.get_docstring(ast.parse((ROOT / source).read_text())) or "").strip(), f"{source} has no docstring"
+def private_uses(text: str) -> Iterator[tuple[str, int, str]]:
+    """`(name, line, code)` of each private name that is imported or is an attribute, also by `getattr` and its like."""
+    for node in nodes(text):
+        names = []
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            dotted = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            names = [part for name in dotted for part in name.split(".")]
+        elif called(node) in ("getattr", "setattr", "hasattr", "delattr"):
+            names = [part for string in strings(node.args[:2]) for part in string.split(".")]
+        for name in names:
+            if is_private(name):
+                yield name, node.lineno, ast.unparse(node)
 
 
-@pytest.mark.parametrize("source", [source for source in SOURCES if not source.startswith("tests/")])
-def test_no_long_sources(source):
-    lines = len((ROOT / source).read_text().splitlines())
-    assert lines <= MAX_LINES, f"{source} has {lines} lines, more than {MAX_LINES}"
+def defined_names(nodes) -> set[str]:
+    """What is defined at some of the nodes: functions, classes, variables, attributes of `self`, names after `as`."""
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                names.add(node.attr)
+        elif isinstance(node, ast.alias) and node.asname:
+            names.add(node.asname)
+    return names
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_texts_stand_alone(text):
-    """No paths of one machine, no numbers of issues, no documents that the repository lacks, nothing unfinished."""
-    content = (ROOT / text).read_text()
-    found = re.findall(r"/(?:work|home|root|mnt)/\w+|\bissues? #?\d+|#\d+\b|\b(?:TODO|FIXME|XXX|HACK)\b", content)
-    documents = {name for name in re.findall(r"\b[A-Z]{3,}\.md\b", content) if not (ROOT / name).is_file()}
-    assert not found and not documents, f"{text} mentions {found or documents}"
+def foreign_libraries(foreign: dict[str, str]) -> dict[str, str]:
+    """Private name of another library -> its top-level package."""
+    return {name: file.partition("/")[0] for file, names in foreign.items() for name in names.split()}
+
+
+def crossing_names(sources: Sources, foreign: dict[str, str]) -> Violations:
+    known = foreign_libraries(foreign)
+    return [
+        f"{path}:{line} uses {name}, which is private to another file: {code.splitlines()[0][:80]}"
+        for path, text in sources.items()
+        for name, line, code in sorted(private_uses(text), key=lambda use: use[1])
+        if name not in known and name not in defined_names(nodes(text))
+    ]
+
+
+def inherited_libraries(sources: Sources) -> dict[str, set[str]]:
+    """Class of the package -> top-level packages of the classes that it inherits from, also through others of ours."""
+    bases, libraries = {}, {}
+    for text in modules(sources).values():
+        origin = {}  # name in the file -> top-level package
+        for node in nodes(text):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                origin |= {alias.asname or alias.name: node.module.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.Import):
+                tops = [alias.name.partition(".")[0] for alias in node.names]
+                origin |= {alias.asname or top: top for alias, top in zip(node.names, tops, strict=True)}
+        for node in nodes(text):
+            if isinstance(node, ast.ClassDef):
+                names = [ast.unparse(base).partition("[")[0].split(".") for base in node.bases]
+                bases[node.name] = [name[-1] for name in names]
+                libraries[node.name] = {origin[name[0]] for name in names if name[0] in origin}
+
+    def inherited(name: str) -> set[str]:
+        return libraries.get(name, set()).union(*(inherited(base) for base in bases.get(name, ()) if base != name))
+
+    return {name: inherited(name) | ({"transformers"} if "trl" in inherited(name) else set()) for name in bases}
+
+
+def own_names_called_foreign(sources: Sources, foreign: dict[str, str]) -> Violations:
+    """Names in `foreign` that the package defines, other than in a class that inherits from their library."""
+    library, inherited = foreign_libraries(foreign), inherited_libraries(sources)
+    return [
+        f"{PACKAGE}/{module}:{statement.lineno} defines {name}, which is said to be {library[name]}'s"
+        for module, text in modules(sources).items()
+        for statement in parsed(text).body
+        for name in sorted(defined_names(ast.walk(statement)) & library.keys())
+        if not (isinstance(statement, ast.ClassDef) and library[name] in inherited[statement.name])
+    ]
+
+
+def stale_foreign_names(sources: Sources, foreign: dict[str, str]) -> Violations:
+    """Names in `foreign` that nothing uses or overrides, or that their libraries no longer have."""
+    used = {name for text in sources.values() for name, _, _ in private_uses(text)}
+    used |= {name for text in modules(sources).values() for name in defined_names(nodes(text))}
+    found = []
+    for file, names in foreign.items():
+        found += [f"{name} of {file} is not used" for name in names.split() if name not in used]
+        spec = importlib.util.find_spec(file.partition("/")[0]) if "/" in file else ast.__spec__  # imports nothing
+        if spec is not None:
+            path = Path(spec.origin).parents["/" in file] / file
+            words = set(re.findall(r"\w+", f"{file} {path.read_text()}" if path.is_file() else ""))
+            found += [f"{file} has no {name}" for name in names.split() if name not in words]
+    return found
+
+
+def test_private_names_stay_in_their_files(sources):
+    none(crossing_names(sources, FOREIGN))
+    made_up = {
+        "trl_quant/a.py": "from .b import C, _d\nfrom ._e import f\nclass A(C):\n    def g(self):\n"
+        "        self._own = self.h._own + self._of_c\n        return __name__ + getattr(self, '_by_name')\n",
+        "trl_quant/b.py": "class C:\n    _of_c = _d = 1\n    def g(self):\n        return self._of_c, self.__dict__\n",
+        "tests/x.py": "import torch._dynamo\nmonkeypatch.setattr(a, '_own', 1)\nmonkeypatch.setattr('a.b._c', '_v')\n",
+    }
+    found = [line.partition(",")[0] for line in crossing_names(made_up, {"torch/_dynamo/__init__.py": "_dynamo"})]
+    assert found == [
+        "trl_quant/a.py:1 uses _d",
+        "trl_quant/a.py:2 uses _e",
+        "trl_quant/a.py:5 uses _of_c",
+        "trl_quant/a.py:6 uses _by_name",
+        "tests/x.py:2 uses _own",
+        "tests/x.py:3 uses _c",
+    ]
+
+
+def test_foreign_names_are_foreign(sources):
+    """They exist in their libraries, are used here, and are not ours, except where a class of ours overrides them."""
+    none(own_names_called_foreign(sources, FOREIGN))
+    none(stale_foreign_names(sources, FOREIGN))
+    names = {"os.py": "_exit _gone", "trl/trainer/grpo_trainer.py": "_generate _metrics _helper"}
+    made_up = {
+        "trl_quant/a.py": "import trl.trainer as t\nclass A(t.Base):\n    def _generate(self):\n        self._gone()\n",
+        "trl_quant/b.py": "from .a import A\nclass B(A):\n    def __init__(self):\n        self._metrics = 1\n"
+        "class C:\n    def _generate(self): ...\ndef _helper(): ...\n",
+    }
+    assert own_names_called_foreign(made_up, names) == [
+        "trl_quant/b.py:5 defines _generate, which is said to be trl's",
+        "trl_quant/b.py:7 defines _helper, which is said to be trl's",
+    ]
+    assert stale_foreign_names(made_up, names) == [
+        "_exit of os.py is not used",
+        "os.py has no _gone",
+        "trl/trainer/grpo_trainer.py has no _helper",
+    ]
+
+
+# Precisions
+
+
+def precisions(sources: Sources) -> set[str]:
+    """The entries of the table."""
+    tables = [node for node in parsed(sources[f"{PACKAGE}/precisions.py"]).body if isinstance(node, ast.AnnAssign)]
+    (table,) = [node.value for node in tables if ast.unparse(node.target) == "PRECISIONS"]
+    return set(strings(table.keys))
+
+
+def lists_of_precisions(sources: Sources, names: set[str]) -> Violations:
+    found = []
+    for module, text in modules(sources).items():
+        for node in nodes(text):
+            words = []
+            if isinstance(node, ast.List | ast.Tuple | ast.Set):
+                words = strings(node.elts)
+            elif isinstance(node, ast.Dict):
+                words = strings([*node.keys, *node.values])
+            elif called(node) == "dict":
+                words = [keyword.arg for keyword in node.keywords]
+            elif called(node) == "split":
+                words = [word for string in strings([getattr(node.func, "value", None)]) for word in string.split()]
+            listed = sorted(names & set(words))
+            if len(listed) > 2 and not matches(module, LISTS_OF_PRECISIONS):
+                found.append(f"{PACKAGE}/{module}:{node.lineno} lists {', '.join(listed)}")
+    return found
+
+
+def test_one_table_of_precisions(sources):
+    """A new precision is one entry there: a list of them elsewhere is a second one, or a trait that has no name."""
+    names = precisions(sources)
+    assert {"bf16", "fp8", "int8"} < names
+    none(lists_of_precisions(sources, names))
+    listing = """A = {"bf16": 1, "fp8": {"int8": 2}, **B}
+C = {1: "bf16", 2: "fp8", 3: "int8"}
+if x in ("nf4", "int4", "nvfp4", y): ...
+D = dict(bf16=1, fp8=2, int8=3), "bf16 fp8 mxfp4".split()
+"""
+    made_up = dict.fromkeys(("trl_quant/config.py", "trl_quant/formats/x.py", "tests/x.py"), listing)
+    assert lists_of_precisions(made_up, names) == [
+        "trl_quant/config.py:2 lists bf16, fp8, int8",
+        "trl_quant/config.py:3 lists int4, nf4, nvfp4",
+        "trl_quant/config.py:4 lists bf16, fp8, int8",
+        "trl_quant/config.py:4 lists bf16, fp8, mxfp4",
+    ]
+
+
+# Texts
+
+
+def undocumented(sources: Sources) -> Violations:
+    return [path for path, text in sources.items() if not (ast.get_docstring(parsed(text)) or "").strip()]
+
+
+def too_long(sources: Sources) -> Violations:
+    lengths = {path: len(text.splitlines()) for path, text in sources.items() if not path.startswith("tests/")}
+    return [f"{path} has {n} lines, more than {MAX_LINES}" for path, n in lengths.items() if n > MAX_LINES]
+
+
+def texts_that_lean_on_others(texts: Sources) -> Violations:
+    """Paths of one machine, numbers of issues, documents that the repository lacks, what is unfinished."""
+    found = []
+    for path, text in texts.items():
+        words = re.findall(r"/(?:work|home|root|mnt)/\w+|\bissues? #?\d+|#\d+\b|\b(?:TODO|FIXME|XXX|HACK)\b", text)
+        words += [name for name in re.findall(r"\b[A-Z]{3,}\.md\b", text) if not (ROOT / name).is_file()]
+        found += [f"{path} mentions {word}" for word in words]
+    return found
+
+
+def test_every_source_says_what_it_is(sources):
+    none([f"{path} has no docstring" for path in undocumented(sources)])
+    assert undocumented({"a.py": "x = 1\n", "b.py": '""""""\n', "c.py": '"""What it is."""\n'}) == ["a.py", "b.py"]
+
+
+def test_no_long_sources(sources):
+    none(too_long(sources))
+    lengths = {"trl_quant/a.py": 501, "examples/b.py": 500, "tests/c.py": 501}
+    made_up = {path: "x = 1\n" * length for path, length in lengths.items()}
+    assert too_long(made_up) == ["trl_quant/a.py has 501 lines, more than 500"]
+
+
+def test_texts_stand_alone(sources):
+    others = [*ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "setup.cfg"]
+    texts = sources | {path.relative_to(ROOT).as_posix(): path.read_text() for path in others}
+    del texts["tests/test_house_rules.py"]  # which names what it forbids
+    none(texts_that_lean_on_others(texts))
+    made_up = {"a.py": "see /home/me/x, issue 12 and PLAN.md\n", "b.py": "# TODO: #7\n", "c.md": "CONTRIBUTING.md\n"}
+    found = [line.partition(" mentions ")[2] for line in texts_that_lean_on_others(made_up)]
+    assert found == ["/home/me", "issue 12", "PLAN.md", "TODO", "#7"]

@@ -1,14 +1,14 @@
 """The self-check lets right engines pass and names what is wrong with each broken one."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from vllm_engines import engine, fp8_block_anywhere, policy, update
 
-from trl_quant.rollout import self_check, transformers_engine
+from trl_quant.layers import quantized
+from trl_quant.rollout import self_check
+from trl_quant.rollout.weights import PolicyWeights
 
 
 pytestmark = pytest.mark.vllm
@@ -52,13 +52,13 @@ def test_a_right_engine_passes(synced, precision, dtype, lora_sync, monkeypatch)
 def test_the_reference_quantizes_what_the_engine_quantized(synced, monkeypatch, lora_sync, dtype):
     """An FP32 policy as it is, under an adapter the BF16 checkpoint; not under autocast, which changes bits on CUDA."""
     sampler = synced("int8", lora_sync, torch.float32)
-    seen, quantize = set(), transformers_engine.quantize
+    seen, quantize = set(), quantized.quantize
 
     def remember(weight, precision):
         seen.add((weight.dtype, torch.is_autocast_enabled("cpu")))
         return quantize(weight, precision)
 
-    monkeypatch.setattr(transformers_engine, "quantize", remember)
+    monkeypatch.setattr(quantized, "quantize", remember)
     sampler.check_sync()
     assert seen == {(dtype, False)}
 
@@ -143,7 +143,7 @@ def test_adapter_not_applied(synced, monkeypatch):
 def test_adapter_not_merged(synced, monkeypatch):
     sampler = synced(lora_sync="merge")
     with monkeypatch.context() as patched:
-        patched.setattr(sampler, "_merge", lambda layer: dict(layer.get_base_layer().named_parameters()))
+        patched.setattr(sampler.weights, "merged", lambda layer: dict(layer.get_base_layer().named_parameters()))
         sampler.sync_weights()
         sampler.drift.forget()  # its bookkeeping would tell, too
     with pytest.raises(RuntimeError, match="base-only"):
@@ -152,11 +152,11 @@ def test_adapter_not_merged(synced, monkeypatch):
 
 def test_wrong_adapter(synced, monkeypatch):
     sampler = synced(lora_sync="adapter")
-    right = sampler._adapter_tensors
+    right = sampler.weights.adapter
     with monkeypatch.context() as patched:
-        patched.setattr(sampler, "_adapter_tensors", lambda: {name: t.flip(0) for name, t in right().items()})
+        patched.setattr(sampler.weights, "adapter", lambda: {name: t.flip(0) for name, t in right().items()})
         sampler.sync_weights()
-    sampler._pushed = right()
+    sampler.pushed = right()
     with pytest.raises(RuntimeError, match="corrupted"):
         sampler.check_sync()
 
@@ -215,7 +215,7 @@ def test_sharded_weights_are_quantized_as_they_are(tmp_path, monkeypatch):
     mesh = init_device_mesh("cpu", (1,))
     for module in [*model.model.layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=mixed)
-    monkeypatch.setattr(sampler._dist, "fsdp_version", 2)
+    monkeypatch.setattr(sampler.weights.sharding, "fsdp_version", 2)
     assert all(map(torch.equal, self_check.Reference(sampler).logps(prompts), expected))
-    monkeypatch.setattr(self_check, "_gathered_calls", lambda engine: nullcontext())
+    monkeypatch.setattr(PolicyWeights, "is_sharded", False)
     assert not any(map(torch.equal, self_check.Reference(sampler).logps(prompts), expected))

@@ -283,7 +283,7 @@ def test_refusals():
 
 def test_products_are_exact_under_autocast():
     """In BF16 the codes are multiplied, then scaled; rounding dequantized values to BF16 first is the shortcut."""
-    from trl_quant.rollout.transformers_engine import QuantizedLinear
+    from trl_quant.layers import QuantizedLinear
 
     torch.manual_seed(0)
     linear = torch.nn.Linear(256, 128, bias=False)
@@ -316,7 +316,7 @@ def test_drift_of_many_layers_is_measured_on_some(monkeypatch):
                 if drift.measures(name):
                     drift.add(name, scale * weight, scale * weight * 1.1)
             metrics = drift.metrics()
-        found[limit] = len(drift._previous), metrics
+        found[limit] = len(drift.previous), metrics
     assert found[128][0] == 128 and 16 <= found[32][0] <= 48
     for name, value in {"weights/normalized_quantization_error": 0.1, "weights/normalized_update": 0.01 / 1.01}.items():
         assert all(metrics[name] == pytest.approx(value, rel=1e-3) for _, metrics in found.values())

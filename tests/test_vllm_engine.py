@@ -18,7 +18,7 @@ from vllm_engines import SMALL, engine, fp8_block_anywhere, fresh, greedy, polic
 from trl_quant.formats.checkpoint import quantize_checkpoint
 from trl_quant.noise import norm_noise
 from trl_quant.rollout import RolloutNoise, TransformersEngine, VLLMEngine
-from trl_quant.rollout.vllm_worker import check_kernels, linear_layers
+from trl_quant.rollout.vllm.worker import check_kernels, linear_layers
 
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -116,7 +116,7 @@ def test_noise_is_the_embedded_engines_and_goes_again(tmp_path):
 def test_noise_counts_its_norms(tmp_path, monkeypatch):
     sampler = engine(policy(tmp_path / "policy"), "bf16")
     sampler.noise = RolloutNoise(sigma=0.05)
-    monkeypatch.setattr(sampler, "_policy_names", lambda: [f"model.layers.0.{n}.weight" for n in NORMS])
+    monkeypatch.setattr(sampler.weights, "names", lambda: [f"model.layers.0.{n}.weight" for n in NORMS])
     with pytest.raises(ValueError, match=r"zip\(\) argument"):
         sampler.generate([[1, 2, 3]], None, 1)
 
@@ -275,9 +275,9 @@ def test_refusals(tmp_path, options, words):
 
 def test_other_versions_are_refused(tmp_path, monkeypatch):
     model = policy(tmp_path / "policy")
-    for version in ("0.25.1", "0.32.0"):
+    for version in ("0.25.1", "0.33.0"):
         monkeypatch.setattr("vllm.__version__", version)
-        with pytest.raises(ImportError, match=rf"vLLM {version} is installed.*>= 0.26, < 0.32"):
+        with pytest.raises(ImportError, match=rf"vLLM {version} is installed.*>= 0.26, < 0.33"):
             engine(model, "bf16")
 
 

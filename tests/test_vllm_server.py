@@ -27,8 +27,9 @@ from vllm_engines import fresh, one_by_one, served
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats.checkpoint import quantize_checkpoint
-from trl_quant.rollout import vllm_server, vllm_worker
-from trl_quant.rollout.vllm_server import serve_command
+from trl_quant.rollout.vllm import server as vllm_server
+from trl_quant.rollout.vllm import worker as vllm_worker
+from trl_quant.rollout.vllm.server import serve_command
 
 
 pytestmark = pytest.mark.vllm

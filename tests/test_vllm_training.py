@@ -149,7 +149,7 @@ def test_a_stale_engine_stops_the_run(tmp_path, monkeypatch):
 
 
 def forget(engine) -> None:
-    engine._syncs_to_check = 0
+    engine.syncs_to_check = 0
 
 
 def test_check_sync_at_once(tmp_path):

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 from trl_quant.formats.checkpoint import quantize_checkpoint
+from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout import VLLMEngine
-from trl_quant.rollout.vllm_support import ONLINE
 
 
 SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True}
@@ -84,7 +84,7 @@ def fresh(model, precision: str, path, **options) -> LLM:
     elif getattr(model, "peft_config", None):  # the base of a policy with adapters
         model = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=model.dtype)
     ranks = torch.distributed.is_initialized()
-    quantized = path if precision == "bf16" or precision in ONLINE else Path(f"{path}-{precision}")
+    quantized = path if not PRECISIONS[precision].travels_quantized else Path(f"{path}-{precision}")
     if not ranks or torch.distributed.get_rank() == 0:
         model.save_pretrained(path)
         tiny_tokenizer().save_pretrained(path)
@@ -93,7 +93,7 @@ def fresh(model, precision: str, path, **options) -> LLM:
     if ranks:
         torch.distributed.barrier()
     settings = {
-        "quantization": ONLINE.get(precision),
+        "quantization": PRECISIONS[precision].vllm.online,
         "dtype": "bfloat16",
         "max_model_len": 512,
         "max_num_seqs": 8,
@@ -159,7 +159,7 @@ def fp8_block_anywhere(monkeypatch) -> None:
     monkeypatch.setattr(CPUFp8BlockScaledMMKernel, "process_weights_after_loading", lambda self, layer: None)
     monkeypatch.setattr(CPUFp8BlockScaledMMKernel, "apply_weights", apply_weights)
     supported = dict.fromkeys(("bf16", "int8", "fp8_block"))
-    monkeypatch.setattr("trl_quant.rollout.vllm_support.supported_precisions", lambda: supported)
+    monkeypatch.setattr("trl_quant.rollout.vllm.support.supported_precisions", lambda: supported)
 
 
 def keep(thing) -> None:

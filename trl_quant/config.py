@@ -5,23 +5,28 @@ Every field is checked when the configuration is built, before any model is load
 
 import copy
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
-from .corrections import CORRECTIONS
-from .formats import FORMATS
-from .noise import SCHEDULES
-from .rollout.vllm_support import check_engine_kwargs
+from .corrections import ACR, AIS, CORRECTIONS, TIS, CorrectionInputs, CorrectionOutput
+from .noise import SCHEDULES, sigma
+from .precisions import PRECISIONS, in_vllm
+from .rollout.vllm.support import check_engine_kwargs
 
 
 logger = logging.getLogger(__name__)
 
 # Losses that clip the policy ratio between two bounds; only these have an upper bound that ACR can widen.
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-PRECISIONS = ("bf16", *FORMATS, "auto")
 LORA_SYNCS = ("merge", "adapter")
-VLLM_PRECISIONS = ("bf16", "fp8", "fp8_tensor", "fp8_block", "int8", "nvfp4", "mxfp4")
+
+
+def _listed(names) -> str:
+    """`'a', 'b' or 'c'`."""
+    *first, last = map(repr, names)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _check_choice(name: str, value, choices) -> None:
@@ -48,9 +53,8 @@ class QuantGRPOConfig(GRPOConfig):
         > Parameters that control the rollout copy
 
         rollout_precision (`str`, *optional*):
-            Number format of the copy of the policy that samples completions: `"bf16"`, `"fp8"` (per-channel weights,
-            per-token activations), `"fp8_tensor"`, `"fp8_block"`, `"int8"`, `"nvfp4"`, `"mxfp4"`, `"nf4"`, `"int4"`;
-            or `"auto"`, with vLLM in colocate mode: measures each precision that vLLM runs here with engines like the
+            Number format of the copy of the policy that samples completions, a key of [`~precisions.PRECISIONS`]; or
+            `"auto"`, with vLLM in colocate mode: measures each precision that vLLM runs here with engines like the
             run's own, and puts the fastest (of those within 5%, the most exact) in place of `"auto"` (a resumed run
             keeps that of its checkpoint). If `None`, TRL generates as it always does.
         vllm_engine_kwargs (`dict`, *optional*):
@@ -107,9 +111,8 @@ class QuantGRPOConfig(GRPOConfig):
     rollout_precision: str | None = field(
         default=None,
         metadata={
-            "help": "Number format of the copy of the policy that samples completions: 'bf16', 'fp8', 'fp8_tensor', "
-            "'fp8_block', 'int8', 'nvfp4', 'mxfp4', 'nf4' or 'int4', or 'auto' for the fastest in vLLM, measured at "
-            "the start. If not set, TRL generates as it always does."
+            "help": f"Number format of the copy of the policy that samples completions: {_listed(PRECISIONS)}, or "
+            "'auto' for the fastest in vLLM, measured at the start. If not set, TRL generates as it always does."
         },
     )
     vllm_engine_kwargs: dict | str | None = field(
@@ -134,34 +137,34 @@ class QuantGRPOConfig(GRPOConfig):
     is_correction: str | None = field(
         default=None,
         metadata={
-            "help": "Correction of the mismatch between sampler and trainer: 'trl' (TRL's own), 'none', 'coupled', "
-            "'decoupled', 'tis', 'acr' or 'ais'. If not set, 'trl' without a `rollout_precision`, 'acr' with one."
+            "help": f"Correction of the mismatch between sampler and trainer: 'trl' (TRL's own), "
+            f"{_listed(CORRECTIONS)}. If not set, 'trl' without a `rollout_precision`, 'acr' with one."
         },
     )
     is_cap: float | None = field(
         default=None,
         metadata={
-            "help": "Cap C >= 1 on the ratio between trainer and sampler, for 'tis', 'acr' and 'ais'. If not set, 2 "
-            "for 'tis' and 'acr', 5 for 'ais'."
+            "help": "Cap C >= 1 on the ratio between trainer and sampler, for 'tis', 'acr' and 'ais'. If not set, "
+            f"{TIS.cap:g} for 'tis', {ACR.cap:g} for 'acr', {AIS.cap:g} for 'ais'."
         },
     )
     ais_delta: float = field(
-        default=0.02,
+        default=AIS.delta,
         metadata={"help": "Mean absolute log-probability difference at which AIS applies its full correction."},
     )
     ais_gamma: float = field(
-        default=1.2,
+        default=AIS.gamma,
         metadata={"help": "Growth of the advantages' standard deviation under the weights that AIS tolerates."},
     )
     ais_beta_var: float = field(
-        default=1.0,
+        default=AIS.beta_var,
         metadata={"help": "Strength of AIS's penalty on the growth of the variance beyond `ais_gamma`."},
     )
     noise_schedule: str | None = field(
         default=None,
         metadata={
-            "help": "Decay of the adaptive quantization noise on the sampler's norm weights: 'exponential', 'linear', "
-            "'cosine' or 'logarithmic'. If not set, no noise."
+            "help": "Decay of the adaptive quantization noise on the sampler's norm weights: "
+            f"{_listed(SCHEDULES)}. If not set, no noise."
         },
     )
     noise_sigma_start: float = field(
@@ -189,7 +192,7 @@ class QuantGRPOConfig(GRPOConfig):
         self._resolve_and_check()
 
     def _resolve_and_check(self):
-        _check_choice("rollout_precision", self.rollout_precision, PRECISIONS)
+        _check_choice("rollout_precision", self.rollout_precision, (*PRECISIONS, "auto"))
         _check_choice("lora_sync", self.lora_sync, LORA_SYNCS)
         _check_choice("vllm_sleep_level", self.vllm_sleep_level, (1, 2))
         _check_choice("is_correction", self.is_correction, ("trl", *CORRECTIONS))
@@ -234,10 +237,10 @@ class QuantGRPOConfig(GRPOConfig):
                 "`rollout_precision`='auto' measures the engines of vLLM: set `use_vllm=True` and "
                 "`vllm_mode='colocate'` (a server runs in the precision that it was started in), or name a precision."
             )
-        if self.use_vllm and self.rollout_precision not in (*VLLM_PRECISIONS, "auto"):
+        if self.use_vllm and self.rollout_precision not in (*in_vllm(), "auto"):
             raise ValueError(
                 f"`rollout_precision`={self.rollout_precision!r} is not available with `use_vllm=True`. Allowed there: "
-                f"{', '.join(map(repr, VLLM_PRECISIONS))}; with `use_vllm=False` it runs in the embedded engine."
+                f"{_listed(in_vllm())}; with `use_vllm=False` it runs in the embedded engine."
             )
         self._check_vllm()
 
@@ -303,6 +306,34 @@ class QuantGRPOConfig(GRPOConfig):
         config._resolve_and_check()
         return config
 
+    @property
+    def epsilon_low(self) -> float:
+        """TRL's `epsilon`, by the name of the bound that it is."""
+        return self.epsilon
+
+    def noise_sigma(self, step: int, total_steps: int) -> float:
+        """Standard deviation of the noise at an optimizer step; 0 without a `noise_schedule`."""
+        if self.noise_schedule is None:
+            return 0.0
+        ends = self.noise_sigma_start, self.noise_sigma_end
+        return sigma(step, total_steps, self.noise_schedule, self.noise_stages, *ends)
+
+    def correction(self) -> Callable[[CorrectionInputs], CorrectionOutput] | None:
+        """
+        The correction of this run, with its hyperparameters: a field `x` of the correction `ais` is `ais_x`, `is_x` or
+        `x` here, and keeps its own default where that is `None`.
+
+        `None` where TRL corrects for its own sampler; `none`, for its diagnostics, where TRL corrects for ours.
+        """
+        if self.is_correction == "trl" and self.rollout_precision is None:
+            return None
+        name = "none" if self.is_correction == "trl" else self.is_correction
+        given = {}
+        for f in fields(CORRECTIONS[name]):
+            names = (f"{name}_{f.name}", f"is_{f.name}", f.name)
+            given[f.name] = next((getattr(self, n) for n in names if getattr(self, n, None) is not None), None)
+        return CORRECTIONS[name](**{name: value for name, value in given.items() if value is not None})
+
 
 @dataclass
 class AISGRPOConfig(QuantGRPOConfig):
@@ -312,16 +343,8 @@ class AISGRPOConfig(QuantGRPOConfig):
     """
 
     is_correction: str | None = field(
-        default="ais",
-        metadata={
-            "help": "Correction of the mismatch between sampler and trainer: 'trl' (TRL's own), 'none', 'coupled', "
-            "'decoupled', 'tis', 'acr' or 'ais'."
-        },
+        default="ais", metadata=QuantGRPOConfig.__dataclass_fields__["is_correction"].metadata
     )
     scale_rewards: str = field(
-        default="none",
-        metadata={
-            "help": "Scaling of the advantages: 'group' or 'batch' (by the standard deviation of the rewards in the "
-            "group or the batch) or 'none', as in the AIS paper."
-        },
+        default="none", metadata=QuantGRPOConfig.__dataclass_fields__["scale_rewards"].metadata
     )

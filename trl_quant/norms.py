@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from .names import clean_name
+
 
 class Family(NamedTuple):
     """`feeds`: norm -> the linear layers it feeds, as paths inside a decoder layer; `offset`: the gain is 1 + w."""
@@ -53,11 +55,6 @@ def family_of(model_type: str) -> Family:
     return FAMILIES[model_type]
 
 
-def canonical(name: str) -> str:
-    """A module's or parameter's name without the `base_layer` that PEFT inserts where it wraps a layer."""
-    return re.sub(r"\.base_layer(?=\.|$)", "", name)
-
-
 def feeding_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """
     Finds the feeding norms among the parameters of a model.
@@ -68,7 +65,7 @@ def feeding_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str,
             `base_model.model.model.`); other parameters than those of the decoder layers may be among them.
 
     Returns:
-        `dict[str, tuple[str, ...]]`: name of each norm's weight, as given -> canonical names of the linear layers that
+        `dict[str, tuple[str, ...]]`: name of each norm's weight, as given -> clean names of the linear layers that
         it feeds; two norms per decoder layer, in the order of the layers.
 
     Raises:
@@ -78,9 +75,9 @@ def feeding_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str,
     layers: dict[str, set[int]] = {}  # stack of decoder layers -> indices
     found: dict[tuple[str, int, str], list[str]] = {}
     for name in names:
-        if not (match := _IN_LAYER.fullmatch(canonical(name))):
+        if not (match := _IN_LAYER.fullmatch(name)):
             continue
-        stack, index, path = match["stack"], int(match["index"]), match["path"]
+        stack, index, path = match["stack"], int(match["index"]), clean_name(match["path"])
         layers.setdefault(stack, set()).add(index)
         norm = path.removesuffix(".weight")
         if norm in family.feeds and norm != path:

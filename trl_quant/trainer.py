@@ -1,27 +1,23 @@
 """`QuantGRPOTrainer` and `AISGRPOTrainer`: the glue between TRL's `GRPOTrainer` and the rooms of this package."""
 
-import json
-import os
-from pathlib import Path
-
 import torch
-from accelerate.utils import is_peft_model
-from transformers import AutoConfig
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
-from trl.import_utils import is_vllm_available
 from trl.trainer.utils import get_config_model_id, nanmax, nanmin
 
+from .checkpoints import (
+    check_uaq,
+    last_complete_checkpoint,
+    precision_before,
+    read_rollout_state,
+    write_rollout_state,
+)
+from .checks import check_before_loading
 from .config import AISGRPOConfig, QuantGRPOConfig
-from .corrections import CORRECTIONS, CorrectionInputs
-from .noise import sigma
-from .norms import family_of
-from .rollout import RolloutEngine, RolloutNoise, VLLMBase, choose_precision, engine_of
-from .rollout.vllm_support import check_device
-from .scaling import scale_model, uaq_applied
-
-
-ROLLOUT_STATE_NAME = "rollout_state.json"
+from .corrections import CorrectionInputs
+from .rollout import RolloutEngine, RolloutNoise, choose_precision, engine_of
+from .rollout.seams import exchanged
+from .scaling import apply_uaq, uaq_applied
 
 
 class QuantGRPOTrainer(GRPOTrainer):
@@ -67,38 +63,23 @@ class QuantGRPOTrainer(GRPOTrainer):
         rollout_func=None,
         environment_factory=None,
     ):
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        model_name = model if isinstance(model, str) else get_config_model_id(model.config)
         if args is None:
-            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self.config_class(f"{model_name.split('/')[-1]}-GRPO")
         elif not isinstance(args, QuantGRPOConfig):
             args = self.config_class.from_grpo(args)
-        _check_before_loading(model, args, train_dataset, peft_config, environment_factory)
+        check_before_loading(model, args, train_dataset, peft_config, environment_factory)
         if args.rollout_precision == "auto":
-            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args.rollout_precision = _precision_before(args.output_dir) or choose_precision(args, model_name)
-        self._correction = _correction_of(args)
+            args.rollout_precision = precision_before(args.output_dir) or choose_precision(args, model_name)
+        self._correction = args.correction()
 
         with engine_of(args):
-            super().__init__(
-                model=model,
-                reward_funcs=reward_funcs,
-                args=args,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                reward_processing_classes=reward_processing_classes,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                tools=tools,
-                rollout_func=rollout_func,
-                environment_factory=environment_factory,
-            )
+            super().__init__(**given | {"args": args})
         engine = getattr(self, "vllm_generation", None)
         self._engine = engine if isinstance(engine, RolloutEngine) else None
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
-            scale_model(self.model, args.uaq_scale)
+            apply_uaq(self.model, args.uaq_scale)
 
     # Generate: the noise of this step, laid on the copy before it samples
 
@@ -112,7 +93,7 @@ class QuantGRPOTrainer(GRPOTrainer):
             self._engine.multimodal_fields = multimodal_fields
         try:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
-        except ValueError:  # a refusal, which says itself what is wrong
+        except ValueError:  # validation errors are already clear
             raise
         except Exception as error:
             if self._engine is None:
@@ -127,14 +108,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         args, step = self.args, self.state.global_step
         if args.noise_schedule is None or not self.model.training:  # evaluation samples from the clean copy
             return RolloutNoise()
-        value = sigma(
-            step,
-            self.state.max_steps,
-            args.noise_schedule,
-            args.noise_stages,
-            args.noise_sigma_start,
-            args.noise_sigma_end,
-        )
+        value = args.noise_sigma(step, self.state.max_steps)
         self._metrics["train"]["noise/sigma"].append(value)
         return RolloutNoise(value, args.seed, step)
 
@@ -151,7 +125,7 @@ class QuantGRPOTrainer(GRPOTrainer):
             `RuntimeError`: if the engine's weights are stale, corrupted, or those of the base model alone.
             `ValueError`: without a vLLM engine of ours.
         """
-        if not isinstance(self._engine, VLLMBase):
+        if not hasattr(self._engine, "check_sync"):
             raise ValueError("`check_sync` checks vLLM engines: set `use_vllm=True` and a `rollout_precision`.")
         if self.state.global_step != self._last_loaded_step:
             self._engine.sync_weights()
@@ -174,12 +148,12 @@ class QuantGRPOTrainer(GRPOTrainer):
                 mask=mask,
             )
         )
-        for name, value in corrected.metrics.items():
-            self._metrics[mode][name].append(value)
+        measured = dict(corrected.metrics)
         if self._engine is not None:
-            for name, value in self._engine.sync_metrics.items():
-                self._metrics[mode][name].append(value)
+            measured |= self._engine.sync_metrics
             self._engine.sync_metrics = {}
+        for name, value in measured.items():
+            self._metrics[mode][name].append(value)
         if self.args.is_correction == "trl":  # only the diagnostics are ours
             return output
 
@@ -207,13 +181,9 @@ class QuantGRPOTrainer(GRPOTrainer):
     def _compute_loss(self, model, inputs):
         if "clip_high" not in inputs:
             return super()._compute_loss(model, inputs)
-        bounds = self.epsilon_low, self.epsilon_high
         # TRL clamps the ratio to [1 - epsilon_low, 1 + epsilon_high]; near 1 both subtractions are exact.
-        self.epsilon_low, self.epsilon_high = 1 - inputs["clip_low"], inputs["clip_high"] - 1
-        try:
+        with exchanged(self, epsilon_low=1 - inputs["clip_low"], epsilon_high=inputs["clip_high"] - 1):
             return super()._compute_loss(model, inputs)
-        finally:
-            self.epsilon_low, self.epsilon_high = bounds
 
     # Checkpoints: only complete ones count, and a model is scaled once
 
@@ -224,25 +194,17 @@ class QuantGRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         if self._engine is not None:
-            state = {"precision": self._engine.precision, **self._engine.state_dict()}
+            state = {"precision": self._engine.precision, **self._engine.state_dict()}  # collective
             if self.args.should_save:
-                folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / ROLLOUT_STATE_NAME).write_text(json.dumps(state))
+                name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+                write_rollout_state(f"{self._get_output_dir(trial)}/{name}", state)
         super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        path = Path(resume_from_checkpoint) / "config.json"
-        if path.is_file():
-            recorded = json.loads(path.read_text()).get("uaq_scale")
-            if recorded != uaq_applied(self.model):
-                raise ValueError(
-                    f"The checkpoint {resume_from_checkpoint} was trained with `uaq_scale`={recorded}, this run has "
-                    f"`uaq_scale`={self.args.uaq_scale}. Resume with the same value."
-                )
-        path = Path(resume_from_checkpoint) / ROLLOUT_STATE_NAME
-        if self._engine is not None and path.is_file():
-            self._engine.load_state_dict(json.loads(path.read_text()))
+        check_uaq(resume_from_checkpoint, uaq_applied(self.model))
+        state = read_rollout_state(resume_from_checkpoint)
+        if self._engine is not None and state:
+            self._engine.load_state_dict(state)
         return super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
@@ -253,72 +215,3 @@ class AISGRPOTrainer(QuantGRPOTrainer):
     """
 
     config_class = AISGRPOConfig
-
-
-def _correction_of(args: QuantGRPOConfig):
-    """The correction of this run; `none`, for its diagnostics, where TRL corrects for a quantized copy of ours."""
-    if args.is_correction == "trl" and args.rollout_precision is None:
-        return None
-    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    options = {
-        "tis": {"cap": args.is_cap},
-        "acr": {"cap": args.is_cap, "epsilon_low": args.epsilon, "epsilon_high": high},
-        "ais": {
-            "cap": args.is_cap,
-            "delta": args.ais_delta,
-            "gamma": args.ais_gamma,
-            "beta_var": args.ais_beta_var,
-        },
-    }
-    name = "none" if args.is_correction == "trl" else args.is_correction
-    return CORRECTIONS[name](**{key: value for key, value in options.get(name, {}).items() if value is not None})
-
-
-def _check_before_loading(model, args, train_dataset, peft_config, environment_factory) -> None:
-    """What can be known to fail before a model is loaded."""
-    columns = getattr(train_dataset, "column_names", None)
-    if columns is not None and environment_factory is None and "prompt" not in columns:
-        raise ValueError(f"`train_dataset` has the columns {columns}; a column 'prompt' is needed.")
-    if args.use_vllm and args.rollout_precision is not None and not is_vllm_available():
-        raise ImportError(
-            "`use_vllm`=True, but vLLM is not installed. Install `trl_quant[vllm]` (CUDA) or `trl_quant[cpu]`, or set "
-            f"`use_vllm=False` to sample from the embedded engine in `rollout_precision`={args.rollout_precision!r}."
-        )
-    if args.use_vllm and args.rollout_precision is not None and args.vllm_mode == "colocate":
-        check_device(args.rollout_precision, args.vllm_enable_sleep_mode)
-    if args.noise_schedule is None and args.uaq_scale is None:
-        return
-    if isinstance(model, str):
-        config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)
-    else:
-        config = model.config
-    family_of(config.get_text_config().model_type)
-    applied = getattr(config, "uaq_scale", None)
-    if args.uaq_scale is not None:
-        if applied is not None and applied != args.uaq_scale:
-            raise ValueError(f"`uaq_scale`={args.uaq_scale}, but the model was already scaled by {applied}.")
-        if applied is None and (peft_config is not None or (not isinstance(model, str) and is_peft_model(model))):
-            raise ValueError(
-                f"`uaq_scale`={args.uaq_scale} scales the base model, which a saved adapter does not contain. Scale "
-                "the base once with `trl_quant.scaling.scale_model`, save it, and train the adapter on that."
-            )
-
-
-def _precision_before(output_dir: str) -> str | None:
-    """The precision of the run whose last whole checkpoint is in `output_dir`, if there is one."""
-    path = Path(last_complete_checkpoint(output_dir) or "", ROLLOUT_STATE_NAME)
-    return json.loads(path.read_text()).get("precision") if path.is_file() else None
-
-
-def last_complete_checkpoint(output_dir: str) -> str | None:
-    """
-    The newest checkpoint in `output_dir` that was written to its end, or `None`. The trainer state is written last:
-    a run that was killed, or whose disk was full, while saving leaves a directory without a readable one.
-    """
-    steps = {}
-    for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        try:
-            steps[int(path.name.rpartition("-")[2])] = json.loads((path / "trainer_state.json").read_text()) and path
-        except (OSError, ValueError):
-            continue
-    return os.fspath(steps[max(steps)]) if steps else None

@@ -29,7 +29,7 @@ from vllm_ranks import launch
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats.checkpoint import quantize_checkpoint
-from trl_quant.rollout.vllm_support import ONLINE
+from trl_quant.precisions import PRECISIONS
 
 
 pytestmark = [
@@ -45,7 +45,7 @@ MODEL = {
     "num_key_value_heads": 4,
     "initializer_range": 0.03,
 }
-PRECISIONS = ("bf16", "fp8", "int8", "nvfp4")
+SERVED = ("bf16", "fp8", "int8", "nvfp4")
 
 
 def trainer_of(path: Path, precision: str, **options) -> QuantGRPOTrainer:
@@ -112,7 +112,7 @@ def test_two_ranks(tmp_path, mode, precision, tuning):
     launch(mode, precision, tuning, tmp_path)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", SERVED)
 def test_server(tmp_path, precision):
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16, **MODEL)
     flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
@@ -120,8 +120,8 @@ def test_server(tmp_path, precision):
     flags += ["--weight-transfer-config", '{"backend": "trl_quant"}', "--max-model-len", "512", "--host", "127.0.0.1"]
     flags += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "8"]
     flags += ["--compilation-config", json.dumps(SMALL["compilation_config"])]
-    if precision in ONLINE:
-        flags += ["--quantization", ONLINE[precision]]
+    if online := PRECISIONS[precision].vllm.online:
+        flags += ["--quantization", online]
     elif precision != "bf16":
         model = quantize_checkpoint(model, tmp_path / "prepared", precision)
     port = free()

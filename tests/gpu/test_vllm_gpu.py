@@ -18,7 +18,7 @@ from vllm.lora.request import LoRARequest
 from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, score, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.rollout.vllm_support import supported_precisions
+from trl_quant.rollout.vllm.support import supported_precisions
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]

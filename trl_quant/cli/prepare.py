@@ -8,14 +8,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..formats.checkpoint import SCHEMES, quantize_checkpoint
+from ..formats.checkpoint import quantize_checkpoint, storable
 
 
 def main(argv: list[str] | None = None) -> None:
     """Quantizes the checkpoint named on the command line, tensor by tensor."""
     parser = argparse.ArgumentParser(prog="trl-quant prepare", description=__doc__.partition("\n")[0])
     parser.add_argument("--model", required=True, help="hub id or directory of a 16-bit safetensors checkpoint")
-    parser.add_argument("--format", required=True, choices=SCHEMES, help="number format of the linear layers")
+    parser.add_argument("--format", required=True, choices=storable(), help="number format of the linear layers")
     parser.add_argument("--output", required=True, help="directory to write, which must not exist")
     args = parser.parse_args(argv)
 
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     from huggingface_hub import snapshot_download
     from transformers import AutoConfig
 
-    from ..rollout.vllm_support import quantizers_on, skeleton, unquantized_layers
+    from ..rollout.vllm.support import quantizers_on, skeleton, unquantized_layers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -22,6 +22,9 @@ from trl_quant import AISGRPOConfig, AISGRPOTrainer, QuantGRPOConfig, QuantGRPOT
 from trl_quant.tasks import REWARDS, load_prompts
 
 
+TRAINERS = {"quant": (QuantGRPOTrainer, QuantGRPOConfig), "ais": (AISGRPOTrainer, AISGRPOConfig)}
+
+
 @dataclass
 class TrainArguments:
     """What to train on."""
@@ -40,7 +43,14 @@ class TrainArguments:
         metadata={"help": f"Rewards, summed: {', '.join(REWARDS)}, or the dotted path of a function of your own."},
     )
 
+    trainer: str = field(
+        default="quant",
+        metadata={"help": "'quant' (`QuantGRPOTrainer`) or 'ais' (`AISGRPOTrainer`, with the AIS paper's defaults)."},
+    )
+
     def __post_init__(self):
+        if self.trainer not in TRAINERS:
+            raise ValueError(f"`trainer`={self.trainer!r} is unknown. Allowed: {', '.join(map(repr, TRAINERS))}.")
         self.rewards = [_reward(name) for name in self.reward_funcs]
 
 
@@ -61,13 +71,14 @@ def _reward(name: str) -> Callable[..., list[float | None]]:
 
 
 def parse_args(argv: list[str] | None = None) -> tuple[TrainArguments, QuantGRPOConfig, ModelConfig]:
-    """Reads the command line; with `is_correction` "ais", unset options take [`AISGRPOConfig`]'s defaults."""
+    """Reads the command line; unset options take the defaults of the trainer's config."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
         # accelerate does not pass `use_cpu` on to the processes it starts, and without it each would train by itself.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     parsed = TrlParser((TrainArguments, QuantGRPOConfig, ModelConfig)).parse_args_and_config(argv)
-    if parsed[1].is_correction == "ais":
-        parsed = TrlParser((TrainArguments, AISGRPOConfig, ModelConfig)).parse_args_and_config(argv)
+    config_class = TRAINERS[parsed[0].trainer][1]
+    if config_class is not QuantGRPOConfig:
+        parsed = TrlParser((TrainArguments, config_class, ModelConfig)).parse_args_and_config(argv)
     if parsed[2].model_name_or_path is None:
         raise ValueError("`model_name_or_path`=None: name the model to train, a hub id or a directory.")
     return parsed
@@ -117,8 +128,7 @@ def main(argv: list[str] | None = None, reward_funcs: list[Callable] | None = No
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    trainer_class = AISGRPOTrainer if isinstance(training_args, AISGRPOConfig) else QuantGRPOTrainer
-    trainer = trainer_class(
+    trainer = TRAINERS[script_args.trainer][0](
         model=model_args.model_name_or_path,
         reward_funcs=[*script_args.rewards, *(reward_funcs or [])],
         args=training_args,

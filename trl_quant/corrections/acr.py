@@ -27,20 +27,22 @@ class ACR:
 
     cap: float = 2.0
     epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
+    epsilon_high: float | None = None  # as `epsilon_low`
 
     def __post_init__(self):
         check("cap", self.cap, 1)
         check("epsilon_low", self.epsilon_low, 0, 1)
-        check("epsilon_high", self.epsilon_high, 0)
+        if self.epsilon_high is not None:
+            check("epsilon_high", self.epsilon_high, 0)
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)
         metrics, _ = diagnose(inputs, ratio, self.cap)
         r = (self.cap / ratio.w).clamp(max=1.0)
+        high = self.epsilon_low if self.epsilon_high is None else self.epsilon_high
         return CorrectionOutput(
             weights=ratio.w.clamp(max=self.cap),
             clip_low=torch.full_like(r, 1 - self.epsilon_low),
-            clip_high=(1 + self.epsilon_high) / r,
+            clip_high=(1 + high) / r,
             metrics=metrics,
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .common import Format, Parts
+from .common import Format, Parts, Scheme
 from .fp8 import FP8, FP8Block, FP8Tensor
 from .int4 import INT4
 from .int8 import INT8
@@ -26,6 +26,7 @@ __all__ = [
     "FORMATS",
     "Format",
     "QuantizedTensor",
+    "Scheme",
     "fake_quantize_activation",
     "global_scale",
     "quantize",
@@ -118,10 +119,11 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
     x = x.detach()
     if global_scale is None:
         parts = fmt.quantize(x)
-    elif fmt is NVFP4:
+    elif fmt.shares_scale:
         parts = fmt.quantize(x, global_scale)
     else:
-        raise ValueError(f"global_scale: given for {name!r}, but only 'nvfp4' has one.")
+        shared = ", ".join(repr(key) for key, value in FORMATS.items() if value.shares_scale)
+        raise ValueError(f"global_scale: given for {name!r}, but only {shared} has one.")
     return QuantizedTensor(name, parts.values, parts.scale, x.shape, x.dtype, parts.global_scale)
 
 

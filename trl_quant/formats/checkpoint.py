@@ -30,7 +30,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import FORMATS, QuantizedTensor, quantize
+from . import FORMATS, Format, QuantizedTensor, quantize
+from .common import Parts
 from .nvfp4 import global_scale
 
 
@@ -42,14 +43,16 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def _arguments(bits: int, kind: str, strategy: str, dynamic: bool = False, **given) -> dict:
+def storable() -> list[str]:
+    """Names of the formats that have a layout in compressed-tensors."""
+    return [name for name, format in FORMATS.items() if format.scheme is not None]
+
+
+def _arguments(given: dict, dynamic: bool = False) -> dict:
     """compressed-tensors' `QuantizationArgs`, every field written out as it does."""
     return {
-        "num_bits": bits,
-        "type": kind,
         "symmetric": True,
         "group_size": None,
-        "strategy": strategy,
         "block_structure": None,
         "dynamic": dynamic,
         "actorder": None,
@@ -61,43 +64,22 @@ def _arguments(bits: int, kind: str, strategy: str, dynamic: bool = False, **giv
     }
 
 
-# format -> compressor, arguments of the weights, arguments of the inputs
-SCHEMES: dict[str, tuple[str, dict, dict | None]] = {
-    "fp8": ("float-quantized", _arguments(8, "float", "channel"), _arguments(8, "float", "token", True)),
-    "fp8_tensor": ("float-quantized", _arguments(8, "float", "tensor"), _arguments(8, "float", "tensor", True)),
-    "fp8_block": (
-        "float-quantized",
-        _arguments(8, "float", "block", block_structure=[128, 128]),
-        _arguments(8, "float", "group", True, group_size=128),
-    ),
-    "int8": ("int-quantized", _arguments(8, "int", "channel"), _arguments(8, "int", "token", True)),
-    "nvfp4": (
-        "nvfp4-pack-quantized",
-        _arguments(4, "float", "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn"),
-        None,
-    ),
-    "mxfp4": ("mxfp4-pack-quantized", _arguments(4, "float", "group", group_size=32, scale_dtype="torch.uint8"), None),
-    "int4": ("pack-quantized", _arguments(4, "int", "group", group_size=128), None),
-}
-GROUPS = {"nvfp4": 16, "mxfp4": 32, "int4": 128}
-
-
 def quantization_config(format: str, ignore: Iterable[str] = HEAD) -> dict:
     """
     The entry `quantization_config` of config.json.
 
     Args:
         format (`str`): Format, any but nf4.
-        ignore (`Iterable[str]`, *optional*): Linear layers that are not quantized, as in [`quantizes`].
+        ignore (`Iterable[str]`, *optional*): Linear layers that are not quantized, as in [`is_quantizable`].
 
     Raises:
         ValueError: The format has no layout in compressed-tensors.
     """
-    compressor, weights, inputs = _scheme(format)
+    compressor, weights, inputs = _layout(format).scheme
     group = {
         "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": inputs,
+        "weights": _arguments(weights),
+        "input_activations": None if inputs is None else _arguments(inputs, dynamic=True),
         "output_activations": None,
         "format": compressor,
     }
@@ -113,10 +95,10 @@ def quantization_config(format: str, ignore: Iterable[str] = HEAD) -> dict:
         "sparsity_config": {},
         "transform_config": {},
     }
-    return json.loads(json.dumps(config))  # a copy: nobody's edit reaches SCHEMES
+    return json.loads(json.dumps(config))  # a copy: nobody's edit reaches the format's scheme
 
 
-def quantizes(name: str, tensor: Tensor, ignore: Iterable[str] = HEAD) -> bool:
+def is_quantizable(name: str, tensor: Tensor, ignore: Iterable[str] = HEAD) -> bool:
     """
     Whether the tensor called `name` is the weight of a linear layer to be quantized: a floating-point matrix
     `*.weight`, not an embedding, and its module not in `ignore`, whose entries are module names, or regular
@@ -140,23 +122,17 @@ def checkpoint_tensors(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
         ValueError: Not a matrix called `*.weight`, a format without layout, or rows that do not fill the format's
         groups.
     """
-    _scheme(q.format)
+    layout = _layout(q.format)
     if not name.endswith(".weight") or len(q.shape) != 2:
         raise ValueError(
             f"name: {name!r} with shape {tuple(q.shape)}; only a matrix called '*.weight' has this layout."
         )
-    group = GROUPS.get(q.format, 1)
-    if q.shape[-1] % group:
-        raise ValueError(f"{name}: {q.shape[-1]} inputs, but {q.format!r} is stored for multiples of {group} only.")
-    if q.format not in GROUPS:
-        return {name: q.values, f"{name}_scale": q.scale}
-    out = {f"{name}_packed": q.values, f"{name}_scale": q.scale}
-    if q.format == "int4":
-        out[f"{name}_packed"] = q.values.view(torch.int32)
-        out[f"{name}_shape"] = torch.tensor(q.shape)
-    if q.format == "nvfp4":
-        out[f"{name}_global_scale"] = q.global_scale.clone()  # safetensors takes no memory that fused layers share
-    return out
+    if q.shape[-1] % layout.group:
+        raise ValueError(
+            f"{name}: {q.shape[-1]} inputs, but {q.format!r} is stored for multiples of {layout.group} only."
+        )
+    stored = layout.stored(Parts(q.values, q.scale, q.global_scale), q.shape)
+    return {f"{name}{suffix}": tensor for suffix, tensor in stored.items()}
 
 
 def checkpoint_stream(
@@ -176,19 +152,19 @@ def checkpoint_stream(
     Args:
         tensors (`Iterable`): Name and tensor, in any order.
         format (`str`): Format, any but nf4.
-        ignore (`Iterable[str]`, *optional*): As in [`quantizes`].
+        ignore (`Iterable[str]`, *optional*): As in [`is_quantizable`].
         quantizer (`Callable`, *optional*): [`quantize`] or a function with its signature.
         shared_scale (`Callable`, *optional*): [`global_scale`] or a function with its signature, for nvfp4.
 
     Raises:
         ValueError: As [`quantize`] and [`checkpoint_tensors`], with the name of the tensor.
     """
-    _scheme(format)
+    shares_scale = _layout(format).shares_scale
     ignore = tuple(ignore)
     waiting: dict[tuple[str, tuple[str, ...]], dict[str, Tensor]] = {}
 
     def emit(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        shared = {"global_scale": shared_scale(*weights.values())} if format == "nvfp4" else {}
+        shared = {"global_scale": shared_scale(*weights.values())} if shares_scale else {}
         for name, weight in weights.items():
             try:
                 q = quantizer(weight, format, **shared)
@@ -197,12 +173,12 @@ def checkpoint_stream(
             yield from checkpoint_tensors(name, q).items()
 
     for name, tensor in tensors:
-        if not quantizes(name, tensor, ignore):
+        if not is_quantizable(name, tensor, ignore):
             yield name, tensor
             continue
         parent, _, layer = name.removesuffix(".weight").rpartition(".")
         fused = next((group for group in FUSED if layer in group), None)
-        if format != "nvfp4" or fused is None:
+        if not shares_scale or fused is None:
             yield from emit({name: tensor})
             continue
         group = waiting.setdefault((parent, fused), {})
@@ -231,7 +207,7 @@ def quantize_checkpoint(
         source (`str` or `Path`): Directory with config.json and safetensors files, one or sharded with their index.
         target (`str` or `Path`): Directory to create; must not exist.
         format (`str`): Format, any but nf4.
-        ignore (`Iterable[str]`, *optional*): As in [`quantizes`].
+        ignore (`Iterable[str]`, *optional*): As in [`is_quantizable`].
         quantizer, shared_scale (`Callable`, *optional*): As in [`checkpoint_stream`].
         device (`torch.device` or `str`, *optional*): Where weights are quantized.
         max_shard_bytes (`int`, *optional*): Size at which a file of the result is closed.
@@ -243,7 +219,7 @@ def quantize_checkpoint(
         ValueError: No such checkpoint, already quantized, target exists, or as [`checkpoint_stream`].
     """
     source, target, ignore = Path(source), Path(target), tuple(ignore)
-    _scheme(format)
+    _layout(format)
     config, files = _read(source)
     if target.exists():
         raise ValueError(f"target: {target} exists; give a directory that does not.")
@@ -265,11 +241,12 @@ def quantize_checkpoint(
     return target
 
 
-def _scheme(format: str) -> tuple[str, dict, dict | None]:
-    if format not in SCHEMES:
+def _layout(format: str) -> type[Format]:
+    """The format called so, which must have a layout."""
+    if format not in storable():
         known = "has no layout in compressed-tensors" if format in FORMATS else "is not a format"
-        raise ValueError(f"format: {format!r} {known}; allowed: {', '.join(SCHEMES)}.")
-    return SCHEMES[format]
+        raise ValueError(f"format: {format!r} {known}; allowed: {', '.join(storable())}.")
+    return FORMATS[format]
 
 
 def _read(source: Path) -> tuple[dict, list[Path]]:

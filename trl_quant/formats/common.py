@@ -24,6 +24,21 @@ class Parts(NamedTuple):
     global_scale: Tensor | None = None
 
 
+class Scheme(NamedTuple):
+    """
+    How compressed-tensors describes a format in a checkpoint's `quantization_config`.
+
+    Attributes:
+        compressor (`str`): Its name for the layout of the tensors.
+        weights (`dict`): Fields of its `QuantizationArgs` that differ from their defaults.
+        inputs (`dict` or `None`): The same of layer inputs, with dynamic scales; `None` if they are not quantized.
+    """
+
+    compressor: str
+    weights: dict
+    inputs: dict | None = None
+
+
 class Format:
     """
     A number format: how a tensor becomes codes and scales, and back. Stateless; never instantiated.
@@ -32,11 +47,19 @@ class Format:
         bits (`float`): Stored bits per value, scales included, for a large bfloat16 weight.
         max (`float`): Largest magnitude on the grid.
         activations (`str` or `None`): Block of a layer input that shares a scale; `None` if inputs stay 16-bit.
+        group (`int`): Inputs that share a scale, where checkpoints store whole groups only; else 1.
+        per_row (`bool`): Whether a row has one scale, so that codes can be multiplied first and scaled afterwards.
+        shares_scale (`bool`): Whether `quantize` takes a global scale, which layers that an engine fuses must share.
+        scheme ([`Scheme`] or `None`): Its layout in compressed-tensors; `None` if there is none.
     """
 
     bits: float
     max: float
     activations: str | None = None
+    group: int = 1
+    per_row: bool = False
+    shares_scale: bool = False
+    scheme: Scheme | None = None
 
     @staticmethod
     def quantize(x: Tensor) -> Parts:
@@ -52,6 +75,11 @@ class Format:
     def quantize_activation(x: Tensor) -> Parts:
         """Layer input of shape `(..., in)` to codes and scales."""
         raise NotImplementedError
+
+    @staticmethod
+    def stored(parts: Parts, shape: torch.Size) -> dict[str, Tensor]:
+        """What compressed-tensors stores for a weight of `shape` (out, in): suffix of the weight's name -> tensor."""
+        return {"": parts.values, "_scale": parts.scale}
 
 
 def quotient(x: Tensor, divisor: float) -> Tensor:

@@ -23,7 +23,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .common import Format, Parts, amax_scale, group, lookup, product, scaled, ungroup
+from .common import Format, Parts, Scheme, amax_scale, group, lookup, product, scaled, ungroup
 
 
 E4M3_MAX = 448.0
@@ -53,6 +53,12 @@ class FP8(Format):
     bits = 8.0
     max = E4M3_MAX
     activations = "token"
+    per_row = True
+    scheme = Scheme(
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "channel"},
+        {"num_bits": 8, "type": "float", "strategy": "token"},
+    )
 
     @staticmethod
     def quantize(x: Tensor) -> Parts:
@@ -70,6 +76,11 @@ class FP8Tensor(FP8):
     """E4M3 with one scale of shape `(1,)` for the whole tensor."""
 
     activations = "tensor"
+    scheme = Scheme(
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "tensor"},
+        {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    )
 
     @staticmethod
     def quantize(x: Tensor) -> Parts:
@@ -88,6 +99,11 @@ class FP8Block(Format):
     bits = 8.0
     max = E4M3_MAX
     activations = "group"
+    scheme = Scheme(
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [BLOCK, BLOCK]},
+        {"num_bits": 8, "type": "float", "strategy": "group", "group_size": BLOCK},
+    )
 
     @staticmethod
     def quantize(x: Tensor) -> Parts:

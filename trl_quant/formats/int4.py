@@ -19,7 +19,7 @@ in storage.
 import torch
 from torch import Tensor
 
-from .common import Format, Parts, amax_scale, group, pack_nibbles, product, scaled, ungroup, unpack_nibbles
+from .common import Format, Parts, Scheme, amax_scale, group, pack_nibbles, product, scaled, ungroup, unpack_nibbles
 
 
 GROUP = 128
@@ -30,6 +30,8 @@ class INT4(Format):
 
     bits = 4 + 16 / GROUP
     max = 7.5
+    group = GROUP
+    scheme = Scheme("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP})
 
     @staticmethod
     def quantize(x: Tensor) -> Parts:
@@ -42,3 +44,7 @@ class INT4(Format):
     def dequantize(parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         codes = unpack_nibbles(parts.values).to(torch.int8) - 8
         return ungroup(product(group(codes, GROUP), parts.scale.unsqueeze(-1), dtype), shape[-1])
+
+    @staticmethod
+    def stored(parts: Parts, shape: torch.Size) -> dict[str, Tensor]:
+        return {"_packed": parts.values.view(torch.int32), "_scale": parts.scale, "_shape": torch.tensor(shape)}

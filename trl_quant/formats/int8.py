@@ -19,7 +19,7 @@ clamped.
 import torch
 from torch import Tensor
 
-from .common import Format, Parts, amax_scale, product, scaled
+from .common import Format, Parts, Scheme, amax_scale, product, scaled
 
 
 class INT8(Format):
@@ -28,6 +28,12 @@ class INT8(Format):
     bits = 8.0
     max = 127.5
     activations = "token"
+    per_row = True
+    scheme = Scheme(
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "channel"},
+        {"num_bits": 8, "type": "int", "strategy": "token"},
+    )
 
     @staticmethod
     def quantize(x: Tensor) -> Parts:

@@ -27,6 +27,7 @@ from .common import (
     E2M1,
     Format,
     Parts,
+    Scheme,
     decode_e2m1,
     encode_e2m1,
     group,
@@ -63,6 +64,11 @@ class MXFP4(Format):
 
     bits = 4 + 8 / BLOCK
     max = E2M1[-1]
+    group = BLOCK
+    scheme = Scheme(
+        "mxfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "group", "group_size": BLOCK, "scale_dtype": "torch.uint8"},
+    )
 
     @staticmethod
     def quantize(x: Tensor) -> Parts:
@@ -75,3 +81,7 @@ class MXFP4(Format):
     def dequantize(parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         codes = group(unpack_nibbles(parts.values), BLOCK)
         return ungroup(product(decode_e2m1(codes), power_of_two(parts.scale).unsqueeze(-1), dtype), shape[-1])
+
+    @staticmethod
+    def stored(parts: Parts, shape: torch.Size) -> dict[str, Tensor]:
+        return {"_packed": parts.values, "_scale": parts.scale}

@@ -26,6 +26,7 @@ from .common import (
     E2M1,
     Format,
     Parts,
+    Scheme,
     decode_e2m1,
     encode_e2m1,
     group,
@@ -56,6 +57,18 @@ class NVFP4(Format):
 
     bits = 4 + 8 / BLOCK
     max = E2M1_MAX
+    group = BLOCK
+    shares_scale = True
+    scheme = Scheme(
+        "nvfp4-pack-quantized",
+        {
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "tensor_group",
+            "group_size": BLOCK,
+            "scale_dtype": "torch.float8_e4m3fn",
+        },
+    )
 
     @staticmethod
     def quantize(x: Tensor, g: Tensor | None = None) -> Parts:
@@ -71,3 +84,8 @@ class NVFP4(Format):
         scale = parts.scale.float() / parts.global_scale
         codes = group(unpack_nibbles(parts.values), BLOCK)
         return ungroup(product(decode_e2m1(codes), scale.unsqueeze(-1), dtype), shape[-1])
+
+    @staticmethod
+    def stored(parts: Parts, shape: torch.Size) -> dict[str, Tensor]:
+        own = parts.global_scale.clone()  # safetensors takes no memory that fused layers share
+        return {"_packed": parts.values, "_scale": parts.scale, "_global_scale": own}

@@ -24,7 +24,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..formats.checkpoint import FUSED
-from .transformers_engine import QuantizedLinear
+from ..layers import vllm_linear
+from ..precisions import PRECISIONS
+from .weights import PolicyWeights, base_layer
 
 
 SLACK = 4.0
@@ -143,134 +145,129 @@ class Reference:
     The policy's forward as the engine should compute it.
 
     Parameters:
-        engine ([`VLLMEngine`]): Whose policy, precision and way of syncing adapters are taken.
+        engine ([`VLLMBase`]): Whose policy, precision and way of syncing adapters are taken.
     """
 
     def __init__(self, engine):
         self.engine = engine
-        self.precision = engine.precision
-        # What vLLM does with inputs where it is not what the format says: on a CPU fp8_block leaves them alone, and
-        # fp8_tensor has a scale per token.
-        self.inputs = {"fp8_tensor": "fp8", "fp8_block": "bf16" if engine.on_cpu else "fp8_block"}.get(
-            self.precision, self.precision
-        )
-        self.product_errors = engine.product_errors
-        self._jitter: torch.Generator | None = None
+        self.weights = engine.weights
 
     def logps(self, sequences: list[list[int]], adapted: bool = True, jitter: bool = False) -> list[Tensor]:
         """Log-probabilities as [`policy_logps`]; without the adapters, or one rounding off, on request."""
         device = self.engine.accelerator.device
-        self._jitter = torch.Generator(device).manual_seed(0) if jitter else None
-        with _gathered_calls(self.engine), self._exchanged(adapted):
-            return policy_logps(self.engine.model, sequences, device)
+        rounding = Rounding(device) if jitter else None
+        with computing_as_the_engine(self.weights, self._stand_ins(adapted, rounding)):
+            hook = None
+            if rounding is not None:
+                head = self.weights.base_model.get_output_embeddings()
+                hook = head.register_forward_hook(lambda module, args, output: rounding(output))
+            try:
+                return policy_logps(self.engine.model, sequences, device)
+            finally:
+                if hook is not None:
+                    hook.remove()
 
-    @contextmanager
-    def _exchanged(self, adapted: bool) -> Iterator[None]:
-        """Context in which the decoder's linear layers compute in the engine's format."""
-        policy = self.engine.policy
-        merged = adapted and self.engine.lora_sync == "merge"
-        kinds = BaseTunerLayer | nn.Linear
-        layers = {name: module for name, module in policy.named_modules() if isinstance(module, kinds)}
+    def _stand_ins(self, adapted: bool, rounding: "Rounding | None") -> dict[str, nn.Module]:
+        """What each linear layer of the decoder computes in the engine, by the layer's place in the policy."""
+        policy, engine = self.weights.base_model, self.engine
+        layers = {n: m for n, m in policy.named_modules() if isinstance(m, BaseTunerLayer | nn.Linear)}
         inside = set(policy.get_decoder().modules())
-        hook = policy.get_output_embeddings().register_forward_hook(lambda head, args, output: self._rounded(output))
-        exchanged = []
+        merged = adapted and engine.lora_sync == "merge"
+        fuses = PRECISIONS[engine.precision].vllm.fused_scale
+        stand_ins = {}
         for name, layer in layers.items():
             if layer not in inside or ".base_layer" in name or ".lora_" in name:
                 continue
             parent, _, leaf = name.rpartition(".")
-            # Layers that vLLM fuses have one scale, or blocks that reach from one into the next
-            shared = self.precision in ("nvfp4", "fp8_tensor", "fp8_block")
-            fused = next((group for group in FUSED if shared and leaf in group), (leaf,))
+            fused = next((group for group in FUSED if fuses and leaf in group), (leaf,))
             group = [layers[f"{parent}.{part}"] for part in fused]
-            owner = layer if merged or not adapted else getattr(layer, "base_layer", layer)
-            owner.forward = partial(self._forward, layer, group, merged)
-            exchanged.append(owner)
-        try:
-            yield
-        finally:
-            hook.remove()
-            for owner in exchanged:
-                del owner.forward
+            group = group if merged else [base_layer(part) for part in group]
+            stand_in = EngineLayer(engine, group, fused.index(leaf), rounding)
+            keeps_adapter = adapted and not merged and isinstance(layer, BaseTunerLayer)
+            stand_ins[f"{name}.base_layer" if keeps_adapter else name] = stand_in
+        return stand_ins
 
-    def _forward(self, layer: nn.Module, group: list[nn.Module], merged: bool, x: Tensor, *args, **kwargs) -> Tensor:
-        """(..., in) to (..., out) in the engine's format, with scales over all layers of `group`."""
-        base = _base(layer)
-        linear = QuantizedLinear(base, self.precision, torch.bfloat16)
-        weights = [self._weight(part, merged) for part in group]
-        linear.load(torch.cat(weights) if len(weights) > 1 else weights[0])
-        first = sum(len(weight) for weight in weights[: group.index(layer)])
-        rows = slice(first, first + base.out_features)
-        linear.weight = linear.weight[rows]
-        if linear.weight_scale is not None and linear.weight_scale.numel() > 1:
-            linear.weight_scale = linear.weight_scale[rows]
-        linear.precision = self.inputs
+
+class EngineLayer(nn.Module):
+    """
+    Stands in for a linear layer of the policy and computes what the engine does, from the policy's weights as they are
+    when it is called: one layer at a time is held in full.
+
+    Parameters:
+        engine ([`VLLMBase`]): The engine.
+        group (`list[nn.Module]`): The layers that the engine quantizes as one matrix, with the adapters that it merges.
+        part (`int`): Which of them this is.
+        rounding ([`Rounding`] or `None`): What the outputs are put through.
+    """
+
+    def __init__(self, engine, group: list[nn.Module], part: int, rounding: "Rounding | None"):
+        super().__init__()
+        # In a tuple, lest the policy's layers become this module's children
+        self.parts = (engine, group, part, rounding)
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        engine, group, part, rounding = self.parts
+        base, bias = base_layer(group[part]), None
         if base.bias is not None:
-            with self.engine._dist.gather_params([base.bias]):
-                linear.bias = nn.Parameter(self.engine._full(base.bias).clone(), requires_grad=False)
-        y = linear(x.to(torch.bfloat16).float())  # float: scales of inputs are FP32 in the engine
-        return self._rounded(y.to(torch.bfloat16), self.product_errors.get(base.in_features, 0.0))
+            with engine.weights.gathered([base.bias]):
+                bias = engine.weights.full(base.bias).clone()
+        weights = [engine.weights.of_linear(layer) for layer in group]
+        if engine.travels_quantized and engine.lora_sync == "adapter":
+            weights = [weight.to(engine.checkpoint_dtype) for weight in weights]  # it stays as it was loaded
+        y = vllm_linear(x, weights, part, engine.precision, bias, wide=not engine.travels_quantized)
+        return y if rounding is None else rounding(y, engine.product_errors.get(base.in_features, 0.0))
 
-    @torch.no_grad()
-    def _weight(self, layer: nn.Module, merged: bool) -> Tensor:
-        """The weight of a linear layer in full, with its adapters added where they are `merged`."""
-        with torch.autocast(self.engine.accelerator.device.type, enabled=False):
-            if merged and isinstance(layer, BaseTunerLayer):
-                weight = self.engine._merge(layer)["weight"]
-            else:
-                base = _base(layer)
-                with self.engine._dist.gather_params([base.weight]):
-                    weight = self.engine._dense(base, base.weight)
-        # vLLM rounds to BF16 before it quantizes, and computes its scales in FP32; `formats` in the weight's own type,
-        # which for a base that stays as it was loaded is its checkpoint's
-        if not self.engine.in_checkpoint_layout:
-            return weight.to(torch.bfloat16).float()
-        return weight if self.engine.lora_sync == "merge" else weight.to(self.engine.checkpoint_dtype)
 
-    def _rounded(self, y: Tensor, product_error: float = 0.0) -> Tensor:
-        """`y`, (tokens, out) or with leading dimensions; with jitter, one rounding and `product_error` off."""
-        if self._jitter is None:
-            return y
-        u = torch.rand(y.shape, generator=self._jitter, device=y.device) * 2 - 1
-        n = torch.randn(y.shape, generator=self._jitter, device=y.device)
+class Rounding:
+    """Moves outputs by up to one rounding of BF16, and by the error of the device's own product; seeded."""
+
+    def __init__(self, device: torch.device):
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def __call__(self, y: Tensor, product_error: float = 0.0) -> Tensor:
+        """`y`, (..., out), one rounding and `product_error` (relative, root mean square) off."""
+        u = torch.rand(y.shape, generator=self.generator, device=y.device) * 2 - 1
+        n = torch.randn(y.shape, generator=self.generator, device=y.device)
         return (y * (1 + 2.0**-8 * u) + product_error * y.float().square().mean(-1, True).sqrt() * n).to(y.dtype)
 
 
 @contextmanager
-def _gathered_calls(engine) -> Iterator[None]:
+def computing_as_the_engine(weights: PolicyWeights, stand_ins: dict[str, nn.Module]) -> Iterator[None]:
     """
-    Under FSDP2 and ZeRO-3, context in which the policy's modules are called without the hooks that gather parameters,
-    each with its own parameters gathered as for a sync: FSDP2's would round them to the type of its forward before
-    they are quantized, and DeepSpeed's do not bear that one layer reads the weights of another.
+    All that the self-check does to a live model, undone on exit.
+
+    1. `stand_ins` take the places of the layers that they are named after.
+    2. Of a sharded policy (FSDP2, ZeRO-3) the other modules are called without the hooks that gather parameters, each
+       with its own parameters gathered as for a sync: FSDP2's hooks would round them to the type of its forward before
+       they are quantized, and DeepSpeed's do not bear that one layer reads the weights of another.
     """
-    if not (engine._dist.is_zero3 or engine._dist.fsdp_version == 2):
-        yield
-        return
+    policy = weights.base_model
+    places = [(policy.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in stand_ins]
+    live = [getattr(parent, leaf) for parent, leaf in places]
     names = ("forward", "_forward_pre_hooks", "_forward_hooks")
-    own = {
-        module: {name: vars(module)[name] for name in names if name in vars(module)}
-        for module in engine.model.modules()
-    }
+    modules = list(weights.model.modules()) if weights.is_sharded else []
+    own = {module: {name: vars(module)[name] for name in names if name in vars(module)} for module in modules}
     try:
         for module in own:
             module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
             if module._parameters:
-                module.forward = partial(_gathered_call, engine, module, module.forward)
+                module.forward = partial(_gathered_call, weights, module, module.forward)
+        for (parent, leaf), stand_in in zip(places, stand_ins.values(), strict=True):
+            setattr(parent, leaf, stand_in)
         yield
     finally:
+        for (parent, leaf), layer in zip(places, live, strict=True):
+            setattr(parent, leaf, layer)
         for module, attributes in own.items():
             vars(module).pop("forward", None)
             vars(module).update(attributes)
 
 
-def _gathered_call(engine, module: nn.Module, forward: Callable, *args, **kwargs):
+def _gathered_call(weights: PolicyWeights, module: nn.Module, forward: Callable, *args, **kwargs):
     parts = {name: param for name, param in module._parameters.items() if param is not None}
-    with engine._dist.gather_params(list(parts.values())):
+    with weights.gathered(parts.values()):
         try:
-            module._parameters.update({name: engine._full(param) for name, param in parts.items()})
+            module._parameters.update({name: weights.full(param) for name, param in parts.items()})
             return forward(*args, **kwargs)
         finally:
             module._parameters.update(parts)
-
-
-def _base(layer: nn.Module) -> nn.Linear:
-    return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer

@@ -4,9 +4,7 @@ import copy
 import warnings
 
 import torch
-import torch.nn.functional as F
-from accelerate.utils import is_peft_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -21,9 +19,9 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from trl.trainer.utils import pad
 
-from ..formats import quantize, quantize_activation
-from ..noise import noised_norms, norm_noise
-from .base import RolloutEngine, RolloutNoise
+from ..layers import QuantizedLinear
+from ..noise import noised_norms
+from .base import RolloutEngine
 
 
 # Sampling options that transformers applies after our log-probabilities are taken, or that are no sampling at all.
@@ -40,67 +38,11 @@ UNSUPPORTED_GENERATION_KWARGS = (
 )
 
 
-class QuantizedLinear(nn.Module):
-    r"""
-    `Y = Q(X) Q(W)^T + b` with weights and activations on the grid of one of `formats`.
-
-    Where scales are constant along the inner dimension (per channel, per token, per tensor) the product is taken over
-    the codes and scaled afterwards, as the INT8 and FP8 kernels do: every code is exact in BF16. Formats with groups
-    along the inner dimension are dequantized first: in `dtype` where only the weights are quantized (as Marlin does),
-    in FP32 for `fp8_block`, whose kernels accumulate the groups in FP32.
-
-    Parameters:
-        linear (`nn.Linear`): The layer to stand in for, (out, in).
-        precision (`str`): Name of the format; `"bf16"` rounds the weights to BF16 and quantizes nothing.
-        dtype (`torch.dtype`): The type that products are computed in.
-    """
-
-    def __init__(self, linear: nn.Linear, precision: str, dtype: torch.dtype):
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.precision = precision
-        self.dtype = torch.float32 if precision == "fp8_block" else dtype
-        self.weight = None  # codes or dequantized values, (out, in)
-        self.weight_scale = None  # (out,) or scalar where the weight holds codes
-        self.bias = None if linear.bias is None else nn.Parameter(torch.empty_like(linear.bias), requires_grad=False)
-
-    def load(self, weight: torch.Tensor) -> torch.Tensor:
-        """Takes a new weight (out, in) and returns what it is after quantization, (out, in)."""
-        if self.precision == "bf16":
-            dequantized = weight.to(torch.bfloat16)
-            self.weight, self.weight_scale = dequantized.to(self.dtype), None
-            return dequantized
-        with torch.autocast(weight.device.type, enabled=False):  # on CUDA it computes BF16 reciprocals in FP32
-            quantized = quantize(weight, self.precision)
-            dequantized = quantized.dequantize()
-        if quantized.scale.numel() in (1, self.out_features) and self.precision in ("fp8", "fp8_tensor", "int8"):
-            self.weight = quantized.values.to(self.dtype)
-            self.weight_scale = quantized.scale.flatten().float()
-        else:
-            self.weight, self.weight_scale = dequantized.to(self.dtype), None
-        return dequantized
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., in) to (..., out), of the type of `x`."""
-        with torch.autocast(x.device.type, enabled=False):
-            activation = None if self.precision == "bf16" else quantize_activation(x, self.precision, check=False)
-            if activation is None:
-                y = F.linear(x.to(self.dtype), self.weight)
-            elif self.weight_scale is None:
-                y = F.linear(activation.dequantize(self.dtype), self.weight)
-            else:
-                y = F.linear(activation.values.to(self.dtype), self.weight)
-                y = y.float() * activation.scale.float() * self.weight_scale
-            if self.bias is not None:
-                y = y + self.bias
-        return y.to(x.dtype)
-
-
 class _SampledLogps(LogitsProcessor):
     """Last of the processors: log-probabilities of the tokens drawn from the scores that it sees, a step at a time."""
 
     def __init__(self):
-        self.logps: list[torch.Tensor] = []
+        self.logps: list[Tensor] = []
         self._scores = None
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
@@ -134,17 +76,14 @@ class TransformersEngine(RolloutEngine):
     """
 
     def _init_vllm(self):
-        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        policy = self.weights.base_model
         self.sampling = self._sampling_options()
-        self.tokenizer = self.processing_class
         if isinstance(self.processing_class, ProcessorMixin):
-            self.tokenizer = self.processing_class.tokenizer
             # A sampled image token would have no image behind it.
             self.sampling.setdefault("suppress_tokens", [policy.config.image_token_id])
         self._policy_dtype = policy.get_input_embeddings().weight.dtype
         self.copy = self._build_copy(policy)
-        self._applied_noise: RolloutNoise | None = None
-        self._clean_norms: dict[str, torch.Tensor] = {}
+        self._is_synced = False
 
     def _sampling_options(self) -> dict:
         """TRL's generation arguments, with `generation_kwargs` on top, in `GenerationConfig`'s names."""
@@ -223,16 +162,17 @@ class TransformersEngine(RolloutEngine):
         if waiting:
             raise RuntimeError(f"The policy did not stream {sorted(waiting)[:4]} ({len(waiting)} in all) to its copy.")
         self.sync_metrics = self.drift.metrics()
-        self._clean_norms.clear()
-        self._applied_noise = RolloutNoise()
+        self.forget_noise()
+        self._is_synced = True
 
-    def _apply_noise(self):
-        """Lays `self.noise` on the copy's norms, from their clean weights: noise never accumulates (QeRL eq. 8)."""
+    def read_norms(self) -> dict[str, Tensor]:
         params = dict(self.copy.named_parameters())
-        for name in noised_norms(self.copy.config.get_text_config().model_type, params):
-            clean = self._clean_norms.setdefault(name, params[name].data.clone())
-            params[name].data.copy_(norm_noise(clean, self.noise.sigma, self.noise.seed, self.noise.step, name))
-        self._applied_noise = self.noise
+        return {name: params[name].data.clone() for name in noised_norms(self.weights.model_type, params)}
+
+    def write_norms(self, values: dict[str, Tensor]) -> None:
+        params = dict(self.copy.named_parameters())
+        for name, value in values.items():
+            params[name].data.copy_(value)
 
     @torch.no_grad()
     def generate(self, prompts, images, num_generations, profiler=None):
@@ -255,10 +195,9 @@ class TransformersEngine(RolloutEngine):
                 "The embedded rollout engine got `images` without the processor's `multimodal_fields`, as from "
                 "a tool that returns images. Use `use_vllm=True` there."
             )
-        if self._applied_noise is None:
+        if not self._is_synced:
             self.sync_weights()
-        if self.noise.sigma != self._applied_noise.sigma or (self.noise.sigma and self.noise != self._applied_noise):
-            self._apply_noise()
+        self.lay_noise(self.noise)
 
         device = self.accelerator.device
         options = dict(self.sampling)
@@ -283,7 +222,7 @@ class TransformersEngine(RolloutEngine):
         longest = input_ids.shape[1]
         attention_mask = _left_padded([[1] * len(ids) for ids in prompts], 0, device)
         fields = {
-            name: field.to(device) if isinstance(field, torch.Tensor) else _left_padded(field, 0, device)
+            name: field.to(device) if isinstance(field, Tensor) else _left_padded(field, 0, device)
             for name, field in self.multimodal_fields.items()
         }
 

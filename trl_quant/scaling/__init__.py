@@ -3,10 +3,10 @@
 `UpdateAwareQuantizationModifier` is imported on first use, because it needs llmcompressor; the rest does not.
 """
 
-from .uaq import apply_uaq, scale_model, uaq_applied
+from .uaq import apply_uaq, uaq_applied
 
 
-__all__ = ["apply_uaq", "scale_model", "uaq_applied"]
+__all__ = ["apply_uaq", "uaq_applied"]
 
 
 def __getattr__(name: str):

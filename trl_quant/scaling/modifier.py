@@ -13,11 +13,10 @@
 ```
 """
 
-from llmcompressor.core import CompressionSession, State
+from llmcompressor.core import State
 from llmcompressor.modeling.offset_norm import NormCalibrationModule
 from llmcompressor.modifiers import Modifier, ModifierFactory
-from pydantic import PrivateAttr, field_validator
-from torch import nn
+from pydantic import field_validator
 
 from .uaq import check_scale, scale_norms
 
@@ -31,7 +30,6 @@ class UpdateAwareQuantizationModifier(Modifier):
     """
 
     scale: float = 1.5
-    _norms: int = PrivateAttr(0)
 
     @field_validator("scale")
     @classmethod
@@ -41,17 +39,9 @@ class UpdateAwareQuantizationModifier(Modifier):
 
     def on_initialize(self, state: State, **kwargs) -> bool:
         # During `oneshot` llmcompressor replaces norms that store the gain minus one by norms that store the gain.
-        self._norms = scale_norms(state.model, self.scale, folded=(NormCalibrationModule,))
+        scale_norms(state.model, self.scale, folded=(NormCalibrationModule,))
         return True
 
 
 # Recipes in YAML name their modifiers.
 ModifierFactory.register("UpdateAwareQuantizationModifier", UpdateAwareQuantizationModifier)
-
-
-def scale_through_llmcompressor(model: nn.Module, scale: float) -> int:
-    """Runs a recipe of this modifier alone on `model`, in a session of its own; returns the number of norms scaled."""
-    modifier, session = UpdateAwareQuantizationModifier(scale=scale), CompressionSession()
-    session.initialize(model=model, recipe=modifier)
-    session.finalize()
-    return modifier._norms

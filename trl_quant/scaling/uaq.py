@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..norms import canonical, family_of, feeding_norms
+from ..names import clean_name
+from ..norms import family_of, feeding_norms
 
 
 class _Fed(NamedTuple):
@@ -60,17 +61,6 @@ def uaq_applied(model: nn.Module) -> float | None:
     return getattr(model.config, "uaq_scale", None)
 
 
-def scale_model(model: nn.Module, scale: float) -> int:
-    """[`apply_uaq`] as an llmcompressor modifier where llmcompressor is installed, directly where it is not; both
-    leave the same bytes."""
-    check_scale(scale)
-    try:
-        from .modifier import scale_through_llmcompressor
-    except ImportError:
-        return apply_uaq(model, scale)
-    return scale_through_llmcompressor(model, scale)
-
-
 @torch.no_grad()
 def scale_norms(model: nn.Module, scale: float, folded: tuple[type, ...] = ()) -> int:
     """[`apply_uaq`], for models in which norms of the classes `folded` stand in for the family's and hold the gain."""
@@ -98,12 +88,12 @@ def _plan(model: nn.Module, folded: tuple[type, ...]) -> list[_Fed]:
     family = family_of(model_type)
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        modules.setdefault(canonical(name), module)  # the adapted layer comes before the base inside it
+        modules.setdefault(clean_name(name), module)  # the adapted layer comes before the base inside it
     plan = []
     for name, linears in feeding_norms(model_type, (name for name, _ in model.named_parameters())).items():
-        norm = modules[name.removesuffix(".weight")]
+        norm = modules[clean_name(name.removesuffix(".weight"))]
         gain = _dense(name, norm.weight, (norm.weight.numel(),))
-        inputs = [x for linear in linears for x in _inputs(linear, modules[linear], gain.numel())]
+        inputs = [x for linear in linears for x in _inputs(linear, modules[clean_name(linear)], gain.numel())]
         plan.append(_Fed(gain, family.offset and not isinstance(norm, folded), inputs))
     return plan
 

@@ -5,19 +5,17 @@ the noise and the sleeping itself. vLLM is imported where it is used, so that th
 """
 
 import logging
-from contextlib import contextmanager
 from functools import partial
 
 import torch
-import trl.generation.vllm_generation as vllm_generation
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from transformers import AutoConfig
 
-from ..noise import noised_norms
-from .vllm_base import VLLMBase
-from .vllm_support import (
-    ONLINE,
+from ...noise import noised_norms
+from ...precisions import PRECISIONS
+from ..seams import empty_cache, llm_with
+from .base import VLLMBase
+from .support import (
     adapter_arguments,
     check_architecture,
     check_device,
@@ -47,6 +45,7 @@ class VLLMEngine(VLLMBase):
 
     Attributes:
         checkpoint_dtype (`torch.dtype`): Of the weights that the engine starts on.
+        pushed (`dict[str, torch.Tensor]`): The adapter that the engine has, with `lora_sync="adapter"`.
         llm (`vllm.LLM`): The engine itself. With `lora_sync="adapter"` its `generate` samples with the adapter.
     """
 
@@ -63,7 +62,7 @@ class VLLMEngine(VLLMBase):
         self.lora_sync = lora_sync
         self.sleep_level = sleep_level if enable_sleep_mode else 0
         self._asleep: set[str] = set()  # vLLM's tags of what must be woken
-        self._pushed: dict[str, Tensor] = {}
+        self.pushed: dict[str, Tensor] = {}
         # TRL knows sleep level 2 alone, which would lose an adapter's base: it is told that there is no sleep mode.
         super().__init__(*args, enable_sleep_mode=False, **kwargs)
 
@@ -73,17 +72,17 @@ class VLLMEngine(VLLMBase):
         check_device(self.precision, self.sleep_level > 0)
         from vllm.lora.request import LoRARequest
 
-        from . import vllm_worker  # also registers the loader
+        from . import worker  # also registers the loader
 
-        with _llm_with(**self._llm_arguments()):
+        with llm_with(**self._llm_arguments()):
             try:
                 super()._init_vllm()
             except (RuntimeError, ValueError, MemoryError) as error:
                 raise _start_error(error, self.precision, self.model.name_or_path) from error
 
-        (kernels,) = self.llm.apply_model(partial(vllm_worker.check_kernels, precision=self.precision))
+        (kernels,) = self.llm.apply_model(partial(worker.check_kernels, precision=self.precision))
         logger.info("vLLM samples in %s: %s.", self.precision, kernels)
-        (self.product_errors,) = self.llm.apply_model(vllm_worker.int8_errors)
+        (self.product_errors,) = self.llm.apply_model(worker.int8_errors)
         if max(self.product_errors.values(), default=0.0) > 2**-7:
             logger.warning(
                 "This CPU has neither VNNI nor AMX: its INT8 products saturate and are off by %s (relative, by number "
@@ -102,81 +101,70 @@ class VLLMEngine(VLLMBase):
         check_architecture(config, self.model_impl)
         self.checkpoint_dtype = config.dtype or torch.bfloat16
         prepared = check_prepared(config, self.precision)
-        self._plan_stream(prepared)
-        arguments = {"dtype": "bfloat16", "quantization": ONLINE.get(self.precision), **self.engine_kwargs}
+        self.plan_stream(prepared)
+        entry = PRECISIONS[self.precision]
+        arguments = {"dtype": "bfloat16", "quantization": entry.vllm.online, **self.engine_kwargs}
         arguments["enable_sleep_mode"] = self.sleep_level > 0
-        if self.in_checkpoint_layout:
-            arguments |= layout_arguments(self.precision, self.ignore, self.accelerator.device, prepared, arguments)
+        if self.travels_quantized:
+            device = self.accelerator.device
+            arguments |= layout_arguments(entry.format, self.ignore, device, prepared, arguments)
         if self.lora_sync == "adapter":
             arguments |= adapter_arguments(self.model, arguments)
         return arguments
 
     # Sync
 
-    def _send(self):
+    def send(self) -> None:
         self._wake("weights")
         if self.lora_sync == "adapter":
             self._push_adapter()
         else:
-            from . import vllm_worker
+            from . import worker
 
-            self.llm.collective_rpc(vllm_worker.reload, kwargs={"stream": self.stream()})
+            self.llm.collective_rpc(worker.reload, kwargs={"stream": self.stream()})
             self.sync_metrics = self.drift.metrics()
-            self._noise_is_gone()
+            self.forget_noise()
         self.llm.reset_prefix_cache()
         self.stale_cache = _cached_blocks(self.llm) > 0
 
     def _push_adapter(self):
-        from . import vllm_worker
+        from . import worker
 
-        tensors = self._adapter_tensors()
+        self.streaming = "the adapter"
+        tensors = self.weights.adapter()
         rank = max(len(tensor) for name, tensor in tensors.items() if name.endswith("lora_A.weight"))
         config = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
-        self.llm.collective_rpc(vllm_worker.push_adapter, args=(ADAPTER_ID, tensors, config))
-        self._pushed = tensors
-
-    def _adapter_tensors(self) -> dict[str, Tensor]:
-        """A and B of each layer; B times the adapter's scale, which may differ from layer to layer."""
-        tensors = {}
-        for name, layer in self.model.named_modules():
-            if isinstance(layer, BaseTunerLayer):
-                self._streaming = f"the adapter of `{name}`"
-                (adapter,) = layer.active_adapters
-                a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-                with self._dist.gather_params([a, b]):
-                    name = self._fix_param_name_to_vllm(name, extra_prefixes=["_fsdp_wrapped_module."])
-                    tensors[f"{name}.lora_A.weight"] = self._full(a).clone()
-                    tensors[f"{name}.lora_B.weight"] = self._full(b) * layer.scaling[adapter]
-        return tensors
+        self.llm.collective_rpc(worker.push_adapter, args=(ADAPTER_ID, tensors, config))
+        self.pushed = tensors
 
     @torch.no_grad()
     def update_since_sync(self) -> float:
         if self.lora_sync == "merge":
             return super().update_since_sync()
-        now = self._adapter_tensors()
-        update = torch.stack([(now[name] - sent).norm() for name, sent in self._pushed.items()]).norm()
-        return (update / torch.stack([sent.norm() for sent in self._pushed.values()]).norm()).item()
+        now = self.weights.adapter()
+        update = torch.stack([(now[name] - sent).norm() for name, sent in self.pushed.items()]).norm()
+        return (update / torch.stack([sent.norm() for sent in self.pushed.values()]).norm()).item()
 
     # Noise
 
-    def _read_norms(self) -> dict[str, Tensor]:
-        from . import vllm_worker
+    def read_norms(self) -> dict[str, Tensor]:
+        from . import worker
 
-        (names,) = self.llm.apply_model(vllm_worker.parameter_names)
-        norms = noised_norms(self._model_type, names)
-        return self.llm.apply_model(partial(vllm_worker.parameters, names=norms))[0]
+        (names,) = self.llm.apply_model(worker.parameter_names)
+        norms = noised_norms(self.weights.model_type, names)
+        return self.llm.apply_model(partial(worker.parameters, names=norms))[0]
 
-    def _write_norms(self, values: dict[str, Tensor]) -> None:
-        from . import vllm_worker
+    def write_norms(self, values: dict[str, Tensor]) -> None:
+        from . import worker
 
-        self.llm.apply_model(partial(vllm_worker.write_parameters, values=values))
+        self.llm.apply_model(partial(worker.write_parameters, values=values))
         self.llm.reset_prefix_cache()
 
     # Sleep
 
     def _wake(self, tag: str):
         if tag in self._asleep:
-            vllm_generation.empty_cache()  # vLLM takes its memory back outside of torch's allocator
+            empty_cache()  # vLLM takes its memory back outside of torch's allocator
             self.llm.wake_up(tags=[tag])
             self._asleep.discard(tag)
 
@@ -184,13 +172,13 @@ class VLLMEngine(VLLMBase):
         if self.sleep_level:
             self.llm.sleep(level=self.sleep_level)
             self._asleep = {"weights", "kv_cache"}
-            self._current = self._current and self.sleep_level == 1
+            self.is_current = self.is_current and self.sleep_level == 1
 
-    def _be_ready(self) -> bool:
-        self._require_alive()
+    def ensure_ready(self) -> bool:
+        self.require_alive()
         woken = bool(self._asleep)
         self._wake("weights")
-        super()._be_ready()
+        super().ensure_ready()
         self._wake("kv_cache")
         return woken
 
@@ -227,17 +215,6 @@ def _cached_blocks(llm) -> int:
     """Blocks of keys and values that the prefix cache would serve again."""
     manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     return len(manager.block_pool.cached_block_hash_to_block)
-
-
-@contextmanager
-def _llm_with(**arguments):
-    """Context in which TRL's generation builds vLLM's `LLM` with `arguments` over its own."""
-    original = vllm_generation.LLM
-    vllm_generation.LLM = lambda **own: original(**own | arguments)
-    try:
-        yield
-    finally:
-        vllm_generation.LLM = original
 
 
 def _start_error(error: Exception, precision: str, model: str) -> Exception:

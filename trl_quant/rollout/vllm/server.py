@@ -6,23 +6,23 @@ with the command line that would be right.
 """
 
 import logging
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import trl.generation.vllm_generation as vllm_generation
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import AutoConfig
 
-from ..noise import noised_norms
-from .vllm_base import VLLMBase
-from .vllm_support import ONLINE, check_version, prepared_precisions
+from ...noise import noised_norms
+from ...precisions import PRECISIONS, in_vllm
+from ..seams import client_that
+from .base import VLLMBase
+from .support import check_version, prepared_precisions
 
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "trl_quant"  # of `vllm_server_worker`
+BACKEND = "trl_quant"  # of `transfer.py`
 # Fields of a config that two checkpoints of one model have in common, quantized or not
 ARCHITECTURE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 
@@ -37,14 +37,14 @@ class VLLMServerEngine(VLLMBase):
 
     def _init_vllm(self):
         check_version()
-        with _client_that(self._check_server):
+        with client_that(self._check_server):
             super()._init_vllm()
         facts = [None]
         if self.accelerator.is_main_process:
             facts = [(self._limits, self._prepared)]
         broadcast_object_list(facts, from_process=0)
         self._limits, self._prepared = facts[0]
-        self._plan_stream(self._prepared)
+        self.plan_stream(self._prepared)
 
     def _check_server(self, client) -> None:
         """Raises `ValueError` unless the server is what the run asks for."""
@@ -89,7 +89,7 @@ class VLLMServerEngine(VLLMBase):
 
     # Sync
 
-    def _send(self):
+    def send(self) -> None:
         if self._weight_metadata is None:  # the server wants to know all tensors before the first one comes
             self._weight_metadata = [
                 (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in self.stream()
@@ -102,20 +102,20 @@ class VLLMServerEngine(VLLMBase):
             for _ in self.stream():  # takes part in the gathering
                 pass
         self.sync_metrics = self.drift.metrics()
-        self._noise_is_gone()
+        self.forget_noise()
 
     # Noise
 
-    def _read_norms(self) -> dict[str, Tensor]:
+    def read_norms(self) -> dict[str, Tensor]:
         """From the policy, whose names the server knows."""
-        params = dict(zip(self._policy_names(), self.model.parameters(), strict=True))
+        params = dict(zip(self.weights.names(), self.model.parameters(), strict=True))
         clean = {}
-        for name in noised_norms(self._model_type, params):
-            with self._dist.gather_params([params[name]]):
-                clean[name] = self._full(params[name]).clone()
+        for name in noised_norms(self.weights.model_type, params):
+            with self.weights.gathered([params[name]]):
+                clean[name] = self.weights.full(params[name]).clone()
         return clean
 
-    def _write_norms(self, values: dict[str, Tensor]) -> None:
+    def write_norms(self, values: dict[str, Tensor]) -> None:
         if self.accelerator.is_main_process:
             dtypes = [(name, str(v.dtype).removeprefix("torch."), list(v.shape)) for name, v in values.items()]
             self.vllm_client.update_named_params(dtypes, iter(values.items()))
@@ -144,11 +144,12 @@ class VLLMServerEngine(VLLMBase):
 def serve_command(model: str, precision: str) -> str:
     """The command line that starts the right server for a model and a precision."""
     lines = []
-    if precision not in ("bf16", *ONLINE):
+    entry = PRECISIONS[precision]
+    if entry.travels_quantized:
         prepared = f"{Path(model).name}-{precision}"
         lines.append(f"trl-quant prepare --model {model} --format {precision} --output {prepared}  # once")
         model = prepared
-    quantization = f" --quantization {ONLINE[precision]}" if precision in ONLINE else ""
+    quantization = f" --quantization {entry.vllm.online}" if entry.vllm.online else ""
     lines.append(
         f"VLLM_SERVER_DEV_MODE=1 vllm serve {model}{quantization} --dtype bfloat16 --logprobs-mode processed_logprobs "
         "--max-logprobs -1 --worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension "
@@ -171,21 +172,4 @@ def _served_precisions(served: dict, config) -> set[str] | None:
         return {"bf16"} if served["dtype"].removeprefix("torch.") == "bfloat16" else set()
     if quantization == "compressed-tensors":
         return None if config is None else prepared_precisions(config)
-    return {name for name, online in ONLINE.items() if online == quantization}
-
-
-@contextmanager
-def _client_that(checks):
-    """Context in which TRL builds a client that calls `checks` with itself before it joins the server's workers."""
-    original = vllm_generation.VLLMClient
-
-    class CheckedClient(original):
-        def init_communicator(self, device=0):
-            checks(self)
-            super().init_communicator(device)
-
-    vllm_generation.VLLMClient = CheckedClient
-    try:
-        yield
-    finally:
-        vllm_generation.VLLMClient = original
+    return {name for name, vllm in in_vllm().items() if vllm.online == quantization}

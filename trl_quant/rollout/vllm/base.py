@@ -8,13 +8,12 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
-from accelerate.utils import is_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..formats.checkpoint import checkpoint_stream, quantizes
-from ..noise import noised_norms, norm_noise
-from .base import RolloutEngine, RolloutNoise
-from .vllm_support import ONLINE, quantizers_on, unquantized_layers
+from ...formats.checkpoint import checkpoint_stream, is_quantizable
+from ...precisions import PRECISIONS
+from ..base import RolloutEngine, RolloutNoise
+from .support import quantizers_on, unquantized_layers
 
 
 class VLLMBase(RolloutEngine):
@@ -25,40 +24,37 @@ class VLLMBase(RolloutEngine):
         sync_check_steps (`int`, *optional*, defaults to `50`): Syncs from one self-check to the next; 0 for none.
 
     Attributes:
+        ignore (`list[str]`): Linear layers of the policy that are not quantized.
+        travels_quantized (`bool`): Whether the engine takes codes and scales, not BF16 weights.
+        streaming (`str`): What a sync is sending, for errors.
+        is_current (`bool`): Whether the engine holds the weights of the last sync.
         stale_cache (`bool`): Whether the prefix cache outlived the last sync.
         last_check (`dict` or `None`): What the last whole self-check measured.
-        product_errors (`dict[int, float]`): Relative errors of the device's INT8 products; see `vllm_worker`.
+        product_errors (`dict[int, float]`): Relative errors of the device's INT8 products; see [`~worker.int8_errors`].
     """
 
     lora_sync = "merge"
     sleep_level = 0
+    checkpoint_dtype: torch.dtype | None = None
 
     def __init__(self, *args, sync_check_steps: int = 50, **kwargs):
         self.sync_check_steps = sync_check_steps
+        self.ignore: list[str] = []
+        self.travels_quantized = False
+        self.streaming = "the first tensor"
+        self.is_current = False
         self.stale_cache = False
         self.last_check: dict | None = None
         self.product_errors: dict[int, float] = {}
-        self._current = False  # whether the engine holds the weights of the last sync
-        self._syncs_to_check = 1  # the first is checked
-        self._streaming = "the first tensor"
+        self.syncs_to_check = 1  # the first is checked
         self._failure: str | None = None
         self._non_finite: dict[str, Tensor] = {}
-        self._clean_norms: dict[str, Tensor] = {}
-        self._applied_noise = RolloutNoise()
         super().__init__(*args, **kwargs)
 
-    # For the engines to fill in
+    # For the engines to fill in, beside `read_norms` and `write_norms`
 
-    def _send(self) -> None:
+    def send(self) -> None:
         """Brings the policy's weights into the engine."""
-        raise NotImplementedError
-
-    def _read_norms(self) -> dict[str, Tensor]:
-        """Clean weights of the norms that are noised, by the engine's names, in the order of the layers."""
-        raise NotImplementedError
-
-    def _write_norms(self, values: dict[str, Tensor]) -> None:
-        """Writes norm weights and forgets what was computed with those before."""
         raise NotImplementedError
 
     def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
@@ -75,64 +71,59 @@ class VLLMBase(RolloutEngine):
         """`(tokens in a block of the prefix cache, tokens in the longest sequence)`."""
         raise NotImplementedError
 
-    # The policy
-
-    @property
-    def policy(self) -> nn.Module:
-        """The policy without PEFT's wrapper."""
-        return self.model.get_base_model() if is_peft_model(self.model) else self.model
-
-    @property
-    def tokenizer(self):
-        return getattr(self.processing_class, "tokenizer", self.processing_class)
+    # The policy's weights on their way
 
     @property
     def on_cpu(self) -> bool:
         return self.accelerator.device.type == "cpu"
 
-    def _plan_stream(self, prepared: bool) -> None:
+    def plan_stream(self, prepared: bool) -> None:
         """Settles which layers travel quantized: none to an engine that quantizes what it gets."""
-        self.ignore = unquantized_layers(self.policy)
-        self.in_checkpoint_layout = prepared or self.precision not in ("bf16", *ONLINE)
+        self.ignore = unquantized_layers(self.weights.base_model)
+        self.travels_quantized = prepared or PRECISIONS[self.precision].travels_quantized
         self.quantizers = quantizers_on(self.accelerator.device)
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights under the names and in the layout that the engine loads. Collective."""
         weights = self._watched(self._iter_named_params())
-        if not self.in_checkpoint_layout:
+        if not self.travels_quantized:
             return weights
+        format = PRECISIONS[self.precision].format
         if self.on_cpu:
-            return checkpoint_stream(weights, self.precision, self.ignore, **self.quantizers)
+            return checkpoint_stream(weights, format, self.ignore, **self.quantizers)
         unchecked = self.quantizers | {"quantizer": partial(self.quantizers["quantizer"], check=False)}
-        return self._flagged(checkpoint_stream(weights, self.precision, self.ignore, **unchecked))
+        return self._flagged(checkpoint_stream(weights, format, self.ignore, **unchecked))
 
     def _flagged(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Notes on the GPU which scales tell of NaN or infinity, since to look at once would wait for every layer."""
-        from ..kernels.quantize import shows_non_finite
+        from ...kernels.quantize import shows_non_finite
 
+        format = PRECISIONS[self.precision].format
         for name, tensor in stream:
             if name.endswith(".weight_scale"):
-                self._non_finite[name.removesuffix("_scale")] = shows_non_finite(tensor, self.precision)
+                self._non_finite[name.removesuffix("_scale")] = shows_non_finite(tensor, format)
             yield name, tensor
 
     def _require_finite(self) -> None:
         flags, self._non_finite = self._non_finite, {}
         if flags and torch.stack(list(flags.values())).any():
-            self._streaming = next(f"`{name}`" for name, flag in flags.items() if flag)
+            self.streaming = next(f"`{name}`" for name, flag in flags.items() if flag)
             raise ValueError("it holds NaN or infinity")
 
     def _watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Brings `weights` to the engine's device, and notes their names (for errors) and norms (for the metrics)."""
         for name, tensor in weights:
-            self._streaming = f"`{name}`"
+            self.streaming = f"`{name}`"
             tensor = tensor.to(self.accelerator.device)
-            if self.drift.measures(name) and quantizes(name, tensor, self.ignore):
-                rows = tensor[: self.drift.rows(tensor)]
-                self.drift.add(name, tensor, rows.bfloat16() if self.precision == "bf16" else self._quantized(rows))
+            if self.drift.measures(name) and is_quantizable(name, tensor, self.ignore):
+                self.drift.add(name, tensor, self._in_precision(tensor[: self.drift.rows(tensor)]))
             yield name, tensor
 
-    def _quantized(self, rows: Tensor) -> Tensor:
-        return self.quantizers["quantizer"](rows, self.precision, check=self.on_cpu).dequantize()
+    def _in_precision(self, rows: Tensor) -> Tensor:
+        format = PRECISIONS[self.precision].format
+        if format is None:
+            return rows.bfloat16()
+        return self.quantizers["quantizer"](rows, format, check=self.on_cpu).dequantize()
 
     def update_since_sync(self) -> float:
         """How far the policy has moved from what was last sent to the engine, relative to its norm. Collective."""
@@ -148,77 +139,45 @@ class VLLMBase(RolloutEngine):
         Raises:
             `RuntimeError`: if it fails, naming the tensor. vLLM cannot be used afterwards: its model is half loaded.
         """
-        self._require_alive()
-        self._streaming = "the first tensor"
+        self.require_alive()
+        self.streaming = "the first tensor"
         try:
-            self._send()
+            self.send()
             self._require_finite()
         except BaseException as error:
             self._failure = (
-                f"The sync of the {self.precision} vLLM engine failed at {self._streaming}: {error}. The engine is "
+                f"The sync of the {self.precision} vLLM engine failed at {self.streaming}: {error}. The engine is "
                 "half loaded and cannot be used any more; start the run again from its last checkpoint."
             )
             if isinstance(error, Exception):
                 raise RuntimeError(self._failure) from error
             raise
-        self._current = True
-        self._syncs_to_check = max(0, self._syncs_to_check - 1)
+        self.is_current = True
+        self.syncs_to_check = max(0, self.syncs_to_check - 1)
 
-    def _require_alive(self):
+    def require_alive(self) -> None:
+        """Raises `RuntimeError` after a sync that failed."""
         if self._failure is not None:
             raise RuntimeError(self._failure)
 
-    def _be_ready(self) -> bool:
+    def ensure_ready(self) -> bool:
         """Syncs an engine that never had the policy's weights, or lost them; whether it had to be woken for that."""
-        self._require_alive()
-        if not self._current:
+        self.require_alive()
+        if not self.is_current:
             self.sync_weights()
         return False
-
-    # Noise
-
-    @torch.no_grad()
-    def _lay_noise(self, noise: RolloutNoise):
-        """
-        Lays `noise` on the engine's norms in place, from their clean weights: it never accumulates (QeRL eq. 8), and
-        with sigma 0 they come back bit for bit.
-        """
-        if noise == self._applied_noise or noise.sigma == self._applied_noise.sigma == 0:
-            return
-        self._clean_norms = self._clean_norms or self._read_norms()
-        # The noise is keyed by the policy's names, which vLLM may map to others in the same order.
-        keys = noised_norms(self._model_type, self._policy_names())
-        self._write_norms(
-            {
-                name: norm_noise(clean, noise.sigma, noise.seed, noise.step, key)
-                for key, (name, clean) in zip(keys, self._clean_norms.items(), strict=True)
-            }
-        )
-        self._applied_noise = noise
-
-    def _noise_is_gone(self) -> None:
-        """After new norm weights came with a sync."""
-        self._clean_norms, self._applied_noise = {}, RolloutNoise()
-
-    @property
-    def _model_type(self) -> str:
-        return self.model.config.get_text_config().model_type
-
-    def _policy_names(self) -> list[str]:
-        prefixes = ["base_model.model.", "base_layer.", "_fsdp_wrapped_module."]
-        return [self._fix_param_name_to_vllm(name, prefixes) for name, _ in self.model.named_parameters()]
 
     # Self-check
 
     def check_sync(self, quick: bool = False) -> dict[str, float]:
         """Compares the engine with the policy now, both without noise; see [`~rollout.self_check.self_check`]."""
-        from .self_check import self_check
+        from ..self_check import self_check
 
-        self._be_ready()
-        self._lay_noise(RolloutNoise())
+        self.ensure_ready()
+        self.lay_noise(RolloutNoise())
         metrics = self_check(self, quick)
         if not quick:
-            self._syncs_to_check = self.sync_check_steps
+            self.syncs_to_check = self.sync_check_steps
         self.sync_metrics = {**self.sync_metrics, **metrics}
         return metrics
 
@@ -226,8 +185,8 @@ class VLLMBase(RolloutEngine):
 
     def generate(self, prompts, images, num_generations, profiler=None):
         """See TRL's `VLLMGeneration.generate`."""
-        woken = self._be_ready()
-        if self.sync_check_steps and (self._syncs_to_check == 0 or woken):
-            self.check_sync(quick=self._syncs_to_check > 0)
-        self._lay_noise(self.noise)
+        woken = self.ensure_ready()
+        if self.sync_check_steps and (self.syncs_to_check == 0 or woken):
+            self.check_sync(quick=self.syncs_to_check > 0)
+        self.lay_noise(self.noise)
         return super().generate(prompts, images, num_generations, profiler)

@@ -20,25 +20,10 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from ..formats import quantize
-from ..formats.checkpoint import checkpoint_stream
-from .vllm_support import quantizers_on
-
-
-# precision -> names of the classes that run a linear layer in it: vLLM's online method or the scheme of a checkpoint
-METHODS = {
-    "bf16": ("UnquantizedLinearMethod",),
-    "fp8": ("Fp8PtpcOnlineLinearMethod", "CompressedTensorsW8A8Fp8"),
-    "fp8_tensor": ("Fp8PerTensorOnlineLinearMethod", "CompressedTensorsW8A8Fp8"),
-    "fp8_block": ("Fp8PerBlockOnlineLinearMethod", "CompressedTensorsW8A8Fp8"),
-    "int8": ("CompressedTensorsW8A8Int8",),
-    "nvfp4": ("CompressedTensorsW4A4Fp4",),
-    "mxfp4": ("CompressedTensorsW4A4Mxfp4",),
-}
-# weight strategy of compressed-tensors that tells the three kinds of FP8 apart
-FP8_STRATEGY = {"fp8": "channel", "fp8_tensor": "tensor", "fp8_block": "block"}
-# 4-bit kernels that leave activations alone; the others quantize them, which `formats` does not
-WEIGHT_ONLY_KERNELS = ("Marlin", "Humming", "Emulation")
+from ...formats import FORMATS, quantize
+from ...formats.checkpoint import checkpoint_stream
+from ...precisions import PRECISIONS
+from .support import quantizers_on
 
 
 @register_model_loader("trl_quant")
@@ -92,22 +77,23 @@ def check_kernels(model: nn.Module, precision: str) -> str:
             wrong.append(f"{name}: {description}")
     summary = ", ".join(f"{count} x {description}" for description, count in counts.items())
     if wrong:
+        expected = " or ".join(PRECISIONS[precision].vllm.methods)
         raise RuntimeError(
             f"vLLM did not build the engine that `rollout_precision`={precision!r} asks for: {len(wrong)} linear "
-            f"layers run otherwise, such as {'; '.join(wrong[:3])}. Expected: {' or '.join(METHODS[precision])}."
+            f"layers run otherwise, such as {'; '.join(wrong[:3])}. Expected: {expected}."
         )
     return summary
 
 
 def _runs_in(precision: str, method: object, kernel: object) -> bool:
-    name, kernel_name = type(method).__name__, type(kernel).__name__
-    if name not in METHODS[precision]:
+    entry, kernel_name = PRECISIONS[precision], type(kernel).__name__
+    if type(method).__name__ not in entry.vllm.methods or kernel_name.startswith(entry.vllm.wrong_kernels):
         return False
-    if precision in ("nvfp4", "mxfp4"):
-        return kernel_name.startswith(WEIGHT_ONLY_KERNELS)
-    if name == "CompressedTensorsW8A8Fp8" and str(getattr(method, "strategy", "")) != FP8_STRATEGY[precision]:
+    if entry.vllm.kernels and not kernel_name.startswith(entry.vllm.kernels):
         return False
-    return not (precision.startswith("fp8") and kernel_name.startswith("Marlin"))  # W8A16 where W8A8 was asked for
+    # compressed-tensors' methods run several formats, which the strategy of the weights tells apart
+    strategy = getattr(method, "strategy", None)
+    return strategy is None or strategy == FORMATS[entry.format].scheme.weights["strategy"]
 
 
 def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:

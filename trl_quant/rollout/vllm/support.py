@@ -12,25 +12,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trl.import_utils import is_vllm_available
 
-from ..formats.checkpoint import SCHEMES, quantization_config
+from ...formats import FORMATS
+from ...formats.checkpoint import quantization_config
+from ...precisions import PRECISIONS, InVLLM, in_vllm
 
 
-VLLM_VERSIONS = ("0.26", "0.32")  # at least, below
-
-# vLLM's names for quantizing BF16 tensors as they are loaded. INT8, NVFP4 and MXFP4 have none that is right for dense
-# models (`int8_per_channel_weight_only` leaves them unquantized, in silence): they start from compressed-tensors.
-ONLINE = {"fp8": "fp8_per_channel", "fp8_tensor": "fp8_per_tensor", "fp8_block": "fp8_per_block"}
-
-# precision -> (least CUDA compute capability, why)
-CAPABILITY = {
-    "bf16": ((8, 0), "BF16 arithmetic"),
-    "fp8": ((8, 9), "FP8 matrix multiplication"),
-    "fp8_tensor": ((8, 9), "FP8 matrix multiplication"),
-    "fp8_block": ((8, 9), "FP8 matrix multiplication"),
-    "int8": ((8, 0), "INT8 matrix multiplication and BF16 arithmetic"),
-    "nvfp4": ((8, 0), "Marlin's 4-bit kernels"),
-    "mxfp4": ((8, 0), "Marlin's 4-bit kernels"),
-}
+VLLM_VERSIONS = ("0.26", "0.33")  # at least, below
 
 # vLLM arguments that have a field of their own, or that the engine must set itself
 RESERVED = {
@@ -53,9 +40,9 @@ RESERVED = {
 def quantizers_on(device: torch.device | str) -> dict[str, Callable]:
     """`formats.quantize` and `formats.global_scale`, on a GPU their Triton twins, as `checkpoint_stream` takes them."""
     if torch.device(device).type == "cuda":
-        from ..kernels import quantize as room
+        from ...kernels import quantize as room
     else:
-        from .. import formats as room
+        from ... import formats as room
     return {"quantizer": room.quantize, "shared_scale": room.global_scale}
 
 
@@ -93,19 +80,25 @@ def supported_precisions() -> dict[str, str | None]:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        missing = dict.fromkeys(CAPABILITY, "vLLM runs only 'bf16', 'int8' and 'fp8_block' on a CPU")
-        missing |= {"bf16": None, "int8": None, "fp8_block": None}
-        if not torch.cpu._is_amx_tile_supported():
-            missing["fp8_block"] = "on a CPU it needs AMX, which this one lacks"
-        return missing
+        return {name: _missing_on_cpu(vllm) for name, vllm in in_vllm().items()}
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    missing = {
-        name: None if capability >= least else f"{why} needs compute capability {'.'.join(map(str, least))}"
-        for name, (least, why) in CAPABILITY.items()
-    }
-    if capability >= (10, 0):
-        missing["int8"] = "vLLM has no INT8 kernel for Blackwell"
-    return missing
+    return {name: _missing_on_gpu(vllm, capability) for name, vllm in in_vllm().items()}
+
+
+def _missing_on_cpu(vllm: InVLLM) -> str | None:
+    if not vllm.cpu:
+        return f"on a CPU vLLM runs only {', '.join(repr(name) for name, other in in_vllm().items() if other.cpu)}"
+    if vllm.amx and not torch.cpu._is_amx_tile_supported():
+        return "on a CPU it needs AMX, which this one lacks"
+    return None
+
+
+def _missing_on_gpu(vllm: InVLLM, capability: tuple[int, int]) -> str | None:
+    if capability < vllm.capability:
+        return f"{vllm.needs} needs compute capability {'.'.join(map(str, vllm.capability))}"
+    if vllm.below is not None and capability >= vllm.below:
+        return f"vLLM has no kernel for it from compute capability {'.'.join(map(str, vllm.below))} on"
+    return None
 
 
 def check_device(precision: str, sleeping: bool = False) -> None:
@@ -164,10 +157,11 @@ def prepared_precisions(config) -> set[str] | None:
         return None
     groups = [group["weights"] for group in (found.get("config_groups") or {}).values()]
     keys = ("num_bits", "type", "strategy", "group_size")
+    schemes = {name: FORMATS[entry.format].scheme for name, entry in PRECISIONS.items() if entry.format is not None}
     return {
         name
-        for name, (_, weights, _) in SCHEMES.items()
-        if groups and all(all(group.get(key) == weights[key] for key in keys) for group in groups)
+        for name, scheme in schemes.items()
+        if scheme and groups and all(group.get(key) == scheme.weights.get(key) for key in keys for group in groups)
     }
 
 
@@ -182,14 +176,14 @@ def check_prepared(config, precision: str) -> bool:
     return found is not None
 
 
-def layout_arguments(precision: str, ignore: list[str], device: torch.device, prepared: bool, given: dict) -> dict:
+def layout_arguments(format: str, ignore: list[str], device: torch.device, prepared: bool, given: dict) -> dict:
     """Arguments with which vLLM builds a model in compressed-tensors' layout, from a checkpoint in it or a wide one."""
     arguments = {"quantization": None, "load_format": given.get("load_format", "trl_quant")}
     if not prepared:
         if arguments["load_format"] == "trl_quant":
-            arguments["model_loader_extra_config"] = {"format": precision, "ignore": ignore, "device": str(device)}
+            arguments["model_loader_extra_config"] = {"format": format, "ignore": ignore, "device": str(device)}
         arguments["hf_overrides"] = {
-            "quantization_config": quantization_config(precision, ignore),
+            "quantization_config": quantization_config(format, ignore),
             **(given.get("hf_overrides") or {}),
         }
     return arguments

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, PreTrainedConfig
 
-from .vllm_support import (
-    ONLINE,
+from ...precisions import PRECISIONS
+from .support import (
     check_architecture,
     layout_arguments,
     prepared_precisions,
@@ -33,8 +33,6 @@ from .vllm_support import (
 
 PROMPT_TOKENS = 64
 NEW_TOKENS = 64
-# By the error in the output of a layer, the least first
-FIDELITY = ("bf16", "int8", "fp8_block", "fp8", "fp8_tensor", "nvfp4", "mxfp4")
 WORTHWHILE = 1.05  # a precision must beat a nearer one by as much: below that, less mismatch is the better bargain
 LAUNCHERS = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "RANK", "WORLD_SIZE")
 RESULT = "tokens per second: "
@@ -79,7 +77,7 @@ def choice_of(measured: dict[str, float | str]) -> str | None:
     """The choice among precisions with their tokens per second, or why they have none; `None` if all failed."""
     speeds = {name: speed for name, speed in measured.items() if not isinstance(speed, str)}
     fastest = max(speeds.values(), default=None)
-    return next((name for name in FIDELITY if name in speeds and speeds[name] * WORTHWHILE >= fastest), None)
+    return next((name for name in PRECISIONS if name in speeds and speeds[name] * WORTHWHILE >= fastest), None)
 
 
 def batch_size(args) -> int:
@@ -92,7 +90,7 @@ def engine_arguments(args, model: str, config: PreTrainedConfig, precision: str)
     arguments = {
         "model": model,
         "dtype": "bfloat16",
-        "quantization": ONLINE.get(precision),
+        "quantization": PRECISIONS[precision].vllm.online,
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "model_impl": args.vllm_model_impl,
@@ -105,9 +103,9 @@ def engine_arguments(args, model: str, config: PreTrainedConfig, precision: str)
         "load_format": "dummy",
     }
     prepared = prepared_precisions(config) is not None
-    if prepared or precision not in ("bf16", *ONLINE):
+    if prepared or PRECISIONS[precision].travels_quantized:
         ignore = unquantized_layers(skeleton(config))
-        arguments |= layout_arguments(precision, ignore, "cpu", prepared, arguments)
+        arguments |= layout_arguments(PRECISIONS[precision].format, ignore, "cpu", prepared, arguments)
     return {"precision": precision, "batch": batch_size(args), "engine": arguments}
 
 
@@ -130,7 +128,7 @@ def decode(precision: str, batch: int, engine: dict) -> float:
     """What the process of [`measure`] does: tokens per second of decoding alone."""
     from vllm import LLM, SamplingParams
 
-    from .vllm_worker import check_kernels
+    from .worker import check_kernels
 
     llm = LLM(**engine)
     llm.apply_model(partial(check_kernels, precision=precision))

@@ -1,0 +1,115 @@
+"""The wheel: what is in it, and that it works installed, away from the checkout."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("trl_quant", "benchmarks", "configs", "examples", "tests")  # the wheel must hold the first alone
+EXTRAS = {"vllm", "cpu", "compress", "deepspeed", "bnb", "dev"}
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+
+
+def run(*command, **kwargs) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, **kwargs)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel of a copy of the checkout, where no old `build` holds modules that are long gone."""
+    copy, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("wheel")
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, copy)
+    run(*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", out, copy)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def contents(wheel) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel, contents) -> Message:
+    (name,) = (name for name in contents if name.endswith(".dist-info/METADATA"))
+    return message_from_bytes(zipfile.ZipFile(wheel).read(name))
+
+
+@pytest.fixture(scope="module")
+def environment(wheel, tmp_path_factory) -> Path:
+    """`bin` of a new virtual environment with the wheel in it, which finds dependencies where these tests find them."""
+    place = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", place)
+    binaries = place / "bin"
+    run(*PIP, "--python", binaries / "python", "install", "--no-deps", "--no-index", wheel)
+    (packages,) = place.glob("lib/python*/site-packages")
+    # A .pth file adds folders, but not the .pth files in them: an editable install of the checkout has no effect.
+    folders = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (packages / "dependencies.pth").write_text("\n".join(folders))
+    return binaries
+
+
+def test_wheel_holds_the_package_and_nothing_else(contents):
+    files = (path.relative_to(ROOT) for path in (ROOT / "trl_quant").rglob("*") if path.is_file())
+    expected = {path.as_posix() for path in files if "__pycache__" not in path.parts}
+    assert "trl_quant/trainer.py" in expected
+    assert {name for name in contents if ".dist-info/" not in name} == expected
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in contents)
+
+
+def test_every_folder_with_modules_is_a_package():
+    """`find:` leaves out the others in silence."""
+    folders = {path.parent for path in (ROOT / "trl_quant").rglob("*.py")}
+    assert not [folder for folder in folders if not (folder / "__init__.py").is_file()]
+
+
+def test_metadata(metadata):
+    import trl_quant
+
+    assert metadata["Name"] == "trl_quant" and metadata["Version"] == trl_quant.__version__
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata["Requires-Python"] == ">=3.11"
+    assert set(metadata.get_all("Provides-Extra")) >= EXTRAS
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload(decode=True).decode().startswith("# trl_quant")
+
+
+def test_plain_install_adds_little_to_trl(metadata):
+    """A project on TRL keeps its torch, and gets neither vLLM nor llmcompressor."""
+    requirements = [text for text in metadata.get_all("Requires-Dist") if "extra ==" not in text]
+    names = {re.match(r"[\w-]+", text).group().lower() for text in requirements}
+    trls = {"torch", "trl", "transformers", "accelerate", "datasets", "peft"}
+    assert names <= trls | {"math-verify", "rich", "matplotlib"}
+    assert "trl<1.17,>=1.16.0" in requirements
+    assert all("==" not in text for text in requirements)
+
+
+def test_installed_package_imports_away_from_the_checkout(environment, tmp_path):
+    code = (
+        "import trl_quant\n"
+        "print(trl_quant.__file__)\n"
+        "for name in trl_quant.__all__:\n"
+        "    print(name, getattr(trl_quant, name))\n"
+    )
+    # -I: neither the working directory nor PYTHONPATH is searched
+    first, *names = run(environment / "python", "-I", "-c", code, cwd=tmp_path).splitlines()
+    assert Path(first).is_relative_to(environment.parent) and ROOT not in Path(first).parents
+    assert "QuantGRPOTrainer <class 'trl_quant.trainer.QuantGRPOTrainer'>" in names
+
+
+def test_installed_command(environment, tmp_path):
+    text = run(environment / "trl-quant", "--help", cwd=tmp_path)
+    assert all(command in text for command in ("prepare", "train", "report"))

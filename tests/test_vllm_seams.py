@@ -1,0 +1,382 @@
+"""What of vLLM the package builds on: if one of these tests fails, vLLM has changed there; `rollout/vllm/` must follow.
+
+Most of it is internal to vLLM. It is named here, and checked without an engine where that is possible; one test looks
+into an engine that vLLM itself has built.
+"""
+
+import ast
+import configparser
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm_engines import PROMPTS, fresh, greedy, policy
+
+from trl_quant.precisions import PRECISIONS
+
+
+pytestmark = pytest.mark.vllm
+ROOT = Path(__file__).parent.parent
+LINEAR = "vllm.model_executor.layers.linear"
+KERNELS = "vllm.model_executor.kernels.linear"
+COMPRESSED = "vllm.model_executor.layers.quantization.compressed_tensors"
+ONLINE = "vllm.model_executor.layers.quantization.online.fp8"
+LOADER = "vllm.model_executor.model_loader"
+TRANSFER = "vllm.distributed.weight_transfer"
+
+# Names in a module, or attributes of a class or of its instances
+NAMES = {
+    "vllm": "EngineArgs LLM ModelRegistry SamplingParams __version__ _custom_ops",
+    "vllm:EngineArgs": """compilation_config disable_log_stats distributed_executor_backend dtype enable_lora
+        enable_sleep_mode enforce_eager gpu_memory_utilization hf_overrides kv_cache_memory_bytes load_format
+        logprobs_mode lora_target_modules max_lora_rank max_loras max_model_len max_num_seqs model model_impl
+        model_loader_extra_config quantization quantization_config seed skip_tokenizer_init tensor_parallel_size
+        trust_remote_code""",
+    "vllm:ModelRegistry": "get_supported_archs",
+    "vllm:SamplingParams": """detokenize ignore_eos logprobs max_tokens prompt_logprobs skip_reading_prefix_cache
+        temperature""",
+    "vllm.platforms": "current_platform",
+    "vllm.platforms.interface:Platform": "is_cpu",
+    "vllm.entrypoints.openai": "api_server",
+    # What the engine returns, and what a server tells of itself
+    "vllm.outputs:RequestOutput": "outputs prompt_logprobs",
+    "vllm.outputs:CompletionOutput": "logprobs token_ids",
+    "vllm.logprobs:Logprob": "logprob",
+    "vllm.config:VllmConfig": "cache_config compilation_config lora_config model_config weight_transfer_config",
+    "vllm.config:CacheConfig": "block_size",
+    "vllm.config:ModelConfig": "dtype logprobs_mode max_model_len model quantization",
+    "vllm.config.weight_transfer:WeightTransferConfig": "backend",
+    # Loading
+    "vllm.config.load:LoadConfig": "__dataclass_fields__ load_format model_loader_extra_config",
+    f"{LOADER}": "register_model_loader",
+    f"{LOADER}.default_loader:DefaultModelLoader": "get_all_weights load_weights",
+    "vllm.v1.worker.worker_base:WorkerBase": "device get_model vllm_config",
+    "vllm.v1.worker.gpu_worker:Worker": "model_runner reload_weights",
+    "vllm.utils.torch_utils": "set_default_torch_dtype",
+    # Linear layers, by the classes that run them (`precisions.PRECISIONS`)
+    f"{LINEAR}:LinearBase": "input_size prefix quant_method",
+    f"{LINEAR}:UnquantizedLinearMethod": "process_weights_after_loading",
+    f"{ONLINE}:Fp8PtpcOnlineLinearMethod": "fp8_linear",
+    f"{ONLINE}:Fp8PerTensorOnlineLinearMethod": "fp8_linear",
+    f"{ONLINE}:Fp8PerBlockOnlineLinearMethod": "fp8_linear",
+    # `scheme` is what it gives a layer
+    f"{COMPRESSED}.compressed_tensors:CompressedTensorsConfig": "from_config ignore scheme target_scheme_map",
+    f"{COMPRESSED}.schemes:CompressedTensorsW8A8Fp8": "fp8_linear strategy",
+    f"{COMPRESSED}.schemes:CompressedTensorsW8A8Int8": "kernel",
+    f"{COMPRESSED}.schemes:CompressedTensorsW4A4Fp4": "kernel",
+    f"{COMPRESSED}.schemes:CompressedTensorsW4A4Mxfp4": "kernel",
+    f"{KERNELS}.scaled_mm.cpu:CPUInt8ScaledMMLinearKernel": """dnnl_handler layer_param_names
+        process_weights_for_onednn""",
+    f"{KERNELS}.scaled_mm.cpu:CPUFp8BlockScaledMMKernel": "apply_weights is_supported process_weights_after_loading",
+    f"{KERNELS}.scaled_mm.marlin": "MarlinFP8ScaledMMLinearKernel",
+    f"{KERNELS}.nvfp4.emulation": "EmulationNvFp4LinearKernel",
+    f"{KERNELS}.nvfp4.humming": "HummingNvFp4LinearKernel",
+    f"{KERNELS}.nvfp4.marlin": "MarlinNvFp4LinearKernel",
+    f"{KERNELS}.mxfp4.humming": "HummingMxFp4LinearKernel",
+    f"{KERNELS}.mxfp4.marlin": "MarlinMxFp4LinearKernel",
+    # Adapters
+    "vllm.config.lora": "MaxLoRARanks",
+    "vllm.config.lora:LoRAConfig": "lora_dtype max_lora_rank target_modules",
+    "vllm.lora.lora_model:LoRAModel": "loras",
+    "vllm.lora.request": "LoRARequest",
+    "vllm.lora.worker_manager:WorkerLoRAManager": "_adapter_manager",
+    "vllm.lora.model_manager:LoRAModelManager": "lora_config modules",
+    # A server's workers
+    f"{TRANSFER}.factory": "WeightTransferEngineFactory",
+    f"{TRANSFER}.nccl_engine:NCCLWeightTransferEngine": "model model_config",
+    f"{TRANSFER}.nccl_engine:NCCLWeightTransferUpdateInfo": "dtype_names names shapes",
+}
+
+# What we call or override: function -> parameters by position, and by keyword after `*`
+CALLS = {
+    "vllm:LLM.apply_model": "func",
+    "vllm:LLM.collective_rpc": "method * args kwargs",
+    "vllm:LLM.generate": "prompts sampling_params * lora_request use_tqdm",
+    "vllm:LLM.reset_prefix_cache": "",
+    "vllm:LLM.sleep": "* level",
+    "vllm:LLM.wake_up": "* tags",
+    "vllm._custom_ops:create_onednn_scaled_mm": """weight weight_scales output_type dynamic_quant use_azp
+        primitive_cache_size""",
+    "vllm._custom_ops:onednn_scaled_mm": "dnnl_handler x output input_scale input_zp input_zp_adj bias",
+    f"{LOADER}:register_model_loader": "load_format",
+    f"{LOADER}.default_loader:DefaultModelLoader.__init__": "load_config",
+    f"{LOADER}.default_loader:DefaultModelLoader.get_all_weights": "model_config model",
+    f"{LOADER}.default_loader:DefaultModelLoader.load_weights": "model model_config",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights": "* weights_iterator",
+    "vllm.utils.torch_utils:set_default_torch_dtype": "dtype",
+    f"{LINEAR}:UnquantizedLinearMethod.process_weights_after_loading": "layer",
+    "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.process_weights_after_loading": (
+        "layer"
+    ),
+    f"{KERNELS}.scaled_mm.cpu:CPUInt8ScaledMMLinearKernel.process_weights_for_onednn": "layer",
+    f"{KERNELS}.scaled_mm.cpu:CPUFp8BlockScaledMMKernel.apply_weights": "layer x bias",
+    f"{KERNELS}.scaled_mm.cpu:CPUFp8BlockScaledMMKernel.process_weights_after_loading": "layer",
+    "vllm.lora.lora_model:LoRAModel.from_lora_tensors": """lora_model_id tensors peft_helper
+        * device dtype weights_mapper""",
+    "vllm.lora.peft_helper:PEFTHelper.from_dict": "config_dict",
+    "vllm.lora.request:LoRARequest": "lora_name lora_int_id lora_path",
+    "vllm.lora.model_manager:LoRAModelManager.activate_adapter": "lora_id",
+    "vllm.lora.model_manager:LoRAModelManager.add_adapter": "adapter",
+    "vllm.lora.model_manager:LoRAModelManager.remove_adapter": "adapter_id",
+    f"{TRANSFER}.factory:WeightTransferEngineFactory.register_engine": "name module_path_or_cls",
+    f"{TRANSFER}.nccl_engine:NCCLWeightTransferEngine.init_transfer_engine": "init_info",
+    f"{TRANSFER}.nccl_engine:NCCLWeightTransferEngine.start_weight_update": "",
+    f"{TRANSFER}.nccl_engine:NCCLWeightTransferEngine.receive_weights": "update_info",
+    f"{TRANSFER}.nccl_engine:NCCLWeightTransferEngine.finish_weight_update": "",
+}
+
+# Where things stand in a live engine
+PATHS = {
+    "llm": """llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+        llm_engine.model_config.model llm_engine.step llm_engine.vllm_config.cache_config.block_size
+        llm_engine.vllm_config.compilation_config.mode llm_engine.vllm_config.lora_config.max_lora_rank
+        llm_engine.vllm_config.lora_config.target_modules llm_engine.vllm_config.model_config.dtype
+        llm_engine.vllm_config.model_config.max_model_len""",
+    "worker": """device.type get_model model_runner.lora_manager._adapter_manager.activate_adapter
+        model_runner.lora_manager._adapter_manager.add_adapter
+        model_runner.lora_manager._adapter_manager.lora_config.lora_dtype
+        model_runner.lora_manager._adapter_manager.modules
+        model_runner.lora_manager._adapter_manager.remove_adapter reload_weights
+        vllm_config.model_config.dtype""",
+    "model": """config.tie_word_embeddings lm_head.quant_method.process_weights_after_loading lm_head.weight
+        load_weights""",
+}
+
+
+def resolve(path: str):
+    """`module:attribute.attribute`"""
+    module, _, attributes = path.partition(":")
+    found = importlib.import_module(module)
+    return attrgetter(attributes)(found) if attributes else found
+
+
+def short(path: str) -> str:
+    """The name of a test."""
+    module, _, attributes = path.partition(":")
+    return f"{module.rpartition('.')[2]}:{attributes}"
+
+
+def has(owner, name: str) -> bool:
+    """Whether a module or class has a name, or the code of the class sets such an attribute."""
+    if hasattr(owner, name):
+        return True
+    if inspect.ismodule(owner):
+        return importlib.util.find_spec(f"{owner.__name__}.{name}") is not None
+    for base in inspect.getmro(owner):
+        if name in vars(base).get("__annotations__", ()):
+            return True
+        if base.__module__.partition(".")[0] == "vllm":
+            nodes = ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(base))))
+            if any(isinstance(n, ast.Attribute) and n.attr == name and isinstance(n.ctx, ast.Store) for n in nodes):
+                return True
+    return False
+
+
+def imported_names() -> Iterator[tuple[str, str, str]]:
+    """`(file, module, name)` of all that ours and the tests import from vLLM."""
+    for folder in ("trl_quant", "tests", "benchmarks", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and not node.level and node.module.partition(".")[0] == "vllm":
+                    for alias in node.names:
+                        yield path.relative_to(ROOT).as_posix(), node.module, alias.name
+
+
+def test_versions():
+    """The extras pin the versions in which all of this was checked."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = setup["options.extras_require"]
+    pins = [Requirement(extras[name].strip().splitlines()[0]).specifier for name in ("vllm", "cpu")]
+    assert pins[0] == pins[1] and Version(resolve("vllm:__version__")).base_version in pins[0]
+
+
+@pytest.mark.parametrize("path", NAMES, ids=short)
+def test_names(path):
+    owner = resolve(path)
+    missing = [name for name in NAMES[path].split() if not has(owner, name)]
+    assert not missing, f"vLLM's {path} has no {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("path", CALLS, ids=short)
+def test_calls(path):
+    function = resolve(path)
+    parameters = inspect.signature(function).parameters
+    owner = resolve(path.rpartition(".")[0]) if "." in path.partition(":")[2] else None
+    bound = inspect.isclass(owner) and inspect.isfunction(inspect.getattr_static(owner, path.rpartition(".")[2]))
+    positional, _, keywords = CALLS[path].partition("*")
+    positional = [*(["self"] if bound else []), *positional.split()]
+    assert list(parameters)[: len(positional)] == positional
+    inspect.signature(function).bind(*positional, **dict.fromkeys(keywords.split()))  # TypeError if that is no call
+
+
+def test_the_lists_are_complete():
+    """All that is imported from vLLM, and all classes by which linear layers are recognized, are named above."""
+    named = {(path, name) for path, names in NAMES.items() for name in names.split()}
+    for path in [*NAMES, *CALLS]:
+        module, _, attributes = path.partition(":")
+        named.add((module, attributes.partition(".")[0]))
+    imported = list(imported_names())
+    assert len({file for file, _, _ in imported if file.startswith("trl_quant/rollout/vllm/")}) > 2
+    assert not [entry for entry in imported if entry[1:] not in named]
+    methods = {method for entry in PRECISIONS.values() if entry.vllm for method in entry.vllm.methods}
+    assert len(methods) > 6 and methods <= {name for _, name in named}
+
+
+def test_made_up_names_are_missed():
+    """The tests above can fail."""
+    assert has(resolve(f"{LINEAR}:LinearBase"), "prefix") and not has(resolve(f"{LINEAR}:LinearBase"), "prefixes")
+    assert not has(resolve("vllm.lora.worker_manager:WorkerLoRAManager"), "_adapter_managers")
+    assert has(resolve("vllm"), "_custom_ops") and not has(resolve("vllm"), "_custom_op")
+    with pytest.raises(TypeError):
+        inspect.signature(resolve("vllm:LLM.wake_up")).bind("self", tag=["weights"])
+
+
+def test_names_of_quantizations():
+    known = resolve("vllm.model_executor.layers.quantization:QUANTIZATION_METHODS")
+    online = {entry.vllm.online for entry in PRECISIONS.values() if entry.vllm and entry.vllm.online}
+    assert len(online) > 2 and online | {"compressed-tensors"} <= set(known)
+
+
+def test_names_of_kernels():
+    """Kernels are told apart by how their names begin."""
+    kernels = [name for path, names in NAMES.items() if path.startswith(KERNELS) for name in names.split()]
+    entries = [precision.vllm for precision in PRECISIONS.values() if precision.vllm]
+    beginnings = {name for entry in entries for name in entry.kernels + entry.wrong_kernels}
+    assert beginnings and all(any(kernel.startswith(b) for kernel in kernels) for b in beginnings)
+
+
+def test_environment_variables():
+    """Those that ours and the tests set are vLLM's."""
+    known, found = resolve("vllm.envs:environment_variables"), set()
+    for folder in ("trl_quant", "tests", "benchmarks", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path != Path(__file__):
+                found |= set(re.findall(r"""["' ](VLLM_[A-Z0-9_]+)(?:["']|=1 )""", path.read_text()))
+    assert {"VLLM_SERVER_DEV_MODE", "VLLM_ENABLE_V1_MULTIPROCESSING"} <= found <= set(known), found - set(known)
+
+
+def test_flags_of_the_server():
+    from trl_quant.rollout.vllm.server import serve_command
+
+    command = serve_command("model", "fp8").partition("vllm serve")[2]
+    flags = {flag.replace("-", "_") for flag in re.findall(r" --([a-z-]+)", command)}
+    assert len(flags) > 4 and flags <= resolve("vllm:EngineArgs").__dataclass_fields__.keys()
+
+
+def test_facts():
+    sampling = resolve("vllm:SamplingParams")
+    assert sampling(prompt_logprobs=0).skip_reading_prefix_cache and not sampling().skip_reading_prefix_cache
+    assert "Qwen3ForCausalLM" in resolve("vllm:ModelRegistry").get_supported_archs()
+    assert resolve("vllm.platforms:current_platform").is_cpu() != torch.cuda.is_available()
+    assert {8, 16, 512} <= set(get_args(resolve("vllm.config.lora:MaxLoRARanks")))
+    helper = resolve("vllm.lora.peft_helper:PEFTHelper")
+    helper = helper.from_dict({"r": 8, "lora_alpha": 8, "target_modules": "all-linear"})
+    assert helper.vllm_lora_scaling_factor == 1  # B comes scaled
+    mapper = resolve("vllm.model_executor.models.utils:WeightsMapper")
+    assert hasattr(mapper, "get_rename_mapper") or hasattr(mapper, "get_unstacked_mapper")
+
+
+def adapter_of(manager, seed: int):
+    """Adapter 1 for `q_proj` and `down_proj`, as a sync of adapters makes it."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, inputs, outputs in (("self_attn.q_proj", 128, 128), ("mlp.down_proj", 256, 128)):
+        name = f"base_model.model.model.layers.1.{name}"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(4, inputs, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(outputs, 4, generator=generator)
+    helper = resolve("vllm.lora.peft_helper:PEFTHelper")
+    helper = helper.from_dict({"r": 4, "lora_alpha": 4, "target_modules": "all-linear"})
+    dtype, device = manager.lora_config.lora_dtype, "cuda:0" if torch.cuda.is_available() else "cpu"
+    return resolve("vllm.lora.lora_model:LoRAModel").from_lora_tensors(1, tensors, helper, device=device, dtype=dtype)
+
+
+def test_a_live_engine(tmp_path):
+    """In this process, with LoRA: where things stand, and what of them works as we use it."""
+    trained = policy(tmp_path / "policy")
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "down_proj"]}
+    llm = fresh(trained, "bf16", tmp_path / "fresh", **lora)
+    (worker,), (model,) = llm.collective_rpc(lambda worker: worker), llm.apply_model(lambda model: model)
+    missing = []
+    for owner, name in ((llm, "llm"), (worker, "worker"), (model, "model")):
+        for path in PATHS[name].split():
+            try:
+                attrgetter(path)(owner)
+            except AttributeError as error:
+                missing.append(f"{name}.{path}: {error}")
+    assert not missing, missing
+    assert worker.get_model() is model  # functions get the objects themselves, and nothing is pickled on the way
+
+    # Linear layers
+    layers = {m.prefix: m for m in model.modules() if isinstance(m, resolve(f"{LINEAR}:LinearBase"))}
+    assert layers["model.layers.1.mlp.down_proj"].input_size == 256
+    assert {type(layer.quant_method).__name__ for layer in layers.values()} == {"UnquantizedLinearMethod"}
+
+    # The prefix cache holds whole blocks of the prompts until it is reset.
+    expected = greedy(llm)
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    assert len(pool.cached_block_hash_to_block) > 0
+    assert llm.reset_prefix_cache() and len(pool.cached_block_hash_to_block) == 0
+
+    # Log-probabilities come by position and token, and none for the first token of a prompt.
+    scoring = resolve("vllm:SamplingParams")(temperature=0, max_tokens=1, prompt_logprobs=0)
+    (output,) = llm.generate([{"prompt_token_ids": PROMPTS[2]}], scoring, use_tqdm=False)
+    first, *others = output.prompt_logprobs
+    assert first is None and all(step[t].logprob < 0 for step, t in zip(others, PROMPTS[2][1:], strict=True))
+
+    # A reload streams through `load_weights` of the model, also through one that is set on the object; it returns what
+    # it filled. Parameters under LoRA's wrappers have `base_layer` in their names.
+    streamed, filled, load_weights = [], set(), model.load_weights
+    assert "model.layers.1.mlp.down_proj.base_layer.weight" in dict(model.named_parameters())
+
+    def recorded(weights):
+        names = load_weights(streamed.append(name) or (name, tensor) for name, tensor in weights)
+        filled.update(names)
+        return names
+
+    def reload(worker, stream):
+        model.load_weights = recorded
+        with resolve("vllm.utils.torch_utils:set_default_torch_dtype")(worker.vllm_config.model_config.dtype):
+            worker.reload_weights(weights_iterator=stream)
+        del model.load_weights
+
+    params = dict(trained.named_parameters())
+    zeros = ((name, p.detach() * (0 if name.endswith("up_proj.weight") else 1)) for name, p in params.items())
+    for stream, same in ((zeros, False), (((name, p.detach()) for name, p in params.items()), True)):
+        llm.collective_rpc(reload, kwargs={"stream": stream})
+        llm.reset_prefix_cache()
+        assert streamed == list(params) and (greedy(llm) == expected) == same
+        assert {"model.norm.weight", "model.layers.1.self_attn.qkv_proj.weight"} <= {
+            name.replace(".base_layer", "") for name in filled
+        }
+        streamed.clear()
+        filled.clear()
+        llm.reset_prefix_cache()
+
+    # An adapter that stands in the manager acts on requests of its number, whatever path they give.
+    manager = worker.model_runner.lora_manager._adapter_manager
+    request = resolve("vllm.lora.request:LoRARequest")("policy", 1, "in memory")
+    seen = [expected]
+    for seed in (0, 1):
+        adapter = adapter_of(manager, seed)
+        manager.remove_adapter(1)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(1)
+        assert adapter.loras.keys() == {f"model.layers.1.{name}" for name in ("self_attn.qkv_proj", "mlp.down_proj")}
+        assert adapter.loras.keys() <= manager.modules.keys()  # adding packs q, k and v
+        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+        sampling = resolve("vllm:SamplingParams")(temperature=0, max_tokens=8)
+        outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=request)
+        seen.append([list(output.outputs[0].token_ids) for output in outputs])
+        llm.reset_prefix_cache()
+    assert seen[1] != seen[2] and [ids for ids, _ in expected] not in seen[1:]

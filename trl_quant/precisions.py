@@ -1,0 +1,183 @@
+"""
+THE table of precisions: what the policy may be sampled in, from the nearest to the policy to the farthest.
+
+A precision is a number format (`trl_quant.formats`) and how an engine computes with it. Everything that must know the
+precisions asks this table: the config's choices and help, the engines, `"auto"`, the command line and README's table,
+which `python -m trl_quant.precisions` prints. The order is that of the error in a linear layer's output.
+"""
+
+from dataclasses import dataclass, field
+
+from .formats import FORMATS
+
+
+FP8_GPU = {"capability": (8, 9), "needs": "FP8 matrix multiplication"}
+MARLIN_GPU = {"capability": (8, 0), "needs": "Marlin's 4-bit kernels"}
+WEIGHT_ONLY_KERNELS = ("Marlin", "Humming", "Emulation")
+
+
+@dataclass(frozen=True)
+class InVLLM:
+    """
+    How vLLM runs a precision.
+
+    Attributes:
+        methods (`tuple[str, ...]`): Classes of vLLM of which one must run each linear layer of the decoder.
+        capability (`tuple[int, int]`): Least CUDA compute capability.
+        needs (`str`): What needs it.
+        below (`tuple[int, int]` or `None`): Compute capability from which on vLLM has no kernel any more.
+        cpu (`bool`): Whether vLLM runs it on a CPU.
+        amx (`bool`): Whether that CPU must have AMX.
+        inputs (`dict[str, str]`): Device type -> format of a layer's inputs there; where it is missing they stay BF16.
+        online (`str` or `None`):
+            vLLM's name for quantizing BF16 weights as it loads them. Without one the engine starts from, and is sent,
+            weights in the layout of the format's `scheme`.
+        fused_scale (`bool`): Whether layers that vLLM fuses (q, k, v; gate, up) are quantized as one matrix.
+        kernels (`tuple[str, ...]`): Beginnings of the names of the kernels that compute it; empty for any.
+        wrong_kernels (`tuple[str, ...]`): Beginnings of the names of kernels that compute something else.
+    """
+
+    methods: tuple[str, ...]
+    capability: tuple[int, int]
+    needs: str
+    below: tuple[int, int] | None = None
+    cpu: bool = False
+    amx: bool = False
+    inputs: dict[str, str] = field(default_factory=dict)
+    online: str | None = None
+    fused_scale: bool = False
+    kernels: tuple[str, ...] = ()
+    wrong_kernels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Precision:
+    """
+    One precision. The embedded engine runs each of them on any device.
+
+    Attributes:
+        summary (`str`): Which numbers have which scales.
+        format (`str` or `None`): Key of `FORMATS`; `None` where nothing is quantized.
+        vllm ([`InVLLM`] or `None`): How vLLM runs it; `None` if it does not.
+        gain (`float` or `None`):
+            Tokens per second relative to TRL's BF16 path, syncs included: Qwen2.5-7B shapes, LoRA, 8 completions of 512
+            tokens on an H200 (`benchmarks/rollout.py`); `None` where it was not measured.
+        mismatch (`float` or `None`): KL of the sampler from the policy, k3, in nats a token (`benchmarks/mismatch.py`).
+    """
+
+    summary: str
+    format: str | None = None
+    vllm: InVLLM | None = None
+    gain: float | None = None
+    mismatch: float | None = None
+
+    @property
+    def travels_quantized(self) -> bool:
+        """Whether a vLLM engine of it loads codes and scales, not BF16 weights."""
+        return self.format is not None and self.vllm is not None and self.vllm.online is None
+
+
+PRECISIONS: dict[str, Precision] = {
+    "bf16": Precision(
+        "BF16, nothing quantized",
+        vllm=InVLLM(("UnquantizedLinearMethod",), capability=(8, 0), needs="BF16 arithmetic", cpu=True),
+    ),
+    "int8": Precision(
+        "weights per channel, inputs per token",
+        format="int8",
+        vllm=InVLLM(
+            ("CompressedTensorsW8A8Int8",),
+            capability=(8, 0),
+            needs="INT8 matrix multiplication and BF16 arithmetic",
+            below=(10, 0),
+            cpu=True,
+            inputs={"cuda": "int8", "cpu": "int8"},
+        ),
+        gain=1.24,
+    ),
+    "fp8_block": Precision(
+        "weights per 128 x 128 block, inputs per 128 of a token",
+        format="fp8_block",
+        vllm=InVLLM(
+            ("Fp8PerBlockOnlineLinearMethod", "CompressedTensorsW8A8Fp8"),
+            **FP8_GPU,
+            cpu=True,
+            amx=True,
+            inputs={"cuda": "fp8_block"},
+            online="fp8_per_block",
+            fused_scale=True,
+            wrong_kernels=("Marlin",),
+        ),
+    ),
+    "fp8": Precision(
+        "weights per channel, inputs per token",
+        format="fp8",
+        vllm=InVLLM(
+            ("Fp8PtpcOnlineLinearMethod", "CompressedTensorsW8A8Fp8"),
+            **FP8_GPU,
+            inputs={"cuda": "fp8"},
+            online="fp8_per_channel",
+            wrong_kernels=("Marlin",),
+        ),
+        gain=1.31,
+    ),
+    "fp8_tensor": Precision(
+        "weights and inputs per tensor (inputs per token in vLLM)",
+        format="fp8_tensor",
+        vllm=InVLLM(
+            ("Fp8PerTensorOnlineLinearMethod", "CompressedTensorsW8A8Fp8"),
+            **FP8_GPU,
+            inputs={"cuda": "fp8"},
+            online="fp8_per_tensor",
+            fused_scale=True,
+            wrong_kernels=("Marlin",),
+        ),
+    ),
+    "nf4": Precision("weights per 64 values, inputs in BF16", format="nf4"),
+    "nvfp4": Precision(
+        "weights per 16 inputs and per tensor, inputs in BF16",
+        format="nvfp4",
+        vllm=InVLLM(
+            ("CompressedTensorsW4A4Fp4",),
+            **MARLIN_GPU,
+            fused_scale=True,
+            kernels=WEIGHT_ONLY_KERNELS,
+        ),
+        gain=1.21,
+    ),
+    "int4": Precision("weights per 128 inputs, inputs in BF16", format="int4"),
+    "mxfp4": Precision(
+        "weights per 32 inputs, inputs in BF16",
+        format="mxfp4",
+        vllm=InVLLM(("CompressedTensorsW4A4Mxfp4",), **MARLIN_GPU, kernels=WEIGHT_ONLY_KERNELS),
+    ),
+}
+
+
+def in_vllm() -> dict[str, InVLLM]:
+    """The precisions that vLLM runs, and how, in the order of the table."""
+    return {name: precision.vllm for name, precision in PRECISIONS.items() if precision.vllm is not None}
+
+
+def markdown() -> str:
+    """The table as README has it."""
+    lines = [
+        "| precision | what has a scale | bits | vLLM on a GPU of compute capability | vLLM on a CPU | tokens/s | KL |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, precision in PRECISIONS.items():
+        bits = 16 if precision.format is None else FORMATS[precision.format].bits
+        gpu = cpu = "no"
+        if (vllm := precision.vllm) is not None:
+            gpu = f"{vllm.capability[0]}.{vllm.capability[1]}"
+            gpu += f" to below {vllm.below[0]}.{vllm.below[1]}" if vllm.below else " or newer"
+            cpu = ("with AMX" if vllm.amx else "yes") if vllm.cpu else "no"
+        gain = "" if precision.gain is None else f"{precision.gain:.2f}x"
+        mismatch = "" if precision.mismatch is None else f"{precision.mismatch:.0e}"
+        cells = (f"`{name}`", precision.summary, f"{bits:g}", gpu, cpu, gain, mismatch)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown())

@@ -1,0 +1,62 @@
+"""The few exchanges of TRL's and vLLM's names, each for the duration of one call.
+
+| exchanged | for | because |
+|---|---|---|
+| `grpo_trainer.VLLMGeneration` | the construction of a trainer | TRL looks its engine up there |
+| fields of the trainer's arguments | the same | TRL corrects for its sampler only where `use_vllm` holds |
+| `vllm_generation.LLM` | the construction of an engine | TRL leaves no room for further arguments of vLLM |
+| `vllm_generation.VLLMClient` | the same | a server is checked before the client joins its workers |
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import trl.generation.vllm_generation as vllm_generation
+import trl.trainer.grpo_trainer as grpo_trainer
+
+
+@contextmanager
+def exchanged(owner: Any, **values: Any) -> Iterator[None]:
+    """Context in which attributes of `owner` have other values."""
+    saved = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def trainer_builds(engine: Callable | None, args: Any, **fields: Any) -> Iterator[None]:
+    """Context in which `GRPOTrainer.__init__` builds `engine` in place of TRL's own, and sees `fields` in `args`."""
+    with exchanged(grpo_trainer, VLLMGeneration=engine or grpo_trainer.VLLMGeneration), exchanged(args, **fields):
+        yield
+
+
+@contextmanager
+def llm_with(**arguments: Any) -> Iterator[None]:
+    """Context in which TRL's generation builds vLLM's `LLM` with `arguments` over its own."""
+    original = vllm_generation.LLM
+    with exchanged(vllm_generation, LLM=lambda **own: original(**own | arguments)):
+        yield
+
+
+@contextmanager
+def client_that(checks: Callable[[Any], None]) -> Iterator[None]:
+    """Context in which TRL builds a client that calls `checks` with itself before it joins the server's workers."""
+
+    class CheckedClient(vllm_generation.VLLMClient):
+        def init_communicator(self, device=0):
+            checks(self)
+            super().init_communicator(device)
+
+    with exchanged(vllm_generation, VLLMClient=CheckedClient):
+        yield
+
+
+def empty_cache() -> None:
+    """TRL's: gives memory that torch holds for later back to the device."""
+    vllm_generation.empty_cache()

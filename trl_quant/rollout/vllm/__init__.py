@@ -1,0 +1,1 @@
+"""The one room that touches vLLM, which is imported where it is used: this package imports without it."""

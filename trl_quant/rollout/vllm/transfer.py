@@ -1,0 +1,46 @@
+"""What runs in the workers of a `vllm serve` that samples for a trainer of ours; nothing of it is used in the trainer.
+
+    vllm serve MODEL --worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension \\
+        --weight-transfer-config '{"backend": "trl_quant"}' ...
+
+makes every worker import this module, which adds the weight transfer `trl_quant`: vLLM's own over NCCL, with what a
+reload needs besides (see `worker.py`). With vLLM's alone a 4-bit engine hangs after a sync.
+"""
+
+import torch
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from .worker import keep_onednn_scales, plain_tensors, refresh_tied_head, restore_plain_tensors
+
+
+class ReloadBracket:
+    """For a weight transfer engine of vLLM: between start and finish of an update, what `worker.reload` does."""
+
+    def start_weight_update(self) -> None:
+        keep_onednn_scales(self.model)
+        self._plain = plain_tensors(self.model)
+        super().start_weight_update()
+
+    def receive_weights(self, update_info) -> None:
+        with set_default_torch_dtype(self.model_config.dtype):
+            super().receive_weights(update_info)
+
+    @torch.no_grad()
+    def finish_weight_update(self) -> None:
+        with set_default_torch_dtype(self.model_config.dtype):
+            super().finish_weight_update()
+            refresh_tied_head(self.model)
+        restore_plain_tensors(self._plain)
+
+
+class NCCLTransfer(ReloadBracket, NCCLWeightTransferEngine):
+    """vLLM's transfer over NCCL in [`ReloadBracket`]."""
+
+
+class WorkerExtension:
+    """Names this module on vLLM's command line."""
+
+
+WeightTransferEngineFactory.register_engine("trl_quant", NCCLTransfer)

@@ -1,0 +1,174 @@
+"""The policy's weights as engines take them: full, dense, with adapters merged, under clean names, one at a time.
+
+They are read under DDP, FSDP2, ZeRO-3 and PEFT. Reading sharded weights gathers them, which is collective: every rank
+must read the same weights in the same order. Nothing here writes to the policy.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import is_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.integrations import dequantize_module_weight
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from trl.distributed import DistributedBackend
+
+from ..names import clean_name
+
+
+class PolicyWeights:
+    """
+    Iterating over it yields all parameters of the policy in the model's order, as `(name, tensor)`.
+
+    Adapters are merged as PEFT does it, but into stand-ins, one layer at a time, so that the trainer's base weights are
+    never written: TRL merges and unmerges in place, which in BF16 moves the base a little at every sync.
+
+    Parameters:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The policy.
+        accelerator ([`~accelerate.Accelerator`]): The trainer's, which knows how the policy is sharded.
+
+    Attributes:
+        sharding ([`~trl.distributed.DistributedBackend`]): How it is sharded.
+    """
+
+    def __init__(self, model: nn.Module, accelerator: Accelerator):
+        self.model, self.device = model, accelerator.device
+        self.sharding = DistributedBackend(accelerator)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        adapted, seen = None, set()
+        for path, module in self.model.named_modules():
+            if adapted is not None and path.startswith(adapted):
+                continue
+            if isinstance(module, BaseTunerLayer):
+                adapted = f"{path}."
+                for leaf, tensor in self.merged(module).items():
+                    yield clean_name(f"{path}.{leaf}"), tensor
+                continue
+            for leaf, param in module.named_parameters(recurse=False):
+                name = f"{path}.{leaf}" if path else leaf
+                if id(param) in seen or self._is_adapters(name):
+                    continue
+                seen.add(id(param))
+                with self.gathered([param]):
+                    yield clean_name(name), self.dense(module, param)
+
+    def _is_adapters(self, name: str) -> bool:
+        """Whether a parameter belongs to the adapter, or was replaced by one that is trained whole."""
+        return is_peft_model(self.model) and (self.model.prefix in name or ".original_module." in name)
+
+    @property
+    def base_model(self) -> PreTrainedModel:
+        """The policy without PEFT's wrapper."""
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
+
+    @property
+    def model_type(self) -> str:
+        """Of the text model."""
+        return self.model.config.get_text_config().model_type
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a parameter must be gathered to be read (FSDP2, ZeRO-3)."""
+        return self.sharding.is_zero3 or self.sharding.fsdp_version == 2
+
+    def names(self) -> list[str]:
+        """Clean names of the model's own parameters, in order; those of adapters come along under theirs."""
+        return [clean_name(name) for name, _ in self.model.named_parameters()]
+
+    def trained(self) -> list[str]:
+        """Names of the weights of linear layers that training moves."""
+        return [
+            clean_name(f"{name}.weight")
+            for name, module in self.model.named_modules()
+            if isinstance(module, BaseTunerLayer)
+            or (isinstance(module, nn.Linear) and module.weight.requires_grad and ".lora_" not in name)
+        ]
+
+    def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager:
+        """Context in which ZeRO-3's `params` are whole; FSDP2's are made so by [`~PolicyWeights.full`]."""
+        return self.sharding.gather_params(list(params))
+
+    def full(self, param: nn.Parameter) -> Tensor:
+        """A parameter in full, in its own type."""
+        if isinstance(param, DTensor):  # FSDP2; gathering needs the accelerator also where parameters are offloaded
+            return (param.to(self.device) if param.is_cpu else param).full_tensor()
+        return param.data
+
+    def dense(self, module: nn.Module, param: nn.Parameter) -> Tensor:
+        """`param` of `module` in full; a 4- or 8-bit base of bitsandbytes is dequantized."""
+        full = self.full(param)
+        return full if full.is_floating_point() else dequantize_module_weight(module).data
+
+    def of_linear(self, layer: nn.Module) -> Tensor:
+        """The weight (out, in) of a linear layer, with the adapters that wrap it."""
+        with torch.autocast(self.device.type, enabled=False):
+            if isinstance(layer, BaseTunerLayer):
+                return self.merged(layer)["weight"]
+            with self.gathered([layer.weight]):
+                return self.dense(layer, layer.weight)
+
+    @torch.no_grad()
+    def merged(self, layer: BaseTunerLayer) -> dict[str, Tensor]:
+        """The parameters of an adapted layer's base with its adapters merged in: new tensors, by name."""
+        base = layer.get_base_layer()
+        with self.gathered(layer.parameters()):
+            if is_sum(layer):  # what PEFT's merge computes, without its bookkeeping, which takes longer than the sum
+                weight = dequantize_module_weight(base).data if not base.weight.is_floating_point() else base.weight
+                for adapter in layer.active_adapters:
+                    # In one pass: summed in the wider type, rounded to the base's
+                    weight = torch.add(weight, delta_weight(layer, adapter), out=torch.empty_like(weight))
+                return {n: weight if n == "weight" else p.data for n, p in base.named_parameters()}
+            own = [(m, name, param) for m in layer.modules() for name, param in m.named_parameters(recurse=False)]
+            try:
+                for module, name, param in own:
+                    full = self.full(param)
+                    setattr(module, name, nn.Parameter(full.clone() if module is base else full, False))
+                layer.merge()
+                return {name: param.data for name, param in base.named_parameters()}
+            finally:
+                layer.merged_adapters.clear()
+                for module, name, param in own:
+                    setattr(module, name, param)
+
+    def adapter(self) -> dict[str, Tensor]:
+        """A and B of each adapted layer by PEFT's names; B times the adapter's scale, which may differ by layer."""
+        tensors = {}
+        for name, layer in self.model.named_modules():
+            if isinstance(layer, BaseTunerLayer):
+                (adapter,) = layer.active_adapters
+                a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+                name = f"base_model.model.{clean_name(name)}"
+                with self.gathered([a, b]):
+                    tensors[f"{name}.lora_A.weight"] = self.full(a).clone()
+                    tensors[f"{name}.lora_B.weight"] = self.full(b) * layer.scaling[adapter]
+        return tensors
+
+
+def base_layer(layer: nn.Module) -> nn.Module:
+    """The layer that an adapter wraps, or the layer itself."""
+    return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+
+
+def is_sum(layer: BaseTunerLayer) -> bool:
+    """Whether merging a layer's adapters adds a matrix each to its weight, held in full here, and nothing else."""
+    weight = layer.get_base_layer().weight
+    if not isinstance(layer, LoraLayer):
+        return not weight.is_floating_point()  # PEFT cannot merge other adapters into a copy of a 4- or 8-bit base
+    plain = isinstance(layer.get_base_layer(), nn.Linear) and not isinstance(weight, DTensor) and not layer.lora_variant
+    return plain and all(a in layer.lora_A and not layer.lora_bias.get(a, False) for a in layer.active_adapters)
+
+
+def delta_weight(layer: BaseTunerLayer, adapter: str) -> Tensor:
+    """PEFT's `get_delta_weight`, less its pass over the product of B and A where scaling B is the same bit for bit."""
+    if isinstance(layer, LoraLayer) and layer.lora_B[adapter].weight.dtype == torch.float32:
+        scaling = layer.scaling[adapter]
+        if math.frexp(scaling)[0] == 0.5:  # a power of two
+            return (layer.lora_B[adapter].weight * scaling) @ layer.lora_A[adapter].weight
+    return layer.get_delta_weight(adapter)
