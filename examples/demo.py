@@ -45,6 +45,9 @@ SETTINGS = {
     "learning_rate": 3e-4,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 5,
+    # `ais` asks for others; here all runs differ in their samples and weights alone.
+    "scale_rewards": "group",
+    "loss_type": "dapo",
 }
 ENGINES = ("auto", "embedded", "vllm")
 VLLM_ENGINE = {  # starts at once and in silence

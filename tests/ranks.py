@@ -1,5 +1,14 @@
-"""Runs a script in two processes, as `accelerate launch` would with one of the project's configurations."""
+"""Two ranks, started as a user starts them: the launcher that tests call, and the script that it runs.
 
+A launch spends most of its time on imports, so the script trains several cases in one process, one after another:
+
+    accelerate launch --num_processes 2 tests/ranks.py DIRECTORY embedded-int8-full tp-int8-lora
+
+A case is a mode, a precision and a tuning; `embedded` is the embedded engine, and the other modes are in `vllm_ranks`.
+The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CASE/rank-N.json.
+"""
+
+import json
 import os
 import socket
 import subprocess
@@ -12,14 +21,63 @@ import torch
 CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
 
 
-def on_two_ranks(configuration: str, script: str, *arguments) -> None:
-    """On two GPUs, or on this CPU without mixed precision."""
+def on_two_ranks(configuration: str, path: Path, *cases: str) -> str:
+    """Trains `cases` on two GPUs, or on this CPU without mixed precision; returns what the ranks printed."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     launcher = ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / f"{configuration}.yaml"]
     launcher += ["--num_processes", 2, "--main_process_port", port]
     launcher += [] if torch.cuda.is_available() else ["--mixed_precision", "no"]
-    command = [sys.executable, *launcher, script, *arguments]
+    command = [sys.executable, *launcher, __file__, path, *cases]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
     done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return f"{done.stdout}{done.stderr}\nThe ranks ended with {done.returncode}."
+
+
+def results(path: Path, case: str, printed: str) -> list[dict]:
+    """What each rank found; fails with what was printed where a rank did not get to the end of the case."""
+    files = sorted((path / case).glob("rank-*.json"))
+    assert len(files) == 2, printed[-4000:]
+    return [json.loads(file.read_text()) for file in files]
+
+
+def train_embedded(precision: str, tuning: str, path: Path) -> list[dict]:
+    """Three steps with the embedded engine; what they logged."""
+    from training import config, dataset, lora, make
+
+    from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+
+    args = config(QuantGRPOConfig, path / "out", rollout_precision=precision, max_steps=3)
+    peft_config = lora() if tuning == "lora" else None
+    model = str(path.parent / "model")
+    trainer = make(QuantGRPOTrainer, args, model=model, train_dataset=dataset(32), peft_config=peft_config)
+    trainer.train()
+    names = ("mismatch/kl_k3", "sampling/sampling_logp_difference/max", "reward")
+    names += ("weights/normalized_quantization_error", "weights/normalized_update")
+    return [{name: log.get(name) for name in names} for log in trainer.state.log_history if "loss" in log]
+
+
+def run(path: Path, case: str) -> None:
+    """One rank of one case."""
+    mode, precision, tuning = case.split("-")
+    (path / case).mkdir(exist_ok=True)
+    torch.manual_seed(0)  # of new adapters
+    if mode == "embedded":
+        found = train_embedded(precision, tuning, path / case)
+    else:
+        from vllm_ranks import train
+
+        found = train(mode, precision, tuning, path / case)
+    (path / case / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and not torch.cuda.is_available():
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a minute to compile; gloo does as well
+    for name in sys.argv[2:]:
+        run(Path(sys.argv[1]), name)
+    sys.stdout.flush()
+    os._exit(0)  # engines and a process group: nobody knows in which order they end

@@ -12,7 +12,7 @@ from tiny import save_tiny
 from transformers import AutoModelForCausalLM
 
 import trl_quant.cli.train as train
-from trl_quant import AISGRPOConfig, QuantGRPOConfig
+from trl_quant import QuantGRPOConfig
 from trl_quant.cli import COMMANDS, main
 from trl_quant.cli.report import Run, chart, moving_average, plot, read_run, table
 
@@ -150,17 +150,18 @@ def test_own_rewards_are_added(argv, monkeypatch):
 
 
 def test_ais_brings_its_defaults(argv, tmp_path):
-    assert type(train.parse_args(argv)[1]) is QuantGRPOConfig
+    """The same flag means the same from the command line and in a script."""
     args = train.parse_args([*argv, "--is_correction", "ais"])[1]
-    assert type(args) is AISGRPOConfig and args.scale_rewards == "none"
-    args = train.parse_args([*argv, "--is_correction", "ais", "--scale_rewards", "group"])[1]
-    assert type(args) is AISGRPOConfig and args.scale_rewards == "group"
+    script = QuantGRPOConfig("unused", is_correction="ais", use_cpu=True, bf16=False)
+    assert args.scale_rewards == script.scale_rewards == "none" and args.loss_type == script.loss_type == "grpo"
+    args = train.parse_args([*argv, "--is_correction", "ais", "--scale_rewards", "group", "--loss_type", "dapo"])[1]
+    assert args.scale_rewards == "group" and args.loss_type == "dapo"
     assert train.parse_args([*argv, "--is_correction", "acr", "--rollout_precision", "fp8"])[1].scale_rewards == "group"
 
     (tmp_path / "recipe.yaml").write_text("is_correction: ais\nrollout_precision: fp8\nreward_funcs: [gsm8k, format]\n")
     cpu = ["--use_cpu", "--bf16", "false"]
     script, args, _ = train.parse_args(["--config", str(tmp_path / "recipe.yaml"), "--model_name_or_path", "m", *cpu])
-    assert type(args) is AISGRPOConfig and args.rollout_precision == "fp8"
+    assert args.scale_rewards == "none" and args.rollout_precision == "fp8"
     assert script.reward_funcs == ["gsm8k", "format"] and script.dataset_name == "openai/gsm8k"
 
 

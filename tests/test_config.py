@@ -87,7 +87,7 @@ def test_ais_config_differs_in_defaults_only():
     mine, base = dataclasses.fields(AISGRPOConfig), dataclasses.fields(QuantGRPOConfig)
     assert [f.name for f in mine] == [f.name for f in base]
     changed = {f.name: f.default for f, g in zip(mine, base) if f.default != g.default}
-    assert changed == {"is_correction": "ais", "scale_rewards": "none"}
+    assert changed == {"is_correction": "ais"}
 
 
 def test_every_field_is_on_the_command_line_with_help():

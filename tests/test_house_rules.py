@@ -335,7 +335,7 @@ def test_private_names_stay_in_their_files(sources):
         "trl_quant/a.py": "from .b import C, _d\nfrom ._e import f\nclass A(C):\n    def g(self):\n"
         "        self._own = self.h._own + self._of_c\n        return __name__ + getattr(self, '_by_name')\n",
         "trl_quant/b.py": "class C:\n    _of_c = _d = 1\n    def g(self):\n        return self._of_c, self.__dict__\n",
-        "tests/x.py": "import torch._dynamo\nmonkeypatch.setattr(a, '_own', 1)\nmonkeypatch.setattr('a.b._c', '_v')\n",
+        "tests/x.py": "import torch._dynamo\nmonkeypatch.setattr(a, '_own', 1)\nmonkeypatch.setattr('a.b._c', 1)\n",
     }
     found = [line.partition(",")[0] for line in crossing_names(made_up, {"torch/_dynamo/__init__.py": "_dynamo"})]
     assert found == [

@@ -1,51 +1,80 @@
-"""The embedded engine on two ranks that hold the policy in parts, against two that hold it whole."""
+"""Two ranks on this CPU: policies that FSDP2 and ZeRO hold in parts, tensor and data parallel vLLM engines.
 
-import json
-import os
-import sys
+The cases of one launch share its processes, in this order (see `ranks`). vLLM keeps one tensor parallel size a process.
+"""
+
+import functools
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_two_ranks
+from ranks import on_two_ranks, results
 from tiny import save_tiny
+from vllm_ranks import check
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_parts_train_as_the_whole(tmp_path, tuning):
-    """FSDP2 bit for bit; ZeRO-3, whose optimizer rounds otherwise, in the first step and nearly in the others."""
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    save_tiny(tmp_path / "model", "qwen2", dtype=torch.bfloat16)
-    logs = {}
-    for configuration in ("ddp", "fsdp2", "zero3"):
-        on_two_ranks(configuration, __file__, tmp_path, tuning)
-        logs[configuration] = json.loads((tmp_path / "logs.json").read_text())
-    assert logs["fsdp2"] == logs["ddp"]
-    first, *others = zip(logs["zero3"], logs["ddp"], strict=True)
+pytestmark = pytest.mark.slow
+EMBEDDED = ["embedded-int8-full", "embedded-int8-lora"]
+# launch -> (accelerate's configuration, cases)
+LAUNCHES = {
+    "ddp": ("ddp", [*EMBEDDED, "tp-int8-lora"]),
+    "dp": ("ddp", ["dp-int8-full"]),
+    "fsdp2": ("fsdp2", [*EMBEDDED, "fsdp2-bf16-full", "fsdp2-int8-lora"]),
+    "zero2": ("zero2", ["zero2-int8-full"]),
+    "zero3": ("zero3", [*EMBEDDED, "zero3-int8-full", "zero3-bf16-lora"]),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What both ranks found in a case of a launch, which runs when the first of its cases is asked for."""
+
+    @functools.cache
+    def launched(launch: str) -> tuple[Path, str]:
+        configuration, cases = LAUNCHES[launch]
+        path = tmp_path_factory.mktemp(launch)
+        save_tiny(path / "model", "qwen2", dtype=torch.bfloat16)
+        for left_over in Path("/dev/shm").glob("*-tp:*-cpushm_*"):  # of ranks that ended early
+            left_over.unlink()
+        return path, on_two_ranks(configuration, path, *(c for c in cases if c in EMBEDDED or find_spec("vllm")))
+
+    def found(launch: str, case: str) -> list:
+        if launch.startswith("zero"):
+            pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+        path, printed = launched(launch)
+        return results(path, case, printed)
+
+    return found
+
+
+@pytest.mark.parametrize("case", EMBEDDED)
+def test_fsdp2_trains_as_the_whole(found, case):
+    """Bit for bit."""
+    ddp, fsdp2 = found("ddp", case)[0], found("fsdp2", case)[0]
+    assert fsdp2 == ddp and len(ddp) == 3
+    assert ddp[1] != ddp[2]
+
+
+@pytest.mark.parametrize("case", EMBEDDED)
+def test_zero3_trains_as_the_whole(found, case):
+    """Bit for bit in the first step and nearly in the others: its optimizer rounds otherwise."""
+    first, *others = zip(found("zero3", case)[0], found("ddp", case)[0], strict=True)
     assert first[0] == first[1] and len(others) == 2
     for ours, theirs in others:
         assert ours["weights/normalized_update"] == pytest.approx(theirs["weights/normalized_update"], rel=1e-2)
-    assert logs["ddp"][1] != logs["ddp"][2]
 
 
-def train(path: Path, tuning: str) -> None:
-    from training import config, dataset, lora, make
-
-    from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-
-    args = config(QuantGRPOConfig, path / "out", rollout_precision="int8", max_steps=3)
-    peft_config = lora() if tuning == "lora" else None
-    data, model = dataset(32), str(path / "model")
-    trainer = make(QuantGRPOTrainer, args, model=model, train_dataset=data, peft_config=peft_config)
-    trainer.train()
-    names = ("mismatch/kl_k3", "sampling/sampling_logp_difference/max", "reward")
-    names += ("weights/normalized_quantization_error", "weights/normalized_update")
-    logs = [{name: log.get(name) for name in names} for log in trainer.state.log_history if "loss" in log]
-    if os.environ["RANK"] == "0":
-        (path / "logs.json").write_text(json.dumps(logs))
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    train(Path(sys.argv[1]), sys.argv[2])
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("launch", "case"),
+    [
+        pytest.param(launch, case, id=case)
+        for launch, (_, cases) in LAUNCHES.items()
+        for case in cases
+        if case not in EMBEDDED
+    ],
+)
+def test_engines_end_as_fresh_ones(found, launch, case):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    check(case, found(launch, case))

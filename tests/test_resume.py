@@ -8,7 +8,7 @@ from training import config, lora, make, parameters
 from training import metrics as all_metrics
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.trainer import last_complete_checkpoint
+from trl_quant.checkpoints import last_complete_checkpoint
 
 
 SETTINGS = {

@@ -47,9 +47,8 @@ def batch_of(trainer):
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_the_loss_is_the_papers_objective(tmp_path, correction):
     """One step after the policy has moved, on a real batch, against the slow loops of `reference.py`."""
-    trainer = quantized(
-        QuantGRPOTrainer, tmp_path, is_correction=correction, is_cap=1.05, loss_type="bnpo", epsilon_high=0.3
-    )
+    settings = {"is_cap": 1.05, "loss_type": "bnpo", "scale_rewards": "group", "epsilon_high": 0.3}
+    trainer = quantized(QuantGRPOTrainer, tmp_path, is_correction=correction, **settings)
     batch = batch_of(trainer)
     rollout = batch["sampling_per_token_logps"]
     with torch.no_grad():
@@ -250,7 +249,7 @@ def test_noise_follows_its_schedule_and_spares_evaluation(tmp_path):
     assert logged == [0, 0, pytest.approx(0.1), pytest.approx(0.1), pytest.approx(0.05), pytest.approx(0.05)]
     trainer.model.eval()
     trainer.state.global_step = 3
-    assert trainer._rollout_noise().sigma == 0
+    assert trainer.rollout_noise().sigma == 0
 
 
 def test_uaq_is_applied_once(tmp_path):
@@ -291,9 +290,9 @@ def test_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
         QuantGRPOTrainer(
             nowhere, spread, config(QuantGRPOConfig, tmp_path), train_dataset=Dataset.from_dict({"question": ["1"]})
         )
-    monkeypatch.setattr("trl_quant.trainer.is_vllm_available", lambda: False)
+    monkeypatch.setattr("trl_quant.rollout.vllm.support.is_vllm_available", lambda: False)
     args = config(QuantGRPOConfig, tmp_path, use_vllm=True, rollout_precision="int8")
-    with pytest.raises(ImportError, match=r"use_vllm.*int8"):
+    with pytest.raises(ImportError, match=r"`use_vllm`=True.*not installed.*use_vllm=False"):
         QuantGRPOTrainer(nowhere, spread, args, train_dataset=dataset())
 
 

@@ -1,34 +1,30 @@
-"""Two ranks that train with colocated vLLM engines, the model in one piece each or in parts: CPU and GPU tests' script.
-
-accelerate launch --num_processes 2 tests/vllm_ranks.py tp int8 full DIRECTORY      # with a policy in DIRECTORY/model
-"""
+"""Two ranks that train with colocated vLLM engines, on a model that each rank holds whole or in parts, on CPU or GPUs."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
+from ranks import on_two_ranks, results
 
-# mode -> (configuration of accelerate, tensor parallel size of the engine)
+
+# mode -> (accelerate's configuration, tensor parallel size of the engine)
 MODES = {"tp": ("ddp", 2), "dp": ("ddp", 1), "fsdp2": ("fsdp2", 1), "zero2": ("zero2", 1), "zero3": ("zero3", 2)}
 
 
 def launch(mode: str, precision: str, tuning: str, path: Path) -> None:
-    """Runs two ranks on the policy in `path`/model; both must end with the engine that they should have."""
-    from ranks import on_two_ranks
+    """Trains the policy in `path`/model on two ranks; both must end with the engine that they should have."""
+    case = f"{mode}-{precision}-{tuning}"
+    check(case, results(path, case, on_two_ranks(MODES[mode][0], path, case)))
 
-    for left_over in Path("/dev/shm").glob("*-tp:*-cpushm_*"):  # of ranks that ended early, on a CPU
-        left_over.unlink()
-    on_two_ranks(MODES[mode][0], __file__, mode, precision, tuning, path)
-    results = [json.loads(file.read_text()) for file in sorted(path.glob("rank-*.json"))]
-    print(mode, precision, tuning, *results, sep="\n", flush=True)
-    assert len(results) == 2
-    for result in results:
+
+def check(case: str, found: list[dict]) -> None:
+    """Both ranks synced after every step, and their engines end as vLLM starts them on the trained weights."""
+    print(case, *found, sep="\n", flush=True)
+    for result in found:
         assert result["equals_trained"] and not result["equals_untrained"] and len(result["checks"]) == 3
         assert result["update_of_last_step"] > 0
 
 
-def train(mode: str, precision: str, tuning: str, path: Path) -> None:
+def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
     """One rank: three steps with a self-check each, then its engine against one that vLLM starts on the weights."""
     from training import config, dataset, lora, make
     from vllm_engines import GPU, SMALL, fresh, greedy, keep
@@ -54,7 +50,7 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> None:
         save_steps=3,
     )
     peft_config = lora() if tuning == "lora" else None
-    model = str(path / "model")
+    model = str(path.parent / "model")
     trainer = make(QuantGRPOTrainer, args, model=model, train_dataset=dataset(32), peft_config=peft_config)
     keep(trainer)
     trainer.train()
@@ -67,30 +63,23 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> None:
     before = greedy(fresh(saved(path, None, trainer.model), precision, path / "before", **options))
     checks = [log["sync_check/logp_difference"] for log in trainer.state.log_history if "sync_check/bound" in log]
     state = json.loads((path / "out" / "checkpoint-3" / "rollout_state.json").read_text())
-    result = {
+    return {
         "equals_trained": ours == theirs,
         "equals_untrained": ours == before,
         "checks": checks,
         "update_of_last_step": state["normalized_update"],
     }
-    (path / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))
-    os._exit(0)  # two engines and a process group: nobody knows in which order they end
 
 
 def saved(path: Path, tuning: str | None, trained):
-    """The policy as the trainer saved it, in the type that it trained in; before training for no `tuning`."""
+    """The policy as the trainer saved it, in the dtype that it trained in; without a `tuning`, as it was before."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    unset_hf_deepspeed_config()  # ZeRO-3 would part what is loaded here too
-    source = path / ("trained" if tuning == "full" else "model")
+    unset_hf_deepspeed_config()  # ZeRO-3 would split what is loaded here too
+    source = path / "trained" if tuning == "full" else path.parent / "model"
     model = AutoModelForCausalLM.from_pretrained(source, dtype=trained.dtype)
     if tuning == "lora":
         model = PeftModel.from_pretrained(model, path / "trained", autocast_adapter_dtype=False)
     return model.to(trained.device)
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    train(*sys.argv[1:4], Path(sys.argv[4]))

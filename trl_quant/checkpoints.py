@@ -24,6 +24,14 @@ def last_complete_checkpoint(output_dir: str) -> str | None:
     return os.fspath(steps[max(steps)]) if steps else None
 
 
+def how_to_go_on(output_dir: str) -> str:
+    """Where a run that failed can go on."""
+    checkpoint = last_complete_checkpoint(output_dir)
+    if checkpoint is not None:
+        return f"The last whole checkpoint is {checkpoint}; continue with `train(resume_from_checkpoint=True)`."
+    return f"There is no whole checkpoint in {output_dir}; start again, with a smaller `save_steps`."
+
+
 def precision_before(output_dir: str) -> str | None:
     """The precision of the run whose last whole checkpoint is in `output_dir`, if there is one."""
     return read_rollout_state(last_complete_checkpoint(output_dir) or "").get("precision")

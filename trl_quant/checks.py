@@ -2,10 +2,9 @@
 
 from accelerate.utils import is_peft_model
 from transformers import AutoConfig
-from trl.import_utils import is_vllm_available
 
 from .norms import family_of
-from .rollout.vllm.support import check_device
+from .rollout.vllm.support import check_device, check_version
 
 
 def check_before_loading(model, args, train_dataset, peft_config, environment_factory) -> None:
@@ -14,19 +13,11 @@ def check_before_loading(model, args, train_dataset, peft_config, environment_fa
     if columns is not None and environment_factory is None and "prompt" not in columns:
         raise ValueError(f"`train_dataset` has the columns {columns}; a column 'prompt' is needed.")
     if args.use_vllm and args.rollout_precision is not None:
-        _check_vllm(args)
+        check_version()
+        if args.vllm_mode == "colocate":
+            check_device(args.rollout_precision, args.vllm_enable_sleep_mode)
     if args.noise_schedule is not None or args.uaq_scale is not None:
         _check_norms(model, args, peft_config)
-
-
-def _check_vllm(args) -> None:
-    if not is_vllm_available():
-        raise ImportError(
-            "`use_vllm`=True, but vLLM is not installed. Install `trl_quant[vllm]` (CUDA) or `trl_quant[cpu]`, or set "
-            f"`use_vllm=False` to sample from the embedded engine in `rollout_precision`={args.rollout_precision!r}."
-        )
-    if args.vllm_mode == "colocate":
-        check_device(args.rollout_precision, args.vllm_enable_sleep_mode)
 
 
 def _check_norms(model, args, peft_config) -> None:

@@ -77,6 +77,10 @@ class QuantGRPOConfig(GRPOConfig):
             What a token of the quantized sampler is worth: `"trl"` (TRL's own importance sampling, governed by its
             `vllm_importance_sampling_*` arguments), `"none"`, `"coupled"`, `"decoupled"`, `"tis"`, `"acr"` or `"ais"`.
             If `None`, `"trl"` without a `rollout_precision` and `"acr"` with one.
+        scale_rewards (`str`, *optional*):
+            As in TRL. If `None`, what the correction's method asks for: `"none"` with `ais`, else TRL's default.
+        loss_type (`str`, *optional*):
+            As in TRL. If `None`, what the correction's method asks for: `"grpo"` with `ais`, else TRL's default.
         is_cap (`float`, *optional*):
             Cap C >= 1 on the ratio w = exp(old_logps - rollout_logps), for `tis`, `acr` and `ais`. If `None`, 2 for
             `tis` and `acr`, 5 for `ais`.
@@ -141,6 +145,14 @@ class QuantGRPOConfig(GRPOConfig):
             f"{_listed(CORRECTIONS)}. If not set, 'trl' without a `rollout_precision`, 'acr' with one."
         },
     )
+    scale_rewards: str | None = field(
+        default=None,
+        metadata={"help": "As in TRL. If not set, 'none' with `is_correction` 'ais', else TRL's default, 'group'."},
+    )
+    loss_type: str | None = field(
+        default=None,
+        metadata={"help": "As in TRL. If not set, 'grpo' with `is_correction` 'ais', else TRL's default, 'dapo'."},
+    )
     is_cap: float | None = field(
         default=None,
         metadata={
@@ -188,10 +200,24 @@ class QuantGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        self._resolve()
         super().__post_init__()
-        self._resolve_and_check()
+        self._check()
 
-    def _resolve_and_check(self):
+    def _resolve(self):
+        """Fills in what depends on other fields."""
+        if self.is_correction is None:
+            self.is_correction = "trl" if self.rollout_precision is None else "acr"
+        for name, value in self._method_settings().items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    def _method_settings(self) -> dict[str, str]:
+        """`scale_rewards` and `loss_type` as the correction's method has them, else as TRL has them."""
+        trl = {name: GRPOConfig.__dataclass_fields__[name].default for name in ("scale_rewards", "loss_type")}
+        return trl | getattr(CORRECTIONS.get(self.is_correction), "settings", {})
+
+    def _check(self):
         _check_choice("rollout_precision", self.rollout_precision, (*PRECISIONS, "auto"))
         _check_choice("lora_sync", self.lora_sync, LORA_SYNCS)
         _check_choice("vllm_sleep_level", self.vllm_sleep_level, (1, 2))
@@ -211,8 +237,6 @@ class QuantGRPOConfig(GRPOConfig):
                 "The noise decays: it must start at least as large as it ends."
             )
 
-        if self.is_correction is None:
-            self.is_correction = "trl" if self.rollout_precision is None else "acr"
         if self.rollout_precision is not None:
             self._check_rollout()
         elif self.noise_schedule is not None:
@@ -297,13 +321,24 @@ class QuantGRPOConfig(GRPOConfig):
 
     @classmethod
     def from_grpo(cls, args: GRPOConfig) -> "QuantGRPOConfig":
-        """A copy of TRL's configuration as one of this class: its values stay, the added fields take our defaults."""
+        """
+        A copy of TRL's configuration as one of this class: its values stay, the added fields take our defaults. What
+        the correction's method asks for takes the place of TRL's defaults, and the log says so.
+        """
         config = copy.copy(args)
         config.__class__ = cls
         for f in fields(cls):
             if not hasattr(args, f.name):
                 setattr(config, f.name, f.default)
-        config._resolve_and_check()
+        config._resolve()
+        for name, value in config._method_settings().items():
+            default = GRPOConfig.__dataclass_fields__[name].default
+            if value != default and getattr(args, name) == default:
+                logger.warning(
+                    "`%s`=%r, as the method of `is_correction`=%r has it.", name, value, config.is_correction
+                )
+                setattr(config, name, value)
+        config._check()
         return config
 
     @property
@@ -337,14 +372,8 @@ class QuantGRPOConfig(GRPOConfig):
 
 @dataclass
 class AISGRPOConfig(QuantGRPOConfig):
-    """
-    Configuration of [`AISGRPOTrainer`]: [`QuantGRPOConfig`] with the defaults of the AIS paper, `is_correction="ais"`
-    and unnormalised advantages (`scale_rewards="none"`, as in Dr. GRPO).
-    """
+    """Configuration of [`AISGRPOTrainer`]: [`QuantGRPOConfig`] with `is_correction="ais"` and what it asks for."""
 
     is_correction: str | None = field(
         default="ais", metadata=QuantGRPOConfig.__dataclass_fields__["is_correction"].metadata
-    )
-    scale_rewards: str = field(
-        default="none", metadata=QuantGRPOConfig.__dataclass_fields__["scale_rewards"].metadata
     )

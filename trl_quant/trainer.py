@@ -5,13 +5,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id, nanmax, nanmin
 
-from .checkpoints import (
-    check_uaq,
-    last_complete_checkpoint,
-    precision_before,
-    read_rollout_state,
-    write_rollout_state,
-)
+from . import checkpoints
 from .checks import check_before_loading
 from .config import AISGRPOConfig, QuantGRPOConfig
 from .corrections import CorrectionInputs
@@ -25,13 +19,7 @@ class QuantGRPOTrainer(GRPOTrainer):
     TRL's [`~trl.GRPOTrainer`] with quantized rollouts and the correction for them. It takes what `GRPOTrainer` takes;
     with [`QuantGRPOConfig`]'s defaults, with a plain [`~trl.GRPOConfig`] and with `args=None` it is `GRPOTrainer`.
 
-    Example:
-
     ```python
-    >>> from datasets import load_dataset
-    >>> from trl.rewards import accuracy_reward
-    >>> from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-
     >>> trainer = QuantGRPOTrainer(
     ...     model="Qwen/Qwen2.5-0.5B-Instruct",
     ...     reward_funcs=accuracy_reward,
@@ -71,7 +59,7 @@ class QuantGRPOTrainer(GRPOTrainer):
             args = self.config_class.from_grpo(args)
         check_before_loading(model, args, train_dataset, peft_config, environment_factory)
         if args.rollout_precision == "auto":
-            args.rollout_precision = precision_before(args.output_dir) or choose_precision(args, model_name)
+            args.rollout_precision = checkpoints.precision_before(args.output_dir) or choose_precision(args, model_name)
         self._correction = args.correction()
 
         with engine_of(args):
@@ -85,7 +73,9 @@ class QuantGRPOTrainer(GRPOTrainer):
 
     def _generate(self, prompts):
         if self._engine is not None:
-            self._engine.noise = self._rollout_noise()
+            self._engine.noise = self.rollout_noise()
+            if self.args.noise_schedule is not None and self.model.training:
+                self._metrics["train"]["noise/sigma"].append(self._engine.noise.sigma)
         return super()._generate(prompts)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
@@ -98,31 +88,23 @@ class QuantGRPOTrainer(GRPOTrainer):
         except Exception as error:
             if self._engine is None:
                 raise
-            checkpoint = last_complete_checkpoint(self.args.output_dir)
             raise RuntimeError(
-                f"The {self._engine.precision} rollout engine failed at step {self.state.global_step}. The last whole "
-                f"checkpoint is {checkpoint}; continue with `train(resume_from_checkpoint=True)`. Cause: {error}"
+                f"The {self._engine.precision} rollout engine failed at step {self.state.global_step}. "
+                f"{checkpoints.how_to_go_on(self.args.output_dir)} Cause: {error}"
             ) from error
 
-    def _rollout_noise(self) -> RolloutNoise:
-        args, step = self.args, self.state.global_step
-        if args.noise_schedule is None or not self.model.training:  # evaluation samples from the clean copy
-            return RolloutNoise()
-        value = args.noise_sigma(step, self.state.max_steps)
-        self._metrics["train"]["noise/sigma"].append(value)
-        return RolloutNoise(value, args.seed, step)
+    def rollout_noise(self) -> RolloutNoise:
+        """The noise of a generation at this step; evaluation samples from the clean copy."""
+        step = self.state.global_step
+        sigma = self.args.noise_sigma(step, self.state.max_steps) if self.model.training else 0.0
+        return RolloutNoise(sigma, self.args.seed, step)
 
     def check_sync(self) -> dict[str, float]:
         """
         Compares the vLLM engine with the policy at once, as is done every `sync_check_steps`; syncs first where the
-        next generation would.
-
-        Returns:
-            `dict[str, float]`: `sync_check/logp_difference`, the mean |difference| of their log-probabilities in nats a
-            token, and `sync_check/bound`, what the format explains.
+        next generation would. See [`~rollout.self_check.self_check`] for what it returns and raises.
 
         Raises:
-            `RuntimeError`: if the engine's weights are stale, corrupted, or those of the base model alone.
             `ValueError`: without a vLLM engine of ours.
         """
         if not hasattr(self._engine, "check_sync"):
@@ -167,14 +149,11 @@ class QuantGRPOTrainer(GRPOTrainer):
 
     def _log_weights(self, mode: str, weights: torch.Tensor) -> None:
         """Has TRL's own metrics of the importance sampling ratio tell of the weights that replaced it."""
-        if weights.numel() == 0:
-            weights = weights.new_zeros(1)
-        for statistic, value in (
-            ("min", nanmin(self.accelerator.gather(weights.min()))),
-            ("mean", self.accelerator.gather(weights.mean()).nanmean()),
-            ("max", nanmax(self.accelerator.gather(weights.max()))),
-        ):
-            self._metrics[mode][f"sampling/importance_sampling_ratio/{statistic}"][-1] = value.item()
+        weights = weights if weights.numel() else weights.new_zeros(1)
+        gathered = {name: self.accelerator.gather(getattr(weights, name)()) for name in ("min", "mean", "max")}
+        reduced = {"min": nanmin, "mean": torch.nanmean, "max": nanmax}
+        for name, values in gathered.items():
+            self._metrics[mode][f"sampling/importance_sampling_ratio/{name}"][-1] = reduced[name](values).item()
 
     # Loss: TRL's own, between a token's own clip bounds where the correction gives them (QuRL eq. 9)
 
@@ -189,7 +168,7 @@ class QuantGRPOTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir) or True
+            resume_from_checkpoint = checkpoints.last_complete_checkpoint(self.args.output_dir) or True
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model, trial):
@@ -197,12 +176,12 @@ class QuantGRPOTrainer(GRPOTrainer):
             state = {"precision": self._engine.precision, **self._engine.state_dict()}  # collective
             if self.args.should_save:
                 name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-                write_rollout_state(f"{self._get_output_dir(trial)}/{name}", state)
+                checkpoints.write_rollout_state(f"{self._get_output_dir(trial)}/{name}", state)
         super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        check_uaq(resume_from_checkpoint, uaq_applied(self.model))
-        state = read_rollout_state(resume_from_checkpoint)
+        checkpoints.check_uaq(resume_from_checkpoint, uaq_applied(self.model))
+        state = checkpoints.read_rollout_state(resume_from_checkpoint)
         if self._engine is not None and state:
             self._engine.load_state_dict(state)
         return super()._load_from_checkpoint(resume_from_checkpoint, model)

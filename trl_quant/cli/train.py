@@ -18,11 +18,8 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from trl_quant import AISGRPOConfig, AISGRPOTrainer, QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.tasks import REWARDS, load_prompts
-
-
-TRAINERS = {"quant": (QuantGRPOTrainer, QuantGRPOConfig), "ais": (AISGRPOTrainer, AISGRPOConfig)}
 
 
 @dataclass
@@ -43,14 +40,7 @@ class TrainArguments:
         metadata={"help": f"Rewards, summed: {', '.join(REWARDS)}, or the dotted path of a function of your own."},
     )
 
-    trainer: str = field(
-        default="quant",
-        metadata={"help": "'quant' (`QuantGRPOTrainer`) or 'ais' (`AISGRPOTrainer`, with the AIS paper's defaults)."},
-    )
-
     def __post_init__(self):
-        if self.trainer not in TRAINERS:
-            raise ValueError(f"`trainer`={self.trainer!r} is unknown. Allowed: {', '.join(map(repr, TRAINERS))}.")
         self.rewards = [_reward(name) for name in self.reward_funcs]
 
 
@@ -71,14 +61,11 @@ def _reward(name: str) -> Callable[..., list[float | None]]:
 
 
 def parse_args(argv: list[str] | None = None) -> tuple[TrainArguments, QuantGRPOConfig, ModelConfig]:
-    """Reads the command line; unset options take the defaults of the trainer's config."""
+    """Reads the command line and checks it."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
         # accelerate does not pass `use_cpu` on to the processes it starts, and without it each would train by itself.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     parsed = TrlParser((TrainArguments, QuantGRPOConfig, ModelConfig)).parse_args_and_config(argv)
-    config_class = TRAINERS[parsed[0].trainer][1]
-    if config_class is not QuantGRPOConfig:
-        parsed = TrlParser((TrainArguments, config_class, ModelConfig)).parse_args_and_config(argv)
     if parsed[2].model_name_or_path is None:
         raise ValueError("`model_name_or_path`=None: name the model to train, a hub id or a directory.")
     return parsed
@@ -128,7 +115,7 @@ def main(argv: list[str] | None = None, reward_funcs: list[Callable] | None = No
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    trainer = TRAINERS[script_args.trainer][0](
+    trainer = QuantGRPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=[*script_args.rewards, *(reward_funcs or [])],
         args=training_args,

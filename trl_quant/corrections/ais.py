@@ -19,10 +19,12 @@ One coefficient per batch says how much of the truncated correction to apply:
 | `B`, the mini-batch | the unmasked, scored tokens of all ranks |
 | `CV`, `std` | of the sample (`N - 1`) |
 
-The paper uses unnormalised advantages, reward minus group mean. With no mismatch alpha is 0 and this is GRPO.
+The paper uses unnormalised advantages, reward minus group mean, and averages over the tokens of each sequence first
+(eq. 19). With no mismatch alpha is 0 and this is GRPO.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .base import CorrectionInputs, CorrectionOutput, check
 from .diagnostics import Pooled, diagnose, float64, per_token_advantages, rollout_ratio
@@ -37,6 +39,9 @@ class AIS:
     gamma: float = 1.2
     beta_var: float = 1.0
     eps: float = 1e-6
+
+    # What the method asks of the rest of GRPO, in TRL's names
+    settings: ClassVar[dict[str, str]] = {"scale_rewards": "none", "loss_type": "grpo"}
 
     def __post_init__(self):
         check("cap", self.cap, 1)

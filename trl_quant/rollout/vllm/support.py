@@ -47,7 +47,12 @@ def quantizers_on(device: torch.device | str) -> dict[str, Callable]:
 
 
 def check_version() -> None:
-    """Raises `ImportError` for a vLLM that the engine was not built for."""
+    """Raises `ImportError` without vLLM, or for one that the engine was not built for."""
+    if not is_vllm_available():
+        raise ImportError(
+            "`use_vllm`=True, but vLLM is not installed. Install `trl_quant[vllm]` (CUDA) or `trl_quant[cpu]`, or set "
+            "`use_vllm=False` to sample from the embedded engine."
+        )
     from vllm import __version__
 
     lowest, above = map(Version, VLLM_VERSIONS)
