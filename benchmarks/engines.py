@@ -1,8 +1,10 @@
-"""What the benchmarks of engines share: policies of any size without a checkpoint, engines with dummy weights."""
+"""What the engine benchmarks share: policies of any size without a checkpoint, engines with dummy weights."""
 
+import atexit
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +28,7 @@ def machine() -> str:
 
 
 def model_directory(size: str) -> str:
-    """A directory with the config.json of a Qwen2.5 of this size and nothing else."""
+    """A directory with only the config.json of a Qwen2.5 of this size."""
     from transformers import Qwen2Config
 
     shape = dict(SHAPES[size])
@@ -40,15 +42,16 @@ def model_directory(size: str) -> str:
         dtype="bfloat16",
         **shape,
     )
-    path = Path(tempfile.gettempdir()) / f"trl-quant-bench-{size}"
+    path = tempfile.mkdtemp(prefix=f"trl-quant-bench-{size}-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
     config.save_pretrained(path)
-    return str(path)
+    return path
 
 
 def policy(path: str, lora_rank: int = 0):
     """
-    A policy in BF16 whose layers share their weights' memory: it streams as many bytes as a real one and holds those
-    of one layer, which leaves the GPU to the engine.
+    A BF16 policy with one layer's memory shared by all layers: it streams as many bytes as a real policy and leaves the
+    GPU to the engine.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -62,7 +65,7 @@ def policy(path: str, lora_rank: int = 0):
             storage[key] = (torch.randn(param.shape, device=device) * 0.02).to(torch.bfloat16)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(storage[key]))
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config, device=device)  # all the buffers that there are
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config, device=device)  # the only buffers
     model.name_or_path = path
     if lora_rank:
         from peft import LoraConfig, get_peft_model
@@ -78,7 +81,7 @@ def byte_tokenizer(text: str, add_special_tokens: bool = False) -> dict:
 
 def build(kind: str, model, max_seqs: int, new_tokens: int, length: int, lora_sync: str = "merge", **arguments):
     """
-    TRL's own engine (`kind="trl"`) or ours in a precision, both with `arguments` for vLLM and dummy weights.
+    TRL's own engine (`kind="trl"`) or ours (`kind` is a precision), with dummy weights; `arguments` go to vLLM.
     """
     from accelerate import Accelerator
     from trl.generation.vllm_generation import VLLMGeneration
@@ -103,7 +106,7 @@ def build(kind: str, model, max_seqs: int, new_tokens: int, length: int, lora_sy
 
 
 def in_own_process(arguments: list[str], timeout: float) -> dict:
-    """Runs this benchmark again for one engine, which then has the GPU to itself; its result, or what went wrong."""
+    """Reruns this benchmark for one engine, which then has the GPU to itself; returns its result or the error."""
     environment = os.environ | {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
     command = [sys.executable, sys.argv[0], *arguments]
     try:

@@ -1,14 +1,12 @@
 """
-Speed of quantizing the weights of a model: Triton kernels and the torch code of `trl_quant.formats`, beside a
-plain copy.
+Speed of weight quantization: Triton kernels and the torch code of `trl_quant.formats`, against a plain copy.
 
     python benchmarks/quantize.py                      # 7B shapes on a GPU, tiny shapes on a CPU
     python benchmarks/quantize.py --shapes 32b --layers 8 --output benchmarks/results
 
-Bytes are those that must move: the weight read once, codes and scales written once. So two reads (fp8_tensor,
-nvfp4: the maximum of the tensor comes first) show as lower GB/s. Times are of all weights one after the other, the
-best of the given rounds, memory for the results allocated anew each time as in a sync; `nvfp4 given scale` leaves
-the first read out.
+GB/s counts only the bytes that must move: the weight read once, codes and scales written once. So a second read
+(fp8_tensor, nvfp4: the tensor's maximum comes first) shows as lower GB/s. Times cover all weights in sequence, best of
+the rounds, with results allocated anew each time, as in a sync; `nvfp4 given scale` skips the first read.
 """
 
 import argparse
@@ -22,7 +20,7 @@ import torch
 from trl_quant import formats
 
 
-SHAPES = {  # (out, in) of the linear layers of one decoder layer, and how many layers: Qwen2.5
+SHAPES = {  # Qwen2.5: (out, in) of the linear layers in one decoder layer, and the number of layers
     "7b": ([(3584, 3584), (512, 3584), (512, 3584), (3584, 3584), (18944, 3584), (18944, 3584), (3584, 18944)], 28),
     "32b": ([(5120, 5120), (1024, 5120), (1024, 5120), (5120, 5120), (27648, 5120), (27648, 5120), (5120, 27648)], 64),
     "tiny": ([(256, 256), (128, 256), (128, 256), (256, 256), (768, 256), (768, 256), (256, 768)], 2),
@@ -30,7 +28,7 @@ SHAPES = {  # (out, in) of the linear layers of one decoder layer, and how many 
 
 
 def seconds(run, rounds: int, cuda: bool) -> float:
-    """Best time of one call of `run`, after one to warm up."""
+    """Best time of one call of `run`, after a warm-up call."""
     times = []
     for _ in range(rounds + 1):
         if cuda:

@@ -1,11 +1,11 @@
 """
-Tokens per second of sampling, the sync included, against TRL's own merged BF16 path in the same run.
+Sampled tokens per second, sync included, against TRL's own merged BF16 path in the same run.
 
     python benchmarks/rollout.py                       # 7B shapes on a GPU, tiny ones on a CPU
     python benchmarks/rollout.py --sizes 7b 32b --precisions fp8 int8 nvfp4 --batches 1 8 64 256
 
-A LoRA policy of rank 32 is merged and synced, then every prompt of 256 random tokens is continued by 512, with
-vLLM's defaults for torch.compile and CUDA graphs. Each engine has a process of its own; weights are dummies.
+A LoRA policy of rank 32 is merged and synced, then 512 tokens are sampled for each prompt of 256 random tokens, with
+vLLM's defaults for torch.compile and CUDA graphs. Each engine runs in its own process, with dummy weights.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def measure(kind: str, size: str, batches: list[int], prompt: int, new: int, lor
         prompts = torch.randint(10, 1000, (batch, prompt), generator=generator).tolist()
         engine.max_completion_length = 8
         engine.sync_weights()
-        engine.generate(prompts, None, 1)  # warms up kernels of this batch
+        engine.generate(prompts, None, 1)  # warms up the kernels for this batch size
         engine.max_completion_length = new
         if CUDA:
             torch.cuda.synchronize()
@@ -58,7 +58,7 @@ def main():
     parser.add_argument("--prompt", type=int, default=256 if CUDA else 32)
     parser.add_argument("--new", type=int, default=512 if CUDA else 32)
     parser.add_argument("--lora", type=int, default=32, metavar="RANK", help="0 for full fine-tuning")
-    parser.add_argument("--lora_sync", choices=["merge", "adapter"], default="merge", help="of our engines")
+    parser.add_argument("--lora_sync", choices=["merge", "adapter"], default="merge", help="for our engines")
     parser.add_argument("--enforce_eager", action="store_true")
     parser.add_argument("--timeout", type=float, default=540, help="seconds for one engine")
     parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")

@@ -4,9 +4,9 @@ Seconds and peak extra memory of one weight sync, against TRL's own BF16 push in
     python benchmarks/sync.py                          # 7B shapes on a GPU, tiny ones on a CPU
     python benchmarks/sync.py --size 32b --precisions fp8 nvfp4 --lora 32
 
-Each engine has a process of its own. `sync` is the median of the rounds after the first, `stream` the time of the
-tensors alone (gathering, merging, quantizing), without vLLM, `check` that of a self-check, made every 50 syncs.
-Extra memory is the peak over what was allocated before.
+Each engine runs in its own process. `sync` is the median of the rounds after the first; `stream` is the time to
+produce the tensors (gather, merge, quantize), without vLLM; `check` is the time of one self-check (every
+`sync_check_steps` syncs). Extra memory is the peak above what was allocated before.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def measure(kind: str, size: str, lora: int, rounds: int) -> dict:
     if kind != "trl":
         consume = lambda: [None for _ in engine.stream()]  # noqa: E731
         result["stream"] = min(seconds(consume) for _ in range(3))
-        if not CUDA:  # dummy weights pass by our loader, without which INT8 is wrong on CPUs without AMX
+        if not CUDA:  # dummy weights bypass our loader, which INT8 needs on CPUs without AMX
             return result
         engine.check_sync()
         result["check"] = min(seconds(engine.check_sync) for _ in range(3))
@@ -56,7 +56,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--size", choices=SHAPES, default="7b" if CUDA else "tiny")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="merge an adapter of this rank on the way")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="an adapter of this rank to merge")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one engine")
     parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")

@@ -1,11 +1,11 @@
-"""Build a small Qwen3 model that is right on about a third of additions and subtractions: a slope for RL to climb.
+"""Build a small Qwen3 that is right on about a third of additions and subtractions, which leaves room for RL.
 
     python examples/build_arithmetic_model.py --output_dir runs/arithmetic
 
 The model (two layers, 0.5M parameters, a tokenizer of 64 characters) learns worked solutions such as
-`347+588=7+8+0=5c1 4+8+1=3c1 3+5+1=9c0 #### 935` by supervised training, and stops as soon as it is right on a third
-of the held-out problems when sampling at temperature 1. Beside it go `train.jsonl` and `eval.jsonl` (columns `prompt`
-and `answer`); problems in `eval.jsonl` are never trained on. The same seed gives the same model.
+`347+588=7+8+0=5c1 4+8+1=3c1 3+5+1=9c0 #### 935` by supervised training. Training stops once it is right on a third of
+the held-out problems when sampling at temperature 1. `train.jsonl` and `eval.jsonl` (columns `prompt` and `answer`) are
+written beside it; problems in `eval.jsonl` are never trained on. The same seed gives the same model.
 """
 
 import string
@@ -41,22 +41,22 @@ CHARACTERS = string.digits + string.ascii_lowercase + " \n+-*/=().,:;<>?!%$[]{}'
 
 @dataclass
 class BuildArguments:
-    """What `build` takes, and the command line."""
+    """Arguments of `build` and of the command line."""
 
     output_dir: str = field(default="runs/arithmetic", metadata={"help": "Where model, tokenizer and problems go."})
     target_accuracy: float = field(default=0.33, metadata={"help": "Held-out accuracy at temperature 1 to stop at."})
-    max_steps: int = field(default=900, metadata={"help": "Stop here at the latest."})
-    batch_size: int = field(default=64, metadata={"help": "Worked solutions a step."})
-    learning_rate: float = field(default=3e-3, metadata={"help": "AdamW's, constant after 20 steps of warm-up."})
-    operations: str = field(default="+-", metadata={"help": "Those of '+', '-' and '*' to teach."})
+    max_steps: int = field(default=900, metadata={"help": "Maximum number of training steps."})
+    batch_size: int = field(default=64, metadata={"help": "Worked solutions per step."})
+    learning_rate: float = field(default=3e-3, metadata={"help": "AdamW's, constant after 20 warm-up steps."})
+    operations: str = field(default="+-", metadata={"help": "Which of '+', '-' and '*' to teach."})
     max_digits: int = field(default=3, metadata={"help": "Digits of the longest operand."})
-    seed: int = field(default=0, metadata={"help": "Of weights, problems and sampling."})
+    seed: int = field(default=0, metadata={"help": "For weights, problems and sampling."})
     train_problems: int = field(default=4096, metadata={"help": "Rows of train.jsonl."})
     eval_problems: int = field(default=512, metadata={"help": "Rows of eval.jsonl."})
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, and one for `####`: 64 in all."""
+    """One token per character and one for `####`: 64 in all."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, "####", *CHARACTERS])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     backend.decoder = decoders.Fuse()
@@ -101,7 +101,7 @@ def prompts(args: BuildArguments, seed: int, count: int, held_out: bool) -> Data
 
 
 def lessons(tokenizer: PreTrainedTokenizerFast, args: BuildArguments) -> list[dict[str, list[int]]]:
-    """Worked solutions, tokenized; only the solution is learned, not the problem."""
+    """Tokenized worked solutions; the loss covers only the solution, not the problem."""
     stream = problems(args.seed, args.operations, max_digits=args.max_digits)
     taught = list(islice(stream, args.max_steps * args.batch_size))
     texts = tokenizer([problem.prompt + problem.solution + "<eos>" for problem in taught])["input_ids"]
@@ -116,7 +116,7 @@ class StopAtAccuracy(TrainerCallback):
         self.target, self.dataset, self.tokenizer, self.accuracy = target, dataset, tokenizer, 0.0
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        # A model whose loss is still high is right on nothing: no need to ask.
+        # Before step 300 the loss is too high for anything to be right.
         if state.global_step % 15 == 0 and state.global_step >= 300:
             self.accuracy = mean_reward(
                 model, self.tokenizer, self.dataset, arithmetic_reward, MAX_COMPLETION_LENGTH, seed=args.seed

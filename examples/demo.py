@@ -1,13 +1,13 @@
-"""Sampling from a quantized copy works, and the correction is measured: five short trainings on a CPU, side by side.
+"""Five short trainings on a CPU, side by side: samples from quantized copies, with and without correction.
 
     python examples/demo.py
 
-Builds the small arithmetic model (build_arithmetic_model.py), trains it with GRPO from full-precision samples, from
-INT4 and from FP8 samples, the latter two uncorrected and with AIS, all with the same seed and settings. Ends with a
-table and one chart (reward, mismatch KL, correction weight) in runs/demo. Run it again after an interruption and
-finished parts are not repeated.
+Builds the small arithmetic model (build_arithmetic_model.py) and trains it with GRPO on full-precision, INT4 and FP8
+samples, the latter two uncorrected and with AIS, all with the same seed and settings. Ends with a table, and a chart
+(reward, mismatch KL, correction weight) in runs/demo. After an interruption, run it again: finished parts are not
+repeated.
 
-Where vLLM is installed, the 8-bit samples come from it, in the first of FP8, FP8 by blocks and INT8 that it runs here.
+If vLLM is installed, the 8-bit samples come from it, in the first of FP8, block FP8 and INT8 that it supports here.
 """
 
 import json
@@ -45,12 +45,12 @@ SETTINGS = {
     "learning_rate": 3e-4,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 5,
-    # `ais` asks for others; here all runs differ in their samples and weights alone.
+    # `ais` asks for other values; here runs differ only in their samples and weights.
     "scale_rewards": "group",
     "loss_type": "dapo",
 }
 ENGINES = ("auto", "embedded", "vllm")
-VLLM_ENGINE = {  # starts at once and in silence
+VLLM_ENGINE = {  # starts fast and quietly
     "enforce_eager": True,
     "kv_cache_memory_bytes": 128 << 20,
     "disable_log_stats": True,
@@ -66,12 +66,12 @@ class DemoArguments:
     engine: str = field(
         default="auto",
         metadata={
-            "help": "What samples from the quantized copy: 'embedded', 'vllm' (for the formats that it runs), or "
-            "'auto', which is 'vllm' where that is installed."
+            "help": "What samples from the quantized copy: 'embedded', 'vllm' (for the formats that it supports), or "
+            "'auto', which is 'vllm' if installed."
         },
     )
     steps: int = field(default=60, metadata={"help": "Optimizer steps of each run."})
-    seed: int = field(default=0, metadata={"help": "Of the model, the data and the sampling, the same in all runs."})
+    seed: int = field(default=0, metadata={"help": "For model, data and sampling, the same in all runs."})
     fresh: bool = field(default=False, metadata={"help": "Start over: remove `output_dir` first."})
 
     def __post_init__(self):
@@ -83,7 +83,7 @@ class DemoArguments:
 
 @dataclass(frozen=True)
 class Sampler:
-    """What a run samples from, and how that is corrected."""
+    """What a run samples from, and its correction."""
 
     precision: str | None
     correction: str | None
@@ -97,7 +97,7 @@ def samplers(engine: str) -> dict[str, Sampler]:
         try:
             check_version()
             in_vllm = [name for name, missing in supported_precisions().items() if missing is None]
-        except ImportError:  # a vLLM that is not supported
+        except ImportError:  # unsupported vLLM version
             if engine == "vllm":
                 raise
     eight_bits = next((name for name in EIGHT_BITS if name in in_vllm), "fp8")
@@ -112,7 +112,7 @@ def samplers(engine: str) -> dict[str, Sampler]:
 
 
 class Follow(TrainerCallback):
-    """Appends what is logged to metrics.jsonl, and moves the progress bar."""
+    """Appends logs to metrics.jsonl and moves the progress bar."""
 
     def __init__(self, path: Path, progress: Progress, task: int):
         self.path, self.progress, self.task = path, progress, task
@@ -126,7 +126,7 @@ class Follow(TrainerCallback):
 
 
 def train_run(name: str, sampler: Sampler, model_dir: Path, args: DemoArguments, progress: Progress) -> None:
-    """One training, with all that it logs in `<output_dir>/<name>/metrics.jsonl`; a finished one is not repeated."""
+    """One training, logged in `<output_dir>/<name>/metrics.jsonl`; a finished one is not repeated."""
     directory = Path(args.output_dir, name.replace(" ", "-"))
     task = progress.add_task(name, total=args.steps, reward="", kl="")
     settings = {
@@ -180,7 +180,7 @@ def initial_accuracy(model_dir: Path) -> float:
 
 
 def held_out_accuracy(model, model_dir: Path) -> float:
-    """Share of held-out problems that the policy itself, unquantized, gets right at temperature 1."""
+    """Share of held-out problems that the unquantized policy gets right at temperature 1."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     dataset = load_prompts(str(model_dir / "eval.jsonl"))
     return mean_reward(model, tokenizer, dataset, arithmetic_reward, MAX_COMPLETION_LENGTH)
@@ -204,7 +204,7 @@ def quiet():
 
 
 def main(args: DemoArguments) -> int:
-    """Runs what is missing; returns the number of runs that failed."""
+    """Runs whatever is missing; returns the number of failed runs."""
     output_dir = Path(args.output_dir)
     if args.fresh:
         shutil.rmtree(output_dir, ignore_errors=True)
@@ -230,7 +230,7 @@ def main(args: DemoArguments) -> int:
             for name, sampler in runs.items():
                 try:
                     train_run(name, sampler, model_dir, args, progress)
-                except Exception as error:  # the other runs are worth having
+                except Exception as error:  # the other runs are still worth having
                     failures[name] = f"failed: {error}"
                     console.print_exception()
 
@@ -248,6 +248,6 @@ def main(args: DemoArguments) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers would spread so small a model over all GPUs
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # otherwise transformers uses every GPU for this tiny model
     (demo_args,) = TrlParser(DemoArguments).parse_args_and_config()
     sys.exit(main(demo_args))

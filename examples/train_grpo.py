@@ -1,7 +1,7 @@
 """GRPO with quantized rollouts. Copy this file, add rewards of your own, and set the rest on the command line.
 
-What it runs is `trl_quant/cli/train.py`: TRL's parser over the dataset's, `QuantGRPOConfig`'s and the model's options,
-then `QuantGRPOTrainer`. That file uses public names only, so it can be copied as well where flags are not enough.
+It runs `trl_quant/cli/train.py`: TRL's parser for the dataset's, `QuantGRPOConfig`'s and the model's options, then
+`QuantGRPOTrainer`. That file uses only public names, so copy it too if flags are not enough.
 
 On a laptop, with the model of build_arithmetic_model.py and the embedded engine:
 
@@ -15,15 +15,15 @@ On a GPU, GSM8K, FP8 sampling in vLLM, LoRA:
     python examples/train_grpo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --use_peft --lora_r 32 \\
         --use_vllm --vllm_mode colocate --rollout_precision fp8 --output_dir runs/gsm8k-fp8
 
-On several GPUs: `accelerate launch --config_file configs/accelerate/fsdp2.yaml examples/train_grpo.py ...`. An
-interrupted run goes on from its last checkpoint with `--resume_from_checkpoint true`. All options: `--help`; they may
-also come from a YAML file, `--config recipe.yaml`.
+On several GPUs: `accelerate launch --config_file configs/accelerate/fsdp2.yaml examples/train_grpo.py ...`.
+`--resume_from_checkpoint true` continues an interrupted run from its last checkpoint. `--help` lists all options; they
+may also come from a YAML file, `--config recipe.yaml`.
 """
 
 from trl_quant.cli.train import main
 
 
-# Rewards of your own, in TRL's signature, beside those that --reward_funcs names. For example:
+# Rewards of your own, in TRL's signature, in addition to those named by --reward_funcs. For example:
 #
 #     def brevity(completions, **kwargs):
 #         return [-len(completion) / 1000 for completion in completions]

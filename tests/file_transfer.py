@@ -1,4 +1,4 @@
-"""A weight transfer through a file, for servers without NCCL: both ends, the trainer's and that of a worker of vLLM."""
+"""A weight transfer through a file, for servers without NCCL: the trainer's end and the end in vLLM's worker."""
 
 import os
 import time
@@ -11,7 +11,7 @@ FILE = Path(os.environ.get("FILE_TRANSFER", "/nowhere"))
 
 
 def send(iterator, group=None, src=0, post_iter_func=None) -> None:
-    """In place of vLLM's broadcast: the tensors, in their order."""
+    """Stands in for vLLM's broadcast: writes the tensors in their order."""
     part = FILE.with_suffix(".part")
     torch.save([(name, tensor.detach().clone()) for name, tensor in iterator], part)
     part.rename(FILE)
@@ -29,7 +29,7 @@ if "FILE_TRANSFER_WORKER" in os.environ:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    from trl_quant.rollout.vllm_server_worker import ReloadBracket
+    from trl_quant.rollout.vllm.transfer import ReloadBracket
 
     class Files(NCCLWeightTransferEngine):
         def init_transfer_engine(self, init_info):
@@ -46,7 +46,6 @@ if "FILE_TRANSFER_WORKER" in os.environ:
         pass
 
     WeightTransferEngineFactory.register_engine("files", FileTransfer)
-    WeightTransferEngineFactory.register_engine("plain files", Files)
 
 
 class WorkerExtension:

@@ -1,13 +1,14 @@
-"""The papers' equations in slow loops, one scalar at a time, to test the package against. Nothing here is imported
-from it. Equation numbers: QuRL (quantized RL, ACR, UAQ), AIS (adaptive importance sampling), QeRL (noise).
+"""The papers' equations in slow loops, one scalar at a time, as a reference for the package, which this file does not
+import. Equation numbers: QuRL (quantized RL, ACR, UAQ), AIS (adaptive importance sampling), QeRL (noise).
 
     OBJECTIVES[name](logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, **hyperparameters)
 
-is the mean over the unmasked tokens of one row of the papers' objectives, to be maximised; `logps` may carry a
-gradient. `diagnostics` and `ais_alpha` give the metrics. A token without a rollout log-probability has ratio 1 and is
-left out of every statistic.
+is a paper's objective, to be maximised, as a mean over the unmasked tokens; `logps` may carry a gradient.
+`diagnostics` and `ais_alpha` give the metrics. A token without a rollout log-probability has ratio 1 and is left out
+of every statistic.
 """
 
+import itertools
 import math
 
 import torch
@@ -28,7 +29,7 @@ def advantage(advantages, b, t):
 
 
 def weight(rollout_logps, old_logps, b, t):
-    """w = pi_prox / pi_behav, of one token."""
+    """w = pi_prox / pi_behav for one token."""
     if not math.isfinite(rollout_logps[b, t]):
         return 1.0
     return math.exp(old_logps[b, t].item() - rollout_logps[b, t].item())
@@ -50,7 +51,7 @@ def std(xs):
 
 
 def clipped(ratio, a, low, high):
-    """min(R A, clip(R, low, high) A), of one token; `ratio` is a scalar tensor."""
+    """min(R A, clip(R, low, high) A) for one token; `ratio` is a scalar tensor."""
     if ratio.item() < low:
         return torch.minimum(ratio * a, torch.tensor(low * a, dtype=ratio.dtype))
     if ratio.item() > high:
@@ -59,7 +60,7 @@ def clipped(ratio, a, low, high):
 
 
 def objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high):
-    """Mean over the unmasked tokens of `term(R, Rq, w, A, 1 - e_lo, 1 + e_hi)`, all of one token."""
+    """Mean over the unmasked tokens of `term(R, Rq, w, A, 1 - e_lo, 1 + e_hi)`."""
     terms = []
     for b, t in unmasked(mask):
         ratio = torch.exp(logps[b, t] - old_logps[b, t])
@@ -71,7 +72,7 @@ def objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_l
 
 
 def none(logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high):
-    """QuRL eq. 1, with the full-precision old actor below the fraction."""
+    """QuRL eq. 1, with the full-precision old actor in the denominator."""
 
     def term(ratio, ratio_q, w, a, low, high):
         return clipped(ratio, a, low, high)
@@ -168,7 +169,7 @@ def ais_alpha(rollout_logps, old_logps, advantages, mask, cap=5.0, delta=0.02, g
 
 
 def diagnostics(rollout_logps, old_logps, mask, cap=math.inf):
-    """Every `mismatch/` metric: expectations over tokens that the behaviour policy drew."""
+    """Every `mismatch/` metric: expectations over tokens drawn by the behaviour policy."""
     tokens = scored(rollout_logps, mask)
     q = [rollout_logps[b, t].item() for b, t in tokens]  # behaviour
     p = [old_logps[b, t].item() for b, t in tokens]  # proximal
@@ -184,10 +185,22 @@ def diagnostics(rollout_logps, old_logps, mask, cap=math.inf):
         "mismatch/weight_mean": mean(w),
         "mismatch/max_weight": max(w),
         "mismatch/ess_ratio": sum(w) ** 2 / (len(w) * sum(x * x for x in w)),
-        "mismatch/chi_square": mean([x * x for x in w]) - 1,
+        "mismatch/chi_square": mean([(x - 1) ** 2 for x in w]),
+        "mismatch/entropy": mean([-x for x in q]),
         "mismatch/cap_fraction": mean([float(x > cap) for x in w]),
         "mismatch/unscored_fraction": (everything - len(tokens)) / everything if everything else 0.0,
+        **by_position(tokens, w),
     }
+
+
+def by_position(tokens, w):
+    """The k3 estimate of the tokens between two powers of 4, from the first 16 on."""
+    edges, found = [0, 16, 64, 256, 1024, 4096, 16384, math.inf], {}
+    for first, end in itertools.pairwise(edges):
+        inside = [x - 1 - math.log(x) for (_, t), x in zip(tokens, w) if first <= t < end]
+        if inside:
+            found[f"mismatch/by_position/{first}-{'' if end == math.inf else end - 1}"] = mean(inside)
+    return found
 
 
 # Noise (QeRL algorithm 1) and scaling (QuRL eq. 11)

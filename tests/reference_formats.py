@@ -1,12 +1,11 @@
 """
 The number formats again, as slow scalar loops over Python floats: an independent reference for shapes and inputs that
-compressed-tensors does not take, and a second opinion on those that it does.
+compressed-tensors rejects, and a second opinion on those it accepts.
 
-Every number is a float64 here, and `to` rounds it to one of the 16- or 32-bit dtypes. A quotient or product of two
-such numbers that is rounded to float64 first and to their dtype after is rounded as if once: float64 has more than
-twice their bits.
+Every number here is a float64, and `to` rounds it to a 16- or 32-bit dtype. Rounding a quotient or product of two such
+numbers to float64 and then to their dtype equals rounding once: float64 has more than twice their bits.
 
-Also the inputs that all tests of formats and kernels use.
+Also holds the inputs for all tests of formats and kernels.
 """
 
 import math
@@ -35,7 +34,7 @@ def to(value: float, dtype: torch.dtype) -> float:
 
 
 def nearest(value: float, grid: list[float]) -> int:
-    """Index of the grid point nearest to `value >= 0`; between two equally near ones the even index."""
+    """Index of the grid point nearest to `value >= 0`; ties go to the even index."""
     return min(range(len(grid)), key=lambda i: (abs(grid[i] - value), i % 2))
 
 
@@ -44,7 +43,7 @@ def round_int(value: float, low: int, high: int) -> int:
 
 
 def blocks(matrix: list[list[float]], height: int, width: int):
-    """Blocks of a matrix in row order, as lists of (row, column); blocks at the edge are smaller."""
+    """Blocks of a matrix in row order, as lists of (row, column); edge blocks are smaller."""
     rows, cols = len(matrix), len(matrix[0])
     for top in range(0, rows, height):
         for left in range(0, cols, width):
@@ -54,7 +53,7 @@ def blocks(matrix: list[list[float]], height: int, width: int):
 def slow_quantize(x: torch.Tensor, name: str, activation: bool = False) -> tuple[list, list, list, float | None]:
     """
     Quantizes a matrix. Returns codes (one per value, row by row; E4M3 and E2M1 as index with the sign in the top bit),
-    scales (block by block, as numbers), dequantized values, and the global scale.
+    scales (one number per block), dequantized values, and the global scale.
     """
     dtype, matrix = x.dtype, x.double().tolist()
     rows, cols = x.shape
@@ -102,7 +101,7 @@ def slow_quantize(x: torch.Tensor, name: str, activation: bool = False) -> tuple
 
 
 def mx_scale(amax: float, dtype: torch.dtype) -> float:
-    """OCP MX with a maximum of 1.75 * 2^k and more counted as 2^(k+1)."""
+    """OCP MX, with a maximum of 1.75 * 2^k or more counted as 2^(k+1)."""
     if dtype == torch.float16 and amax < 0.75 * 2.0**-14:
         return 1.0
     if amax == 0:
@@ -114,7 +113,7 @@ def mx_scale(amax: float, dtype: torch.dtype) -> float:
 
 
 def slow_nf4(x: torch.Tensor, grid: list[float]) -> tuple[list, list, list, None]:
-    """QLoRA appendix E. bitsandbytes multiplies full blocks by a float32 reciprocal and divides the last short one."""
+    """QLoRA appendix E. bitsandbytes multiplies full blocks by a float32 reciprocal and divides a short last block."""
     flat = x.double().flatten().tolist()
     f32 = torch.float32
     middles = [to((a + b) / 2, f32) for a, b in pairwise(grid)]
@@ -173,16 +172,16 @@ def make(kind: str, dtype: torch.dtype, shape: tuple[int, ...] = (256, 256), see
         case "outlier":
             x *= 1e-3
             x.view(-1)[x.numel() // 3] = 1000.0
-        case "ties":  # multiples of a quarter hit the middles between grid points once the scale is a power of two
+        case "ties":  # multiples of a quarter hit midpoints of the grid if the scale is a power of two
             x = (x * 8).round() / 4
             x[..., 0] = 8
-        case "near ties":  # an ulp or two beside the middles, where a shortcut for the division shows
+        case "near ties":  # an ulp or two off the midpoints, where a division shortcut shows
             row = 1 + torch.rand((*shape[:-1], 1), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
             x = make("ties", torch.float32, shape, seed).double() * row
             x *= 1 + torch.finfo(dtype).eps * torch.arange(x.numel()).view(shape).remainder(5).sub(2)
         case "border":  # around the smallest normal number
             x *= tiny / 3
-        case "underflow":  # beside a large number these leave the dtype when divided by the scale
+        case "underflow":  # next to a large number these underflow when divided by the scale
             x = torch.where(torch.arange(shape[-1]) % 16 == 5, 1000.0, x * tiny / 8)
         case "wide":  # magnitudes over the whole range of the format
             x *= 2.0 ** torch.linspace(-12, 4, x.numel(), dtype=torch.float64).view(shape)

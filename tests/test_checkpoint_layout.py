@@ -1,6 +1,6 @@
 """
-Quantized checkpoints: the same keys, bytes and config that compressed-tensors and llmcompressor write, readable by
-transformers, written tensor by tensor and whole or not at all.
+Quantized checkpoints: the same keys, bytes and config as from compressed-tensors and llmcompressor, readable by
+transformers, and written tensor by tensor, whole or not at all.
 """
 
 import json
@@ -50,7 +50,7 @@ def tiny_model(tied: bool, dtype: torch.dtype = torch.bfloat16):
     )
     model = Qwen3ForCausalLM(config).to(dtype)
     for i, (name, p) in enumerate(model.named_parameters()):
-        if "proj" in name:  # layers of different size, so that a shared global scale shows
+        if "proj" in name:  # layers of different magnitude, so that a shared global scale shows
             p.data.mul_(1 + i)
     return model.eval()
 
@@ -65,7 +65,7 @@ def source(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
-    """A checkpoint in three files, with q, k and v of a layer in different ones."""
+    """A checkpoint in three files, with a layer's q, k and v in different files."""
     path = tmp_path_factory.mktemp("sharded") / "bf16"
     tiny_model(False).save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
@@ -154,7 +154,7 @@ class Quantized(torch.nn.Module):
 
 @pytest.mark.parametrize("name", storable())
 def test_transformers_reads_it(source, name, tmp_path):
-    """transformers loads the result and computes, bit for bit, what a model with our quantized layers computes."""
+    """transformers loads the result and computes the same, bit for bit, as a model with our quantized layers."""
     from transformers import AutoModelForCausalLM
 
     quantize_checkpoint(source, tmp_path / "q", name)
@@ -181,7 +181,7 @@ def test_transformers_reads_it(source, name, tmp_path):
 
 @pytest.mark.parametrize("name", ["int8", "nvfp4"])
 def test_shards_do_not_matter(sharded, name, tmp_path):
-    """Fused layers in different files share their scale, and files of the result close at the given size."""
+    """Fused layers in different files share their scale, and result files stay within the given size."""
     one = quantize_checkpoint(sharded, tmp_path / "one", name)
     many = quantize_checkpoint(sharded, tmp_path / "many", name, max_shard_bytes=50_000)
     index = json.loads((many / "model.safetensors.index.json").read_text())
@@ -203,7 +203,7 @@ def test_shards_do_not_matter(sharded, name, tmp_path):
         assert not torch.equal(scales[0], scales[3])
 
 
-def test_what_is_not_quantized_passes_unchanged(source, tmp_path):
+def test_unquantized_tensors_pass_unchanged(source, tmp_path):
     quantize_checkpoint(
         source, tmp_path / "q", "int8", ignore=["lm_head", r"re:model\.layers\.0\.", "model.layers.1.mlp.up_proj"]
     )

@@ -28,7 +28,7 @@ def build(config_class=QuantGRPOConfig, **kwargs):
         ({"noise_stages": 2}, ["noise_stages", "2", ">= 3"]),
         ({"noise_sigma_start": 1e-4}, ["noise_sigma_start", "0.0001", "noise_sigma_end", "0.0005"]),
         ({"noise_sigma_end": 0.0}, ["noise_sigma_end", "> 0"]),
-        ({"uaq_scale": 0.0}, ["uaq_scale", "> 0"]),
+        ({"uaq_scale": 0.0}, ["uaq_scale", "0.0", "256"]),
         ({"uaq_scale": -1.5}, ["uaq_scale", "-1.5"]),
         ({"ais_delta": 0.0}, ["ais_delta", "> 0"]),
         ({"ais_gamma": -1.0}, ["ais_gamma", "> 0"]),

@@ -25,7 +25,7 @@ CLIP = {"epsilon_low": 0.1, "epsilon_high": 0.3}
 
 
 def batch(seed=0, shape=(4, 7), mismatch=0.7, dtype=torch.float32, unscored=True):
-    """A batch with masked tokens, tokens without a score, and a mismatch that a cap of 1.5 notices."""
+    """A batch with masked tokens, unscored tokens, and a mismatch large enough for a cap of 1.5."""
     g = torch.Generator().manual_seed(seed)
     old = -torch.rand(shape, generator=g, dtype=dtype) * 3
     rollout = old + mismatch * torch.randn(shape, generator=g, dtype=dtype)
@@ -62,7 +62,7 @@ def close(metrics, expected, rel=1e-6):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_objective_and_gradient_are_the_papers(name, seed):
-    """Equal to its own equation, in value and gradient, and to no other's."""
+    """Each equals its own equation, in value and gradient, and no other's."""
     inputs, logps = batch(seed, shape=(8, 30), dtype=torch.float64)
     logps.requires_grad_()
     output = CORRECTIONS[name](**HYPERPARAMETERS[name])(inputs)
@@ -112,7 +112,7 @@ def test_diagnostics(name):
 
 
 def test_kl_estimators_find_the_kl_of_the_behaviour_policy_to_the_proximal():
-    """Tokens drawn from a known behaviour policy: both estimators near KL(behaviour || proximal), not the reverse."""
+    """On tokens from a known behaviour policy, both estimators are near KL(behaviour || proximal), not the reverse."""
     g = torch.Generator().manual_seed(0)
     behaviour, proximal = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
     tokens = torch.multinomial(behaviour, 200_000, replacement=True, generator=g).view(200, 1000)
@@ -131,7 +131,7 @@ def test_kl_estimators_find_the_kl_of_the_behaviour_policy_to_the_proximal():
 
 
 def test_decoupled_is_unbiased_and_none_is_not():
-    """The mean weighted advantage over the sampler's tokens is the trainer's expectation only with the weights."""
+    """Only with the weights is the mean advantage over the sampler's tokens the trainer's expectation."""
     g = torch.Generator().manual_seed(0)
     behaviour, proximal = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
     reward = torch.tensor([0.0, 0.0, 1.0])
@@ -159,7 +159,7 @@ def test_acr_is_tis_where_the_cap_does_not_bite_and_wider_where_it_does():
     assert (acr.clip_high[~bites] == plain).all()
     torch.testing.assert_close(acr.clip_high[bites], 1.2 * w[bites] / 1.5)
     assert (acr.clip_low == torch.clamp(torch.tensor(0.0), 1 - 0.2, 1 + 0.2)).all()
-    # A token that tis clips and acr does not: its gradient is zero with the one and not with the other.
+    # A token that tis clips and acr does not: its gradient is zero with tis and nonzero with acr.
     ratio = torch.tensor(1.3)
     assert (ratio > plain) and (ratio < acr.clip_high[bites].max())
     assert not torch.isclose(loss_of(acr, inputs, logps + 0.3, 0.2, 0.2), loss_of(tis, inputs, logps + 0.3, 0.2, 0.2))

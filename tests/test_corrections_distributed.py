@@ -66,7 +66,7 @@ def rank_of_two(rank, store, results):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each of two processes computed, by rank."""
-    context = mp.get_context("spawn")  # a fork would inherit the process group of vLLM, where its tests ran before
+    context = mp.get_context("spawn")  # a fork would inherit vLLM's process group if its tests ran before
     results = context.Queue()
     store = tmp_path_factory.mktemp("gloo") / "store"
     processes = [context.Process(target=rank_of_two, args=(r, store, results)) for r in range(2)]
@@ -84,7 +84,7 @@ def ranks(tmp_path_factory):
 def test_sharded_equals_whole(ranks, name, kind):
     whole, rows = case(kind)
     tensors, metrics = run(name, whole)
-    assert ranks[0][kind, name][1] == ranks[1][kind, name][1]  # the same numbers, to the bit, on every rank
+    assert ranks[0][kind, name][1] == ranks[1][kind, name][1]  # bit for bit the same on every rank
     for key, value in metrics.items():
         assert ranks[0][kind, name][1][key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
     for rank in range(2):
@@ -96,7 +96,7 @@ def test_sharded_equals_whole(ranks, name, kind):
 
 
 def test_a_rank_alone_would_say_something_else(ranks):
-    """The test above can fail: each shard's own statistics are far from the whole's."""
+    """The test above can fail: each shard's own statistics are far from those of the whole batch."""
     whole, rows = case("uneven")
     for rank in range(2):
         alone = run("ais", CorrectionInputs(*(getattr(whole, f)[rows[rank]] for f in FIELDS)))
@@ -108,6 +108,6 @@ def test_a_rank_alone_would_say_something_else(ranks):
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_bad_input_on_one_rank_stops_every_rank(ranks, name):
-    """An error on one rank alone would leave the others waiting in a collective."""
+    """An error on only one rank would leave the others waiting in a collective."""
     messages = {ranks[rank]["NaN on the other rank", name] for rank in range(2)}
     assert messages == {"old_logps must be numbers where the mask is 1, got 1 NaN."}

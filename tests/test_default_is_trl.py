@@ -64,12 +64,12 @@ def test_plain_config_is_taken(tmp_path):
     args = config(GRPOConfig, tmp_path / "plain")
     ours = run(QuantGRPOTrainer, args)
     assert_same_run(ours, theirs)
-    assert type(args) is GRPOConfig and not hasattr(args, "rollout_precision")  # the user's object is left alone
+    assert type(args) is GRPOConfig and not hasattr(args, "rollout_precision")  # the user's object is unchanged
 
 
 def test_no_config_is_taken(tmp_path, model_dir, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # TRL's defaults ask for BF16, which transformers grants to a GPU alone
+    # TRL's defaults ask for BF16, which transformers allows only on a GPU
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     trainers = [cls(model_dir, spread, train_dataset=dataset()) for cls in (GRPOTrainer, QuantGRPOTrainer)]
     theirs, ours = (trainer.args.to_dict() for trainer in trainers)

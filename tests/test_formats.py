@@ -1,6 +1,6 @@
 """
-Number formats: bit-exact with compressed-tensors and bitsandbytes, with slow loops where those refuse an input,
-and with the properties that a user relies on.
+Number formats: bit-exact with compressed-tensors and bitsandbytes, with slow loops where those reject an input,
+and with the properties that users rely on.
 """
 
 from itertools import pairwise, product
@@ -45,7 +45,7 @@ def scheme_of(name: str):
 
 
 def compressed_tensors_weight(x: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
-    """What compressed-tensors stores for a weight, and what its `dequantize` makes of it."""
+    """What compressed-tensors stores for a weight, and its dequantized values."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization.lifecycle.forward import dequantize
     from compressed_tensors.quantization.lifecycle.forward import quantize as ct_quantize
@@ -121,7 +121,7 @@ def test_activations_equal_compressed_tensors(name: str, kind: str):
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
     for dtype in DTYPES:
-        # its per-token strategy takes a whole 2-dimensional input as one token, so the input has 3 dimensions
+        # its per-token strategy treats a 2-dimensional input as one token, so the input has 3 dimensions
         x = make(kind, dtype, (24, 256)).view(4, 6, 256)
         args = scheme_of(name).input_activations.model_copy(update={"dynamic": True})
         scale, zero = compute_dynamic_scales_and_zp(x, args, module=None)
@@ -143,8 +143,7 @@ def test_nf4_equals_bitsandbytes(kind: str, shape: tuple[int, ...]):
 @torch.compiler.set_stance("force_eager")  # bitsandbytes compiles for every shape
 def assert_equals_bitsandbytes(x: Tensor):
     functional = pytest.importorskip("bitsandbytes.functional")
-    # In one row and in float32: its AVX512 kernel mistakes the blocks of rows shorter than one, and in BF16 has no
-    # subnormal numbers
+    # In one row and in float32: its AVX512 kernel is wrong for rows shorter than a block, and flushes BF16 subnormals
     packed, state = functional.quantize_4bit(x.flatten(), quant_type="nf4", blocksize=64)
     state.dtype = torch.float32
     q = quantize(x, "nf4")
@@ -154,8 +153,8 @@ def assert_equals_bitsandbytes(x: Tensor):
     assert torch.equal(q.dequantize(torch.float32), slow_dequantize_nf4(packed, state.absmax, x))
 
 
-def test_nf4_divides_as_bitsandbytes():
-    """A full block is multiplied by its reciprocal, a short one is divided: next to the middles that shows."""
+def test_nf4_divides_like_bitsandbytes():
+    """A full block is multiplied by the reciprocal, a short one is divided; the difference shows near midpoints."""
     middles = [(a + b) / 2 for a, b in pairwise(NF4_GRID)] * 4
     scales = 1 + torch.rand(400, 1, generator=torch.Generator().manual_seed(0))
     ulps = torch.arange(len(middles)).remainder(5).sub(2) * 2.0**-24
@@ -172,9 +171,9 @@ def slow_dequantize_nf4(packed: Tensor, absmax: Tensor, x: Tensor) -> Tensor:
     return torch.tensor(numbers).view(x.shape)
 
 
-def test_nf4_grid_is_that_of_the_paper():
+def test_nf4_grid_is_the_papers():
     assert slow.nf4_grid() == pytest.approx(NF4_GRID, abs=2e-7)
-    # and a code goes to the nearest point of it
+    # and each code is the nearest grid point
     x = torch.linspace(-1, 1, 64)
     codes = torch.stack((quantize(x, "nf4").values >> 4, quantize(x, "nf4").values & 15), -1).view(-1)
     distance = (x[:, None] - torch.tensor(NF4_GRID)).abs()
@@ -182,7 +181,7 @@ def test_nf4_grid_is_that_of_the_paper():
 
 
 def codes_of(q: QuantizedTensor) -> list[list[int]]:
-    """Codes as the slow reference numbers them, without the padding."""
+    """Codes, numbered as in the slow reference, without padding."""
     if q.format == "nf4":
         return [torch.stack((q.values >> 4, q.values & 15), -1).view(-1)[: q.shape.numel()].tolist()]
     if q.values.dtype == torch.uint8:
@@ -199,7 +198,7 @@ ODD_SHAPES = [(3, 5), (1, 1), (2, 130), (130, 2), (3, 33), (1, 257)]
 @pytest.mark.parametrize("kind", ["random", "subnormal", "border", "zero", "outlier", "near ties", "large"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_odd_shapes_equal_slow_loops(name: str, kind: str):
-    """Groups that are not full, which compressed-tensors refuses, and everything else once more."""
+    """Partial groups, which compressed-tensors rejects, and everything else once more."""
     for dtype, shape in product(DTYPES, ODD_SHAPES):
         x = make(kind, dtype, shape, seed=sum(shape))
         for activation in (False, True) if FORMATS[name].activations else (False,):
@@ -217,7 +216,7 @@ def test_odd_shapes_equal_slow_loops(name: str, kind: str):
 
 
 def test_slow_loops_agree_with_compressed_tensors():
-    """The reference itself, on shapes that compressed-tensors takes: two independent readings of one definition."""
+    """The reference itself, on shapes that compressed-tensors accepts: two independent readings of one definition."""
     for name in PRESETS:
         for dtype in DTYPES:
             for kind in ("random", "ties", "subnormal", "outlier"):
@@ -228,7 +227,7 @@ def test_slow_loops_agree_with_compressed_tensors():
 
 
 def test_both_roundings_are_kept():
-    """In bfloat16 the quotient is rounded before the code: a shortcut through float32 gives other codes."""
+    """In bfloat16 the quotient is rounded before the code: a shortcut through float32 gives different codes."""
     x = make("random", torch.bfloat16)
     q = quantize(x, "int8")
     shortcut = (x.float() / q.scale.float()).clamp(-128, 127).round().to(torch.int8)
@@ -247,7 +246,7 @@ def test_storage_is_small(name: str):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_experts_are_quantized_one_by_one(name: str):
-    """Leading dimensions: each matrix as if alone, except for the scales that belong to the whole tensor."""
+    """Leading dimensions: each matrix as if alone, except for scales of the whole tensor."""
     x = make("random", torch.bfloat16, (3, 160, 192))
     together = quantize(x, name).dequantize()
     shared = global_scale(x) if name == "nvfp4" else None
@@ -268,8 +267,8 @@ def test_global_scale_is_shared():
         quantize(q, "int8", global_scale=g)
 
 
-def test_activation_scales_have_the_right_reach():
-    """One token does not touch another, except in fp8_tensor; 1 x 128 groups do not touch each other."""
+def test_activation_scales_have_the_right_scope():
+    """Tokens do not affect each other, except in fp8_tensor; nor do 1 x 128 groups."""
     x = make("random", torch.bfloat16, (2, 4, 256))
     loud = x.clone()
     loud[0, 0, 0] = 1000
@@ -332,8 +331,8 @@ def tensors(draw):
     return x.to(dtype)
 
 
-# Half the widest step of the grid over its largest number, so the largest error of a block over its largest value.
-# More for MXFP4, whose power of two may be 4/3 of what is needed or saturate 7 to 6, and INT4, which clamps 7.5 to 7.
+# Half the widest grid step over the largest grid value: the largest error in a block over the block's largest value.
+# More for MXFP4, where the power of two may be 4/3 of the ideal or saturate 7 to 6, and INT4, which clamps 7.5 to 7.
 ERROR = {
     "fp8": 16 / 448,
     "fp8_tensor": 16 / 448,
@@ -371,7 +370,7 @@ def test_zeros_stay_zeros(x: Tensor, name: str):
 @settings(max_examples=60, deadline=None)
 @given(x=tensors(), name=st.sampled_from(list(FORMATS)))
 def test_order_is_kept(x: Tensor, name: str):
-    """Within one scale a larger number never gets a smaller value."""
+    """Under one scale a larger number never gets a smaller value."""
     row = x[:1, :16].sort(-1).values
     assert (quantize(row, name).dequantize().diff(dim=-1) >= 0).all()
 
@@ -381,7 +380,7 @@ def test_order_is_kept(x: Tensor, name: str):
 def test_powers_of_two_only_move_the_scale(x: Tensor, power: int, name: str):
     """q(2^k x) = 2^k q(x), bit for bit, as long as no scale is subnormal or saturated."""
     if x.dtype == torch.float16:
-        x = x.float()  # float16 has so short a range that many scales and products here are subnormal
+        x = x.float()  # in float16's short range many scales and products here are subnormal
     moved = quantize(x * 2.0**power, name)
     assert torch.equal(moved.dequantize(), quantize(x, name).dequantize() * 2.0**power)
     assert torch.equal(bits(moved.values), bits(quantize(x, name).values))
@@ -396,7 +395,7 @@ def test_quantized_numbers_are_fixed_points(x: Tensor, name: str):
 
 
 def test_compressed_tensors_loses_the_largest_numbers_in_mxfp4():
-    """Where we differ on purpose: from 7/4 of the last power of two of the dtype its scale is infinite."""
+    """We differ on purpose: from 7/4 of the dtype's last power of two, compressed-tensors' scale is infinite."""
     for dtype in DTYPES:
         x = torch.full((1, 32), torch.finfo(dtype).max, dtype=dtype)
         with pytest.raises(AssertionError):
@@ -406,8 +405,7 @@ def test_compressed_tensors_loses_the_largest_numbers_in_mxfp4():
 
 @pytest.mark.parametrize("name, divisor, top", [("int8", 127.5, 127), ("int4", 7.5, 7)])
 def test_integers_shrink_when_quantized_again(name: str, divisor: float, top: int):
-    """No fixed points here: the divisor is not on the grid, so a positive maximum shrinks by `top / divisor` each
-    time."""
+    """No fixed points: the divisor is not on the grid, so a positive maximum shrinks by `top / divisor` each time."""
     x = torch.linspace(-0.9, 1, 100)[None]
     once = quantize(x, name)
     twice = quantize(once.dequantize(), name)

@@ -1,8 +1,8 @@
 """
 Triton quantizers equal `trl_quant.formats` bit for bit.
 
-Triton decides at import whether kernels are compiled or interpreted on a CPU, so without a GPU this file runs itself
-once more in a process with TRITON_INTERPRET=1. With one, `pytest -m gpu` runs the same tests on it.
+Triton decides at import whether to compile kernels or interpret them on a CPU, so without a GPU this file reruns itself
+in a process with TRITON_INTERPRET=1. With a GPU, `pytest -m gpu` runs the same tests on it.
 """
 
 import os
@@ -22,7 +22,7 @@ triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("trl_quant.kernels.quantize")
 
 INTERPRETED = triton.knobs.runtime.interpret
-SHAPES = {  # odd and even, one row, several programs, rows that do not fit into one program
+SHAPES = {  # odd and even, one row, several programs, rows too long for one program
     "fp8": [(5, 96), (3, 50), (1, 1), (2, 32768 + 40)],
     "int8": [(5, 96), (3, 50), (1, 1), (2, 32768 + 40)],
     "fp8_tensor": [(5, 96), (3, 50), (1, 1), (3, 6000)],
@@ -49,7 +49,7 @@ def assert_equal(ours: formats.QuantizedTensor, theirs: formats.QuantizedTensor)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="for the process that has neither")
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="for a process with neither interpreter nor GPU")
 def test_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
@@ -72,7 +72,7 @@ def test_equals_formats(name, kind, device):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", kernels.KERNELS)
 def test_large_weights_equal_formats(name):
-    """Real shapes, many programs; and the torch code gives the same bits on the GPU and on the CPU."""
+    """Real shapes, many programs; the torch code also gives the same bits on the GPU and on the CPU."""
     for dtype, shape in product(DTYPES, [(1024, 3584), (512, 18944), (1000, 5000), (64, 40000)]):
         for kind in ("random", "near ties", "wide", "underflow"):
             x = make(kind, dtype, shape)
@@ -83,7 +83,7 @@ def test_large_weights_equal_formats(name):
 
 
 def test_the_reciprocal_is_exact_for_bfloat16():
-    """The one shortcut: for all significands of x and s, `x * RN(1 / s)` rounds to the bfloat16 that `x / s` does."""
+    """The one shortcut: for all significands of x and s, `x * RN(1 / s)` rounds to the same bfloat16 as `x / s`."""
     significands = torch.arange(128, 256).float()
     x, s = significands[:, None], significands[None, :]
     assert torch.equal((x * (1 / s)).bfloat16(), (x / s).bfloat16())
@@ -152,7 +152,7 @@ def test_a_cpu_tensor_is_refused():
         kernels.quantize(torch.ones(4, 4), "int8")
 
 
-# name -> arguments of the kernel by type, constants
+# kernel -> argument types, constants
 COMPILED = {
     "_rows_kernel": ("x *fp8e4nv x i32 i32", {"INT8": False, "ROWS": 2, "COLS": 4096, "ONCE": True}),
     "_block_kernel": ("x *fp8e4nv x i32 i32", {}),
@@ -165,7 +165,7 @@ COMPILED = {
 @pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_for_hopper(name):
-    """Without a GPU: the code for sm_90 has IEEE divisions only, keeps subnormals, and reads 16 bytes at a time."""
+    """Without a GPU: the code for sm_90 has only IEEE divisions, keeps subnormals, and reads 16 bytes at a time."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

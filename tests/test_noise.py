@@ -1,4 +1,4 @@
-"""Adaptive quantization noise: the schedule, the noise, and the norms that it goes on."""
+"""Adaptive quantization noise: the schedule, the noise, and the norms it is added to."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ def test_schedule_equals_algorithm_1(schedule, stages):
 def test_first_stage_is_silent_and_the_ends_are_exact(schedule):
     values = [sigma(step, 600, schedule, **PAPER) for step in range(600)]
     assert values[:60] == [0.0] * 60
-    assert values[60] == 1e-2 and values[119] == 1e-2  # constant in a stage
+    assert values[60] == 1e-2 and values[119] == 1e-2  # constant within a stage
     assert values[540] == 5e-4 and values[599] == 5e-4  # reached, unlike with the paper's divisor K - 1
     assert (1e-2) * (5e-4 / 1e-2) ** (8 / 9) > 1.3 * 5e-4
     assert sigma(600, 600, schedule, **PAPER) == sigma(10_000, 600, schedule, **PAPER) == 5e-4
@@ -65,7 +65,7 @@ def test_schedules_have_the_shapes_of_figure_15():
     st.floats(1e-6, 1),
 )
 def test_schedule_decays_between_its_ends(schedule, stages, total, a, b):
-    """Also where the steps do not divide into the stages, or are fewer than they."""
+    """Also when the steps do not divide evenly into stages, or are fewer than the stages."""
     end, start = sorted((a, b))
     values = [sigma(step, total, schedule, stages, start, end) for step in range(0, total, max(1, total // 50))]
     noisy = [v for v in values if v]
@@ -75,7 +75,7 @@ def test_schedule_decays_between_its_ends(schedule, stages, total, a, b):
     assert sigma(total, total, schedule, stages, start, end) == end
 
 
-def test_stages_are_equal_also_where_they_do_not_divide():
+def test_stages_are_equal_even_if_steps_do_not_divide():
     values = [sigma(step, 25, "linear", **PAPER) for step in range(25)]
     lengths = [values.count(v) for v in dict.fromkeys(values)]
     assert len(lengths) == 10 and set(lengths) == {2, 3}
@@ -146,7 +146,7 @@ def test_noise_is_keyed_by_seed_step_and_name():
     keys = [(s, t, n) for s in (0, 1, -1, 2**40) for t in (0, 1, 2) for n in ("a.weight", "b.weight")]
     draws = [tuple(norm_noise(zero, 1.0, *key).tolist()) for key in keys]
     assert len(set(draws)) == len(keys)
-    assert draws == [tuple(norm_noise(zero, 1.0, *key).tolist()) for key in reversed(keys)][::-1]  # order is nothing
+    assert draws == [tuple(norm_noise(zero, 1.0, *key).tolist()) for key in reversed(keys)][::-1]  # in any order
 
 
 def test_noise_leaves_the_global_random_state_alone():
@@ -165,7 +165,7 @@ def test_noise_is_the_same_in_another_process():
     """Python salts `hash(str)` in each process."""
     code = """if True:
         import sys, types
-        package = sys.modules["trl_quant"] = types.ModuleType("trl_quant")  # this room needs torch alone
+        package = sys.modules["trl_quant"] = types.ModuleType("trl_quant")  # noise needs only torch
         package.__path__ = [sys.argv[1]]
         import torch
         from trl_quant.noise import norm_noise
@@ -216,7 +216,7 @@ def test_two_norms_of_each_layer(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_norms_found_feed_exactly_the_layers_named(family):
-    """Seen in the model itself: the input of each named layer is the output of its norm, and no other layer's is."""
+    """In the model itself, the input of each named layer is its norm's output; no other layer reads that output."""
     model = tiny_model(family)
     outputs, inputs = {}, {}
     for name, module in model.named_modules():
@@ -273,7 +273,7 @@ def test_unknown_family():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "found none"),  # what would be a silent no-op
+        ([], "found none"),  # would be a silent no-op
         (["model.layers.0.self_attn.qkv_proj.weight"], "found none"),
         (["transformer.h.0.input_layernorm.weight"], "found none"),
         (["model.layers.0.input_layernorm.bias"], "found none"),
@@ -281,7 +281,7 @@ def test_unknown_family():
             ["model.layers.0.input_layernorm.weight"],
             r"model.layers.0 must have exactly one post_attention_layernorm.weight in a llama model, found \[\]",
         ),
-        (  # a layer without norms, between those with
+        (  # a layer without norms between layers with norms
             [f"model.layers.{i}.{n}.weight" for i in (0, 2) for n in MATCHED["llama"]]
             + ["model.layers.1.mlp.up_proj.weight"],
             r"model.layers.1 must have exactly one input_layernorm",

@@ -1,4 +1,4 @@
-"""A killed run goes on as if it had not been: six steps equal three, a kill and three; only whole checkpoints count."""
+"""A killed run resumes as if unbroken: six steps equal three, a kill and three; only whole checkpoints count."""
 
 import json
 
@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 def metrics(trainer):
-    """All but the closing summary, whose `train_loss` transformers averages over the steps of this process alone."""
+    """All but the final summary: transformers averages its `train_loss` over the steps of this process only."""
     return [entry for entry in all_metrics(trainer) if "train_loss" not in entry]
 
 

@@ -1,4 +1,4 @@
-"""Invariant scaling (UAQ): the function stays, and the weights become finer."""
+"""Invariant scaling (UAQ): the model's function is unchanged, and the weights become finer."""
 
 import copy
 import math
@@ -43,13 +43,13 @@ def same_bytes(one, other):
 
 
 def fed(model):
-    """Feeding norm -> its linear layers, by the name of the parameter."""
+    """Feeding norm -> its linear layers, by parameter name."""
     names = [name for name, _ in model.named_parameters()]
     feeds = feeding_norms(model.config.get_text_config().model_type, names)
     return {norm: [f"{linear}.weight" for linear in linears] for norm, linears in feeds.items()}
 
 
-# The function stays
+# The function is unchanged
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,7 +64,7 @@ def test_scale_one_changes_nothing(family):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_power_of_two_keeps_every_bit_of_the_output(family, dtype, scale):
-    """For Gemma only while 1 + w, which is exact, can be stored as w: not in bfloat16, not for a gain below 1/2."""
+    """For Gemma only while the exact 1 + w can be stored as w: not in bfloat16, and not for a gain below 1/2."""
     model = tiny_model(family, dtype=dtype)
     before, weights = logits(model), state(model)
     apply_uaq(model, scale)
@@ -90,7 +90,7 @@ def test_the_output_is_kept_to_float32_rounding(family, scale):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_output_is_kept_to_float64_rounding(family):
-    """The same algebra without the rounding: what remains is 1e-7 smaller than any real mistake."""
+    """The same algebra without the rounding: the remaining error is 1e-7 of any real mistake."""
     model = tiny_model(family, tied=False).double()
     offset = family_of(model.config.model_type).offset
     for module in model.modules():  # their forward computes in float32
@@ -128,7 +128,7 @@ def test_anything_else_breaks_the_output(family):
     for linear in linears[:1] if offset else linears:  # Gemma's post norm takes out the scale of the up projection
         assert broken(lambda p, linear=linear: p[linear].copy_(original[linear])) > 1e-3  # a linear left out
     other = "model.layers.1." + ("post_attention_layernorm.weight" if offset else "self_attn.o_proj.weight")
-    assert broken(lambda p: p[other].mul_(1.5)) > 1e-3  # one too many; Gemma's post norm above all
+    assert broken(lambda p: p[other].mul_(1.5)) > 1e-3  # one too many; above all Gemma's post norm
     if offset:
         assert broken(lambda p: p[norm].copy_(1.5 * original[norm])) > 1e-3  # w taken for the gain
     else:
@@ -151,7 +151,7 @@ def test_weights_equal_the_equation_rounded_once(family, dtype):
     for norm, linears in feeds.items():
         gain, weights = reference.scaled_layer(before[norm], [before[x] for x in linears], 1.5, offset)
         ulp = torch.finfo(dtype).eps
-        # Half a unit in the last place of the result; of the gain, for which Gemma's w is a difference, in float32.
+        # Half a unit in the last place of the result; for Gemma, where w is a difference, also the gain's in float32.
         float32 = 2e-7 if offset else 0.0
         torch.testing.assert_close(after[norm].float(), gain.float(), rtol=0.51 * ulp, atol=float32)
         for name, weight in zip(linears, weights):
@@ -210,7 +210,7 @@ def test_the_text_tower_of_a_multimodal_model():
 
 
 def adapted(family="qwen3", seed=1, **options):
-    """A model with adapters that have been trained: both of LoRA's matrices are random."""
+    """A model with trained adapters: both LoRA matrices are random."""
     targets = ["qkv_proj", "gate_up_proj"] if family == "phi3" else ["q_proj", "v_proj", "up_proj", "down_proj"]
     model = get_peft_model(tiny_model(family), LoraConfig(r=4, target_modules=targets, **options)).eval()
     g = torch.Generator().manual_seed(seed)
@@ -243,7 +243,7 @@ def test_the_base_inside_adapters_is_the_scaled_base_bit_for_bit():
 
 
 def test_a_trained_adapter_leaves_by_undoing_the_scale(tmp_path):
-    """A saved adapter holds no base: it fits the original base only after the scale is undone."""
+    """A saved adapter has no base weights: it fits the original base only after the scale is undone."""
     model = adapted()
     before = logits(model)
     apply_uaq(model, 1.5)
@@ -267,11 +267,11 @@ def test_other_adapters_are_refused():
 # Refused, before anything is changed
 
 
-@pytest.mark.parametrize("scale", [0, -1.5, math.nan, math.inf, "1.5", None, True])
+@pytest.mark.parametrize("scale", [0, -1.5, 2**-9, 257, 1e300, math.nan, math.inf, "1.5", None, True])
 def test_bad_scales(scale):
     model = tiny_model()
     before = state(model)
-    with pytest.raises(ValueError, match="scale must be a finite number > 0, got") as error:
+    with pytest.raises(ValueError, match=r"`scale`=.* must be a number from 0\.00390625 to 256") as error:
         apply_uaq(model, scale)
     assert repr(scale) in str(error.value)
     assert same_bytes(before, state(model)) and uaq_applied(model) is None
@@ -331,7 +331,7 @@ def packed_weight(layer):
     ],
 )
 def test_weights_that_cannot_be_scaled(spoil, message):
-    """In the last layer, so that a careless loop would have changed the others already."""
+    """In the last layer, so that a careless loop would already have changed the others."""
     model = tiny_model()
     before = state(model)
     spoil(model.model.layers[1].mlp.up_proj)
@@ -347,7 +347,7 @@ def test_weights_that_cannot_be_scaled(spoil, message):
 @pytest.mark.parametrize("scale", [1.5, 2.0])
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_the_absolute_rounding_error_falls_by_s(name, scale):
-    """QuRL eq. 12, left: exactly by s, and relative to the weights not at all."""
+    """QuRL eq. 12, left: exactly by s; the error relative to the weights is unchanged."""
     model = tiny_model()
     names = [x for linears in fed(model).values() for x in linears]
 
@@ -383,7 +383,7 @@ def test_updates_grow_against_the_rounding_error(optimizer, power):
 
 
 def test_norms_that_stand_in_hold_the_gain():
-    """What `oneshot` puts in place of Gemma's norms: a weight that is the gain, although the family stores w."""
+    """`oneshot` replaces Gemma's norms: the weight is then the gain, although the family stores w."""
 
     class Folded(nn.Module):
         def __init__(self, norm):

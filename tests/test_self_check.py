@@ -1,4 +1,4 @@
-"""The self-check lets right engines pass and names what is wrong with each broken one."""
+"""The self-check passes correct engines and names the fault of each broken one."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def synced(tmp_path_factory):
-    """Engines that took a sync of a moving policy after their last check. Every test leaves what a sync repairs."""
+    """Engines synced with an updated policy since their last check. Whatever a test breaks, a sync repairs."""
     built = {}
 
     def get(precision="int8", lora_sync=None, dtype=torch.bfloat16):
@@ -44,13 +44,13 @@ def test_a_right_engine_passes(synced, precision, dtype, lora_sync, monkeypatch)
         fp8_block_anywhere(monkeypatch)
     found = synced(precision, lora_sync, dtype).check_sync()
     assert 0 < found["sync_check/logp_difference"] < 0.75 * found["sync_check/bound"]
-    # A zeroed layer, or a missing adapter, of these models makes a difference of about 1 nat.
+    # In these models a zeroed layer or a missing adapter makes a difference of about 1 nat.
     assert found["sync_check/bound"] < {"bf16": 0.1, "fp8_block": 0.1, "int8": 0.7}[precision]
 
 
 @pytest.mark.parametrize(("lora_sync", "dtype"), [("merge", torch.float32), ("adapter", torch.bfloat16)])
 def test_the_reference_quantizes_what_the_engine_quantized(synced, monkeypatch, lora_sync, dtype):
-    """An FP32 policy as it is, under an adapter the BF16 checkpoint; not under autocast, which changes bits on CUDA."""
+    """An FP32 policy as it is; with an adapter, the BF16 checkpoint. Without autocast, which changes bits on CUDA."""
     sampler = synced("int8", lora_sync, torch.float32)
     seen, quantize = set(), quantized.quantize
 
@@ -65,7 +65,7 @@ def test_the_reference_quantizes_what_the_engine_quantized(synced, monkeypatch, 
 
 def test_skipped_sync(synced):
     sampler = synced()
-    update(sampler.model, seed=2, size=1e-3)  # far below what the format could show
+    update(sampler.model, seed=2, size=1e-3)  # far below the format's resolution
     with pytest.raises(RuntimeError, match="stale: the policy has moved"):
         sampler.check_sync()
     sampler.sync_weights()
@@ -112,7 +112,7 @@ def test_zeroed_layer(synced, precision, layer):
 
     def zero(model):
         module = model.get_submodule(f"model.layers.1.{layer}")
-        if hasattr(module, "quant_method"):  # vLLM packs weights where it likes: zero what comes out
+        if hasattr(module, "quant_method"):  # vLLM may pack weights anywhere: zero the output
             handles.append(module.register_forward_hook(lambda module, args, output: (output[0] * 0, output[1])))
         else:
             module.weight.zero_()
@@ -145,7 +145,7 @@ def test_adapter_not_merged(synced, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(sampler.weights, "merged", lambda layer: dict(layer.get_base_layer().named_parameters()))
         sampler.sync_weights()
-        sampler.drift.forget()  # its bookkeeping would tell, too
+        sampler.drift.forget()  # its bookkeeping would also notice
     with pytest.raises(RuntimeError, match="base-only"):
         sampler.check_sync()
 
@@ -173,7 +173,7 @@ def test_prefix_cache_not_reset(synced, monkeypatch):
 
 
 def test_when_it_runs(tmp_path, monkeypatch):
-    """After the first sync, then every `sync_check_steps` syncs, however often the engine samples; never with 0."""
+    """After the first sync, then every `sync_check_steps` syncs, regardless of sampling; never with 0."""
     sampler = engine(policy(tmp_path), "bf16", sync_check_steps=3)
     quick_or_not = []
     check = sampler.check_sync
@@ -205,9 +205,9 @@ def test_it_leaves_the_policy_as_it_was(synced):
 
 
 def test_sharded_weights_are_quantized_as_they_are(tmp_path, monkeypatch):
-    """FSDP2 would round them to BF16 for its forward, before the reference quantizes them."""
+    """FSDP2 would round them to BF16 in its forward, before the reference quantizes them."""
     model = policy(tmp_path / "model", family="qwen2", dtype=torch.float32)
-    update(model, seed=0)  # to weights that BF16 does not hold
+    update(model, seed=0)  # to weights that BF16 cannot represent
     sampler = engine(model, "int8")
     prompts = self_check.check_sequences(sampler.tokenizer, 160)
     expected = self_check.Reference(sampler).logps(prompts)

@@ -78,7 +78,7 @@ def arithmetic(completion, answer, **kwargs):
         ("1 1/2", None),
         ("1/2/3", None),
         ("1.2.3", "1.2"),
-        # readable, but not a number worth having
+        # readable, but not a usable number
         ("3/0", None),
         ("1e999999999", None),
         ("9" * 65, None),
@@ -145,17 +145,17 @@ def test_integers_are_compared_as_math_verify_would(gold, answer):
         (r"\boxed{\frac{3}{4}}", "3/4"),
         (r"\boxed{\text{72 clips}}", "72"),
         (r"\boxed{\boxed{3}}", "3"),
-        # of several of one kind, the last
+        # the last of several of one kind
         ("<answer>4</answer> no, <answer>5</answer>", "5"),
         (r"\boxed{4} or \boxed{5}", "5"),
         ("#### 4\n#### 5", "5"),
         ("#### 4 #### 5", "5"),
-        # the strongest kind decides even if it says nothing
+        # the strongest kind decides even without a number
         ("<answer>unknown</answer> 5", None),
         ("<answer></answer> #### 5", None),
         (r"\boxed{x} #### 5", None),
         ("####\n5", None),
-        # what is not closed is no marker
+        # an unclosed marker does not count
         ("<answer>4 #### 5", "5"),
         (r"\boxed{4 #### 5", "5"),
     ],
@@ -165,7 +165,7 @@ def test_order_of_extraction(text, answer):
 
 
 def test_the_search_is_bounded_and_fast():
-    """Only the tail counts, and nothing that can be repeated a million times makes the search explode."""
+    """Only the tail counts, and no text repeated a million times makes the search explode."""
     assert extract_answer("#### 5\n" + "so " * 10**6) is None
     assert extract_answer("so " * 10**6 + "#### 5") == "5"
     for unit in ("1", "1,", "\\boxed{", "<answer>", "#### ", "\\frac{1}{", "$", "-", "1/", "1e", ".1", "% ", "{", "="):
@@ -199,11 +199,11 @@ def test_the_search_is_bounded_and_fast():
         ("<answer>41 42 43</answer>", 0.0),
         (r"\boxed{41 \text{ or } 42}", 0.0),
         ("".join(f"<answer>{n}</answer>" for n in range(100)), 0.0),
-        # the expression instead of its value, which math-verify alone would evaluate
+        # the expression instead of its value; math-verify alone would evaluate it
         (r"\boxed{40+2}", 0.0),
         (r"\boxed{6*7}", 0.0),
         (r"\boxed{\sqrt{1764}}", 0.0),
-        # far away from the end
+        # far from the end
         ("#### 42\n" + "blah " * 10**5, 0.0),
     ],
 )
@@ -219,7 +219,7 @@ def test_math_verify_alone_would_be_fooled():
 
 
 def test_several_guesses_never_beat_one():
-    """Over all answers, a completion that lists ten candidates is right exactly as often as one that names one."""
+    """Over all answers, listing ten candidates is right exactly as often as naming one."""
     answers = [str(n) for n in range(10)]
     one = "#### 3"
     for many in (" ".join(answers), "\n".join(f"#### {n}" for n in answers), "#### " + " or ".join(answers)):
@@ -274,7 +274,7 @@ def test_unequal_lengths_are_an_error():
 
 
 def test_off_the_main_thread():
-    """math-verify's own timeouts raise there; scores must not change."""
+    """math-verify's own timeouts raise off the main thread; scores must not change."""
     scores = []
     worker = threading.Thread(target=lambda: scores.extend(gsm8k_reward(["so 1/3", "so 0.4"], ["2/6", "2/6"])))
     worker.start()
@@ -326,7 +326,7 @@ def test_format_reward(completion, score):
 
 @pytest.mark.parametrize("split", ["excerpt", "train", "test"])
 def test_gold_solutions(split):
-    """Each is right for its own question and wrong for one with another answer; so is its last line's number alone."""
+    """Each is right for its own question and wrong for one with another answer; so is its final number alone."""
     if split != "excerpt" and GSM8K is None:
         pytest.skip("needs GSM8K in shared/data/gsm8k")
     path = EXCERPT if split == "excerpt" else GSM8K / f"{split}.jsonl"
@@ -346,7 +346,7 @@ def test_gold_solutions(split):
 
 @pytest.mark.skipif(GSM8K is None, reason="needs GSM8K in shared/data/gsm8k")
 def test_what_copying_the_end_of_the_question_is_worth():
-    """The figure in gsm8k_reward's docstring; copying all of it is worth nothing."""
+    """The figure in gsm8k_reward's docstring; copying the whole question is worth nothing."""
     rows = [json.loads(line) for line in (GSM8K / "train.jsonl").read_text().splitlines()]
     questions, answers = [row["question"] for row in rows], [row["answer"] for row in rows]
     ends = [question[len(question) // 2 :] for question in questions]
@@ -429,7 +429,7 @@ def test_solutions(problem, solution):
 
 
 def replay(problem: Problem) -> int:
-    """The number that the written steps alone lead to, digit by digit: an independent reading of the trace."""
+    """The number that the written steps alone give, digit by digit: an independent reading of the trace."""
     steps, _, _ = problem.solution.partition(" #### ")
     written, carry = [], 0
     for step in steps.split(" "):
@@ -474,7 +474,7 @@ def test_held_out_problems_are_never_taught():
 
 
 def test_mean_reward_samples_the_model():
-    """Sampled at temperature 1 a token's share is its probability; at temperature 0 the likeliest is always taken."""
+    """At temperature 1 a token's share is its probability; at temperature 0 the likeliest token is always taken."""
     model, tokenizer = tiny_model("qwen3", tied=False, seed=1), tiny_tokenizer()
     prompt, x = tokenizer("1+1=", return_tensors="pt"), tokenizer("x")["input_ids"][0]
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""What of TRL the package builds on: if one of these tests fails, TRL has changed there, and `trl_quant` must follow.
+"""The parts of TRL that the package builds on: a failure here means that TRL has changed and `trl_quant` must follow.
 
-They are few: the class of the engine, the keys of a scored batch, and the clip bounds and the weights
-that the loss reads. All are tested on TRL's own trainer, with a made-up engine: a failure here is TRL's doing.
+They are few: the engine class, the keys of a scored batch, and the clip bounds and weights that the loss reads. All
+are tested on TRL's own trainer, with a made-up engine.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from trl_quant.config import CLIPPED_LOSSES
 
 
 LOW, HIGH = 0.2, 0.28
-SAMPLED = -5.0  # what the engine below claims for each token's log-probability
+SAMPLED = -5.0  # the log-probability that the engine below claims for each token
 
 TRAINER = """model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks
     optimizers quantization_config peft_config tools rollout_func environment_factory"""
@@ -49,7 +49,7 @@ SIGNATURES = [
 
 
 class MadeUpEngine:
-    """Stands where vLLM does: completions of 3 to 6 tokens that do not come from the model."""
+    """Replaces vLLM: completions of 3 to 6 tokens that do not come from the model."""
 
     def __init__(self, **kwargs):
         self.kwargs = kwargs
@@ -73,7 +73,7 @@ def distinct_letters(completions, **kwargs):
 
 @pytest.fixture
 def build(monkeypatch, tmp_path):
-    """Makes TRL's trainer, or a subclass, with the made-up engine in place of vLLM."""
+    """Builds TRL's trainer, or a subclass, with the made-up engine in place of vLLM."""
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", MadeUpEngine)
 
     def build(trainer_class=GRPOTrainer, model=None, **overrides):
@@ -89,7 +89,7 @@ def build(monkeypatch, tmp_path):
 
 
 def scored(trainer) -> dict[str, torch.Tensor]:
-    """A scored batch of 2 prompts with 4 completions each, whose policy has moved by up to 0.6 nats since."""
+    """A scored batch of 2 prompts with 4 completions each; the policy has since moved by up to 0.6 nats."""
     prompts = [{"prompt": text} for text in dataset(2)["prompt"] for _ in range(4)]
     batch = trainer._generate_and_score_completions(prompts)
     moved = 1.2 * torch.rand(batch["old_per_token_logps"].shape, generator=torch.Generator().manual_seed(0)) - 0.6
@@ -117,8 +117,8 @@ def test_our_trainer_takes_what_trls_takes():
 
 
 def test_engine_is_looked_up_when_the_trainer_is_built(build):
-    assert grpo_trainer.__dict__["VLLMGeneration"] is MadeUpEngine  # a global of the module, exchanged by `build`
-    trainer = build(vllm_mode="embedded")  # any name: it is the engine's to judge
+    assert grpo_trainer.__dict__["VLLMGeneration"] is MadeUpEngine  # a module global, replaced by `build`
+    trainer = build(vllm_mode="embedded")  # any name: the engine decides
     assert isinstance(trainer.vllm_generation, MadeUpEngine)
     given = trainer.vllm_generation.kwargs
     assert set(given) == set(ENGINE.split())
@@ -173,7 +173,7 @@ def test_no_keys_of_the_sampler_without_one(build):
 
 
 def test_added_keys_follow_their_rows(build):
-    """TRL shuffles a generation and splits it into micro-batches: tensors that we add must go with their rows."""
+    """TRL shuffles a generation and splits it into micro-batches: tensors we add must move with their rows."""
     seen = []
 
     class Tagging(GRPOTrainer):
@@ -192,8 +192,8 @@ def test_added_keys_follow_their_rows(build):
 
 
 @pytest.mark.parametrize("loss_type", CLIPPED_LOSSES)
-def test_loss_clips_between_the_bounds_bound_to_the_trainer(build, loss_type):
-    """Equal to scalar bounds where the tensors are constant, and other where they are wider."""
+def test_loss_clips_between_the_trainers_bounds(build, loss_type):
+    """Constant tensors give the same loss as scalar bounds; wider tensors give another."""
     trainer = build(loss_type=loss_type)
     batch = scored(trainer)
 
@@ -227,7 +227,7 @@ def test_loss_is_the_clipped_objective_with_bounds_of_each_token(build):
 
 @pytest.mark.parametrize("loss_type", [*CLIPPED_LOSSES, "cispo", "sapo", "vespo"])
 def test_loss_reads_the_importance_sampling_ratio(build, loss_type):
-    """A factor on the loss of each token; VESPO has it inside a function, where it still acts."""
+    """A factor on each token's loss; VESPO applies it inside a function, where it still acts."""
     trainer = build(loss_type=loss_type)
     batch = scored(trainer)
     once = trainer._compute_loss(trainer.model, batch).item()
@@ -241,11 +241,11 @@ def test_loss_reads_the_importance_sampling_ratio(build, loss_type):
 
 
 def test_loss_reads_the_old_log_probabilities(build):
-    """`coupled` puts the sampler's there."""
+    """`coupled` replaces them with the sampler's."""
     trainer = build(importance_sampling_level="token")
     batch = scored(trainer)
     moved = trainer._compute_loss(trainer.model, batch).item()
-    batch["old_per_token_logps"] = batch["old_per_token_logps"] + batch["moved"]  # where the policy stands
+    batch["old_per_token_logps"] = batch["old_per_token_logps"] + batch["moved"]  # where the policy is now
     mask, advantages = batch["completion_mask"], batch["advantages"][:, None]
     expected = -(batch["importance_sampling_ratio"] * advantages * mask).sum() / mask.sum()
     still = trainer._compute_loss(trainer.model, batch)
@@ -254,7 +254,7 @@ def test_loss_reads_the_old_log_probabilities(build):
 
 
 def test_streamed_parameters_are_the_models(build):
-    """`_iter_named_params`, which our engines take from TRL where no adapter is in the way."""
+    """`_iter_named_params`, which our engines take from TRL for policies without adapters."""
     trainer = build(model=tiny_model(tied=False))
     engine = object.__new__(VLLMGeneration)
     engine.model, engine.accelerator = trainer.model, trainer.accelerator

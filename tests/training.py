@@ -1,4 +1,4 @@
-"""Short GRPO runs shared by the tests: a tiny model, a handful of prompts, rewards with a spread in every group."""
+"""Short GRPO runs shared by the tests: a tiny model, a few prompts, rewards that differ within every group."""
 
 import torch
 from datasets import Dataset
@@ -62,7 +62,7 @@ def make(trainer_class, args, model=None, **kwargs):
 
 
 def metrics(trainer) -> list[dict]:
-    """Every logged metric but times; None where TRL had no valid value."""
+    """Every logged metric except times; None where TRL had no valid value."""
 
     def is_timing(key: str) -> bool:
         return key.removeprefix("train_").removeprefix("eval_").startswith(TIMINGS)

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-if "RANK" not in os.environ:  # TRL's choice of a port races with the other test process's
+if "RANK" not in os.environ:  # TRL's choice of a port races with other test processes
     with socket.create_server(("127.0.0.1", 0)) as server:
         os.environ["MASTER_PORT"] = str(server.getsockname()[1])
 GPU = torch.cuda.is_available()
@@ -35,15 +35,15 @@ SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "disable_log_
 if GPU:  # captured CUDA graphs, without the minutes that torch.compile takes
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
     SMALL |= {"enforce_eager": False, "compilation_config": graphs, "kv_cache_memory_bytes": 256 << 20}
-# longer than vLLM's cache blocks of 128 tokens on a CPU, and one that is not
+# two longer than vLLM's cache blocks of 128 tokens on a CPU, one shorter
 PROMPTS = [[(7 * i + 3) % 250 for i in range(200)], [(i * i) % 251 for i in range(140)], [5, 6, 7]]
 
-# Deleting an engine tears down the process group that the others use too, so all live until the end.
+# Deleting an engine tears down the process group that all engines share, so all live until the end.
 _alive = []
 
 
 def policy(path, with_lora: bool = False, dtype: torch.dtype = torch.bfloat16, **kwargs):
-    """A tiny policy that was loaded from a checkpoint at `path`."""
+    """A tiny policy loaded from a checkpoint at `path`."""
     model = AutoModelForCausalLM.from_pretrained(save_tiny(path, dtype=torch.bfloat16, **kwargs), dtype=dtype)
     if not with_lora:
         return model
@@ -77,7 +77,7 @@ def engine(model, precision: str, **options) -> VLLMEngine:
 
 
 def fresh(model, precision: str, path, **options) -> LLM:
-    """vLLM itself, started on a checkpoint of the policy's weights as they are now; adapters merged by PEFT."""
+    """vLLM itself, started on a checkpoint of the policy's current weights; PEFT merges adapters."""
     model = copy.deepcopy(model)
     if hasattr(model, "merge_and_unload"):
         model = model.merge_and_unload()
@@ -98,7 +98,7 @@ def fresh(model, precision: str, path, **options) -> LLM:
         "max_model_len": 512,
         "max_num_seqs": 8,
         "logprobs_mode": "processed_logprobs",
-        "gpu_memory_utilization": 0.2,  # beside the engine that it is compared with
+        "gpu_memory_utilization": 0.2,  # the engine it is compared with also needs memory
         **SMALL,
     }
     llm = LLM(str(quantized), **settings | options)
@@ -118,12 +118,12 @@ def greedy(llm: LLM, prompts=PROMPTS, n: int = 8) -> list[tuple[list[int], list[
 
 
 def one_by_one(llm: LLM) -> list[tuple[list[int], list[float]]]:
-    """As [`greedy`], in batches of one prompt, which a server can be asked for too."""
+    """Same as [`greedy`], one prompt at a time, as a server also allows."""
     return [greedy(llm, [ids])[0] for ids in PROMPTS]
 
 
 def served(client, n: int = 8) -> list[tuple[list[int], list[float]]]:
-    """As [`one_by_one`] of the server behind TRL's client."""
+    """Same as [`one_by_one`], from the server behind TRL's client."""
     answers = [client.generate([ids], max_tokens=n, temperature=0.0, logprobs=0) for ids in PROMPTS]
     return [(answer["completion_ids"][0], [step[0] for step in answer["logprobs"][0]]) for answer in answers]
 
@@ -143,7 +143,7 @@ def score(llm: LLM, **options) -> torch.Tensor:
 
 
 def fp8_block_anywhere(monkeypatch) -> None:
-    """Where the CPU has no AMX, runs vLLM's own FP8 block layer around a stand-in for the multiplication alone."""
+    """On a CPU without AMX, runs vLLM's own FP8 block layer with a stand-in for the matrix product only."""
     if torch.cpu._is_amx_tile_supported():
         return
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
@@ -163,5 +163,5 @@ def fp8_block_anywhere(monkeypatch) -> None:
 
 
 def keep(thing) -> None:
-    """Keeps what holds an engine until the end of all tests."""
+    """Keeps an object that holds an engine alive until the end of all tests."""
     _alive.append(thing)

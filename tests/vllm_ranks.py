@@ -1,4 +1,4 @@
-"""Two ranks that train with colocated vLLM engines, on a model that each rank holds whole or in parts, on CPU or GPUs."""
+"""Two ranks that train with colocated vLLM engines, on a model that each rank holds whole or in parts, CPU or GPUs."""
 
 import json
 from pathlib import Path

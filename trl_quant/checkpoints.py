@@ -1,27 +1,59 @@
 """What a checkpoint holds beside TRL's, which one is whole, and what must match when a run goes on from it."""
 
+import errno
 import json
+import logging
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+
+logger = logging.getLogger(__name__)
 
 ROLLOUT_STATE_NAME = "rollout_state.json"
 
 
 def last_complete_checkpoint(output_dir: str) -> str | None:
     """
-    The newest checkpoint in `output_dir` that was written to its end, or `None`. The trainer state is written last:
-    a run that was killed, or whose disk was full, while saving leaves a directory without a readable one.
+    The newest checkpoint in `output_dir` that was written to its end, or `None`.
     """
-    steps = {}
-    for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        try:
-            steps[int(path.name.rpartition("-")[2])] = json.loads((path / "trainer_state.json").read_text()) and path
-        except (OSError, ValueError):
-            continue
-    return os.fspath(steps[max(steps)]) if steps else None
+    whole = [path for path in _checkpoints(output_dir) if _is_whole(path)]
+    return os.fspath(whole[-1]) if whole else None
+
+
+def _checkpoints(output_dir: str) -> list[Path]:
+    """By their steps."""
+    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step(path).isdecimal()]
+    return sorted(found, key=lambda path: int(_step(path)))
+
+
+def _step(path: Path) -> str:
+    return path.name.rpartition("-")[2]
+
+
+def _is_whole(path: Path) -> bool:
+    """
+    The trainer state is written last: a run that was killed, or whose disk was full, while saving leaves a directory
+    without a readable one. One that was killed while deleting may leave nothing else.
+    """
+    try:
+        json.loads((path / "trainer_state.json").read_text())
+        return any(file.is_dir() or file.suffix in (".safetensors", ".bin") for file in path.iterdir())
+    except (OSError, ValueError):
+        return False
+
+
+def checkpoint_to_resume(output_dir: str) -> str:
+    """The newest whole checkpoint; `ValueError` where there is none."""
+    checkpoint = last_complete_checkpoint(output_dir)
+    if checkpoint is None:
+        raise ValueError(f"`resume_from_checkpoint`=True, but there is nothing to resume. {how_to_go_on(output_dir)}")
+    return checkpoint
 
 
 def how_to_go_on(output_dir: str) -> str:
@@ -29,12 +61,35 @@ def how_to_go_on(output_dir: str) -> str:
     checkpoint = last_complete_checkpoint(output_dir)
     if checkpoint is not None:
         return f"The last whole checkpoint is {checkpoint}; continue with `train(resume_from_checkpoint=True)`."
-    return f"There is no whole checkpoint in {output_dir}; start again, with a smaller `save_steps`."
+    if halves := [path.name for path in _checkpoints(output_dir)]:
+        return (
+            f"There is no whole checkpoint in {output_dir}: {', '.join(halves)} were not written to their end. Delete "
+            "them and start again."
+        )
+    return f"There is no checkpoint in {output_dir}; start again, with a smaller `save_steps`."
+
+
+@contextmanager
+def saving(checkpoint: str) -> Iterator[None]:
+    """Context in which a full disk is told with its directory, the space left, and where the run can go on."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        directory = Path(checkpoint).parent
+        free = shutil.disk_usage(directory).free if directory.is_dir() else 0
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+        if not full and not (isinstance(error, RuntimeError) and free < 2**20):  # torch.save does not say why
+            raise
+        raise OSError(
+            errno.ENOSPC,
+            f"No space left while saving {checkpoint}: {free / 2**20:.1f} MiB are free in {directory}. Delete that "
+            f"checkpoint and make room, or set `save_total_limit`. {how_to_go_on(str(directory))}",
+        ) from error
 
 
 def precision_before(output_dir: str) -> str | None:
     """The precision of the run whose last whole checkpoint is in `output_dir`, if there is one."""
-    return read_rollout_state(last_complete_checkpoint(output_dir) or "").get("precision")
+    return read_rollout_state(last_complete_checkpoint(output_dir) or "").get("settings", {}).get("rollout_precision")
 
 
 def write_rollout_state(checkpoint: str | Path, state: dict) -> None:
@@ -45,14 +100,43 @@ def write_rollout_state(checkpoint: str | Path, state: dict) -> None:
 
 def read_rollout_state(checkpoint: str | Path) -> dict:
     """What the engine of a checkpoint left, empty for a checkpoint of another trainer."""
-    path = Path(checkpoint, ROLLOUT_STATE_NAME)
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return _read(Path(checkpoint, ROLLOUT_STATE_NAME))
+
+
+def _read(path: Path) -> dict:
+    """A JSON file's object, empty where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not whole: {error}. Resume from another checkpoint, or start again.") from error
+
+
+def check_settings(checkpoint: str | Path, before: dict, now: dict, changes_allowed: bool) -> None:
+    """
+    Compares what changes the training's mathematics with what the checkpoint was trained with.
+
+    Args:
+        before, now (`dict`): See [`~config.QuantGRPOConfig.training_settings`].
+        changes_allowed (`bool`): Whether differences are logged, not refused.
+    """
+    changed = {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
+    if not changed:
+        return
+    differences = ", ".join(f"`{name}`: {old!r} -> {new!r}" for name, (old, new) in changed.items())
+    if not changes_allowed:
+        raise ValueError(
+            f"The checkpoint {checkpoint} was trained with other settings than this run has: {differences}. Resume "
+            "with the same ones, or set `resume_with_changes=True`."
+        )
+    logger.warning("Resuming %s with changed settings: %s.", checkpoint, differences)
 
 
 def check_uaq(checkpoint: str | Path, applied: float | None) -> None:
     """Raises `ValueError` for a checkpoint whose weights were scaled otherwise than those of this run."""
     path = Path(checkpoint) / "config.json"
-    if path.is_file() and (recorded := json.loads(path.read_text()).get("uaq_scale")) != applied:
+    if path.is_file() and (recorded := _read(path).get("uaq_scale")) != applied:
         raise ValueError(
             f"The checkpoint {checkpoint} was trained with `uaq_scale`={recorded}, this run has `uaq_scale`={applied}. "
             "Resume with the same value."

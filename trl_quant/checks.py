@@ -1,30 +1,165 @@
 """What can be known to fail before a model is loaded."""
 
+import logging
+import re
+from pathlib import Path
+
+from accelerate import PartialState
 from accelerate.utils import is_peft_model
+from datasets import Dataset, IterableDataset
+from torch.nn import Module
 from transformers import AutoConfig
 
+from .formats.checkpoint import check_files
 from .norms import family_of
-from .rollout.vllm.support import check_device, check_version
+from .rollout.vllm.support import (
+    check_architecture,
+    check_device,
+    check_head_size,
+    check_prepared,
+    check_version,
+    differences,
+    prepared_precisions,
+)
+from .tasks.data import check_prompts
+from .tasks.rewards import check_reward
 
 
-def check_before_loading(model, args, train_dataset, peft_config, environment_factory) -> None:
+logger = logging.getLogger(__name__)
+
+# What configs of transformers call the number of experts that a router chooses from
+EXPERTS = re.compile(r"(^|_)(num|n)_(local_|routed_)?experts$")
+
+
+def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs, peft_config, **others) -> None:
     """Raises `ValueError` or `ImportError` for a trainer's arguments that do not fit together, or this machine."""
-    columns = getattr(train_dataset, "column_names", None)
-    if columns is not None and environment_factory is None and "prompt" not in columns:
-        raise ValueError(f"`train_dataset` has the columns {columns}; a column 'prompt' is needed.")
+    if others["environment_factory"] is None:  # else prompts and rewards may come from there
+        _check_data(args, train_dataset, eval_dataset)
+        if others["rollout_func"] is None:
+            _check_rewards(reward_funcs, train_dataset)
     if args.use_vllm and args.rollout_precision is not None:
         check_version()
         if args.vllm_mode == "colocate":
             check_device(args.rollout_precision, args.vllm_enable_sleep_mode)
-    if args.noise_schedule is not None or args.uaq_scale is not None:
-        _check_norms(model, args, peft_config)
+    if any(value is not None for value in (args.rollout_precision, args.noise_schedule, args.uaq_scale)):
+        config = _read_config(model, args)
+        if args.rollout_precision is not None:
+            _check_policy(config, args, others["quantization_config"])
+        if args.noise_schedule is not None or args.uaq_scale is not None:
+            _check_norms(config, model, args, peft_config)
+    for start in (model, (args.vllm_engine_kwargs or {}).get("model")):
+        if isinstance(start, str) and Path(start).is_dir():
+            check_files(start)
+    if args.use_vllm and args.rollout_precision is not None and args.vllm_mode == "server":
+        _wait_for_server(args, getattr(model, "name_or_path", model))
 
 
-def _check_norms(model, args, peft_config) -> None:
+def _check_data(args, train_dataset, eval_dataset) -> None:
+    if not isinstance(train_dataset, Dataset | IterableDataset):
+        split = "; take one of its splits" if isinstance(train_dataset, dict) else ""
+        raise ValueError(
+            f"`train_dataset` is a {type(train_dataset).__name__}{split}. It must be a `datasets.Dataset` or "
+            "`datasets.IterableDataset`."
+        )
+    check_prompts("train_dataset", train_dataset)
+    prompts = args.generation_batch_size // args.num_generations
+    if isinstance(train_dataset, Dataset) and len(train_dataset) < prompts:
+        raise ValueError(
+            f"`train_dataset` has {len(train_dataset)} prompts, fewer than one generation takes, {prompts} "
+            f"(`generation_batch_size`={args.generation_batch_size} / `num_generations`={args.num_generations}): "
+            "nothing would be trained. Lower `generation_batch_size`, or add prompts."
+        )
+    if isinstance(train_dataset, IterableDataset) and args.max_steps <= 0:
+        raise ValueError(f"`max_steps`={args.max_steps}, but a stream has no length: set the number of steps.")
+    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
+    for name, dataset in evaluated.items():
+        if isinstance(dataset, Dataset | IterableDataset):
+            check_prompts("eval_dataset" if name is None else f"eval_dataset[{name!r}]", dataset)
+
+
+def _check_rewards(reward_funcs, train_dataset) -> None:
+    columns = train_dataset.column_names
+    for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        if not isinstance(reward, str | Module) and reward is not None and columns is not None:
+            check_reward(reward, columns)
+
+
+def _wait_for_server(args, model: str) -> None:
+    from .rollout.vllm.server import wait_for_server
+
+    if PartialState().is_main_process:  # the only one that talks to it
+        wait_for_server(args, model)
+
+
+def check_method(trainer, args, rollout_func) -> None:
+    """Raises `ValueError` for a config that contradicts the trainer's class, and says where a correction cannot act."""
+    method = trainer.config_class.__dataclass_fields__["is_correction"].default
+    if method is not None and args.is_correction != method:
+        raise ValueError(
+            f"`is_correction`={args.is_correction!r}, but {type(trainer).__name__} runs {method!r}. Pass a "
+            f"`{trainer.config_class.__name__}`, or use `QuantGRPOTrainer`."
+        )
+    if args.is_correction in ("trl", "none") or args.use_vllm or args.rollout_precision is not None:
+        return
+    if rollout_func is not None:
+        raise ValueError(
+            f"`is_correction`={args.is_correction!r} with a `rollout_func` needs `use_vllm=True`: without it TRL's "
+            "loss takes no weights. Set `is_correction='none'`, or `use_vllm=True`."
+        )
+    logger.warning(
+        "`is_correction`=%r does nothing in this run, whose samples come from the policy itself. Set `rollout_precision`"
+        " or `use_vllm=True`.",
+        args.is_correction,
+    )
+
+
+def _read_config(model, args, **options):
+    if not isinstance(model, str):
+        return model.config
+    options |= {name: value for name, value in (args.model_init_kwargs or {}).items() if name == "revision" and value}
+    return AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
+
+
+def _check_policy(config, args, quantization_config) -> None:
+    """The engines stream a dense 16-bit policy; what vLLM starts on must be the same model."""
+    quantization_config = quantization_config or (args.model_init_kwargs or {}).get("quantization_config")
+    if prepared_precisions(config) is not None and not getattr(quantization_config, "dequantize", False):
+        raise ValueError(
+            f"The policy {config.name_or_path!r} is quantized already (`quantization_config` in its config.json) and "
+            "cannot be trained with a `rollout_precision`. Train the 16-bit checkpoint; vLLM can start on this one, with "
+            "`vllm_engine_kwargs={'model': ...}`."
+        )
+    if (experts := number_of_experts(config.to_dict())) > 1:
+        raise ValueError(
+            f"`rollout_precision`={args.rollout_precision!r}, but the policy is a mixture of {experts} experts, which "
+            "no engine here samples from. Leave `rollout_precision` unset: TRL generates."
+        )
+    if not args.use_vllm or args.vllm_mode != "colocate":
+        return
+    check_head_size(config)
+    check_architecture(config, args.vllm_model_impl)
+    if (start := (args.vllm_engine_kwargs or {}).get("model")) is None:
+        return
+    try:
+        engine = AutoConfig.from_pretrained(start, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"`vllm_engine_kwargs` has 'model'={start!r}, which cannot be read: {error}") from error
+    if differ := differences(config, engine):
+        raise ValueError(f"`vllm_engine_kwargs` has 'model'={start!r}, another model than the policy: {differ}.")
+    if args.rollout_precision != "auto":
+        check_prepared(engine, args.rollout_precision)
+
+
+def number_of_experts(config: dict) -> int:
+    """The most experts that a model's config, or one inside it, tells of; 0 for a dense model."""
+    found = [number_of_experts(value) for value in config.values() if isinstance(value, dict)]
+    if config.get("is_moe", True):
+        found += [value for name, value in config.items() if EXPERTS.search(str(name)) and isinstance(value, int)]
+    return max(found, default=0)
+
+
+def _check_norms(config, model, args, peft_config) -> None:
     """The noise and the scaling must know which norms feed which layers; the scaling, that nobody scaled before."""
-    config = getattr(model, "config", None)
-    if isinstance(model, str):
-        config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)
     family_of(config.get_text_config().model_type)
     applied = getattr(config, "uaq_scale", None)
     if args.uaq_scale is None:

@@ -4,23 +4,44 @@ Every field is checked when the configuration is built, before any model is load
 """
 
 import copy
+import json
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import ClassVar, get_args, get_type_hints
 
 from trl import GRPOConfig
 
 from .corrections import ACR, AIS, CORRECTIONS, TIS, CorrectionInputs, CorrectionOutput
+from .corrections.trl import TRL
 from .noise import SCHEDULES, sigma
 from .precisions import PRECISIONS, in_vllm
+from .rollout import VLLM_MODES
 from .rollout.vllm.support import check_engine_kwargs
+from .scaling import check_scale
 
 
 logger = logging.getLogger(__name__)
 
 # Losses that clip the policy ratio between two bounds; only these have an upper bound that ACR can widen.
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+LOSSES = (*CLIPPED_LOSSES, "cispo", "sapo", "vespo")
+REWARD_SCALES = ("group", "batch", "none")
 LORA_SYNCS = ("merge", "adapter")
+# Fields of ours that change how a run computes, not what
+OPERATIONAL = ("vllm_engine_kwargs", "vllm_sleep_level", "sync_check_steps", "resume_with_changes")
+VLLM_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # of the colocated engine
+
+TYPES = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a finite number",
+    str: "a string",
+    dict: "a dict (or a JSON object)",
+    type(None): "None",
+}
 
 
 def _listed(names) -> str:
@@ -29,9 +50,24 @@ def _listed(names) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
+def _is_of(kind: type, value) -> bool:
+    """Whether a field of type `kind` takes `value`. Integers are numbers, `True`, infinity and NaN are not."""
+    if kind in (int, float):
+        number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+        return number and math.isfinite(value)
+    return isinstance(value, kind)
+
+
+def _check_type(name: str, value, hint) -> None:
+    kinds = get_args(hint) or (hint,)
+    kinds = [kind for kind in kinds if kind is not str or dict not in kinds]  # JSON was read before
+    if not any(_is_of(kind, value) for kind in kinds):
+        raise ValueError(f"`{name}`={value!r} must be {' or '.join(TYPES[kind] for kind in kinds)}.")
+
+
 def _check_choice(name: str, value, choices) -> None:
     if value is not None and value not in choices:
-        raise ValueError(f"`{name}`={value!r} is unknown. Allowed: None, {', '.join(map(repr, choices))}.")
+        raise ValueError(f"`{name}`={value!r} is unknown. Allowed: {', '.join(map(repr, choices))}.")
 
 
 def _check_at_least(name: str, value: float | None, bound: float, strict: bool = False) -> None:
@@ -70,6 +106,10 @@ class QuantGRPOConfig(GRPOConfig):
         sync_check_steps (`int`, *optional*, defaults to `50`):
             Steps from one self-check of the vLLM engine to the next: a few prompts are scored by the engine and by the
             policy, and training stops where they disagree by more than the format explains. 0 switches it off.
+
+        resume_with_changes (`bool`, *optional*, defaults to `False`):
+            Whether a run may go on from a checkpoint that was trained with other settings of the rollout copy, its
+            correction or its noise. Each difference is logged. By default it is refused.
 
         > Parameters that control the correction of the mismatch between sampler and trainer
 
@@ -110,6 +150,7 @@ class QuantGRPOConfig(GRPOConfig):
             the linear layers that it feeds are divided by s. QuRL uses 1.5 for INT8 and FP8. If `None`, no scaling.
     """
 
+    is_taken: ClassVar[bool] = False  # by a trainer of ours
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
 
     rollout_precision: str | None = field(
@@ -137,6 +178,10 @@ class QuantGRPOConfig(GRPOConfig):
     sync_check_steps: int = field(
         default=50,
         metadata={"help": "Steps from one self-check of the vLLM engine to the next; 0 switches it off."},
+    )
+    resume_with_changes: bool = field(
+        default=False,
+        metadata={"help": "Go on from a checkpoint of a run with other rollout settings; the log says which."},
     )
     is_correction: str | None = field(
         default=None,
@@ -200,9 +245,24 @@ class QuantGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        self._check_types()
         self._resolve()
         super().__post_init__()
         self._check()
+
+    def _check_types(self):
+        """The fields added here hold what their types say, before anything computes with them."""
+        for name in self._VALID_DICT_FIELDS:
+            value = getattr(self, name)
+            if isinstance(value, str) and value.lstrip().startswith("{"):  # TRL takes other strings for file names
+                try:
+                    setattr(self, name, json.loads(value))
+                except ValueError as error:
+                    raise ValueError(f"`{name}`={value!r} is no JSON object: {error}.") from error
+        for name, hint in get_type_hints(QuantGRPOConfig).items():
+            if name not in GRPOConfig.__dataclass_fields__ and name in QuantGRPOConfig.__dataclass_fields__:
+                _check_type(name, getattr(self, name), hint)
+        _check_type("temperature", self.temperature, float)
 
     def _resolve(self):
         """Fills in what depends on other fields."""
@@ -223,6 +283,9 @@ class QuantGRPOConfig(GRPOConfig):
         _check_choice("vllm_sleep_level", self.vllm_sleep_level, (1, 2))
         _check_choice("is_correction", self.is_correction, ("trl", *CORRECTIONS))
         _check_choice("noise_schedule", self.noise_schedule, SCHEDULES)
+        _check_choice("scale_rewards", self.scale_rewards, REWARD_SCALES)
+        _check_choice("loss_type", self.loss_type, LOSSES)
+        _check_choice("vllm_mode", self.vllm_mode, VLLM_MODES)
         _check_at_least("is_cap", self.is_cap, 1.0)
         _check_at_least("ais_delta", self.ais_delta, 0.0, strict=True)
         _check_at_least("ais_gamma", self.ais_gamma, 0.0, strict=True)
@@ -230,7 +293,9 @@ class QuantGRPOConfig(GRPOConfig):
         _check_at_least("noise_sigma_end", self.noise_sigma_end, 0.0, strict=True)
         _check_at_least("noise_stages", self.noise_stages, 3)
         _check_at_least("sync_check_steps", self.sync_check_steps, 0)
-        _check_at_least("uaq_scale", self.uaq_scale, 0.0, strict=True)
+        _check_at_least("temperature", self.temperature, 0.0, strict=True)
+        if self.uaq_scale is not None:
+            check_scale(self.uaq_scale, "uaq_scale")
         if not self.noise_sigma_start >= self.noise_sigma_end:
             raise ValueError(
                 f"`noise_sigma_start`={self.noise_sigma_start!r} is below `noise_sigma_end`={self.noise_sigma_end!r}. "
@@ -239,15 +304,63 @@ class QuantGRPOConfig(GRPOConfig):
 
         if self.rollout_precision is not None:
             self._check_rollout()
-        elif self.noise_schedule is not None:
-            raise ValueError(
-                f"`noise_schedule`={self.noise_schedule!r} needs a copy of the policy to add noise to, but "
-                "`rollout_precision` is not set. Set `rollout_precision='bf16'` for noise without quantization."
-            )
+        else:
+            self._check_no_rollout()
+        self._check_hyperparameters()
         if self.is_correction == "acr":
             self._check_acr()
         if self.is_correction != "trl":
             self._check_trl_correction()
+        if self.use_vllm or self.rollout_precision is not None:
+            self._check_sampler()
+
+    def _check_hyperparameters(self):
+        """Those of another correction, or of a noise that there is not, are refused."""
+        taken = {f.name for f in fields(CORRECTIONS[self.is_correction])} if self.is_correction != "trl" else set()
+        for correction in CORRECTIONS:
+            names = [name for name in self.__dataclass_fields__ if name.startswith(f"{correction}_")]
+            if correction != self.is_correction:
+                self._refuse_set(names, f"`is_correction`={correction!r}, and it is {self.is_correction!r}")
+        if "cap" not in taken:
+            capped = _listed(name for name, kind in CORRECTIONS.items() if "cap" in kind.__dataclass_fields__)
+            self._refuse_set(("is_cap",), f"`is_correction` {capped}, and it is {self.is_correction!r}")
+        if self.noise_schedule is None:
+            self._refuse_set(("noise_sigma_start", "noise_sigma_end", "noise_stages"), "a `noise_schedule`")
+        if self.uaq_scale is not None and self.sync_ref_model:
+            raise ValueError(
+                f"`uaq_scale`={self.uaq_scale!r} cannot be combined with `sync_ref_model=True`, which would mix scaled "
+                "weights with the reference model's unscaled ones. Unset one of the two."
+            )
+
+    def _check_sampler(self):
+        """What is said of a run whose samples are compared with the trainer."""
+        cut = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": bool(self.min_p)}
+        if any(cut.values()):
+            logger.warning(
+                "%s: the sampler's log-probabilities are those after truncation, the trainer's are not. Part "
+                "of `mismatch/*`, and of what corrections act on, is then the truncation and not `rollout_precision`: with "
+                "top_p=0.9 the mean weight is 0.9 without any quantization.",
+                " and ".join(f"`{name}`={getattr(self, name)!r}" for name, value in cut.items() if value),
+            )
+        if self.is_correction == "trl" and self.rollout_precision and not self.vllm_importance_sampling_correction:
+            logger.warning(
+                "`vllm_importance_sampling_correction=False` with `is_correction='trl'`: the mismatch between sampler "
+                "and trainer is neither corrected nor measured."
+            )
+        once = self.num_iterations == 1 and self.steps_per_generation <= self.gradient_accumulation_steps
+        if self.is_correction == "acr" and once:
+            logger.warning(
+                "With one update per generation no clip bound acts, and `is_correction='acr'` is 'tis', bit for bit. "
+                "They part where a generation serves several updates (`num_iterations`, `steps_per_generation`)."
+            )
+
+    def _check_no_rollout(self):
+        self._refuse_set((*VLLM_FIELDS, "sync_check_steps"), "a `rollout_precision`, which is not set")
+        if self.noise_schedule is not None:
+            raise ValueError(
+                f"`noise_schedule`={self.noise_schedule!r} needs a copy of the policy to add noise to, but "
+                "`rollout_precision` is not set. Set `rollout_precision='bf16'` for noise without quantization."
+            )
 
     def _check_rollout(self):
         if self.use_transformers_continuous_batching:
@@ -270,23 +383,33 @@ class QuantGRPOConfig(GRPOConfig):
 
     def _check_vllm(self):
         if not self.use_vllm:
-            if self.vllm_engine_kwargs or self.lora_sync != "merge":
-                raise ValueError("`vllm_engine_kwargs` and `lora_sync` belong to vLLM, but `use_vllm=False`.")
-            return
+            return self._refuse_set((*VLLM_FIELDS, "sync_check_steps"), "vLLM, and `use_vllm=False`")
         check_engine_kwargs(self.vllm_engine_kwargs or {})
-        if self.vllm_mode == "server" and (self.vllm_engine_kwargs or self.lora_sync != "merge"):
-            raise ValueError(
-                "`vllm_engine_kwargs` and `lora_sync`='adapter' belong to `vllm_mode='colocate'`: a server takes its "
-                "arguments when it is started, and merged weights."
-            )
+        if self.vllm_mode == "server":
+            instead = "`vllm_mode='colocate'`: a server takes its arguments when it is started, and merged weights"
+            self._refuse_set(VLLM_FIELDS, instead)
         if self.lora_sync == "adapter" and self.vllm_enable_sleep_mode and self.vllm_sleep_level == 2:
             raise ValueError(
                 "`lora_sync`='adapter' cannot be combined with `vllm_sleep_level`=2, which discards the engine's base "
                 "weights: no sync brings them back. Set `vllm_sleep_level=1`, or `lora_sync='merge'`."
             )
 
+    def _refuse_set(self, names, reason: str):
+        """Raises `ValueError` for fields that were set but do not act."""
+        default = {f.name: f.default for f in fields(self)}
+        given = [
+            f"`{name}`={getattr(self, name)!r}" for name in names if getattr(self, name) not in (default[name], {})
+        ]
+        if given:
+            raise ValueError(f"{' and '.join(given)} acts only with {reason}.")
+
     def _check_acr(self):
         others = "`is_correction` 'tis', 'ais', 'decoupled', 'none' or 'trl'"
+        if self.delta is not None:
+            raise ValueError(
+                f"`is_correction`='acr' widens the upper clip bound without limit, and `delta`={self.delta!r} cuts the "
+                f"ratio before it. Unset `delta`, or use {others}."
+            )
         if self.loss_type not in CLIPPED_LOSSES:
             raise ValueError(
                 f"`is_correction`='acr' widens the upper clip bound of the policy ratio, and `loss_type`="
@@ -307,11 +430,8 @@ class QuantGRPOConfig(GRPOConfig):
                 "`is_correction='none'` to ignore the sampler."
             )
         default = {f.name: f.default for f in fields(GRPOConfig)}
-        changed = [
-            name
-            for name in ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
-            if has_sampler and getattr(self, name) != default[name]
-        ]
+        names = [f"vllm_importance_sampling_{name}" for name in TRL.__dataclass_fields__]
+        changed = [name for name in names if has_sampler and getattr(self, name) != default[name]]
         if changed:
             logger.warning(
                 "%s only act with `is_correction='trl'`; they are ignored with is_correction=%r.",
@@ -330,6 +450,7 @@ class QuantGRPOConfig(GRPOConfig):
         for f in fields(cls):
             if not hasattr(args, f.name):
                 setattr(config, f.name, f.default)
+        config._check_types()
         config._resolve()
         for name, value in config._method_settings().items():
             default = GRPOConfig.__dataclass_fields__[name].default
@@ -358,16 +479,41 @@ class QuantGRPOConfig(GRPOConfig):
         The correction of this run, with its hyperparameters: a field `x` of the correction `ais` is `ais_x`, `is_x` or
         `x` here, and keeps its own default where that is `None`.
 
-        `None` where TRL corrects for its own sampler; `none`, for its diagnostics, where TRL corrects for ours.
+        `None` where TRL corrects for its own sampler, and where nothing is to be corrected.
         """
-        if self.is_correction == "trl" and self.rollout_precision is None:
+        measured = self.rollout_precision is not None and self.vllm_importance_sampling_correction
+        if self.is_correction == "trl" and not measured:
             return None
-        name = "none" if self.is_correction == "trl" else self.is_correction
+        kind = TRL if self.is_correction == "trl" else CORRECTIONS[self.is_correction]
         given = {}
-        for f in fields(CORRECTIONS[name]):
-            names = (f"{name}_{f.name}", f"is_{f.name}", f.name)
-            given[f.name] = next((getattr(self, n) for n in names if getattr(self, n, None) is not None), None)
-        return CORRECTIONS[name](**{name: value for name, value in given.items() if value is not None})
+        for f in fields(kind):
+            names = (f"{self.is_correction}_{f.name}", f"is_{f.name}", f"vllm_importance_sampling_{f.name}", f.name)
+            own = next((name for name in names if hasattr(self, name)), None)
+            if own is not None and getattr(self, own) is not None:
+                given[f.name] = getattr(self, own)
+        return kind(**given)
+
+    def training_settings(self) -> dict:
+        """The fields added here that change what is trained, as a checkpoint records them."""
+        names = QuantGRPOConfig.__dataclass_fields__.keys() - GRPOConfig.__dataclass_fields__.keys() - {*OPERATIONAL}
+        return {name: getattr(self, name) for name in sorted(names)}
+
+    @classmethod
+    def plain_settings(cls) -> dict:
+        """[`~QuantGRPOConfig.training_settings`] of a checkpoint of TRL's own trainer."""
+        defaults = {f.name: f.default for f in fields(QuantGRPOConfig)} | {"is_correction": "trl"}
+        names = QuantGRPOConfig.__dataclass_fields__.keys() - GRPOConfig.__dataclass_fields__.keys() - {*OPERATIONAL}
+        return {name: defaults[name] for name in sorted(names)}
+
+    def get_process_log_level(self) -> int:
+        """What every trainer asks for first: TRL's own, which knows nothing of the fields added here, is told of."""
+        if not self.is_taken and self.rollout_precision is not None:
+            logger.warning(
+                "`rollout_precision`=%r acts only with `QuantGRPOTrainer`: this trainer samples without quantization "
+                "and corrects nothing of ours.",
+                self.rollout_precision,
+            )
+        return super().get_process_log_level()
 
 
 @dataclass

@@ -1,13 +1,13 @@
 """Which norm feeds which linear layers, per model family: the one map that noise (AQN) and scaling (UAQ) share.
 
-In each decoder layer two RMSNorms write into nothing but linear layers: one into q, k, v, the other into gate and up.
-What is multiplied into such a norm's weight is multiplied into the inputs of those layers, and nowhere else:
+In each decoder layer two RMSNorms feed only linear layers: one feeds q, k and v, the other gate and up. A factor on
+such a norm's gain is a factor on the inputs of those layers, and nowhere else:
 
     RMSNorm_w(x) = w * x / rms(x)            the weight is the gain            (Llama, Qwen2, Qwen3, Mistral, Phi-3)
     RMSNorm_w(x) = (1 + w) * x / rms(x)      the weight is the gain minus one  (Gemma 2, Gemma 3)
 
-Gemma norms the outputs of attention and MLP as well (sandwich norms). Those feed the residual stream, so there
-`post_attention_layernorm` must not be touched: the MLP is fed by `pre_feedforward_layernorm`.
+Gemma also normalizes the outputs of attention and MLP (sandwich norms). Those feed the residual stream, so Gemma's
+`post_attention_layernorm` must not be touched; `pre_feedforward_layernorm` feeds the MLP.
 """
 
 import re
@@ -46,10 +46,10 @@ _IN_LAYER = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<index>\d+)\.(?P<path>.+
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a transformers `model_type`; `ValueError` for one whose norms are not mapped."""
+    """The family of a transformers `model_type`; `ValueError` if it is not in [`FAMILIES`]."""
     if model_type not in FAMILIES:
         raise ValueError(
-            f"model_type {model_type!r} is not supported: which of its norms feed which linear layers is not known. "
+            f"model_type {model_type!r} is not supported: it is not known which of its norms feed which linear layers. "
             f"Supported are {', '.join(FAMILIES)}."
         )
     return FAMILIES[model_type]
@@ -62,14 +62,14 @@ def feeding_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str,
     Args:
         model_type (`str`): `model_type` of the text model's config.
         names (`Iterable[str]`): Names of all parameters, with any prefix (`model.`, `model.language_model.`,
-            `base_model.model.model.`); other parameters than those of the decoder layers may be among them.
+            `base_model.model.model.`); parameters outside the decoder layers are ignored.
 
     Returns:
-        `dict[str, tuple[str, ...]]`: name of each norm's weight, as given -> clean names of the linear layers that
-        it feeds; two norms per decoder layer, in the order of the layers.
+        `dict[str, tuple[str, ...]]`: name of each norm's weight, as given -> clean names of the linear layers it
+        feeds; two norms per decoder layer, in layer order.
 
     Raises:
-        `ValueError`: for an unknown family, and unless every decoder layer among `names` has each norm exactly once.
+        `ValueError`: for an unknown family, or unless every decoder layer among `names` has each norm exactly once.
     """
     family = family_of(model_type)
     layers: dict[str, set[int]] = {}  # stack of decoder layers -> indices

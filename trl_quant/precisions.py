@@ -81,6 +81,7 @@ PRECISIONS: dict[str, Precision] = {
     "bf16": Precision(
         "BF16, nothing quantized",
         vllm=InVLLM(("UnquantizedLinearMethod",), capability=(8, 0), needs="BF16 arithmetic", cpu=True),
+        mismatch=4.5e-7,
     ),
     "int8": Precision(
         "weights per channel, inputs per token",
@@ -94,6 +95,7 @@ PRECISIONS: dict[str, Precision] = {
             inputs={"cuda": "int8", "cpu": "int8"},
         ),
         gain=1.24,
+        mismatch=4.7e-5,
     ),
     "fp8_block": Precision(
         "weights per 128 x 128 block, inputs per 128 of a token",
@@ -108,6 +110,7 @@ PRECISIONS: dict[str, Precision] = {
             fused_scale=True,
             wrong_kernels=("Marlin",),
         ),
+        mismatch=3.6e-4,
     ),
     "fp8": Precision(
         "weights per channel, inputs per token",
@@ -120,6 +123,7 @@ PRECISIONS: dict[str, Precision] = {
             wrong_kernels=("Marlin",),
         ),
         gain=1.31,
+        mismatch=4.5e-4,
     ),
     "fp8_tensor": Precision(
         "weights and inputs per tensor (inputs per token in vLLM)",
@@ -132,8 +136,9 @@ PRECISIONS: dict[str, Precision] = {
             fused_scale=True,
             wrong_kernels=("Marlin",),
         ),
+        mismatch=4.6e-4,
     ),
-    "nf4": Precision("weights per 64 values, inputs in BF16", format="nf4"),
+    "nf4": Precision("weights per 64 values, inputs in BF16", format="nf4", mismatch=9.9e-4),
     "nvfp4": Precision(
         "weights per 16 inputs and per tensor, inputs in BF16",
         format="nvfp4",
@@ -144,12 +149,14 @@ PRECISIONS: dict[str, Precision] = {
             kernels=WEIGHT_ONLY_KERNELS,
         ),
         gain=1.21,
+        mismatch=1.2e-3,
     ),
-    "int4": Precision("weights per 128 inputs, inputs in BF16", format="int4"),
+    "int4": Precision("weights per 128 inputs, inputs in BF16", format="int4", mismatch=2.4e-3),
     "mxfp4": Precision(
         "weights per 32 inputs, inputs in BF16",
         format="mxfp4",
         vllm=InVLLM(("CompressedTensorsW4A4Mxfp4",), **MARLIN_GPU, kernels=WEIGHT_ONLY_KERNELS),
+        mismatch=2.0e-3,
     ),
 }
 
@@ -162,7 +169,7 @@ def in_vllm() -> dict[str, InVLLM]:
 def markdown() -> str:
     """The table as README has it."""
     lines = [
-        "| precision | what has a scale | bits | vLLM on a GPU of compute capability | vLLM on a CPU | tokens/s | KL |",
+        "| precision | what has a scale | bits | vLLM on a GPU of capability | vLLM on a CPU | tokens/s | KL |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, precision in PRECISIONS.items():
@@ -173,7 +180,7 @@ def markdown() -> str:
             gpu += f" to below {vllm.below[0]}.{vllm.below[1]}" if vllm.below else " or newer"
             cpu = ("with AMX" if vllm.amx else "yes") if vllm.cpu else "no"
         gain = "" if precision.gain is None else f"{precision.gain:.2f}x"
-        mismatch = "" if precision.mismatch is None else f"{precision.mismatch:.0e}"
+        mismatch = "" if precision.mismatch is None else f"{precision.mismatch:.1e}".replace("e-0", "e-")
         cells = (f"`{name}`", precision.summary, f"{bits:g}", gpu, cpu, gain, mismatch)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

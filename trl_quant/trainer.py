@@ -6,9 +6,10 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id, nanmax, nanmin
 
 from . import checkpoints
-from .checks import check_before_loading
+from .checks import check_before_loading, check_method
 from .config import AISGRPOConfig, QuantGRPOConfig
-from .corrections import CorrectionInputs
+from .corrections.acr import rescued
+from .corrections.batch import corrected, counted, write
 from .rollout import RolloutEngine, RolloutNoise, choose_precision, engine_of
 from .rollout.seams import exchanged
 from .scaling import apply_uaq, uaq_applied
@@ -57,7 +58,9 @@ class QuantGRPOTrainer(GRPOTrainer):
             args = self.config_class(f"{model_name.split('/')[-1]}-GRPO")
         elif not isinstance(args, QuantGRPOConfig):
             args = self.config_class.from_grpo(args)
-        check_before_loading(model, args, train_dataset, peft_config, environment_factory)
+        args.is_taken = True
+        check_method(self, args, rollout_func)
+        check_before_loading(**given | {"args": args})
         if args.rollout_precision == "auto":
             args.rollout_precision = checkpoints.precision_before(args.output_dir) or choose_precision(args, model_name)
         self._correction = args.correction()
@@ -74,9 +77,11 @@ class QuantGRPOTrainer(GRPOTrainer):
     def _generate(self, prompts):
         if self._engine is not None:
             self._engine.noise = self.rollout_noise()
-            if self.args.noise_schedule is not None and self.model.training:
-                self._metrics["train"]["noise/sigma"].append(self._engine.noise.sigma)
-        return super()._generate(prompts)
+        generated = super()._generate(prompts)
+        if self.args.noise_schedule is not None and self.model.training:
+            self._metrics["train"]["noise/sigma"].append(self._engine.noise.sigma)
+            self._metrics["train"]["noise/effective_sigma"].append(self._engine.effective_sigma)
+        return generated
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
         if self._engine is not None:
@@ -118,33 +123,17 @@ class QuantGRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        if self._correction is None or output.get("sampling_per_token_logps") is None:
-            return output
-        mode = "train" if self.model.training else "eval"
-        mask = output["completion_mask"] * output.get("tool_mask", 1)
-        corrected = self._correction(
-            CorrectionInputs(
-                rollout_logps=output["sampling_per_token_logps"],
-                old_logps=output["old_per_token_logps"],
-                advantages=output["advantages"],
-                mask=mask,
-            )
-        )
-        measured = dict(corrected.metrics)
-        if self._engine is not None:
-            measured |= self._engine.sync_metrics
-            self._engine.sync_metrics = {}
+        mode, measured = "train" if self.model.training else "eval", {}
+        if self._engine is not None and mode == "train":  # an evaluation leaves them to the step whose sync it was
+            measured = self._engine.take_metrics()
+        if self._correction is not None and output.get("sampling_per_token_logps") is not None:
+            result = corrected(self._correction, output, self.args.importance_sampling_level)
+            measured |= result.metrics
+            if self.args.is_correction != "trl":  # of TRL's own correction only the diagnostics are ours
+                write(result, output)
+                self._log_weights(mode, result.weights[counted(output).bool()])
         for name, value in measured.items():
             self._metrics[mode][name].append(value)
-        if self.args.is_correction == "trl":  # only the diagnostics are ours
-            return output
-
-        output["importance_sampling_ratio"] = corrected.weights
-        self._log_weights(mode, corrected.weights[mask.bool()])
-        if corrected.old_logps is not None:
-            output["old_per_token_logps"] = corrected.old_logps
-        if corrected.clip_high is not None:
-            output["clip_low"], output["clip_high"] = corrected.clip_low, corrected.clip_high
         return output
 
     def _log_weights(self, mode: str, weights: torch.Tensor) -> None:
@@ -157,32 +146,45 @@ class QuantGRPOTrainer(GRPOTrainer):
 
     # Loss: TRL's own, between a token's own clip bounds where the correction gives them (QuRL eq. 9)
 
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._logps = scored[0].detach()
+        return scored
+
     def _compute_loss(self, model, inputs):
         if "clip_high" not in inputs:
             return super()._compute_loss(model, inputs)
+        high = self.epsilon_high
         # TRL clamps the ratio to [1 - epsilon_low, 1 + epsilon_high]; near 1 both subtractions are exact.
         with exchanged(self, epsilon_low=1 - inputs["clip_low"], epsilon_high=inputs["clip_high"] - 1):
-            return super()._compute_loss(model, inputs)
+            loss = super()._compute_loss(model, inputs)
+        share = self.accelerator.gather(rescued(self._logps, inputs, counted(inputs), high)).mean().item()
+        self._metrics["train" if self.model.training else "eval"]["mismatch/rescued_fraction"].append(share)
+        return loss
 
     # Checkpoints: only complete ones count, and a model is scaled once
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = checkpoints.last_complete_checkpoint(self.args.output_dir) or True
+            resume_from_checkpoint = checkpoints.checkpoint_to_resume(self.args.output_dir)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model, trial):
+        state = {"settings": self.args.training_settings()}
         if self._engine is not None:
-            state = {"precision": self._engine.precision, **self._engine.state_dict()}  # collective
+            state |= self._engine.state_dict()  # collective
+        checkpoint = f"{self._get_output_dir(trial)}/{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with checkpoints.saving(checkpoint):
             if self.args.should_save:
-                name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-                checkpoints.write_rollout_state(f"{self._get_output_dir(trial)}/{name}", state)
-        super()._save_checkpoint(model, trial)
+                checkpoints.write_rollout_state(checkpoint, state)
+            super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         checkpoints.check_uaq(resume_from_checkpoint, uaq_applied(self.model))
         state = checkpoints.read_rollout_state(resume_from_checkpoint)
-        if self._engine is not None and state:
+        now, before = self.args.training_settings(), state.get("settings", self.args.plain_settings())
+        checkpoints.check_settings(resume_from_checkpoint, before, now, self.args.resume_with_changes)
+        if self._engine is not None:
             self._engine.load_state_dict(state)
         return super()._load_from_checkpoint(resume_from_checkpoint, model)
 

@@ -1,9 +1,9 @@
-"""`trl-quant report`: a table and a chart of training runs, from what the trainer logged.
+"""`trl-quant report`: a table and a chart of training runs, from the trainer's logs.
 
     trl-quant report runs/int4-none runs/int4-ais --output runs/report.png
 
-A run is a directory with `metrics.jsonl` (one logged entry a line, written while the run goes on) or the
-`trainer_state.json` of a [`~transformers.Trainer`], also in its newest `checkpoint-*`.
+A run is a directory with `metrics.jsonl` (one log entry per line, written during the run) or the `trainer_state.json`
+of a [`~transformers.Trainer`], also in its newest `checkpoint-*`.
 """
 
 import argparse
@@ -21,21 +21,21 @@ from rich.table import Table
 
 
 REWARD, KL = "reward", "mismatch/kl_k3"
-# TRL's name for the weight that multiplies a token's loss: after caps and interpolation, 1 where nothing is corrected.
+# TRL's name for the weight that multiplies a token's loss, after caps and interpolation; 1 without correction.
 WEIGHT = "sampling/importance_sampling_ratio"
 # metric -> axis label, scale
 PANELS = {
     REWARD: ("reward", "linear"),
-    KL: ("mismatch KL (nats a token, k3)", "log"),
-    f"{WEIGHT}/mean": ("correction weight (mean; shaded: smallest to largest)", "log"),
+    KL: ("mismatch KL (nats per token, k3)", "log"),
+    f"{WEIGHT}/mean": ("correction weight (mean; shaded: min to max)", "log"),
 }
-ENDS = 5  # steps that the first and the last reward are averaged over
+ENDS = 5  # logged steps that the first and last values are averaged over
 HELD_OUT = ("eval_accuracy", "eval_reward")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's name, its logged entries in order, and what there is to say about how it ended."""
+    """A run's name, its log entries in order, and a note on how it ended."""
 
     name: str
     history: list[dict]
@@ -75,11 +75,11 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
         return Run(name, [json.loads(line) for line in lines])
     for state in filter(Path.is_file, states):
         return Run(name, json.loads(state.read_text())["log_history"])
-    raise ValueError(f"`runs`={str(directory)!r} holds no run: neither metrics.jsonl nor trainer_state.json is there.")
+    raise ValueError(f"`runs`={str(directory)!r} holds no run: it has neither metrics.jsonl nor trainer_state.json.")
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """One row a run; rewards are means over the first and last `ENDS` logged steps, the last KL likewise."""
+    """One row per run; first and last rewards and the last KL are means over `ENDS` logged steps."""
     result = Table("run", *("reward", "held-out", "KL mean", "last", "weight", "s"), "status")
     result.box, result.padding, result.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False  # fits 80 columns
     for column in result.columns[1:-1]:
@@ -106,7 +106,7 @@ def moving_average(values: Sequence[float], window: int = 2 * ENDS) -> list[floa
 
 
 def chart(runs: Sequence[Run]) -> Figure:
-    """Reward, mismatch KL and correction weight over steps, all runs in each."""
+    """Reward, mismatch KL and correction weight over steps, with all runs in each panel."""
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     for axis, (metric, (label, scale)) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
         for i, run in enumerate(runs):
@@ -126,7 +126,7 @@ def chart(runs: Sequence[Run]) -> Figure:
 
 
 def plot(runs: Sequence[Run], path: str | Path) -> None:
-    """Writes [`chart`] as one PNG."""
+    """Writes [`chart`] as a PNG."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     chart(runs).savefig(path, dpi=120)
 

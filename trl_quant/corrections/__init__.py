@@ -1,8 +1,8 @@
 """What is a stale token worth? One file per answer, all pure torch.
 
-A quantized sampler draws tokens from `exp(rollout_logps)`; the trainer that scores them is `exp(old_logps)`. Every
-correction maps the same inputs to per-token weights, and where it needs them to clip bounds or another proximal
-policy, so that the loss becomes
+A quantized sampler draws tokens from `exp(rollout_logps)`; the trainer scores them with `exp(old_logps)`. Every
+correction maps the same inputs to per-token weights and, where needed, to clip bounds or another proximal policy. The
+loss becomes
 
     w_t * min(R_t A_t, clip(R_t, clip_low_t, clip_high_t) A_t),    R_t = exp(logps_t - old_logps_t)
 

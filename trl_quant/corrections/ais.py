@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .base import CorrectionInputs, CorrectionOutput, check
-from .diagnostics import Pooled, diagnose, float64, per_token_advantages, rollout_ratio
+from .diagnostics import Pooled, diagnose, float64, per_token_advantages, rollout_ratio, unit_weights
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class AIS:
     beta_var: float = 1.0
     eps: float = 1e-6
 
-    # What the method asks of the rest of GRPO, in TRL's names
+    # GRPO settings that the method asks for, by TRL's names
     settings: ClassVar[dict[str, str]] = {"scale_rewards": "none", "loss_type": "grpo"}
 
     def __post_init__(self):
@@ -52,7 +52,7 @@ class AIS:
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)
-        wb = ratio.w.clamp(max=self.cap)
+        wb = unit_weights(inputs, ratio).clamp(max=self.cap)
         a = float64(per_token_advantages(inputs))
         metrics, pooled = diagnose(inputs, ratio, self.cap, {"wb": wb, "A": a, "A wb": a * float64(wb)})
         alpha = self.alpha(pooled["wb"], pooled["A"], pooled["A wb"], metrics["mismatch/abs_logp_diff"])

@@ -1,4 +1,4 @@
-"""What every correction takes and returns, and the check its hyperparameters share.
+"""Inputs and outputs of every correction, and the check for their hyperparameters.
 
 | name | policy | log-probabilities from |
 |---|---|---|
@@ -19,24 +19,29 @@ class CorrectionInputs:
 
     Args:
         rollout_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the sampler. NaN or -inf says that the sampler gave no score for that token.
+            Log-probabilities under the sampler. NaN or -inf marks a token that the sampler did not score.
         old_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities under the trainer at generation time.
         advantages (`torch.Tensor` of shape `(B,)`, `(B, 1)` or `(B, T)`):
             Advantages, broadcast over the tokens of a sequence.
         mask (`torch.Tensor` of shape `(B, T)`):
             1 (or `True`) on the completion tokens that count. Values elsewhere are never read.
+        level (`str`, *optional*, defaults to `"token"`):
+            What a weight belongs to: `"token"`, or `"sequence"`, whose ratio is the product of its tokens' ratios.
 
     Raises:
-        `ValueError`: if the shapes do not fit together.
+        `ValueError`: if the shapes do not match.
     """
 
     rollout_logps: Tensor
     old_logps: Tensor
     advantages: Tensor
     mask: Tensor
+    level: str = "token"
 
     def __post_init__(self):
+        if self.level not in ("token", "sequence"):
+            raise ValueError(f"level must be 'token' or 'sequence', got {self.level!r}.")
         shape = self.old_logps.shape
         if len(shape) != 2:
             raise ValueError(f"old_logps must have shape (B, T), got {tuple(shape)}.")
@@ -59,13 +64,13 @@ class CorrectionOutput:
         weights (`torch.Tensor` of shape `(B, T)`):
             Factor on each token's clipped objective; exactly 1 on masked and on unscored tokens.
         clip_low (`torch.Tensor` of shape `(B, T)` or `None`):
-            Lower bound on the ratio `R`; `None` leaves the loss's own.
+            Lower bound on the ratio `R`; `None` keeps the loss's own.
         clip_high (`torch.Tensor` of shape `(B, T)` or `None`):
-            Upper bound on the ratio `R`; `None` leaves the loss's own.
+            Upper bound on the ratio `R`; `None` keeps the loss's own.
         metrics (`dict[str, float]`):
             Diagnostics over the unmasked, scored tokens of all ranks, see [`~corrections.diagnostics`].
         old_logps (`torch.Tensor` of shape `(B, T)` or `None`):
-            Log-probabilities to use as the proximal policy, so that `R = exp(logps - old_logps)`; `None` leaves the
+            Log-probabilities to use as the proximal policy, so that `R = exp(logps - old_logps)`; `None` keeps the
             trainer's own.
     """
 

@@ -7,7 +7,7 @@
 | `R^`, ratio of the current to the quantized old actor | `Rq` |
 | the quantized old actor | `rollout_logps`, returned as the output's `old_logps` |
 
-Clipping around the sampler clips many more tokens; QuRL fig. 2 shows rewards that collapse. Kept as a baseline.
+Clipping around the sampler clips many more tokens, and rewards collapse in QuRL fig. 2. Kept as a baseline.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from .diagnostics import diagnose, rollout_ratio
 
 @dataclass(frozen=True)
 class Coupled:
-    """Weight 1, and `rollout_logps` in place of `old_logps`, except on tokens that the sampler did not score."""
+    """Weight 1, with `rollout_logps` in place of `old_logps` except on tokens that the sampler did not score."""
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)

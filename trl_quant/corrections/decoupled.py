@@ -8,13 +8,13 @@
 | `pi_prox`, the full-precision old actor | `old_logps` |
 | `pi_prox / pi_behav` | `w = exp(old_logps - rollout_logps)`, no cap |
 
-Per token unbiased, and of a variance that nothing bounds: QuRL fig. 3b sees ratios of 1e5.
+Unbiased per token, with unbounded variance: QuRL fig. 3b shows ratios of 1e5.
 """
 
 from dataclasses import dataclass
 
 from .base import CorrectionInputs, CorrectionOutput
-from .diagnostics import diagnose, rollout_ratio
+from .diagnostics import diagnose, rollout_ratio, unit_weights
 
 
 @dataclass(frozen=True)
@@ -24,4 +24,4 @@ class Decoupled:
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)
         metrics, _ = diagnose(inputs, ratio)
-        return CorrectionOutput(ratio.w, metrics=metrics)
+        return CorrectionOutput(unit_weights(inputs, ratio), metrics=metrics)

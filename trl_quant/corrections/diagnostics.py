@@ -1,12 +1,12 @@
-"""How far the sampler is from the trainer, over all ranks together.
+"""How far the sampler is from the trainer, over all ranks.
 
 | symbol | here | meaning |
 |---|---|---|
 | `w_t` | `Ratio.w` | `exp(old_logps_t - rollout_logps_t)`, proximal over behaviour |
 | `C` | `cap` | where a correction caps `w` |
-| `N` | `Pooled.count` | tokens of all ranks that are unmasked and that the sampler scored |
+| `N` | `Pooled.count` | unmasked, scored tokens of all ranks |
 
-Expectations are means over the `N` tokens, which the behaviour policy drew:
+Expectations are means over the `N` tokens, drawn by the behaviour policy:
 
 | metric | formula | note |
 |---|---|---|
@@ -14,14 +14,16 @@ Expectations are means over the `N` tokens, which the behaviour policy drew:
 | `mismatch/kl_k3` | `E[w - 1 - log w]` | the same KL, the k3 estimator: unbiased, never negative |
 | `mismatch/abs_logp_diff` | `E[abs(log w)]` | AIS eq. 13 |
 | `mismatch/abs_prob_diff` | `E[abs(exp(old_logps) - exp(rollout_logps))]` | AIS fig. 4 |
-| `mismatch/weight_mean` | `E[w]` | 1 in expectation where no token is impossible for the sampler |
+| `mismatch/weight_mean` | `E[w]` | 1 in expectation if the sampler can draw every token |
 | `mismatch/max_weight` | `max w` | before any cap (QuRL fig. 3b) |
 | `mismatch/ess_ratio` | `E[w]^2 / E[w^2]` | effective sample size / N |
-| `mismatch/chi_square` | `E[w^2] - 1` | chi-square(proximal‖behaviour) |
-| `mismatch/cap_fraction` | `E[w > C]` | 0 without a cap |
+| `mismatch/chi_square` | `E[(w - 1)^2]` | chi-square(proximal‖behaviour), never negative |
+| `mismatch/entropy` | `E[-rollout_logps]` | of the sampler, in nats |
+| `mismatch/cap_fraction` | `E[W > C]` | `W`: `w`, or the product over a sequence; 0 without a cap |
+| `mismatch/by_position/a-b` | `E[w - 1 - log w]` of tokens a to b | of the completion, from 0; where there are any |
 | `mismatch/unscored_fraction` | unscored / unmasked | tokens whose rollout logp is NaN or infinite |
 
-With no token at all every metric has the value of no mismatch.
+Without any tokens, every metric has its no-mismatch value.
 """
 
 import math
@@ -34,14 +36,15 @@ from torch import Tensor
 from .base import CorrectionInputs
 
 
-# abs(log w) is bounded here so that a float32 weight never overflows: exp(80) = 5.5e34, four orders of magnitude below
-# the largest float32, left for the advantage that multiplies it and the tokens it is summed with.
+# Bound on abs(log w), so that a float32 weight never overflows: exp(80) = 5.5e34 is four orders of magnitude below the
+# largest float32, which leaves room for the advantage that multiplies it and the tokens it is summed with.
 LOG_RATIO_BOUND = 80.0
+POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)  # where the buckets of `mismatch/by_position` begin
 
 
 class Ratio(NamedTuple):
-    """The rollout-training ratio of each token: `w`, `log_w` of shape `(B, T)` in at least float32, 1 and 0 where the
-    token does not count or was not scored; `counted` (unmasked) and `scored` (unmasked and scored), boolean."""
+    """Per-token ratio, all `(B, T)`: `w` and `log_w` in at least float32, 1 and 0 on masked and on unscored tokens;
+    `counted` (unmasked) and `scored` (unmasked and scored), boolean."""
 
     w: Tensor
     log_w: Tensor
@@ -67,23 +70,33 @@ def rollout_ratio(inputs: CorrectionInputs) -> Ratio:
     return Ratio(log_w.exp(), log_w, counted, scored)
 
 
+def unit_weights(inputs: CorrectionInputs, ratio: Ratio) -> Tensor:
+    """
+    `(B, T)`: the ratio of each token, or at the level of sequences the product over its sequence; 1 on masked tokens.
+    """
+    if inputs.level == "token":
+        return ratio.w
+    log_w = ratio.log_w.sum(1, keepdim=True).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return torch.where(ratio.counted, log_w.exp(), 1.0)
+
+
 def diagnose(
     inputs: CorrectionInputs, ratio: Ratio, cap: float = math.inf, extra: dict[str, Tensor] | None = None
 ) -> tuple[dict[str, float], dict[str, Pooled]]:
     """
-    Diagnostics of the mismatch, with one small collective and one transfer from the device.
+    Mismatch diagnostics, with one small collective and one transfer from the device.
 
     Args:
         inputs ([`CorrectionInputs`]): The batch of this rank.
         ratio ([`Ratio`]): Its ratios.
         cap (`float`): Where the correction caps `w`.
-        extra (`dict[str, torch.Tensor]`, *optional*): Further `(B, T)` quantities to pool on the way.
+        extra (`dict[str, torch.Tensor]`, *optional*): More `(B, T)` quantities to pool.
 
     Returns:
         The metrics, and the pooled moments of each of `extra`.
 
     Raises:
-        `ValueError`: on every rank, if on any of them `old_logps` or `advantages` is NaN on a token that counts.
+        `ValueError`: on every rank, if `old_logps` or `advantages` is NaN on a counted token of any rank.
     """
     old, rollout = _at_least_float32(inputs.old_logps), _at_least_float32(inputs.rollout_logps)
     w, log_w = float64(ratio.w), float64(ratio.log_w)
@@ -93,7 +106,8 @@ def diagnose(
         "abs_logp": log_w.abs(),
         "abs_prob": (old.exp() - rollout.exp()).abs(),
         "w": w,
-        "capped": w > cap,
+        "entropy": -rollout,
+        "capped": unit_weights(inputs, ratio) > cap,
         **(extra or {}),
     }
     advantages = per_token_advantages(inputs)
@@ -102,13 +116,18 @@ def diagnose(
         "old_logps": (ratio.counted & inputs.old_logps.isnan()).sum(),
         "advantages": (ratio.counted & advantages.isnan()).sum(),
     }
+    starts = torch.tensor(POSITIONS[1:], device=w.device)
+    bucket = torch.bucketize(torch.arange(w.shape[1], device=w.device), starts, right=True)
+    for i in range(len(POSITIONS)):
+        inside = ratio.scored.to(w.device) & (bucket == i)
+        counts[f"tokens/{i}"], counts[f"k3/{i}"] = inside.sum(), torch.where(inside, quantities["k3"], 0.0).sum()
     totals, pooled = _pool(quantities, ratio.scored, counts)
     for name in ("old_logps", "advantages"):
         if totals[name]:
-            raise ValueError(f"{name} must be numbers where the mask is 1, got {totals[name]} NaN.")
+            raise ValueError(f"{name} must be numbers where the mask is 1, got {totals[name]:.0f} NaN.")
 
     p = pooled["w"]
-    variance = p.std**2 * (p.count - 1) / p.count if p.count else 0.0  # of the population, as in E[w^2]
+    variance = p.std**2 * (p.count - 1) / p.count if p.count else 0.0  # population variance, as in E[w^2]
     mean = p.mean if p.count else 1.0
     metrics = {
         "mismatch/kl_k1": pooled["k1"].mean,
@@ -118,21 +137,26 @@ def diagnose(
         "mismatch/weight_mean": mean,
         "mismatch/max_weight": p.max if p.count else 1.0,
         "mismatch/ess_ratio": mean**2 / (mean**2 + variance),
-        "mismatch/chi_square": variance + (mean - 1) * (mean + 1),
+        "mismatch/chi_square": variance + (mean - 1) ** 2,
+        "mismatch/entropy": pooled["entropy"].mean,
         "mismatch/cap_fraction": pooled["capped"].mean,
         "mismatch/unscored_fraction": 1 - p.count / totals["counted"] if totals["counted"] else 0.0,
     }
+    for i, (first, last) in enumerate(zip(POSITIONS, (*(p - 1 for p in POSITIONS[1:]), None))):
+        if totals[f"tokens/{i}"]:
+            name = f"mismatch/by_position/{first}-{'' if last is None else last}"
+            metrics[name] = totals[f"k3/{i}"] / totals[f"tokens/{i}"]
     return metrics, {name: pooled[name] for name in extra or {}}
 
 
 def _pool(
     quantities: dict[str, Tensor], select: Tensor, counts: dict[str, Tensor]
-) -> tuple[dict[str, int], dict[str, Pooled]]:
+) -> tuple[dict[str, float], dict[str, Pooled]]:
     """
     Moments of each `(B, T)` quantity over the selected tokens of all ranks, and the totals of `counts`.
 
     Each rank contributes `(n, mean, M2, max)` with `M2 = sum (x - mean)^2`; centred sums combine without the
-    cancellation that `sum x^2 - (sum x)^2 / n` suffers. Gathering them also brings the maxima in the same collective.
+    cancellation that `sum x^2 - (sum x)^2 / n` suffers. The same gather brings the maxima.
     """
     x = torch.stack([float64(q) for q in quantities.values()])  # (K, B, T)
     x = x[:, select.to(x.device)]  # (K, n)
@@ -146,7 +170,7 @@ def _pool(
     rows = _gather(torch.cat([header, local.flatten()])).cpu()  # (ranks, 1 + len(counts) + 3 K)
 
     head, rows = rows[:, : len(header)], rows[:, len(header) :].view(-1, 3, len(quantities))
-    totals = dict(zip(counts, (int(c) for c in head[:, 1:].sum(0))))
+    totals = dict(zip(counts, head[:, 1:].sum(0).tolist()))
     rows, sizes = rows[head[:, 0] > 0], head[head[:, 0] > 0, 0, None]  # ranks that have tokens
     count = int(sizes.sum())
     if not count:
@@ -175,7 +199,7 @@ def per_token_advantages(inputs: CorrectionInputs) -> Tensor:
 
 
 def float64(x: Tensor) -> Tensor:
-    """`x` in float64, which Apple's GPUs do not have: from there it moves to the CPU."""
+    """`x` in float64; moved to the CPU from Apple GPUs, which lack float64."""
     return (x.cpu() if x.device.type == "mps" else x).double()
 
 

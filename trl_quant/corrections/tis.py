@@ -13,7 +13,7 @@ QuRL leaves `C` open; 2 is FlashRL's usual value.
 from dataclasses import dataclass
 
 from .base import CorrectionInputs, CorrectionOutput, check
-from .diagnostics import diagnose, rollout_ratio
+from .diagnostics import diagnose, rollout_ratio, unit_weights
 
 
 @dataclass(frozen=True)
@@ -28,4 +28,4 @@ class TIS:
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)
         metrics, _ = diagnose(inputs, ratio, self.cap)
-        return CorrectionOutput(ratio.w.clamp(max=self.cap), metrics=metrics)
+        return CorrectionOutput(unit_weights(inputs, ratio).clamp(max=self.cap), metrics=metrics)

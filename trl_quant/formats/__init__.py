@@ -1,9 +1,9 @@
 """
-What is a number here: one definition of each low-precision format, pure torch, bit-exact with compressed-tensors (NF4:
-with bitsandbytes).
+The low-precision number formats, each defined once, in pure torch, bit-exact with compressed-tensors (NF4: with
+bitsandbytes).
 
-    q = quantize(weight, "nvfp4")           # codes and scales, really stored in low precision
-    w = q.dequantize()                      # the numbers they stand for, in weight's shape and dtype
+    q = quantize(weight, "nvfp4")           # codes and scales, stored in low precision
+    w = q.dequantize()                      # the values they stand for, in the weight's shape and dtype
 
     x = fake_quantize_activation(x, "fp8")  # what a layer input becomes; unchanged in weight-only formats
 """
@@ -55,7 +55,7 @@ class QuantizedTensor:
     Attributes:
         format (`str`): Key of [`FORMATS`].
         values (`torch.Tensor`):
-            Codes: float8_e4m3fn, int8, or uint8 with two 4-bit codes to a byte; the format's file gives the layout.
+            Codes: float8_e4m3fn, int8, or uint8 with two 4-bit codes per byte; the format's file gives the layout.
         scale (`torch.Tensor`): Scales; shape and dtype as in the format's file.
         shape (`torch.Size`): Shape of the original tensor.
         dtype (`torch.dtype`): Its dtype.
@@ -71,20 +71,19 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """
-        The numbers that the codes stand for, in the original shape.
+        The values that the codes stand for, in the original shape.
 
         Args:
             dtype (`torch.dtype`, *optional*):
-                By default the original dtype, to which code times scale is rounded once. In `torch.float32` the
-                product is exact for 16-bit and power-of-two scales, and rounded to float32 for the float32 scales
-                of the others.
+                By default the original dtype. Code times scale is rounded once to this dtype; in `torch.float32` the
+                product is exact for 16-bit and power-of-two scales, and rounded for float32 scales.
         """
         parts = Parts(self.values, self.scale, self.global_scale)
         return FORMATS[self.format].dequantize(parts, self.shape, dtype or self.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes really held: codes and scales."""
+        """Bytes held: codes and scales."""
         return sum(t.nbytes for t in (self.values, self.scale, self.global_scale) if t is not None)
 
     @property
@@ -92,7 +91,7 @@ class QuantizedTensor:
         return self.values.device
 
     def to(self, device: torch.device | str) -> "QuantizedTensor":
-        """The same on another device."""
+        """This tensor on another device."""
         g = self.global_scale
         g = None if g is None else g.to(device)
         return replace(self, values=self.values.to(device), scale=self.scale.to(device), global_scale=g)
@@ -107,8 +106,8 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
             Weight of shape `(out, in)`, bfloat16, float16 or float32; leading dimensions (experts) are allowed.
         name (`str`): Key of [`FORMATS`].
         global_scale (`torch.Tensor`, *optional*):
-            NVFP4 only: a scale shared with other layers, from [`global_scale`]. By default that of `x` alone.
-        check (`bool`, *optional*, defaults to `True`): Refuse NaN and infinity; costs one read of `x`.
+            NVFP4 only: a scale shared with other layers, from [`global_scale`]. By default computed from `x` alone.
+        check (`bool`, *optional*, defaults to `True`): Reject NaN and infinity; costs one read of `x`.
 
     Raises:
         ValueError:
@@ -134,10 +133,10 @@ def quantize_activation(x: Tensor, name: str, check: bool = True) -> QuantizedTe
     Args:
         x (`torch.Tensor`): Layer input of shape `(..., in)`, bfloat16, float16 or float32.
         name (`str`): Key of [`FORMATS`].
-        check (`bool`, *optional*, defaults to `True`): Refuse NaN and infinity; `False` for hot paths.
+        check (`bool`, *optional*, defaults to `True`): Reject NaN and infinity; `False` for hot paths.
 
     Raises:
-        ValueError: As [`quantize`].
+        ValueError: Same as [`quantize`].
     """
     fmt = checked(x, name, check)
     if fmt.activations is None:
@@ -147,7 +146,7 @@ def quantize_activation(x: Tensor, name: str, check: bool = True) -> QuantizedTe
 
 
 def fake_quantize_activation(x: Tensor, name: str, check: bool = True) -> Tensor:
-    """`quantize_activation(x, name).dequantize()` in formats that quantize activations, `x` itself in the others."""
+    """`quantize_activation(x, name).dequantize()` if the format quantizes activations, else `x` itself."""
     q = quantize_activation(x, name, check)
     return x if q is None else q.dequantize()
 

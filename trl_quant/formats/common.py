@@ -1,13 +1,13 @@
 """
-Pieces that several formats share: the shape of a format, grouping, zero scales, the E2M1 grid, nibble packing.
+What several formats share: the base class, grouping, zero scales, the E2M1 grid, nibble packing.
 
-Rounding rules that hold in every file of this room (they are compressed-tensors', bit for bit):
+Rounding rules in every file of this folder (compressed-tensors', bit for bit):
 
 - A scale is computed in the tensor's own dtype: bfloat16 for a bfloat16 tensor, float32 for `x.float()`.
-- `x / scale` is rounded to the dtype of that division, then clamped, then rounded to the grid. Both roundings show in
-  bfloat16, whose 8 significant bits leave steps of 0.5 between 64 and 128.
+- `x / scale` is rounded to the dtype of that division, then clamped, then rounded to the grid. Both roundings matter in
+  bfloat16: its 8 significant bits leave steps of 0.5 between 64 and 128.
 - Round to nearest, ties to even.
-- `-0.0` counts as `+0.0`, as adding a zero point of 0 makes it.
+- `-0.0` becomes `+0.0`, as if a zero point of 0 were added.
 """
 
 from typing import NamedTuple
@@ -29,9 +29,9 @@ class Scheme(NamedTuple):
     How compressed-tensors describes a format in a checkpoint's `quantization_config`.
 
     Attributes:
-        compressor (`str`): Its name for the layout of the tensors.
-        weights (`dict`): Fields of its `QuantizationArgs` that differ from their defaults.
-        inputs (`dict` or `None`): The same of layer inputs, with dynamic scales; `None` if they are not quantized.
+        compressor (`str`): compressed-tensors' name for the tensor layout.
+        weights (`dict`): `QuantizationArgs` fields that differ from their defaults.
+        inputs (`dict` or `None`): The same for layer inputs, with dynamic scales; `None` if inputs are not quantized.
     """
 
     compressor: str
@@ -47,9 +47,9 @@ class Format:
         bits (`float`): Stored bits per value, scales included, for a large bfloat16 weight.
         max (`float`): Largest magnitude on the grid.
         activations (`str` or `None`): Block of a layer input that shares a scale; `None` if inputs stay 16-bit.
-        group (`int`): Inputs that share a scale, where checkpoints store whole groups only; else 1.
-        per_row (`bool`): Whether a row has one scale, so that codes can be multiplied first and scaled afterwards.
-        shares_scale (`bool`): Whether `quantize` takes a global scale, which layers that an engine fuses must share.
+        group (`int`): Inputs per scale if checkpoints store whole groups only; else 1.
+        per_row (`bool`): Whether each row has one scale, so that codes can be multiplied first and scaled afterwards.
+        shares_scale (`bool`): Whether `quantize` takes a global scale; layers that an engine fuses must share it.
         scheme ([`Scheme`] or `None`): Its layout in compressed-tensors; `None` if there is none.
     """
 
@@ -68,7 +68,7 @@ class Format:
 
     @staticmethod
     def dequantize(parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Codes and scales to numbers: the product of code and scale, rounded once to `dtype`."""
+        """Codes and scales to values: code times scale, rounded once to `dtype`."""
         raise NotImplementedError
 
     @staticmethod
@@ -78,7 +78,7 @@ class Format:
 
     @staticmethod
     def stored(parts: Parts, shape: torch.Size) -> dict[str, Tensor]:
-        """What compressed-tensors stores for a weight of `shape` (out, in): suffix of the weight's name -> tensor."""
+        """Tensors that compressed-tensors stores for a weight of `shape` (out, in), by suffix of the weight's name."""
         return {"": parts.values, "_scale": parts.scale}
 
 
@@ -88,18 +88,18 @@ def quotient(x: Tensor, divisor: float) -> Tensor:
 
 
 def amax_scale(amax: Tensor, largest: float) -> Tensor:
-    """`amax / largest` in amax's dtype; the dtype's eps where that is 0, so that nothing is divided by 0."""
+    """`amax / largest` in amax's dtype; the dtype's eps where that is 0, to avoid division by 0."""
     scale = quotient(amax, largest)
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """`x / scale` with `-0.0` made `+0.0` (see the rounding rules above)."""
+    """`x / scale` with `-0.0` turned into `+0.0` (see the rounding rules above)."""
     return (x / scale).add_(0.0)
 
 
 def group(x: Tensor, size: int) -> Tensor:
-    """`(..., n)` to `(..., ceil(n / size), size)`; a last group that is not full is padded with zeros."""
+    """`(..., n)` to `(..., ceil(n / size), size)`; a partial last group is padded with zeros."""
     if pad := -x.shape[-1] % size:
         x = torch.nn.functional.pad(x, (0, pad))
     return x.unflatten(-1, (-1, size))
@@ -117,9 +117,9 @@ def lookup(table: Tensor, codes: Tensor) -> Tensor:
 
 def product(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
-    `values * scale` rounded once to `dtype`. A code has at most 8 significant bits, a 16-bit scale at most 11, so
-    their product is exact in float32, and multiplying in 16 bits (which rounds that product) gives the same bits
-    at less cost.
+    `values * scale` rounded once to `dtype`. A code has at most 8 significant bits and a 16-bit scale at most 11, so
+    their product is exact in float32; multiplying in 16 bits rounds that product once and gives the same bits at less
+    cost.
     """
     wide = torch.promote_types(scale.dtype, dtype)
     return (values.to(wide) * scale.to(wide)).to(dtype)
@@ -134,7 +134,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
     float32 to E2M1 codes `0..15` (uint8), nearest, ties to the even code, saturating at 6. A negative number that
     rounds to 0 keeps its sign: code 8, which is -0.
 
-    The grid has steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6, so number to index is the lowest of three lines.
+    The grid has steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6, so the index is the minimum of three lines.
     """
     v = x.abs().clamp_(max=E2M1[-1])
     index = torch.minimum((v * 2).round_(), v.round().add_(2))
@@ -149,7 +149,7 @@ def decode_e2m1(codes: Tensor) -> Tensor:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Codes `0..15` of shape `(..., 2n)` to bytes `(..., n)`; the first of a pair goes to the low four bits."""
+    """Codes `0..15` of shape `(..., 2n)` to bytes `(..., n)`; the first of each pair goes to the low four bits."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 

@@ -14,8 +14,8 @@ FP8 in E4M3, in three granularities.
     code  = E4M3(clamp(x / scale, -448, 448))
     x^    = code * scale
 
-Blocks at the edge of a matrix that is not a multiple of 128 are smaller; nothing is padded in storage. With one
-dynamic scale for a whole input (`fp8_tensor`) a token's numbers depend on the other tokens of its batch.
+Edge blocks of a matrix that is not a multiple of 128 are smaller; storage is not padded. `fp8_tensor` has one dynamic
+scale per input, so a token's values depend on the other tokens in its batch.
 """
 
 from functools import cache
@@ -36,7 +36,7 @@ def encode_e4m3(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def decode_e4m3(codes: Tensor) -> Tensor:
-    """E4M3 codes to numbers in bfloat16, which holds all of them; by table on a CPU, whose own conversion is slow."""
+    """E4M3 codes to bfloat16, exactly; by table lookup on a CPU, where the conversion is slow."""
     if codes.device.type == "cpu":
         return lookup(_e4m3_table(), codes.view(torch.uint8))
     return codes.to(torch.bfloat16)
@@ -117,7 +117,7 @@ class FP8Block(Format):
     @staticmethod
     def dequantize(parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         values, scale = decode_e4m3(parts.values), parts.scale
-        if scale.shape[:-1] == shape[:-1]:  # per row: activations, or a weight with one row, where the two agree
+        if scale.shape[:-1] == shape[:-1]:  # scales per row: activations, or a one-row weight (same layout)
             return ungroup(product(group(values, BLOCK), scale.unsqueeze(-1), dtype), shape[-1])
         return product(values, FP8Block._expand(scale, shape), dtype)
 

@@ -6,14 +6,14 @@ INT4, symmetric, weight-only.
 | block of weight | 128 inputs of one output channel                                               |
 | block of input  | none, 16-bit                                                                   |
 | scale           | dtype of the tensor                                                            |
-| paper           | W4A16 with groups of GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978), here rounded to nearest |
+| paper           | grouped W4A16 of GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978), here rounded to nearest |
 
     scale = max |x| / 7.5                             over the block
     code  = round(clamp(x / scale, -8, 7))
     x^    = code * scale
 
-Stored as `code + 8`, two to a byte, the first in the low four bits. A last group that is not full is padded with zeros
-in storage.
+Stored as `code + 8`, two per byte, the first in the low four bits. A partial last group is padded with zeros in
+storage.
 """
 
 import torch

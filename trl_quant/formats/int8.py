@@ -12,8 +12,7 @@ INT8, symmetric.
     code  = round(clamp(x / scale, -128, 127))
     x^    = code * scale
 
-The divisor is half a step more than 127, so that the 256 codes cover `[-amax, amax]` evenly; `+amax` itself is
-clamped.
+The divisor is 127 plus half a step, so that the 256 codes cover `[-amax, amax]` evenly; `+amax` itself is clamped.
 """
 
 import torch

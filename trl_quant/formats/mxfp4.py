@@ -12,12 +12,12 @@ MXFP4, weight-only.
     code = E2M1(clamp(x / 2^e, -6, 6))
     x^   = code * 2^e
 
-The specification leaves the rounding of the scale open and shows `floor(log2(max |x|)) - 2`. Here, as in
-compressed-tensors, a maximum of 1.75 * 2^k or more counts as 2^(k+1) (the `8/7`), since 7 would saturate to 6;
-only where 2^(k+1) is beyond the dtype the block saturates (compressed-tensors' scale is infinite there). A block
+The specification leaves the rounding of the scale open and suggests `floor(log2(max |x|)) - 2`. Here, as in
+compressed-tensors, a maximum of 1.75 * 2^k or more counts as 2^(k+1) (the `8/7`), since 7 would saturate to 6.
+The block saturates only where 2^(k+1) overflows the dtype (there compressed-tensors' scale is infinite). A block
 of zeros gets e = -127. A block that float16 holds only as subnormals (maximum below 0.75 * 2^-14) becomes zeros
-with e = 0, since 2^-127 is 0 in float16: quantize the float32 tensor to keep it. A last block that is not full is
-padded with zeros in storage.
+with e = 0, since 2^-127 is 0 in float16: quantize the float32 tensor to keep it. A partial last block is padded
+with zeros in storage.
 """
 
 import torch
@@ -43,8 +43,8 @@ BLOCK = 32
 
 
 def block_exponent(amax: Tensor) -> Tensor:
-    """E8M0 bytes (`e + 127`) of blocks with these maxima."""
-    bits = amax.float().view(torch.int32) + (1 << 21)  # a quarter carries into the exponent from a mantissa of 1.75
+    """E8M0 bytes (`e + 127`) for the given block maxima."""
+    bits = amax.float().view(torch.int32) + (1 << 21)  # adding a quarter carries from a mantissa of 1.75 on
     if amax.dtype == torch.float16:  # exponents -14 to 15
         exponent = ((bits >> 23) - 2).clamp_(127 - 14 - 2, 127 + 15 - 2)
         exponent.masked_fill_(amax.float() < 0.75 * 2.0**-14, 127)

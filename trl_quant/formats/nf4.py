@@ -13,9 +13,9 @@ NF4, weight-only.
     code  = argmin_i |q_i - x / scale|                ties to the lower code
     x^    = q_code * scale
 
-bitsandbytes' layout without double quantization: blocks run over the flattened tensor, also across rows; two codes
-to a byte, the first in the HIGH four bits; the last block may be shorter. As there, full blocks are multiplied by
-1 / scale and a last short one is divided by scale.
+bitsandbytes' layout without double quantization: blocks run over the flattened tensor, across rows; two codes per
+byte, the first in the HIGH four bits; the last block may be shorter. As in bitsandbytes, full blocks are multiplied by
+1 / scale; a short last block is divided by scale.
 """
 
 import torch

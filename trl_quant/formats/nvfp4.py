@@ -13,10 +13,10 @@ NVFP4, weight-only.
     code  = E2M1(clamp(x / (scale / g), -6, 6))
     x^    = code * (scale / g)
 
-`g` multiplies (compressed-tensors' convention): what a kernel applies to the codes is `scale / g`. Layers that an
-engine fuses (q, k, v; gate, up) must share one `g`: see [`global_scale`]. Where `g` overflows the tensor's dtype
-(all zeros; a float16 tensor with a maximum below 0.041) it is 1. A block whose scale rounds to 0 gets 0.125. A
-last block that is not full is padded with zeros in storage.
+`g` multiplies (compressed-tensors' convention): a kernel scales the codes by `scale / g`. Layers that an engine fuses
+(q, k, v; gate, up) must share one `g`: see [`global_scale`]. `g` is 1 where it would overflow the tensor's dtype (all
+zeros, or float16 with a maximum below 0.041). A block scale that rounds to 0 becomes 0.125. A partial last block is
+padded with zeros in storage.
 """
 
 import torch
@@ -47,7 +47,7 @@ E2M1_MAX = E2M1[-1]
 def global_scale(*tensors: Tensor) -> Tensor:
     """The float32 scale of shape `(1,)` that the given tensors share: `448 * 6 * (1 / max |x|)` over all of them."""
     amax = torch.stack([x.abs().amax() for x in tensors]).amax()
-    # two roundings, as in compressed-tensors: what torch makes of `448 * 6 / amax`
+    # two roundings, as in compressed-tensors: torch computes `448 * 6 / amax` this way
     scale = amax.clamp(min=torch.finfo(amax.dtype).tiny).reciprocal() * (E4M3_MAX * E2M1_MAX)
     return scale.nan_to_num(posinf=1.0).to(torch.float32).reshape(1)
 
@@ -87,5 +87,5 @@ class NVFP4(Format):
 
     @staticmethod
     def stored(parts: Parts, shape: torch.Size) -> dict[str, Tensor]:
-        own = parts.global_scale.clone()  # safetensors takes no memory that fused layers share
+        own = parts.global_scale.clone()  # safetensors refuses memory shared between tensors
         return {"_packed": parts.values, "_scale": parts.scale, "_global_scale": own}

@@ -1,1 +1,1 @@
-"""Triton kernels. Each has its twin in plain torch: a quantizer equals that of `trl_quant.formats` bit for bit."""
+"""Triton kernels, each equal bit for bit to its twin in plain torch in `trl_quant.formats`."""

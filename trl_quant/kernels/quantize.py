@@ -3,19 +3,20 @@ Quantizers in Triton: one read of the weight, one write of codes and scales, bit
 
 | format         | one program handles              | reads of the weight                                     |
 |----------------|----------------------------------|---------------------------------------------------------|
-| fp8, int8      | some rows                        | 1 (rows beyond 32768 values: twice, the second cached)  |
+| fp8, int8      | some rows                        | 1 (2 for rows over 32768 values, the second cached)     |
 | fp8_block      | one 128 x 128 block              | 1                                                       |
 | mxfp4          | 256 blocks of 32                 | 1                                                       |
 | fp8_tensor     | 8192 values                      | 2: the maximum of the tensor comes first                |
 | nvfp4          | 512 blocks of 16                 | 2, or 1 when the global scale is given                  |
 
-What makes the bits equal, since a GPU's shortcuts are not IEEE:
+Why the bits are equal, although a GPU's shortcuts are not IEEE:
 
-- Divisions are `div.rn`. The only shortcut is exact. For a bfloat16 x, `x * RN(1/s)` in float32 rounds to the same
-  bfloat16 as `RN(x/s)`: with 8-bit x and s, the quotient is never midway between two bfloat16 numbers (x = m s with a
-  9-bit odd m has more than 8 bits) and stays 2^-17 away, relatively, while the product is wrong by at most 2^-23.
-- Maxima are taken over the bits of |x| as integers, which order as the numbers do, and where NaN wins.
-- Every rounding is written out: no product is ever added to, so no FMA can skip one.
+- Divisions are `div.rn`, with one shortcut, which is exact. For a bfloat16 x, `x * RN(1/s)` in float32 rounds to the
+  same bfloat16 as `RN(x/s)`: with 8-bit x and s, the quotient is never midway between two bfloat16 numbers (x = m s
+  with a 9-bit odd m has more than 8 bits). Its relative distance from any midpoint is at least 2^-17; the product's
+  relative error is at most 2^-23.
+- Maxima are taken over the bits of |x| as integers, which order as |x| does; NaN wins.
+- Every rounding is explicit: no product feeds an addition, so no FMA can skip a rounding.
 """
 
 from contextlib import nullcontext
@@ -34,7 +35,7 @@ E8M0_NAN = tl.constexpr(0xFF)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-# Arithmetic shared by the kernels. Numbers are float32 that hold values of the weight's dtype.
+# Arithmetic shared by the kernels. Numbers are float32 and hold values of the weight's dtype.
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def _number(magnitude, dtype: tl.constexpr):
 
 @triton.jit
 def _wide(x):
-    """Any of the three dtypes to float32; bfloat16 by its bits, as the interpreter loses its subnormals otherwise."""
+    """Any of the three dtypes to float32; bfloat16 by its bits, since the interpreter would lose its subnormals."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -68,7 +69,7 @@ def _wide(x):
 
 @triton.jit
 def _narrow(x, dtype: tl.constexpr):
-    """float32 that already holds a value of `dtype` to `dtype`."""
+    """float32 to `dtype`, for values that `dtype` holds exactly."""
     if dtype == tl.bfloat16:
         return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
@@ -78,7 +79,7 @@ def _narrow(x, dtype: tl.constexpr):
 @triton.jit
 def _round(x, dtype: tl.constexpr):
     """float32 rounded to `dtype`, kept in float32."""
-    if dtype == tl.bfloat16 and INTERPRETED:  # whose own conversion truncates
+    if dtype == tl.bfloat16 and INTERPRETED:  # the interpreter's conversion truncates
         bits = x.to(tl.int32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     else:
@@ -95,9 +96,9 @@ def _amax_scale(amax, largest: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _divide(x, scale, dtype: tl.constexpr):
-    """`x / scale` rounded to `dtype`: `formats.common.scaled`, but for -0. `scale` must broadcast to x."""
+    """`x / scale` rounded to `dtype`: `formats.common.scaled`, except for -0. `scale` must broadcast to x."""
     if dtype == tl.bfloat16:
-        # 1 / scale must not overflow; where a scale is that small, so is every x that it is for
+        # 1 / scale must not overflow; where a scale is that small, so is every x under it
         boost = tl.where(scale < 2.0**-100, 2.0**64, 1.0)
         reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale * boost)
         return _round((x * boost) * reciprocal, dtype)
@@ -108,7 +109,7 @@ def _divide(x, scale, dtype: tl.constexpr):
 @triton.jit
 def _e4m3(x):
     """float32 to E4M3, nearest even, saturating."""
-    if INTERPRETED:  # whose own conversion rounds small numbers wrongly
+    if INTERPRETED:  # the interpreter's conversion rounds small numbers wrongly
         x = tl.minimum(tl.maximum(x, -448.0), 448.0)
         bits = x.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
@@ -172,7 +173,7 @@ def _rows_kernel(
     COLS: tl.constexpr,
     ONCE: tl.constexpr,
 ):
-    """fp8, int8: one scale per row of `(rows, cols)`. A program has ROWS rows; with ONCE it holds whole rows."""
+    """fp8, int8: one scale per row of `(rows, cols)`. A program handles ROWS rows; with ONCE it loads whole rows."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     largest: tl.constexpr = 127.5 if INT8 else 448.0
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -223,7 +224,7 @@ def _amax_kernel(x_ptr, amax_ptr, n, SIZE: tl.constexpr):
 
 @triton.jit
 def _tensor_kernel(x_ptr, values_ptr, scale_ptr, amax_ptr, n, SIZE: tl.constexpr):
-    """fp8_tensor, the second read: codes under the scale of the tensor's maximum."""
+    """fp8_tensor, second read: codes under the scale of the tensor's maximum."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     one = tl.zeros((1,), tl.int32)
     scale = _amax_scale(_number(tl.load(amax_ptr + one), dtype), 448.0, dtype)
@@ -236,7 +237,7 @@ def _tensor_kernel(x_ptr, values_ptr, scale_ptr, amax_ptr, n, SIZE: tl.constexpr
 
 @triton.jit
 def _global_scale_kernel(amax_ptr, scale_ptr, dtype: tl.constexpr):
-    """nvfp4: `formats.nvfp4.global_scale` of a maximum given as bits. NaN where that is NaN or infinity."""
+    """nvfp4: `formats.nvfp4.global_scale` from a maximum given as bits; NaN if that is NaN or infinity."""
     one = tl.zeros((1,), tl.int32)
     amax = _number(tl.load(amax_ptr + one), dtype)
     reciprocal = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.maximum(amax, 2.0**-126))
@@ -257,7 +258,7 @@ def _fp4_kernel(
     BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """nvfp4, mxfp4: one scale per BLOCK columns; a program has COUNT blocks. The last block of a row may be short."""
+    """nvfp4, mxfp4: one scale per BLOCK columns; a program handles COUNT blocks. A row's last block may be short."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     per_row = tl.cdiv(cols, BLOCK)
     block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
@@ -365,7 +366,7 @@ def _global_scale(*tensors: Tensor) -> Tensor:
 
 
 def _on(x: Tensor):
-    """Triton launches on the current device."""
+    """Makes the device of x current, since Triton launches there."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
@@ -383,7 +384,7 @@ def _input(x: Tensor, name: str) -> Tensor:
 
 
 def global_scale(*tensors: Tensor) -> Tensor:
-    """[`trl_quant.formats.global_scale`] on the GPU, without waiting for it; NaN if a tensor holds NaN or infinity."""
+    """[`trl_quant.formats.global_scale`] on the GPU, without synchronizing; NaN if a tensor holds NaN or infinity."""
     tensors = tuple(_input(x, "nvfp4") for x in tensors)
     with _on(tensors[0]):
         return _global_scale(*tensors)
@@ -395,10 +396,10 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
 
     Args:
         x (`torch.Tensor`): Weight of shape `(out, in)` on a CUDA device, bfloat16, float16 or float32.
-        name (`str`): fp8, fp8_tensor, fp8_block, int8, nvfp4 or mxfp4.
+        name (`str`): One of [`KERNELS`].
         global_scale (`torch.Tensor`, *optional*): NVFP4 only, from [`global_scale`].
         check (`bool`, *optional*, defaults to `True`):
-            Refuse NaN and infinity. Reads the scales alone, where they show, but waits for the GPU.
+            Reject NaN and infinity. Reads only the scales, where they show, but waits for the GPU.
 
     Raises:
         ValueError: As there; also for a tensor on a CPU and for formats without a kernel.
@@ -422,7 +423,7 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
 
 
 def shows_non_finite(scale: Tensor, name: str) -> Tensor:
-    """Whether the scales of a weight tell of NaN or infinity in it: a bool on their device, shape ()."""
+    """Whether a weight's scales reveal NaN or infinity in it: a bool of shape () on their device."""
     match name:
         case "nvfp4":
             return (scale.view(torch.uint8) == E4M3_NAN.value).any()

@@ -1,11 +1,11 @@
-"""The noise itself: a Gaussian vector on the norms that feed linear layers (QeRL, section 3.3, eq. 7-12, appendix G).
+"""Gaussian noise on the norms that feed linear layers (QeRL, section 3.3, eq. 7-12, appendix G).
 
     w_noise = w + Z,    Z ~ N(0, sigma^2), one value per channel                      eq. 7, 10
     RMSNorm_{w + Z}(x) = (1 + Z / w) * RMSNorm_w(x)                                   eq. 11
 
-so that the linear layers which a norm feeds behave as if each input channel of their quantized weights were multiplied
-by `1 + Z / w` (eq. 12): noise on quantized weights that costs no parameter and no kernel. q, k and v share the Z of
-`input_layernorm`, gate and up that of the norm before the MLP. q/k norms and the final norm are not noised.
+The linear layers that a norm feeds then behave as if each input channel of their quantized weights were multiplied by
+`1 + Z / w` (eq. 12): noise on quantized weights without extra parameters or kernels. q, k and v share the Z of
+`input_layernorm`; gate and up share the Z of the norm before the MLP. q/k norms and the final norm are not noised.
 
 | paper | here |
 |---|---|
@@ -28,14 +28,14 @@ from ..norms import feeding_norms
 
 def noised_norms(model_type: str, names: Iterable[str]) -> list[str]:
     """
-    Names of the norm weights that are noised: two per decoder layer.
+    Names of the noised norm weights, two per decoder layer.
 
     Args:
         model_type (`str`): `model_type` of the text model's config.
         names (`Iterable[str]`): Names of the sampler's parameters.
 
     Raises:
-        `ValueError`: for an unknown family, and unless every decoder layer among `names` has both norms.
+        `ValueError`: for an unknown family, or if a decoder layer among `names` lacks a norm.
     """
     return list(feeding_norms(model_type, names))
 
@@ -43,10 +43,10 @@ def noised_norms(model_type: str, names: Iterable[str]) -> list[str]:
 @torch.no_grad()
 def norm_noise(weight: Tensor, sigma: float, seed: int, step: int, name: str) -> Tensor:
     """
-    A norm's weight with its noise, as a new tensor.
+    A norm's weight plus its noise, as a new tensor.
 
-    The noise depends on `(seed, step, name)` alone, so it is the same on every rank, on every device, and after a
-    resume, and drawing it leaves the global random state as it was.
+    The noise depends only on `(seed, step, name)`, so it is the same on every rank, on every device, and after a
+    resume. Drawing it leaves the global random state unchanged.
 
     Args:
         weight (`torch.Tensor` of shape `(channels,)`): Clean weight, in any floating-point type.
@@ -65,13 +65,13 @@ def norm_noise(weight: Tensor, sigma: float, seed: int, step: int, name: str) ->
         raise ValueError(f"sigma must be finite and >= 0, got {sigma}.")
     if sigma == 0:
         return weight.clone()
-    # Drawn in float64 and rounded: float32 draws take other code paths on other CPUs.
+    # Draw in float64 and round: float32 draws take different code paths on different CPUs.
     z = torch.randn(weight.shape, generator=_generator(seed, step, name), dtype=torch.float64).float()
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + sigma * z.to(weight.device)).to(weight.dtype)
 
 
 def _generator(seed: int, step: int, name: str) -> torch.Generator:
-    """Keyed by a cryptographic hash: Python's own differs between processes."""
+    """Keyed by a cryptographic hash: Python's `hash` differs between processes."""
     digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))

@@ -1,7 +1,7 @@
 r"""How large the noise is at each step (QeRL, section 3.3, eq. 8, algorithm 1 line 5-7, fig. 15).
 
-Training is divided into K equal stages. In stage 0 the quantization noise is alone; from stage 1 to stage K-1 sigma
-decays from `sigma_start` to `sigma_end`.
+Training is divided into K equal stages. Stage 0 has quantization noise only; from stage 1 to stage K-1, sigma decays
+from `sigma_start` to `sigma_end`.
 
 | paper | here |
 |---|---|
@@ -10,16 +10,16 @@ decays from `sigma_start` to `sigma_end`.
 | `M`, total steps; `step`, counted from 1 | `total_steps`; `step`, counted from 0 |
 | `sigma_start`, `sigma_end` | the same |
 
-With `t = (k - 1) / (K - 2)`, which runs over [0, 1]:
+With `t = (k - 1) / (K - 2)`, from 0 to 1:
 
     exponential   sigma_start * (sigma_end / sigma_start)^t
     linear        sigma_start + (sigma_end - sigma_start) * t
     cosine        sigma_start + (sigma_end - sigma_start) * (1 - cos(pi t)) / 2
     logarithmic   sigma_start + (sigma_end - sigma_start) * log(k) / log(K - 1)
 
-The paper's exponent is `(k - 1) / (K - 1)`, with which the last stage would stop short of `sigma_end`; its text says
-that the last stage reaches it, and so it does here. Only the exponential has a formula in the paper; the other three
-are given by their names and their curves in fig. 15.
+The paper's exponent is `(k - 1) / (K - 1)`, so its last stage would stop short of `sigma_end`; its text says that the
+last stage reaches it, as it does here. Only the exponential has a formula in the paper; the other three follow their
+names and their curves in fig. 15.
 """
 
 import math
@@ -46,7 +46,7 @@ SCHEDULES = {"exponential": exponential, "linear": linear, "cosine": cosine, "lo
 
 
 def stage(step: int, total_steps: int, stages: int) -> int:
-    """The stage of `step`, from 0 to `stages - 1`; steps from `total_steps` on stay in the last."""
+    """The stage of `step`, from 0 to `stages - 1`; steps from `total_steps` on stay in the last stage."""
     if total_steps < 1:
         raise ValueError(f"total_steps must be at least 1, got {total_steps}.")
     if step < 0:
@@ -60,7 +60,7 @@ def sigma(step: int, total_steps: int, schedule: str, stages: int, sigma_start: 
 
     Args:
         step (`int`): Optimizer step, from 0.
-        total_steps (`int`): Number of optimizer steps of the training.
+        total_steps (`int`): Number of optimizer steps in the training.
         schedule (`str`): A key of [`SCHEDULES`].
         stages (`int`): Number of equal stages, at least 3; the paper uses 10.
         sigma_start (`float`): Standard deviation in stage 1; the paper uses 1e-2.
@@ -76,7 +76,7 @@ def sigma(step: int, total_steps: int, schedule: str, stages: int, sigma_start: 
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}.")
     if stages < 3:
         raise ValueError(f"stages must be at least 3, got {stages}.")
-    if not sigma_end >= 0 or (schedule == "exponential" and sigma_end == 0):  # which never reaches zero
+    if not sigma_end >= 0 or (schedule == "exponential" and sigma_end == 0):  # exponential decay never reaches 0
         allowed = "> 0" if schedule == "exponential" else ">= 0"
         raise ValueError(f"sigma_end must be {allowed} with schedule {schedule!r}, got {sigma_end}.")
     if not sigma_end <= sigma_start < math.inf:

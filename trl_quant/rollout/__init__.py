@@ -19,6 +19,7 @@ _PUBLIC = {
     "choose_precision": ".vllm.auto",
 }
 ENGINES = {"embedded": "TransformersEngine", "colocate": "VLLMEngine", "server": "VLLMServerEngine"}
+VLLM_MODES = ("colocate", "server")
 
 __all__ = ["ENGINES", *_PUBLIC, "engine_of"]
 
@@ -39,7 +40,11 @@ def engine_of(args) -> AbstractContextManager:
     engine, fields = None, {}
     if args.rollout_precision is not None:
         name = args.vllm_mode if args.use_vllm else "embedded"
-        options = {"precision": args.rollout_precision}
+        options = {
+            "precision": args.rollout_precision,
+            "wide_norms": args.noise_schedule is not None,
+            "uaq_scale": args.uaq_scale or 1.0,
+        }
         if args.use_vllm:
             options["sync_check_steps"] = args.sync_check_steps
         else:

@@ -7,7 +7,7 @@ streams clean weights; the noise (AQN) is laid on the engine's norms just before
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..noise import noised_norms, norm_noise
@@ -38,28 +38,40 @@ class RolloutEngine(VLLMGeneration):
     Parameters:
         precision (`str`):
             Number format of the copy, a key of [`~precisions.PRECISIONS`].
+        wide_norms (`bool`, *optional*, defaults to `False`):
+            Whether the norms that are noised are held in FP32. A BF16 weight near 1 has a spacing of 0.0078, in which
+            noise of 1e-3 disappears.
+        uaq_scale (`float`, *optional*, defaults to `1.0`):
+            UAQ's s. The noise on a norm that was scaled by s is s Z, so that Z / w, which acts (QeRL eq. 12), is what
+            sigma says.
 
     Attributes:
         weights ([`~rollout.weights.PolicyWeights`]):
             The policy's weights as they are now.
         noise (`RolloutNoise`):
             Set by the trainer before each generation.
+        effective_sigma (`float`):
+            Standard deviation of the noise that the norms hold, (stored - clean) / s, over all channels.
         multimodal_fields (`dict`):
             What the processor made of the prompts' images (`pixel_values` and the like); set by the trainer as well.
         sync_metrics (`dict[str, float]`):
             What the last sync measured, see [`~rollout.drift.WeightDrift.metrics`].
     """
 
-    def __init__(self, model, accelerator, *args, precision: str, **kwargs):
+    def __init__(
+        self, model, accelerator, *args, precision: str, wide_norms: bool = False, uaq_scale: float = 1.0, **kwargs
+    ):
         self.precision = precision
+        self.wide_norms, self.uaq_scale = wide_norms, uaq_scale
         self.weights = PolicyWeights(model, accelerator)
         self.noise = RolloutNoise()
         self.multimodal_fields: dict = {}
         self.sync_metrics: dict[str, float] = {}
+        self.effective_sigma = 0.0
         self._laid = RolloutNoise()  # the noise that the norms carry
         self._clean_norms: dict[str, Tensor] = {}
         super().__init__(model, accelerator, *args, **kwargs)
-        self.drift = WeightDrift(self.weights.trained())
+        self.drift = WeightDrift(self.weights.trained(), precision)
 
     def _iter_named_params(self):
         """TRL's name for the stream of the policy's weights; FSDP1 is walked by TRL itself."""
@@ -73,10 +85,10 @@ class RolloutEngine(VLLMGeneration):
 
     def state_dict(self) -> dict:
         """What a checkpoint must hold for a resumed run to log what an unbroken one logs. Collective."""
-        return {"normalized_update": self.drift.update_since_sync(self._iter_named_params())}
+        return {"drift": self.drift.since_sync(self._iter_named_params())}
 
     def load_state_dict(self, state: dict) -> None:
-        self.drift.resumed_update = state["normalized_update"]
+        self.drift.resumed = state.get("drift", {})
 
     # Noise
 
@@ -99,14 +111,34 @@ class RolloutEngine(VLLMGeneration):
         self._clean_norms = self._clean_norms or self.read_norms()
         # The noise is keyed by the policy's names, which vLLM may map to others in the same order.
         keys = noised_norms(self.weights.model_type, self.weights.names())
-        self.write_norms(
-            {
-                name: norm_noise(clean, noise.sigma, noise.seed, noise.step, key)
-                for key, (name, clean) in zip(keys, self._clean_norms.items(), strict=True)
-            }
-        )
+        sigma = noise.sigma * self.uaq_scale
+        noised = {
+            name: norm_noise(clean, sigma, noise.seed, noise.step, key)
+            for key, (name, clean) in zip(keys, self._clean_norms.items(), strict=True)
+        }
+        self.write_norms(noised)
         self._laid = noise
+        z = torch.cat([noised[name].float() - clean.float() for name, clean in self._clean_norms.items()])
+        self.effective_sigma = z.square().mean().sqrt().item() / self.uaq_scale
 
     def forget_noise(self) -> None:
         """After a sync brought clean norm weights."""
-        self._clean_norms, self._laid = {}, RolloutNoise()
+        self._clean_norms, self._laid, self.effective_sigma = {}, RolloutNoise(), 0.0
+
+    # Metrics
+
+    def take_metrics(self) -> dict[str, float]:
+        """What was measured since the last call."""
+        taken, self.sync_metrics = self.sync_metrics, {}
+        return taken
+
+
+def count_layers(policy: nn.Module, precision: str) -> int:
+    """Number of the linear layers in a policy's decoder, which engines quantize; `ValueError` if there are none."""
+    count = sum(isinstance(module, nn.Linear) for module in policy.get_decoder().modules())
+    if not count:
+        raise ValueError(
+            f"`rollout_precision`={precision!r}: {type(policy).__name__} has no linear layers in its decoder "
+            "to quantize (GPT-2's are convolutions). Use another model, or leave `rollout_precision` unset."
+        )
+    return count

@@ -1,88 +1,129 @@
-"""QuRL's two norms over one sync (eq. 13, 14): how far the weights moved, how far quantizing moves them."""
+"""How far the weights moved over one sync, how far quantizing moves them, and what of the update arrived (QuRL, 4.3).
+
+| metric | formula | paper |
+|---|---|---|
+| `weights/normalized_update` | `||W_t - W_{t-1}|| / ||W_t||` | eq. 13 |
+| `weights/normalized_quantization_error` | `||Q(W_t) - W_t|| / ||W_t||` | eq. 14 |
+| `weights/codes_changed` | share of the codes of `Q(W)` that differ from those of the sync before | |
+| `weights/update_cosine` | `<dQ, dW> / (||dQ|| ||dW||)`, `dQ = Q(W_t) - Q(W_{t-1})`, `dW = W_t - W_{t-1}` | |
+"""
 
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
+from torch import Tensor
+
+from ..formats import FORMATS, QuantizedTensor, quantize
+from ..precisions import PRECISIONS
 
 
 class WeightDrift:
     """
     Samples about `MAX_LAYERS` trained layers by name hash, and of large ones the leading rows (whole 128-row blocks),
-    at most `MAX_ELEMENTS` values. It keeps a copy of them until the next sync. A resumed run has no such copy: it takes
-    the update from its checkpoint.
+    at most `MAX_ELEMENTS` values. It keeps a copy of them, and their codes, until the next sync. A resumed run has no
+    such copy: it takes what it would have found from its checkpoint.
 
     Parameters:
         trained (`Collection[str]`): Names of the weights that training moves.
+        precision (`str`): Key of `PRECISIONS`.
+        quantizer (`Callable`, *optional*): `formats.quantize`, or a function with its signature.
     """
 
     MAX_LAYERS = 32
     MAX_ELEMENTS = 2**18
 
-    def __init__(self, trained: Collection[str]):
+    def __init__(self, trained: Collection[str], precision: str, quantizer: Callable[..., QuantizedTensor] = quantize):
         stride = max(1, len(trained) // self.MAX_LAYERS)
         self.names = {name for name in trained if zlib.crc32(name.encode()) % stride == 0}
-        self.resumed_update: float | None = None
-        self.previous: dict[str, torch.Tensor] = {}
+        self.format, self.quantizer = PRECISIONS[precision].format, quantizer
+        self.resumed: dict[str, float] = {}
+        self.previous: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # rows, their codes, the numbers these stand for
         self.forget()
 
     def forget(self) -> None:
         """Makes the next sync the first."""
         self.previous.clear()
-        self._updates, self._errors, self._weights = [], [], []  # norms, one of each layer
+        self._found = _Sums()
 
     def measures(self, name: str) -> bool:
         """Whether the weight called `name` is in the sample."""
         return name in self.names
 
-    def rows(self, weight: torch.Tensor) -> int:
-        """Number of leading rows of `weight` in the sample."""
-        if weight.numel() <= self.MAX_ELEMENTS:
-            return weight.shape[0]
-        return max(128, self.MAX_ELEMENTS // weight[0].numel() // 128 * 128)
-
-    def add(self, name: str, weight: torch.Tensor, dequantized: torch.Tensor) -> None:
-        """Counts the leading rows of a layer: `dequantized` of the copy, and the same rows of `weight`."""
-        weight = weight[: len(dequantized)].detach()
-        if name in self.previous:
-            self._updates.append(_norm(weight - self.previous[name]))
-        self._errors.append(_norm(dequantized.to(weight.dtype) - weight))
-        self._weights.append(_norm(weight))
-        self.previous[name] = weight.clone()
+    def add(self, name: str, weight: Tensor) -> None:
+        """Counts a layer, (out, in), as it is sent to the engine."""
+        rows = self._rows(weight).clone()
+        current = (rows, *self._quantized(rows))
+        self._found.add(current, self.previous.get(name))
+        self.previous[name] = current
 
     def metrics(self) -> dict[str, float]:
-        """
-        The norms since the last call, relative to the weights'; the update only where there was a sync before:
-        `weights/normalized_update` = ||W_t - W_{t-1}|| / ||W_t|| (eq. 13) and
-        `weights/normalized_quantization_error` = ||Q(W_t) - W_t|| / ||W_t|| (eq. 14).
-        """
-        metrics = {}
-        if self._errors:
-            metrics["weights/normalized_quantization_error"] = _ratio(self._errors, self._weights)
-        if self._updates:
-            metrics["weights/normalized_update"] = _ratio(self._updates, self._weights)
-        elif self.resumed_update is not None:
-            metrics["weights/normalized_update"] = self.resumed_update
-        self._updates, self._errors, self._weights = [], [], []
-        return metrics
+        """The metrics of the sync; those of the update only where there was one before."""
+        found, self._found = self._found, _Sums()
+        metrics = found.error() | (found.update() or self.resumed)
+        return {f"weights/{name}": value for name, value in metrics.items()}
 
-    def update_since_sync(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> float | None:
-        """The update that the next sync will see, for a checkpoint; `None` before the first sync."""
-        updates, weights = [], []
+    def since_sync(self, named_params: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
+        """What the next sync will find of the update, for a checkpoint; empty before the first sync."""
+        found = _Sums()
         for name, tensor in named_params:  # to its end also where nothing is known: gathering is collective
             if name in self.previous:
-                previous = self.previous[name]
-                tensor = tensor[: len(previous)].detach().to(previous.device)
-                updates.append(_norm(tensor - previous))
-                weights.append(_norm(tensor))
-        return _ratio(updates, weights) if self.previous else None
+                rows = self._rows(tensor.to(self.previous[name][0].device))
+                found.add((rows, *self._quantized(rows)), self.previous[name])
+        return found.update()
+
+    def _rows(self, weight: Tensor) -> Tensor:
+        weight = weight.detach()
+        if weight.numel() <= self.MAX_ELEMENTS:
+            return weight
+        return weight[: max(128, self.MAX_ELEMENTS // weight[0].numel() // 128 * 128)]
+
+    def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes of some rows, one a byte or two, and the numbers that they stand for."""
+        if self.format is None:
+            numbers = rows.bfloat16()
+            return numbers.view(torch.int16), numbers
+        with torch.autocast(rows.device.type, enabled=False):
+            quantized = self.quantizer(rows, self.format, check=rows.device.type == "cpu")
+            codes = quantized.values.view(torch.uint8)
+            if FORMATS[self.format].bits < 8:  # two to a byte
+                codes = torch.stack((codes & 0xF, codes >> 4))
+            return codes, quantized.dequantize()
 
 
-def _norm(x: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(x, dtype=torch.float32)
+class _Sums:
+    """Sums over layers, kept on the device until they are asked for."""
+
+    def __init__(self):
+        self.rows: list[Tensor] = []
+
+    def add(self, current: tuple[Tensor, Tensor, Tensor], before: tuple[Tensor, Tensor, Tensor] | None) -> None:
+        weight, codes, numbers = current
+        sums = [_square(weight), _square(numbers.to(weight.dtype) - weight)]
+        if before is not None:
+            moved, arrived = weight - before[0], numbers.float() - before[2].float()
+            changed = (codes != before[1]).sum(dtype=torch.float32)
+            sums += [_square(moved), _square(arrived), (moved.float() * arrived).sum(), changed]
+            sums += [changed.new_tensor(codes.numel())]
+        self.rows.append(torch.stack([x.double() for x in sums]))
+
+    def error(self) -> dict[str, float]:
+        if not self.rows:
+            return {}
+        weight, error = torch.stack([row[:2] for row in self.rows]).sum(0).tolist()
+        return {"normalized_quantization_error": (error / max(weight, 1e-60)) ** 0.5}
+
+    def update(self) -> dict[str, float]:
+        rows = [row for row in self.rows if len(row) > 2]
+        if not rows:
+            return {}
+        weight, _, moved, arrived, product, changed, codes = torch.stack(rows).sum(0).tolist()
+        return {
+            "normalized_update": (moved / max(weight, 1e-60)) ** 0.5,
+            "codes_changed": changed / codes,
+            "update_cosine": product / max((moved * arrived) ** 0.5, 1e-60),
+        }
 
 
-def _ratio(norms: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    """Norm of all tensors of which `norms` are the norms, relative to that of `others`."""
-    first, second = (torch.stack(x).double().square().sum().sqrt().item() for x in (norms, others))
-    return first / max(second, 1e-30)
+def _square(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float32).double().square()

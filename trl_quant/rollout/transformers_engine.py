@@ -1,6 +1,7 @@
 """The embedded engine: a quantized copy of the policy in plain transformers, for any device and without vLLM."""
 
 import copy
+import logging
 import warnings
 
 import torch
@@ -19,10 +20,13 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from trl.trainer.utils import pad
 
+from ..formats.checkpoint import MIXTURE
 from ..layers import QuantizedLinear
 from ..noise import noised_norms
-from .base import RolloutEngine
+from .base import RolloutEngine, count_layers
 
+
+logger = logging.getLogger(__name__)
 
 # Sampling options that transformers applies after our log-probabilities are taken, or that are no sampling at all.
 UNSUPPORTED_GENERATION_KWARGS = (
@@ -122,13 +126,16 @@ class TransformersEngine(RolloutEngine):
         model.requires_grad_(False).eval()
 
         decoder = model.get_decoder()
-        if any(param.dim() > 2 for param in decoder.parameters()):
+        if any(param.dim() > 2 or MIXTURE.match(name) for name, param in decoder.named_parameters()):
             raise ValueError(
                 f"{type(policy).__name__} has mixture-of-experts or convolution weights, which the embedded engine "
                 f"cannot run in `rollout_precision`={self.precision!r}. Use `use_vllm=True`."
             )
         mixed = self.accelerator.mixed_precision
         dtype = torch.bfloat16 if mixed == "bf16" or self._policy_dtype == torch.bfloat16 else torch.float32
+        logger.info(
+            "The embedded engine samples in %s: %d linear layers.", self.precision, count_layers(model, self.precision)
+        )
         for module in list(decoder.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, nn.Linear):
@@ -149,11 +156,11 @@ class TransformersEngine(RolloutEngine):
             if name in linears:
                 tensor = tensor.to(self.accelerator.device)
                 try:
-                    dequantized = linears[name].load(tensor)
+                    linears[name].load(tensor)
                 except ValueError as error:
                     raise ValueError(f"Cannot quantize `{name}` for the rollout: {error}") from error
                 if self.drift.measures(name):
-                    self.drift.add(name, tensor, dequantized[: self.drift.rows(tensor)])
+                    self.drift.add(name, tensor)
             elif name in params:
                 params[name].data.copy_(tensor)
             elif name not in self.copy.state_dict():  # a tied weight under its second name is no surprise
@@ -167,7 +174,14 @@ class TransformersEngine(RolloutEngine):
 
     def read_norms(self) -> dict[str, Tensor]:
         params = dict(self.copy.named_parameters())
-        return {name: params[name].data.clone() for name in noised_norms(self.weights.model_type, params)}
+        names = noised_norms(self.weights.model_type, params)
+        for name in names:
+            if self.wide_norms and params[name].dtype != torch.float32:
+                # The weight acts in FP32; what comes out keeps the type of what went in.
+                params[name].data = params[name].data.float()
+                norm = self.copy.get_submodule(name.removesuffix(".weight"))
+                norm.register_forward_hook(lambda module, args, output: output.to(args[0].dtype))
+        return {name: params[name].data.clone() for name in names}
 
     def write_norms(self, values: dict[str, Tensor]) -> None:
         params = dict(self.copy.named_parameters())

@@ -1,4 +1,4 @@
-"""UAQ as an llmcompressor modifier, to compose in a recipe with llmcompressor's own (QuRL, section 4.3).
+"""UAQ as an llmcompressor modifier, to combine in a recipe with llmcompressor's own (QuRL, section 4.3).
 
 ```python
 >>> from llmcompressor import oneshot
@@ -23,7 +23,7 @@ from .uaq import check_scale, scale_norms
 
 class UpdateAwareQuantizationModifier(Modifier):
     """
-    Scales the model once, when the recipe is initialized: before any modifier of the recipe observes or quantizes.
+    Scales the model once, when the recipe is initialized, before any modifier observes or quantizes.
 
     Args:
         scale (`float`, *optional*, defaults to `1.5`): Factor `s`, greater than 0.
@@ -38,10 +38,10 @@ class UpdateAwareQuantizationModifier(Modifier):
         return scale
 
     def on_initialize(self, state: State, **kwargs) -> bool:
-        # During `oneshot` llmcompressor replaces norms that store the gain minus one by norms that store the gain.
+        # During `oneshot`, llmcompressor replaces norms that store the gain minus one with norms that store the gain.
         scale_norms(state.model, self.scale, folded=(NormCalibrationModule,))
         return True
 
 
-# Recipes in YAML name their modifiers.
+# YAML recipes refer to modifiers by name.
 ModifierFactory.register("UpdateAwareQuantizationModifier", UpdateAwareQuantizationModifier)

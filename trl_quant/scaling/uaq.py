@@ -1,4 +1,4 @@
-"""Invariant scaling of each norm and the linear layers that it feeds (QuRL, section 4.3, eq. 10-12).
+"""Invariant scaling of each norm and the linear layers it feeds (QuRL, section 4.3, eq. 10-12).
 
     W X = (W / s) (s X)                                       eq. 11
     error of the quantized weight   / s                       eq. 12, left: a grid scaled by amax(W / s)
@@ -10,14 +10,13 @@
 | `s X`, absorbed in the preceding layer | the gain of the norm: `w *= s`, or `1 + w *= s` where the norm stores `w` |
 | `W / s` | the weights of q, k, v, and of gate, up |
 
-The function computed stays the same: to float32 rounding in float32, to the weights' own rounding below, and bit for
-bit where `s` is a power of two. QuRL's factor s^2 for update over error is for SGD; Adam's step does not grow with the
-gradient, which leaves a factor of about s.
+The model computes the same function: up to float32 rounding in float32, up to the weights' own rounding in 16 bits, and
+bit for bit where `s` is a power of two. QuRL's factor s^2 for update over error holds for SGD; Adam's step does not
+grow with the gradient, which leaves a factor of about s.
 
-Written for a model in the trainer: in place, before it is sharded.
+Scales the trainer's model in place, before it is sharded.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -27,8 +26,13 @@ from ..names import clean_name
 from ..norms import family_of, feeding_norms
 
 
+# Where `s` may lie. FP16 is the narrowest type of 16 bits, normal from 2^-14 to 2^16. Linear weights are about 0.02 in
+# size (2^-5.6) and stay normal down to 2^-13.6; norm gains below 2^8 stay below 2^16.
+SCALES = (2.0**-8, 2.0**8)
+
+
 class _Fed(NamedTuple):
-    """One norm and what it feeds, checked: `inputs` are the tensors that act on the norm's output."""
+    """One checked norm and what it feeds: `inputs` are the tensors that act on the norm's output."""
 
     gain: Tensor
     offset: bool
@@ -37,33 +41,33 @@ class _Fed(NamedTuple):
 
 def apply_uaq(model: nn.Module, scale: float) -> int:
     """
-    Multiplies the gain of each feeding norm by `scale` and divides the linear layers that it feeds by it, in place.
+    Multiplies the gain of each feeding norm by `scale` and divides the linear layers it feeds by `scale`, in place.
 
-    With LoRA adapters, what they read is divided too, so that the adapted model keeps its function as well. The
-    product of all scales is kept in `model.config.uaq_scale`; `apply_uaq(model, 1 / uaq_applied(model))` undoes it.
+    LoRA's A matrices and DoRA's magnitudes are divided too, so that an adapted model also keeps its function. The
+    product of all scales is stored in `model.config.uaq_scale`; `apply_uaq(model, 1 / uaq_applied(model))` undoes it.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): Unquantized, unsharded model.
-        scale (`float`): Factor `s`, greater than 0.
+        scale (`float`): Factor `s`, within [`SCALES`].
 
     Returns:
         `int`: Number of norms scaled, two per decoder layer.
 
     Raises:
-        `ValueError`: before anything is changed, if `scale` is not a positive number, the architecture is unknown, or
-        a weight is not a dense floating-point tensor.
+        `ValueError`: before anything is changed, if `scale` is not a number within [`SCALES`], the architecture is
+        unknown, or a weight is not a dense floating-point tensor.
     """
     return scale_norms(model, scale)
 
 
 def uaq_applied(model: nn.Module) -> float | None:
-    """The scale that the model carries, also one loaded from a checkpoint; `None` if it was never scaled."""
+    """The model's scale, also after loading from a checkpoint; `None` if it was never scaled."""
     return getattr(model.config, "uaq_scale", None)
 
 
 @torch.no_grad()
 def scale_norms(model: nn.Module, scale: float, folded: tuple[type, ...] = ()) -> int:
-    """[`apply_uaq`], for models in which norms of the classes `folded` stand in for the family's and hold the gain."""
+    """[`apply_uaq`] for models where norms of the classes `folded` replace the family's and store the gain itself."""
     check_scale(scale)
     plan = _plan(model, folded)
     if scale != 1:
@@ -75,20 +79,24 @@ def scale_norms(model: nn.Module, scale: float, folded: tuple[type, ...] = ()) -
     return len(plan)
 
 
-def check_scale(scale: float) -> None:
+def check_scale(scale: float, name: str = "scale") -> None:
+    """Raises `ValueError` for a scale outside [`SCALES`]."""
     number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if not number or not 0 < scale < math.inf:
-        raise ValueError(f"scale must be a finite number > 0, got {scale!r}.")
+    if not number or not SCALES[0] <= scale <= SCALES[1]:
+        raise ValueError(
+            f"`{name}`={scale!r} must be a number from {SCALES[0]} to {SCALES[1]}, so that weights neither vanish nor "
+            "overflow in 16 bits."
+        )
 
 
 def _plan(model: nn.Module, folded: tuple[type, ...]) -> list[_Fed]:
-    """Everything that will be scaled, found and checked before anything is."""
+    """Finds and checks everything to scale before anything is changed."""
     config = model.config
     model_type = (config.get_text_config() if hasattr(config, "get_text_config") else config).model_type
     family = family_of(model_type)
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        modules.setdefault(clean_name(name), module)  # the adapted layer comes before the base inside it
+        modules.setdefault(clean_name(name), module)  # an adapted layer comes before the base inside it
     plan = []
     for name, linears in feeding_norms(model_type, (name for name, _ in model.named_parameters())).items():
         norm = modules[clean_name(name.removesuffix(".weight"))]
@@ -113,7 +121,7 @@ def _inputs(name: str, linear: nn.Module, channels: int) -> list[Tensor]:
             )
         for adapter, a in linear.lora_A.items():
             tensors.append(_dense(f"{name}.lora_A.{adapter}", a.weight, (a.weight.shape[0], channels)))
-        # DoRA's magnitudes are norms of the rows of W + B A, which shrink with them.
+        # DoRA's magnitudes are row norms of W + B A and shrink with it.
         for adapter, magnitude in getattr(linear, "lora_magnitude_vector", {}).items():
             m = magnitude.weight
             tensors.append(_dense(f"{name}.lora_magnitude_vector.{adapter}", m, tuple(m.shape)))

@@ -5,14 +5,14 @@ The order is fixed. The first kind of marker present decides, and only its last 
 1. `<answer> ... </answer>`
 2. `\boxed{ ... }`
 3. `#### ...` up to the end of the line, GSM8K's own format
-4. only where the caller allows it, the last number of the text
+4. the last number of the text, only if the caller allows it
 
-What a marker holds must come down to exactly one number: `$12.50`, `1,234 clips`, `x = 5`, `\frac{3}{4}` and `50%` do;
-`5 or 6`, `3 + 4` and `unknown` do not, and then there is no answer, not a weaker marker's. So neither listing
-candidates nor boxing the question's own expression (which a computer algebra system would happily evaluate) is right.
+A marker must hold exactly one number: `$12.50`, `1,234 clips`, `x = 5`, `\frac{3}{4}` and `50%` do; `5 or 6`, `3 + 4`
+and `unknown` do not, and then there is no answer: weaker markers are not tried. So neither listing candidates nor
+boxing the question's own expression (which a computer algebra system would happily evaluate) counts as right.
 
-A number is read by a regular expression first and only then handed to math-verify, as at most 64 plain characters.
-That keeps comparison fast and bounded, hence no signal-based timeout, hence usable off the main thread.
+A regular expression reads the number before math-verify gets it, as at most 64 plain characters. The comparison is
+therefore fast and bounded, needs no signal-based timeout, and works off the main thread.
 """
 
 import logging
@@ -23,7 +23,7 @@ from functools import lru_cache
 from math_verify import ExprExtractionConfig, parse, verify
 
 
-TAIL_CHARACTERS = 4096  # of a completion, all that is ever searched: cost does not grow with length
+TAIL_CHARACTERS = 4096  # only the end of a completion is searched, so cost does not grow with length
 NUMBER_CHARACTERS = 64  # longer than any number worth comparing
 MAX_EXPONENT = 30  # 1e999999999 must not be expanded
 
@@ -48,7 +48,7 @@ _REWRITES = (
 
 
 class _DropTimeoutNotice(logging.Filter):
-    """math-verify warns once when its timeouts are off; here they are off on purpose (see the module's docstring)."""
+    """math-verify warns once when its timeouts are off; here they are off on purpose (see the module docstring)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "Timeout is disabled" not in str(record.msg)
@@ -59,7 +59,7 @@ for _name in ("math_verify.parser", "math_verify.grader"):
 
 
 def numbers(text: str) -> list[str | None]:
-    """All numbers of a text, canonical (`1,234` -> `1234`, `1e3` -> `1000`), `None` for one that is unreadable."""
+    """All numbers in a text, in canonical form (`1,234` -> `1234`, `1e3` -> `1000`); `None` for an unreadable one."""
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return [_canonical(match) for match in _NUMBER.finditer(text)]
@@ -86,7 +86,7 @@ def single_number(text: str) -> str | None:
 
 
 def marked_answers(text: str) -> list[tuple[str, int]]:
-    """What the strongest kind of marker present in `text` holds: `(content, where the marker ends)`, in order."""
+    """Contents of the strongest kind of marker in `text`: `(content, end of the marker)`, in order."""
     return _matches(_TAG, text) or _boxed(text) or _matches(_HASHES, text)
 
 
@@ -98,7 +98,7 @@ def _boxed(text: str) -> list[tuple[str, int]]:
     found, end = [], 0
     for start in _BOXED.finditer(text):
         if start.start() < end:
-            continue  # a box within a box
+            continue  # nested box
         depth = 1
         for end in range(start.end(), len(text)):
             depth += {"{": 1, "}": -1}.get(text[end], 0)
@@ -107,12 +107,12 @@ def _boxed(text: str) -> list[tuple[str, int]]:
                 found.append((text[start.end() : end - 1], end))
                 break
         else:
-            break  # never closed, so nothing after it is either
+            break  # never closed, so no later box is either
     return found
 
 
 def extract_answer(text: str, last_number: bool = True) -> str | None:
-    """The number `text` commits to, by the order above.
+    """The number that `text` commits to, in the order above.
 
     Args:
         text (`str`): a completion of any length; only its last `TAIL_CHARACTERS` characters are read.
@@ -135,6 +135,6 @@ def extract_answer(text: str, last_number: bool = True) -> str | None:
 def same_number(gold: str, answer: str) -> bool:
     """Whether two canonical numbers are equal by math-verify: `1/2`, `0.50` and `50%` are; so are `50` and `50%`."""
     if _INTEGER_ONLY.fullmatch(gold) and _INTEGER_ONLY.fullmatch(answer):
-        return int(gold) == int(answer)  # a fifth of a training step of the demo went into sympy's parsing of these
+        return int(gold) == int(answer)  # sympy's parsing of integers took a fifth of the demo's training step
     gold_value, value = (parse(number, [ExprExtractionConfig()], parsing_timeout=None) for number in (gold, answer))
     return verify(gold_value, value, timeout_seconds=None)

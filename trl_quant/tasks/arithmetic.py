@@ -1,14 +1,14 @@
 r"""Multi-digit arithmetic with visible steps: problems, worked solutions, and which problems are held out.
 
 A problem is `a+b=`, `a-b=` (with a >= b) or `a*d=` (with one digit d). Its solution goes from the last digit to the
-first, one step a column, each naming the digits, the carry that comes in, the digit written and the carry (`c`) or
-borrow (`b`) that goes out; then the answer in GSM8K's form:
+first, one step per column: the digits, the incoming carry, the digit written, and the outgoing carry (`c`) or borrow
+(`b`). The answer follows in GSM8K's form:
 
     347+588=   7+8+0=5c1 4+8+1=3c1 3+5+1=9c0 #### 935
     904-88=    4-8-0=6b1 0-8-1=1b1 9-0-1=8b0 #### 816
     47*6=      7*6+0=2c4 4*6+4=8c2 #### 282
 
-Pure Python, no model: what teaches it to a model is `examples/build_arithmetic_model.py`.
+Pure Python, no model: `examples/build_arithmetic_model.py` teaches this to one.
 """
 
 import random
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 
 OPERATIONS = ("+", "-", "*")
-HELD_OUT_SHARE = 8  # one problem in so many is never trained on
+HELD_OUT_SHARE = 8  # one problem in this many is never trained on
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether the problem belongs to evaluation: a property of the problem, so that splits can never overlap."""
+        """Whether the problem is for evaluation: a property of the problem itself, so splits never overlap."""
         return zlib.crc32(self.prompt.encode()) % HELD_OUT_SHARE == 0
 
     @property
@@ -76,8 +76,8 @@ def problems(
 ) -> Iterator[Problem]:
     """An endless stream of problems, the same for the same seed, all held out or none.
 
-    The `operations` are equally frequent, and so are numbers of digits from `min_digits` to `max_digits`. Problems
-    whose answer is one of their own operands (`80-40`) are left out: copying from the question must never be right.
+    The `operations` are equally frequent, and so are digit counts from `min_digits` to `max_digits`. Problems with one
+    of their operands as the answer (`80-40`) are left out: copying from the question must never be right.
     """
     if unknown := set(operations) - set(OPERATIONS):
         raise ValueError(f"`operations` has {sorted(unknown)}. Allowed: {', '.join(map(repr, OPERATIONS))}.")

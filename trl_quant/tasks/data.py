@@ -1,13 +1,15 @@
 """Prompts to train on, from the hub or a local file, in TRL's `prompt` column; the ground truth stays in `answer`."""
 
+from itertools import chain
 from pathlib import Path
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 
 PROMPT_COLUMNS = ("prompt", "question")
-DEFAULT_CONFIGS = {"openai/gsm8k": "main"}  # hub datasets that cannot be loaded without naming a configuration
+SCANNED_ROWS = 1000  # read at once by `check_prompts`
+DEFAULT_CONFIGS = {"openai/gsm8k": "main"}  # hub datasets that load only with a configuration
 
 
 def load_prompts(
@@ -16,17 +18,17 @@ def load_prompts(
     config: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Dataset:
-    """A dataset whose `prompt` column is what the policy is asked and whose other columns are what rewards may need.
+    """Loads a dataset with the policy's prompts in the `prompt` column; rewards may use the other columns.
 
     Args:
         name_or_path (`str`): a dataset id on the hub, a directory that `datasets` loads, or a `.json(l)` file.
-        split (`str`): the split, as `datasets` takes it (`"train[:1000]"`); a file holds one split, by any name.
-        config (`str`, *optional*): the dataset's configuration on the hub (`openai/gsm8k` gets `main` by itself).
-        tokenizer (*optional*): the policy's. If it has a chat template, plain prompts become conversations of one user
-            message, so that TRL applies the template.
+        split (`str`): the split, in `datasets` syntax (`"train[:1000]"`); a file holds one split, under any name.
+        config (`str`, *optional*): the dataset's configuration on the hub (`openai/gsm8k` defaults to `main`).
+        tokenizer (*optional*): the policy's. If it has a chat template, plain prompts become conversations with one
+            user message, so that TRL applies the template.
 
     Returns:
-        `Dataset`: with `prompt` (a string or a list of messages) first, and all other columns as they were.
+        `Dataset`: with `prompt` (a string or a list of messages) first, and all other columns unchanged.
 
     Raises:
         ValueError: when a local file is missing or empty, or when no column holds prompts.
@@ -52,3 +54,60 @@ def load_prompts(
     if conversational and len(dataset) and isinstance(dataset[0]["prompt"], str):
         dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     return dataset
+
+
+def check_prompts(name: str, dataset: Dataset | IterableDataset) -> None:
+    """Raises `ValueError` for a dataset without prompts or with a bad one. A stream is not read.
+
+    Args:
+        name (`str`): what the dataset is called in the message.
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): with a column `prompt`.
+    """
+    if getattr(dataset, "format", {}).get("type") == "custom":  # rows are made when they are read
+        return
+    columns = dataset.column_names
+    if columns is not None and "prompt" not in columns:
+        raise ValueError(f"`{name}` has the columns {columns}; a column 'prompt' is needed.")
+    if isinstance(dataset, IterableDataset):
+        return
+    if not len(dataset):
+        raise ValueError(f"`{name}` is empty: it must have at least one row.")
+    prompts = dataset.select_columns("prompt").with_format(None)
+    table = prompts.data
+    # A shuffled dataset is read much faster in the order in which it is stored, which may hold rows that were filtered.
+    if len(prompts) <= table.num_rows <= 2 * len(prompts) and _bad_prompt(Dataset(table, info=prompts.info)) is None:
+        return
+    if (found := _bad_prompt(prompts)) is not None:
+        raise ValueError(
+            f"`{name}`: the prompt of row {found[0]} {found[1]}. A prompt is a text, or a list of messages "
+            "{'role': ..., 'content': ...} that asks something."
+        )
+
+
+def _bad_prompt(dataset: Dataset) -> tuple[int, str] | None:
+    """Index of the first bad prompt, and what is wrong with it."""
+    rows = chain.from_iterable(batch["prompt"] for batch in dataset.iter(SCANNED_ROWS))
+    return next(((index, wrong) for index, prompt in enumerate(rows) if (wrong := _wrong_with(prompt))), None)
+
+
+def _wrong_with(prompt) -> str | None:
+    if prompt is None:
+        return "is missing"
+    if not isinstance(prompt, str | list):
+        return f"is a {type(prompt).__name__}"
+    if not prompt:
+        return "is empty"
+    if isinstance(prompt, str):
+        return None
+    if not all(isinstance(message, dict) and message.get("role") for message in prompt):
+        return "has a message without a role"
+    # Other roles may be silent: a system prompt, a call of a tool, what a tool returned
+    asked = [message for message in prompt if message["role"] == "user"] or prompt
+    silent = [not _has_content(message.get("content")) for message in asked]
+    return "has a message without content" if (any(silent) if asked is not prompt else all(silent)) else None
+
+
+def _has_content(content: str | list[dict] | None) -> bool:
+    if isinstance(content, list):  # of parts: texts, images
+        return any(part.get("type") != "text" or part.get("text") for part in content)
+    return bool(content)

@@ -18,15 +18,15 @@ def mean_reward(
     batch_size: int = 256,
     seed: int = 0,
 ) -> float:
-    """Mean of `reward` over one completion a prompt, with the model as it is; the global random state is left alone.
+    """Mean of `reward` over one completion per prompt, from the model as it is; leaves the global random state alone.
 
     Args:
-        dataset (`Dataset`): with `prompt` (plain strings or conversations) and what the reward needs.
-        reward: in TRL's signature. Rows it scores `None` are left out of the mean.
-        temperature (`float`): of plain sampling from the full distribution; 0 is greedy.
+        dataset (`Dataset`): with `prompt` (plain strings or conversations) and the columns that the reward needs.
+        reward: in TRL's signature. Rows that it scores `None` are left out of the mean.
+        temperature (`float`): for plain sampling from the full distribution; 0 is greedy.
 
     Returns:
-        `float`: in the reward's units: for a reward of 0 or 1, the accuracy.
+        `float`: in the reward's units; for a reward of 0 or 1, the accuracy.
     """
     sampling = {"do_sample": False}
     if temperature > 0:

@@ -1,28 +1,29 @@
 """Rewards in TRL's signature: `reward(completions, answer, **kwargs) -> list[float | None]`.
 
-What every reward here promises, whatever the policy writes (columns: `completion` -> score):
+Every reward here guarantees these scores, whatever the policy writes:
 
 | completion | score | why |
 |---|---|---|
 | empty, `None`, a message without text | 0 | nothing was answered |
-| very long | as its last 4096 characters | bounded cost; an answer that is not at the end is no answer |
-| two different answers in markers of one kind | the last one counts | only one is committed to: see below |
+| very long | as its last 4096 characters | bounded cost; the answer belongs at the end |
+| two different answers in markers of one kind | the last one counts | only one is final: see below |
 | several numbers in one marker (`5 or 6`, `3 + 4`) | 0 | a hedge, or the question itself |
-| the prompt repeated word for word | as if it were not there | copying the question is no work |
-| a row whose ground truth holds no single number | `None` | TRL leaves the row out of this reward |
+| the prompt repeated word for word | as if it were absent | copying the question earns nothing |
+| a row without a single number as ground truth | `None` | TRL leaves the row out of this reward |
 
-With the last of several answers counting, listing candidates gains nothing over naming one, so there is nothing to
-hack; scoring such completions 0 would punish a sound self-correction as much as a hedge. The extraction order is
-that of [`trl_quant.tasks.answers`].
+Since only the last of several answers counts, listing candidates gains nothing over naming one. Scoring such
+completions 0 would punish a sound self-correction as much as a hedge. [`trl_quant.tasks.answers`] has the extraction
+order.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 
 from .answers import TAIL_CHARACTERS, extract_answer, marked_answers, same_number, single_number
 
 
 def _text(completion: str | Sequence[dict] | None) -> str:
-    """The text of a plain completion, or of the last message of a conversational one, parts of text joined."""
+    """The text of a plain completion, or of the last message of a conversational one, with text parts joined."""
     if completion is None or isinstance(completion, str):
         return completion or ""
     content = completion[-1].get("content") if completion else None
@@ -51,9 +52,9 @@ def _number_reward(completions, answer, prompts, last_number: bool) -> list[floa
 def arithmetic_reward(completions, answer, prompts=None, **kwargs) -> list[float | None]:
     r"""1.0 where the completion's declared answer equals `answer`, else 0.0.
 
-    The answer must be declared: in a marker (`<answer>`, `\boxed{}` or `####`), or by a completion that is nothing but
-    one number or one equation. Numbers of the written-out steps never count, so a trace that is cut short cannot be
-    right by accident.
+    The answer must be declared: in a marker (`<answer>`, `\boxed{}` or `####`), or by a completion that is just one
+    number or one equation. Numbers in the written-out steps never count, so a truncated trace cannot be right by
+    accident.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
@@ -76,9 +77,9 @@ def arithmetic_reward(completions, answer, prompts=None, **kwargs) -> list[float
 def gsm8k_reward(completions, answer, prompts=None, **kwargs) -> list[float | None]:
     r"""1.0 where the completion's final answer equals `answer`, else 0.0.
 
-    Without a marker (`<answer>`, `\boxed{}`, `####`) the last number of the text is the answer, so that a model that
-    never saw the format has a signal. Copying the question word for word scores 0; copying only its end would be right
-    for 1.3% of GSM8K's training questions, whose last number happens to be the answer. Where that matters, add
+    Without a marker (`<answer>`, `\boxed{}`, `####`) the last number of the text is the answer, which gives a signal to
+    a model that never saw the format. Copying the question word for word scores 0; copying only its end would be right
+    for 1.3% of GSM8K's training questions, where the last number happens to be the answer. If that matters, add
     [`format_reward`].
 
     Args:
@@ -93,9 +94,9 @@ def gsm8k_reward(completions, answer, prompts=None, **kwargs) -> list[float | No
 
 
 def format_reward(completions, **kwargs) -> list[float]:
-    r"""1.0 where the completion ends with its only answer marker and that holds exactly one number, else 0.0.
+    r"""1.0 where the completion ends with its only answer marker, holding exactly one number, else 0.0.
 
-    It says nothing about the number being right: use it beside a reward that does, with a small weight.
+    It ignores whether the number is right: give it a small weight beside a reward that checks.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
@@ -110,3 +111,29 @@ def format_reward(completions, **kwargs) -> list[float]:
 
 
 REWARDS = {"arithmetic": arithmetic_reward, "gsm8k": gsm8k_reward, "format": format_reward}
+
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")  # by TRL, and columns
+
+
+def check_reward(reward: Callable, columns: Sequence[str]) -> None:
+    """Raises `ValueError` for what TRL cannot call as a reward.
+
+    Args:
+        reward (`Callable`): in TRL's signature.
+        columns (`Sequence[str]`): of the dataset, which are passed to it as well.
+    """
+    name = getattr(reward, "__name__", type(reward).__name__)
+    if not callable(reward):
+        raise ValueError(f"`reward_funcs`: {name} is a {type(reward).__name__}. A reward is a function or a model.")
+    try:
+        signature = inspect.signature(reward)
+    except ValueError:  # a builtin that does not tell
+        return
+    given = dict.fromkeys((*GIVEN, *(column for column in columns if column not in ("prompt", "completion"))))
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise ValueError(
+            f"`reward_funcs`: {name}{signature} cannot be called as a reward: {error}. It gets {', '.join(given)}, by "
+            "name; `**kwargs` takes those that it does not use."
+        ) from error

@@ -104,7 +104,7 @@ def engine_arguments(args, model: str, config: PreTrainedConfig, precision: str)
     }
     prepared = prepared_precisions(config) is not None
     if prepared or PRECISIONS[precision].travels_quantized:
-        ignore = unquantized_layers(skeleton(config))
+        ignore = unquantized_layers(skeleton(config, args.trust_remote_code))
         arguments |= layout_arguments(PRECISIONS[precision].format, ignore, "cpu", prepared, arguments)
     return {"precision": precision, "batch": batch_size(args), "engine": arguments}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...formats.checkpoint import checkpoint_stream, is_quantizable
 from ...precisions import PRECISIONS
-from ..base import RolloutEngine, RolloutNoise
+from ..base import RolloutEngine, RolloutNoise, count_layers
 from .support import quantizers_on, unquantized_layers
 
 
@@ -50,6 +50,7 @@ class VLLMBase(RolloutEngine):
         self._failure: str | None = None
         self._non_finite: dict[str, Tensor] = {}
         super().__init__(*args, **kwargs)
+        self.drift.quantizer = self.quantizers["quantizer"]
 
     # For the engines to fill in, beside `read_norms` and `write_norms`
 
@@ -79,6 +80,7 @@ class VLLMBase(RolloutEngine):
 
     def plan_stream(self, prepared: bool) -> None:
         """Settles which layers travel quantized: none to an engine that quantizes what it gets."""
+        count_layers(self.weights.base_model, self.precision)
         self.ignore = unquantized_layers(self.weights.base_model)
         self.travels_quantized = prepared or PRECISIONS[self.precision].travels_quantized
         self.quantizers = quantizers_on(self.accelerator.device)
@@ -116,18 +118,12 @@ class VLLMBase(RolloutEngine):
             self.streaming = f"`{name}`"
             tensor = tensor.to(self.accelerator.device)
             if self.drift.measures(name) and is_quantizable(name, tensor, self.ignore):
-                self.drift.add(name, tensor, self._in_precision(tensor[: self.drift.rows(tensor)]))
+                self.drift.add(name, tensor)
             yield name, tensor
-
-    def _in_precision(self, rows: Tensor) -> Tensor:
-        format = PRECISIONS[self.precision].format
-        if format is None:
-            return rows.bfloat16()
-        return self.quantizers["quantizer"](rows, format, check=self.on_cpu).dequantize()
 
     def update_since_sync(self) -> float:
         """How far the policy has moved from what was last sent to the engine, relative to its norm. Collective."""
-        return self.drift.update_since_sync(self._iter_named_params()) or 0.0
+        return self.drift.since_sync(self._iter_named_params()).get("normalized_update", 0.0)
 
     # Sync
 

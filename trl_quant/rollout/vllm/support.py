@@ -18,6 +18,16 @@ from ...precisions import PRECISIONS, InVLLM, in_vllm
 
 
 VLLM_VERSIONS = ("0.26", "0.33")  # at least, below
+# Fields of a config that two checkpoints of one model have in common, quantized or not
+ARCHITECTURE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 
 # vLLM arguments that have a field of their own, or that the engine must set itself
 RESERVED = {
@@ -138,11 +148,13 @@ def check_architecture(config, model_impl: str) -> None:
         )
 
 
-def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+def skeleton(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     """The model of a transformers config, without memory for its weights."""
     with torch.device("meta"):
         kind = getattr(transformers, (config.architectures or [""])[0], None)
-        return kind(config) if kind else AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+            return kind(config)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def unquantized_layers(policy: torch.nn.Module) -> list[str]:
@@ -150,6 +162,37 @@ def unquantized_layers(policy: torch.nn.Module) -> list[str]:
     inside = set(policy.get_decoder().modules())
     linear = torch.nn.Linear
     return [name for name, module in policy.named_modules() if isinstance(module, linear) and module not in inside]
+
+
+def quantized_layers(policy: torch.nn.Module) -> list[str]:
+    """Names of the decoder's linear layers, which are quantized."""
+    outside = set(unquantized_layers(policy))
+    linear = torch.nn.Linear
+    return [name for name, module in policy.named_modules() if isinstance(module, linear) and name not in outside]
+
+
+def differences(mine: PreTrainedConfig, theirs: PreTrainedConfig) -> str:
+    """What tells two models apart, by their configs: `name (mine, theirs)`; empty for one model."""
+    mine, theirs = mine.get_text_config(), theirs.get_text_config()
+    values = {name: (getattr(mine, name, None), getattr(theirs, name, None)) for name in ARCHITECTURE}
+    return ", ".join(f"{name} ({b}, not {a})" for name, (a, b) in values.items() if a != b)
+
+
+def check_head_size(config: PreTrainedConfig) -> None:
+    """Raises `ValueError` for heads that vLLM's kernels for CPUs lack, on a CPU."""
+    from vllm.platforms import current_platform
+
+    config = config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not current_platform.is_cpu() or getattr(config, "kv_lora_rank", None):  # latent attention has other kernels
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if size not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
+        raise ValueError(
+            f"The policy's heads have {size} dimensions; on a CPU vLLM has kernels for {', '.join(map(str, sizes))}. "
+            "Set `use_vllm=False` for the embedded engine."
+        )
 
 
 def prepared_precisions(config) -> set[str] | None:

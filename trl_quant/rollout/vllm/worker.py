@@ -22,6 +22,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ...formats import FORMATS, quantize
 from ...formats.checkpoint import checkpoint_stream
+from ...noise import noised_norms
 from ...precisions import PRECISIONS
 from .support import quantizers_on
 
@@ -37,6 +38,7 @@ class QuantizingLoader(DefaultModelLoader):
     def __init__(self, load_config: LoadConfig):
         self.arguments = dict(load_config.model_loader_extra_config)
         self.device = self.arguments.pop("device", None)
+        self.wide_norms = self.arguments.pop("wide_norms", False)
         super().__init__(dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={}))
 
     def get_all_weights(self, model_config, model):
@@ -49,6 +51,18 @@ class QuantizingLoader(DefaultModelLoader):
     def load_weights(self, model, model_config):
         keep_onednn_scales(model)
         super().load_weights(model, model_config)
+        if self.wide_norms:
+            widen_norms(model, model_config.hf_text_config.model_type)
+
+
+def widen_norms(model: nn.Module, model_type: str) -> None:
+    """
+    Holds the norms that are noised in FP32, before CUDA graphs are captured; a reload copies into them. vLLM's kernel
+    for norms asks for one type of inputs and weights; for others it takes the one in torch, which multiplies in FP32.
+    """
+    params = dict(model.named_parameters())
+    for name in noised_norms(model_type, params):
+        params[name].data = params[name].data.float()
 
 
 def linear_layers(model: nn.Module) -> dict[str, LinearBase]:
@@ -68,14 +82,21 @@ def check_kernels(model: nn.Module, precision: str) -> str:
     Raises:
         `RuntimeError`: if any of them does not run in `precision`.
     """
-    counts, wrong = Counter(), []
+    counts, wrong, decoder = Counter(), [], 0
     for name, layer in linear_layers(model).items():
         method, kernel = _method(layer)
         description = f"{type(method).__name__} ({type(kernel).__name__})" if kernel else type(method).__name__
         counts[description] += 1
-        if ".layers." in f".{name}" and not _runs_in(precision, method, kernel):
-            wrong.append(f"{name}: {description}")
+        if ".layers." in f".{name}":
+            decoder += 1
+            if not _runs_in(precision, method, kernel):
+                wrong.append(f"{name}: {description}")
     summary = ", ".join(f"{count} x {description}" for description, count in counts.items())
+    if not decoder:
+        raise RuntimeError(
+            f"`rollout_precision`={precision!r}: vLLM's {type(model).__name__} has no linear layers in `layers`, where "
+            "those of a decoder are looked for. Use another model, or leave `rollout_precision` unset."
+        )
     if wrong:
         expected = " or ".join(PRECISIONS[precision].vllm.methods)
         raise RuntimeError(

@@ -1,0 +1,113 @@
+"""What a sync measures of the weights: against definitions written out on whole matrices."""
+
+import pytest
+import torch
+from tiny import tiny_model
+from torch import Tensor
+
+from trl_quant.formats import FORMATS, quantize
+from trl_quant.rollout.drift import WeightDrift
+
+
+def weights(layers: int = 3, shape: tuple[int, int] = (128, 256)) -> dict[str, Tensor]:
+    return {f"layers.{i}.weight": torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(layers)}
+
+
+def moved(before: dict[str, Tensor], size: float) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return {name: w + size * torch.randn(w.shape, generator=generator) for name, w in before.items()}
+
+
+def after_two_syncs(precision: str, first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, float]:
+    drift = WeightDrift(first, precision)
+    for step in (first, second):
+        for name, weight in step.items():
+            drift.add(name, weight)
+        found = drift.metrics()
+    return found
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([x.flatten() for x in tensors.values()]).double()
+
+
+def codes(weight: Tensor, precision: str) -> list[int]:
+    """One number a code, unpacked without a table of formats."""
+    values = quantize(weight, precision).values.view(torch.uint8).flatten().tolist()
+    return [half for byte in values for half in (byte & 15, byte >> 4)] if FORMATS[precision].bits < 8 else values
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+def test_metrics(precision):
+    first = weights()
+    second = moved(first, 0.01)
+    found = after_two_syncs(precision, first, second)
+    q = [flat({n: quantize(w, precision).dequantize() for n, w in step.items()}) for step in (first, second)]
+    dw, dq = flat(second) - flat(first), q[1] - q[0]
+    pairs = [(a, b) for n in first for a, b in zip(codes(first[n], precision), codes(second[n], precision))]
+    expected = {
+        "weights/normalized_update": dw.norm() / flat(second).norm(),
+        "weights/normalized_quantization_error": (q[1] - flat(second)).norm() / flat(second).norm(),
+        "weights/codes_changed": sum(a != b for a, b in pairs) / len(pairs),
+        "weights/update_cosine": dq @ dw / (dq.norm() * dw.norm()),
+    }
+    assert found == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-4)
+    assert 0 < found["weights/codes_changed"] < 1 and 0 < found["weights/update_cosine"] < 1
+
+
+def test_an_update_below_the_step_of_the_format_arrives_in_fewer_codes():
+    """QuRL's argument: a small update, or a coarse format, and the sampler lags."""
+    first = weights()
+    fine, coarse = (after_two_syncs(name, first, moved(first, 1e-3)) for name in ("int8", "mxfp4"))
+    assert coarse["weights/codes_changed"] < fine["weights/codes_changed"] / 3
+    assert coarse["weights/update_cosine"] < fine["weights/update_cosine"]
+    large = after_two_syncs("mxfp4", first, moved(first, 0.3))
+    assert large["weights/codes_changed"] > 0.3 and large["weights/update_cosine"] > 0.9
+    still = after_two_syncs("mxfp4", first, first)
+    assert still["weights/codes_changed"] == still["weights/normalized_update"] == still["weights/update_cosine"] == 0
+
+
+def test_a_sample_of_many_layers_stands_for_all(monkeypatch):
+    """About a quarter of 128 layers."""
+    first, found = weights(128, (64, 64)), {}
+    for limit in (128, WeightDrift.MAX_LAYERS):
+        monkeypatch.setattr(WeightDrift, "MAX_LAYERS", limit)
+        drift = WeightDrift(first, "int8")
+        for scale in (1.0, 1.01):
+            for name, weight in first.items():
+                if drift.measures(name):
+                    drift.add(name, scale * weight)
+            metrics = drift.metrics()
+        found[limit] = len(drift.previous), metrics
+    assert found[128][0] == 128 and 16 <= found[32][0] <= 48
+    for name in ("weights/normalized_quantization_error", "weights/normalized_update"):
+        assert found[32][1][name] == pytest.approx(found[128][1][name], rel=0.05)
+    assert found[32][1]["weights/normalized_update"] == pytest.approx(0.01 / 1.01, rel=1e-3)
+
+
+def test_large_layers_are_sampled_by_rows(monkeypatch):
+    monkeypatch.setattr(WeightDrift, "MAX_ELEMENTS", 128 * 256)
+    first = weights(1, (512, 256))
+    second = {name: torch.cat((w[:128] * 1.5, w[128:])) for name, w in first.items()}
+    leading = {name: w[:128] for name, w in second.items()}
+    found = after_two_syncs("fp8_block", first, second)
+    assert found["weights/normalized_update"] == pytest.approx(float((flat(leading) / 3).norm() / flat(leading).norm()))
+
+
+def test_a_checkpoint_holds_what_the_next_sync_finds():
+    first = dict(tiny_model().named_parameters())
+    names = [name for name, w in first.items() if "proj" in name]
+    second = {name: w.detach() * 1.01 for name, w in first.items()}
+    drift = WeightDrift(names, "int4")
+    assert drift.since_sync(first.items()) == {}
+    for name in names:
+        drift.add(name, first[name])
+    drift.metrics()
+    kept = drift.since_sync(second.items())
+    resumed = WeightDrift(names, "int4")
+    resumed.resumed = kept
+    for sampler in (drift, resumed):
+        for name in names:
+            sampler.add(name, second[name])
+    assert drift.metrics() == resumed.metrics()
+    assert len(kept) == 3 and kept["normalized_update"] > 0

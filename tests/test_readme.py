@@ -1,0 +1,369 @@
+"""README's script runs; what README, CONTRIBUTING and the benchmarks' README name exists: files, fields, commands."""
+
+import configparser
+import json
+import re
+import runpy
+import shlex
+import warnings
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import training
+from accelerate.commands.launch import launch_command_parser
+from tiny import save_tiny
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig
+
+import trl_quant
+from trl_quant import AISGRPOConfig, QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.cli import COMMANDS, prepare, train
+from trl_quant.corrections import CORRECTIONS
+from trl_quant.noise import SCHEDULES
+from trl_quant.norms import FAMILIES
+from trl_quant.precisions import PRECISIONS, markdown
+from trl_quant.rollout.vllm.server import serve_command
+from trl_quant.rollout.vllm.support import VLLM_VERSIONS
+
+
+ROOT = Path(__file__).parents[1]
+TEXTS = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")}
+README = TEXTS["README.md"]
+SOURCES = "\n".join(path.read_text() for path in (ROOT / "trl_quant").rglob("*.py"))
+GPU = torch.cuda.is_available()
+# What a run of seconds sets beside what the script does
+SMALL = {
+    "use_cpu": not GPU,
+    "max_steps": 2,
+    "max_completion_length": 8,
+    "logging_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+# Names in README that are neither fields, precisions nor metrics, by whose they are
+FOREIGN = {
+    "trl": {"sequence_mask", "save_model"},
+    "peft": {"modules_to_save"},
+    "transformers": {"do_sample"},
+    "trl_quant": {"trl_quant"},
+}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def inline(text: str) -> list[str]:
+    """What stands between single backticks."""
+    return re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def commands(text: str) -> list[list[str]]:
+    """Every command line as words, without comments and without the variables that are set for it."""
+    lines = [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"^    (python .*)$", text, re.MULTILINE) + inline(text)
+    found = []
+    for line in lines:
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # prose
+            continue
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words = words[1:]
+        if words:
+            found.append(words)
+    return found
+
+
+def called(program: str, *first: str, text: str = README) -> list[list[str]]:
+    """The arguments of the commands that begin so."""
+    start = [program, *first]
+    return [words[len(start) :] for words in commands(text) if words[: len(start)] == start]
+
+
+# The script
+
+
+@pytest.fixture
+def problems(tmp_path) -> str:
+    path = tmp_path / "gsm8k.jsonl"
+    rows = [{"question": f"What is {a} plus {a}?", "answer": f"{a}+{a}\n#### {2 * a}"} for a in range(16)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def run_script(tmp_path, monkeypatch, problems, changes: dict[str, str], **settings) -> QuantGRPOTrainer:
+    (script,) = [block for block in blocks(README, "python") if "QuantGRPOTrainer(" in block]
+    assert len([line for line in script.splitlines() if line]) <= 15
+    changes = {
+        "Qwen/Qwen2.5-0.5B-Instruct": save_tiny(tmp_path / "model"),
+        "openai/gsm8k": problems,
+        **changes,
+    }
+    for before, after in changes.items():
+        assert script.count(before) == 1, before
+        script = script.replace(before, after)
+    # What the script gives itself takes the place of these
+    monkeypatch.setattr(trl_quant, "QuantGRPOConfig", partial(QuantGRPOConfig, **SMALL | settings), raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(script)
+    trainer = runpy.run_path(str(tmp_path / "script.py"))["trainer"]
+    return trainer
+
+
+def logged(trainer) -> list[dict]:
+    return [entry for entry in trainer.state.log_history if "mismatch/kl_k3" in entry]
+
+
+def check_trained(trainer, tmp_path) -> None:
+    assert [entry["step"] for entry in logged(trainer)] == [1, 2]
+    assert all(entry["mismatch/kl_k3"] > 0 for entry in logged(trainer))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "gsm8k-fp8")
+    for name, param in trainer.model.state_dict().items():
+        assert torch.equal(param.cpu(), saved.state_dict()[name]), name
+
+
+def test_script_with_the_embedded_engine(tmp_path, monkeypatch, problems):
+    """As README says for other devices, without `use_vllm=True`; and the metrics that it logs are README's."""
+    trainer = run_script(tmp_path, monkeypatch, problems, {"use_vllm=True, ": ""})
+    check_trained(trainer, tmp_path)
+    assert trainer.args.is_correction == "acr" and trainer.args.rollout_precision == "fp8"
+    groups = ("mismatch/", "weights/")
+    for entry in logged(trainer):
+        names = {re.sub(r"by_position/.*", "by_position/a-b", name) for name in entry if name.startswith(groups)}
+        assert not [name for name in names if f"`{name}`" not in README]
+
+
+@pytest.mark.vllm
+def test_script_with_vllm(tmp_path, monkeypatch, problems):
+    vllm_engines = pytest.importorskip("vllm_engines", reason="vLLM is not installed")
+    changes = {} if GPU else {'rollout_precision="fp8"': 'rollout_precision="int8"'}  # what vLLM runs on every CPU
+    engine = {"vllm_engine_kwargs": vllm_engines.SMALL, "vllm_max_model_length": 256}
+    trainer = run_script(tmp_path, monkeypatch, problems, changes, **engine)
+    vllm_engines.keep(trainer)
+    check_trained(trainer, tmp_path)
+    first = logged(trainer)[0]
+    assert first["sync_check/logp_difference"] < first["sync_check/bound"]
+
+
+def test_merging_an_adapter(tmp_path, monkeypatch):
+    """What README's second script saves is the base and the adapter, and `trl-quant prepare` takes it."""
+    base, out = save_tiny(tmp_path / "base"), str(tmp_path / "out")
+    settings = {"rollout_precision": "int8", "max_steps": 1}
+    args = training.config(QuantGRPOConfig, out, **settings)
+    trainer = training.make(QuantGRPOTrainer, args, model=base, peft_config=training.lora())
+    trainer.train()
+    trainer.save_model(out)
+    (script,) = [block for block in blocks(README, "python") if "merge_and_unload" in block]
+    monkeypatch.chdir(tmp_path)
+    exec(script, {})
+    merged = AutoModelForCausalLM.from_pretrained("merged")
+    layer = trainer.model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
+    expected = layer.get_base_layer().weight + layer.get_delta_weight("default")
+    torch.testing.assert_close(merged.model.layers[0].mlp.up_proj.weight, expected)
+    (arguments,) = called("trl-quant", "prepare")[:1]
+    prepare.main([{"out": "merged"}.get(word, word) for word in arguments])
+    assert (tmp_path / arguments[-1] / "config.json").is_file()
+
+
+def test_the_diff_is_of_two_lines():
+    (diff,) = blocks(README, "diff")
+    removed, added = ([line[1:] for line in diff.splitlines() if line.startswith(sign)] for sign in "-+")
+    assert len(removed) == len(added) == 2
+    exec(removed[0], theirs := {})
+    exec(added[0], ours := {})
+    assert issubclass(ours["GRPOConfig"], theirs["GRPOConfig"])
+    assert issubclass(ours["GRPOTrainer"], theirs["GRPOTrainer"])
+    for line, names in ((removed[1], theirs), (added[1], ours)):
+        given = line.replace("output_dir=", f"use_cpu={not GPU}, output_dir=")
+        exec(given, names)
+        assert names["args"].use_vllm
+    assert names["args"].rollout_precision == "fp8"
+
+
+# Names
+
+
+def known_names() -> set[str]:
+    config = {field.name for field in fields(QuantGRPOConfig)}
+    return config | {*PRECISIONS, *CORRECTIONS, *SCHEDULES, *FAMILIES} | set().union(*FOREIGN.values())
+
+
+def test_fields_exist():
+    config = {field.name for field in fields(QuantGRPOConfig)}
+    named = re.findall(r"\b([a-z_]+)=[\"\dTF]", "\n".join(inline(README)))
+    assert len(named) > 10
+    assert not [name for name in named if name not in config | FOREIGN["transformers"]]
+    words = [word for word in inline(README) if re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)+", word)]
+    assert len(words) > 15
+    assert not [word for word in words if word not in known_names()]
+
+
+def test_values_exist():
+    """`field="value"` is one that the field takes, and the corrections' table has each of them once."""
+    for field, value in re.findall(r"`([a-z_]+)=\"([a-z0-9_]+)\"`", README):
+        settings = {field: value, "use_cpu": True, "output_dir": "out"}
+        if field != "rollout_precision":
+            settings["rollout_precision"] = "int8"
+        if value == "auto" or field == "lora_sync":
+            settings |= {"use_vllm": True, "vllm_mode": "colocate"}
+        if field == "importance_sampling_level":
+            with pytest.raises(ValueError, match="importance_sampling_level"):
+                QuantGRPOConfig(**settings)
+            settings["is_correction"] = "tis"
+        assert getattr(QuantGRPOConfig(**settings), field) == value
+    table = README.partition("| `is_correction` |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+    assert sorted(rows) == sorted([*CORRECTIONS, "trl"])
+
+
+def test_defaults_are_those_that_are_told():
+    quantized = {"rollout_precision": "int4", "use_cpu": True, "output_dir": "out"}
+    assert QuantGRPOConfig(**quantized).is_correction == "acr"
+    assert [CORRECTIONS[name]().cap for name in ("tis", "acr", "ais")] == [2, 2, 5]
+    for config in (AISGRPOConfig(**quantized), QuantGRPOConfig(is_correction="ais", **quantized)):
+        assert (config.is_correction, config.scale_rewards, config.loss_type) == ("ais", "none", "grpo")
+    plain = GRPOConfig(use_cpu=True, output_dir="out")
+    assert plain.vllm_importance_sampling_mode == "sequence_mask" and plain.vllm_importance_sampling_clip_max == 3
+    assert plain.vllm_group_port == 51216 and plain.top_p == 1 and plain.num_iterations == 1
+
+
+def test_metrics_exist():
+    named = {word for word in inline(README) if re.match(r"(mismatch|ais|weights|sync_check|noise)/", word)}
+    assert len(named) > 15
+    assert not [name for name in named if name.removesuffix("a-b") not in SOURCES]
+
+
+def test_what_is_said_of_versions():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    pins = setup["options"]["install_requires"] + setup["options.extras_require"]["vllm"]
+    lowest, above = re.search(r"vllm>=([\d.]+),<([\d.]+)", pins).groups()
+    assert (lowest, above) == VLLM_VERSIONS
+    minor = int(above.split(".")[1])
+    assert f"vLLM {lowest} to 0.{minor - 1}" in README
+    lowest, above = re.search(r"transformers>=([\d.]+),<([\d.]+)", pins).groups()
+    assert f"transformers {lowest} to below {above}" in README
+    assert f"TRL {re.search(r'trl>=(1[.][0-9]+)', pins)[1]}," in README
+    assert f"Python {setup['options']['python_requires'].removeprefix('>=')} or newer" in README
+    extras = re.findall(r"trl_quant\[(\w+)\]", README)
+    assert extras and set(extras) <= set(setup["options.extras_require"])
+    families = re.search(r"Families tested: ([\w, ]+)\.", README)[1].split(", ")
+    assert set(families) == {name.removesuffix("_text") for name in FAMILIES}
+
+
+# Links and commands
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_lead_somewhere(name):
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", TEXTS[name]) if "://" not in link]
+    assert links
+    assert not [link for link in links if not ((ROOT / name).parent / link.partition("#")[0]).exists()]
+
+
+def test_two_commands():
+    (commands,) = [block for block in blocks(README, "bash") if "make demo" in block]
+    assert [line.split("#")[0].strip() for line in commands.splitlines()] == ["make demo", "make test"]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_commands_are_of_files_and_targets_that_exist(name):
+    makefile = (ROOT / "Makefile").read_text()
+    targets = {
+        target for line in re.findall(r"^([a-z][\w -]*):(?!=)", makefile, re.MULTILINE) for target in line.split()
+    }
+    found = 0
+    for words in commands(TEXTS[name]):
+        if words[0] == "make":
+            found += 1
+            assert set(words[1:]) <= targets, words
+        elif words[0] == "pytest" or words[:3] == ["python", "-m", "pytest"]:
+            found += 1
+            paths = [word for word in words if word.endswith(".py")]
+            assert paths and not [path for path in paths if not (ROOT / path).is_file()], words
+        elif words[0] == "python" and len(words) > 1 and words[1].endswith(".py"):
+            found += 1
+            source = (ROOT / words[1]).read_text()
+            assert not [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in source], words
+    assert found > 2
+
+
+def test_options_of_the_command_line(capsys, tmp_path):
+    assert called("trl-quant")
+    assert {words[0] for words in called("trl-quant") if words} <= set(COMMANDS)
+    with pytest.raises(SystemExit):
+        prepare.main(["--help"])
+    help_text = capsys.readouterr().out
+    for words in called("trl-quant", "prepare"):
+        assert not [word for word in words if word.startswith("--") and word not in help_text], words
+    launched = called("accelerate", "launch")
+    assert len(launched) == 2
+    for words in launched:
+        place = words.index("examples/train_grpo.py")
+        launcher = launch_command_parser().parse_args(words[: place + 1])
+        assert (ROOT / launcher.config_file).is_file()
+        _, config, _ = train.parse_args([*words[place + 1 :], "--use_cpu", "true"])
+        assert config.use_vllm and config.vllm_mode == "server" and config.rollout_precision == "fp8"
+        completions = config.per_device_train_batch_size * launcher.num_processes
+        assert completions % config.num_generations == 0
+
+
+def test_server_commands():
+    """Each names the host that it listens on; the one for training is the one that a wrong server is refused with."""
+    served = [words for words in called("vllm", "serve") if len(words) > 1]
+    assert len(served) >= 4 and "0.0.0.0" not in README
+    hosts = [words[words.index("--host") + 1] for words in served]
+    assert set(hosts) == {"127.0.0.1"}
+    (training_server,) = [words for words in served if "--weight-transfer-config" in words]
+    with warnings.catch_warnings():
+        expected = shlex.split(serve_command(training_server[0], "fp8").splitlines()[-1])
+    assert expected[0] == "VLLM_SERVER_DEV_MODE=1" and f"{expected[0]} vllm serve {training_server[0]}" in README
+    expected = expected[expected.index(training_server[0]) :]
+    assert sorted(training_server) == sorted(expected)
+    options = {word for words in served for word in words if word.startswith("--")}
+    arguments = pytest.importorskip("vllm.engine.arg_utils", reason="vLLM is not installed")
+    known = {f"--{field.name.replace('_', '-')}" for field in fields(arguments.AsyncEngineArgs)}
+    assert options <= known | {"--host", "--lora-modules"}
+
+
+# Figures
+
+
+def test_the_table_of_precisions_is_the_generated_one():
+    assert markdown() in README
+
+
+def results(pattern: str) -> list[dict]:
+    found = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob(pattern))]
+    assert found
+    return found
+
+
+def test_speeds_are_those_that_were_measured():
+    text = TEXTS["benchmarks/README.md"]
+    for size in ("7b", "32b"):
+        (result,) = results(f"rollout-{size}-NVIDIA-H200.json")
+        engines = result["results"][size]
+        base = engines.pop("trl")
+        for name, batches in engines.items():
+            ratios = {batch: row["tokens_per_s"] / base[batch]["tokens_per_s"] for batch, row in batches.items()}
+            assert f"| {name.upper()} | {' | '.join(f'{ratio:.2f}x' for ratio in ratios.values())} |" in text
+            if size == "7b":
+                assert PRECISIONS[name].gain == round(ratios["8"], 2)
+                assert name != "fp8" or " / ".join(f"{ratio:.2f}x" for ratio in ratios.values()) in README
+
+
+def test_mismatches_are_those_that_were_measured():
+    (result,) = results("mismatch-float32-*.json")
+    assert result["arguments"]["policy"] == "float32" and set(result["results"]) == set(PRECISIONS)
+    means = {}
+    for name, seeds in result["results"].items():
+        means[name] = sum(run["kl_k3"] for run in seeds.values()) / len(seeds)
+        assert f"{PRECISIONS[name].mismatch:.1e}" == f"{means[name]:.1e}"
+    text = TEXTS["benchmarks/README.md"]
+    for name, mean in means.items():
+        assert re.search(rf"^\| `{name}` \| {f'{mean:.1e}'.replace('e-0', 'e-')} ", text, re.MULTILINE)

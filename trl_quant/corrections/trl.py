@@ -1,0 +1,42 @@
+"""TRL's own importance sampling (`vllm_importance_sampling_mode`): not computed here, but measured.
+
+    token_truncate, token_mask         W = w
+    sequence_truncate, sequence_mask   W = product of w over the sequence
+    *_truncate                         weight min(max(W, C_min), C_max)
+    *_mask                             weight W where C_min <= W <= C_max, else 0: token or sequence is dropped
+
+| TRL | here |
+|---|---|
+| `vllm_importance_sampling_mode` | `mode` |
+| `vllm_importance_sampling_clip_min`, `..._clip_max` | `clip_min`, `clip_max`; `None` for no bound |
+
+The product grows with the length: a cap of 3, TRL's default, is 0.011 nats a token over 100 tokens.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from .base import CorrectionInputs, CorrectionOutput
+from .diagnostics import diagnose, rollout_ratio, unit_weights
+
+
+@dataclass(frozen=True)
+class TRL:
+    """The diagnostics of TRL's own correction; its weights stay TRL's."""
+
+    mode: str = "sequence_mask"
+    clip_max: float | None = 3.0
+    clip_min: float | None = None
+
+    def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
+        inputs = replace(inputs, level=self.mode.partition("_")[0])
+        ratio = rollout_ratio(inputs)
+        cap = math.inf if self.clip_max is None else self.clip_max
+        w = unit_weights(inputs, ratio)
+        outside = (w > cap) | (w < (self.clip_min or 0.0))
+        dropped = (outside if self.mode.endswith("mask") else torch.zeros_like(outside)).to(w.dtype)
+        metrics, pooled = diagnose(inputs, ratio, cap, {"dropped": dropped})
+        metrics["mismatch/dropped_fraction"] = pooled["dropped"].mean
+        return CorrectionOutput(w, metrics=metrics)
