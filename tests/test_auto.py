@@ -78,9 +78,11 @@ def test_the_fastest_is_kept(tmp_path, monkeypatch, capfd):
     # What is in the checkpoint counts, also where another precision would be chosen now.
     other = next(name for name in speeds if name != chosen)
     state = tmp_path / "out/checkpoint-2/rollout_state.json"
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"precision": other}))
+    recorded = json.loads(state.read_text())
+    recorded["settings"]["rollout_precision"] = other
+    state.write_text(json.dumps(recorded))
     measured.clear()
-    again = make(QuantGRPOTrainer, settings(tmp_path, max_steps=3), model=model)
+    again = make(QuantGRPOTrainer, settings(tmp_path, max_steps=3, resume_from_checkpoint="true"), model=model)
     keep(again)
     assert again.args.rollout_precision == again.vllm_generation.precision == other and not measured
     again.train(resume_from_checkpoint=True)

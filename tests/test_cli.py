@@ -65,14 +65,12 @@ def spread(completions, **kwargs) -> list[float]:
 
 def test_help_needs_no_heavy_library():
     code = (
-        "import sys, types\n"
-        "sys.modules['trl_quant'] = package = types.ModuleType('trl_quant')\n"
-        "package.__path__ = [sys.argv[1]]\n"
+        "import sys\n"
         "from trl_quant.cli import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: print(sorted({'torch', 'transformers', 'trl', 'datasets', 'rich'} & set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", code, str(ROOT / "trl_quant")], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout.endswith("[]\n"), result.stdout + result.stderr
     assert all(f"\n  {name} " in result.stdout for name in COMMANDS)
 
@@ -176,7 +174,6 @@ def test_ais_brings_its_defaults(argv, tmp_path):
         (["--dataset_name", "{no_prompts}"], ["text", "'prompt' or 'question'"]),
         (["--dataset_name", "{no_answers}"], ["arithmetic", "'answer'", "['prompt']"]),
         (["--eval_strategy", "steps", "--eval_dataset_name", "{no_prompts}"], ["text", "'prompt' or 'question'"]),
-        (["--no_such_option", "1"], ["no_such_option"]),
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(argv, extra, says, tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ def test_no_config_is_taken(tmp_path, model_dir, monkeypatch):
 
 
 def test_ais_without_a_quantized_rollout_is_unnormalised_grpo(tmp_path):
-    theirs = run(GRPOTrainer, config(GRPOConfig, tmp_path / "trl", scale_rewards="none"))
+    theirs = run(GRPOTrainer, config(GRPOConfig, tmp_path / "trl", scale_rewards="none", loss_type="grpo"))
     ours = run(AISGRPOTrainer, config(AISGRPOConfig, tmp_path / "ours"))
     assert_same_run(ours, theirs)
     assert metrics(run(GRPOTrainer, config(GRPOConfig, tmp_path / "scaled"))) != metrics(ours)

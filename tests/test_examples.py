@@ -26,7 +26,7 @@ import demo  # noqa: E402
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """The arithmetic model, hardly taught."""
+    """The arithmetic model, barely taught."""
     directory = tmp_path_factory.mktemp("arithmetic") / "model"
     building.build(arguments(directory))
     return directory

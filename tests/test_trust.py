@@ -1,4 +1,4 @@
-"""A checkpoint is data: its Python runs only with `trust_remote_code`. What a server's port and temporary files reveal."""
+"""A checkpoint is data, and its Python runs only with `trust_remote_code`. Servers and temporary files are private."""
 
 import ast
 import importlib.util
@@ -65,7 +65,8 @@ class Checkpoint:
 
 @pytest.fixture(autouse=True)
 def own_module_cache(tmp_path, monkeypatch):
-    """transformers copies a checkpoint's code into a cache and imports it from there."""
+    """transformers copies a checkpoint's code into a cache and imports it from there; if in doubt it asks the user."""
+    monkeypatch.setattr("builtins.input", lambda question: "yes")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", sys.path.copy())
 
@@ -195,7 +196,8 @@ def test_the_notebooks_calls(known, tmp_path):
     """They do not mention trust."""
     AutoModelForCausalLM.from_pretrained(known.path)
     tokenizer = AutoTokenizer.from_pretrained(known.path)
-    prompts = load_prompts(f"{known.path}/train.jsonl", tokenizer=tokenizer)
+    prompts = load_prompts(f"{known.path}/train.jsonl")
+    assert tokenizer.chat_template and tokenizer("1+1=")["input_ids"]
     trainer = make(
         QuantGRPOTrainer,
         config(QuantGRPOConfig, tmp_path / "out", rollout_precision="int4", max_steps=1),
@@ -306,7 +308,7 @@ def test_a_server_that_does_not_answer(tmp_path, monkeypatch):
         assert str(error.value).endswith(f"Start it so:\n\n{serve_command(model, 'bf16', url)}\n")
     with pytest.raises(ValueError, match="`vllm_server_base_url`='localhost:8000' is no address"):
         connect("localhost:8000", model, False, tmp_path, monkeypatch)
-    with Server({}) as url, pytest.raises(OSError, match="no file named model.safetensors"):  # it answers: on it goes
+    with Server({}) as url, pytest.raises(OSError, match=r"no file named model\.safetensors"):  # it answers: on it goes
         connect(url, model, False, tmp_path, monkeypatch, vllm_server_timeout=0.1)
 
 
@@ -363,9 +365,11 @@ def test_an_exposed_server_draws_one_warning(tmp_path, monkeypatch, caplog):
     for exposed in (False, True):
         monkeypatch.setattr(server, "is_exposed", lambda url, exposed=exposed: exposed)
         caplog.clear()
-        with Server({"/server_info?config_format=json": {"vllm_config": server_info(model)}}) as url:
-            with caplog.at_level(logging.WARNING, "trl_quant"):
-                connect(url, model, False, tmp_path, monkeypatch)
+        with (
+            Server({"/server_info?config_format=json": {"vllm_config": server_info(model)}}) as url,
+            caplog.at_level(logging.WARNING, "trl_quant"),
+        ):
+            connect(url, model, False, tmp_path, monkeypatch)
         assert len(re.findall(r"development endpoints ask for no key, also with `--api-key`", caplog.text)) == exposed
 
 
@@ -374,9 +378,7 @@ def test_what_an_api_key_guards():
     """What the warning and the command say of vLLM: the endpoints of its development mode are open to all."""
     pytest.importorskip("vllm")
     authenticate = pytest.importorskip("vllm.entrypoints.serve.middleware.authenticate")
-    from vllm.entrypoints.serve.dev.rlhf import api_router as rlhf
-    from vllm.entrypoints.serve.dev.rpc import api_router as rpc
-
+    rlhf, rpc = (pytest.importorskip(f"vllm.entrypoints.serve.dev.{room}.api_router") for room in ("rlhf", "rpc"))
     assert "/v1" in authenticate.GUARDED_PREFIX
     paths = {route.path for room in (rlhf, rpc) for route in room.router.routes}
     assert {"/update_weights", "/init_weight_transfer_engine", "/collective_rpc"} <= paths
@@ -445,7 +447,7 @@ def test_no_guessable_temporary_names():
     paths = {path for folder in folders for path in (ROOT / folder).rglob("*.py")} - {Path(__file__)}
     assert not guessable_names({str(path): path.read_text() for path in paths})
     made_up = "tempfile.gettempdir()\nPath('/tmp/x')\nmktemp()\ntempfile.mkdtemp()\n'/tmpfile'\nfactory.mktemp('x')"
-    assert guessable_names({"a.py": made_up}) == ["a.py:1", "a.py:2", "a.py:3"]
+    assert guessable_names({"a.py": made_up}) == ["a.py:1", "a.py:3", "a.py:2"]
 
 
 def test_benchmarks_work_in_private_directories(monkeypatch):

@@ -12,6 +12,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .formats.checkpoint import check_files
+from .precisions import in_vllm
+
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ def _is_whole(path: Path) -> bool:
     """
     try:
         json.loads((path / "trainer_state.json").read_text())
+        check_files(path)
         return any(file.is_dir() or file.suffix in (".safetensors", ".bin") for file in path.iterdir())
     except (OSError, ValueError):
         return False
@@ -56,17 +60,23 @@ def checkpoint_to_resume(output_dir: str) -> str:
     return checkpoint
 
 
+def check_whole(checkpoint: str) -> None:
+    """Raises `ValueError` for a directory to resume from that is no checkpoint, or half of one."""
+    path = Path(checkpoint)
+    if not _is_whole(path):
+        wrong = "was not written to its end" if path.is_dir() else "is no directory"
+        raise ValueError(f"`resume_from_checkpoint`={checkpoint!r} {wrong}. {how_to_go_on(os.fspath(path.parent))}")
+
+
 def how_to_go_on(output_dir: str) -> str:
     """Where a run that failed can go on."""
     checkpoint = last_complete_checkpoint(output_dir)
     if checkpoint is not None:
         return f"The last whole checkpoint is {checkpoint}; continue with `train(resume_from_checkpoint=True)`."
     if halves := [path.name for path in _checkpoints(output_dir)]:
-        return (
-            f"There is no whole checkpoint in {output_dir}: {', '.join(halves)} were not written to their end. Delete "
-            "them and start again."
-        )
-    return f"There is no checkpoint in {output_dir}; start again, with a smaller `save_steps`."
+        names = ", ".join(halves)
+        return f"There is no whole checkpoint in {output_dir}; not written to the end: {names}. Delete and start again."
+    return f"There is no checkpoint in {output_dir}; start again."
 
 
 @contextmanager
@@ -87,9 +97,24 @@ def saving(checkpoint: str) -> Iterator[None]:
         ) from error
 
 
-def precision_before(output_dir: str) -> str | None:
-    """The precision of the run whose last whole checkpoint is in `output_dir`, if there is one."""
-    return read_rollout_state(last_complete_checkpoint(output_dir) or "").get("settings", {}).get("rollout_precision")
+def precision_before(args) -> str | None:
+    """
+    The precision of the checkpoint that a run is asked to resume from, which takes the place of `"auto"`.
+
+    Raises:
+        `ValueError`: if vLLM does not run it.
+    """
+    resume = args.resume_from_checkpoint
+    if not resume or str(resume).lower() == "false":
+        return None
+    checkpoint = last_complete_checkpoint(args.output_dir) if str(resume).lower() == "true" else resume
+    precision = read_rollout_state(checkpoint or "").get("settings", {}).get("rollout_precision")
+    if precision is not None and precision not in in_vllm():
+        raise ValueError(
+            f"`rollout_precision`='auto' takes the precision of the checkpoint {checkpoint}, {precision!r}, which vLLM "
+            f"does not run. Allowed: {', '.join(map(repr, in_vllm()))}; or set `use_vllm=False` and name it."
+        )
+    return precision
 
 
 def write_rollout_state(checkpoint: str | Path, state: dict) -> None:

@@ -31,6 +31,15 @@ logger = logging.getLogger(__name__)
 EXPERTS = re.compile(r"(^|_)(num|n)_(local_|routed_)?experts$")
 
 
+def name_of(model) -> str:
+    """The name that a model is, or was loaded by; `ValueError` for what is no model."""
+    if isinstance(model, str):
+        return model
+    if not isinstance(model, Module) or not hasattr(model, "config"):
+        raise ValueError(f"`model`={model!r} must be a name, a directory or a model of transformers.")
+    return getattr(model.config, "name_or_path", None) or ""
+
+
 def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs, peft_config, **others) -> None:
     """Raises `ValueError` or `ImportError` for a trainer's arguments that do not fit together, or this machine."""
     if others["environment_factory"] is None:  # else prompts and rewards may come from there
@@ -125,14 +134,18 @@ def _check_policy(config, args, quantization_config) -> None:
     quantization_config = quantization_config or (args.model_init_kwargs or {}).get("quantization_config")
     if prepared_precisions(config) is not None and not getattr(quantization_config, "dequantize", False):
         raise ValueError(
-            f"The policy {config.name_or_path!r} is quantized already (`quantization_config` in its config.json) and "
-            "cannot be trained with a `rollout_precision`. Train the 16-bit checkpoint; vLLM can start on this one, with "
-            "`vllm_engine_kwargs={'model': ...}`."
+            f"The policy {config.name_or_path!r} is quantized already (`quantization_config` in config.json). Train "
+            "the 16-bit checkpoint; vLLM may start on this one, with `vllm_engine_kwargs={'model': ...}`."
         )
     if (experts := number_of_experts(config.to_dict())) > 1:
         raise ValueError(
             f"`rollout_precision`={args.rollout_precision!r}, but the policy is a mixture of {experts} experts, which "
             "no engine here samples from. Leave `rollout_precision` unset: TRL generates."
+        )
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"`rollout_precision`={args.rollout_precision!r}, but {config.model_type} is an encoder with a decoder. "
+            "The engines run decoders alone."
         )
     if not args.use_vllm or args.vllm_mode != "colocate":
         return

@@ -6,11 +6,9 @@ Every field is checked when the configuration is built, before any model is load
 import copy
 import json
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
-from typing import ClassVar, get_args, get_type_hints
+from typing import ClassVar, get_type_hints
 
 from trl import GRPOConfig
 
@@ -21,6 +19,7 @@ from .precisions import PRECISIONS, in_vllm
 from .rollout import VLLM_MODES
 from .rollout.vllm.support import check_engine_kwargs
 from .scaling import check_scale
+from .values import BOUNDS, check_at_least, check_bounds, check_choice, check_type, listed
 
 
 logger = logging.getLogger(__name__)
@@ -33,47 +32,6 @@ LORA_SYNCS = ("merge", "adapter")
 # Fields of ours that change how a run computes, not what
 OPERATIONAL = ("vllm_engine_kwargs", "vllm_sleep_level", "sync_check_steps", "resume_with_changes")
 VLLM_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # of the colocated engine
-
-TYPES = {
-    bool: "True or False",
-    int: "an integer",
-    float: "a finite number",
-    str: "a string",
-    dict: "a dict (or a JSON object)",
-    type(None): "None",
-}
-
-
-def _listed(names) -> str:
-    """`'a', 'b' or 'c'`."""
-    *first, last = map(repr, names)
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def _is_of(kind: type, value) -> bool:
-    """Whether a field of type `kind` takes `value`. Integers are numbers, `True`, infinity and NaN are not."""
-    if kind in (int, float):
-        number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-        return number and math.isfinite(value)
-    return isinstance(value, kind)
-
-
-def _check_type(name: str, value, hint) -> None:
-    kinds = get_args(hint) or (hint,)
-    kinds = [kind for kind in kinds if kind is not str or dict not in kinds]  # JSON was read before
-    if not any(_is_of(kind, value) for kind in kinds):
-        raise ValueError(f"`{name}`={value!r} must be {' or '.join(TYPES[kind] for kind in kinds)}.")
-
-
-def _check_choice(name: str, value, choices) -> None:
-    if value is not None and value not in choices:
-        raise ValueError(f"`{name}`={value!r} is unknown. Allowed: {', '.join(map(repr, choices))}.")
-
-
-def _check_at_least(name: str, value: float | None, bound: float, strict: bool = False) -> None:
-    # written so that NaN fails
-    if value is not None and not (value > bound if strict else value >= bound):
-        raise ValueError(f"`{name}`={value!r} is out of range. It must be {'>' if strict else '>='} {bound}.")
 
 
 @dataclass
@@ -156,7 +114,7 @@ class QuantGRPOConfig(GRPOConfig):
     rollout_precision: str | None = field(
         default=None,
         metadata={
-            "help": f"Number format of the copy of the policy that samples completions: {_listed(PRECISIONS)}, or "
+            "help": f"Number format of the copy of the policy that samples completions: {listed(PRECISIONS)}, or "
             "'auto' for the fastest in vLLM, measured at the start. If not set, TRL generates as it always does."
         },
     )
@@ -187,7 +145,7 @@ class QuantGRPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": f"Correction of the mismatch between sampler and trainer: 'trl' (TRL's own), "
-            f"{_listed(CORRECTIONS)}. If not set, 'trl' without a `rollout_precision`, 'acr' with one."
+            f"{listed(CORRECTIONS)}. If not set, 'trl' without a `rollout_precision`, 'acr' with one."
         },
     )
     scale_rewards: str | None = field(
@@ -221,7 +179,7 @@ class QuantGRPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Decay of the adaptive quantization noise on the sampler's norm weights: "
-            f"{_listed(SCHEDULES)}. If not set, no noise."
+            f"{listed(SCHEDULES)}. If not set, no noise."
         },
     )
     noise_sigma_start: float = field(
@@ -259,10 +217,11 @@ class QuantGRPOConfig(GRPOConfig):
                     setattr(self, name, json.loads(value))
                 except ValueError as error:
                     raise ValueError(f"`{name}`={value!r} is no JSON object: {error}.") from error
-        for name, hint in get_type_hints(QuantGRPOConfig).items():
-            if name not in GRPOConfig.__dataclass_fields__ and name in QuantGRPOConfig.__dataclass_fields__:
-                _check_type(name, getattr(self, name), hint)
-        _check_type("temperature", self.temperature, float)
+        hints = get_type_hints(QuantGRPOConfig)
+        for name in _added():
+            check_type(name, getattr(self, name), hints[name])
+        for name in BOUNDS:
+            check_type(name, getattr(self, name), hints[name])
 
     def _resolve(self):
         """Fills in what depends on other fields."""
@@ -278,22 +237,23 @@ class QuantGRPOConfig(GRPOConfig):
         return trl | getattr(CORRECTIONS.get(self.is_correction), "settings", {})
 
     def _check(self):
-        _check_choice("rollout_precision", self.rollout_precision, (*PRECISIONS, "auto"))
-        _check_choice("lora_sync", self.lora_sync, LORA_SYNCS)
-        _check_choice("vllm_sleep_level", self.vllm_sleep_level, (1, 2))
-        _check_choice("is_correction", self.is_correction, ("trl", *CORRECTIONS))
-        _check_choice("noise_schedule", self.noise_schedule, SCHEDULES)
-        _check_choice("scale_rewards", self.scale_rewards, REWARD_SCALES)
-        _check_choice("loss_type", self.loss_type, LOSSES)
-        _check_choice("vllm_mode", self.vllm_mode, VLLM_MODES)
-        _check_at_least("is_cap", self.is_cap, 1.0)
-        _check_at_least("ais_delta", self.ais_delta, 0.0, strict=True)
-        _check_at_least("ais_gamma", self.ais_gamma, 0.0, strict=True)
-        _check_at_least("ais_beta_var", self.ais_beta_var, 0.0)
-        _check_at_least("noise_sigma_end", self.noise_sigma_end, 0.0, strict=True)
-        _check_at_least("noise_stages", self.noise_stages, 3)
-        _check_at_least("sync_check_steps", self.sync_check_steps, 0)
-        _check_at_least("temperature", self.temperature, 0.0, strict=True)
+        check_choice("rollout_precision", self.rollout_precision, (*PRECISIONS, "auto"))
+        check_choice("lora_sync", self.lora_sync, LORA_SYNCS)
+        check_choice("vllm_sleep_level", self.vllm_sleep_level, (1, 2))
+        check_choice("is_correction", self.is_correction, ("trl", *CORRECTIONS))
+        check_choice("noise_schedule", self.noise_schedule, SCHEDULES)
+        check_choice("scale_rewards", self.scale_rewards, REWARD_SCALES)
+        check_choice("loss_type", self.loss_type, LOSSES)
+        check_choice("vllm_mode", self.vllm_mode, VLLM_MODES)
+        check_at_least("is_cap", self.is_cap, 1.0)
+        check_at_least("ais_delta", self.ais_delta, 0.0, strict=True)
+        check_at_least("ais_gamma", self.ais_gamma, 0.0, strict=True)
+        check_at_least("ais_beta_var", self.ais_beta_var, 0.0)
+        check_at_least("noise_sigma_end", self.noise_sigma_end, 0.0, strict=True)
+        check_at_least("noise_stages", self.noise_stages, 3)
+        check_at_least("sync_check_steps", self.sync_check_steps, 0)
+        for name in BOUNDS:
+            check_bounds(name, getattr(self, name))
         if self.uaq_scale is not None:
             check_scale(self.uaq_scale, "uaq_scale")
         if not self.noise_sigma_start >= self.noise_sigma_end:
@@ -322,7 +282,7 @@ class QuantGRPOConfig(GRPOConfig):
             if correction != self.is_correction:
                 self._refuse_set(names, f"`is_correction`={correction!r}, and it is {self.is_correction!r}")
         if "cap" not in taken:
-            capped = _listed(name for name, kind in CORRECTIONS.items() if "cap" in kind.__dataclass_fields__)
+            capped = listed(name for name, kind in CORRECTIONS.items() if "cap" in kind.__dataclass_fields__)
             self._refuse_set(("is_cap",), f"`is_correction` {capped}, and it is {self.is_correction!r}")
         if self.noise_schedule is None:
             self._refuse_set(("noise_sigma_start", "noise_sigma_end", "noise_stages"), "a `noise_schedule`")
@@ -377,7 +337,7 @@ class QuantGRPOConfig(GRPOConfig):
         if self.use_vllm and self.rollout_precision not in (*in_vllm(), "auto"):
             raise ValueError(
                 f"`rollout_precision`={self.rollout_precision!r} is not available with `use_vllm=True`. Allowed there: "
-                f"{_listed(in_vllm())}; with `use_vllm=False` it runs in the embedded engine."
+                f"{listed(in_vllm())}; with `use_vllm=False` it runs in the embedded engine."
             )
         self._check_vllm()
 
@@ -445,6 +405,8 @@ class QuantGRPOConfig(GRPOConfig):
         A copy of TRL's configuration as one of this class: its values stay, the added fields take our defaults. What
         the correction's method asks for takes the place of TRL's defaults, and the log says so.
         """
+        if not isinstance(args, GRPOConfig):
+            raise ValueError(f"`args` is a {type(args).__name__}. It must be a `{cls.__name__}` or TRL's `GRPOConfig`.")
         config = copy.copy(args)
         config.__class__ = cls
         for f in fields(cls):
@@ -495,14 +457,14 @@ class QuantGRPOConfig(GRPOConfig):
 
     def training_settings(self) -> dict:
         """The fields added here that change what is trained, as a checkpoint records them."""
-        names = QuantGRPOConfig.__dataclass_fields__.keys() - GRPOConfig.__dataclass_fields__.keys() - {*OPERATIONAL}
+        names = set(_added()) - {*OPERATIONAL}
         return {name: getattr(self, name) for name in sorted(names)}
 
     @classmethod
     def plain_settings(cls) -> dict:
         """[`~QuantGRPOConfig.training_settings`] of a checkpoint of TRL's own trainer."""
         defaults = {f.name: f.default for f in fields(QuantGRPOConfig)} | {"is_correction": "trl"}
-        names = QuantGRPOConfig.__dataclass_fields__.keys() - GRPOConfig.__dataclass_fields__.keys() - {*OPERATIONAL}
+        names = set(_added()) - {*OPERATIONAL}
         return {name: defaults[name] for name in sorted(names)}
 
     def get_process_log_level(self) -> int:
@@ -514,6 +476,11 @@ class QuantGRPOConfig(GRPOConfig):
                 self.rollout_precision,
             )
         return super().get_process_log_level()
+
+
+def _added() -> list[str]:
+    """Fields of [`QuantGRPOConfig`] that TRL does not have."""
+    return [f.name for f in fields(QuantGRPOConfig) if f.name not in GRPOConfig.__dataclass_fields__]
 
 
 @dataclass

@@ -3,10 +3,10 @@
 import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
-from trl.trainer.utils import get_config_model_id, nanmax, nanmin
+from trl.trainer.utils import nanmax, nanmin
 
 from . import checkpoints
-from .checks import check_before_loading, check_method
+from .checks import check_before_loading, check_method, name_of
 from .config import AISGRPOConfig, QuantGRPOConfig
 from .corrections.acr import rescued
 from .corrections.batch import corrected, counted, write
@@ -53,7 +53,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         environment_factory=None,
     ):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+        model_name = name_of(model)
         if args is None:
             args = self.config_class(f"{model_name.split('/')[-1]}-GRPO")
         elif not isinstance(args, QuantGRPOConfig):
@@ -62,7 +62,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         check_method(self, args, rollout_func)
         check_before_loading(**given | {"args": args})
         if args.rollout_precision == "auto":
-            args.rollout_precision = checkpoints.precision_before(args.output_dir) or choose_precision(args, model_name)
+            args.rollout_precision = checkpoints.precision_before(args) or choose_precision(args, model_name)
         self._correction = args.correction()
 
         with engine_of(args):
@@ -180,6 +180,7 @@ class QuantGRPOTrainer(GRPOTrainer):
             super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        checkpoints.check_whole(resume_from_checkpoint)
         checkpoints.check_uaq(resume_from_checkpoint, uaq_applied(self.model))
         state = checkpoints.read_rollout_state(resume_from_checkpoint)
         now, before = self.args.training_settings(), state.get("settings", self.args.plain_settings())

@@ -2,6 +2,12 @@
 
 import argparse
 import importlib
+import linecache
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from trl_quant import __version__
 
 
 COMMANDS = {
@@ -9,6 +15,8 @@ COMMANDS = {
     "train": "train with GRPO, quantized rollouts and a correction (also: examples/train_grpo.py)",
     "report": "table and chart of one or several training runs",
 }
+# Whose `raise` is a message for the user
+LIBRARIES = ("trl_quant", "trl", "transformers", "datasets", "huggingface_hub", "accelerate", "peft")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -20,7 +28,32 @@ def main(argv: list[str] | None = None) -> None:
         + "\n\n`trl-quant COMMAND --help` lists a command's options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those listed below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the command")
     args = parser.parse_args(argv)
-    importlib.import_module(f"trl_quant.cli.{args.command}").main(args.arguments)
+    with plain_errors():
+        importlib.import_module(f"trl_quant.cli.{args.command}").main(args.arguments)
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Context that ends the process with `error: ...` and code 1 for foreseen errors; others keep their traceback."""
+    try:
+        yield
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
+        if not _is_foreseen(error):
+            raise
+        sys.exit(f"error: {error}")
+
+
+def _is_foreseen(error: Exception) -> bool:
+    """Whether the error was raised on purpose by one of `LIBRARIES`, or is the system's about a file."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return True
+    trace = error.__traceback__
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    frame = trace.tb_frame
+    raised = (linecache.getline(frame.f_code.co_filename, trace.tb_lineno).split() or [""])[0] == "raise"
+    return raised and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES

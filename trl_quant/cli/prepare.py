@@ -5,7 +5,6 @@ colocated engine takes one as well (`vllm_engine_kwargs={"model": ...}`) and the
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from ..formats.checkpoint import CODE, FILES, INDEX, check_target, linear_layers, quantize_checkpoint, storable
@@ -29,25 +28,22 @@ def main(argv: list[str] | None = None) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trust, options = args.trust_remote_code, {"device": device, **quantizers_on(device)}
-    try:
-        check_target(args.output)
-        source = args.model
-        if not Path(source).is_dir():
-            needed = [*FILES, INDEX, "model*.safetensors", *([CODE] if trust else [])]
-            source = snapshot_download(source, revision=args.revision, allow_patterns=needed, ignore_patterns="*/*")
-        elif args.revision is not None:
-            raise ValueError(f"`--revision` {args.revision}, but {source} is a directory, which has no revisions.")
-        policy = skeleton(AutoConfig.from_pretrained(source, trust_remote_code=trust), trust)
-        ignore = unquantized_layers(policy)
-        quantized, left = linear_layers(source, ignore)
-        if strangers := [name for name in quantized if name not in set(quantized_layers(policy))]:
-            raise ValueError(
-                f"source: `{strangers[0]}` ({len(strangers)} such) is no linear layer in the decoder of "
-                f"{type(policy).__name__}, and only those can be quantized."
-            )
-        written = quantize_checkpoint(source, args.output, args.format, ignore, with_code=trust, **options)
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    check_target(args.output)
+    source = args.model
+    if not Path(source).is_dir():
+        needed = [*FILES, INDEX, "model*.safetensors", *([CODE] if trust else [])]
+        source = snapshot_download(source, revision=args.revision, allow_patterns=needed, ignore_patterns="*/*")
+    elif args.revision is not None:
+        raise ValueError(f"`--revision` {args.revision}, but {source} is a directory, which has no revisions.")
+    policy = skeleton(AutoConfig.from_pretrained(source, trust_remote_code=trust), trust)
+    ignore = unquantized_layers(policy)
+    quantized, left = linear_layers(source, ignore)
+    if strangers := [name for name in quantized if name not in set(quantized_layers(policy))]:
+        raise ValueError(
+            f"source: `{strangers[0]}` ({len(strangers)} such) is no linear layer in the decoder of "
+            f"{type(policy).__name__}, and only those can be quantized."
+        )
+    written = quantize_checkpoint(source, args.output, args.format, ignore, with_code=trust, **options)
     rest = f"; left as they are: {_kinds(left)}" if left else ""
     total = len(quantized) + len(left)
     print(f"{written}: {len(quantized)} of {total} linear layers in {args.format}: {_kinds(quantized)}{rest}")

@@ -8,7 +8,6 @@ of a [`~transformers.Trainer`], also in its newest `checkpoint-*`.
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +39,11 @@ class Run:
     name: str
     history: list[dict]
     note: str = ""
+    finished: bool = False  # whether all its steps were made
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """Steps and values of the entries that have `metric`."""
-        entries = [entry for entry in self.history if entry.get(metric) is not None]
+        entries = [entry for entry in self.history if isinstance(entry.get(metric), int | float)]
         return [entry["step"] for entry in entries], [entry[metric] for entry in entries]
 
     def values(self, metric: str) -> list[float]:
@@ -57,25 +57,52 @@ class Run:
     def status(self) -> str:
         if self.note:
             return self.note
-        return "done" if self.values("train_runtime") else f"stopped at step {self.steps}"
+        done = self.finished or self.values("train_runtime")
+        return "done" if done else f"stopped at step {self.steps}"
 
 
 def read_run(directory: str | Path, name: str | None = None) -> Run:
     """Reads one output directory.
 
     Raises:
-        ValueError: when it holds neither `metrics.jsonl` nor a `trainer_state.json`.
+        ValueError: when it holds neither `metrics.jsonl` nor a `trainer_state.json`, or one that cannot be read.
     """
     directory = Path(directory)
-    checkpoints = sorted(directory.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    states = [path / "trainer_state.json" for path in (directory, *reversed(checkpoints))]
-    name = name or directory.name
+    name = name or directory.resolve().name
+    checkpoints = [path for path in directory.glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
+    checkpoints.sort(key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+    states = (_state(path / "trainer_state.json") for path in (directory, *checkpoints))
+    state = next(filter(None, states), {})
+    finished = 0 < state.get("max_steps", 0) <= state.get("global_step", 0)
     if (directory / "metrics.jsonl").is_file():
-        lines = (directory / "metrics.jsonl").read_text().splitlines()
-        return Run(name, [json.loads(line) for line in lines])
-    for state in filter(Path.is_file, states):
-        return Run(name, json.loads(state.read_text())["log_history"])
+        return Run(name, _entries(directory / "metrics.jsonl"), finished=finished)
+    if state:
+        return Run(name, state["log_history"], finished=finished)
     raise ValueError(f"`runs`={str(directory)!r} holds no run: it has neither metrics.jsonl nor trainer_state.json.")
+
+
+def _state(path: Path) -> dict | None:
+    """A trainer's state, `None` where it is missing or was not written to its end."""
+    try:
+        state = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return state if isinstance(state, dict) and "log_history" in state else None
+
+
+def _entries(path: Path) -> list[dict]:
+    """The lines of a log; the last one may be half written."""
+    lines, entries = path.read_text().splitlines(), []
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if isinstance(entry, dict) and "step" in entry:
+            entries.append(entry)
+        elif number < len(lines):
+            raise ValueError(f"{path}, line {number}: {line[:80]!r} is no log entry, a JSON object with a 'step'.")
+    return entries
 
 
 def table(runs: Sequence[Run]) -> Table:
@@ -137,10 +164,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", help="output directories")
     parser.add_argument("--output", default="report.png", help="where the chart goes (default: %(default)s)")
     args = parser.parse_args(argv)
-    try:
-        runs = [read_run(directory) for directory in args.runs]
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    suffix, known = Path(args.output).suffix.removeprefix("."), Figure().canvas.get_supported_filetypes()
+    if suffix and suffix not in known:
+        raise ValueError(f"`--output`={args.output!r}: charts are written as {', '.join(sorted(known))}.")
+    runs = [read_run(directory) for directory in args.runs]
     console = Console()
     console.print(table(runs))
     plot(runs, args.output)

@@ -9,16 +9,23 @@ refused before a model is loaded.
 
 import importlib
 import os
+import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from functools import wraps
+from inspect import iscoroutinefunction
+from numbers import Real
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from transformers import AutoTokenizer, TrainingArguments
+from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from yaml import YAMLError
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.cli import plain_errors
 from trl_quant.tasks import REWARDS, load_prompts
 
 
@@ -50,14 +57,70 @@ def _reward(name: str) -> Callable[..., list[float | None]]:
     module, _, function = name.rpartition(".")
     try:
         sys.path.insert(0, os.getcwd())
-        return getattr(importlib.import_module(module), function)
-    except (ValueError, ImportError, AttributeError):
+        reward = getattr(importlib.import_module(module), function)
+    except (ValueError, ImportError, AttributeError, SyntaxError) as error:
         raise ValueError(
-            f"`reward_funcs`={name!r} is unknown. Allowed: {', '.join(map(repr, REWARDS))}, or the dotted path of a "
-            "function, such as 'my_rewards.brevity'."
+            f"`reward_funcs`={name!r} is unknown ({error}). Allowed: {', '.join(map(repr, REWARDS))}, or the dotted "
+            "path of a function, such as 'my_rewards.brevity'."
         ) from None
     finally:
         sys.path.remove(os.getcwd())
+    if not callable(reward):
+        raise ValueError(f"`reward_funcs`={name!r} is a {type(reward).__name__}, not a function.")
+    return reward if iscoroutinefunction(reward) else _returning_rewards(reward, name)
+
+
+def _returning_rewards(reward: Callable, name: str) -> Callable[..., list[float | None]]:
+    """The same reward, which says so where it returns something else."""
+
+    @wraps(reward)
+    def checked(*args, **kwargs):
+        rewards = reward(*args, **kwargs)
+        if not isinstance(rewards, Iterable) or not all(value is None or _is_number(value) for value in rewards):
+            raise ValueError(
+                f"`reward_funcs`={name!r} returned {str(rewards)[:80]}, which must be a list with a number or None for "
+                "each completion."
+            )
+        return rewards
+
+    return checked
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, Real) or getattr(value, "ndim", None) == 0
+
+
+class Parser(TrlParser):
+    """TRL's parser, whose help shows the options in groups: first what is ours."""
+
+    def __init__(self):
+        self.titles, self.groups = _titles(), {}
+        super().__init__(
+            (TrainArguments, QuantGRPOConfig, ModelConfig),
+            prog="trl-quant train",
+            usage="%(prog)s --model_name_or_path MODEL [--config FILE.yaml] [options]",
+            description="GRPO with quantized rollouts. The options may also come from a YAML file, `--config`.",
+        )
+
+    def add_argument(self, *names, **options):
+        if "--help" in names:
+            return super().add_argument(*names, **options)
+        self.groups = self.groups or {title: self.add_argument_group(title) for title in self.titles.values()}
+        title = self.titles.get(options.get("dest") or names[0].removeprefix("--"))
+        return self.groups.get(title, super()).add_argument(*names, **options)
+
+
+def _titles() -> dict[str, str]:
+    """Option -> heading of its group, in the order of the help."""
+    found = {f.name: "what to train on" for f in fields(TrainArguments)}
+    for section in re.split(r"^ *> Parameters that control ", QuantGRPOConfig.__doc__ or "", flags=re.MULTILINE)[1:]:
+        title, _, text = section.partition("\n")
+        found |= dict.fromkeys(re.findall(r"^ *(\w+) \(`", text, flags=re.MULTILINE), title)
+    for owner, cls in (("TRL", ModelConfig), ("TRL", GRPOConfig), ("transformers", TrainingArguments)):
+        inherited = {f.name for f in fields(TrainingArguments)} if cls is GRPOConfig else set()
+        rest = {f.name for f in fields(cls)} - inherited - found.keys()
+        found |= dict.fromkeys(rest, f"{cls.__name__} of {owner}")
+    return found
 
 
 def parse_args(argv: list[str] | None = None) -> tuple[TrainArguments, QuantGRPOConfig, ModelConfig]:
@@ -65,21 +128,36 @@ def parse_args(argv: list[str] | None = None) -> tuple[TrainArguments, QuantGRPO
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
         # accelerate does not pass `use_cpu` on to the processes it starts, and without it each would train by itself.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    parsed = TrlParser((TrainArguments, QuantGRPOConfig, ModelConfig)).parse_args_and_config(argv)
+    parser, argv = Parser(), sys.argv[1:] if argv is None else list(argv)
+    argv = [part for given in argv for part in (given.split("=", 1) if given.startswith("--config=") else [given])]
+    if any(part == "--config" and after.startswith("--") for part, after in zip(argv, [*argv[1:], "--"])):
+        parser.error("argument --config: expected a YAML file")
+    try:
+        *parsed, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    except YAMLError as error:
+        raise ValueError(f"`--config`: not a YAML file: {error}") from error
+    if unknown:
+        options = [f"--{name}" for name in parser.titles]
+        close = get_close_matches(unknown[0], options, n=1)
+        parser.error(f"unknown arguments: {' '.join(unknown)}" + (f" (did you mean {close[0]}?)" if close else ""))
     if parsed[2].model_name_or_path is None:
         raise ValueError("`model_name_or_path`=None: name the model to train, a hub id or a directory.")
-    return parsed
+    return tuple(parsed)
 
 
 def load_data(
     script_args: TrainArguments, training_args: QuantGRPOConfig, model_args: ModelConfig
 ) -> dict[str, Dataset | None]:
     """The trainer's `train_dataset` and, if evaluation is on, `eval_dataset`."""
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_args.model_name_or_path,
-        revision=model_args.model_revision,
-        trust_remote_code=training_args.trust_remote_code,
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_args.model_name_or_path,
+            revision=model_args.model_revision,
+            trust_remote_code=training_args.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        name = model_args.model_name_or_path
+        raise ValueError(f"`model_name_or_path`={name!r}: its tokenizer cannot be read. {error}") from error
     sources = {"train_dataset": (script_args.dataset_name, script_args.dataset_train_split)}
     if training_args.eval_strategy != "no":
         name = script_args.eval_dataset_name or script_args.dataset_name
@@ -96,6 +174,7 @@ def load_data(
     return datasets
 
 
+@plain_errors()
 def main(argv: list[str] | None = None, reward_funcs: list[Callable] | None = None) -> None:
     """Trains and saves.
 
@@ -103,12 +182,8 @@ def main(argv: list[str] | None = None, reward_funcs: list[Callable] | None = No
         argv (`list[str]`, *optional*): the command line, by default this process's.
         reward_funcs (`list[Callable]`, *optional*): functions in TRL's signature, beside those of the command line.
     """
-    try:
-        script_args, training_args, model_args = parse_args(argv)
-        datasets = load_data(script_args, training_args, model_args)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-
+    script_args, training_args, model_args = parse_args(argv)
+    datasets = load_data(script_args, training_args, model_args)
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,

@@ -13,6 +13,7 @@
 The product grows with the length: a cap of 3, TRL's default, is 0.011 nats a token over 100 tokens.
 """
 
+import logging
 import math
 from dataclasses import dataclass, replace
 
@@ -22,9 +23,13 @@ from .base import CorrectionInputs, CorrectionOutput
 from .diagnostics import diagnose, rollout_ratio, unit_weights
 
 
+logger = logging.getLogger(__name__)
+_told: set["TRL"] = set()
+
+
 @dataclass(frozen=True)
 class TRL:
-    """The diagnostics of TRL's own correction; its weights stay TRL's."""
+    """The diagnostics of TRL's own correction, whose weights stay TRL's. It says so once when tokens are dropped."""
 
     mode: str = "sequence_mask"
     clip_max: float | None = 3.0
@@ -38,5 +43,14 @@ class TRL:
         outside = (w > cap) | (w < (self.clip_min or 0.0))
         dropped = (outside if self.mode.endswith("mask") else torch.zeros_like(outside)).to(w.dtype)
         metrics, pooled = diagnose(inputs, ratio, cap, {"dropped": dropped})
-        metrics["mismatch/dropped_fraction"] = pooled["dropped"].mean
+        share = metrics["mismatch/dropped_fraction"] = pooled["dropped"].mean
+        if share and self not in _told:
+            _told.add(self)
+            logger.warning(
+                "TRL's `vllm_importance_sampling_mode`=%r drops %.1f%% of this batch's tokens, whose weight is beyond "
+                "its bounds (`vllm_importance_sampling_clip_max`=%s). `mismatch/dropped_fraction` goes on to tell.",
+                self.mode,
+                100 * share,
+                self.clip_max,
+            )
         return CorrectionOutput(w, metrics=metrics)

@@ -20,8 +20,6 @@ import re
 from decimal import Decimal
 from functools import lru_cache
 
-from math_verify import ExprExtractionConfig, parse, verify
-
 
 TAIL_CHARACTERS = 4096  # only the end of a completion is searched, so cost does not grow with length
 NUMBER_CHARACTERS = 64  # longer than any number worth comparing
@@ -136,5 +134,7 @@ def same_number(gold: str, answer: str) -> bool:
     """Whether two canonical numbers are equal by math-verify: `1/2`, `0.50` and `50%` are; so are `50` and `50%`."""
     if _INTEGER_ONLY.fullmatch(gold) and _INTEGER_ONLY.fullmatch(answer):
         return int(gold) == int(answer)  # sympy's parsing of integers took a fifth of the demo's training step
+    from math_verify import ExprExtractionConfig, parse, verify  # with sympy, which takes a second to load
+
     gold_value, value = (parse(number, [ExprExtractionConfig()], parsing_timeout=None) for number in (gold, answer))
     return verify(gold_value, value, timeout_seconds=None)

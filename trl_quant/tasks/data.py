@@ -4,6 +4,7 @@ from itertools import chain
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
 
@@ -38,9 +39,13 @@ def load_prompts(
             raise ValueError(f"dataset {name_or_path!r}: there is no such file.")
         if not Path(name_or_path).stat().st_size:
             raise ValueError(f"dataset {name_or_path!r}: the file is empty.")
-        dataset = load_dataset("json", data_files={split.partition("[")[0]: name_or_path}, split=split)
+        source, config, options = "json", None, {"data_files": {split.partition("[")[0]: name_or_path}}
     else:
-        dataset = load_dataset(name_or_path, config or DEFAULT_CONFIGS.get(name_or_path), split=split)
+        source, config, options = name_or_path, config or DEFAULT_CONFIGS.get(name_or_path), {}
+    try:
+        dataset = load_dataset(source, config, split=split, **options)
+    except DatasetGenerationError as error:
+        raise ValueError(f"dataset {name_or_path!r} cannot be read: {error.__cause__ or error}") from error
 
     column = next((name for name in PROMPT_COLUMNS if name in dataset.column_names), None)
     if column is None:
@@ -109,5 +114,5 @@ def _wrong_with(prompt) -> str | None:
 
 def _has_content(content: str | list[dict] | None) -> bool:
     if isinstance(content, list):  # of parts: texts, images
-        return any(part.get("type") != "text" or part.get("text") for part in content)
+        return any(part.get("type") not in (None, "text") or part.get("text") for part in content)
     return bool(content)

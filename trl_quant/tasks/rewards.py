@@ -122,9 +122,11 @@ def check_reward(reward: Callable, columns: Sequence[str]) -> None:
         reward (`Callable`): in TRL's signature.
         columns (`Sequence[str]`): of the dataset, which are passed to it as well.
     """
-    name = getattr(reward, "__name__", type(reward).__name__)
     if not callable(reward):
-        raise ValueError(f"`reward_funcs`: {name} is a {type(reward).__name__}. A reward is a function or a model.")
+        raise ValueError(
+            f"`reward_funcs`={reward!r} is a {type(reward).__name__}. It must be a function, a model or a list of them."
+        )
+    name = getattr(reward, "__name__", type(reward).__name__)
     try:
         signature = inspect.signature(reward)
     except ValueError:  # a builtin that does not tell

@@ -1,0 +1,64 @@
+"""Does the noise act in a vLLM engine? The change that it makes to log-probabilities, against the policy's own.
+
+Rounding in BF16 moves each token's log-probability by more than weak noise does, but independently of it: over many
+tokens the slope of the engine's change on the change of an exact forward is 1 where the noise arrives, and 0 where the
+norms' type swallows it.
+"""
+
+import copy
+
+import torch
+from vllm import SamplingParams
+from vllm_engines import engine, policy
+
+from trl_quant.noise import noised_norms, norm_noise
+from trl_quant.rollout import RolloutNoise
+
+
+SIGMAS = (1e-2, 1e-3, 5e-4)
+SEED, STEP = 3, 7
+
+
+def prompts(count: int = 48, length: int = 120) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, 250, (count, length), generator=generator).tolist()
+
+
+def engine_logps(llm, sequences: list[list[int]]) -> torch.Tensor:
+    llm.reset_prefix_cache()
+    scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in sequences], scoring, use_tqdm=False)
+    return torch.tensor(
+        [
+            step[token].logprob
+            for output, ids in zip(outputs, sequences, strict=True)
+            for token, step in zip(ids[1:], output.prompt_logprobs[1:], strict=True)
+        ]
+    )
+
+
+@torch.no_grad()
+def exact_logps(model, sequences: list[list[int]]) -> torch.Tensor:
+    tokens = torch.tensor(sequences, device=model.device)
+    logps = model(tokens, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+    return logps.gather(-1, tokens[:, 1:, None]).flatten().cpu()
+
+
+def arrival(tmp_path, precision: str, wide_norms: bool, sigma: float, device: str, sampler=None, **model_settings):
+    """`(effective sigma, slope, engine)` of one strength of noise."""
+    if sampler is None:
+        model = policy(tmp_path / f"{precision}-{wide_norms}", **model_settings).to(device)
+        sampler = engine(model, precision, wide_norms=wide_norms)
+        sampler.sync_weights()
+    exact = copy.deepcopy(sampler.model).float()
+    sequences = prompts()
+    sampler.lay_noise(RolloutNoise())
+    clean_engine, clean_exact = engine_logps(sampler.llm, sequences), exact_logps(exact, sequences)
+    sampler.lay_noise(RolloutNoise(sigma, SEED, STEP))
+    params = dict(exact.named_parameters())
+    for name in noised_norms(exact.config.model_type, params):
+        params[name].data = norm_noise(params[name].data, sigma, SEED, STEP, name)
+    ours = engine_logps(sampler.llm, sequences) - clean_engine
+    theirs = exact_logps(exact, sequences) - clean_exact
+    slope = (ours @ theirs / (theirs @ theirs)).item()
+    return sampler.effective_sigma, slope, sampler

@@ -1,0 +1,36 @@
+"""The noise arrives in vLLM's norms on a CPU, in every family whose norms are known, and BF16 norms swallow it."""
+
+import pytest
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from noise_arrival import SIGMAS, arrival
+
+from trl_quant.rollout import RolloutNoise
+
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "phi3", "gemma2", "gemma3"])
+def test_noise_arrives(tmp_path, family):
+    sampler = None
+    for sigma in SIGMAS:
+        effective, slope, sampler = arrival(tmp_path, "bf16", True, sigma, "cpu", sampler, family=family)
+        assert effective == pytest.approx(sigma, rel=0.05)
+        assert 0.7 < slope < 1.3
+    sampler.sync_weights()
+    assert sampler.effective_sigma == 0
+    sampler.check_sync()
+
+
+def test_noise_arrives_beside_quantized_layers(tmp_path):
+    effective, slope, _ = arrival(tmp_path, "int8", True, SIGMAS[-1], "cpu")
+    assert effective == pytest.approx(SIGMAS[-1], rel=0.05) and 0.4 < slope < 1.6
+
+
+def test_bf16_norms_swallow_it(tmp_path):
+    effective, slope, sampler = arrival(tmp_path, "bf16", False, SIGMAS[-1], "cpu")
+    assert effective < SIGMAS[-1] / 2 and slope < 0.6
+    sampler.lay_noise(RolloutNoise(1e-2, 3, 7))
+    assert sampler.effective_sigma == pytest.approx(1e-2, rel=0.15)  # what is coarser than BF16's steps arrives
