@@ -88,6 +88,9 @@ REFUSED_FIELDS = [  # fields -> what the message says
     ({"repetition_penalty": 0.0}, "`repetition_penalty`=0.0 is out of range"),
     ({"max_completion_length": 0}, "`max_completion_length`=0 is out of range. It must be >= 1"),
     ({"max_completion_length": 2.5}, "`max_completion_length`=2.5 must be an integer"),
+    ({"vllm_gpu_memory_utilization": 5.0}, "`vllm_gpu_memory_utilization`=5.0 is out of range. It must be <= 1.0"),
+    ({**VLLM, "vllm_model_impl": "vlm"}, "`vllm_model_impl`='vlm' is unknown. Allowed: 'vllm', 'transformers', 'auto'"),
+    ({**VLLM, "vllm_max_model_length": 512}, "`vllm_max_model_length`=512 leaves no room for a prompt"),
     ({"num_iterations": 0}, "`num_iterations`=0 is out of range"),
     ({"steps_per_generation": 0}, "`generation_batch_size`=0 is out of range"),
     ({"learning_rate": -1e-6}, "`learning_rate`=-1e-06 is out of range"),
@@ -132,7 +135,8 @@ ACCEPTED_FIELDS = [  # their neighbours
     {"temperature": 2},
     {"top_p": 1.0, "min_p": 0.0},
     {"top_p": 0.5, "min_p": 1.0, "top_k": 0},
-    {"max_completion_length": 1},
+    {**VLLM, "vllm_model_impl": "transformers", "vllm_max_model_length": 513},
+    {"max_completion_length": 1, "vllm_gpu_memory_utilization": 1.0},
     {"learning_rate": 0.0, "beta": 0, "epsilon": 0.0},
     {"loss_type": "vespo"},
     {"scale_rewards": False},
@@ -398,9 +402,7 @@ def test_heads_that_vllm_lacks_on_a_cpu(written):
 
 def test_what_is_no_model_is_refused(tmp_path):
     args = config(QuantGRPOConfig, tmp_path)
-    refused(
-        lambda: make(QuantGRPOTrainer, args, tmp_path), "`model`=", "must be a name, a directory or a model"
-    )
+    refused(lambda: make(QuantGRPOTrainer, args, tmp_path), "`model`=", "must be a name, a directory or a model")
 
 
 def test_nothing_is_loaded_before(tmp_path, monkeypatch):

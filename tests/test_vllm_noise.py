@@ -25,8 +25,10 @@ def test_noise_arrives(tmp_path, family):
 
 
 def test_noise_arrives_beside_quantized_layers(tmp_path):
-    effective, slope, _ = arrival(tmp_path, "int8", True, SIGMAS[-1], "cpu")
-    assert effective == pytest.approx(SIGMAS[-1], rel=0.05) and 0.4 < slope < 1.6
+    effective, slope, sampler = arrival(tmp_path, "int8", True, SIGMAS[0], "cpu")
+    assert effective == pytest.approx(SIGMAS[0], rel=0.05) and 0.5 < slope < 1.5
+    sampler.lay_noise(RolloutNoise(SIGMAS[-1], 3, 7))
+    assert sampler.effective_sigma == pytest.approx(SIGMAS[-1], rel=0.05)
 
 
 def test_bf16_norms_swallow_it(tmp_path):

@@ -41,6 +41,7 @@ NO_GROUP = {"master_address": "", "master_port": 0, "rank_offset": 1, "world_siz
 FLAGS = ["--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512"]
 FLAGS += ["--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20), "--max-logprobs", "-1"]
 PROCESSED = ["--logprobs-mode", "processed_logprobs"]
+WIDE = ["--load-format", "trl_quant", "--model-loader-extra-config", '{"wide_norms": true}']
 FILES = ["--weight-transfer-config", '{"backend": "files"}', "--worker-extension-cls", "file_transfer.WorkerExtension"]
 
 
@@ -85,8 +86,8 @@ def servers(model, int8_model):
     """Two that were started as they should be, in BF16 and in INT8."""
     started = {
         "bf16": serve(model, *PROCESSED, *FILES, file=f"{model}-bf16.pt"),
-        # our loader knows the INT8 layers of CPUs without AMX
-        "int8": serve(int8_model, *PROCESSED, *FILES, "--load-format", "trl_quant", file=f"{model}-int8.pt"),
+        # our loader knows the INT8 layers of CPUs without AMX, and FP32 norms
+        "int8": serve(int8_model, *PROCESSED, *FILES, *WIDE, file=f"{model}-int8.pt"),
     }
     try:
         for process, url in started.values():
@@ -206,9 +207,18 @@ def test_server_with_another_weight_transfer(tmp_path, model, servers, monkeypat
 
 @pytest.mark.parametrize(("precision", "tuning"), [("bf16", "full"), ("int8", "full"), ("int8", "lora")])
 def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, precision, tuning):
-    """Three steps, with noise on the way; then the server equals an engine that vLLM starts on the weights."""
+    """
+    Three steps, with noise on the way; then the server equals an engine that vLLM starts on the weights. The INT8 server
+    holds its norms in FP32, as `serve_command` says for a run with noise: all of the noise arrives there.
+    """
     monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-{precision}.pt"))
-    noise = {"noise_schedule": "exponential", "noise_sigma_start": 0.5, "noise_sigma_end": 0.1, "noise_stages": 3}
+    last_sigma = 5e-4 if precision == "int8" else 0.1
+    noise = {
+        "noise_schedule": "exponential",
+        "noise_sigma_start": 0.5,
+        "noise_sigma_end": last_sigma,
+        "noise_stages": 3,
+    }
     peft_config = lora() if tuning == "lora" else None
     options = {"sync_check_steps": 1, "max_steps": 3, "peft_config": peft_config, **noise}
     trainer = trainer_of(tmp_path, servers[precision], model, precision, **options)
@@ -217,11 +227,14 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert all(log["sync_check/logp_difference"] < log["sync_check/bound"] for log in logs)
-    assert [log["noise/sigma"] for log in logs] == [0, 0.5, 0.1]
+    assert [log["noise/sigma"] for log in logs] == [0, 0.5, last_sigma]
+    assert [log["noise/effective_sigma"] for log in logs] == pytest.approx([0, 0.5, last_sigma], rel=0.1)
     assert logs[1]["mismatch/kl_k3"] > 5 * logs[0]["mismatch/kl_k3"]
     trainer.check_sync()
 
-    last = fresh(trainer.model, precision, tmp_path / "fresh")
+    wide = {"load_format": "trl_quant", "model_loader_extra_config": {"wide_norms": True}}
+    last = fresh(trainer.model, precision, tmp_path / "fresh", **(wide if precision == "int8" else {}))
+    assert " ".join(WIDE[:3]) in serve_command("model", precision, wide_norms=True)
     assert served(trainer.vllm_generation.vllm_client) == one_by_one(last)
 
 

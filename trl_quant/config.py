@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSSES = (*CLIPPED_LOSSES, "cispo", "sapo", "vespo")
 REWARD_SCALES = ("group", "batch", "none")
+MODEL_IMPLS = ("vllm", "transformers", "auto")
 LORA_SYNCS = ("merge", "adapter")
 # Fields of ours that change how a run computes, not what
 OPERATIONAL = ("vllm_engine_kwargs", "vllm_sleep_level", "sync_check_steps", "resume_with_changes")
@@ -344,6 +345,13 @@ class QuantGRPOConfig(GRPOConfig):
     def _check_vllm(self):
         if not self.use_vllm:
             return self._refuse_set((*VLLM_FIELDS, "sync_check_steps"), "vLLM, and `use_vllm=False`")
+        check_choice("vllm_model_impl", self.vllm_model_impl, MODEL_IMPLS)
+        length = self.vllm_max_model_length
+        if length is not None and self.max_completion_length is not None and length <= self.max_completion_length:
+            raise ValueError(
+                f"`vllm_max_model_length`={length} leaves no room for a prompt beside `max_completion_length`="
+                f"{self.max_completion_length}. It must be greater."
+            )
         check_engine_kwargs(self.vllm_engine_kwargs or {})
         if self.vllm_mode == "server":
             instead = "`vllm_mode='colocate'`: a server takes its arguments when it is started, and merged weights"

@@ -22,6 +22,7 @@ BOUNDS = {
     "max_completion_length": (1, False, math.inf),
     "num_iterations": (1, False, math.inf),
     "generation_batch_size": (1, False, math.inf),
+    "vllm_gpu_memory_utilization": (0.0, True, 1.0),
     "learning_rate": (0.0, False, math.inf),
     "beta": (0.0, False, math.inf),
     "epsilon": (0.0, False, math.inf),

@@ -45,15 +45,15 @@ class VLLMServerEngine(VLLMBase):
             super()._init_vllm()
         facts = [None]
         if self.accelerator.is_main_process:
-            facts = [(self._limits, self._prepared)]
+            facts = [(self._limits, self._prepared, self._norm_dtype)]
         broadcast_object_list(facts, from_process=0)
-        self._limits, self._prepared = facts[0]
+        self._limits, self._prepared, self._norm_dtype = facts[0]
         self.plan_stream(self._prepared)
 
     def _check_server(self, client) -> None:
         """Raises `ValueError` unless the server is what the run asks for."""
         model = self.model.name_or_path
-        command = serve_command(model, self.precision, client.base_url, self.trust_remote_code)
+        command = serve_command(model, self.precision, client.base_url, self.trust_remote_code, self.wide_norms)
         if is_exposed(client.base_url):
             logger.warning(
                 "The vLLM server at %s takes new weights and calls of its workers from anyone who reaches it: its "
@@ -90,6 +90,15 @@ class VLLMServerEngine(VLLMBase):
                 f"The vLLM server at {client.base_url} was started with {'; with '.join(wrong)}. Start it so:\n\n"
                 f"{command}\n"
             )
+        loader = (info.get("load_config") or {}).get("model_loader_extra_config") or {}
+        self._norm_dtype = torch.float32 if loader.get("wide_norms") else torch.bfloat16
+        if self.wide_norms and self._norm_dtype == torch.bfloat16:
+            logger.warning(
+                "The vLLM server at %s holds its norms in BF16, which swallows noise below 4e-3: see "
+                "`noise/effective_sigma`. Start it so for all of the noise:\n\n%s",
+                client.base_url,
+                command,
+            )
         self._prepared = served["quantization"] == "compressed-tensors"
         self._limits = info["cache_config"]["block_size"], served["max_model_len"]
 
@@ -118,7 +127,7 @@ class VLLMServerEngine(VLLMBase):
         clean = {}
         for name in noised_norms(self.weights.model_type, params):
             with self.weights.gathered([params[name]]):
-                clean[name] = self.weights.full(params[name]).clone()
+                clean[name] = self.weights.full(params[name]).to(self._norm_dtype, copy=True)
         return clean
 
     def write_norms(self, values: dict[str, Tensor]) -> None:
@@ -173,7 +182,8 @@ def wait_for_server(args, model: str) -> None:
             reason = type(error).__name__
         left = deadline - time.monotonic()
         if left <= 0:
-            command = serve_command(model, args.rollout_precision, url, args.trust_remote_code)
+            wide_norms = args.noise_schedule is not None
+            command = serve_command(model, args.rollout_precision, url, args.trust_remote_code, wide_norms)
             raise ConnectionError(
                 f"The vLLM server at {url} can't be reached, after `vllm_server_timeout`={args.vllm_server_timeout:g} "
                 f"seconds: {reason}. Start it so:\n\n{command}\n"
@@ -203,11 +213,15 @@ def _is_installed(distribution: str) -> bool:
 
 
 def serve_command(
-    model: str, precision: str, url: str = "http://127.0.0.1:8000", trust_remote_code: bool = False
+    model: str,
+    precision: str,
+    url: str = "http://127.0.0.1:8000",
+    trust_remote_code: bool = False,
+    wide_norms: bool = False,
 ) -> str:
     """
     The command line that starts the right server for a model and a precision. It binds to this machine alone unless
-    `url` names another host.
+    `url` names another host. With `wide_norms` the server holds the norms that are noised in FP32.
     """
     lines = []
     parts = urlsplit(url)
@@ -232,6 +246,7 @@ def serve_command(
         "--max-logprobs -1 --worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension "
         f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}' --host {host}{port}"""
         + (" --trust-remote-code" if trust_remote_code else "")
+        + (""" --load-format trl_quant --model-loader-extra-config '{"wide_norms": true}'""" if wide_norms else "")
     )
     return "\n".join(lines)
 
