@@ -97,7 +97,7 @@ def run(command: list, **environment) -> None:
 @pytest.mark.parametrize(
     ("mode", "precision", "tuning"),
     [
-        *((mode, precision, "full") for mode in ("tp", "dp") for precision in PRECISIONS),
+        *((mode, precision, "full") for mode in ("tp", "dp") for precision in SERVED),
         ("tp", "fp8", "lora"),
         ("fsdp2", "fp8_block", "full"),
         ("fsdp2", "nvfp4", "lora"),

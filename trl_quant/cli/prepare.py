@@ -36,9 +36,9 @@ def main(argv: list[str] | None = None) -> None:
     elif args.revision is not None:
         raise ValueError(f"`--revision` {args.revision}, but {source} is a directory, which has no revisions.")
     policy = skeleton(AutoConfig.from_pretrained(source, trust_remote_code=trust), trust)
-    ignore = unquantized_layers(policy)
+    ignore, decoder = unquantized_layers(policy), set(quantized_layers(policy))
     quantized, left = linear_layers(source, ignore)
-    if strangers := [name for name in quantized if name not in set(quantized_layers(policy))]:
+    if strangers := [name for name in quantized if name not in decoder]:
         raise ValueError(
             f"source: `{strangers[0]}` ({len(strangers)} such) is no linear layer in the decoder of "
             f"{type(policy).__name__}, and only those can be quantized."
