@@ -50,3 +50,8 @@ if "FILE_TRANSFER_WORKER" in os.environ:
 
 class WorkerExtension:
     pass
+
+
+def trainer_send_weights(iterator, trainer_args) -> None:
+    """`send`, by the name that vLLM had for it before 0.28."""
+    send(iterator)

@@ -67,7 +67,7 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
         "equals_trained": ours == theirs,
         "equals_untrained": ours == before,
         "checks": checks,
-        "update_of_last_step": state["normalized_update"],
+        "update_of_last_step": state["drift"]["normalized_update"],
     }
 
 

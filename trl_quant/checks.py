@@ -116,8 +116,8 @@ def check_method(trainer, args, rollout_func) -> None:
             "loss takes no weights. Set `is_correction='none'`, or `use_vllm=True`."
         )
     logger.warning(
-        "`is_correction`=%r does nothing in this run, whose samples come from the policy itself. Set `rollout_precision`"
-        " or `use_vllm=True`.",
+        "`is_correction`=%r does nothing in this run, whose samples come from the policy itself. Set "
+        "`rollout_precision` or `use_vllm=True`.",
         args.is_correction,
     )
 

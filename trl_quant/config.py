@@ -299,8 +299,8 @@ class QuantGRPOConfig(GRPOConfig):
         if any(cut.values()):
             logger.warning(
                 "%s: the sampler's log-probabilities are those after truncation, the trainer's are not. Part "
-                "of `mismatch/*`, and of what corrections act on, is then the truncation and not `rollout_precision`: with "
-                "top_p=0.9 the mean weight is 0.9 without any quantization.",
+                "of `mismatch/*`, and of what corrections act on, is then the truncation and not `rollout_precision`: "
+                "with top_p=0.9 the mean weight is 0.9 without any quantization.",
                 " and ".join(f"`{name}`={getattr(self, name)!r}" for name, value in cut.items() if value),
             )
         if self.is_correction == "trl" and self.rollout_precision and not self.vllm_importance_sampling_correction:

@@ -129,7 +129,7 @@ class TransformersEngine(RolloutEngine):
         if any(param.dim() > 2 or MIXTURE.match(name) for name, param in decoder.named_parameters()):
             raise ValueError(
                 f"{type(policy).__name__} has mixture-of-experts or convolution weights, which the embedded engine "
-                f"cannot run in `rollout_precision`={self.precision!r}. Use `use_vllm=True`."
+                f"cannot run in `rollout_precision`={self.precision!r}. Leave it unset: TRL generates."
             )
         mixed = self.accelerator.mixed_precision
         dtype = torch.bfloat16 if mixed == "bf16" or self._policy_dtype == torch.bfloat16 else torch.float32

@@ -10,9 +10,8 @@ reload needs besides (see `worker.py`). With vLLM's alone a 4-bit engine hangs a
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-from vllm.utils.torch_utils import set_default_torch_dtype
 
-from .worker import keep_onednn_scales, plain_tensors, refresh_tied_head, restore_plain_tensors
+from .worker import default_dtype, keep_onednn_scales, plain_tensors, refresh_tied_head, restore_plain_tensors
 
 
 class ReloadBracket:
@@ -24,12 +23,12 @@ class ReloadBracket:
         super().start_weight_update()
 
     def receive_weights(self, update_info) -> None:
-        with set_default_torch_dtype(self.model_config.dtype):
+        with default_dtype(self.model_config.dtype):
             super().receive_weights(update_info)
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        with set_default_torch_dtype(self.model_config.dtype):
+        with default_dtype(self.model_config.dtype):
             super().finish_weight_update()
             refresh_tied_head(self.model)
         restore_plain_tensors(self._plain)

@@ -7,6 +7,7 @@ works around was measured on vLLM 0.26 (CUDA) and 0.31 (CPU).
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -18,7 +19,6 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ...formats import FORMATS, quantize
 from ...formats.checkpoint import checkpoint_stream
@@ -117,6 +117,17 @@ def _runs_in(precision: str, method: object, kernel: object) -> bool:
     return strategy is None or strategy == FORMATS[entry.format].scheme.weights["strategy"]
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Context in which torch makes tensors of `dtype`. vLLM's own, below 0.30, leaves it so after an error."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
     """
     Replaces all weights by those of `stream`, in vLLM's bracketed reload, under which captured CUDA graphs stay valid.
@@ -136,7 +147,7 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
     plain = plain_tensors(model)
     try:
         # The reload builds tensors of the default type, which vLLM only sets around the first load.
-        with set_default_torch_dtype(worker.vllm_config.model_config.dtype):
+        with default_dtype(worker.vllm_config.model_config.dtype):
             worker.reload_weights(weights_iterator=stream)
             refresh_tied_head(model)
     finally:
