@@ -62,7 +62,7 @@ def test_an_update_below_the_step_of_the_format_arrives_in_fewer_codes():
     assert coarse["weights/codes_changed"] < fine["weights/codes_changed"] / 3
     assert coarse["weights/update_cosine"] < fine["weights/update_cosine"]
     large = after_two_syncs("mxfp4", first, moved(first, 0.3))
-    assert large["weights/codes_changed"] > 0.3 and large["weights/update_cosine"] > 0.9
+    assert large["weights/codes_changed"] > 0.3 and large["weights/update_cosine"] > 0.8
     still = after_two_syncs("mxfp4", first, first)
     assert still["weights/codes_changed"] == still["weights/normalized_update"] == still["weights/update_cosine"] == 0
 

@@ -46,6 +46,10 @@ NAMES = {
     "vllm:ModelRegistry": "get_supported_archs",
     "vllm:SamplingParams": """detokenize ignore_eos logprobs max_tokens prompt_logprobs skip_reading_prefix_cache
         temperature""",
+    "vllm.engine.arg_utils": "AsyncEngineArgs",
+    "vllm.entrypoints.serve.dev.server_info.api_router": "PydanticVllmConfig",
+    "vllm.v1.attention.backends.cpu_attn": "CPUAttentionBackend",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "get_supported_head_sizes",
     "vllm.platforms": "current_platform",
     "vllm.platforms.interface:Platform": "is_cpu",
     "vllm.entrypoints.openai": "api_server",

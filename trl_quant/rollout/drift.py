@@ -84,7 +84,7 @@ class WeightDrift:
             numbers = rows.bfloat16()
             return numbers.view(torch.int16), numbers
         with torch.autocast(rows.device.type, enabled=False):
-            quantized = self.quantizer(rows, self.format, check=rows.device.type == "cpu")
+            quantized = self.quantizer(rows, self.format, check=False)  # the stream's own quantizer checks
             codes = quantized.values.view(torch.uint8)
             if FORMATS[self.format].bits < 8:  # two to a byte
                 codes = torch.stack((codes & 0xF, codes >> 4))
