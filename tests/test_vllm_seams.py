@@ -67,7 +67,6 @@ NAMES = {
     f"{LOADER}.default_loader:DefaultModelLoader": "get_all_weights load_weights",
     "vllm.v1.worker.worker_base:WorkerBase": "device get_model vllm_config",
     "vllm.v1.worker.gpu_worker:Worker": "model_runner reload_weights",
-    "vllm.utils.torch_utils": "set_default_torch_dtype",
     # Linear layers, by the classes that run them (`precisions.PRECISIONS`)
     f"{LINEAR}:LinearBase": "input_size prefix quant_method",
     f"{LINEAR}:UnquantizedLinearMethod": "process_weights_after_loading",
@@ -118,7 +117,6 @@ CALLS = {
     f"{LOADER}.default_loader:DefaultModelLoader.get_all_weights": "model_config model",
     f"{LOADER}.default_loader:DefaultModelLoader.load_weights": "model model_config",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights": "* weights_iterator",
-    "vllm.utils.torch_utils:set_default_torch_dtype": "dtype",
     f"{LINEAR}:UnquantizedLinearMethod.process_weights_after_loading": "layer",
     "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.process_weights_after_loading": (
         "layer"
@@ -340,8 +338,13 @@ def test_a_live_engine(tmp_path):
     assert first is None and all(step[t].logprob < 0 for step, t in zip(others, PROMPTS[2][1:], strict=True))
 
     # A reload streams through `load_weights` of the model, also through one that is set on the object; it returns what
-    # it filled. Parameters under LoRA's wrappers have `base_layer` in their names.
-    streamed, filled, load_weights = [], set(), model.load_weights
+    # it filled. Under LoRA, whose wrappers have `base_layer` in the names, older versions reload nothing.
+    plain = fresh(trained, "bf16", tmp_path / "plain")
+    from trl_quant.rollout.vllm.worker import default_dtype
+
+    (bare,) = plain.apply_model(lambda model: model)
+    expected_plain = greedy(plain)
+    streamed, filled, load_weights = [], set(), bare.load_weights
     assert "model.layers.1.mlp.down_proj.base_layer.weight" in dict(model.named_parameters())
 
     def recorded(weights):
@@ -350,23 +353,23 @@ def test_a_live_engine(tmp_path):
         return names
 
     def reload(worker, stream):
-        model.load_weights = recorded
-        with resolve("vllm.utils.torch_utils:set_default_torch_dtype")(worker.vllm_config.model_config.dtype):
+        bare.load_weights = recorded
+        with default_dtype(worker.vllm_config.model_config.dtype):
             worker.reload_weights(weights_iterator=stream)
-        del model.load_weights
+        del bare.load_weights
 
     params = dict(trained.named_parameters())
     zeros = ((name, p.detach() * (0 if name.endswith("up_proj.weight") else 1)) for name, p in params.items())
     for stream, same in ((zeros, False), (((name, p.detach()) for name, p in params.items()), True)):
-        llm.collective_rpc(reload, kwargs={"stream": stream})
-        llm.reset_prefix_cache()
-        assert streamed == list(params) and (greedy(llm) == expected) == same
+        plain.collective_rpc(reload, kwargs={"stream": stream})
+        plain.reset_prefix_cache()
+        assert streamed == list(params) and (greedy(plain) == expected_plain) == same
         assert {"model.norm.weight", "model.layers.1.self_attn.qkv_proj.weight"} <= {
             name.replace(".base_layer", "") for name in filled
         }
         streamed.clear()
         filled.clear()
-        llm.reset_prefix_cache()
+        plain.reset_prefix_cache()
 
     # An adapter that stands in the manager acts on requests of its number, whatever path they give.
     manager = worker.model_runner.lora_manager._adapter_manager
