@@ -50,7 +50,7 @@ FOREIGN = {
     "torch/cpu/__init__.py": "_is_amx_tile_supported",
     "torch/nn/modules/module.py": "_forward_hooks _forward_pre_hooks _parameters",
     "accelerate/commands/launch.py": "_validate_launch_command",
-    "transformers/trainer.py": "_get_output_dir _load_from_checkpoint _save_checkpoint _save_optimizer_and_scheduler",
+    "transformers/trainer.py": "_get_output_dir _save_checkpoint _save_optimizer_and_scheduler",
     "trl/trainer/grpo_trainer.py": """_compute_loss _generate _generate_and_score_completions _generate_single_turn
         _get_per_token_logps_and_entropies _last_loaded_step _metrics""",
     "trl/generation/vllm_generation.py": """_dist _fix_param_name_to_vllm _init_vllm _iter_named_params

@@ -332,6 +332,20 @@ def test_a_resume_with_other_settings_is_refused_or_said(tmp_path, change, caplo
     assert allowed.state.global_step == 3 and f"`{name}`: " in caplog.text and "-> " in caplog.text
 
 
+def test_a_resume_is_checked_however_the_checkpoint_is_loaded(tmp_path, monkeypatch):
+    """DeepSpeed's are not loaded by `_load_from_checkpoint`: the check comes before TRL's `train`."""
+    run_to_step_2(tmp_path)
+    trained = []
+    monkeypatch.setattr(GRPOTrainer, "train", lambda self, *args, **kwargs: trained.append(args))
+    changed = make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, **SAVING | {"rollout_precision": "fp8"}))
+    for checkpoint in (True, str(tmp_path / "checkpoint-1")):
+        with pytest.raises(ValueError, match=r"`rollout_precision`: 'int4' -> 'fp8'"):
+            changed.train(resume_from_checkpoint=checkpoint)
+    assert not trained
+    make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, **SAVING)).train(resume_from_checkpoint=True)
+    assert trained == [(str(tmp_path / "checkpoint-2"),)]
+
+
 def test_a_resume_with_the_same_settings_and_from_trl(tmp_path):
     run_to_step_2(tmp_path / "ours")
     again = make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path / "ours", **SAVING | {"max_steps": 3}))

@@ -38,7 +38,6 @@ SIGNATURES = [
     (GRPOTrainer._generate_and_score_completions, "inputs"),
     (GRPOTrainer._compute_loss, "model inputs"),
     (GRPOTrainer._save_checkpoint, "model trial"),
-    (GRPOTrainer._load_from_checkpoint, "resume_from_checkpoint model"),
     (VLLMGeneration.__init__, ENGINE),
     (VLLMGeneration._init_vllm, ""),
     (VLLMGeneration.sync_weights, ""),

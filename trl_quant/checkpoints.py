@@ -138,6 +138,21 @@ def _read(path: Path) -> dict:
         raise ValueError(f"{path} is not whole: {error}. Resume from another checkpoint, or start again.") from error
 
 
+def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
+    """
+    What the engine of a checkpoint left.
+
+    Raises:
+        `ValueError`: for a checkpoint that is not whole, or was trained otherwise than this run trains.
+    """
+    check_whole(checkpoint)
+    check_uaq(checkpoint, uaq_scale)
+    state = read_rollout_state(checkpoint)
+    before = state.get("settings", args.plain_settings())
+    check_settings(checkpoint, before, args.training_settings(), args.resume_with_changes)
+    return state
+
+
 def check_settings(checkpoint: str | Path, before: dict, now: dict, changes_allowed: bool) -> None:
     """
     Compares what changes the training's mathematics with what the checkpoint was trained with.

@@ -167,6 +167,10 @@ class QuantGRPOTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = checkpoints.checkpoint_to_resume(self.args.output_dir)
+        if resume_from_checkpoint:  # here, since DeepSpeed's checkpoints are loaded elsewhere than all others
+            state = checkpoints.check_resume(resume_from_checkpoint, self.args, uaq_applied(self.model))
+            if self._engine is not None:
+                self._engine.load_state_dict(state)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model, trial):
@@ -178,16 +182,6 @@ class QuantGRPOTrainer(GRPOTrainer):
             if self.args.should_save:
                 checkpoints.write_rollout_state(checkpoint, state)
             super()._save_checkpoint(model, trial)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        checkpoints.check_whole(resume_from_checkpoint)
-        checkpoints.check_uaq(resume_from_checkpoint, uaq_applied(self.model))
-        state = checkpoints.read_rollout_state(resume_from_checkpoint)
-        now, before = self.args.training_settings(), state.get("settings", self.args.plain_settings())
-        checkpoints.check_settings(resume_from_checkpoint, before, now, self.args.resume_with_changes)
-        if self._engine is not None:
-            self._engine.load_state_dict(state)
-        return super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
 class AISGRPOTrainer(QuantGRPOTrainer):
