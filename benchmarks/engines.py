@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from trl_quant.precisions import in_vllm
+
 
 SHAPES = {  # Qwen2.5
     "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "heads": 4, "kv_heads": 2},
@@ -20,7 +22,8 @@ SHAPES = {  # Qwen2.5
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "heads": 40, "kv_heads": 8},
 }
 CUDA = torch.cuda.is_available()
-PRECISIONS = ("bf16", "fp8", "fp8_tensor", "fp8_block", "int8", "nvfp4", "mxfp4") if CUDA else ("bf16", "int8")
+# What any CPU runs, without AMX
+PRECISIONS = [name for name, vllm in in_vllm().items() if CUDA or (vllm.cpu and not vllm.amx)]
 
 
 def machine() -> str:

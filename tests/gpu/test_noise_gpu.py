@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from noise_arrival import SIGMAS, arrival
-from vllm_engines import greedy, update
+from vllm_engines import GPU_MODEL, greedy, update
 
 from trl_quant.precisions import in_vllm
 from trl_quant.rollout import RolloutNoise
@@ -16,15 +16,6 @@ from trl_quant.rollout.vllm.support import supported_precisions
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
-MODEL = {
-    "family": "qwen2",
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "initializer_range": 0.03,
-}
 
 
 @pytest.mark.parametrize("precision", in_vllm())
@@ -33,7 +24,7 @@ def test_noise_arrives(tmp_path, precision):
         pytest.skip(missing)
     sampler = None
     for sigma in SIGMAS:
-        effective, slope, sampler = arrival(tmp_path, precision, True, sigma, "cuda", sampler, **MODEL)
+        effective, slope, sampler = arrival(tmp_path, precision, True, sigma, "cuda", sampler, **GPU_MODEL)
         print(f"{precision:>10} sigma {sigma:.0e}: effective {effective:.2e}, slope {slope:.2f}")
         assert effective == pytest.approx(sigma, rel=0.05)
         # Where inputs are quantized, flipped codes drown weak noise in this statistic; what the norms hold is the same.
@@ -43,13 +34,13 @@ def test_noise_arrives(tmp_path, precision):
     update(sampler.model, seed=1)
     sampler.sync_weights()  # a reload keeps the norms in FP32
     assert greedy(sampler.llm) != before
-    effective, slope, _ = arrival(tmp_path, precision, True, SIGMAS[0], "cuda", sampler, **MODEL)
+    effective, slope, _ = arrival(tmp_path, precision, True, SIGMAS[0], "cuda", sampler, **GPU_MODEL)
     print(f"{precision:>10} after a sync: effective {effective:.2e}, slope {slope:.2f}")
     assert effective == pytest.approx(SIGMAS[0], rel=0.05) and 0.5 < slope < 1.5
     sampler.check_sync()
 
 
 def test_bf16_norms_swallow_it(tmp_path):
-    effective, slope, _ = arrival(tmp_path, "bf16", False, SIGMAS[-1], "cuda", **MODEL)
+    effective, slope, _ = arrival(tmp_path, "bf16", False, SIGMAS[-1], "cuda", **GPU_MODEL)
     print(f"      bf16 norms: effective {effective:.2e}, slope {slope:.2f}")
     assert effective < SIGMAS[-1] / 2 and slope < 0.6

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from tiny import save_tiny
 from training import config, dataset, make
-from vllm_engines import SMALL, fresh, one_by_one, served
+from vllm_engines import GPU_MODEL, SMALL, fresh, one_by_one, served
 from vllm_ranks import launch
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -37,14 +37,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-MODEL = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "initializer_range": 0.03,
-}
 SERVED = ("bf16", "fp8", "int8", "nvfp4")
 
 
@@ -108,13 +100,13 @@ def run(command: list, **environment) -> None:
 def test_two_ranks(tmp_path, mode, precision, tuning):
     if mode.startswith("zero"):
         pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    save_tiny(tmp_path / "model", dtype=torch.bfloat16, **MODEL)
+    save_tiny(tmp_path / "model", dtype=torch.bfloat16, **GPU_MODEL)
     launch(mode, precision, tuning, tmp_path)
 
 
 @pytest.mark.parametrize("precision", SERVED)
 def test_server(tmp_path, precision):
-    model = save_tiny(tmp_path / "model", dtype=torch.bfloat16, **MODEL)
+    model = save_tiny(tmp_path / "model", dtype=torch.bfloat16, **GPU_MODEL)
     flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     flags += ["--worker-extension-cls", "trl_quant.rollout.vllm_server_worker.WorkerExtension"]
     flags += ["--weight-transfer-config", '{"backend": "trl_quant"}', "--max-model-len", "512", "--host", "127.0.0.1"]

@@ -15,26 +15,17 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.lora.request import LoRARequest
-from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, score, update
+from vllm_engines import GPU_MODEL, SMALL, engine, fresh, greedy, keep, policy, score, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.precisions import in_vllm
 from trl_quant.rollout.vllm.support import supported_precisions
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
-PRECISIONS = ("bf16", "fp8", "fp8_tensor", "fp8_block", "int8", "nvfp4", "mxfp4")
-MODEL = {
-    "family": "qwen2",
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "initializer_range": 0.03,
-}
 
 
-@pytest.fixture(params=PRECISIONS)
+@pytest.fixture(params=in_vllm())
 def precision(request):
     if missing := supported_precisions()[request.param]:
         pytest.skip(missing)
@@ -49,7 +40,7 @@ class SleepLevel(TrainerCallback):
 
 
 def trained(tmp_path, precision, sleeping, steps=4, **kwargs):
-    path = save_tiny(tmp_path / "model", tied=kwargs.pop("tied", False), dtype=torch.bfloat16, **MODEL)
+    path = save_tiny(tmp_path / "model", tied=kwargs.pop("tied", False), dtype=torch.bfloat16, **GPU_MODEL)
     lora_sync = kwargs.pop("lora_sync", "merge")
     args = config(
         QuantGRPOConfig,
@@ -136,7 +127,7 @@ def test_adapter_sync(tmp_path, precision, sleeping):
 
 
 def test_faults_are_found(tmp_path, precision):
-    model = policy(tmp_path / "policy", tied=False, **MODEL).cuda()
+    model = policy(tmp_path / "policy", tied=False, **GPU_MODEL).cuda()
     sampler = engine(model, precision, sync_check_steps=1)
     print(f"{precision:>10} first check: {sampler.check_sync()}")
     update(model, seed=0, size=1e-3)

@@ -16,6 +16,7 @@ The product grows with the length: a cap of 3, TRL's default, is 0.011 nats a to
 import logging
 import math
 from dataclasses import dataclass, replace
+from weakref import WeakSet
 
 import torch
 
@@ -24,10 +25,10 @@ from .diagnostics import diagnose, rollout_ratio, unit_weights
 
 
 logger = logging.getLogger(__name__)
-_told: set["TRL"] = set()
+_told: WeakSet["TRL"] = WeakSet()  # one of them for each run
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TRL:
     """The diagnostics of TRL's own correction, whose weights stay TRL's. It says so once when tokens are dropped."""
 

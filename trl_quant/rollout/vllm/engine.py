@@ -111,6 +111,12 @@ class VLLMEngine(VLLMBase):
         if self.wide_norms and arguments.setdefault("load_format", "trl_quant") == "trl_quant":
             extra = arguments.get("model_loader_extra_config", {})
             arguments["model_loader_extra_config"] = {**extra, "wide_norms": True}
+        elif self.wide_norms:
+            logger.warning(
+                "`vllm_engine_kwargs` has 'load_format'=%r, with which vLLM holds its norms in BF16. That swallows noise "
+                "below 4e-3: see `noise/effective_sigma`. Leave it out for all of the noise.",
+                arguments["load_format"],
+            )
         if self.lora_sync == "adapter":
             arguments |= adapter_arguments(self.model, arguments)
         return arguments
