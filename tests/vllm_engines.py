@@ -35,6 +35,15 @@ SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "disable_log_
 if GPU:  # captured CUDA graphs, without the minutes that torch.compile takes
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
     SMALL |= {"enforce_eager": False, "compilation_config": graphs, "kv_cache_memory_bytes": 256 << 20}
+# Of the models in tests on GPUs: large enough for every kernel, on one GPU or two
+GPU_MODEL = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.03,
+}
 # two longer than vLLM's cache blocks of 128 tokens on a CPU, one shorter
 PROMPTS = [[(7 * i + 3) % 250 for i in range(200)], [(i * i) % 251 for i in range(140)], [5, 6, 7]]
 

@@ -24,7 +24,9 @@ def test_noise_arrives(tmp_path, precision):
         pytest.skip(missing)
     sampler = None
     for sigma in SIGMAS:
-        effective, slope, sampler = arrival(tmp_path, precision, True, sigma, "cuda", sampler, **GPU_MODEL)
+        effective, slope, sampler = arrival(
+            tmp_path, precision, True, sigma, "cuda", sampler, family="qwen2", **GPU_MODEL
+        )
         print(f"{precision:>10} sigma {sigma:.0e}: effective {effective:.2e}, slope {slope:.2f}")
         assert effective == pytest.approx(sigma, rel=0.05)
         # Where inputs are quantized, flipped codes drown weak noise in this statistic; what the norms hold is the same.
@@ -34,13 +36,13 @@ def test_noise_arrives(tmp_path, precision):
     update(sampler.model, seed=1)
     sampler.sync_weights()  # a reload keeps the norms in FP32
     assert greedy(sampler.llm) != before
-    effective, slope, _ = arrival(tmp_path, precision, True, SIGMAS[0], "cuda", sampler, **GPU_MODEL)
+    effective, slope, _ = arrival(tmp_path, precision, True, SIGMAS[0], "cuda", sampler, family="qwen2", **GPU_MODEL)
     print(f"{precision:>10} after a sync: effective {effective:.2e}, slope {slope:.2f}")
     assert effective == pytest.approx(SIGMAS[0], rel=0.05) and 0.5 < slope < 1.5
     sampler.check_sync()
 
 
 def test_bf16_norms_swallow_it(tmp_path):
-    effective, slope, _ = arrival(tmp_path, "bf16", False, SIGMAS[-1], "cuda", **GPU_MODEL)
+    effective, slope, _ = arrival(tmp_path, "bf16", False, SIGMAS[-1], "cuda", family="qwen2", **GPU_MODEL)
     print(f"      bf16 norms: effective {effective:.2e}, slope {slope:.2f}")
     assert effective < SIGMAS[-1] / 2 and slope < 0.6

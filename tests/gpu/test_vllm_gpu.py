@@ -40,7 +40,9 @@ class SleepLevel(TrainerCallback):
 
 
 def trained(tmp_path, precision, sleeping, steps=4, **kwargs):
-    path = save_tiny(tmp_path / "model", tied=kwargs.pop("tied", False), dtype=torch.bfloat16, **GPU_MODEL)
+    path = save_tiny(
+        tmp_path / "model", tied=kwargs.pop("tied", False), dtype=torch.bfloat16, family="qwen2", **GPU_MODEL
+    )
     lora_sync = kwargs.pop("lora_sync", "merge")
     args = config(
         QuantGRPOConfig,
@@ -127,7 +129,7 @@ def test_adapter_sync(tmp_path, precision, sleeping):
 
 
 def test_faults_are_found(tmp_path, precision):
-    model = policy(tmp_path / "policy", tied=False, **GPU_MODEL).cuda()
+    model = policy(tmp_path / "policy", tied=False, family="qwen2", **GPU_MODEL).cuda()
     sampler = engine(model, precision, sync_check_steps=1)
     print(f"{precision:>10} first check: {sampler.check_sync()}")
     update(model, seed=0, size=1e-3)

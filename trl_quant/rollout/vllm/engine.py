@@ -113,8 +113,8 @@ class VLLMEngine(VLLMBase):
             arguments["model_loader_extra_config"] = {**extra, "wide_norms": True}
         elif self.wide_norms:
             logger.warning(
-                "`vllm_engine_kwargs` has 'load_format'=%r, with which vLLM holds its norms in BF16. That swallows noise "
-                "below 4e-3: see `noise/effective_sigma`. Leave it out for all of the noise.",
+                "`vllm_engine_kwargs` has 'load_format'=%r, with which vLLM holds its norms in BF16. That swallows "
+                "noise below 4e-3: see `noise/effective_sigma`. Leave it out for all of the noise.",
                 arguments["load_format"],
             )
         if self.lora_sync == "adapter":
