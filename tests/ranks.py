@@ -4,7 +4,8 @@ A launch spends most of its time on imports, so the script trains several cases 
 
     accelerate launch --num_processes 2 tests/ranks.py DIRECTORY embedded-int8-full tp-int8-lora
 
-A case is a mode, a precision and a tuning; `embedded` is the embedded engine, and the other modes are in `vllm_ranks`.
+A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `passes` the same with and without a
+scoring pass, and the other modes are in `vllm_ranks`.
 The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CASE/rank-N.json.
 """
 
@@ -57,6 +58,27 @@ def train_embedded(precision: str, tuning: str, path: Path) -> list[dict]:
     return [{name: log.get(name) for name in names} for log in trainer.state.log_history if "loss" in log]
 
 
+def train_in_passes(precision: str, tuning: str, path: Path) -> list[dict]:
+    """Three steps of two micro-batches, scored in the loss and before it; what both logged, and the weights' sums."""
+    from training import config, dataset, lora, make, metrics, parameters
+
+    from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+
+    found = []
+    for one_pass in (True, False):
+        settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "is_correction": "decoupled"}
+        args = config(QuantGRPOConfig, path / "out", rollout_precision=precision, max_steps=3, **settings)
+        model, peft_config = str(path.parent / "model"), lora() if tuning == "lora" else None
+        torch.manual_seed(0)
+        trainer = make(QuantGRPOTrainer, args, model=model, train_dataset=dataset(32), peft_config=peft_config)
+        assert trainer.one_pass
+        trainer.one_pass = one_pass
+        trainer.train()
+        weights = {name: value.double().sum().item() for name, value in parameters(trainer).items()}
+        found.append({"log": metrics(trainer)[:3], "weights": weights})
+    return found
+
+
 def run(path: Path, case: str) -> None:
     """One rank of one case."""
     mode, precision, tuning = case.split("-")
@@ -64,6 +86,8 @@ def run(path: Path, case: str) -> None:
     torch.manual_seed(0)  # of new adapters
     if mode == "embedded":
         found = train_embedded(precision, tuning, path / case)
+    elif mode == "passes":
+        found = train_in_passes(precision, tuning, path / case)
     else:
         from vllm_ranks import train
 

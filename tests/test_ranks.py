@@ -16,9 +16,10 @@ from vllm_ranks import check
 
 pytestmark = pytest.mark.slow
 EMBEDDED = ["embedded-int8-full", "embedded-int8-lora"]
+PASSES = ["passes-int4-full", "passes-int4-lora"]
 # launch -> (accelerate's configuration, cases)
 LAUNCHES = {
-    "ddp": ("ddp", [*EMBEDDED, "tp-int8-lora"]),
+    "ddp": ("ddp", [*EMBEDDED, *PASSES, "tp-int8-lora"]),
     "dp": ("ddp", ["dp-int8-full"]),
     "fsdp2": ("fsdp2", [*EMBEDDED, "fsdp2-bf16-full", "fsdp2-int8-lora"]),
     "zero2": ("zero2", ["zero2-int8-full"]),
@@ -37,7 +38,9 @@ def found(tmp_path_factory):
         save_tiny(path / "model", "qwen2", dtype=torch.bfloat16)
         for left_over in Path("/dev/shm").glob("*-tp:*-cpushm_*"):  # of ranks that ended early
             left_over.unlink()
-        return path, on_two_ranks(configuration, path, *(c for c in cases if c in EMBEDDED or find_spec("vllm")))
+        return path, on_two_ranks(
+            configuration, path, *(c for c in cases if c in EMBEDDED + PASSES or find_spec("vllm"))
+        )
 
     def found(launch: str, case: str) -> list:
         if launch.startswith("zero") and not find_spec("deepspeed"):  # only the ranks need to import it
@@ -65,6 +68,17 @@ def test_zero3_trains_as_the_whole(found, case):
         assert ours["weights/normalized_update"] == pytest.approx(theirs["weights/normalized_update"], rel=1e-2)
 
 
+@pytest.mark.parametrize("case", PASSES)
+def test_one_pass_trains_as_two(found, case):
+    """Weights bit for bit; metrics are those of both ranks' tokens, to the rounding of their sums."""
+    ranks = found("ddp", case)
+    for one, two in ranks:
+        assert one["weights"] == two["weights"] and len(one["log"]) == 3
+        for left, right in zip(one["log"], two["log"], strict=True):
+            assert left == pytest.approx(right, rel=1e-4, abs=1e-6)
+    assert ranks[0][0]["log"] == ranks[1][0]["log"] != []
+
+
 @pytest.mark.vllm
 @pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")
 @pytest.mark.parametrize(
@@ -73,7 +87,7 @@ def test_zero3_trains_as_the_whole(found, case):
         pytest.param(launch, case, id=case)
         for launch, (_, cases) in LAUNCHES.items()
         for case in cases
-        if case not in EMBEDDED
+        if case not in EMBEDDED + PASSES
     ],
 )
 def test_engines_end_as_fresh_ones(found, launch, case):

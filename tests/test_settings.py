@@ -179,7 +179,7 @@ def test_the_weight_of_a_sequence_is_the_product_of_its_tokens(name):
 
 def test_the_loss_of_a_sequence_has_that_weight(tmp_path):
     """GSPO: TRL multiplies a loss for each sequence by a weight for each token, and averages."""
-    settings = {"rollout_precision": "int4", "is_correction": "decoupled", "loss_type": "grpo"}
+    settings = {"rollout_precision": "int4", "is_correction": "decoupled", "loss_type": "grpo", "num_iterations": 2}
     args = config(QuantGRPOConfig, tmp_path, importance_sampling_level="sequence", **settings)
     trainer = make(QuantGRPOTrainer, args)
     output = scored(trainer)

@@ -47,7 +47,7 @@ def batch_of(trainer):
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_the_loss_is_the_papers_objective(tmp_path, correction):
     """One step after the policy has moved, on a real batch, against the slow loops of `reference.py`."""
-    settings = {"loss_type": "bnpo", "scale_rewards": "group", "epsilon_high": 0.3}
+    settings = {"loss_type": "bnpo", "scale_rewards": "group", "epsilon_high": 0.3, "num_iterations": 2}
     settings |= {"is_cap": 1.05} if correction in ("tis", "acr", "ais") else {}
     trainer = quantized(QuantGRPOTrainer, tmp_path, is_correction=correction, **settings)
     batch = batch_of(trainer)
@@ -180,7 +180,7 @@ def test_a_full_precision_copy_has_no_mismatch_and_trains_as_trl_does(tmp_path):
 
 
 def test_unscored_tokens_weigh_one(tmp_path, monkeypatch):
-    trainer = quantized(QuantGRPOTrainer, tmp_path, is_correction="decoupled")
+    trainer = quantized(QuantGRPOTrainer, tmp_path, is_correction="decoupled", num_iterations=2)
     generate = trainer.vllm_generation.generate
 
     def holes(*args, **kwargs):

@@ -19,15 +19,11 @@ from .precisions import PRECISIONS, in_vllm
 from .rollout import VLLM_MODES
 from .rollout.vllm.support import check_engine_kwargs
 from .scaling import check_scale
-from .values import BOUNDS, check_at_least, check_bounds, check_choice, check_type, listed
+from .values import BOUNDS, CHOICES, CLIPPED_LOSSES, check_at_least, check_bounds, check_choice, check_type, listed
 
 
 logger = logging.getLogger(__name__)
 
-# Losses that clip the policy ratio between two bounds; only these have an upper bound that ACR can widen.
-CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-LOSSES = (*CLIPPED_LOSSES, "cispo", "sapo", "vespo")
-REWARD_SCALES = ("group", "batch", "none")
 MODEL_IMPLS = ("vllm", "transformers", "auto")
 LORA_SYNCS = ("merge", "adapter")
 # Fields of ours that change how a run computes, not what
@@ -243,8 +239,8 @@ class QuantGRPOConfig(GRPOConfig):
         check_choice("vllm_sleep_level", self.vllm_sleep_level, (1, 2))
         check_choice("is_correction", self.is_correction, ("trl", *CORRECTIONS))
         check_choice("noise_schedule", self.noise_schedule, SCHEDULES)
-        check_choice("scale_rewards", self.scale_rewards, REWARD_SCALES)
-        check_choice("loss_type", self.loss_type, LOSSES)
+        for name, allowed in CHOICES.items():
+            check_choice(name, getattr(self, name), allowed)
         check_choice("vllm_mode", self.vllm_mode, VLLM_MODES)
         check_at_least("is_cap", self.is_cap, 1.0)
         check_at_least("ais_delta", self.ais_delta, 0.0, strict=True)
@@ -308,8 +304,7 @@ class QuantGRPOConfig(GRPOConfig):
                 "`vllm_importance_sampling_correction=False` with `is_correction='trl'`: the mismatch between sampler "
                 "and trainer is neither corrected nor measured."
             )
-        once = self.num_iterations == 1 and self.steps_per_generation <= self.gradient_accumulation_steps
-        if self.is_correction == "acr" and once:
+        if self.is_correction == "acr" and self.one_update_per_generation:
             logger.warning(
                 "With one update per generation no clip bound acts, and `is_correction='acr'` is 'tis', bit for bit. "
                 "They part where a generation serves several updates (`num_iterations`, `steps_per_generation`)."
@@ -398,7 +393,7 @@ class QuantGRPOConfig(GRPOConfig):
                 "`is_correction='none'` to ignore the sampler."
             )
         default = {f.name: f.default for f in fields(GRPOConfig)}
-        names = [f"vllm_importance_sampling_{name}" for name in TRL.__dataclass_fields__]
+        names = [f"vllm_importance_sampling_{f.name}" for f in fields(TRL)]
         changed = [name for name in names if has_sampler and getattr(self, name) != default[name]]
         if changed:
             logger.warning(
@@ -436,6 +431,11 @@ class QuantGRPOConfig(GRPOConfig):
     def epsilon_low(self) -> float:
         """TRL's `epsilon`, by the name of the bound that it is."""
         return self.epsilon
+
+    @property
+    def one_update_per_generation(self) -> bool:
+        """Whether a generation serves one optimizer step, whose policy is then the one that it was sampled for."""
+        return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
 
     def noise_sigma(self, step: int, total_steps: int) -> float:
         """Standard deviation of the noise at an optimizer step; 0 without a `noise_schedule`."""

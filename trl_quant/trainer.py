@@ -1,15 +1,15 @@
 """`QuantGRPOTrainer` and `AISGRPOTrainer`: the glue between TRL's `GRPOTrainer` and the rooms of this package."""
 
-import torch
+from functools import partial
+
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
-from trl.trainer.utils import nanmax, nanmin
 
 from . import checkpoints
 from .checks import check_before_loading, check_method, name_of
 from .config import AISGRPOConfig, QuantGRPOConfig
 from .corrections.acr import rescued
-from .corrections.batch import corrected, counted, write
+from .corrections.batch import corrected, counted, joined, sampling_metrics, write
 from .rollout import RolloutEngine, RolloutNoise, choose_precision, engine_of
 from .rollout.seams import exchanged
 from .scaling import apply_uaq, uaq_applied
@@ -33,7 +33,7 @@ class QuantGRPOTrainer(GRPOTrainer):
 
     config_class = QuantGRPOConfig
     _engine: RolloutEngine | None = None  # where samples come from, if not from TRL itself
-    _correction = None
+    _batch: dict | None = None  # what the loss is computed of, while it is
 
     def __init__(
         self,
@@ -63,7 +63,10 @@ class QuantGRPOTrainer(GRPOTrainer):
         check_before_loading(**given | {"args": args})
         if args.rollout_precision == "auto":
             args.rollout_precision = checkpoints.precision_before(args) or choose_precision(args, model_name)
-        self._correction = args.correction()
+        correction = args.correction()
+        self._correct = correction and partial(corrected, correction, level=args.importance_sampling_level)
+        # Whether the loss's own forward scores the tokens for the correction too: no update comes between
+        self.one_pass = args.one_update_per_generation and not getattr(correction, "whole_batch", correction is None)
 
         with engine_of(args):
             super().__init__(**given | {"args": args})
@@ -79,8 +82,7 @@ class QuantGRPOTrainer(GRPOTrainer):
             self._engine.noise = self.rollout_noise()
         generated = super()._generate(prompts)
         if self.args.noise_schedule is not None and self.model.training:
-            self._metrics["train"]["noise/sigma"].append(self._engine.noise.sigma)
-            self._metrics["train"]["noise/effective_sigma"].append(self._engine.effective_sigma)
+            self._log_values(self._engine.noise_metrics())
         return generated
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
@@ -107,10 +109,7 @@ class QuantGRPOTrainer(GRPOTrainer):
     def check_sync(self) -> dict[str, float]:
         """
         Compares the vLLM engine with the policy at once, as is done every `sync_check_steps`; syncs first where the
-        next generation would. See [`~rollout.self_check.self_check`] for what it returns and raises.
-
-        Raises:
-            `ValueError`: without a vLLM engine of ours.
+        next generation would. See [`~rollout.self_check.self_check`]. `ValueError` without a vLLM engine of ours.
         """
         if not hasattr(self._engine, "check_sync"):
             raise ValueError("`check_sync` checks vLLM engines: set `use_vllm=True` and a `rollout_precision`.")
@@ -122,45 +121,57 @@ class QuantGRPOTrainer(GRPOTrainer):
     # Correct: what the tokens of the quantized sampler are worth
 
     def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
-        mode, measured = "train" if self.model.training else "eval", {}
-        if self._engine is not None and mode == "train":  # an evaluation leaves them to the step whose sync it was
-            measured = self._engine.take_metrics()
-        if self._correction is not None and output.get("sampling_per_token_logps") is not None:
-            result = corrected(self._correction, output, self.args.importance_sampling_level)
-            measured |= result.metrics
+        self._unlogged = []  # micro-batches of this generation
+        scores = self.vllm_importance_sampling_correction and not self.one_pass
+        with exchanged(self, vllm_importance_sampling_correction=scores):
+            output = super()._generate_and_score_completions(inputs)
+        if self._engine is not None and self.model.training:  # an evaluation leaves them to the step whose sync it was
+            self._log_values(self._engine.take_metrics())
+        if scores and self._correct is not None and output.get("sampling_per_token_logps") is not None:
+            result = self._correct(output)
+            self._log_correction(output, result)
             if self.args.is_correction != "trl":  # of TRL's own correction only the diagnostics are ours
                 write(result, output)
-                self._log_weights(mode, result.weights[counted(output).bool()])
-        for name, value in measured.items():
-            self._metrics[mode][name].append(value)
         return output
 
-    def _log_weights(self, mode: str, weights: torch.Tensor) -> None:
-        """Has TRL's own metrics of the importance sampling ratio tell of the weights that replaced it."""
-        weights = weights if weights.numel() else weights.new_zeros(1)
-        gathered = {name: self.accelerator.gather(getattr(weights, name)()) for name in ("min", "mean", "max")}
-        reduced = {"min": nanmin, "mean": torch.nanmean, "max": nanmax}
-        for name, values in gathered.items():
-            self._metrics[mode][f"sampling/importance_sampling_ratio/{name}"][-1] = reduced[name](values).item()
+    def _log_values(self, values: dict[str, float], over: bool = False) -> None:
+        """Logs values with TRL's, or `over` the last ones of their names."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in values.items():
+            metrics[name][-1 if over else len(metrics[name]) :] = [value]
 
-    # Loss: TRL's own, between a token's own clip bounds where the correction gives them (QuRL eq. 9)
+    def _log_correction(self, batch, result) -> None:
+        self._log_values(result.metrics)
+        if self.args.is_correction != "trl":  # TRL logged its own ratio where it scored the batch
+            sampling = sampling_metrics(batch, result.weights, self.accelerator.gather)
+            self._log_values(sampling, over=not self.one_pass)
+
+    # Loss: TRL's own; where nothing was scored before, its forward gives the old log-probabilities too (R = 1)
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self._logps = scored[0].detach()
+        if self._batch is not None:
+            self._correct_loss(self._batch, scored[0].detach())
         return scored
 
     def _compute_loss(self, model, inputs):
-        if "clip_high" not in inputs:
-            return super()._compute_loss(model, inputs)
-        high = self.epsilon_high
-        # TRL clamps the ratio to [1 - epsilon_low, 1 + epsilon_high]; near 1 both subtractions are exact.
-        with exchanged(self, epsilon_low=1 - inputs["clip_low"], epsilon_high=inputs["clip_high"] - 1):
-            loss = super()._compute_loss(model, inputs)
-        share = self.accelerator.gather(rescued(self._logps, inputs, counted(inputs), high)).mean().item()
-        self._metrics["train" if self.model.training else "eval"]["mismatch/rescued_fraction"].append(share)
-        return loss
+        with exchanged(self, _batch=dict(inputs), epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high):
+            return super()._compute_loss(model, self._batch)
+
+    def _correct_loss(self, batch, logps) -> None:
+        """Gives the loss its weights where it has none yet, and a token's own clip bounds (QuRL eq. 9)."""
+        if self.one_pass and "sampling_per_token_logps" in batch:
+            scored = batch | {"old_per_token_logps": logps}
+            write(self._correct(scored), batch)
+            self._unlogged.append(scored)
+            if len(self._unlogged) == (self.args.steps_per_generation if self.model.training else 1):
+                whole, self._unlogged = joined(self._unlogged), []
+                self._log_correction(whole, self._correct(whole))
+        if "clip_high" in batch:
+            share = rescued(logps, batch, counted(batch), self.epsilon_high)
+            self._log_values({"mismatch/rescued_fraction": self.accelerator.gather(share).mean().item()})
+            # TRL clamps the ratio to [1 - epsilon_low, 1 + epsilon_high]; near 1 both subtractions are exact.
+            self.epsilon_low, self.epsilon_high = 1 - batch["clip_low"], batch["clip_high"] - 1
 
     # Checkpoints: only complete ones count, and a model is scaled once
 

@@ -27,6 +27,12 @@ BOUNDS = {
     "beta": (0.0, False, math.inf),
     "epsilon": (0.0, False, math.inf),
 }
+# Losses that clip the policy ratio between two bounds; only these have an upper bound that ACR can widen.
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+CHOICES = {
+    "scale_rewards": ("group", "batch", "none"),
+    "loss_type": (*CLIPPED_LOSSES, "cispo", "sapo", "vespo"),
+}
 
 
 def listed(names) -> str:

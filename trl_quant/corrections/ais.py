@@ -40,6 +40,7 @@ class AIS:
     beta_var: float = 1.0
     eps: float = 1e-6
 
+    whole_batch: ClassVar[bool] = True  # alpha is one for all tokens: they must all be scored before the first loss
     # GRPO settings that the method asks for, by TRL's names
     settings: ClassVar[dict[str, str]] = {"scale_rewards": "none", "loss_type": "grpo"}
 

@@ -15,6 +15,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .base import CorrectionInputs, CorrectionOutput
@@ -47,3 +48,26 @@ def write(output: CorrectionOutput, batch: dict[str, Tensor]) -> None:
         batch["old_per_token_logps"] = output.old_logps
     if output.clip_high is not None:
         batch["clip_low"], batch["clip_high"] = output.clip_low, output.clip_high
+
+
+def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Micro-batches of one generation, all `(B, T)` with one `T`, as one batch of what a correction reads."""
+    names = ("sampling_per_token_logps", "old_per_token_logps", "advantages", "completion_mask", "tool_mask")
+    return {name: torch.cat([batch[name] for batch in batches]) for name in names if name in batches[0]}
+
+
+def sampling_metrics(batch: dict[str, Tensor], weights: Tensor, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """What TRL logs of its sampler, with `weights` `(B, T)` for its ratio; `gather` brings the values of all ranks."""
+    mask = counted(batch).bool()
+    difference = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()
+    values = {
+        "importance_sampling_ratio": weights[mask],
+        "sampling_logp_difference": difference[mask & ~difference.isnan()],
+    }
+    values = {name: value if value.numel() else value.new_zeros(1) for name, value in values.items()}
+    ratio = values["importance_sampling_ratio"]
+    metrics = {"sampling/importance_sampling_ratio/min": gather(ratio.min()).min().item()}
+    for name, value in values.items():
+        metrics[f"sampling/{name}/mean"] = gather(value.mean()).mean().item()
+        metrics[f"sampling/{name}/max"] = gather(value.max()).max().item()
+    return metrics

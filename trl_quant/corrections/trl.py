@@ -16,6 +16,7 @@ The product grows with the length: a cap of 3, TRL's default, is 0.011 nats a to
 import logging
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 from weakref import WeakSet
 
 import torch
@@ -35,6 +36,8 @@ class TRL:
     mode: str = "sequence_mask"
     clip_max: float | None = 3.0
     clip_min: float | None = None
+
+    whole_batch: ClassVar[bool] = True  # TRL computes its weights before the first loss
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         inputs = replace(inputs, level=self.mode.partition("_")[0])

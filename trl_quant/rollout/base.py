@@ -127,6 +127,10 @@ class RolloutEngine(VLLMGeneration):
 
     # Metrics
 
+    def noise_metrics(self) -> dict[str, float]:
+        """What the noise of this generation should be, and what the norms hold of it."""
+        return {"noise/sigma": self.noise.sigma, "noise/effective_sigma": self.effective_sigma}
+
     def take_metrics(self) -> dict[str, float]:
         """What was measured since the last call."""
         taken, self.sync_metrics = self.sync_metrics, {}
