@@ -239,6 +239,35 @@ def test_loss_reads_the_importance_sampling_ratio(build, loss_type):
         assert twice == pytest.approx(2 * once, rel=1e-5)
 
 
+def test_loss_is_scored_before_it_is_weighted(build):
+    """Without a pass that scores the batch: weights, bounds and old log-probabilities come from the loss's forward."""
+
+    class Late(GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            if torch.is_grad_enabled():
+                self.late["old_per_token_logps"] = scored[0].detach() - 1
+                self.late["importance_sampling_ratio"] = torch.full_like(scored[0], 3.0)
+                self.epsilon_low, self.epsilon_high = torch.zeros_like(scored[0]), torch.full_like(scored[0], 9.0)
+            return scored
+
+    trainer = build(Late)
+    trainer.vllm_importance_sampling_correction = False  # read when a batch is scored
+    prompts = [{"prompt": text} for text in dataset(2)["prompt"] for _ in range(4)]
+    trainer.late = batch = trainer._generate_and_score_completions(prompts)
+    assert not {"importance_sampling_ratio", "old_per_token_logps"} & set(batch) and "sampling_per_token_logps" in batch
+    trainer.vllm_importance_sampling_correction = True  # ... and when the loss is computed
+    loss = trainer._compute_loss(trainer.model, batch)
+    mask, advantages = batch["completion_mask"], batch["advantages"][:, None]
+    expected = -(3 * torch.tensor(1.0).exp() * advantages * mask).sum() / mask.sum()  # exp(1) is beyond 1 + HIGH
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_log_probabilities_are_extracted_by_name():
+    assert "extract_logprobs" in VLLMGeneration.generate.__code__.co_names
+    assert VLLMGeneration.generate.__globals__["extract_logprobs"] is vllm_generation.extract_logprobs
+
+
 def test_loss_reads_the_old_log_probabilities(build):
     """`coupled` replaces them with the sampler's."""
     trainer = build(importance_sampling_level="token")
