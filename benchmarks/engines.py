@@ -1,13 +1,21 @@
-"""What the engine benchmarks share: policies of any size without a checkpoint, engines with dummy weights."""
+"""What the engine benchmarks share: policies of any size without a checkpoint, engines with dummy weights, a clock."""
 
+import argparse
 import atexit
+import functools
+import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,19 +32,45 @@ SHAPES = {  # Qwen2.5
 CUDA = torch.cuda.is_available()
 # What any CPU runs, without AMX
 PRECISIONS = [name for name, vllm in in_vllm().items() if CUDA or (vllm.cpu and not vllm.amx)]
+# What the others are compared with. On a CPU vLLM packs BF16 weights and TRL's push finds none to write to
+BASELINE = "trl" if CUDA else "bf16"
+# The first sync brings the policy's weights. On a CPU INT8 layers keep what their loader gives them: it must read some
+START = {"load_format": "dummy"} if CUDA else {}
 
 
 def machine() -> str:
     return torch.cuda.get_device_name() if CUDA else f"{platform.processor() or platform.machine()} CPU"
 
 
-def model_directory(size: str) -> str:
-    """A directory with only the config.json of a Qwen2.5 of this size."""
+def load_tokenizer(path: Path | None = None):
+    """The tokenizer in a tokenizer.json; without a path the one of 129k entries that comes with litellm."""
+    from transformers import PreTrainedTokenizerFast
+
+    if path is None and (litellm := importlib.util.find_spec("litellm")):
+        path = Path(litellm.origin).parent / "litellm_core_utils/tokenizers/deepseek_tokenizer.json"
+    if path is None or not path.is_file():
+        raise SystemExit(
+            f"There is no tokenizer{f' at {path}' if path else ''}: `pip install --no-deps litellm`, which brings one, "
+            "or name a tokenizer.json with `--tokenizer`."
+        )
+    return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token="<|eos|>", pad_token="<|pad|>")
+
+
+def words_of(tokenizer) -> list[int]:
+    """Ids of the tokens that are a space and ASCII letters: ordinary English that tokenizes as it was sampled."""
+    return sorted(token for text, token in tokenizer.get_vocab().items() if re.fullmatch("[Ġ▁][A-Za-z]+", text))
+
+
+def model_directory(size: str, tokenizer=None) -> str:
+    """A directory with only the config.json of a Qwen2.5 of this size, and the tokenizer."""
     from transformers import Qwen2Config
 
     shape = dict(SHAPES[size])
+    vocabulary = 152064
+    if size == "tiny":
+        vocabulary = 1024 if tokenizer is None else -(-len(tokenizer) // 64) * 64
     config = Qwen2Config(
-        vocab_size=152064 if size != "tiny" else 1024,
+        vocab_size=vocabulary,
         num_attention_heads=shape.pop("heads"),
         num_key_value_heads=shape.pop("kv_heads"),
         tie_word_embeddings=False,
@@ -48,13 +82,34 @@ def model_directory(size: str) -> str:
     path = tempfile.mkdtemp(prefix=f"trl-quant-bench-{size}-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     config.save_pretrained(path)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
     return path
 
 
-def policy(path: str, lora_rank: int = 0):
+@torch.no_grad()
+def speak(model, words: list[int]) -> None:
+    """
+    Has a random policy sample `words` alone: others cost far more, or less, to turn to text than what a trained policy
+    says. Channel 0 of the residual stream is made a constant, which every embedding holds and no layer writes to; the
+    head reads all other tokens' improbability from it.
+    """
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding.normal_()
+    embedding[:, 0] = 8
+    head[:, 0] = -256
+    head[words, 0] = 0
+    for name, param in model.named_parameters():
+        if name.endswith("norm.weight"):
+            param.fill_(1)
+        elif re.search("(o_proj|down_proj)(?!.*lora_A)", name):
+            param[0] = 0
+
+
+def policy(path: str, lora_rank: int = 0, words: list[int] | None = None):
     """
     A BF16 policy with one layer's memory shared by all layers: it streams as many bytes as a real policy and leaves the
-    GPU to the engine.
+    GPU to the engine. With `words` it samples them alone.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -70,21 +125,36 @@ def policy(path: str, lora_rank: int = 0):
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(storage[key]))
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config, device=device)  # the only buffers
     model.name_or_path = path
+    save_start(model)
     if lora_rank:
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", init_lora_weights=False)
         model = get_peft_model(model, config).to(device)
+    if words is not None:
+        speak(model, words)
     return model
+
+
+def save_start(model) -> None:
+    """Writes the checkpoint that engines start on, where they need one."""
+    if not START:
+        from safetensors.torch import save_file
+
+        tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        save_file(tensors, Path(model.name_or_path, "model.safetensors"), {"format": "pt"})
 
 
 def byte_tokenizer(text: str, add_special_tokens: bool = False) -> dict:
     return {"input_ids": list(text.encode())}
 
 
-def build(kind: str, model, max_seqs: int, new_tokens: int, length: int, lora_sync: str = "merge", **arguments):
+def build(
+    kind: str, model, max_seqs: int, new_tokens: int, length: int, lora_sync: str = "merge", tokenizer=None, **arguments
+):
     """
     TRL's own engine (`kind="trl"`) or ours (`kind` is a precision), with dummy weights; `arguments` go to vLLM.
+    Without a tokenizer it has no text.
     """
     from accelerate import Accelerator
     from trl.generation.vllm_generation import VLLMGeneration
@@ -92,7 +162,10 @@ def build(kind: str, model, max_seqs: int, new_tokens: int, length: int, lora_sy
     from trl_quant.rollout import VLLMEngine
     from trl_quant.rollout.seams import llm_with
 
-    arguments = {"load_format": "dummy", "skip_tokenizer_init": True, "disable_log_stats": True, **arguments}
+    arguments = START | {"disable_log_stats": True} | arguments
+    if tokenizer is None:
+        arguments["skip_tokenizer_init"] = True
+        tokenizer = byte_tokenizer
     settings = {
         "mode": "colocate",
         "max_model_length": length,
@@ -103,17 +176,75 @@ def build(kind: str, model, max_seqs: int, new_tokens: int, length: int, lora_sy
     accelerator = Accelerator(cpu=not CUDA)
     if kind == "trl":
         with llm_with(**arguments):
-            return VLLMGeneration(model, accelerator, byte_tokenizer, **settings)
+            return VLLMGeneration(model, accelerator, tokenizer, **settings)
     options = {"engine_kwargs": arguments, "sync_check_steps": 0, "lora_sync": lora_sync}
-    return VLLMEngine(model, accelerator, byte_tokenizer, precision=kind, **settings, **options)
+    return VLLMEngine(model, accelerator, tokenizer, precision=kind, **settings, **options)
+
+
+class Clock:
+    """
+    Seconds by name, of methods that it watches on live objects.
+
+    Parameters:
+        synchronize (`bool`): Whether a time includes what the GPU has yet to do.
+    """
+
+    def __init__(self, synchronize: bool = False):
+        self.synchronize = synchronize and CUDA
+        self.seconds: Counter[str] = Counter()
+
+    def now(self) -> float:
+        if self.synchronize:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    @contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        start = self.now()
+        try:
+            yield
+        finally:
+            self.seconds[name] += self.now() - start
+
+    def watch(self, owner, method: str, name: str, when: Callable[[], bool] = lambda: True) -> None:
+        """Counts the calls of `owner.method` that are made `when` this holds under `name`."""
+        original = getattr(owner, method)
+
+        @functools.wraps(original)
+        def watched(*args, **kwargs):
+            if not when():
+                return original(*args, **kwargs)
+            with self.timing(name):
+                return original(*args, **kwargs)
+
+        setattr(owner, method, watched)
+
+
+def engine_options(doc: str) -> argparse.ArgumentParser:
+    """Parser with the options of every benchmark that samples."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[1])
+    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["7b"] if CUDA else ["tiny"])
+    parser.add_argument("--prompt", type=int, default=256 if CUDA else 16, metavar="TOKENS")
+    parser.add_argument("--generations", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--lora", type=int, default=32, metavar="RANK", help="0 for full fine-tuning")
+    parser.add_argument("--lora_sync", choices=["merge", "adapter"], default="merge", help="for our engines")
+    parser.add_argument("--engine_kwargs", type=json.loads, default={}, metavar="JSON", help="for vLLM in our engines")
+    parser.add_argument("--trl_engine_kwargs", type=json.loads, default={}, metavar="JSON", help="the same for TRL's")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; by default litellm's, if it is installed")
+    parser.add_argument("--timeout", type=float, default=540, help="seconds for one engine")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser
 
 
 def in_own_process(arguments: list[str], timeout: float) -> dict:
     """Reruns this benchmark for one engine, which then has the GPU to itself; returns its result or the error."""
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    if not CUDA:
+        defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
     command = [sys.executable, sys.argv[0], *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=defaults | os.environ)
     except subprocess.TimeoutExpired:
         return {"error": f"took more than {timeout:.0f} s"}
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -131,5 +262,7 @@ def save(name: str, results: dict, directory: Path | None) -> None:
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{name}-{machine().replace(' ', '-')}.json"
-        path.write_text(json.dumps({"machine": machine(), "torch": torch.__version__, **results}, indent=2) + "\n")
+        path.write_text(
+            json.dumps({"machine": machine(), "torch": torch.__version__, **results}, indent=2, default=str) + "\n"
+        )
         print(f"written to {path}")

@@ -3,102 +3,203 @@ Sampled tokens per second, sync included, against TRL's own merged BF16 path in 
 
     python benchmarks/rollout.py                       # 7B shapes on a GPU, tiny ones on a CPU
     python benchmarks/rollout.py --sizes 7b 32b --precisions fp8 int8 nvfp4 --batches 1 8 64 256
+    python benchmarks/rollout.py --precisions fp8 --batches 64 256 --profile
 
-A LoRA policy of rank 32 is merged and synced, then 512 tokens are sampled for each prompt of 256 random tokens, with
-vLLM's defaults for torch.compile and CUDA graphs. Each engine runs in its own process, with dummy weights.
+A LoRA policy of rank 32 is merged and synced, then 512 tokens are sampled for each prompt of 256 words, 8 completions
+of a prompt in a row as GRPO asks for them, through TRL's class and ours with what TRL's trainer gives them, a real
+tokenizer, and vLLM's defaults for torch.compile and CUDA graphs. Each engine runs in its own process.
+
+`--profile` adds where the time of a decode step goes, from further generations, in milliseconds: all of it, the GPU's
+part, and the host's: scheduler (`allocate` is part of `schedule`), output processor, model runner (with waiting),
+`extract`, TRL's own conversion of the log-probabilities, and garbage collection, which is part of the others.
 """
 
-import argparse
+import gc
+import random
+import sys
 import time
-from pathlib import Path
+from contextlib import suppress
+from functools import partial
+from operator import attrgetter
 
 import torch
-from engines import CUDA, PRECISIONS, SHAPES, build, in_own_process, machine, model_directory, policy, report, save
+from engines import (
+    BASELINE,
+    CUDA,
+    PRECISIONS,
+    SHAPES,
+    Clock,
+    build,
+    engine_options,
+    in_own_process,
+    load_tokenizer,
+    machine,
+    model_directory,
+    policy,
+    report,
+    save,
+    words_of,
+)
 
 
-def measure(kind: str, size: str, batches: list[int], prompt: int, new: int, lora: int, sync: str, eager: bool) -> dict:
-    shape = SHAPES[size]
-    path, length = model_directory(size), prompt + new + 16
+CORE = "llm_engine.engine_core.engine_core"
+RUNNER = "llm_engine.model_executor.driver_worker.model_runner"
+HOST = {  # column of the profile -> object in vLLM's `LLM`, method
+    "schedule": (f"{CORE}.scheduler", "schedule"),
+    "allocate": (f"{CORE}.scheduler.kv_cache_manager", "allocate_slots"),
+    "update": (f"{CORE}.scheduler", "update_from_output"),
+    "outputs": ("llm_engine.output_processor", "process_outputs"),
+    "forward": (RUNNER, "execute_model"),
+    "sample": (RUNNER, "sample_tokens"),
+}
+COLUMNS = ("decode", "GPU", *HOST, "extract", "gc")
+
+
+def measure(kind: str, args) -> dict:
+    (size,), batches, tokenizer = args.sizes, sorted(args.batches), load_tokenizer(args.tokenizer)
+    shape, words, generator = SHAPES[size], words_of(tokenizer), random.Random(0)
+    path, length = model_directory(size, tokenizer), args.prompt + args.new + 16
     per_token = 2 * 2 * shape["num_hidden_layers"] * shape["kv_heads"] * shape["hidden_size"] // shape["heads"]
     arguments = {"kv_cache_memory_bytes": int(1.1 * max(batches) * length * per_token) + (64 << 20)}
-    if eager or not CUDA:
+    if args.enforce_eager or not CUDA:
         arguments["enforce_eager"] = True
     else:
         arguments["compilation_config"] = {"cudagraph_capture_sizes": sorted({*batches, 1})}
-    engine = build(kind, policy(path, lora), max(batches), new, length, lora_sync=sync, **arguments)
+    arguments |= args.trl_engine_kwargs if kind == "trl" else args.engine_kwargs
+    model = policy(path, args.lora, words)
+    engine = build(kind, model, max(batches), args.new, length, args.lora_sync, tokenizer, **arguments)
 
-    generator = torch.Generator().manual_seed(0)
-    result = {}
-    for batch in batches:
-        prompts = torch.randint(10, 1000, (batch, prompt), generator=generator).tolist()
-        engine.max_completion_length = 8
-        engine.sync_weights()
-        engine.generate(prompts, None, 1)  # warms up the kernels for this batch size
+    def sample(prompts: list[list[int]], new: int) -> list[list[int]]:
         engine.max_completion_length = new
-        if CUDA:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+        return engine.generate(prompts, None, min(args.generations, len(prompts)))[1]
+
+    clock, result, prompts, ordinary = Clock(synchronize=True), {}, {}, set(words)
+    for batch in batches:
+        asked = [generator.choices(words, k=args.prompt) for _ in range(-(-batch // args.generations))]
+        prompts[batch] = [ids for ids in asked for _ in range(args.generations)][:batch]
         engine.sync_weights()
-        if CUDA:
-            torch.cuda.synchronize()
-        synced = time.perf_counter()
-        _, completions, _, _ = engine.generate(prompts, None, 1)
-        end = time.perf_counter()
-        tokens = sum(map(len, completions))
-        assert tokens == batch * new, f"{tokens} tokens instead of {batch * new}"
-        result[batch] = {"tokens_per_s": tokens / (end - start), "sync_s": synced - start, "sample_s": end - synced}
+        sample(prompts[batch], 8)  # warms up the kernels for this batch size
+        clock.seconds.clear()
+        with clock.timing("sync"):
+            engine.sync_weights()
+        with clock.timing("sample"):
+            completions = sample(prompts[batch], args.new)
+        tokens = [token for completion in completions for token in completion]
+        assert len(tokens) == batch * args.new, f"{len(tokens)} tokens instead of {batch * args.new}"
+        share = sum(token in ordinary for token in tokens) / len(tokens)
+        assert share > 0.999, f"{share:.1%} of the tokens are ordinary words"
+        sync, seconds = clock.seconds["sync"], clock.seconds["sample"]
+        result[batch] = {"tokens_per_s": len(tokens) / (sync + seconds), "sync_s": sync, "sample_s": seconds}
+    if args.profile:
+        steps = {batch: decode_step(partial(sample, prompts[batch]), args.new) for batch in batches}
+        host = host_clock(engine)
+        for batch in batches:
+            host.seconds.clear()
+            sample(prompts[batch], args.new)
+            per_step = {name: 1e3 * seconds / args.new for name, seconds in host.seconds.items()}
+            result[batch]["profile"] = per_step | steps[batch]
     return result
 
 
+def decode_step(sample, new: int) -> dict[str, float]:
+    """
+    Milliseconds of a decode step in the middle of a generation, and of those in which a kernel is on the GPU: the
+    difference of two generations, so that prompts count in neither, each timed with the profiler and without.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    lengths, seconds, busy = (new // 2 - new // 16, new // 2 + new // 16), [], []
+    for length in lengths:
+        clock = Clock(synchronize=True)
+        with clock.timing("all"):
+            sample(length)
+        seconds.append(clock.seconds["all"])
+        if CUDA:
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                sample(length)
+                torch.cuda.synchronize()
+            events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+            busy.append(covered(sorted((event.time_range.start, event.time_range.end) for event in events)) / 1e6)
+    per_step = {"decode": seconds} | ({"GPU": busy} if CUDA else {})
+    return {name: 1e3 * (long - short) / (lengths[1] - lengths[0]) for name, (short, long) in per_step.items()}
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """What sorted spans cover together."""
+    total, until = 0.0, 0.0
+    for start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def host_clock(engine) -> Clock:
+    """A clock of what a generation costs the host. What this vLLM or TRL does not have is left out."""
+    from trl.generation import vllm_generation
+
+    from trl_quant.rollout import VLLMEngine
+    from trl_quant.rollout.vllm import sampling
+
+    places = {name: (attrgetter(place)(engine.llm), method) for name, (place, method) in HOST.items()}
+    places["extract"] = vllm_generation, "extract_logprobs"
+    if isinstance(engine, VLLMEngine):  # what stands before vLLM's and TRL's own
+        places["allocate"] = sampling.BlocksWithRoom, "allocate"
+        places["update"] = sampling, "update_with_numbers"
+        places["outputs"] = sampling.HeldOutputs, "__call__"
+        places["extract"] = sampling, "extract_logprobs"
+    clock = Clock()
+    for name, (owner, method) in places.items():
+        with suppress(AttributeError):
+            clock.watch(owner, method, name)
+
+    def collecting(phase: str, info: dict) -> None:
+        clock.seconds["gc"] += time.perf_counter() * (1 if phase == "stop" else -1)
+
+    gc.callbacks.append(collecting)
+    return clock
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["7b"] if CUDA else ["tiny"])
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+    parser = engine_options(__doc__)
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=[p for p in PRECISIONS if p != BASELINE])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256] if CUDA else [1, 8])
-    parser.add_argument("--prompt", type=int, default=256 if CUDA else 32)
-    parser.add_argument("--new", type=int, default=512 if CUDA else 32)
-    parser.add_argument("--lora", type=int, default=32, metavar="RANK", help="0 for full fine-tuning")
-    parser.add_argument("--lora_sync", choices=["merge", "adapter"], default="merge", help="for our engines")
+    parser.add_argument("--new", type=int, default=512 if CUDA else 32, metavar="TOKENS")
     parser.add_argument("--enforce_eager", action="store_true")
-    parser.add_argument("--timeout", type=float, default=540, help="seconds for one engine")
-    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--profile", action="store_true", help="shows where the time goes")
     args = parser.parse_args()
     if args.one:
-        (size,) = args.sizes
-        batches = sorted(args.batches)
-        options = (args.prompt, args.new, args.lora, args.lora_sync, args.enforce_eager)
-        return report(measure(args.one, size, batches, *options))
+        return report(measure(args.one, args))
+    load_tokenizer(args.tokenizer)  # or says at once what is missing
 
-    passed = ["--prompt", args.prompt, "--new", args.new, "--lora", args.lora, "--lora_sync", args.lora_sync]
-    passed += ["--enforce_eager"] if args.enforce_eager else []
     results = {}
     for size in args.sizes:
         print(f"{machine()}, Qwen2.5 {size}, {args.prompt} tokens in, {args.new} out, LoRA of rank {args.lora}")
-        print(
-            f"{'engine':<12}" + "".join(f"{f'batch {b}':>13}{'of TRL':>8}" for b in args.batches) + f"{'sync s':>9}",
-            flush=True,
-        )
-        for kind in ("trl", *args.precisions):
-            command = ["--one", kind, "--sizes", size, "--batches", *args.batches, *passed]
-            found = in_own_process([*map(str, command)], args.timeout)
-            results.setdefault(size, {})[kind] = found
-            if "error" in found:
-                print(f"{kind:<12}{found['error'][:150]}", flush=True)
+        heading = "".join(f"{f'batch {batch}':>13}{'ratio':>8}" for batch in args.batches)
+        print(f"{'engine':<12}{heading}{'sync s':>9}", flush=True)
+        found = results.setdefault(size, {})
+        for kind in (BASELINE, *args.precisions):
+            row = found[kind] = in_own_process([*sys.argv[1:], "--one", kind, "--sizes", size], args.timeout)
+            if "error" in row:
+                print(f"{kind:<12}{row['error'][:150]}", flush=True)
                 continue
-            base = results[size]["trl"]
             cells = ""
             for batch in map(str, args.batches):
-                rate = found[batch]["tokens_per_s"]
-                cells += f"{rate:>13.0f}" + (
-                    f"{rate / base[batch]['tokens_per_s']:>8.2f}" if batch in base else f"{'-':>8}"
-                )
-            print(f"{kind:<12}{cells}{found[str(args.batches[0])]['sync_s']:>9.3f}", flush=True)
-    save(
-        f"rollout-{'-'.join(args.sizes)}",
-        {"arguments": vars(args) | {"output": str(args.output)}, "results": results},
-        args.output,
-    )
+                rate, base = row[batch]["tokens_per_s"], found[BASELINE].get(batch)
+                ratio = f"{rate / base['tokens_per_s']:.2f}" if base else "-"
+                cells += f"{rate:>13.0f}{ratio:>8}"
+            print(f"{kind:<12}{cells}{row[str(args.batches[0])]['sync_s']:>9.3f}", flush=True)
+        if args.profile:
+            print_profile(found, args.batches)
+    save(f"rollout-{'-'.join(args.sizes)}", {"arguments": vars(args), "results": results}, args.output)
+
+
+def print_profile(found: dict, batches: list[int]) -> None:
+    print(f"\n{'ms a step':<12}{'batch':>6}" + "".join(f"{name:>10}" for name in COLUMNS))
+    for kind, row in found.items():
+        for batch in batches if "error" not in row else ():
+            profile = row[str(batch)]["profile"]
+            cells = "".join(f"{profile[name]:>10.3f}" if name in profile else f"{'-':>10}" for name in COLUMNS)
+            print(f"{kind:<12}{batch:>6}{cells}", flush=True)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class QuantGRPOConfig(GRPOConfig):
             keeps that of its checkpoint). If `None`, TRL generates as it always does.
         vllm_engine_kwargs (`dict`, *optional*):
             Further arguments of vLLM's `LLM` in colocate mode, fields of `vllm.EngineArgs`, such as
-            `{"enforce_eager": True}`, or `{"model": "my-model-int8"}` to start it on a checkpoint that `trl-quant
+            `{"kv_cache_dtype": "fp8"}`, or `{"model": "my-model-int8"}` to start it on a checkpoint that `trl-quant
             prepare` wrote. Those that have a field of their own here are refused.
         vllm_sleep_level (`int`, *optional*, defaults to `2`):
             What vLLM does with its weights while it sleeps (`vllm_enable_sleep_mode=True`): 2 discards them, 1 keeps

@@ -6,10 +6,11 @@
 | fields of the trainer's arguments | the same | TRL corrects for its sampler only where `use_vllm` holds |
 | `vllm_generation.LLM` | the construction of an engine | TRL leaves no room for further arguments of vLLM |
 | `vllm_generation.VLLMClient` | the same | a server is checked before the client joins its workers |
+| `vllm_generation.extract_logprobs` | a generation | vLLM hands out log-probabilities as numbers, not as objects |
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import trl.generation.vllm_generation as vllm_generation
@@ -55,6 +56,11 @@ def client_that(checks: Callable[[Any], None]) -> Iterator[None]:
 
     with exchanged(vllm_generation, VLLMClient=CheckedClient):
         yield
+
+
+def extracting_with(extract: Callable) -> AbstractContextManager:
+    """Context in which TRL reads log-probabilities and their token ids out of vLLM's outputs with `extract`."""
+    return exchanged(vllm_generation, extract_logprobs=extract)
 
 
 def empty_cache() -> None:

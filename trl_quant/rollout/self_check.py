@@ -2,15 +2,17 @@ r"""
 Does the engine sample from the policy? Its log-probabilities against those of the policy's own forward.
 
 The reference is the trainer's model itself, with each linear layer of the decoder computing, for the duration of one
-forward, what it computes in the engine's format: `Y = Q(X) Q(W + BA)^T`, through `formats`, one layer at a time. What
-is left between the two is the order of sums: kernels differ in the last bit of BF16, and a last bit may move a code to
-the next one. The bound on that comes from the format and the model as they are: the same reference forward with every
-linear layer's output off by up to one BF16 rounding, `y (1 + 2^-8 u)`, u uniform in [-1, 1], moves by
+forward, what it computes in the engine's format: `Y = Q(X) Q(W + BA)^T`, through `formats`, one layer at a time. Keys
+and values are rounded as in the engine's KV cache, where that is quantized (`kv_cache.py`). What is left between the
+two is the order of sums: kernels differ in the last bit of BF16, and a last bit may move a code to the next one. The
+bound on that comes from the format and the model as they are: the same reference forward with every linear layer's
+output off by up to one BF16 rounding, `y (1 + 2^-8 u)`, u uniform in [-1, 1], moves by
 
     d = mean |log p_jittered - log p_reference|        and the engine must stay within   SLACK * d + FLOOR.
 
 Weights that lag behind may differ by less than any such bound. Those are found by comparing what the policy holds with
 what was last sent to the engine: adapters in full, merged weights on the layers and rows that `WeightDrift` measures.
+The scales of a quantized KV cache are read, and compared with those of a fresh engine.
 """
 
 from collections import OrderedDict
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from ..formats.checkpoint import FUSED
 from ..layers import vllm_linear
 from ..precisions import PRECISIONS
+from .kv_cache import KVCache, attending_to
 from .weights import PolicyWeights, base_layer
 
 
@@ -116,6 +119,8 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
         fault = f"stale: the policy has moved since the last sync, by {lag:.1e} of its norm"
     elif engine.stale_cache:
         fault = "stale: the prefix cache still holds keys and values from before the last sync"
+    elif (scale := _other_scale(engine)) is not None:
+        fault = f"stale: {scale}"
     elif not difference <= bound:
         fault = _describe(engine, sequences, sampled, bound, last)
     fault = next((found for found in gather_object([fault]) if found), None)
@@ -126,6 +131,16 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
             f"explains up to {bound:.4f}."
         )
     return {"sync_check/logp_difference": difference, "sync_check/bound": bound}
+
+
+def _other_scale(engine) -> str | None:
+    """The first scale of the engine's KV cache that is not what a fresh engine has."""
+    for held in engine.read_caches() if engine.caches else ():
+        for index, cache in engine.caches.items():
+            for name, expected in cache.scales.items():
+                if (found := held[index].scales[name]) != expected:
+                    return f"in layer {index} the KV cache's `{name}` is {found:g}, a fresh engine's {expected:g}"
+    return None
 
 
 def _describe(engine, sequences: list[list[int]], sampled: list[Tensor], bound: float, last: dict | None) -> str:
@@ -156,7 +171,8 @@ class Reference:
         """Log-probabilities as [`policy_logps`]; without the adapters, or one rounding off, on request."""
         device = self.engine.accelerator.device
         rounding = Rounding(device) if jitter else None
-        with computing_as_the_engine(self.weights, self._stand_ins(adapted, rounding)):
+        stand_ins = self._stand_ins(adapted, rounding)
+        with computing_as_the_engine(self.weights, stand_ins, self.engine.caches, rounding):
             hook = None
             if rounding is not None:
                 head = self.weights.base_model.get_output_embeddings()
@@ -232,7 +248,9 @@ class Rounding:
 
 
 @contextmanager
-def computing_as_the_engine(weights: PolicyWeights, stand_ins: dict[str, nn.Module]) -> Iterator[None]:
+def computing_as_the_engine(
+    weights: PolicyWeights, stand_ins: dict[str, nn.Module], caches: dict[int, KVCache], rounding: Rounding | None
+) -> Iterator[None]:
     """
     All that the self-check does to a live model, undone on exit.
 
@@ -240,6 +258,7 @@ def computing_as_the_engine(weights: PolicyWeights, stand_ins: dict[str, nn.Modu
     2. Of a sharded policy (FSDP2, ZeRO-3) the other modules are called without the hooks that gather parameters, each
        with its own parameters gathered as for a sync: FSDP2's hooks would round them to the type of its forward before
        they are quantized, and DeepSpeed's do not bear that one layer reads the weights of another.
+    3. Attention reads keys and values from `caches`, which are empty unless the engine's are quantized.
     """
     policy = weights.base_model
     places = [(policy.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in stand_ins]
@@ -254,7 +273,8 @@ def computing_as_the_engine(weights: PolicyWeights, stand_ins: dict[str, nn.Modu
                 module.forward = partial(_gathered_call, weights, module, module.forward)
         for (parent, leaf), stand_in in zip(places, stand_ins.values(), strict=True):
             setattr(parent, leaf, stand_in)
-        yield
+        with attending_to(caches, policy.get_decoder().modules(), rounding):
+            yield
     finally:
         for (parent, leaf), layer in zip(places, live, strict=True):
             setattr(parent, leaf, layer)

@@ -5,15 +5,19 @@ many syncs, and the noise is laid on its norms. Where and how is left to the eng
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ...formats.checkpoint import checkpoint_stream, is_quantizable
 from ...precisions import PRECISIONS
 from ..base import RolloutEngine, RolloutNoise, count_layers
-from .support import quantizers_on, unquantized_layers
+from ..kv_cache import UNQUANTIZED, KVCache
+from .support import brings_cache_scales, quantizers_on, unquantized_layers
 
 
 class VLLMBase(RolloutEngine):
@@ -31,6 +35,7 @@ class VLLMBase(RolloutEngine):
         stale_cache (`bool`): Whether the prefix cache outlived the last sync.
         last_check (`dict` or `None`): What the last whole self-check measured.
         product_errors (`dict[int, float]`): Relative errors of the device's INT8 products; see [`~worker.int8_errors`].
+        caches (`dict[int, KVCache]`): The KV caches that are quantized, by layer, with the scales of a fresh engine.
     """
 
     lora_sync = "merge"
@@ -46,6 +51,7 @@ class VLLMBase(RolloutEngine):
         self.stale_cache = False
         self.last_check: dict | None = None
         self.product_errors: dict[int, float] = {}
+        self.caches: dict[int, KVCache] = {}
         self.syncs_to_check = 1  # the first is checked
         self._failure: str | None = None
         self._non_finite: dict[str, Tensor] = {}
@@ -71,6 +77,20 @@ class VLLMBase(RolloutEngine):
     def limits(self) -> tuple[int, int]:
         """`(tokens in a block of the prefix cache, tokens in the longest sequence)`."""
         raise NotImplementedError
+
+    def read_caches(self) -> list[dict[int, KVCache]]:
+        """The KV caches that are quantized, by layer, as each worker that can be asked from here has them now."""
+        raise NotImplementedError
+
+    def expect_caches(self, format: str, config: PreTrainedConfig) -> None:
+        """Notes the KV caches, in vLLM's `format`, of an engine that just started on a checkpoint with this config."""
+        if format in UNQUANTIZED:
+            return
+        self.caches = self.read_caches()[0]
+        if not brings_cache_scales(config):
+            self.caches = {
+                index: replace(cache, scales=dict.fromkeys(cache.scales, 1.0)) for index, cache in self.caches.items()
+            }
 
     # The policy's weights on their way
 
@@ -185,4 +205,9 @@ class VLLMBase(RolloutEngine):
         if self.sync_check_steps and (self.syncs_to_check == 0 or woken):
             self.check_sync(quick=self.syncs_to_check > 0)
         self.lay_noise(self.noise)
-        return super().generate(prompts, images, num_generations, profiler)
+        with self.sampling():
+            return super().generate(prompts, images, num_generations, profiler)
+
+    def sampling(self) -> AbstractContextManager:
+        """Context in which TRL has the engine sample. A server is sent to in TRL's own words."""
+        return nullcontext()

@@ -5,6 +5,7 @@ the noise and the sleeping itself. vLLM is imported where it is used, so that th
 """
 
 import logging
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -13,8 +14,10 @@ from transformers import AutoConfig
 
 from ...noise import noised_norms
 from ...precisions import PRECISIONS
+from ..kv_cache import KVCache
 from ..seams import empty_cache, llm_with
 from .base import VLLMBase
+from .sampling import sampling_lean
 from .support import (
     adapter_arguments,
     check_architecture,
@@ -89,6 +92,8 @@ class VLLMEngine(VLLMBase):
                 "of inputs). INT8 samples are noisier here than elsewhere.",
                 {inputs: round(error, 4) for inputs, error in self.product_errors.items()},
             )
+        started = self.llm.llm_engine.vllm_config
+        self.expect_caches(started.cache_config.cache_dtype, started.model_config.hf_config)
         if self.lora_sync == "adapter":
             request = LoRARequest("policy", ADAPTER_ID, "in memory")
             self.llm.generate = partial(self.llm.generate, lora_request=request)
@@ -198,6 +203,9 @@ class VLLMEngine(VLLMBase):
         self._sleep()
         return output
 
+    def sampling(self) -> AbstractContextManager:
+        return sampling_lean(self)
+
     def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
         from vllm import SamplingParams
 
@@ -214,6 +222,11 @@ class VLLMEngine(VLLMBase):
             steps = [*prompt.prompt_logprobs[1:], *completion.logprobs]
             logps.append(torch.tensor([step[t].logprob for t, step in zip(sequences[-1][1:], steps, strict=True)]))
         return sequences, logps
+
+    def read_caches(self) -> list[dict[int, KVCache]]:
+        from . import worker
+
+        return self.llm.apply_model(worker.kv_caches)
 
     def limits(self) -> tuple[int, int]:
         config = self.llm.llm_engine.vllm_config

@@ -21,6 +21,8 @@ from transformers import AutoConfig
 
 from ...noise import noised_norms
 from ...precisions import PRECISIONS, in_vllm
+from ..kv_cache import FORMATS as CACHE_FORMATS
+from ..kv_cache import UNQUANTIZED, KVCache
 from ..seams import client_that
 from .base import VLLMBase
 from .support import check_version, differences, prepared_precisions
@@ -45,9 +47,10 @@ class VLLMServerEngine(VLLMBase):
             super()._init_vllm()
         facts = [None]
         if self.accelerator.is_main_process:
-            facts = [(self._limits, self._prepared, self._norm_dtype)]
+            self.expect_caches(*self._cache)
+            facts = [(self._limits, self._prepared, self._norm_dtype, self.caches)]
         broadcast_object_list(facts, from_process=0)
-        self._limits, self._prepared, self._norm_dtype = facts[0]
+        self._limits, self._prepared, self._norm_dtype, self.caches = facts[0]
         self.plan_stream(self._prepared)
 
     def _check_server(self, client) -> None:
@@ -81,6 +84,12 @@ class VLLMServerEngine(VLLMBase):
             logger.warning("The server's model %s cannot be read from here and is not checked.", served["model"])
         elif differ := differences(self.model.config, config):
             wrong.append(f"the model {served['model']}, which differs from {model} in {differ}")
+        cache = info["cache_config"]
+        self._cache = cache["cache_dtype"], config
+        if cache["cache_dtype"] not in (allowed := (*UNQUANTIZED, *CACHE_FORMATS)):
+            wrong.append(f"`--kv-cache-dtype {cache['cache_dtype']}`, and the self-check computes {', '.join(allowed)}")
+        if cache.get("calculate_kv_scales"):
+            wrong.append("`--calculate-kv-scales`, whose scales are stale after the first sync")
         precisions = _served_precisions(served, config)
         if precisions is not None and self.precision not in precisions:
             found = " or ".join(map(repr, sorted(precisions))) or repr(served["quantization"])
@@ -100,7 +109,7 @@ class VLLMServerEngine(VLLMBase):
                 command,
             )
         self._prepared = served["quantization"] == "compressed-tensors"
-        self._limits = info["cache_config"]["block_size"], served["max_model_len"]
+        self._limits = cache["block_size"], served["max_model_len"]
 
     # Sync
 
@@ -151,6 +160,14 @@ class VLLMServerEngine(VLLMBase):
             result = [(sequences, logps)]
         broadcast_object_list(result, from_process=0)
         return result[0]
+
+    def read_caches(self) -> list[dict[int, KVCache]]:
+        if not self.accelerator.is_main_process:
+            return []
+        client = self.vllm_client
+        answer = client.session.post(f"{client.base_url}/collective_rpc", json={"method": "read_caches"})
+        answer.raise_for_status()
+        return [{index: KVCache(**fields) for index, fields in worker} for worker in answer.json()["results"]]
 
     def limits(self) -> tuple[int, int]:
         return self._limits

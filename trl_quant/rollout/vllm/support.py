@@ -15,6 +15,8 @@ from trl.import_utils import is_vllm_available
 from ...formats import FORMATS
 from ...formats.checkpoint import quantization_config
 from ...precisions import PRECISIONS, InVLLM, in_vllm
+from ..kv_cache import FORMATS as CACHE_FORMATS
+from ..kv_cache import UNQUANTIZED
 
 
 VLLM_VERSIONS = ("0.26", "0.33")  # at least, below
@@ -75,10 +77,21 @@ def check_version() -> None:
 
 
 def check_engine_kwargs(kwargs: dict) -> None:
-    """Raises `ValueError` for names in `vllm_engine_kwargs` that vLLM does not know or that are set elsewhere."""
+    """Raises `ValueError` for `vllm_engine_kwargs` that vLLM lacks, are set elsewhere, or spoil the self-check."""
     reserved = [f"{name!r} (set by {RESERVED[name]})" for name in kwargs if name in RESERVED]
     if reserved:
         raise ValueError(f"`vllm_engine_kwargs` must not hold {', '.join(reserved)}.")
+    if kwargs.get("calculate_kv_scales"):
+        raise ValueError(
+            "`vllm_engine_kwargs` has 'calculate_kv_scales'=True: vLLM would take the scales of its KV cache from its "
+            "first batch and keep them, stale after the first sync. Leave it out: the scales are then 1, or those of "
+            "the checkpoint."
+        )
+    if (cache := kwargs.get("kv_cache_dtype", "auto")) not in (allowed := (*UNQUANTIZED, *CACHE_FORMATS)):
+        raise ValueError(
+            f"`vllm_engine_kwargs` has 'kv_cache_dtype'={cache!r}, which the self-check cannot compute. Allowed are "
+            f"{', '.join(map(repr, allowed))}."
+        )
     if kwargs and is_vllm_available():
         from vllm import EngineArgs
 
@@ -222,6 +235,12 @@ def check_prepared(config, precision: str) -> bool:
             f"{', '.join(map(repr, sorted(found))) or 'another format'}. Use that precision, or the 16-bit checkpoint."
         )
     return found is not None
+
+
+def brings_cache_scales(config) -> bool:
+    """Whether the checkpoint that a transformers config belongs to has scales for a KV cache."""
+    found = getattr(config, "quantization_config", None) or {}
+    return (found if isinstance(found, dict) else found.to_dict()).get("kv_cache_scheme") is not None
 
 
 def layout_arguments(format: str, ignore: list[str], device: torch.device, prepared: bool, given: dict) -> dict:

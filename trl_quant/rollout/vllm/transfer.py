@@ -7,11 +7,20 @@ makes every worker import this module, which adds the weight transfer `trl_quant
 reload needs besides (see `worker.py`). With vLLM's alone a 4-bit engine hangs after a sync.
 """
 
+from dataclasses import asdict
+
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from .worker import default_dtype, keep_onednn_scales, plain_tensors, refresh_tied_head, restore_plain_tensors
+from .worker import (
+    default_dtype,
+    keep_onednn_scales,
+    kv_caches,
+    plain_tensors,
+    refresh_tied_head,
+    restore_plain_tensors,
+)
 
 
 class ReloadBracket:
@@ -39,7 +48,11 @@ class NCCLTransfer(ReloadBracket, NCCLWeightTransferEngine):
 
 
 class WorkerExtension:
-    """Names this module on vLLM's command line."""
+    """Names this module on vLLM's command line; its methods become the worker's."""
+
+    def read_caches(self) -> list[tuple]:
+        """[`~worker.kv_caches`] as JSON can hold it: `(layer, fields)`."""
+        return [(index, asdict(cache)) for index, cache in kv_caches(self.get_model()).items()]
 
 
 WeightTransferEngineFactory.register_engine("trl_quant", NCCLTransfer)

@@ -16,14 +16,18 @@ from vllm import _custom_ops as ops
 from vllm.config.load import LoadConfig
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models.utils import extract_layer_index
 
 from ...formats import FORMATS, quantize
 from ...formats.checkpoint import checkpoint_stream
 from ...noise import noised_norms
 from ...precisions import PRECISIONS
+from ..kv_cache import FORMATS as CACHE_FORMATS
+from ..kv_cache import UNQUANTIZED, KVCache
 from .support import quantizers_on
 
 
@@ -236,6 +240,36 @@ def int8_errors(model: nn.Module) -> dict[int, float]:
         exact = x.dequantize() @ w.dequantize().t()
         errors[inputs] = ((out - exact).norm() / exact.norm()).item()
     return errors
+
+
+def kv_caches(model: nn.Module) -> dict[int, KVCache]:
+    """
+    The KV caches that are quantized, by the index of their layer; none in most engines.
+
+    Raises:
+        `ValueError`: for one whose rounding [`KVCache`] does not describe.
+    """
+    caches = {}
+    for layer in model.modules():
+        format = getattr(layer, "kv_cache_dtype", UNQUANTIZED[0])
+        if format in UNQUANTIZED:
+            continue
+        if not isinstance(layer, Attention) or format not in CACHE_FORMATS or layer._k_scale.numel() > 1:
+            raise ValueError(
+                f"The self-check cannot compute the KV cache of {layer.layer_name} ({type(layer).__name__}, "
+                f"'kv_cache_dtype'={format!r}). Set 'kv_cache_dtype'='bfloat16' in `vllm_engine_kwargs`."
+            )
+        scales = {  # on the device and on the host: which of them acts is up to the backend
+            "_q_scale": layer._q_scale.item(),
+            "_k_scale": layer._k_scale.item(),
+            "_v_scale": layer._v_scale.item(),
+            "_q_scale_float": layer._q_scale_float,
+            "_k_scale_float": layer._k_scale_float,
+            "_v_scale_float": layer._v_scale_float,
+        }
+        in_fp8, truncates = layer.query_quant is not None, layer._k_scale.is_cpu
+        caches[extract_layer_index(layer.layer_name)] = KVCache(format, scales, in_fp8, truncates)
+    return caches
 
 
 def parameters(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:

@@ -1,0 +1,217 @@
+"""Sampling without what nobody reads: the samples are vLLM's own, bit for bit, and text is made where it is needed."""
+
+import gc
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import save_tiny
+from training import config, lora, make
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm_engines import SMALL, engine, keep, policy, update
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.rollout.vllm.sampling import BlocksWithRoom, extract_logprobs
+
+
+pytestmark = pytest.mark.vllm
+# Of 200, 126 and 3 tokens, each four times: past, up to and before the end of a cache block of 128
+PROMPTS = [[(7 * i + 3) % 250 for i in range(n)] for n in (200, 126, 3) for _ in range(4)]
+
+
+def sampled(sampler, prompts=PROMPTS, plain=False, seed=5, **generation_kwargs):
+    """What TRL gets for `prompts`, and vLLM's completions; `plain` as vLLM does by itself."""
+    seen, generate = [], sampler.llm.generate
+
+    def spy(inputs, sampling_params, **kwargs):
+        outputs = generate(inputs, sampling_params=sampling_params, **kwargs)
+        seen.append((sampling_params, outputs))
+        return outputs
+
+    torch.manual_seed(seed)
+    sampler.generation_kwargs = generation_kwargs
+    sampler.llm.generate = spy
+    own, sampler.sampling = sampler.sampling, nullcontext if plain else sampler.sampling
+    try:
+        sampler.llm.reset_prefix_cache()
+        found = sampler.generate(prompts, None, 4)
+    finally:
+        sampler.llm.generate, sampler.sampling = generate, own
+    return found, seen
+
+
+def cached(sampler) -> int:
+    pool = sampler.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    return len(pool.cached_block_hash_to_block)
+
+
+@pytest.fixture(scope="module")
+def sampler(tmp_path_factory):
+    built = engine(policy(tmp_path_factory.mktemp("policy")), "int8", max_completion_length=140, max_num_seqs=16)
+    built.sync_weights()
+    return built
+
+
+OPTIONS = {
+    "nothing": {},
+    "truncated": {"top_p": 0.8, "top_k": 20},
+    "stop_token_ids": {"stop_token_ids": list(range(0, 250, 17))},  # completions of many lengths
+    "min_tokens": {"min_tokens": 3, "ignore_eos": True},
+    "penalties": {"frequency_penalty": 0.5},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_samples_are_vllms(sampler, option):
+    """Ids, log-probabilities and the blocks that the prefix cache has afterwards."""
+    lean, _ = sampled(sampler, **OPTIONS[option])
+    blocks = cached(sampler)
+    plain, _ = sampled(sampler, plain=True, **OPTIONS[option])
+    assert lean == plain and len(lean[1]) == len(PROMPTS)
+    assert blocks == cached(sampler) > 0
+    if option == "stop_token_ids":
+        assert len({len(ids) for ids in lean[1]}) > 3
+    assert all(len(logp) == 1 and logp[0] <= 0 for logps in lean[2] for logp in logps)
+    assert sampled(sampler, seed=6)[0] != lean  # the seed acts
+
+
+def test_a_full_cache(tmp_path):
+    """With room for a few completions at a time, others are put off and start again."""
+    kwargs = {"engine_kwargs": SMALL | {"num_gpu_blocks_override": 9}, "max_completion_length": 140}
+    sampler = engine(policy(tmp_path / "policy"), "int8", max_num_seqs=12, **kwargs)
+    manager = sampler.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    put_off, allocate = [], manager.allocate_slots
+
+    def noting(request, tokens, **kwargs):
+        blocks = allocate(request, tokens, **kwargs)
+        put_off.extend([request.request_id] if blocks is None and request.num_output_tokens else [])
+        return blocks
+
+    manager.allocate_slots = noting
+    short = [prompt[-3:] for prompt in PROMPTS]
+    lean, _ = sampled(sampler, short)
+    assert put_off
+    plain, _ = sampled(sampler, short, plain=True)
+    assert lean == plain
+
+
+def test_with_an_adapter_and_after_a_sync(tmp_path):
+    model = policy(tmp_path / "policy", with_lora=True)
+    sampler = engine(model, "int8", lora_sync="adapter")
+    sampler.sync_weights()
+    before, _ = sampled(sampler)
+    update(model, seed=0, size=0.1)
+    sampler.sync_weights()
+    lean, _ = sampled(sampler)
+    assert lean == sampled(sampler, plain=True)[0] and lean != before
+
+
+def test_every_token_has_a_block(sampler, monkeypatch):
+    """Asked of vLLM's own tables, at every token; and vLLM is asked for blocks no more often than they fill up."""
+    manager = sampler.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    allocate, calls = BlocksWithRoom.allocate, []
+    asked = []
+
+    def checked(self, request, num_new_tokens, **kwargs):
+        monkeypatch.setattr(self, "allocate_slots", lambda *a, f=manager_allocate, **k: asked.append(1) or f(*a, **k))
+        blocks = allocate(self, request, num_new_tokens, **kwargs)
+        held = len(manager.coordinator.single_type_managers[0].req_to_blocks[request.request_id])
+        computed = request.num_computed_tokens + num_new_tokens
+        assert held * self.block_size >= computed - kwargs.get("num_new_computed_tokens", 0)
+        calls.append(1)
+        return blocks
+
+    manager_allocate = manager.allocate_slots
+    monkeypatch.setattr(BlocksWithRoom, "allocate", checked)
+    sampled(sampler, ignore_eos=True)
+    assert len(calls) >= 140 * len(PROMPTS) > 20 * len(asked) > 0
+
+
+TEXT = {
+    "stop": ({"stop": ["e"]}, True),
+    "structured_outputs": ({"structured_outputs": {"regex": "[ab]{3}"}}, True),
+    "detokenize": ({"detokenize": True}, True),
+    "no stop": ({"stop": []}, False),
+    "no text": ({"detokenize": False}, False),
+    "nothing": ({}, False),
+    "logprobs": ({"logprobs": 3}, False),
+}
+
+
+@pytest.mark.parametrize("case", TEXT)
+def test_text_is_made_where_it_is_needed(sampler, case):
+    kwargs, needed = TEXT[case]
+    found, [(params, outputs)] = sampled(sampler, PROMPTS[:4], **kwargs)
+    completions = [completion for output in outputs for completion in output.outputs]
+    assert params.detokenize == needed and any(completion.text for completion in completions) == needed
+    assert [completion.token_ids for completion in completions] == found[1]
+    if case == "stop":
+        assert any(completion.stop_reason == "e" for completion in completions)
+    if case == "structured_outputs":
+        assert all(set(completion.text[-3:]) <= set("ab") for completion in completions)
+    if case == "logprobs":
+        assert max(len(logp) for logps in found[2] for logp in logps) >= 3
+        assert found == sampled(sampler, PROMPTS[:4], plain=True, **kwargs)[0]
+
+
+def test_a_regex_needs_text(sampler):
+    sampler.structured_outputs_regex = "[ab]{3}"
+    try:
+        _, [(params, _)] = sampled(sampler, PROMPTS[:4])
+    finally:
+        sampler.structured_outputs_regex = None
+    assert params.detokenize
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_engine_is_as_before(sampler, monkeypatch, fails):
+    """After a generation, and after one that broke."""
+    core = sampler.llm.llm_engine.engine_core.engine_core
+    places = [(core.scheduler.kv_cache_manager, name) for name in ("allocate_slots", "cache_blocks")]
+    places += [(sampler.llm.llm_engine.output_processor, "process_outputs"), (sampler, "generation_kwargs")]
+    sampler.generation_kwargs = {}
+    before = [getattr(place, name) for place, name in places]
+    inside = []
+
+    def look(*args, **kwargs):
+        inside.append((gc.isenabled(), [getattr(place, name) for place, name in places] == before))
+        if fails:
+            raise RuntimeError("device lost")
+        return original(*args, **kwargs)
+
+    original = sampler.llm.generate
+    monkeypatch.setattr(sampler.llm, "generate", look)
+    if fails:
+        with pytest.raises(RuntimeError, match="device lost"):
+            sampler.generate(PROMPTS, None, 4)
+    else:
+        sampler.generate(PROMPTS, None, 4)
+    assert inside == [(False, False)]
+    assert gc.isenabled() and [getattr(place, name) for place, name in places] == before
+
+
+def test_unscored_tokens():
+    completion = SimpleNamespace(token_ids=[4, 5], logprobs=[math.nan, -1.0])
+    assert extract_logprobs([SimpleNamespace(outputs=[completion])]) == ([[[None], [-1.0]]], [[[4], [5]]])
+
+
+@pytest.mark.parametrize("lora_sync", ["merge", "adapter"])
+def test_through_the_trainer(tmp_path, lora_sync):
+    """Two runs with and without: the same numbers in every metric."""
+    model, logs = save_tiny(tmp_path / "model", dtype=torch.bfloat16), []
+    for plain in (False, True):
+        settings = {"use_vllm": True, "rollout_precision": "int8", "vllm_engine_kwargs": SMALL, "max_steps": 2}
+        settings |= {"vllm_max_model_length": 512, "lora_sync": lora_sync}
+        torch.manual_seed(0)
+        args = config(QuantGRPOConfig, tmp_path / "out", vllm_mode="colocate", **settings)
+        trainer = make(QuantGRPOTrainer, args, model=model, peft_config=lora())
+        keep(trainer)
+        if plain:
+            trainer.vllm_generation.sampling = nullcontext
+        trainer.train()
+        logs.append([{k: v for k, v in log.items() if "time" not in k} for log in trainer.state.log_history[:2]])
+    assert logs[0] == logs[1] and logs[0][0]["mismatch/kl_k3"] > 0
