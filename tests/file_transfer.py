@@ -29,7 +29,7 @@ if "FILE_TRANSFER_WORKER" in os.environ:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    from trl_quant.rollout.vllm.transfer import ReloadBracket
+    from trl_quant.rollout.vllm.transfer import ReloadBracket, WorkerExtension
 
     class Files(NCCLWeightTransferEngine):
         def init_transfer_engine(self, init_info):
@@ -47,9 +47,7 @@ if "FILE_TRANSFER_WORKER" in os.environ:
 
     WeightTransferEngineFactory.register_engine("files", FileTransfer)
 
-
-class WorkerExtension:
-    pass
+    __all__ = ["WorkerExtension"]
 
 
 def trainer_send_weights(iterator, trainer_args) -> None:

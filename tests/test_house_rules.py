@@ -58,6 +58,8 @@ FOREIGN = {
     "trl/generation/vllm_client.py": "_post",
     "vllm/_custom_ops.py": "_custom_ops",
     "vllm/lora/worker_manager.py": "_adapter_manager",
+    "vllm/model_executor/layers/attention/attention.py": """_k_scale _k_scale_float _q_scale _q_scale_float _v_scale
+        _v_scale_float""",
 }
 
 # Where precisions may be listed: the table, and what has a file or a kernel for each of them anyway

@@ -1,13 +1,17 @@
 """The self-check passes correct engines and names the fault of each broken one."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from vllm_engines import engine, fp8_block_anywhere, policy, update
+from vllm_engines import SMALL, engine, fp8_block_anywhere, policy, set_scale, unrounded, update
 
+from trl_quant.formats.checkpoint import quantize_checkpoint
 from trl_quant.layers import quantized
-from trl_quant.rollout import self_check
+from trl_quant.rollout import kv_cache, self_check
 from trl_quant.rollout.weights import PolicyWeights
 
 
@@ -19,11 +23,13 @@ def synced(tmp_path_factory):
     """Engines synced with an updated policy since their last check. Whatever a test breaks, a sync repairs."""
     built = {}
 
-    def get(precision="int8", lora_sync=None, dtype=torch.bfloat16):
-        key = precision, lora_sync, dtype
+    def get(precision="int8", lora_sync=None, dtype=torch.bfloat16, cache="auto", family="qwen3"):
+        key = precision, lora_sync, dtype, cache, family
         if key not in built:
-            model = policy(tmp_path_factory.mktemp("policy"), with_lora=lora_sync is not None, dtype=dtype)
-            built[key] = engine(model, precision, lora_sync=lora_sync or "merge", sync_check_steps=50)
+            path, with_lora = tmp_path_factory.mktemp("policy"), lora_sync is not None
+            model = policy(path, with_lora=with_lora, dtype=dtype, family=family)
+            options = {"engine_kwargs": SMALL | {"kv_cache_dtype": cache}, "sync_check_steps": 50}
+            built[key] = engine(model, precision, lora_sync=lora_sync or "merge", **options)
         sampler = built[key]
         sampler.sync_weights()
         sampler.check_sync()
@@ -61,6 +67,105 @@ def test_the_reference_quantizes_what_the_engine_quantized(synced, monkeypatch, 
     monkeypatch.setattr(quantized, "quantize", remember)
     sampler.check_sync()
     assert seen == {(dtype, False)}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("cache", ["fp8", "fp8_e5m2"])
+def test_a_quantized_cache(synced, cache, precision, family):
+    """As near to the policy as with a cache in BF16, over several syncs; a reference that forgets the cache is not."""
+    sampler = synced(precision, cache=cache, family=family)
+    assert sorted(sampler.caches) == [0, 1] and sampler.caches[1].format == cache
+    for step in range(3):
+        update(sampler.model, seed=step, size=0.005)
+        sampler.sync_weights()
+        found = sampler.check_sync()
+        assert found["sync_check/logp_difference"] < (0.2 if precision == "bf16" else 0.7) * found["sync_check/bound"]
+    if precision == "bf16":
+        assert unrounded(sampler) > 3 * found["sync_check/logp_difference"]
+
+
+def test_an_ordinary_cache_is_left_alone(synced, monkeypatch):
+    sampler = synced("bf16")
+    assert sampler.caches == {}
+    monkeypatch.setattr(kv_cache, "ALL_ATTENTION_FUNCTIONS", None)
+    monkeypatch.setattr(sampler, "read_caches", None)
+    sampler.check_sync()
+
+
+@pytest.mark.parametrize("name", ["_q_scale", "_k_scale", "_v_scale", "_k_scale_float", "_v_scale_float"])
+@pytest.mark.parametrize(("precision", "lora_sync"), [("bf16", None), ("int8", None), ("int8", "adapter")])
+def test_a_scale_of_the_cache_that_is_stale(synced, precision, lora_sync, name):
+    """A reload makes those of a BF16 engine anew, and leaves those of one in compressed-tensors' layout."""
+    sampler = synced(precision, lora_sync, cache="fp8")
+    set_scale(sampler, name, 4.0)
+    stale = f"stale: in layer 1 the KV cache's `{name}` is 4, a fresh engine's 1"
+    with pytest.raises(RuntimeError, match=stale):
+        sampler.check_sync()
+    sampler.sync_weights()
+    if precision == "int8":
+        with pytest.raises(RuntimeError, match=stale):
+            sampler.check_sync()
+        set_scale(sampler, name, 1.0)
+    sampler.check_sync()
+
+
+def test_a_cache_that_cannot_be_computed(synced):
+    sampler = synced("bf16", cache="fp8")
+
+    def set_format(format):
+        sampler.llm.apply_model(lambda model: setattr(model.model.layers[1].self_attn.attn, "kv_cache_dtype", format))
+
+    set_format("fp8_per_token_head")
+    try:
+        with pytest.raises(
+            ValueError, match=r"model.layers.1.self_attn.attn \(Attention, 'kv_cache_dtype'='fp8_per_tok"
+        ):
+            sampler.read_caches()
+    finally:
+        set_format("fp8")
+    sampler.check_sync()
+
+
+def test_stale_weights_under_a_quantized_cache(synced):
+    sampler = synced("bf16", cache="fp8")
+    update(sampler.model, seed=2, size=1e-3)
+    with pytest.raises(RuntimeError, match="stale: the policy has moved"):
+        sampler.check_sync()
+    sampler.sync_weights()
+    sampler.llm.apply_model(lambda model: model.model.layers[1].post_attention_layernorm.weight.data.zero_())
+    sampler.llm.reset_prefix_cache()
+    with pytest.raises(RuntimeError, match="corrupted"):
+        sampler.check_sync()
+
+
+def test_scales_of_the_checkpoint(tmp_path):
+    """They stay through syncs, and the reference computes with them."""
+    model = policy(tmp_path / "policy")
+    prepared = quantize_checkpoint(tmp_path / "policy", tmp_path / "prepared", "int8")
+    (file,) = prepared.glob("*.safetensors")
+    scales = {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor([0.7 + i]) for i in range(2) for x in "kv"}
+    save_file(load_file(file) | scales, file, metadata={"format": "pt"})
+    config = json.loads((prepared / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    (prepared / "config.json").write_text(json.dumps(config))
+    sampler = engine(model, "int8", engine_kwargs=SMALL | {"model": str(prepared)})
+    for step in range(2):
+        update(model, seed=step, size=0.005)
+        sampler.sync_weights()
+        found = sampler.check_sync()
+    held = [sampler.caches[i].scales["_v_scale_float"] for i in (0, 1)]
+    assert held == pytest.approx([0.7, 1.7])
+    set_scale(sampler, "_v_scale_float", 1.0)
+    with pytest.raises(RuntimeError, match=r"layer 1 the KV cache's `_v_scale_float` is 1, a fresh engine's 1\.7"):
+        sampler.check_sync()
+    set_scale(sampler, "_v_scale_float", held[1])
+    sequences, sampled = sampler.logps(self_check.check_sequences(sampler.tokenizer, 288), 4)
+    for cache in sampler.caches.values():
+        cache.scales.update(dict.fromkeys(cache.scales, 1.0))
+    reference = self_check.Reference(sampler).logps(sequences)
+    assert self_check.mean_difference(sampled, reference) > 1.2 * found["sync_check/logp_difference"]
 
 
 def test_skipped_sync(synced):

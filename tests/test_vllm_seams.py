@@ -58,7 +58,6 @@ NAMES = {
     "vllm.outputs:CompletionOutput": "logprobs token_ids",
     "vllm.logprobs:Logprob": "logprob",
     "vllm.config:VllmConfig": "cache_config compilation_config lora_config model_config weight_transfer_config",
-    "vllm.config:CacheConfig": "block_size",
     "vllm.config:ModelConfig": "dtype logprobs_mode max_model_len model quantization",
     "vllm.config.weight_transfer:WeightTransferConfig": "backend",
     # Loading
@@ -88,6 +87,18 @@ NAMES = {
     f"{KERNELS}.nvfp4.marlin": "MarlinNvFp4LinearKernel",
     f"{KERNELS}.mxfp4.humming": "HummingMxFp4LinearKernel",
     f"{KERNELS}.mxfp4.marlin": "MarlinMxFp4LinearKernel",
+    # The KV cache
+    "vllm.config:CacheConfig": "block_size cache_dtype",
+    "vllm.model_executor.layers.attention:Attention": "kv_cache_dtype layer_name query_quant",
+    # Sampling
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": "empty_kv_cache_blocks kv_cache_config",
+    "vllm.v1.core.sched.scheduler:Scheduler": "block_size kv_cache_manager",
+    "vllm.v1.engine:EngineCoreOutput": "finish_reason new_logprobs new_token_ids request_id stop_reason",
+    "vllm.v1.engine.output_processor:OutputProcessorOutput": "__dataclass_fields__ request_outputs",
+    "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups",
+    "vllm.v1.outputs:LogprobsLists": "cu_num_generated_tokens logprobs slice_request",
+    "vllm.v1.outputs:ModelRunnerOutput": "logprobs",
+    "vllm.v1.request:Request": "num_computed_tokens request_id",
     # Adapters
     "vllm.config.lora": "MaxLoRARanks",
     "vllm.config.lora:LoRAConfig": "lora_dtype max_lora_rank target_modules",
@@ -131,6 +142,12 @@ CALLS = {
     "vllm.lora.model_manager:LoRAModelManager.activate_adapter": "lora_id",
     "vllm.lora.model_manager:LoRAModelManager.add_adapter": "adapter",
     "vllm.lora.model_manager:LoRAModelManager.remove_adapter": "adapter_id",
+    "vllm.model_executor.models.utils:extract_layer_index": "layer_name",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": "request num_new_tokens * num_lookahead_tokens",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks": "request num_computed_tokens",
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": "scheduler_output model_runner_output",
+    "vllm.v1.engine.output_processor:OutputProcessor.process_outputs": "engine_core_outputs",
+    "vllm.v1.outputs:LogprobsLists.slice_request": "req_idx num_positions",
     f"{TRANSFER}.factory:WeightTransferEngineFactory.register_engine": "name module_path_or_cls",
     f"{TRANSFER}.nccl_engine:NCCLWeightTransferEngine.init_transfer_engine": "init_info",
     f"{TRANSFER}.nccl_engine:NCCLWeightTransferEngine.start_weight_update": "",
@@ -141,7 +158,11 @@ CALLS = {
 # Where things stand in a live engine
 PATHS = {
     "llm": """llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
-        llm_engine.model_config.model llm_engine.step llm_engine.vllm_config.cache_config.block_size
+        llm_engine.engine_core.engine_core.scheduler.block_size
+        llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.empty_kv_cache_blocks
+        llm_engine.model_config.model llm_engine.output_processor.process_outputs
+        llm_engine.step llm_engine.vllm_config.cache_config.block_size
+        llm_engine.vllm_config.cache_config.cache_dtype llm_engine.vllm_config.model_config.hf_config
         llm_engine.vllm_config.compilation_config.mode llm_engine.vllm_config.lora_config.max_lora_rank
         llm_engine.vllm_config.lora_config.target_modules llm_engine.vllm_config.model_config.dtype
         llm_engine.vllm_config.model_config.max_model_len""",

@@ -42,6 +42,7 @@ FLAGS = ["--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager", "--max
 FLAGS += ["--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20), "--max-logprobs", "-1"]
 PROCESSED = ["--logprobs-mode", "processed_logprobs"]
 WIDE = ["--load-format", "trl_quant", "--model-loader-extra-config", '{"wide_norms": true}']
+CACHE = ["--kv-cache-dtype", "fp8"]
 FILES = ["--weight-transfer-config", '{"backend": "files"}', "--worker-extension-cls", "file_transfer.WorkerExtension"]
 
 
@@ -87,7 +88,7 @@ def servers(model, int8_model):
     started = {
         "bf16": serve(model, *PROCESSED, *FILES, file=f"{model}-bf16.pt"),
         # our loader knows the INT8 layers of CPUs without AMX, and FP32 norms
-        "int8": serve(int8_model, *PROCESSED, *FILES, *WIDE, file=f"{model}-int8.pt"),
+        "int8": serve(int8_model, *PROCESSED, *FILES, *WIDE, *CACHE, file=f"{model}-int8.pt"),
     }
     try:
         for process, url in started.values():
@@ -174,10 +175,12 @@ def test_server_that_reports_raw_logprobs_and_takes_no_weights(tmp_path, model, 
     """As `vllm serve` does without further flags: the stand-in tells what such a server would, in vLLM's own words."""
     settings = AsyncEngineArgs(model=int8_model, dtype="bfloat16", enforce_eager=True, max_model_len=512)
     info = PydanticVllmConfig.dump_python(settings.create_engine_config(), mode="json", fallback=str)
+    info["cache_config"] |= {"cache_dtype": "nvfp4", "calculate_kv_scales": True}
     answers = StandIn.answers | {"/server_info?config_format=json": {"vllm_config": info}}
     monkeypatch.setattr(StandIn, "answers", answers)
     text = refusal(tmp_path, stand_in, model, "int8")
     wrong, command = text.split("Start it")
+    assert "`--kv-cache-dtype nvfp4`, and the self-check computes auto, bf" in wrong and "-kv-scales`, whose" in wrong
     assert "raw_logprobs" in wrong and "no `--weight-transfer-config`" in wrong and "precision" not in wrong
     assert "--logprobs-mode processed_logprobs" in command and "--weight-transfer-config" in command
     assert "the precision 'int8', and `rollout_precision`='bf16'" in refusal(tmp_path, stand_in, model, "bf16")
@@ -212,7 +215,8 @@ def test_server_with_another_weight_transfer(tmp_path, model, servers, monkeypat
 def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, precision, tuning):
     """
     Three steps, with noise on the way; then the server equals an engine that vLLM starts on the weights. The INT8
-    server holds its norms in FP32, as `serve_command` says for a run with noise: all of the noise arrives there.
+    server holds its norms in FP32, as `serve_command` says for a run with noise: all of the noise arrives there. Its KV
+    cache is in FP8, which the self-check is told.
     """
     monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-{precision}.pt"))
     last_sigma = 5e-4 if precision == "int8" else 0.1
@@ -234,8 +238,14 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     assert [log["noise/effective_sigma"] for log in logs] == pytest.approx([0, 0.5, last_sigma], rel=0.1)
     assert logs[1]["mismatch/kl_k3"] > 5 * logs[0]["mismatch/kl_k3"]
     trainer.check_sync()
+    caches = trainer.vllm_generation.caches
+    assert sorted(caches) == ([0, 1] if precision == "int8" else [])
+    if caches:
+        caches[1].scales["_v_scale"] = 0.5
+        with pytest.raises(RuntimeError, match=r"stale: in layer 1 the KV cache's `_v_scale` is 1, .* 0\.5"):
+            trainer.check_sync()
 
-    wide = {"load_format": "trl_quant", "model_loader_extra_config": {"wide_norms": True}}
+    wide = {"kv_cache_dtype": "fp8", "load_format": "trl_quant", "model_loader_extra_config": {"wide_norms": True}}
     last = fresh(trainer.model, precision, tmp_path / "fresh", **(wide if precision == "int8" else {}))
     assert " ".join(WIDE[:3]) in serve_command("model", precision, wide_norms=True)
     assert served(trainer.vllm_generation.vllm_client) == one_by_one(last)

@@ -29,6 +29,7 @@ from vllm import LLM, SamplingParams
 from trl_quant.formats.checkpoint import quantize_checkpoint
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout import VLLMEngine
+from trl_quant.rollout.self_check import Reference, check_sequences, mean_difference
 
 
 SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True}
@@ -169,6 +170,29 @@ def fp8_block_anywhere(monkeypatch) -> None:
     monkeypatch.setattr(CPUFp8BlockScaledMMKernel, "apply_weights", apply_weights)
     supported = dict.fromkeys(("bf16", "int8", "fp8_block"))
     monkeypatch.setattr("trl_quant.rollout.vllm.support.supported_precisions", lambda: supported)
+
+
+def set_scale(sampler: VLLMEngine, name: str, value: float, layer: int = 1) -> None:
+    """Writes a scale of the KV cache of one layer."""
+
+    def write(model):
+        attention = model.get_submodule(f"model.layers.{layer}.self_attn.attn")
+        held = getattr(attention, name)
+        held.data.fill_(value) if isinstance(held, torch.Tensor) else setattr(attention, name, value)
+
+    sampler.llm.apply_model(write)
+    sampler.llm.reset_prefix_cache()
+
+
+def unrounded(sampler: VLLMEngine) -> float:
+    """How far the engine is from the self-check's reference if that does not round keys and values."""
+    prompts = check_sequences(sampler.tokenizer, max(2 * sampler.limits()[0] + 32, 160))
+    sequences, sampled = sampler.logps(prompts, 4)
+    caches, sampler.caches = sampler.caches, {}
+    try:
+        return mean_difference(sampled, Reference(sampler).logps(sequences))
+    finally:
+        sampler.caches = caches
 
 
 def keep(thing) -> None:
