@@ -67,7 +67,6 @@ class QuantGRPOTrainer(GRPOTrainer):
         self._correct = correction and partial(corrected, correction, level=args.importance_sampling_level)
         # Whether the loss's own forward scores the tokens for the correction too: no update comes between
         self.one_pass = args.one_update_per_generation and not getattr(correction, "whole_batch", correction is None)
-
         with engine_of(args):
             super().__init__(**given | {"args": args})
         engine = getattr(self, "vllm_generation", None)
@@ -90,10 +89,8 @@ class QuantGRPOTrainer(GRPOTrainer):
             self._engine.multimodal_fields = multimodal_fields
         try:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
-        except ValueError:  # validation errors are already clear
-            raise
         except Exception as error:
-            if self._engine is None:
+            if self._engine is None or isinstance(error, ValueError):  # validation errors are already clear
                 raise
             raise RuntimeError(
                 f"The {self._engine.precision} rollout engine failed at step {self.state.global_step}. "
@@ -102,9 +99,8 @@ class QuantGRPOTrainer(GRPOTrainer):
 
     def rollout_noise(self) -> RolloutNoise:
         """The noise of a generation at this step; evaluation samples from the clean copy."""
-        step = self.state.global_step
-        sigma = self.args.noise_sigma(step, self.state.max_steps) if self.model.training else 0.0
-        return RolloutNoise(sigma, self.args.seed, step)
+        step, steps = self.state.global_step, self.state.max_steps
+        return RolloutNoise(self.args.noise_sigma(step, steps) if self.model.training else 0.0, self.args.seed, step)
 
     def check_sync(self) -> dict[str, float]:
         """
@@ -197,8 +193,7 @@ class QuantGRPOTrainer(GRPOTrainer):
 
 class AISGRPOTrainer(QuantGRPOTrainer):
     """
-    [`QuantGRPOTrainer`] with the defaults of AIS-GRPO ([`AISGRPOConfig`]): adaptive importance sampling between the
-    quantized sampler and the trainer, and unnormalised advantages.
+    [`QuantGRPOTrainer`] with AIS-GRPO's defaults ([`AISGRPOConfig`]): adaptive weights, unnormalised advantages.
     """
 
     config_class = AISGRPOConfig

@@ -1,0 +1,117 @@
+"""The command line: a foreseen error is one line and an exit code, and any other keeps its traceback."""
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from tiny import tiny_tokenizer
+
+from trl_quant import QuantGRPOConfig
+from trl_quant.cli import main
+
+
+REFUSED_COMMANDS = [  # arguments -> exit code, what is printed
+    (["train", "--model_name_or_path", "{tmp}/nowhere"], 1, "nowhere"),
+    (["train", "--model_name_or_path", "m", "--config"], 2, "--config"),
+    (["train", "--model_name_or_path", "m", "--config", "{tmp}/nowhere.yaml"], 1, "nowhere.yaml"),
+    (["train", "--model_name_or_path", "m", "--config={tmp}/bad.yaml"], 1, "not a YAML file"),
+    (["train", "--model_name_or_path", "m", "--config={tmp}/list.yaml"], 1, "must contain a YAML mapping"),
+    (["train", "--model_name_or_path", "m", "--rollout_precison", "int8"], 2, "did you mean --rollout_precision?"),
+    (["train", "--model_name_or_path", "m", "--noise_stages", "3.5"], 2, "invalid int value: '3.5'"),
+    (["train", "--model_name_or_path", "m", "--reward_funcs", "os.path"], 1, "`reward_funcs`='os.path' is a module"),
+    (
+        ["train", "--model_name_or_path", "m", "--reward_funcs", "os.nothing"],
+        1,
+        "`reward_funcs`='os.nothing' is",
+    ),
+    (["train", "--model_name_or_path", "m", "--per_device_train_batch_size", "3"], 1, "divisible by num_generations"),
+    (["train", "--model_name_or_path", "{tmp}/model", "--dataset_name", "{tmp}/bad.jsonl"], 1, "bad.jsonl' cannot be"),
+    (["train", "--model_name_or_path", "{tmp}/run"], 1, "its tokenizer cannot be read"),
+    (["report", "{tmp}/run", "--output", "{tmp}/chart.txt"], 1, "chart.txt': charts are written as"),
+    (["report", "{tmp}/nowhere"], 1, "holds no run"),
+    (["report", "{tmp}/run", "--output", "{tmp}/bad.yaml/chart.png"], 1, "bad.yaml"),
+    (["prepare", "--model", "{tmp}/nowhere", "--format", "int8", "--output", "{tmp}/out"], 1, "nowhere"),
+    (["prepare", "--model", "m", "--format", "int5", "--output", "{tmp}/out"], 2, "invalid choice: 'int5'"),
+]
+
+
+@pytest.mark.parametrize(("argv", "code", "says"), REFUSED_COMMANDS, ids=[says for _, _, says in REFUSED_COMMANDS])
+def test_a_foreseen_error_is_one_line(argv, code, says, tmp_path, capsys):
+    (tmp_path / "bad.yaml").write_text("a: [1\nb: }")
+    (tmp_path / "list.yaml").write_text("- a\n")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    if argv[0] == "train":
+        argv = [*argv, "--use_cpu", "--bf16", "false", "--report_to", "none"]
+    with pytest.raises(SystemExit) as error:
+        main([part.replace("{tmp}", str(tmp_path)) for part in argv])
+    printed = capsys.readouterr().err
+    if code == 1:
+        assert str(error.value.code).startswith("error: ") and says in error.value.code
+    else:
+        assert error.value.code == 2 and says in printed and len(printed.splitlines()) < 8
+
+
+def test_an_error_that_nobody_foresaw_keeps_its_traceback(monkeypatch):
+    def slip(argv):
+        int("seven")
+
+    monkeypatch.setattr("trl_quant.cli.report.main", slip)
+    with pytest.raises(ValueError, match="invalid literal"):
+        main(["report"])
+
+    def reward(argv):  # not ours
+        raise ValueError("mine")
+
+    monkeypatch.setattr("trl_quant.cli.report.main", reward)
+    with pytest.raises(ValueError, match="mine"):
+        main(["report"])
+
+
+def test_the_version_is_told(capsys):
+    from trl_quant import __version__
+
+    with pytest.raises(SystemExit) as error:
+        main(["--version"])
+    assert error.value.code == 0 and capsys.readouterr().out == f"trl-quant {__version__}\n"
+
+
+def test_help_shows_our_options_first(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line.removesuffix(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert titles[1:3] == ["what to train on", "the rollout copy"]
+    assert titles[-3:] == ["ModelConfig of TRL", "GRPOConfig of TRL", "TrainingArguments of transformers"]
+    named = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert named.index("--uaq_scale") < named.index("--lora_r") < named.index("--beta") < named.index("--max_steps")
+    default = lines[lines.index("options:") : lines.index("what to train on:")]
+    assert [line for line in default if line.startswith("  -")] == [
+        "  -h, --help            show this help message and exit"
+    ]
+    assert {f"--{f.name}" for f in fields(QuantGRPOConfig)} <= {*named}
+
+
+def test_a_reward_that_returns_something_else_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def scalar(completions, **kwargs):\n    return 1.0\n"
+        "def words(completions, **kwargs):\n    return ['good'] * len(completions)\n"
+        "def right(completions, **kwargs):\n    return [1, None]\n"
+    )
+    code = (
+        "from trl_quant.cli.train import TrainArguments\n"
+        "for name in ('scalar', 'words', 'right'):\n"
+        "    (reward,) = TrainArguments(reward_funcs=[f'mine.{name}']).rewards\n"
+        "    try: print(reward.__name__, reward(['a', 'b']))\n"
+        "    except ValueError as error: print(error)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    first, second, third = done.stdout.splitlines()[-3:]
+    assert "`reward_funcs`='mine.scalar' returned 1.0" in first and "'mine.words' returned ['good', 'good']" in second
+    assert third == "right [1, None]"
