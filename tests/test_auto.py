@@ -1,22 +1,25 @@
 """`rollout_precision="auto"` and `trl-quant prepare`: the choice, and what comes of it in real vLLM engines."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
-from tiny import save_tiny
+from accelerate import Accelerator
+from tiny import save_tiny, tiny_model
 from training import config, make
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from vllm_engines import SMALL, greedy, keep
+from vllm_engines import GPU, SMALL, greedy, keep
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main as command
 from trl_quant.formats import quantize
 from trl_quant.rollout.vllm import auto
 from trl_quant.rollout.vllm.support import supported_precisions
+from trl_quant.rollout.vllm.trial import Speed, Trial
 
 
 pytestmark = pytest.mark.vllm
@@ -39,6 +42,67 @@ def test_choice(measured, choice):
     assert auto.choice_of(measured) == choice
 
 
+SLOW_SYNC, FAST_SYNC = Speed(step=0.004, sync=0.5), Speed(step=0.006, sync=0.1)  # as fast at 200 tokens
+
+
+@pytest.mark.parametrize(
+    ("bf16", "nvfp4", "length", "choice"),
+    [
+        (FAST_SYNC, SLOW_SYNC, 64, "bf16"),
+        (FAST_SYNC, SLOW_SYNC, 220, "bf16"),  # not worth a mismatch
+        (FAST_SYNC, SLOW_SYNC, 2000, "nvfp4"),
+        (SLOW_SYNC, FAST_SYNC, 64, "nvfp4"),
+        (SLOW_SYNC, FAST_SYNC, 2000, "bf16"),
+    ],
+)
+def test_the_sync_counts(bf16, nvfp4, length, choice, tmp_path, monkeypatch, capsys):
+    """Fast decoding and a slow sync win where completions are long, and lose where they are short."""
+    policy = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path))
+    no_kernel = f"RuntimeError: no kernel{' at all' * 20}"
+    speeds = {"bf16": bf16, "nvfp4": nvfp4, "int4": no_kernel}
+    monkeypatch.setattr(auto, "measure", lambda trial, precision: speeds[precision])
+    options = {"max_num_seqs": 8, "max_completion_length": length}
+    assert auto.choose_precision(policy, Accelerator(cpu=True), options, candidates=speeds) == choice
+
+    printed = capsys.readouterr().out
+    bf16_seconds, nvfp4_seconds = (speed.sync + length * speed.step for speed in (bf16, nvfp4))
+    expected = (
+        f"{8 / nvfp4.step:.0f} {nvfp4.sync:.3f} {8 * length / nvfp4_seconds:.0f} {bf16_seconds / nvfp4_seconds:.2f}"
+    )
+    row = next(line for line in printed.splitlines() if "nvfp4" in line)
+    assert row.replace("│", " ").split() == ["nvfp4", *expected.split()]
+    assert f"8 completions of {length} tokens" in printed and f"\nint4: {no_kernel}\n" in printed
+
+
+def test_the_length_of_completions():
+    """`max_tokens` among the arguments of generation takes the place of `max_completion_length` in TRL."""
+    trial = partial(Trial, "model", torch.float32, torch.float32, {}, True)
+    assert trial({"max_completion_length": 8}).length == 8
+    assert trial({"max_completion_length": 8, "generation_kwargs": {"max_tokens": 4}}).length == 4
+
+
+def test_what_is_not_counted(tmp_path):
+    """The table says so."""
+    policy, accelerator = tiny_model(), Accelerator(cpu=True)
+    assert auto.uncounted(policy, accelerator, {}) == ["reading prompts"]
+    assert auto.uncounted(policy, accelerator, {"enable_sleep_mode": True})[1:] == ["putting the engine to sleep"]
+    policy.model.norm.weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    assert auto.uncounted(policy, accelerator, {})[1:] == ["dequantizing the policy's base"]
+
+
+def rank_of_two(rank, store, results):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    results[rank] = auto.from_main_process([f"of rank {rank}"])
+    torch.distributed.destroy_process_group()
+
+
+def test_all_ranks_take_one_choice(tmp_path):
+    results = torch.multiprocessing.Manager().dict()
+    torch.multiprocessing.spawn(rank_of_two, (tmp_path / "store", results), nprocs=2)
+    assert dict(results) == {0: ["of rank 0"], 1: ["of rank 0"]}
+    assert auto.from_main_process(["alone"]) == ["alone"]
+
+
 def settings(tmp_path, **overrides):
     options = {
         "use_vllm": True,
@@ -53,30 +117,30 @@ def settings(tmp_path, **overrides):
     return config(QuantGRPOConfig, tmp_path / "out", **options | overrides)
 
 
+@pytest.mark.slow
 def test_the_fastest_is_kept(tmp_path, monkeypatch, capfd):
     """Real engines are measured; the run trains with the choice, and a resumed one keeps it without measuring again."""
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
     measure, measured = auto.measure, {}
 
-    def remember(arguments):
-        measured[arguments["precision"]] = (arguments["engine"], measure(arguments))
-        return measured[arguments["precision"]][1]
+    def remember(trial, precision):
+        measured[precision] = measure(trial, precision)
+        return measured[precision]
 
     monkeypatch.setattr(auto, "measure", remember)
     trainer = make(QuantGRPOTrainer, settings(tmp_path), model=model)
     keep(trainer)
     assert list(measured) == [name for name, missing in supported_precisions().items() if missing is None]
-    assert all(engine["max_num_seqs"] == 8 and engine["enforce_eager"] for engine, _ in measured.values())
-    speeds = {name: speed for name, (_, speed) in measured.items()}
-    assert all(isinstance(speed, float) and speed > 0 for speed in speeds.values()), speeds
-    chosen = auto.choice_of(speeds)
+    assert all(isinstance(speed, Speed) and speed.step > 0 and speed.sync > 0 for speed in measured.values()), measured
+    rates = auto.rates_of(measured, 8, 8)
+    chosen = auto.choice_of(rates)
     assert trainer.args.rollout_precision == trainer.vllm_generation.precision == chosen
     printed = capfd.readouterr().out
-    assert all(f"{speed:.0f}" in printed for speed in speeds.values()) and f"rollout_precision: {chosen}" in printed
+    assert all(f" {rate:.0f} " in printed for rate in rates.values()) and f"rollout_precision: {chosen}" in printed
     trainer.train()
 
     # What is in the checkpoint counts, also where another precision would be chosen now.
-    other = next(name for name in speeds if name != chosen)
+    other = next(name for name in measured if name != chosen)
     state = tmp_path / "out/checkpoint-2/rollout_state.json"
     recorded = json.loads(state.read_text())
     recorded["settings"]["rollout_precision"] = other
@@ -103,15 +167,16 @@ def test_only_colocated_engines_are_measured(tmp_path, options):
         settings(tmp_path, **options)
 
 
-def test_prepared_checkpoint(tmp_path, capfd):
+def test_prepared_checkpoint(tmp_path, monkeypatch, capfd):
     """The copy holds `formats`' codes, "auto" knows what it is, and an engine started on it equals one from 16 bits."""
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
     command(["prepare", "--model", str(model), "--format", "int8", "--output", str(tmp_path / "int8")])
     assert "int8" in capfd.readouterr().out
-    prepared = AutoConfig.from_pretrained(tmp_path / "int8")
     policy = AutoModelForCausalLM.from_pretrained(model)
-    engine = auto.engine_arguments(settings(tmp_path), str(tmp_path / "int8"), prepared, "int8")["engine"]
-    assert engine["quantization"] is None and "hf_overrides" not in engine
+    monkeypatch.setattr(auto, "measure", lambda trial, precision: Speed(step=1.0, sync=1.0))
+    for start, choice in ({}, "bf16"), ({"engine_kwargs": {"model": str(tmp_path / "int8")}}, "int8"):
+        options = {"max_num_seqs": 8, "max_completion_length": 8, **start}
+        assert auto.choose_precision(policy, Accelerator(cpu=not GPU), options) == choice
 
     from safetensors.torch import load_file
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import save_tiny
+from accelerate import Accelerator
+from tiny import save_tiny, tiny_model
 from training import config, dataset, make
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -104,13 +105,17 @@ def colocated(checkpoint, trust, tmp_path, monkeypatch):
 
 def auto(checkpoint, trust, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
-    from trl_quant.rollout.vllm import auto
+    from trl_quant.rollout.vllm import auto, trial
 
-    asked = []
-    monkeypatch.setattr(auto, "measure", lambda arguments: asked.append(arguments) or 1.0)
-    options = {"use_vllm": True, "vllm_mode": "colocate", "rollout_precision": "auto", "trust_remote_code": trust}
-    auto.choose_precision(config(QuantGRPOConfig, tmp_path / "out", **options), checkpoint.path)
-    assert asked and all(engine["engine"]["trust_remote_code"] is trust for engine in asked)
+    def measure(run, precision):
+        trial.policy_like(run)
+        return trial.Speed(step=1.0, sync=1.0)
+
+    monkeypatch.setattr(auto, "measure", measure)
+    policy = tiny_model()
+    policy.name_or_path = checkpoint.path
+    settings = {"trust_remote_code": trust, "max_num_seqs": 8, "max_completion_length": 8}
+    assert auto.choose_precision(policy, Accelerator(cpu=True), settings) == "bf16"
 
 
 def prepare(checkpoint, trust, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from .checks import check_before_loading, check_method, name_of
 from .config import AISGRPOConfig, QuantGRPOConfig
 from .corrections.acr import rescued
 from .corrections.batch import corrected, counted, joined, sampling_metrics, write
-from .rollout import RolloutEngine, RolloutNoise, choose_precision, engine_of
+from .rollout import RolloutEngine, RolloutNoise, engine_of
 from .rollout.seams import exchanged
 from .scaling import apply_uaq, uaq_applied
 
@@ -62,7 +62,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         check_method(self, args, rollout_func)
         check_before_loading(**given | {"args": args})
         if args.rollout_precision == "auto":
-            args.rollout_precision = checkpoints.precision_before(args) or choose_precision(args, model_name)
+            args.rollout_precision = checkpoints.precision_before(args) or "auto"
         correction = args.correction()
         self._correct = correction and partial(corrected, correction, level=args.importance_sampling_level)
         # Whether the loss's own forward scores the tokens for the correction too: no update comes between

@@ -16,7 +16,7 @@ _PUBLIC = {
     "VLLMBase": ".vllm.base",
     "VLLMEngine": ".vllm.engine",
     "VLLMServerEngine": ".vllm.server",
-    "choose_precision": ".vllm.auto",
+    "fastest_engine": ".vllm.auto",
 }
 ENGINES = {"embedded": "TransformersEngine", "colocate": "VLLMEngine", "server": "VLLMServerEngine"}
 VLLM_MODES = ("colocate", "server")
@@ -41,7 +41,6 @@ def engine_of(args) -> AbstractContextManager:
     if args.rollout_precision is not None:
         name = args.vllm_mode if args.use_vllm else "embedded"
         options = {
-            "precision": args.rollout_precision,
             "wide_norms": args.noise_schedule is not None,
             "uaq_scale": args.uaq_scale or 1.0,
         }
@@ -55,7 +54,10 @@ def engine_of(args) -> AbstractContextManager:
                 "lora_sync": args.lora_sync,
                 "sleep_level": args.vllm_sleep_level,
             }
-        engine = partial(__getattr__(ENGINES[name]), **options)
+        if args.rollout_precision == "auto":
+            engine = partial(__getattr__("fastest_engine"), args, **options)
+        else:
+            engine = partial(__getattr__(ENGINES[name]), precision=args.rollout_precision, **options)
     if args.is_correction != "trl" and args.loss_type == "vespo":
         # TRL's ratio is replaced by ours; VESPO insists on one with a value for each token, which ours has.
         fields["vllm_importance_sampling_mode"] = "token_truncate"

@@ -1,0 +1,179 @@
+"""What `rollout_precision="auto"` measures: an engine with the run's own arguments, weights and way of syncing."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import trl.generation.vllm_generation as vllm_generation
+from accelerate import Accelerator
+from tiny import save_tiny
+from training import config, lora, make
+from transformers import AutoModelForCausalLM
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm import LLM
+from vllm_engines import GPU, SMALL, keep
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.rollout.vllm import auto, trial
+
+
+pytestmark = pytest.mark.vllm
+
+COLOCATE = {
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_engine_kwargs": SMALL,
+    "vllm_max_model_length": 512,
+    "vllm_gpu_memory_utilization": 0.2,
+    "sync_check_steps": 0,  # which samples too
+}
+SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.05, "repetition_penalty": 1.1}
+RUNS = {  # name -> (arguments of the run, of its trainer)
+    "full": (SAMPLING, {}),
+    "noise": ({"noise_schedule": "linear", "generation_kwargs": {"frequency_penalty": 0.1, "min_tokens": 2}}, {}),
+    "merge": ({"vllm_gpu_memory_utilization": 0.25}, {"peft_config": lora}),
+    "adapter": ({"lora_sync": "adapter", "generation_kwargs": {"stop": ["<"]}}, {"peft_config": lora}),
+}
+OWN = {"max_tokens", "min_tokens", "ignore_eos"}  # what a trial samples in its own way
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("model"), dtype=torch.bfloat16)
+
+
+class Recorder:
+    """What vLLM is asked for."""
+
+    def __init__(self, monkeypatch):
+        self.engines, self.samplings, self.adapters = [], [], []
+        generate = LLM.generate
+
+        def build(**arguments):
+            self.engines.append(arguments)
+            return LLM(**arguments)
+
+        def sample(llm, prompts, sampling_params, lora_request=None, **kwargs):
+            self.samplings.append(sampling_params)
+            self.adapters.append(lora_request)
+            return generate(llm, prompts, sampling_params, lora_request=lora_request, **kwargs)
+
+        monkeypatch.setattr(vllm_generation, "LLM", build)
+        monkeypatch.setattr(LLM, "generate", sample)
+
+    def take(self) -> tuple[dict, list[dict], list]:
+        """The engine that was built since the last call, how it sampled, and with which adapters."""
+        (engine,) = self.engines
+        names = [name for name in self.samplings[0].__struct_fields__ if not name.startswith("_")]
+        samplings = [{name: getattr(sampling, name) for name in names} for sampling in self.samplings]
+        adapters = self.adapters
+        self.engines, self.samplings, self.adapters = [], [], []
+        return engine, samplings, adapters
+
+
+def streamed(engine) -> list[tuple]:
+    """Names, shapes and types of what a sync sends."""
+    if engine.lora_sync == "adapter":
+        return [(name, tensor.shape, tensor.dtype) for name, tensor in engine.weights.adapter().items()]
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in engine.stream()]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_engine_on_trial_is_the_runs(name, model, tmp_path, monkeypatch):
+    """vLLM is asked for one engine by both, with what they sample and sync alike."""
+    recorder, trials = Recorder(monkeypatch), []
+
+    def remember(asked, precision):
+        trials.append(asked)
+        return trial.Speed(1.0, 1.0) if precision == "int8" else "not now"
+
+    monkeypatch.setattr(auto, "measure", remember)
+    options, others = RUNS[name]
+    args = config(QuantGRPOConfig, tmp_path, rollout_precision="auto", **COLOCATE | options)
+    trainer = make(QuantGRPOTrainer, args, model, **{key: value() for key, value in others.items()})
+    run = trainer.vllm_generation
+    keep(run)
+    run.generate([[5, 6, 7]] * 8, None, 4)
+    engine, (sampling,), (adapter,) = recorder.take()
+
+    tried = trial.build(trials[0], "int8")
+    keep(tried)
+    speed = trial.try_out(tried, trials[0])
+    assert 0 < speed.step < 10 and 0 < speed.sync < 10
+    engine_tried, samplings_tried, adapters_tried = recorder.take()
+
+    assert engine_tried == engine and engine["max_num_batched_tokens"] == 4096 and engine["max_num_seqs"] == 8
+    for sampling_tried in samplings_tried:
+        assert {n for n in sampling if sampling[n] != sampling_tried[n]} <= OWN and sampling_tried["ignore_eos"]
+    assert {s["max_tokens"] for s in samplings_tried} == {1, trial.NEW_TOKENS}
+    assert streamed(tried) == streamed(run)
+    assert {type(value) for value in adapters_tried} == {type(adapter)}
+
+    # The runs differ, so that equal is not empty.
+    assert engine["gpu_memory_utilization"] == (0.25 if name == "merge" else 0.2)
+    assert engine.get("enable_lora", False) == (adapter is not None) == bool(tried.pushed) == (name == "adapter")
+    assert engine["model_loader_extra_config"].get("wide_norms", False) == tried.wide_norms == (name == "noise")
+    assert (sampling["temperature"] == 0.7) == (name == "full") and (sampling["frequency_penalty"] > 0) == (
+        name == "noise"
+    )
+    assert sampling["detokenize"] == (name == "adapter")  # text is needed to stop at "<", and for nothing else
+
+
+def test_a_large_policy_takes_little_memory(model):
+    """Weights of one shape and type share their memory; all else is as in the run."""
+    from peft import get_peft_model
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    for adapted in (False, True):
+        run = get_peft_model(policy, lora()) if adapted else policy
+        like = trial.policy_like(trial.Trial.of(run, Accelerator(cpu=not GPU), {}))
+        assert {param.device.type for param in like.parameters()} == {"meta"}
+        trial.fill(like, torch.device("cpu"))
+        mine, theirs = (
+            {name: (p.shape, p.dtype, p.requires_grad) for name, p in m.named_parameters()} for m in (like, run)
+        )
+        assert mine == theirs and len({dtype for _, dtype, _ in mine.values()}) == 1 + adapted
+        places = {param.data_ptr() for param in like.parameters()}
+        assert len(places) == len({(shape, dtype) for shape, dtype, _ in mine.values()}) < len(mine) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_processes_of_their_own(ranks, model, tmp_path, monkeypatch):
+    """They find a speed, or say in one line why there is none, and leave no files."""
+    for left_over in Path("/dev/shm").glob("*-tp:*-cpushm_*"):  # of ranks that ended early, elsewhere
+        left_over.unlink()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", short := tempfile.mkdtemp())  # sockets have short names
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    settings = {
+        "tensor_parallel_size": ranks,
+        "gpu_memory_utilization": 0.2,
+        "max_model_length": 512,
+        "max_num_seqs": 8,
+        "max_completion_length": 8,
+        "engine_kwargs": SMALL,
+    }
+    accelerator = Accelerator(cpu=not GPU)
+    if ranks > torch.cuda.device_count() > 0:
+        pytest.skip("needs two GPUs")
+    speed = trial.measure(trial.Trial.of(policy, accelerator, settings), "int8")
+    assert isinstance(speed, trial.Speed) and 0 < speed.step < 10 and 0 < speed.sync < 10, speed
+    impossible = settings | {"engine_kwargs": SMALL | {"kv_cache_memory_bytes": 1}}
+    reason = trial.measure(trial.Trial.of(policy, accelerator, impossible), "int8")
+    assert "memory" in reason and "Error: " in reason and "\n" not in reason
+    os.rmdir(short)  # which is empty
+    assert not [*tmp_path.iterdir(), *Path("/dev/shm").glob("*-tp:*-cpushm_*")]
+
+
+def test_a_process_that_is_killed(model, tmp_path, monkeypatch):
+    """What it printed last is the reason."""
+    monkeypatch.setattr(trial, "__name__", "trl_quant.no_such_module")
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    reason = trial.measure(trial.Trial.of(policy, Accelerator(cpu=True), {}), "int8")
+    assert "no_such_module" in reason and "\n" not in reason
