@@ -97,7 +97,7 @@ def speak(model, words: list[int]) -> None:
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     embedding.normal_()
     embedding[:, 0] = 8
-    head[:, 0] = -256
+    head[:, 0] = -(2.0**20)
     head[words, 0] = 0
     for name, param in model.named_parameters():
         if name.endswith("norm.weight"):

@@ -6,11 +6,13 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model, tiny_tokenizer
+from training import lora
 
 from trl_quant.formats import FORMATS, fake_quantize_activation, quantize
 from trl_quant.noise import norm_noise
 from trl_quant.rollout import RolloutNoise, TransformersEngine
 from trl_quant.rollout.base import WeightDrift
+from trl_quant.rollout.weights import PolicyWeights
 
 
 PROMPTS = [[72, 101, 108], [50, 43, 50, 61, 32, 7], [9]]
@@ -210,6 +212,17 @@ def test_adapters_are_merged_out_of_place(dtype):
     ids = torch.tensor([PROMPTS[1]])
     assert torch.equal(copy.copy(ids).logits, fresh.copy(ids).logits)
     assert not torch.equal(copy.copy(ids).logits, base_only.copy(ids).logits)
+
+
+def test_a_parameter_is_streamed_without_a_look_at_the_whole_model(monkeypatch):
+    """Whether PEFT wraps a policy is found out once: accelerate walks through all modules for it."""
+    policy = get_peft_model(tiny_model(seed=3), lora())
+    weights, asked = PolicyWeights(policy, Accelerator(cpu=True)), []
+    monkeypatch.setattr("trl_quant.rollout.weights.is_peft_model", lambda model: asked.append(model) or True)
+    names = [name for name, _ in weights]
+    assert (
+        not asked and not any("lora" in name for name in names) and len(names) == len(list(tiny_model().parameters()))
+    )
 
 
 def test_only_some_layers_adapted_and_a_saved_head():

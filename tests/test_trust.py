@@ -266,7 +266,7 @@ def server_info(model: str) -> dict:
     served = {"model": model, "logprobs_mode": "processed_logprobs", "quantization": None, "dtype": "torch.bfloat16"}
     return {
         "model_config": served | {"max_model_len": 512},
-        "cache_config": {"block_size": 16},
+        "cache_config": {"block_size": 16, "cache_dtype": "auto"},
         "weight_transfer_config": {"backend": "trl_quant"},
     }
 

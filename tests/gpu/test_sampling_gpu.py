@@ -5,6 +5,9 @@ from test_vllm_sampling import PROMPTS, cached, sampled
 from vllm_engines import GPU_MODEL, engine, policy
 
 
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
+
+
 @pytest.mark.parametrize("option", [{}, {"stop_token_ids": list(range(0, 250, 17))}, {"top_p": 0.8}])
 def test_the_samples_are_vllms(tmp_path, option):
     sampler = engine(policy(tmp_path, **GPU_MODEL).cuda(), "fp8", max_completion_length=140, max_num_seqs=16)
