@@ -18,7 +18,7 @@ import gc
 import random
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from operator import attrgetter
 
@@ -68,6 +68,8 @@ def measure(kind: str, args) -> dict:
     arguments |= args.trl_engine_kwargs if kind == "trl" else args.engine_kwargs
     model = policy(path, args.lora, words)
     engine = build(kind, model, max(batches), args.new, length, args.lora_sync, tokenizer, **arguments)
+    if args.plain:
+        engine.sampling = nullcontext
 
     def sample(prompts: list[list[int]], new: int) -> list[list[int]]:
         engine.max_completion_length = new
@@ -92,7 +94,7 @@ def measure(kind: str, args) -> dict:
         result[batch] = {"tokens_per_s": len(tokens) / (sync + seconds), "sync_s": sync, "sample_s": seconds}
     if args.profile:
         steps = {batch: decode_step(partial(sample, prompts[batch]), args.new) for batch in batches}
-        host = host_clock(engine)
+        host = host_clock(engine, lean=kind != "trl" and not args.plain)
         for batch in batches:
             host.seconds.clear()
             sample(prompts[batch], args.new)
@@ -133,16 +135,18 @@ def covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def host_clock(engine) -> Clock:
-    """A clock of what a generation costs the host. What this vLLM or TRL does not have is left out."""
+def host_clock(engine, lean: bool) -> Clock:
+    """
+    A clock of what a generation costs the host, with what stands before vLLM's and TRL's own methods in ours (`lean`).
+    What this vLLM or TRL does not have is left out.
+    """
     from trl.generation import vllm_generation
 
-    from trl_quant.rollout import VLLMEngine
     from trl_quant.rollout.vllm import sampling
 
     places = {name: (attrgetter(place)(engine.llm), method) for name, (place, method) in HOST.items()}
     places["extract"] = vllm_generation, "extract_logprobs"
-    if isinstance(engine, VLLMEngine):  # what stands before vLLM's and TRL's own
+    if lean:
         places["allocate"] = sampling.BlocksWithRoom, "allocate"
         places["update"] = sampling, "update_with_numbers"
         places["outputs"] = sampling.HeldOutputs, "__call__"
@@ -166,6 +170,7 @@ def main():
     parser.add_argument("--new", type=int, default=512 if CUDA else 32, metavar="TOKENS")
     parser.add_argument("--enforce_eager", action="store_true")
     parser.add_argument("--profile", action="store_true", help="shows where the time goes")
+    parser.add_argument("--plain", action="store_true", help="our engines sample as vLLM does by itself, text included")
     args = parser.parse_args()
     if args.one:
         return report(measure(args.one, args))

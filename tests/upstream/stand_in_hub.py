@@ -16,6 +16,7 @@ import io
 import json
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -269,7 +270,8 @@ def datasets(root: Path) -> None:
 def build(root: Path) -> None:
     torch.manual_seed(0)
     language_models(root / "hub")
-    vision_language_models(root / "hub")
+    if find_spec("torchvision"):  # without it their processors do not load, and their tests fail with every class
+        vision_language_models(root / "hub")
     datasets(root / "datasets")
 
 
