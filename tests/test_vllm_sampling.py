@@ -81,7 +81,7 @@ def test_the_samples_are_vllms(sampler, option):
 
 def test_a_full_cache(tmp_path):
     """With room for a few completions at a time, others are put off and start again."""
-    kwargs = {"engine_kwargs": SMALL | {"num_gpu_blocks_override": 9}, "max_completion_length": 140}
+    kwargs = {"engine_kwargs": SMALL | {"num_gpu_blocks_override": 7}, "max_completion_length": 140}
     sampler = engine(policy(tmp_path / "policy"), "int8", max_num_seqs=12, **kwargs)
     manager = sampler.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     put_off, allocate = [], manager.allocate_slots

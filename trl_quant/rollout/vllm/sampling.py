@@ -123,7 +123,7 @@ class BlocksWithRoom:
 
     def allocate(self, request, num_new_tokens, **kwargs):
         needed = request.num_computed_tokens + num_new_tokens + kwargs.get("num_lookahead_tokens", 0)
-        if num_new_tokens == 1 and needed <= self.room.get(request.request_id, 0):
+        if num_new_tokens == 1 and needed < self.room.get(request.request_id, 0):  # at the end one may be cached
             return self.nothing
         blocks = self.allocate_slots(request, num_new_tokens, **kwargs)
         # A request that starts, or starts again after it was put off, may have blocks of the cache: none are counted.
