@@ -44,6 +44,12 @@ def sampled(sampler, prompts=PROMPTS, plain=False, seed=5, **generation_kwargs):
     return found, seen
 
 
+def reasons(seen) -> list[tuple]:
+    """Why completions ended."""
+    outputs = [output for _, outputs in seen for output in outputs]
+    return [(output.prompt_token_ids, c.finish_reason, c.stop_reason) for output in outputs for c in output.outputs]
+
+
 def cached(sampler) -> int:
     pool = sampler.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     return len(pool.cached_block_hash_to_block)
@@ -61,6 +67,7 @@ OPTIONS = {
     "truncated": {"top_p": 0.8, "top_k": 20},
     "stop_token_ids": {"stop_token_ids": list(range(0, 250, 17))},  # completions of many lengths
     "min_tokens": {"min_tokens": 3, "ignore_eos": True},
+    "ends with a block": {"max_tokens": 3, "ignore_eos": True},  # 126 and the first two are read, the third is not
     "penalties": {"frequency_penalty": 0.5},
 }
 
@@ -68,11 +75,12 @@ OPTIONS = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_samples_are_vllms(sampler, option):
     """Ids, log-probabilities and the blocks that the prefix cache has afterwards."""
-    lean, _ = sampled(sampler, **OPTIONS[option])
+    lean, ends = sampled(sampler, **OPTIONS[option])
     blocks = cached(sampler)
-    plain, _ = sampled(sampler, plain=True, **OPTIONS[option])
+    plain, plain_ends = sampled(sampler, plain=True, **OPTIONS[option])
     assert lean == plain and len(lean[1]) == len(PROMPTS)
     assert blocks == cached(sampler) > 0
+    assert reasons(ends) == reasons(plain_ends)
     if option == "stop_token_ids":
         assert len({len(ids) for ids in lean[1]}) > 3
     assert all(len(logp) == 1 and logp[0] <= 0 for logps in lean[2] for logp in logps)
