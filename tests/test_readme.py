@@ -359,6 +359,18 @@ def test_speeds_are_those_that_were_measured():
                 assert name != "fp8" or " / ".join(f"{ratio:.2f}x" for ratio in ratios.values()) in README
 
 
+def test_seconds_of_sampling_are_those_that_were_measured():
+    (result,) = results("rollout-7b-text-NVIDIA-H200.json")
+    engines, text = result["results"]["7b"], TEXTS["benchmarks/README.md"]
+    seconds = {name: [row["sample_s"] for row in batches.values()] for name, batches in engines.items()}
+    gains = [f"{trl / ours:.2f}x" for trl, ours in zip(seconds["trl"], seconds["fp8"], strict=True)]
+    rates = [[row["tokens_per_s"] for row in engines[name].values()] for name in ("fp8", "trl")]
+    for row in ([f"{s:.2f} s" for s in seconds["trl"]], [f"{s:.2f} s" for s in seconds["fp8"]], gains):
+        assert f"| {' | '.join(row)} |" in text
+    assert f"| {' | '.join(f'{ours / trl:.2f}x' for ours, trl in zip(*rates, strict=True))} |" in text
+    assert " / ".join(gains) in README
+
+
 def test_mismatches_are_those_that_were_measured():
     (result,) = results("mismatch-float32-*.json")
     assert result["arguments"]["policy"] == "float32" and set(result["results"]) == set(PRECISIONS)
