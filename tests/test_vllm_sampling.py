@@ -202,6 +202,23 @@ def test_the_engine_is_as_before(sampler, monkeypatch, fails):
     assert gc.isenabled() and [getattr(place, name) for place, name in places] == before
 
 
+@pytest.mark.parametrize("statistics", [False, True])
+def test_statistics_are_of_each_token(tmp_path, monkeypatch, statistics):
+    """Where vLLM keeps them, it sees every token; where not, a completion once."""
+    sampler = engine(policy(tmp_path), "int8", engine_kwargs=SMALL | {"disable_log_stats": not statistics})
+    processor, seen = sampler.llm.llm_engine.output_processor, []
+    process = processor.process_outputs
+
+    def spy(outputs, *args, **kwargs):
+        seen.extend(len(output.new_token_ids) for output in outputs)
+        return process(outputs, *args, **kwargs)
+
+    monkeypatch.setattr(processor, "process_outputs", spy)
+    found, [(params, _)] = sampled(sampler, PROMPTS[:4], ignore_eos=True)
+    assert seen == ([1] * 32 if statistics else [8] * 4) and not params.detokenize
+    assert found == sampled(sampler, PROMPTS[:4], plain=True, ignore_eos=True)[0]
+
+
 def test_unscored_tokens():
     completion = SimpleNamespace(token_ids=[4, 5], logprobs=[math.nan, -1.0])
     assert extract_logprobs([SimpleNamespace(outputs=[completion])]) == ([[[None], [-1.0]]], [[[4], [5]]])

@@ -160,7 +160,7 @@ PATHS = {
     "llm": """llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
         llm_engine.engine_core.engine_core.scheduler.block_size
         llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.empty_kv_cache_blocks
-        llm_engine.model_config.model llm_engine.output_processor.process_outputs
+        llm_engine.log_stats llm_engine.model_config.model llm_engine.output_processor.process_outputs
         llm_engine.step llm_engine.vllm_config.cache_config.block_size
         llm_engine.vllm_config.cache_config.cache_dtype llm_engine.vllm_config.model_config.hf_config
         llm_engine.vllm_config.compilation_config.mode llm_engine.vllm_config.lora_config.max_lora_rank

@@ -41,10 +41,10 @@ def sampling_lean(engine) -> Iterator[None]:
         return
     with ExitStack() as stack:
         stack.enter_context(exchanged(engine, generation_kwargs=given | {"detokenize": False}))
-        if not any(name in given for name in NEED_OUTPUTS):
+        vllm = engine.llm.llm_engine
+        if not vllm.log_stats and not any(name in given for name in NEED_OUTPUTS):  # statistics are of each token
             stack.enter_context(extracting_with(extract_logprobs))
-            outputs = engine.llm.llm_engine.output_processor
-            scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+            outputs, scheduler = vllm.output_processor, vllm.engine_core.engine_core.scheduler
             manager = scheduler.kv_cache_manager
             blocks = BlocksWithRoom(manager, scheduler.block_size)
             update = partial(update_with_numbers, scheduler.update_from_output)
