@@ -157,12 +157,12 @@ def test_a_config_of_another_trainer_is_refused():
 # What needs the data
 
 
-def check(model=None, args=None, train_dataset=None, reward_funcs=spread, eval_dataset=None, **others):
+def check(model=None, args=None, train_dataset=..., reward_funcs=spread, eval_dataset=None, **others):
     given = dict.fromkeys(("peft_config", "environment_factory", "rollout_func", "quantization_config")) | others
     check_before_loading(
         model=model,
         args=args or build(num_generations=4, per_device_train_batch_size=4),
-        train_dataset=dataset() if train_dataset is None else train_dataset,
+        train_dataset=dataset() if train_dataset is ... else train_dataset,
         eval_dataset=eval_dataset,
         reward_funcs=reward_funcs,
         **given,
@@ -195,6 +195,7 @@ REFUSED_DATA = [  # dataset -> what the message says
     (DatasetDict(train=dataset()), "`train_dataset` is a DatasetDict; take one of its splits"),
     ([{"prompt": "a"}], "`train_dataset` is a list. It must be a `datasets.Dataset`"),
     (STREAM, "`max_steps`=-1, but a stream has no length"),
+    (None, "`train_dataset` is required unless an `environment_factory` is provided"),
 ]
 ACCEPTED_DATA = [
     prompts("a"),
@@ -226,8 +227,10 @@ def test_a_stream_is_accepted_and_not_read():
     def rows():
         raise AssertionError("the stream was read")
 
-    args = build(num_generations=4, per_device_train_batch_size=4, max_steps=1)
-    check(train_dataset=IterableDataset.from_generator(rows), args=args)
+    settings = {"num_generations": 4, "per_device_train_batch_size": 4, "max_steps": 1}
+    check(train_dataset=IterableDataset.from_generator(rows), args=build(**settings))
+    dispatched = build(**settings, accelerator_config={"dispatch_batches": True})
+    refused(lambda: check(train_dataset=STREAM, args=dispatched), "Iterable datasets require `dispatch_batches=False`")
 
 
 def test_data_for_evaluation():

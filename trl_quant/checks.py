@@ -64,6 +64,8 @@ def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs,
 
 
 def _check_data(args, train_dataset, eval_dataset) -> None:
+    if train_dataset is None:
+        raise ValueError("`train_dataset` is required unless an `environment_factory` is provided.")
     if not isinstance(train_dataset, Dataset | IterableDataset):
         split = "; take one of its splits" if isinstance(train_dataset, dict) else ""
         raise ValueError(
@@ -77,6 +79,10 @@ def _check_data(args, train_dataset, eval_dataset) -> None:
             f"`train_dataset` has {len(train_dataset)} prompts, fewer than one generation takes, {prompts} "
             f"(`generation_batch_size`={args.generation_batch_size} / `num_generations`={args.num_generations}): "
             "nothing would be trained. Lower `generation_batch_size`, or add prompts."
+        )
+    if isinstance(train_dataset, IterableDataset) and args.accelerator_config.dispatch_batches:
+        raise ValueError(
+            "Iterable datasets require `dispatch_batches=False`, and `accelerator_config` sets it to True."
         )
     if isinstance(train_dataset, IterableDataset) and args.max_steps <= 0:
         raise ValueError(f"`max_steps`={args.max_steps}, but a stream has no length: set the number of steps.")
