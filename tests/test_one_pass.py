@@ -35,7 +35,7 @@ def trained(path, two_passes=False, peft=False, model=None, **settings):
     return trainer, len(passes)
 
 
-def assert_same_numbers(one, two, exactly=True):
+def assert_same_numbers(one, two):
     """Parameters bit for bit. Metrics are sums over the same tokens, in the order of another shuffle."""
     for left, right in zip(metrics(one), metrics(two), strict=True):
         assert left.keys() == right.keys()
@@ -43,7 +43,7 @@ def assert_same_numbers(one, two, exactly=True):
             assert value == pytest.approx(right[name], rel=1e-4, abs=1e-6), name
     mine, theirs = parameters(one), parameters(two)
     for name, value in mine.items():
-        assert torch.equal(value, theirs[name]) if exactly else torch.allclose(value, theirs[name], atol=1e-5), name
+        assert torch.equal(value, theirs[name]), name
 
 
 OPTIONS = {

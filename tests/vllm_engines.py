@@ -45,6 +45,8 @@ GPU_MODEL = {
     "num_key_value_heads": 4,
     "initializer_range": 0.03,
 }
+# Of the runs in tests on GPUs
+GPU_RUN = {"bf16": True, "use_cpu": False, "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512}
 # two longer than vLLM's cache blocks of 128 tokens on a CPU, one shorter
 PROMPTS = [[(7 * i + 3) % 250 for i in range(200)], [(i * i) % 251 for i in range(140)], [5, 6, 7]]
 

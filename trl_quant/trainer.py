@@ -158,11 +158,11 @@ class QuantGRPOTrainer(GRPOTrainer):
         """Gives the loss its weights where it has none yet, and a token's own clip bounds (QuRL eq. 9)."""
         if self.one_pass and "sampling_per_token_logps" in batch:
             scored = batch | {"old_per_token_logps": logps}
-            write(self._correct(scored), batch)
+            write(result := self._correct(scored), batch)
             self._unlogged.append(scored)
-            if len(self._unlogged) == (self.args.steps_per_generation if self.model.training else 1):
+            if len(self._unlogged) == (parts := self.args.steps_per_generation if self.model.training else 1):
                 whole, self._unlogged = joined(self._unlogged), []
-                self._log_correction(whole, self._correct(whole))
+                self._log_correction(whole, result if parts == 1 else self._correct(whole))
         if "clip_high" in batch:
             share = rescued(logps, batch, counted(batch), self.epsilon_high)
             self._log_values({"mismatch/rescued_fraction": self.accelerator.gather(share).mean().item()})

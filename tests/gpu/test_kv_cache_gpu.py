@@ -13,7 +13,7 @@ from training import config, dataset, make
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import _custom_ops as ops
-from vllm_engines import GPU_MODEL, SMALL, keep, set_scale, unrounded
+from vllm_engines import GPU_MODEL, GPU_RUN, SMALL, keep, set_scale, unrounded
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.rollout.kv_cache import FORMATS, KVCache
@@ -46,12 +46,8 @@ def test_every_sync_is_checked(tmp_path, precision):
     args = config(
         QuantGRPOConfig,
         tmp_path / "out",
-        bf16=True,
-        use_cpu=False,
-        use_vllm=True,
-        vllm_mode="colocate",
+        **GPU_RUN,
         rollout_precision=precision,
-        vllm_max_model_length=512,
         vllm_engine_kwargs=SMALL | {"kv_cache_dtype": "fp8"},
         max_steps=20,
         learning_rate=1e-4,

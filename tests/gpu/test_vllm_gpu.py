@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.lora.request import LoRARequest
-from vllm_engines import GPU_MODEL, SMALL, engine, fresh, greedy, keep, policy, score, update
+from vllm_engines import GPU_MODEL, GPU_RUN, SMALL, engine, fresh, greedy, keep, policy, score, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.precisions import in_vllm
@@ -47,15 +47,11 @@ def trained(tmp_path, precision, sleeping, steps=4, **kwargs):
     args = config(
         QuantGRPOConfig,
         tmp_path / "out",
-        bf16=True,
-        use_cpu=False,
-        use_vllm=True,
-        vllm_mode="colocate",
+        **GPU_RUN,
         rollout_precision=precision,
         lora_sync=lora_sync,
         vllm_enable_sleep_mode=sleeping,
         vllm_sleep_level=1 if lora_sync == "adapter" else 2,
-        vllm_max_model_length=512,
         vllm_engine_kwargs=SMALL,
         max_steps=steps,
         learning_rate=1e-3,
