@@ -3,6 +3,7 @@
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +122,33 @@ def test_the_engine_on_trial_is_the_runs(name, model, tmp_path, monkeypatch):
         name == "noise"
     )
     assert sampling["detokenize"] == (name == "adapter")  # text is needed to stop at "<", and for nothing else
+
+
+def test_speed_is_of_one_token_and_one_sync(monkeypatch):
+    """By a made-up clock: prompts, which both generations read, count in neither, nor do first times."""
+    clock, firsts = [0.0], {"sync": 7.0, "generate": 5.0}
+    prompts = []
+
+    def sync_weights():
+        clock[0] += 2.0 + firsts.pop("sync", 0.0)
+
+    def generate(mine, images, num_generations):
+        prompts.append(mine)
+        clock[0] += 0.5 + 0.25 * engine.max_completion_length + firsts.pop("generate", 0.0)
+
+    engine = SimpleNamespace(
+        sync_weights=sync_weights,
+        generate=generate,
+        limits=lambda: (16, 2048),
+        accelerator=SimpleNamespace(process_index=0),
+    )
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: clock[0])
+    settings = {"max_num_seqs": 4, "max_completion_length": 1064}
+    speed = trial.try_out(engine, trial.Trial("", torch.float32, torch.float32, {}, True, settings))
+    assert speed == trial.Speed(step=0.25, sync=2.0)
+    assert speed.rate(batch=4, length=1064) == pytest.approx(4 * 1064 / (2 + 1064 * 0.25))
+    middle = trial.PROMPT_TOKENS + (1064 - trial.NEW_TOKENS) // 2
+    assert {len(ids) for mine in prompts for ids in mine} == {middle} and {len(mine) for mine in prompts} == {4}
 
 
 def test_a_large_policy_takes_little_memory(model):
