@@ -2,7 +2,7 @@
 Seconds of a whole GRPO step and of its phases, through the trainers, against TRL's own in the same run.
 
     python benchmarks/step.py                          # 7B shapes on a GPU, tiny ones on a CPU
-    python benchmarks/step.py --kinds trl fp8 nvfp4 --corrections tis ais --completions 256 --new 2048
+    python benchmarks/step.py --kinds trl fp8 nvfp4 --corrections tis ais --completions 64x512 256x2048
 
 `trl` is TRL's `GRPOTrainer` with BF16 vLLM, the others are `QuantGRPOTrainer` with this `rollout_precision`, each in
 its own process. A LoRA policy of random weights is trained with gradient checkpointing, one update per generation and
@@ -18,8 +18,9 @@ one in 50 steps, is switched off.
 | update | all that follows the generation: forward, backward, clipping, optimizer |
 | rest | the generation without the phases above: tokenizing, decoding, rewards, metrics |
 
-`ratio` is how many times faster a trainer is than the first. Times are means over the steps after the first. Memory is
-the peak in these: what torch has allocated on a GPU, else the process.
+`ratio` is how many times faster a trainer is than the first. One trainer takes all `--completions`, the largest first.
+Times are means over the steps after the first of each. Memory is the peak in these: what torch has allocated on a GPU,
+else the process, whose peak only grows.
 """
 
 import importlib.util
@@ -62,8 +63,9 @@ def make_trainer(args, tokenizer):
     from trl_quant.rollout.seams import llm_with
 
     (size,), (correction,) = args.sizes, args.corrections
+    completions, new = map(max, zip(*args.completions, strict=True))
     words, generator = words_of(tokenizer), random.Random(0)
-    prompts = [tokenizer.decode(generator.choices(words, k=args.prompt)) for _ in range(args.completions)]
+    prompts = [tokenizer.decode(generator.choices(words, k=args.prompt)) for _ in range(completions)]
     directory = model_directory(size, tokenizer)
     config = AutoConfig.from_pretrained(directory)
     with torch.device("cuda" if CUDA else "cpu"):
@@ -79,12 +81,12 @@ def make_trainer(args, tokenizer):
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-        "vllm_max_model_length": max(len(ids) for ids in tokenizer(prompts).input_ids) + args.new,
+        "vllm_max_model_length": max(len(ids) for ids in tokenizer(prompts).input_ids) + new,
         "generation_kwargs": {"ignore_eos": True},
         "num_generations": args.generations,
-        "max_completion_length": args.new,
+        "max_completion_length": new,
         "per_device_train_batch_size": args.micro,
-        "gradient_accumulation_steps": args.completions // args.micro,
+        "gradient_accumulation_steps": completions // args.micro,
         "gradient_checkpointing": True,
         "max_steps": args.steps,
         "logging_steps": 1,
@@ -130,6 +132,14 @@ class Steps(TrainerCallback):
         self.clock.seconds["step"] += self.clock.now() - self.start
 
 
+def set_shape(trainer, completions: int, new: int) -> None:
+    """Has the trainer's next steps take so many completions of so many tokens."""
+    args = trainer.args
+    args.gradient_accumulation_steps = args.steps_per_generation = completions // args.per_device_train_batch_size
+    args.generation_batch_size = completions
+    args.max_completion_length = trainer.max_completion_length = trainer.vllm_generation.max_completion_length = new
+
+
 def measure(args) -> dict:
     trainer = make_trainer(args, load_tokenizer(args.tokenizer))
     clock = Clock(synchronize=True)
@@ -139,15 +149,23 @@ def measure(args) -> dict:
     clock.watch(trainer, "_get_per_token_logps_and_entropies", "scoring", without_gradient)
     clock.watch(trainer, "_generate_and_score_completions", "generation")
     trainer.add_callback(Steps(clock))
-    trainer.train()
-    lengths = {entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry}
-    assert lengths == {args.new}, f"completions of {lengths} tokens instead of {args.new}"
+    result = {}
+    # TRL generates at each multiple of the micro-batches of a generation: the larger first, of which the smaller is one
+    for completions, new in sorted(args.completions, reverse=True):
+        set_shape(trainer, completions, new)
+        trainer.train()
+        entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+        lengths = {entry["completions/mean_length"] for entry in entries}
+        assert lengths == {new} and len(entries) == args.steps, f"{len(entries)} steps of {lengths} tokens"
 
-    seconds = {name: clock.seconds[name] / (args.steps - 1) for name in ("step", "generation", *PHASES)}
-    seconds["update"] = seconds["step"] - seconds["generation"]
-    seconds["rest"] = seconds["generation"] - sum(seconds[name] for name in ("sampling", "sync", "scoring"))
-    peak = torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return seconds | {"tokens_per_s": args.completions * args.new / seconds["sampling"], "peak_bytes": peak}
+        seconds = {name: clock.seconds[name] / (args.steps - 1) for name in ("step", "generation", *PHASES)}
+        seconds["update"] = seconds["step"] - seconds["generation"]
+        seconds["rest"] = seconds["generation"] - sum(seconds[name] for name in ("sampling", "sync", "scoring"))
+        peak = torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        row = {"tokens_per_s": completions * new / seconds["sampling"], "peak_bytes": peak}
+        result[f"{completions}x{new}"] = seconds | row
+        print(completions, new, result[f"{completions}x{new}"], file=sys.stderr, flush=True)
+    return result
 
 
 def main():
@@ -156,8 +174,14 @@ def main():
         "--kinds", nargs="+", choices=["trl", *PRECISIONS], default=[BASELINE, "fp8" if CUDA else "int8"]
     )
     parser.add_argument("--corrections", nargs="+", default=["tis"], help="`is_correction` of ours")
-    parser.add_argument("--completions", type=int, default=64 if CUDA else 8, help="in a step")
-    parser.add_argument("--new", type=int, default=1024 if CUDA else 16, metavar="TOKENS")
+    parser.add_argument(
+        "--completions",
+        nargs="+",
+        type=lambda text: tuple(map(int, text.split("x"))),
+        default=[(64, 1024) if CUDA else (8, 16)],
+        metavar="NxTOKENS",
+        help="of a step, and new tokens of each",
+    )
     parser.add_argument("--micro", type=int, default=16 if CUDA else 4, help="completions of a micro-batch")
     parser.add_argument("--steps", type=int, default=3, help="of which the first warms up")
     parser.add_argument("--vllm_gpu_memory_utilization", type=float, default=0.3)
@@ -169,27 +193,26 @@ def main():
     results = {}
     for size in args.sizes:
         policy = f"LoRA of rank {args.lora}" if args.lora else "all weights"
-        print(
-            f"{machine()}, Qwen2.5 {size}, {policy}, {args.completions} completions, {args.prompt} tokens in, "
-            f"{args.new} out"
-        )
+        print(f"{machine()}, Qwen2.5 {size}, {policy}, {args.prompt} tokens in")
         columns = "".join(f"{name:>10}" for name in PHASES)
-        print(f"{'trainer':<16}{'step s':>9}{'ratio':>8}{columns}{'tok/s':>9}{'peak GiB':>10}", flush=True)
+        heading = f"{'trainer':<16}{'completions':>12}{'step s':>9}{'ratio':>8}{columns}{'tok/s':>9}{'peak GiB':>10}"
+        print(heading, flush=True)
         found = results.setdefault(size, {})
         runs = [(kind, c) for kind in args.kinds for c in (["trl"] if kind == "trl" else args.corrections)]
         for kind, correction in runs:
             name = kind if kind == "trl" else f"{kind} {correction}"
             one = ["--one", kind, "--sizes", size, "--corrections", correction]
-            row = found[name] = in_own_process([*sys.argv[1:], *one], args.timeout)
-            if "error" in row:
-                print(f"{name:<16}{row['error'][:150]}", flush=True)
+            rows = found[name] = in_own_process([*sys.argv[1:], *one], args.timeout)
+            if "error" in rows:
+                print(f"{name:<16}{rows['error'][:150]}", flush=True)
                 continue
-            first = next(iter(found.values())).get("step")
-            ratio = f"{first / row['step']:.2f}" if first else "-"
-            phases = "".join(f"{row[phase]:>10.2f}" for phase in PHASES)
-            peak = row["peak_bytes"] / 2**30
-            cells = f"{row['step']:>9.2f}{ratio:>8}{phases}{row['tokens_per_s']:>9.0f}{peak:>10.1f}"
-            print(f"{name:<16}{cells}", flush=True)
+            for shape, row in rows.items():
+                first = next(iter(found.values())).get(shape)
+                ratio = f"{first['step'] / row['step']:.2f}" if first else "-"
+                phases = "".join(f"{row[phase]:>10.2f}" for phase in PHASES)
+                peak = row["peak_bytes"] / 2**30
+                cells = f"{row['step']:>9.2f}{ratio:>8}{phases}{row['tokens_per_s']:>9.0f}{peak:>10.1f}"
+                print(f"{name:<16}{shape:>12}{cells}", flush=True)
     save(f"step-{'-'.join(args.sizes)}", {"arguments": vars(args), "results": results}, args.output)
 
 
