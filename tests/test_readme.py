@@ -371,6 +371,21 @@ def test_seconds_of_sampling_are_those_that_were_measured():
     assert " / ".join(gains) in README
 
 
+def test_seconds_of_a_step_are_those_that_were_measured():
+    (result,) = results("step-7b-NVIDIA-H200.json")
+    for trainers in result["results"]["7b"].values():
+        trl, ours = trainers["trl"], trainers["fp8 tis"]
+        gains = [f"{trl[shape]['step'] / ours[shape]['step']:.2f}x" for shape in sorted(trl, key=order_of)]
+        assert " / ".join(gains) in README
+        for trainer in (trl, ours):
+            row = " | ".join(f"{trainer[shape]['step']:.2f}" for shape in sorted(trl, key=order_of))
+            assert row in TEXTS["benchmarks/README.md"].replace("|  |", "|")
+
+
+def order_of(shape: str) -> list[int]:
+    return [int(number) for number in shape.split("x")]
+
+
 def test_mismatches_are_those_that_were_measured():
     (result,) = results("mismatch-float32-*.json")
     assert result["arguments"]["policy"] == "float32" and set(result["results"]) == set(PRECISIONS)

@@ -39,7 +39,7 @@ def test_the_samples_are_vllms(sampler, option):
 
 def test_completions_that_end_early(sampler):
     """They end at their first stop token; each log-probability is that of its token, as vLLM scores it afterwards."""
-    (prompts, completions, logps, _), ends = sampled(sampler, stop_token_ids=STOPS)
+    (prompts, completions, logps, _), ends = sampled(sampler, stop_token_ids=STOPS, ignore_eos=True)
     assert prompts == PROMPTS and len({len(ids) for ids in completions}) > 3
     for ids, (_, reason, token) in zip(completions, reasons(ends), strict=True):
         first = next((i for i, t in enumerate(ids) if t in STOPS), None)
