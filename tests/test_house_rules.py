@@ -27,7 +27,7 @@ RESTRICTED = {
     "trl": ("trainer.py", "config.py", "checkpoints.py", "rollout/...", "cli/..."),
     "vllm": ("rollout/vllm/...", "rollout/vllm_server_worker.py"),
     "triton": ("kernels/...",),
-    "llmcompressor": ("scaling/modifier.py",),
+    "llmcompressor": ("scaling/modifier.py", "cli/awq.py"),
 }
 # Pure rooms: the libraries beside the standard one and the files of ours that they may import
 PURE = {
@@ -41,23 +41,25 @@ PURE = {
     "kernels/...": ({"torch", "triton"}, ("kernels/...", "formats/...")),
 }
 # What they may import on top of that inside a function, for those who call it
-LAZY = {"formats/checkpoint.py": ({"safetensors"}, ()), "layers/...": ({"triton"}, ("kernels/...",))}
+LAZY = {"formats/files.py": ({"safetensors"}, ()), "layers/...": ({"triton"}, ("kernels/...",))}
 
 # Private names of other libraries that we use, by the file that has them
 FOREIGN = {
     "os.py": "_exit",
     "torch/_dynamo/__init__.py": "_dynamo",
-    "torch/cpu/__init__.py": "_is_amx_tile_supported",
+    "torch/cpu/__init__.py": "_is_amx_tile_supported _is_avx512_supported",
     "torch/nn/modules/module.py": "_forward_hooks _forward_pre_hooks _parameters",
+    "torch/nn/parallel/distributed.py": "_ddp_params_and_buffers_to_ignore",
     "accelerate/commands/launch.py": "_validate_launch_command",
     "transformers/trainer.py": "_get_output_dir _save_checkpoint _save_optimizer_and_scheduler",
+    "peft/tuners/lora/config.py": "_register_custom_module",
     "trl/trainer/grpo_trainer.py": """_compute_loss _generate _generate_and_score_completions _generate_single_turn
-        _get_per_token_logps_and_entropies _last_loaded_step _metrics""",
+        _get_per_token_logps_and_entropies _last_loaded_step _calculate_rewards _logs _metrics _pending_extra_logs
+        _pending_metrics _step""",
     "trl/generation/vllm_generation.py": """_dist _fix_param_name_to_vllm _init_vllm _iter_named_params
         _weight_metadata""",
     "trl/generation/vllm_client.py": "_post",
     "vllm/_custom_ops.py": "_custom_ops",
-    "vllm/lora/worker_manager.py": "_adapter_manager",
     "vllm/model_executor/layers/attention/attention.py": """_k_scale _k_scale_float _q_scale _q_scale_float _v_scale
         _v_scale_float""",
 }
@@ -180,7 +182,7 @@ def test_pure_rooms_import_little(sources):
     none(impure_imports(sources))
     made_up = {
         "trl_quant/formats/x.py": "import numpy, torch, math\nfrom . import fp8\nfrom ..norms import n\n",
-        "trl_quant/formats/checkpoint.py": "import safetensors\ndef f():\n    import safetensors.torch, numpy\n",
+        "trl_quant/formats/files.py": "import safetensors\ndef f():\n    import safetensors.torch, numpy\n",
         "trl_quant/corrections/x.py": "from trl_quant import formats\nfrom .base import check\n",
         "trl_quant/noise/x.py": "from ..norms import n\nfrom .gaussian import g\n",
         "trl_quant/precisions.py": "from .formats import FORMATS\nfrom .config import C\n",
@@ -191,8 +193,8 @@ def test_pure_rooms_import_little(sources):
     assert [line.partition(";")[0].removeprefix("trl_quant/") for line in impure_imports(made_up)] == [
         "formats/x.py:1 imports numpy",
         "formats/x.py:3 imports trl_quant.norms",
-        "formats/checkpoint.py:1 imports safetensors",
-        "formats/checkpoint.py:3 imports numpy",
+        "formats/files.py:1 imports safetensors",
+        "formats/files.py:3 imports numpy",
         "corrections/x.py:1 imports trl_quant.formats",
         "precisions.py:2 imports trl_quant.config",
         "layers/x.py:2 imports trl_quant.kernels",

@@ -20,6 +20,7 @@ def cache(format="fp8", in_fp8=False, truncates=False, **scales) -> KVCache:
 
 
 @pytest.mark.vllm
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM has no kernel for it without AVX-512")
 @pytest.mark.parametrize("scale", [1.0, 0.25, 4.0])
 @pytest.mark.parametrize("format", FORMATS)
 def test_it_holds_what_vllm_stores(format, scale):

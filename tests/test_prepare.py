@@ -25,7 +25,6 @@ from transformers import (
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main as command
-from trl_quant.formats import quantize
 from trl_quant.formats.checkpoint import check_files, checkpoint_stream, linear_layers, quantize_checkpoint
 
 
@@ -215,20 +214,6 @@ def test_what_is_copied(littered, trust, tmp_path):
     assert {path.name for path in (tmp_path / "int8").iterdir()} == {*OWN, *(CODE if trust else [])}
     assert (tmp_path / "int8/tokenizer.json").read_bytes() == (littered / "tokenizer.json").read_bytes()
     AutoModelForCausalLM.from_pretrained(tmp_path / "int8")
-
-
-def test_the_work_in_progress_has_a_name_of_its_own(tmp_path):
-    model, seen = save_tiny(tmp_path / "model"), []
-
-    def looking(*args, **kwargs):
-        seen.append({path.name for path in (tmp_path / "out").iterdir()})
-        return quantize(*args, **kwargs)
-
-    for name in ("a", "b"):
-        quantize_checkpoint(model, tmp_path / "out" / name, "int8", quantizer=looking)
-    one, two = (names - {"a"} for names in (seen[0], seen[-1]))
-    assert len(one) == len(two) == 1 and one != two
-    assert {name.split(".")[2] for name in one}.isdisjoint(name.split(".")[2] for name in two)
 
 
 @pytest.mark.parametrize("trust", [False, True])

@@ -17,12 +17,13 @@ from vllm_ranks import check
 pytestmark = pytest.mark.slow
 EMBEDDED = ["embedded-int8-full", "embedded-int8-lora"]
 PASSES = ["passes-int4-full", "passes-int4-lora"]
+FROZEN = ["frozen-nvfp4-lora"]
 # launch -> (accelerate's configuration, cases)
 LAUNCHES = {
-    "ddp": ("ddp", [*EMBEDDED, *PASSES, "tp-int8-lora"]),
+    "ddp": ("ddp", [*EMBEDDED, *PASSES, *FROZEN, "tp-int8-lora"]),
     "dp": ("ddp", ["dp-int8-full"]),
     "fsdp2": ("fsdp2", [*EMBEDDED, "fsdp2-bf16-full", "fsdp2-int8-lora"]),
-    "zero2": ("zero2", ["zero2-int8-full"]),
+    "zero2": ("zero2", [*FROZEN, "zero2-int8-full"]),
     "zero3": ("zero3", [*EMBEDDED, "zero3-int8-full", "zero3-bf16-lora"]),
 }
 
@@ -39,7 +40,7 @@ def found(tmp_path_factory):
         for left_over in Path("/dev/shm").glob("*-tp:*-cpushm_*"):  # of ranks that ended early
             left_over.unlink()
         return path, on_two_ranks(
-            configuration, path, *(c for c in cases if c in EMBEDDED + PASSES or find_spec("vllm"))
+            configuration, path, *(c for c in cases if c in EMBEDDED + PASSES + FROZEN or find_spec("vllm"))
         )
 
     def found(launch: str, case: str) -> list:
@@ -79,6 +80,16 @@ def test_one_pass_trains_as_two(found, case):
     assert ranks[0][0]["log"] == ranks[1][0]["log"] != []
 
 
+@pytest.mark.parametrize("launch", ["ddp", "zero2"])
+def test_a_frozen_base(found, launch):
+    """Both ranks train one adapter, of which both sample, and leave the base as it was."""
+    left, right = found(launch, FROZEN[0])
+    assert left["log"] == right["log"] and left["weights"] == right["weights"]
+    assert left["moved"] and all(".lora_" in name for name in left["moved"])
+    assert all(abs(entry["mismatch/kl_k3"]) < 1e-9 for entry in left["log"])
+    assert len({entry["reward"] for entry in left["log"]}) == 3
+
+
 @pytest.mark.vllm
 @pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")
 @pytest.mark.parametrize(
@@ -87,7 +98,7 @@ def test_one_pass_trains_as_two(found, case):
         pytest.param(launch, case, id=case)
         for launch, (_, cases) in LAUNCHES.items()
         for case in cases
-        if case not in EMBEDDED + PASSES
+        if case not in EMBEDDED + PASSES + FROZEN
     ],
 )
 def test_engines_end_as_fresh_ones(found, launch, case):

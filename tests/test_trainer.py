@@ -319,3 +319,28 @@ def test_two_runs_with_one_seed_are_one(tmp_path):
         runs[-1].train()
     assert_same_run(runs[0], runs[1])
     assert metrics(runs[2]) != metrics(runs[0])
+
+
+def test_each_generation_of_a_step_has_its_own_noise(tmp_path):
+    """Two generations make a step; each draws its own noise, and a step's are those of the next run too."""
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 2, "noise_stages": 3}
+    seen = []
+    for run in "ab":
+        trainer = quantized(QuantGRPOTrainer, tmp_path / run, noise_schedule="linear", **settings)
+        trainer.args.noise_sigma = lambda step, steps: 0.1
+        engine = trainer.vllm_generation
+        lay, noises = engine.lay_noise, []
+
+        def laid(noise, engine=engine, lay=lay, noises=noises):
+            lay(noise)
+            models = (engine.copy, engine.model)
+            norms = [model.get_parameter("model.layers.0.input_layernorm.weight") for model in models]
+            noises.append((noise, torch.sub(*norms)))
+
+        engine.lay_noise = laid
+        trainer.train()
+        assert [(noise.step, noise.draw) for noise, _ in noises] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert [entry["noise/norms"] for entry in metrics(trainer)[:2]] == [4, 4]
+        seen.append([z for _, z in noises])
+    assert all(not torch.allclose(a, b) for i, a in enumerate(seen[0]) for b in seen[0][:i])
+    torch.testing.assert_close(seen[0][:2], seen[1][:2])

@@ -51,29 +51,27 @@ class Recorder:
     """What vLLM is asked for."""
 
     def __init__(self, monkeypatch):
-        self.engines, self.samplings, self.adapters = [], [], []
+        self.engines, self.samplings = [], []
         generate = LLM.generate
 
         def build(**arguments):
             self.engines.append(arguments)
             return LLM(**arguments)
 
-        def sample(llm, prompts, sampling_params, lora_request=None, **kwargs):
+        def sample(llm, prompts, sampling_params, **kwargs):
             self.samplings.append(sampling_params)
-            self.adapters.append(lora_request)
-            return generate(llm, prompts, sampling_params, lora_request=lora_request, **kwargs)
+            return generate(llm, prompts, sampling_params, **kwargs)
 
         monkeypatch.setattr(vllm_generation, "LLM", build)
         monkeypatch.setattr(LLM, "generate", sample)
 
-    def take(self) -> tuple[dict, list[dict], list]:
-        """The engine that was built since the last call, how it sampled, and with which adapters."""
+    def take(self) -> tuple[dict, list[dict]]:
+        """The engine that was built since the last call, and how it sampled."""
         (engine,) = self.engines
         names = [name for name in self.samplings[0].__struct_fields__ if not name.startswith("_")]
         samplings = [{name: getattr(sampling, name) for name in names} for sampling in self.samplings]
-        adapters = self.adapters
-        self.engines, self.samplings, self.adapters = [], [], []
-        return engine, samplings, adapters
+        self.engines, self.samplings = [], []
+        return engine, samplings
 
 
 def streamed(engine) -> list[tuple]:
@@ -99,25 +97,25 @@ def test_the_engine_on_trial_is_the_runs(name, model, tmp_path, monkeypatch):
     run = trainer.vllm_generation
     keep(run)
     run.generate([[5, 6, 7]] * 8, None, 4)
-    engine, (sampling,), (adapter,) = recorder.take()
+    engine, (sampling,) = recorder.take()
 
     tried = trial.build(trials[0], "int8")
     keep(tried)
     speed = trial.try_out(tried, trials[0])
     assert 0 < speed.step < 10 and 0 < speed.sync < 10
-    engine_tried, samplings_tried, adapters_tried = recorder.take()
+    engine_tried, samplings_tried = recorder.take()
 
     assert engine_tried == engine and engine["max_num_batched_tokens"] == 4096 and engine["max_num_seqs"] == 8
     for sampling_tried in samplings_tried:
         assert {n for n in sampling if sampling[n] != sampling_tried[n]} <= OWN and sampling_tried["ignore_eos"]
     assert {s["max_tokens"] for s in samplings_tried} == {1, trial.NEW_TOKENS}
     assert streamed(tried) == streamed(run)
-    assert {type(value) for value in adapters_tried} == {type(adapter)}
 
     # The runs differ, so that equal is not empty.
     assert engine["gpu_memory_utilization"] == (0.25 if name == "merge" else 0.2)
-    assert engine.get("enable_lora", False) == (adapter is not None) == bool(tried.pushed) == (name == "adapter")
-    assert engine["model_loader_extra_config"].get("wide_norms", False) == tried.wide_norms == (name == "noise")
+    held = engine["model_loader_extra_config"]
+    assert bool(held.get("adapter")) == bool(tried.pushed) == (name == "adapter")
+    assert held.get("wide_norms", False) == tried.wide_norms == (name == "noise")
     assert (sampling["temperature"] == 0.7) == (name == "full") and (sampling["frequency_penalty"] > 0) == (
         name == "noise"
     )

@@ -6,14 +6,12 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import LoraConfig, get_peft_model
 from tiny import tiny_tokenizer
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import _custom_ops as ops
-from vllm.lora.request import LoRARequest
-from vllm_engines import SMALL, engine, fp8_block_anywhere, fresh, greedy, policy, score, update
+from vllm_engines import SMALL, engine, fp8_block_anywhere, fresh, greedy, policy, update
 
 from trl_quant.formats.checkpoint import quantize_checkpoint
 from trl_quant.noise import norm_noise
@@ -21,7 +19,6 @@ from trl_quant.rollout import RolloutNoise, TransformersEngine, VLLMEngine
 from trl_quant.rollout.vllm.worker import check_kernels, linear_layers
 
 
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 NORMS = ("input_layernorm", "post_attention_layernorm")
 pytestmark = pytest.mark.vllm
 
@@ -41,46 +38,6 @@ def test_every_sync_equals_a_fresh_engine(tmp_path, precision, tied, with_lora, 
         seen.append(greedy(sampler.llm))
         assert seen[-1] == greedy(fresh(model, precision, tmp_path / f"step-{step}"))
     assert seen[0] != seen[1] != seen[2]
-
-
-def test_adapter_sync_equals_the_adapter_from_files(tmp_path):
-    """Within a tolerance that the previous sync's adapter exceeds tenfold."""
-    model = policy(tmp_path / "policy", with_lora=True)
-    sampler = engine(model, "int8", lora_sync="adapter")
-    scores = []
-    for step in range(3):
-        update(model, seed=step)
-        sampler.sync_weights()
-        model.save_pretrained(tmp_path / f"adapter-{step}")
-        options = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": LINEARS}
-        options["load_format"] = "trl_quant"  # without AMX, vLLM's own loader leaves INT8 layers that LoRA cannot wrap
-        base = fresh(model.get_base_model(), "int8", tmp_path / "base", **options)
-        ours = score(sampler.llm)
-        theirs = score(base, lora_request=LoRARequest("policy", 1, str(tmp_path / f"adapter-{step}")))
-        error = (ours - theirs).abs().mean()
-        assert error < 0.01
-        assert all((ours - before).abs().mean() > 10 * max(error, 0.01) for before in [*scores, score(base)])
-        scores.append(ours)
-
-
-def test_adapter_scales_differ_by_layer(tmp_path):
-    """`alpha_pattern` and `rank_pattern`, which vLLM's own adapter loader ignores."""
-    config = LoraConfig(
-        r=4, lora_alpha=4, alpha_pattern={"o_proj": 24}, rank_pattern={"down_proj": 8}, target_modules="all-linear"
-    )
-    config.init_lora_weights = False
-    model = get_peft_model(policy(tmp_path / "policy"), config)
-    adapter, merged = engine(model, "bf16", lora_sync="adapter"), engine(model, "bf16")
-    assert adapter.llm.llm_engine.vllm_config.lora_config.max_lora_rank == 8
-    for sampler in (adapter, merged):
-        sampler.sync_weights()
-    assert (score(adapter.llm) - score(merged.llm)).abs().mean() < 0.03
-    config.alpha_pattern.clear()
-    for name, layer in model.named_modules():
-        if name.endswith("o_proj"):
-            layer.scaling["default"] = 1.0
-    adapter.sync_weights()
-    assert (score(adapter.llm) - score(merged.llm)).abs().mean() > 0.3
 
 
 def test_noise_equals_the_embedded_engines_and_comes_off(tmp_path):
@@ -287,21 +244,3 @@ def test_unknown_architecture_is_refused(tmp_path):
     (tmp_path / "policy/config.json").write_text(json.dumps(config | {"architectures": ["NobodysForCausalLM"]}))
     with pytest.raises(ValueError, match=r"NobodysForCausalLM.*use_vllm=False"):
         engine(model, "bf16")
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"r": 640}, ["640", "512", "merge"]),
-        ({"use_dora": True}, ["use_dora", "merge"]),
-        ({"modules_to_save": ["lm_head"]}, ["modules_to_save", "merge"]),
-        ({"bias": "all"}, ["bias", "merge"]),
-        ({"target_modules": ["q_proj", "lm_head"]}, ["lm_head", "merge"]),
-    ],
-)
-def test_adapters_that_vllm_cannot_hold(tmp_path, change, words):
-    settings = {"r": 4, "target_modules": ["q_proj", "down_proj"]} | change
-    model = get_peft_model(policy(tmp_path / "policy", tied=False), LoraConfig(**settings))
-    with pytest.raises(ValueError) as refusal:
-        engine(model, "bf16", lora_sync="adapter")
-    assert all(word in str(refusal.value) for word in words), refusal.value

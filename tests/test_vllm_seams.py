@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -38,9 +37,9 @@ TRANSFER = "vllm.distributed.weight_transfer"
 # Names in a module, or attributes of a class or of its instances
 NAMES = {
     "vllm": "EngineArgs LLM ModelRegistry SamplingParams __version__ _custom_ops",
-    "vllm:EngineArgs": """compilation_config disable_log_stats distributed_executor_backend dtype enable_lora
-        enable_sleep_mode enforce_eager gpu_memory_utilization hf_overrides kv_cache_memory_bytes load_format
-        logprobs_mode lora_target_modules max_lora_rank max_loras max_model_len max_num_seqs model model_impl
+    "vllm:EngineArgs": """additional_config compilation_config disable_log_stats distributed_executor_backend dtype
+        enable_lora enable_sleep_mode enforce_eager gpu_memory_utilization hf_overrides kv_cache_memory_bytes
+        load_format logprobs_mode lora_target_modules max_lora_rank max_model_len max_num_seqs model model_impl
         model_loader_extra_config quantization quantization_config seed skip_tokenizer_init tensor_parallel_size
         trust_remote_code""",
     "vllm:ModelRegistry": "get_supported_archs",
@@ -57,17 +56,19 @@ NAMES = {
     "vllm.outputs:RequestOutput": "outputs prompt_logprobs",
     "vllm.outputs:CompletionOutput": "logprobs token_ids",
     "vllm.logprobs:Logprob": "logprob",
-    "vllm.config:VllmConfig": "cache_config compilation_config lora_config model_config weight_transfer_config",
+    "vllm.config:VllmConfig": """additional_config cache_config compilation_config device_config lora_config
+        model_config weight_transfer_config""",
+    "vllm.config:DeviceConfig": "device",
     "vllm.config:ModelConfig": "dtype logprobs_mode max_model_len model quantization",
     "vllm.config.weight_transfer:WeightTransferConfig": "backend",
     # Loading
     "vllm.config.load:LoadConfig": "__dataclass_fields__ load_format model_loader_extra_config",
-    f"{LOADER}": "register_model_loader",
+    f"{LOADER}": "get_model_loader register_model_loader",
     f"{LOADER}.default_loader:DefaultModelLoader": "get_all_weights load_weights",
     "vllm.v1.worker.worker_base:WorkerBase": "device get_model vllm_config",
     "vllm.v1.worker.gpu_worker:Worker": "model_runner reload_weights",
     # Linear layers, by the classes that run them (`precisions.PRECISIONS`)
-    f"{LINEAR}:LinearBase": "input_size prefix quant_method",
+    f"{LINEAR}:LinearBase": "input_size prefix quant_method requires_unquantized_input tp_rank tp_size",
     f"{LINEAR}:UnquantizedLinearMethod": "process_weights_after_loading",
     f"{ONLINE}:Fp8PtpcOnlineLinearMethod": "fp8_linear",
     f"{ONLINE}:Fp8PerTensorOnlineLinearMethod": "fp8_linear",
@@ -100,12 +101,13 @@ NAMES = {
     "vllm.v1.outputs:ModelRunnerOutput": "logprobs",
     "vllm.v1.request:Request": "num_computed_tokens request_id",
     # Adapters
-    "vllm.config.lora": "MaxLoRARanks",
-    "vllm.config.lora:LoRAConfig": "lora_dtype max_lora_rank target_modules",
-    "vllm.lora.lora_model:LoRAModel": "loras",
-    "vllm.lora.request": "LoRARequest",
-    "vllm.lora.worker_manager:WorkerLoRAManager": "_adapter_manager",
-    "vllm.lora.model_manager:LoRAModelManager": "lora_config modules",
+    "vllm.model_executor.utils": "get_packed_modules_mapping",
+    f"{LINEAR}:QKVParallelLinear": "num_kv_head_replicas output_partition_sizes output_sizes",
+    f"{LINEAR}:MergedColumnParallelLinear": "output_partition_sizes output_sizes",
+    f"{LINEAR}:ColumnParallelLinear": "input_size_per_partition output_partition_sizes",
+    f"{LINEAR}:RowParallelLinear": "input_size_per_partition output_partition_sizes",
+    f"{LINEAR}:ReplicatedLinear": "input_size output_partition_sizes",
+    "vllm.lora.request": "LoRARequest",  # of vLLM's own adapters, which ours are compared with
     # A server's workers
     f"{TRANSFER}.factory": "WeightTransferEngineFactory",
     f"{TRANSFER}.nccl_engine:NCCLWeightTransferEngine": "model model_config",
@@ -123,11 +125,15 @@ CALLS = {
     "vllm._custom_ops:create_onednn_scaled_mm": """weight weight_scales output_type dynamic_quant use_azp
         primitive_cache_size""",
     "vllm._custom_ops:onednn_scaled_mm": "dnnl_handler x output input_scale input_zp input_zp_adj bias",
+    f"{LOADER}:get_model_loader": "load_config",
     f"{LOADER}:register_model_loader": "load_format",
     f"{LOADER}.default_loader:DefaultModelLoader.__init__": "load_config",
     f"{LOADER}.default_loader:DefaultModelLoader.get_all_weights": "model_config model",
+    f"{LOADER}.default_loader:DefaultModelLoader.load_model": "vllm_config model_config",
     f"{LOADER}.default_loader:DefaultModelLoader.load_weights": "model model_config",
+    f"{LOADER}.dummy_loader:DummyModelLoader.load_weights": "model model_config",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights": "* weights_iterator",
+    f"{LINEAR}:LinearMethodBase.apply": "layer x bias",
     f"{LINEAR}:UnquantizedLinearMethod.process_weights_after_loading": "layer",
     "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.process_weights_after_loading": (
         "layer"
@@ -135,13 +141,9 @@ CALLS = {
     f"{KERNELS}.scaled_mm.cpu:CPUInt8ScaledMMLinearKernel.process_weights_for_onednn": "layer",
     f"{KERNELS}.scaled_mm.cpu:CPUFp8BlockScaledMMKernel.apply_weights": "layer x bias",
     f"{KERNELS}.scaled_mm.cpu:CPUFp8BlockScaledMMKernel.process_weights_after_loading": "layer",
-    "vllm.lora.lora_model:LoRAModel.from_lora_tensors": """lora_model_id tensors peft_helper
-        * device dtype weights_mapper""",
-    "vllm.lora.peft_helper:PEFTHelper.from_dict": "config_dict",
+    "vllm.model_executor.models.utils:WeightsMapper.apply_list": "values",
+    "vllm.model_executor.utils:get_packed_modules_mapping": "model",
     "vllm.lora.request:LoRARequest": "lora_name lora_int_id lora_path",
-    "vllm.lora.model_manager:LoRAModelManager.activate_adapter": "lora_id",
-    "vllm.lora.model_manager:LoRAModelManager.add_adapter": "adapter",
-    "vllm.lora.model_manager:LoRAModelManager.remove_adapter": "adapter_id",
     "vllm.model_executor.models.utils:extract_layer_index": "layer_name",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": "request num_new_tokens * num_lookahead_tokens",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks": "request num_computed_tokens",
@@ -163,15 +165,9 @@ PATHS = {
         llm_engine.log_stats llm_engine.model_config.model llm_engine.output_processor.process_outputs
         llm_engine.step llm_engine.vllm_config.cache_config.block_size
         llm_engine.vllm_config.cache_config.cache_dtype llm_engine.vllm_config.model_config.hf_config
-        llm_engine.vllm_config.compilation_config.mode llm_engine.vllm_config.lora_config.max_lora_rank
-        llm_engine.vllm_config.lora_config.target_modules llm_engine.vllm_config.model_config.dtype
+        llm_engine.vllm_config.compilation_config.mode llm_engine.vllm_config.model_config.dtype
         llm_engine.vllm_config.model_config.max_model_len""",
-    "worker": """device.type get_model model_runner.lora_manager._adapter_manager.activate_adapter
-        model_runner.lora_manager._adapter_manager.add_adapter
-        model_runner.lora_manager._adapter_manager.lora_config.lora_dtype
-        model_runner.lora_manager._adapter_manager.modules
-        model_runner.lora_manager._adapter_manager.remove_adapter reload_weights
-        vllm_config.model_config.dtype""",
+    "worker": "get_model reload_weights vllm_config.model_config.dtype",
     "model": """config.tie_word_embeddings lm_head.quant_method.process_weights_after_loading lm_head.weight
         load_weights""",
 }
@@ -260,7 +256,7 @@ def test_the_lists_are_complete():
 def test_made_up_names_are_missed():
     """The tests above can fail."""
     assert has(resolve(f"{LINEAR}:LinearBase"), "prefix") and not has(resolve(f"{LINEAR}:LinearBase"), "prefixes")
-    assert not has(resolve("vllm.lora.worker_manager:WorkerLoRAManager"), "_adapter_managers")
+    assert not has(resolve(f"{LINEAR}:QKVParallelLinear"), "num_kv_head_replica")
     assert has(resolve("vllm"), "_custom_ops") and not has(resolve("vllm"), "_custom_op")
     with pytest.raises(TypeError):
         inspect.signature(resolve("vllm:LLM.wake_up")).bind("self", tag=["weights"])
@@ -304,32 +300,14 @@ def test_facts():
     assert sampling(prompt_logprobs=0).skip_reading_prefix_cache and not sampling().skip_reading_prefix_cache
     assert "Qwen3ForCausalLM" in resolve("vllm:ModelRegistry").get_supported_archs()
     assert resolve("vllm.platforms:current_platform").is_cpu() != torch.cuda.is_available()
-    assert {8, 16, 512} <= set(get_args(resolve("vllm.config.lora:MaxLoRARanks")))
-    helper = resolve("vllm.lora.peft_helper:PEFTHelper")
-    helper = helper.from_dict({"r": 8, "lora_alpha": 8, "target_modules": "all-linear"})
-    assert helper.vllm_lora_scaling_factor == 1  # B comes scaled
     mapper = resolve("vllm.model_executor.models.utils:WeightsMapper")
     assert hasattr(mapper, "get_rename_mapper") or hasattr(mapper, "get_unstacked_mapper")
 
 
-def adapter_of(manager, seed: int):
-    """Adapter 1 for `q_proj` and `down_proj`, as a sync of adapters makes it."""
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for name, inputs, outputs in (("self_attn.q_proj", 128, 128), ("mlp.down_proj", 256, 128)):
-        name = f"base_model.model.model.layers.1.{name}"
-        tensors[f"{name}.lora_A.weight"] = torch.randn(4, inputs, generator=generator)
-        tensors[f"{name}.lora_B.weight"] = torch.randn(outputs, 4, generator=generator)
-    helper = resolve("vllm.lora.peft_helper:PEFTHelper")
-    helper = helper.from_dict({"r": 4, "lora_alpha": 4, "target_modules": "all-linear"})
-    dtype, device = manager.lora_config.lora_dtype, "cuda:0" if torch.cuda.is_available() else "cpu"
-    return resolve("vllm.lora.lora_model:LoRAModel").from_lora_tensors(1, tensors, helper, device=device, dtype=dtype)
-
-
 def test_a_live_engine(tmp_path):
-    """In this process, with LoRA: where things stand, and what of them works as we use it."""
+    """In this process: where things stand, and what of them works as we use it."""
     trained = policy(tmp_path / "policy")
-    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "down_proj"]}
-    llm = fresh(trained, "bf16", tmp_path / "fresh", **lora)
+    llm = fresh(trained, "bf16", tmp_path / "fresh")
     (worker,), (model,) = llm.collective_rpc(lambda worker: worker), llm.apply_model(lambda model: model)
     missing = []
     for owner, name in ((llm, "llm"), (worker, "worker"), (model, "model")):
@@ -359,14 +337,10 @@ def test_a_live_engine(tmp_path):
     assert first is None and all(step[t].logprob < 0 for step, t in zip(others, PROMPTS[2][1:], strict=True))
 
     # A reload streams through `load_weights` of the model, also through one that is set on the object; it returns what
-    # it filled. Under LoRA, whose wrappers have `base_layer` in the names, older versions reload nothing.
-    plain = fresh(trained, "bf16", tmp_path / "plain")
+    # it filled.
     from trl_quant.rollout.vllm.worker import default_dtype
 
-    (bare,) = plain.apply_model(lambda model: model)
-    expected_plain = greedy(plain)
-    streamed, filled, load_weights = [], set(), bare.load_weights
-    assert "model.layers.1.mlp.down_proj.base_layer.weight" in dict(model.named_parameters())
+    streamed, filled, load_weights = [], set(), model.load_weights
 
     def recorded(weights):
         names = load_weights(streamed.append(name) or (name, tensor) for name, tensor in weights)
@@ -374,38 +348,18 @@ def test_a_live_engine(tmp_path):
         return names
 
     def reload(worker, stream):
-        bare.load_weights = recorded
+        model.load_weights = recorded
         with default_dtype(worker.vllm_config.model_config.dtype):
             worker.reload_weights(weights_iterator=stream)
-        del bare.load_weights
+        del model.load_weights
 
     params = dict(trained.named_parameters())
     zeros = ((name, p.detach() * (0 if name.endswith("up_proj.weight") else 1)) for name, p in params.items())
     for stream, same in ((zeros, False), (((name, p.detach()) for name, p in params.items()), True)):
-        plain.collective_rpc(reload, kwargs={"stream": stream})
-        plain.reset_prefix_cache()
-        assert streamed == list(params) and (greedy(plain) == expected_plain) == same
-        assert {"model.norm.weight", "model.layers.1.self_attn.qkv_proj.weight"} <= {
-            name.replace(".base_layer", "") for name in filled
-        }
+        llm.collective_rpc(reload, kwargs={"stream": stream})
+        llm.reset_prefix_cache()
+        assert streamed == list(params) and (greedy(llm) == expected) == same
+        assert {"model.norm.weight", "model.layers.1.self_attn.qkv_proj.weight"} <= filled
         streamed.clear()
         filled.clear()
-        plain.reset_prefix_cache()
-
-    # An adapter that stands in the manager acts on requests of its number, whatever path they give.
-    manager = worker.model_runner.lora_manager._adapter_manager
-    request = resolve("vllm.lora.request:LoRARequest")("policy", 1, "in memory")
-    seen = [expected]
-    for seed in (0, 1):
-        adapter = adapter_of(manager, seed)
-        manager.remove_adapter(1)
-        manager.add_adapter(adapter)
-        manager.activate_adapter(1)
-        assert adapter.loras.keys() == {f"model.layers.1.{name}" for name in ("self_attn.qkv_proj", "mlp.down_proj")}
-        assert adapter.loras.keys() <= manager.modules.keys()  # adding packs q, k and v
-        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-        sampling = resolve("vllm:SamplingParams")(temperature=0, max_tokens=8)
-        outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=request)
-        seen.append([list(output.outputs[0].token_ids) for output in outputs])
         llm.reset_prefix_cache()
-    assert seen[1] != seen[2] and [ids for ids, _ in expected] not in seen[1:]

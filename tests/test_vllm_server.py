@@ -26,7 +26,7 @@ import file_transfer
 import trl.generation.vllm_client as vllm_client
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.serve.dev.server_info.api_router import PydanticVllmConfig
-from vllm_engines import fresh, one_by_one, served
+from vllm_engines import FP8_CACHE, fresh, one_by_one, served
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats.checkpoint import quantize_checkpoint
@@ -42,7 +42,7 @@ FLAGS = ["--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager", "--max
 FLAGS += ["--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20), "--max-logprobs", "-1"]
 PROCESSED = ["--logprobs-mode", "processed_logprobs"]
 WIDE = ["--load-format", "trl_quant", "--model-loader-extra-config", '{"wide_norms": true}']
-CACHE = ["--kv-cache-dtype", "fp8"]
+CACHE = ["--kv-cache-dtype", "fp8"] if FP8_CACHE else []
 FILES = ["--weight-transfer-config", '{"backend": "files"}', "--worker-extension-cls", "file_transfer.WorkerExtension"]
 
 
@@ -216,7 +216,7 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     """
     Three steps, with noise on the way; then the server equals an engine that vLLM starts on the weights. The INT8
     server holds its norms in FP32, as `serve_command` says for a run with noise: all of the noise arrives there. Its KV
-    cache is in FP8, which the self-check is told.
+    cache is in FP8 where vLLM has one, which the self-check is told.
     """
     monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-{precision}.pt"))
     last_sigma = 5e-4 if precision == "int8" else 0.1
@@ -239,13 +239,14 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     assert logs[1]["mismatch/kl_k3"] > 5 * logs[0]["mismatch/kl_k3"]
     trainer.check_sync()
     caches = trainer.vllm_generation.caches
-    assert sorted(caches) == ([0, 1] if precision == "int8" else [])
+    assert sorted(caches) == ([0, 1] if precision == "int8" and FP8_CACHE else [])
     if caches:
         caches[1].scales["_v_scale"] = 0.5
         with pytest.raises(RuntimeError, match=r"stale: in layer 1 the KV cache's `_v_scale` is 1, .* 0\.5"):
             trainer.check_sync()
 
-    wide = {"kv_cache_dtype": "fp8", "load_format": "trl_quant", "model_loader_extra_config": {"wide_norms": True}}
+    wide = {"load_format": "trl_quant", "model_loader_extra_config": {"wide_norms": True}}
+    wide |= {"kv_cache_dtype": "fp8"} if FP8_CACHE else {}
     last = fresh(trainer.model, precision, tmp_path / "fresh", **(wide if precision == "int8" else {}))
     assert " ".join(WIDE[:3]) in serve_command("model", precision, wide_norms=True)
     assert served(trainer.vllm_generation.vllm_client) == one_by_one(last)

@@ -89,7 +89,7 @@ MODES = {
 
 
 # Precision, mode, and how many times as far from the policy as BF16 the samples are at least. These runs have each
-# precision and each mode; test_vllm_engine.py has each precision merged, and adapters in BF16 and INT8.
+# precision and each mode; test_vllm_engine.py has each precision merged, test_vllm_adapter.py each with an adapter.
 RUNS = [
     ("bf16", "full", 1),
     ("int8", "full", 10),

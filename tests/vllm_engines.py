@@ -16,6 +16,7 @@ if "RANK" not in os.environ:  # TRL's choice of a port races with other test pro
     with socket.create_server(("127.0.0.1", 0)) as server:
         os.environ["MASTER_PORT"] = str(server.getsockname()[1])
 GPU = torch.cuda.is_available()
+FP8_CACHE = GPU or torch.cpu._is_avx512_supported()  # whether vLLM keeps keys and values in FP8 here
 if not GPU:
     torch._dynamo.config.disable = True
 

@@ -31,11 +31,11 @@ def last_complete_checkpoint(output_dir: str) -> str | None:
 
 def _checkpoints(output_dir: str) -> list[Path]:
     """By their steps."""
-    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step(path).isdecimal()]
-    return sorted(found, key=lambda path: int(_step(path)))
+    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step_of(path).isdecimal()]
+    return sorted(found, key=lambda path: int(_step_of(path)))
 
 
-def _step(path: Path) -> str:
+def _step_of(path: Path) -> str:
     return path.name.rpartition("-")[2]
 
 

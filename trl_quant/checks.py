@@ -4,12 +4,13 @@ import logging
 import re
 from pathlib import Path
 
-from accelerate import PartialState
+from accelerate import DistributedType, PartialState
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch.nn import Module
 from transformers import AutoConfig
 
+from .dynamic_sampling import check_dynamic_sampling
 from .formats.checkpoint import check_files
 from .norms import family_of
 from .rollout.vllm.support import (
@@ -46,10 +47,13 @@ def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs,
         _check_data(args, train_dataset, eval_dataset)
         if others["rollout_func"] is None:
             _check_rewards(reward_funcs, train_dataset)
+    check_dynamic_sampling(args, train_dataset, *(others[n] for n in ("tools", "rollout_func", "environment_factory")))
     if args.use_vllm and args.rollout_precision is not None:
         check_version()
         if args.vllm_mode == "colocate":
             check_device(args.rollout_precision, args.vllm_enable_sleep_mode)
+    if args.train_precision is not None:
+        _check_base(args, model, peft_config)
     if any(value is not None for value in (args.rollout_precision, args.noise_schedule, args.uaq_scale)):
         config = _read_config(model, args)
         if args.rollout_precision is not None:
@@ -138,10 +142,12 @@ def _read_config(model, args, **options):
 def _check_policy(config, args, quantization_config) -> None:
     """The engines stream a dense 16-bit policy; what vLLM starts on must be the same model."""
     quantization_config = quantization_config or (args.model_init_kwargs or {}).get("quantization_config")
-    if prepared_precisions(config) is not None and not getattr(quantization_config, "dequantize", False):
+    trained = args.train_precision is not None or getattr(quantization_config, "dequantize", False)
+    if prepared_precisions(config) is not None and not trained:
         raise ValueError(
             f"The policy {config.name_or_path!r} is quantized already (`quantization_config` in config.json). Train "
-            "the 16-bit checkpoint; vLLM may start on this one, with `vllm_engine_kwargs={'model': ...}`."
+            "the 16-bit checkpoint, or this one under LoRA with `train_precision`; vLLM may start on this one, with "
+            "`vllm_engine_kwargs={'model': ...}`."
         )
     if (experts := number_of_experts(config.to_dict())) > 1:
         raise ValueError(
@@ -175,6 +181,22 @@ def number_of_experts(config: dict) -> int:
     if config.get("is_moe", True):
         found += [value for name, value in config.items() if EXPERTS.search(str(name)) and isinstance(value, int)]
     return max(found, default=0)
+
+
+def _check_base(args, model, peft_config) -> None:
+    """A base in few bits is frozen, so that there must be an adapter; each rank holds it whole."""
+    precision = args.train_precision
+    if peft_config is None and (isinstance(model, str) or not is_peft_model(model)):
+        raise ValueError(
+            f"`train_precision`={precision!r} freezes the policy's base, and there is no adapter to train: pass a "
+            "`peft_config`."
+        )
+    zero3 = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
+    if zero3 or args.distributed_state.distributed_type == DistributedType.FSDP:
+        raise ValueError(
+            f"`train_precision`={precision!r} with {'ZeRO-3' if zero3 else 'FSDP'}, which shards weights of 16 or 32 "
+            "bits alone. Use DDP or ZeRO-2: the base takes a quarter of the memory and is not sharded."
+        )
 
 
 def _check_norms(config, model, args, peft_config) -> None:

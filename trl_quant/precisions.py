@@ -59,6 +59,7 @@ class Precision:
         summary (`str`): Which numbers have which scales.
         format (`str` or `None`): Key of `FORMATS`; `None` where nothing is quantized.
         vllm ([`InVLLM`] or `None`): How vLLM runs it; `None` if it does not.
+        frozen_base (`bool`): Whether the base of a policy can be trained upon in it, under LoRA (`train_precision`).
         gain (`float` or `None`):
             Tokens per second relative to TRL's BF16 path, syncs included: Qwen2.5-7B shapes, LoRA, 8 completions of 512
             tokens on an H200 (`benchmarks/rollout.py`); `None` where it was not measured.
@@ -68,6 +69,7 @@ class Precision:
     summary: str
     format: str | None = None
     vllm: InVLLM | None = None
+    frozen_base: bool = False
     gain: float | None = None
     mismatch: float | None = None
 
@@ -138,7 +140,7 @@ PRECISIONS: dict[str, Precision] = {
         ),
         mismatch=4.6e-4,
     ),
-    "nf4": Precision("weights per 64 values, inputs in BF16", format="nf4", mismatch=9.9e-4),
+    "nf4": Precision("weights per 64 values, inputs in BF16", format="nf4", frozen_base=True, mismatch=9.9e-4),
     "nvfp4": Precision(
         "weights per 16 inputs and per tensor, inputs in BF16",
         format="nvfp4",
@@ -148,6 +150,7 @@ PRECISIONS: dict[str, Precision] = {
             fused_scale=True,
             kernels=WEIGHT_ONLY_KERNELS,
         ),
+        frozen_base=True,
         gain=1.21,
         mismatch=1.2e-3,
     ),
@@ -156,6 +159,7 @@ PRECISIONS: dict[str, Precision] = {
         "weights per 32 inputs, inputs in BF16",
         format="mxfp4",
         vllm=InVLLM(("CompressedTensorsW4A4Mxfp4",), **MARLIN_GPU, kernels=WEIGHT_ONLY_KERNELS),
+        frozen_base=True,
         mismatch=2.0e-3,
     ),
 }
@@ -164,6 +168,11 @@ PRECISIONS: dict[str, Precision] = {
 def in_vllm() -> dict[str, InVLLM]:
     """The precisions that vLLM runs, and how, in the order of the table."""
     return {name: precision.vllm for name, precision in PRECISIONS.items() if precision.vllm is not None}
+
+
+def frozen_bases() -> list[str]:
+    """The precisions of `train_precision`: those that a policy's base can be trained upon in, under LoRA."""
+    return [name for name, precision in PRECISIONS.items() if precision.frozen_base]
 
 
 def markdown() -> str:

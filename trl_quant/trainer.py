@@ -10,6 +10,8 @@ from .checks import check_before_loading, check_method, name_of
 from .config import AISGRPOConfig, QuantGRPOConfig
 from .corrections.acr import rescued
 from .corrections.batch import corrected, counted, joined, sampling_metrics, write
+from .dynamic_sampling import dynamically_sampled
+from .frozen_base import on_frozen_base
 from .rollout import RolloutEngine, RolloutNoise, engine_of
 from .rollout.seams import exchanged
 from .scaling import apply_uaq, uaq_applied
@@ -54,10 +56,9 @@ class QuantGRPOTrainer(GRPOTrainer):
     ):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         model_name = name_of(model)
-        if args is None:
-            args = self.config_class(f"{model_name.split('/')[-1]}-GRPO")
-        elif not isinstance(args, QuantGRPOConfig):
-            args = self.config_class.from_grpo(args)
+        if not isinstance(args, QuantGRPOConfig):
+            own = self.config_class
+            args = own(f"{model_name.split('/')[-1]}-GRPO") if args is None else own.from_grpo(args)
         args.is_taken = True
         check_method(self, args, rollout_func)
         check_before_loading(**given | {"args": args})
@@ -67,10 +68,10 @@ class QuantGRPOTrainer(GRPOTrainer):
         self._correct = correction and partial(corrected, correction, level=args.importance_sampling_level)
         # Whether the loss's own forward scores the tokens for the correction too: no update comes between
         self.one_pass = args.one_update_per_generation and not getattr(correction, "whole_batch", correction is None)
-        with engine_of(args):
-            super().__init__(**given | {"args": args})
-        engine = getattr(self, "vllm_generation", None)
-        self._engine = engine if isinstance(engine, RolloutEngine) else None
+        base = {} if args.train_precision is None else on_frozen_base(**given | {"args": args})
+        with engine_of(args, model_init_kwargs=base.pop("model_init_kwargs", args.model_init_kwargs)):
+            super().__init__(**given | {"args": args} | base)
+        self._engine = engine if isinstance(engine := getattr(self, "vllm_generation", None), RolloutEngine) else None
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
             apply_uaq(self.model, args.uaq_scale)
 
@@ -92,20 +93,21 @@ class QuantGRPOTrainer(GRPOTrainer):
         except Exception as error:
             if self._engine is None or isinstance(error, ValueError):  # validation errors are already clear
                 raise
-            raise RuntimeError(
-                f"The {self._engine.precision} rollout engine failed at step {self.state.global_step}. "
-                f"{checkpoints.how_to_go_on(self.args.output_dir)} Cause: {error}"
-            ) from error
+            step, go_on = self.state.global_step, checkpoints.how_to_go_on(self.args.output_dir)
+            message = f"The {self._engine.precision} rollout engine failed at step {step}. {go_on} Cause: {error}"
+            raise RuntimeError(message) from error
 
     def rollout_noise(self) -> RolloutNoise:
-        """The noise of a generation at this step; evaluation samples from the clean copy."""
-        step, steps = self.state.global_step, self.state.max_steps
-        return RolloutNoise(self.args.noise_sigma(step, steps) if self.model.training else 0.0, self.args.seed, step)
+        """The noise of this generation, one of its step's; evaluation samples from the clean copy."""
+        args, step = self.args, self.state.global_step
+        draw = self._step % args.gradient_accumulation_steps // (args.steps_per_generation * args.num_iterations)
+        sigma = args.noise_sigma(step, self.state.max_steps) if self.model.training else 0.0
+        return RolloutNoise(sigma, args.seed, step, draw)
 
     def check_sync(self) -> dict[str, float]:
         """
-        Compares the vLLM engine with the policy at once, as is done every `sync_check_steps`; syncs first where the
-        next generation would. See [`~rollout.self_check.self_check`]. `ValueError` without a vLLM engine of ours.
+        Compares the vLLM engine with the policy at once; syncs first where the next generation would. See
+        [`~rollout.self_check.self_check`]. `ValueError` without a vLLM engine of ours.
         """
         if not hasattr(self._engine, "check_sync"):
             raise ValueError("`check_sync` checks vLLM engines: set `use_vllm=True` and a `rollout_precision`.")
@@ -119,13 +121,12 @@ class QuantGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         self._unlogged = []  # micro-batches of this generation
         scores = self.vllm_importance_sampling_correction and not self.one_pass
-        with exchanged(self, vllm_importance_sampling_correction=scores):
+        with dynamically_sampled(self, inputs) as inputs, exchanged(self, vllm_importance_sampling_correction=scores):
             output = super()._generate_and_score_completions(inputs)
         if self._engine is not None and self.model.training:  # an evaluation leaves them to the step whose sync it was
             self._log_values(self._engine.take_metrics())
         if scores and self._correct is not None and output.get("sampling_per_token_logps") is not None:
-            result = self._correct(output)
-            self._log_correction(output, result)
+            self._log_correction(output, result := self._correct(output))
             if self.args.is_correction != "trl":  # of TRL's own correction only the diagnostics are ours
                 write(result, output)
         return output
@@ -139,8 +140,7 @@ class QuantGRPOTrainer(GRPOTrainer):
     def _log_correction(self, batch, result) -> None:
         self._log_values(result.metrics)
         if self.args.is_correction != "trl":  # TRL logged its own ratio where it scored the batch
-            sampling = sampling_metrics(batch, result.weights, self.accelerator.gather)
-            self._log_values(sampling, over=not self.one_pass)
+            self._log_values(sampling_metrics(batch, result.weights, self.accelerator.gather), over=not self.one_pass)
 
     # Loss: TRL's own; where nothing was scored before, its forward gives the old log-probabilities too (R = 1)
 

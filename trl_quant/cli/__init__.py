@@ -4,7 +4,7 @@ import argparse
 import importlib
 import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from trl_quant import __version__
@@ -12,6 +12,7 @@ from trl_quant import __version__
 
 COMMANDS = {
     "prepare": "write a quantized copy of a checkpoint, for vLLM servers in INT8, NVFP4 or MXFP4",
+    "export": "merge an adapter, or undo UAQ, for serving; in 16 bits or quantized",
     "train": "train with GRPO, quantized rollouts and a correction (also: examples/train_grpo.py)",
     "report": "table and chart of one or several training runs",
 }
@@ -45,6 +46,19 @@ def plain_errors() -> Iterator[None]:
         if not _is_foreseen(error):
             raise
         sys.exit(f"error: {error}")
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Context with a function that adds bytes to a bar on standard error; silent where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def _is_foreseen(error: Exception) -> bool:

@@ -15,17 +15,15 @@ compressed-tensors' checkpoint layout: the tensors that store a quantized weight
 
 Scales listed without a dtype have the weight's dtype. nf4 has no such layout: bitsandbytes quantizes at load time.
 
-Everything works on a stream of `(name, tensor)`, one tensor at a time, so the same code feeds a running engine and
-writes a checkpoint to disk. Only NVFP4 looks ahead: layers that an engine fuses share a global scale, so they are held
-until the last one arrives.
+[`checkpoint_stream`] feeds a running engine, one tensor at a time. NVFP4 looks ahead: layers that an engine fuses share
+a global scale, so they are held until the last one arrives. On disk ([`rewrite_checkpoint`]) a fused layer is read
+together, and what is done to it is a function from its tensors to those of the copy: [`quantized`], [`dense`],
+[`rounded`].
 """
 
 import json
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -33,7 +31,50 @@ from torch import Tensor
 
 from . import FORMATS, Format, QuantizedTensor, quantize
 from .common import Parts
+from .files import (
+    CODE,
+    FILES,
+    INDEX,
+    Tensors,
+    Transform,
+    check_files,
+    check_target,
+    copy_files,
+    fingerprint,
+    read_config,
+    read_heads,
+    rewrite_weights,
+    unfinished,
+    weight_files,
+)
 from .nvfp4 import global_scale
+
+
+__all__ = [
+    "CODE",
+    "FILES",
+    "FUSED",
+    "HEAD",
+    "INDEX",
+    "LAYOUT_VERSION",
+    "MIXTURE",
+    "check_files",
+    "check_target",
+    "checkpoint_stream",
+    "checkpoint_tensors",
+    "dense",
+    "fused_layer",
+    "is_quantizable",
+    "linear_layers",
+    "quantization_config",
+    "quantize_checkpoint",
+    "quantized",
+    "read_quantized",
+    "rewrite_checkpoint",
+    "rounded",
+    "storable",
+    "stored_format",
+]
 
 
 LAYOUT_VERSION = "0.19.0"  # the compressed-tensors version that defines these names and bytes
@@ -41,12 +82,9 @@ HEAD = ("lm_head",)
 EMBEDDINGS = re.compile(r"(.*\.)?(\w*embed\w*|wte|wpe)$")
 # Routers and experts of a mixture of experts. A quantized router sends tokens to other experts.
 MIXTURE = re.compile(r"(.*\.)?(gate|shared_expert_gate|\w*router(\.\w+)?|experts(\.\w+)+)\.weight$")
-# What a copy of a checkpoint takes over beside the weights: no data, no pickles, and code only where it is trusted
-FILES = ("*.json", "*.jinja", "*.md", "*.model", "*.tiktoken", "*.txt", "LICENSE", "NOTICE")
-INDEX = "model.safetensors.index.json"
-CODE = "*.py"
 # Layers of one parent module that engines fuse
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SUFFIXES = ("", "_packed", "_scale", "_global_scale", "_shape")  # of a weight's name, where it is quantized
 
 
 def storable() -> list[str]:
@@ -196,6 +234,141 @@ def checkpoint_stream(
         yield from emit(group)
 
 
+def fused_layer(name: str) -> str:
+    """The module of a tensor or, for those that an engine fuses, one name for all of them."""
+    module = name.rpartition(".")[0]
+    parent, _, layer = module.rpartition(".")
+    fused = next((group for group in FUSED if layer in group), None)
+    return module if fused is None else f"{parent}.{'+'.join(fused)}"
+
+
+def quantized(
+    format: str,
+    ignore: Iterable[str] = HEAD,
+    quantizer: Callable[..., QuantizedTensor] = quantize,
+    shared_scale: Callable[..., Tensor] = global_scale,
+) -> Transform:
+    """A fused layer's tensors as they are stored in `format`; arguments as in [`checkpoint_stream`]."""
+    ignore = tuple(ignore)
+    return lambda tensors: dict(checkpoint_stream(tensors.items(), format, ignore, quantizer, shared_scale))
+
+
+def rounded(
+    format: str,
+    ignore: Iterable[str] = HEAD,
+    quantizer: Callable[..., QuantizedTensor] = quantize,
+    shared_scale: Callable[..., Tensor] = global_scale,
+) -> Transform:
+    """A fused layer's tensors with the weights rounded to `format`, nf4 included, and dequantized again."""
+    ignore = tuple(ignore)
+
+    def transform(tensors: Tensors) -> Tensors:
+        weights = {name: tensor for name, tensor in tensors.items() if is_quantizable(name, tensor, ignore)}
+        shared = {}
+        if weights and FORMATS[format].shares_scale:
+            shared = {"global_scale": shared_scale(*weights.values())}
+        return tensors | {name: quantizer(w, format, **shared).dequantize() for name, w in weights.items()}
+
+    return transform
+
+
+def dense(format: str, dtype: torch.dtype) -> Transform:
+    """A fused layer's tensors, stored in `format`, with the weights dequantized to `dtype`."""
+
+    def transform(tensors: Tensors) -> Tensors:
+        weights = {f"{n}.weight": q.dequantize(dtype) for n, q in read_quantized(tensors, format, dtype).items()}
+        stored = tuple(f"{name}{suffix}" for name in weights for suffix in SUFFIXES)
+        return {name: tensor for name, tensor in tensors.items() if name not in stored} | weights
+
+    return transform
+
+
+def read_quantized(tensors: Tensors, format: str, dtype: torch.dtype) -> dict[str, QuantizedTensor]:
+    """
+    The quantized weights among the tensors of a checkpoint: what [`checkpoint_tensors`] took apart.
+
+    Args:
+        tensors (`dict[str, torch.Tensor]`): Tensors by name, all of a layer.
+        format (`str`): The checkpoint's, from [`stored_format`].
+        dtype (`torch.dtype`): The type of the weight before it was quantized, which not every layout tells.
+
+    Returns:
+        `dict[str, QuantizedTensor]`: by the name of the layer.
+    """
+    _layout(format)
+    found = {}
+    for name, scale in tensors.items():
+        if not name.endswith(".weight_scale"):
+            continue
+        weight = name.removesuffix("_scale")
+        parts = {suffix: tensors.get(f"{weight}{suffix}") for suffix in SUFFIXES}
+        packed = parts["_packed"]
+        values = parts[""] if packed is None else packed.view(torch.uint8)
+        shape = (len(values), values.shape[1] * (1 if packed is None else 2))
+        if parts["_shape"] is not None:
+            shape = parts["_shape"].tolist()
+        q = QuantizedTensor(format, values, scale, torch.Size(shape), dtype, parts["_global_scale"])
+        found[weight.removesuffix(".weight")] = q
+    return found
+
+
+def stored_format(config: dict) -> str | None:
+    """
+    The format of the checkpoint that a config.json belongs to; `None` for one that is not quantized.
+
+    Raises:
+        ValueError: Quantized otherwise than [`quantize_checkpoint`] does it.
+    """
+    found = config.get("quantization_config")
+    if found is None:
+        return None
+    groups = list((found.get("config_groups") or {}).values())
+    for name in storable():
+        (expected,) = quantization_config(name)["config_groups"].values()
+        keys = ("num_bits", "type", "strategy", "group_size", "symmetric", "actorder")
+        if groups and all(
+            group.get("format") == expected["format"]
+            and (group.get("input_activations") is None) == (expected["input_activations"] is None)
+            and all((group.get("weights") or {}).get(key) == expected["weights"][key] for key in keys)
+            for group in groups
+        ):
+            return name
+    raise ValueError(
+        f"source: its quantization_config ({found.get('quant_method')}, {found.get('format')}) is none that "
+        f"`trl-quant prepare` writes; allowed: {', '.join(storable())}."
+    )
+
+
+def rewrite_checkpoint(
+    source: str | Path,
+    result: Path,
+    transform: Transform,
+    config: dict,
+    device: torch.device | str = "cpu",
+    max_shard_bytes: int | None = None,
+    with_code: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """
+    Writes a changed copy of a checkpoint, the weights of a fused layer at a time; memory holds one file of the result.
+    Files that are whole already are kept (see [`~files.unfinished`]).
+
+    Args:
+        source (`str` or `Path`): Directory with config.json and safetensors, one file or shards with an index.
+        result (`Path`): Directory to write in.
+        transform (`Callable`): [`quantized`], [`dense`], [`rounded`], or several after one another.
+        config (`dict`): The copy's config.json.
+        device (`torch.device` or `str`, *optional*): Where to compute.
+        max_shard_bytes (`int`, *optional*): Maximum size of a weight file in 16 bits, unless one layer is larger.
+        with_code (`bool`, *optional*): Whether to copy the checkpoint's Python files.
+        progress (`Callable`, *optional*): Called with the bytes of each layer that is finished.
+    """
+    copy_files(Path(source), result, with_code)
+    heads = read_heads(weight_files(Path(source)))
+    rewrite_weights(heads, result, transform, fused_layer, device, max_shard_bytes, progress)
+    (result / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
 def quantize_checkpoint(
     source: str | Path,
     target: str | Path,
@@ -204,12 +377,12 @@ def quantize_checkpoint(
     quantizer: Callable[..., QuantizedTensor] = quantize,
     shared_scale: Callable[..., Tensor] = global_scale,
     device: torch.device | str = "cpu",
-    max_shard_bytes: int = 4 << 30,
+    max_shard_bytes: int | None = None,
     with_code: bool = False,
 ) -> Path:
     """
-    Writes a quantized copy of a local safetensors checkpoint, tensor by tensor: memory holds one shard of the
-    result and one weight (for nvfp4, one fused layer). The target appears whole or not at all.
+    Writes a quantized copy of a local safetensors checkpoint. The target appears whole or not at all; what a killed
+    call had finished is used by the next one with the same source and arguments.
 
     Args:
         source (`str` or `Path`): Directory with config.json and safetensors, one file or shards with an index.
@@ -218,43 +391,24 @@ def quantize_checkpoint(
         ignore (`Iterable[str]`, *optional*): As in [`is_quantizable`].
         quantizer, shared_scale (`Callable`, *optional*): As in [`checkpoint_stream`].
         device (`torch.device` or `str`, *optional*): Where to quantize.
-        max_shard_bytes (`int`, *optional*): Maximum size of a weight file, unless one tensor is larger.
-        with_code (`bool`, *optional*): Whether to copy the checkpoint's Python files.
+        max_shard_bytes, with_code (*optional*): As in [`rewrite_checkpoint`].
 
     Returns:
         `Path`: The target.
 
     Raises:
-        ValueError: `target` exists, or as in [`linear_layers`] and [`checkpoint_stream`].
+        ValueError: `target` exists, or as in [`linear_layers`], [`checkpoint_stream`] and [`~files.unfinished`].
     """
-    source, target, ignore = Path(source), Path(target), tuple(ignore)
-    _layout(format)
+    ignore = tuple(ignore)
+    scheme = quantization_config(format, ignore)
     check_target(target)
-    config, files = _read(source)
     linear_layers(source, ignore)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
-    work.mkdir()
-    try:
-        patterns = (*FILES, CODE) if with_code else FILES
-        for item in source.iterdir():
-            named = any(fnmatchcase(item.name, pattern) for pattern in patterns)
-            if named and item.is_file() and not item.name.endswith(".index.json"):
-                shutil.copyfile(item, work / item.name)
-        stream = checkpoint_stream(_tensors(files, device), format, ignore, quantizer, shared_scale)
-        _write(stream, work, max_shard_bytes)
-        config["quantization_config"] = quantization_config(format, ignore)
-        (work / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        work.rename(target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return target
-
-
-def check_target(target: str | Path) -> None:
-    """Raises `ValueError` for a target that exists."""
-    if Path(target).exists():
-        raise ValueError(f"target: {target} exists; give a directory that does not.")
+    config = read_config(Path(source)) | {"quantization_config": scheme}
+    settings = {"source": fingerprint(source), "scheme": scheme, "max_shard_bytes": max_shard_bytes, "code": with_code}
+    transform = quantized(format, ignore, quantizer, shared_scale)
+    with unfinished(target, settings) as result:
+        rewrite_checkpoint(source, result, transform, config, device, max_shard_bytes, with_code)
+    return Path(target)
 
 
 def linear_layers(source: str | Path, ignore: Iterable[str] = HEAD) -> tuple[list[str], list[str]]:
@@ -267,26 +421,22 @@ def linear_layers(source: str | Path, ignore: Iterable[str] = HEAD) -> tuple[lis
         quantize.
     """
     source, ignore = Path(source), tuple(ignore)
-    quantized, left = [], []
-    for file in _read(source)[1]:
-        for name, like in _head(file):
-            if name.endswith((".weight_packed", ".weight_scale")):
-                raise ValueError(f"source: {file.name} holds {name}, so it is already quantized.")
-            if is_quantizable(name, like, ignore):
-                _refuse_mixture(name)
-                quantized.append(name.removesuffix(".weight"))
-            elif is_quantizable(name, like, ()):
-                left.append(name.removesuffix(".weight"))
-    if not quantized:
+    if (old := read_config(source).get("quantization_config")) is not None:
+        raise ValueError(
+            f"source: {source} is already quantized ({old.get('quant_method')}); give the 16-bit checkpoint."
+        )
+    layers, left = [], []
+    for name, stored in read_heads(weight_files(source)).items():
+        if name.endswith((".weight_packed", ".weight_scale")):
+            raise ValueError(f"source: {stored.file.name} holds {name}, so it is already quantized.")
+        if is_quantizable(name, stored.like, ignore):
+            _refuse_mixture(name)
+            layers.append(name.removesuffix(".weight"))
+        elif is_quantizable(name, stored.like, ()):
+            left.append(name.removesuffix(".weight"))
+    if not layers:
         raise ValueError(f"source: {source} has no linear layers to quantize (left as they are: {left or 'none'}).")
-    return quantized, left
-
-
-def check_files(source: str | Path) -> None:
-    """Raises `ValueError` for a safetensors file of a checkpoint, quantized or not, that is not whole."""
-    for file in _files(Path(source)):
-        if file.is_file():
-            _head(file)
+    return layers, left
 
 
 def _refuse_mixture(name: str) -> None:
@@ -300,85 +450,3 @@ def _layout(format: str) -> type[Format]:
         known = "has no layout in compressed-tensors" if format in FORMATS else "is not a format"
         raise ValueError(f"format: {format!r} {known}; allowed: {', '.join(storable())}.")
     return FORMATS[format]
-
-
-def _read(source: Path) -> tuple[dict, list[Path]]:
-    """config.json and the safetensors files of an unquantized checkpoint."""
-    if not (source / "config.json").is_file():
-        raise ValueError(f"source: {source} has no config.json; give the directory of a checkpoint.")
-    config = json.loads((source / "config.json").read_text())
-    if (old := config.get("quantization_config")) is not None:
-        raise ValueError(
-            f"source: {source} is already quantized ({old.get('quant_method')}); give the 16-bit checkpoint."
-        )
-    files = _files(source)
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"source: {source} lacks {', '.join(missing)}; only safetensors checkpoints can be quantized.")
-    return config, files
-
-
-def _files(source: Path) -> list[Path]:
-    """The safetensors files that a checkpoint should have."""
-    if not (source / INDEX).is_file():
-        return [source / "model.safetensors"]
-    return [source / name for name in sorted(set(json.loads((source / INDEX).read_text())["weight_map"].values()))]
-
-
-def _head(file: Path) -> list[tuple[str, Tensor]]:
-    """Name and, without memory, shape and type of each tensor in a safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as shard:
-            slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
-            return [(name, _like(piece.get_shape(), piece.get_dtype())) for name, piece in slices.items()]
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or incomplete: {error}. Download or save it again.") from error
-
-
-def _like(shape: list[int], dtype: str) -> Tensor:
-    """A tensor without memory; floating-point if safetensors' name of its type (BF16, F8_E4M3, I32) is."""
-    return torch.empty(shape, dtype=torch.float if dtype.startswith(("F", "BF")) else torch.int, device="meta")
-
-
-def _tensors(files: list[Path], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open
-
-    for file in files:
-        with safe_open(file, framework="pt", device=str(device)) as shard:
-            for name in shard.keys():  # noqa: SIM118
-                yield name, shard.get_tensor(name)
-
-
-def _write(tensors: Iterable[tuple[str, Tensor]], directory: Path, max_shard_bytes: int) -> None:
-    """Writes safetensors files of at most `max_shard_bytes` (or one tensor), with an index if there are several."""
-    from safetensors.torch import save_file
-
-    shards: list[list[str]] = []
-    shard: dict[str, Tensor] = {}
-    size = total = 0
-
-    def close():
-        save_file(shard, directory / f"{len(shards)}.safetensors", metadata={"format": "pt"})
-        shards.append(list(shard))
-        shard.clear()
-
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > max_shard_bytes:
-            close()
-            size = 0
-        shard[name] = tensor.cpu().contiguous()
-        size += tensor.nbytes
-        total += tensor.nbytes
-    close()
-
-    if len(shards) == 1:
-        (directory / "0.safetensors").rename(directory / "model.safetensors")
-        return
-    weight_map = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"{i}.safetensors").rename(directory / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

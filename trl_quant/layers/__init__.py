@@ -1,6 +1,17 @@
 """Linear layers that compute in low precision: what an engine computes, for engines, self-check and training alike."""
 
+from .frozen import FrozenLinear, frozen_precisions
+from .lora import frozen_lora_linear
 from .quantized import EngineWeight, QuantizedLinear, engine_weight, quantized_linear, vllm_linear
 
 
-__all__ = ["EngineWeight", "QuantizedLinear", "engine_weight", "quantized_linear", "vllm_linear"]
+__all__ = [
+    "EngineWeight",
+    "FrozenLinear",
+    "QuantizedLinear",
+    "engine_weight",
+    "frozen_lora_linear",
+    "frozen_precisions",
+    "quantized_linear",
+    "vllm_linear",
+]

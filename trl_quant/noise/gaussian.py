@@ -9,7 +9,7 @@ The linear layers that a norm feeds then behave as if each input channel of thei
 
 | paper | here |
 |---|---|
-| `Z_noise` | the normal vector, keyed by `(seed, step, name)` |
+| `Z_noise` | the normal vector, keyed by `(seed, step, name, draw)` |
 | `w`, `w_noise` | `weight` and the result |
 | `sigma` | `sigma`, from [`~noise.schedules`] |
 
@@ -41,11 +41,11 @@ def noised_norms(model_type: str, names: Iterable[str]) -> list[str]:
 
 
 @torch.no_grad()
-def norm_noise(weight: Tensor, sigma: float, seed: int, step: int, name: str) -> Tensor:
+def norm_noise(weight: Tensor, sigma: float, seed: int, step: int, name: str, draw: int = 0) -> Tensor:
     """
     A norm's weight plus its noise, as a new tensor.
 
-    The noise depends only on `(seed, step, name)`, so it is the same on every rank, on every device, and after a
+    The noise depends only on `(seed, step, name, draw)`, so it is the same on every rank, on every device, and after a
     resume. Drawing it leaves the global random state unchanged.
 
     Args:
@@ -54,6 +54,7 @@ def norm_noise(weight: Tensor, sigma: float, seed: int, step: int, name: str) ->
         seed (`int`): Seed of the run.
         step (`int`): Optimizer step that the samples belong to.
         name (`str`): Name of the weight.
+        draw (`int`, *optional*, defaults to `0`): Which of the step's draws it is.
 
     Returns:
         `torch.Tensor` of shape `(channels,)`: `weight + Z`, added in float32 and rounded to the type of `weight`.
@@ -66,12 +67,13 @@ def norm_noise(weight: Tensor, sigma: float, seed: int, step: int, name: str) ->
     if sigma == 0:
         return weight.clone()
     # Draw in float64 and round: float32 draws take different code paths on different CPUs.
-    z = torch.randn(weight.shape, generator=_generator(seed, step, name), dtype=torch.float64).float()
+    z = torch.randn(weight.shape, generator=_generator(seed, step, name, draw), dtype=torch.float64).float()
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + sigma * z.to(weight.device)).to(weight.dtype)
 
 
-def _generator(seed: int, step: int, name: str) -> torch.Generator:
+def _generator(seed: int, step: int, name: str, draw: int) -> torch.Generator:
     """Keyed by a cryptographic hash: Python's `hash` differs between processes."""
-    digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
+    place = f"{step}.{draw}" if draw else step
+    digest = hashlib.sha256(f"{seed}/{place}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))

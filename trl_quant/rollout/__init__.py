@@ -12,13 +12,19 @@ from functools import partial
 _PUBLIC = {
     "RolloutEngine": ".base",
     "RolloutNoise": ".base",
+    "SharedEngine": ".shared_engine",
     "TransformersEngine": ".transformers_engine",
     "VLLMBase": ".vllm.base",
     "VLLMEngine": ".vllm.engine",
     "VLLMServerEngine": ".vllm.server",
     "fastest_engine": ".vllm.auto",
 }
-ENGINES = {"embedded": "TransformersEngine", "colocate": "VLLMEngine", "server": "VLLMServerEngine"}
+ENGINES = {
+    "embedded": "TransformersEngine",
+    "shared": "SharedEngine",
+    "colocate": "VLLMEngine",
+    "server": "VLLMServerEngine",
+}
 VLLM_MODES = ("colocate", "server")
 
 __all__ = ["ENGINES", *_PUBLIC, "engine_of"]
@@ -30,16 +36,18 @@ def __getattr__(name: str):
     return getattr(importlib.import_module(_PUBLIC[name], __name__), name)
 
 
-def engine_of(args) -> AbstractContextManager:
+def engine_of(args, **fields) -> AbstractContextManager:
     """
     Context in which TRL's `GRPOTrainer.__init__` builds the engine that `args` ask for; without a
-    `rollout_precision`, TRL's own. On exit `args` and TRL are as they were.
+    `rollout_precision`, TRL's own. There `fields` of `args` have other values; on exit `args` and TRL are as they were.
     """
     from .seams import trainer_builds
 
-    engine, fields = None, {}
+    engine = None
     if args.rollout_precision is not None:
         name = args.vllm_mode if args.use_vllm else "embedded"
+        if name == "embedded" and args.rollout_precision == args.train_precision:
+            name = "shared"
         options = {
             "wide_norms": args.noise_schedule is not None,
             "uaq_scale": args.uaq_scale or 1.0,

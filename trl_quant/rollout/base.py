@@ -24,11 +24,13 @@ class RolloutNoise:
         sigma (`float`): Standard deviation; 0 means the clean weights.
         seed (`int`): The run's seed.
         step (`int`): The optimizer step that the generation belongs to.
+        draw (`int`): Which of the step's generations it is, from 0.
     """
 
     sigma: float = 0.0
     seed: int = 0
     step: int = 0
+    draw: int = 0
 
 
 class RolloutEngine(VLLMGeneration):
@@ -113,7 +115,7 @@ class RolloutEngine(VLLMGeneration):
         keys = noised_norms(self.weights.model_type, self.weights.names())
         sigma = noise.sigma * self.uaq_scale
         noised = {
-            name: norm_noise(clean, sigma, noise.seed, noise.step, key)
+            name: norm_noise(clean, sigma, noise.seed, noise.step, key, noise.draw)
             for key, (name, clean) in zip(keys, self._clean_norms.items(), strict=True)
         }
         self.write_norms(noised)
@@ -128,8 +130,10 @@ class RolloutEngine(VLLMGeneration):
     # Metrics
 
     def noise_metrics(self) -> dict[str, float]:
-        """What the noise of this generation should be, and what the norms hold of it."""
-        return {"noise/sigma": self.noise.sigma, "noise/effective_sigma": self.effective_sigma}
+        """What the noise of this generation should be, how many norms hold it, and what arrived."""
+        norms = float(len(self._clean_norms)) if self._laid.sigma else 0.0
+        arrived = {"noise/norms": norms, "noise/effective_sigma": self.effective_sigma}
+        return {"noise/sigma": self.noise.sigma} | arrived
 
     def take_metrics(self) -> dict[str, float]:
         """What was measured since the last call."""

@@ -26,7 +26,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..formats.checkpoint import FUSED
-from ..layers import vllm_linear
+from ..layers import EngineWeight, FrozenLinear, quantized_linear, vllm_linear
 from ..precisions import PRECISIONS
 from .kv_cache import KVCache, attending_to
 from .weights import PolicyWeights, base_layer
@@ -227,6 +227,10 @@ class EngineLayer(nn.Module):
         if base.bias is not None:
             with engine.weights.gathered([base.bias]):
                 bias = engine.weights.full(base.bias).clone()
+        if isinstance(group[part], FrozenLinear) and group[part].precision == engine.precision:
+            numbers = EngineWeight(group[part].dequantize(torch.bfloat16))  # the engine's own base
+            y = quantized_linear(x.to(torch.bfloat16), numbers, None, bias)
+            return y if rounding is None else rounding(y)
         weights = [engine.weights.of_linear(layer) for layer in group]
         if engine.travels_quantized and engine.lora_sync == "adapter":
             weights = [weight.to(engine.checkpoint_dtype) for weight in weights]  # it stays as it was loaded

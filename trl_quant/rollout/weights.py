@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from trl.distributed import DistributedBackend
 
+from ..layers import FrozenLinear
 from ..names import clean_name
 
 
@@ -51,6 +52,10 @@ class PolicyWeights:
             if isinstance(module, BaseTunerLayer):
                 adapted = f"{path}."
                 for leaf, tensor in self.merged(module).items():
+                    yield clean_name(f"{path}.{leaf}"), tensor
+                continue
+            if isinstance(module, FrozenLinear):
+                for leaf, tensor in numbers(module).items():
                     yield clean_name(f"{path}.{leaf}"), tensor
                 continue
             for leaf, param in module.named_parameters(recurse=False):
@@ -90,7 +95,7 @@ class PolicyWeights:
             clean_name(f"{name}.weight")
             for name, module in self.model.named_modules()
             if isinstance(module, BaseTunerLayer)
-            or (isinstance(module, nn.Linear) and module.weight.requires_grad and ".lora_" not in name)
+            or (is_dense_linear(module) and module.weight.requires_grad and ".lora_" not in name)
         ]
 
     def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager:
@@ -113,6 +118,8 @@ class PolicyWeights:
         with torch.autocast(self.device.type, enabled=False):
             if isinstance(layer, BaseTunerLayer):
                 return self.merged(layer)["weight"]
+            if isinstance(layer, FrozenLinear):
+                return layer.dequantize()
             with self.gathered([layer.weight]):
                 return self.dense(layer, layer.weight)
 
@@ -122,11 +129,12 @@ class PolicyWeights:
         base = layer.get_base_layer()
         with self.gathered(layer.parameters()):
             if is_sum(layer):  # what PEFT's merge computes, without its bookkeeping, which takes longer than the sum
-                weight = dequantize_module_weight(base).data if not base.weight.is_floating_point() else base.weight
+                own = numbers(base)
                 for adapter in layer.active_adapters:
                     # In one pass: summed in the wider type, rounded to the base's
-                    weight = torch.add(weight, delta_weight(layer, adapter), out=torch.empty_like(weight))
-                return {n: weight if n == "weight" else p.data for n, p in base.named_parameters()}
+                    weight = own["weight"]
+                    own["weight"] = torch.add(weight, delta_weight(layer, adapter), out=torch.empty_like(weight))
+                return own
             own = [(m, name, param) for m in layer.modules() for name, param in m.named_parameters(recurse=False)]
             try:
                 for module, name, param in own:
@@ -158,8 +166,23 @@ def base_layer(layer: nn.Module) -> nn.Module:
     return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
 
 
+def is_dense_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer with a weight that could be trained."""
+    return isinstance(module, nn.Linear) and not isinstance(module, FrozenLinear)
+
+
+def numbers(linear: nn.Linear) -> dict[str, Tensor]:
+    """The parameters of a linear layer that is held in full here, by name; a packed weight as what it stands for."""
+    if isinstance(linear, FrozenLinear):
+        return {"weight": linear.dequantize()} | ({} if linear.bias is None else {"bias": linear.bias.data})
+    own = {name: param.data for name, param in linear.named_parameters()}
+    return own if own["weight"].is_floating_point() else own | {"weight": dequantize_module_weight(linear).data}
+
+
 def is_sum(layer: BaseTunerLayer) -> bool:
     """Whether merging a layer's adapters adds a matrix each to its weight, held in full here, and nothing else."""
+    if isinstance(layer.get_base_layer(), FrozenLinear):
+        return True
     weight = layer.get_base_layer().weight
     if not isinstance(layer, LoraLayer):
         return not weight.is_floating_point()  # PEFT cannot merge other adapters into a copy of a 4- or 8-bit base

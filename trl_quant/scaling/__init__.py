@@ -3,10 +3,10 @@
 `UpdateAwareQuantizationModifier` is imported on first use, because it needs llmcompressor; the rest does not.
 """
 
-from .uaq import apply_uaq, check_scale, uaq_applied
+from .uaq import apply_uaq, check_scale, scalings, uaq_applied
 
 
-__all__ = ["apply_uaq", "check_scale", "uaq_applied"]
+__all__ = ["apply_uaq", "check_scale", "scalings", "uaq_applied"]
 
 
 def __getattr__(name: str):

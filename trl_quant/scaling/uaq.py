@@ -17,6 +17,7 @@ grow with the gradient, which leaves a factor of about s.
 Scales the trainer's model in place, before it is sharded.
 """
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -72,11 +73,37 @@ def scale_norms(model: nn.Module, scale: float, folded: tuple[type, ...] = ()) -
     plan = _plan(model, folded)
     if scale != 1:
         for fed in plan:
-            _set(fed.gain, lambda w, one=float(fed.offset): scale * (one + w) - one)
+            fed.gain.data.copy_(_scaled_gain(fed.gain.data, scale, fed.offset))
             for weight in fed.inputs:
-                _set(weight, lambda w: w / scale)
+                weight.data.copy_(_scaled_input(weight.data, scale))
     model.config.uaq_scale = (uaq_applied(model) or 1.0) * scale
     return len(plan)
+
+
+def scalings(model_type: str, names: Iterable[str], scale: float) -> dict[str, Callable[[Tensor], Tensor]]:
+    """
+    [`apply_uaq`] for the tensors of a checkpoint, which need not be in memory together; with `1 / uaq_scale` it undoes
+    the scaling.
+
+    Args:
+        model_type (`str`): `model_type` of the text model's config.
+        names (`Iterable[str]`): Names of all parameters.
+        scale (`float`): Factor `s`, within [`SCALES`].
+
+    Returns:
+        `dict[str, Callable]`: name of each tensor that is scaled -> function from the tensor to the scaled one, of the
+        same shape and type.
+
+    Raises:
+        `ValueError`: for a scale outside [`SCALES`], or as in [`~norms.feeding_norms`].
+    """
+    check_scale(scale)
+    offset = family_of(model_type).offset
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    for norm, linears in feeding_norms(model_type, names).items():
+        found[norm] = lambda w: _scaled_gain(w, scale, offset)
+        found |= {f"{linear}.weight": lambda w: _scaled_input(w, scale) for linear in linears}
+    return found
 
 
 def check_scale(scale: float, name: str = "scale") -> None:
@@ -137,7 +164,16 @@ def _dense(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor
 
 
-def _set(tensor: Tensor, function) -> None:
-    """`tensor = function(tensor)` in place, computed in at least float32 and rounded once."""
-    data = tensor.data
-    data.copy_(function(data.to(torch.promote_types(data.dtype, torch.float32))))
+def _scaled_gain(w: Tensor, scale: float, offset: bool) -> Tensor:
+    """A norm's weight with its gain multiplied; computed in at least float32 and rounded once."""
+    wide, one = _wide(w), float(offset)
+    return (scale * (one + wide) - one).to(w.dtype)
+
+
+def _scaled_input(w: Tensor, scale: float) -> Tensor:
+    """What acts on the norm's output, divided; computed in at least float32 and rounded once."""
+    return (_wide(w) / scale).to(w.dtype)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -29,8 +29,6 @@ from .support import (
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_ID = 1
-
 
 class VLLMEngine(VLLMBase):
     """
@@ -49,7 +47,7 @@ class VLLMEngine(VLLMBase):
     Attributes:
         checkpoint_dtype (`torch.dtype`): Of the weights that the engine starts on.
         pushed (`dict[str, torch.Tensor]`): The adapter that the engine has, with `lora_sync="adapter"`.
-        llm (`vllm.LLM`): The engine itself. With `lora_sync="adapter"` its `generate` samples with the adapter.
+        llm (`vllm.LLM`): The engine itself.
     """
 
     def __init__(
@@ -73,8 +71,6 @@ class VLLMEngine(VLLMBase):
 
     def _init_vllm(self):
         check_device(self.precision, self.sleep_level > 0)
-        from vllm.lora.request import LoRARequest
-
         from . import worker  # also registers the loader
 
         with llm_with(**self._llm_arguments()):
@@ -94,9 +90,6 @@ class VLLMEngine(VLLMBase):
             )
         started = self.llm.llm_engine.vllm_config
         self.expect_caches(started.cache_config.cache_dtype, started.model_config.hf_config)
-        if self.lora_sync == "adapter":
-            request = LoRARequest("policy", ADAPTER_ID, "in memory")
-            self.llm.generate = partial(self.llm.generate, lora_request=request)
         self._sleep()
 
     def _llm_arguments(self) -> dict:
@@ -113,18 +106,10 @@ class VLLMEngine(VLLMBase):
         if self.travels_quantized:
             device = self.accelerator.device
             arguments |= layout_arguments(entry.format, self.ignore, device, prepared, arguments)
-        if self.wide_norms and arguments.setdefault("load_format", "trl_quant") == "trl_quant":
-            extra = arguments.get("model_loader_extra_config", {})
-            arguments["model_loader_extra_config"] = {**extra, "wide_norms": True}
-        elif self.wide_norms:
-            logger.warning(
-                "`vllm_engine_kwargs` has 'load_format'=%r, with which vLLM holds its norms in BF16. That swallows "
-                "noise below 4e-3: see `noise/effective_sigma`. Leave it out for all of the noise.",
-                arguments["load_format"],
-            )
+        held = {"wide_norms": True} if self.wide_norms else {}
         if self.lora_sync == "adapter":
-            arguments |= adapter_arguments(self.model, arguments)
-        return arguments
+            held |= adapter_arguments(self.model, arguments)
+        return arguments | _holding(held, arguments)
 
     # Sync
 
@@ -142,13 +127,11 @@ class VLLMEngine(VLLMBase):
         self.stale_cache = _cached_blocks(self.llm) > 0
 
     def _push_adapter(self):
-        from . import worker
+        from .adapter import write_adapter
 
         self.streaming = "the adapter"
         tensors = self.weights.adapter()
-        rank = max(len(tensor) for name, tensor in tensors.items() if name.endswith("lora_A.weight"))
-        config = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
-        self.llm.collective_rpc(worker.push_adapter, args=(ADAPTER_ID, tensors, config))
+        self.llm.apply_model(partial(write_adapter, tensors=tensors))
         self.pushed = tensors
 
     @torch.no_grad()
@@ -231,6 +214,21 @@ class VLLMEngine(VLLMBase):
     def limits(self) -> tuple[int, int]:
         config = self.llm.llm_engine.vllm_config
         return config.cache_config.block_size, config.model_config.max_model_len
+
+
+def _holding(held: dict, given: dict) -> dict:
+    """Arguments with which our loader, on top of the one that is `given`, has vLLM's model hold more than weights."""
+    if not held:
+        return {}
+    extra = given.get("model_loader_extra_config", {}) | held
+    if (reader := given.get("load_format", "trl_quant")) != "trl_quant":
+        extra["load_format"] = reader
+    return {
+        "load_format": "trl_quant",
+        "model_loader_extra_config": extra,
+        # vLLM looks compiled models up by a hash of its configuration in which loaders do not count, and this does.
+        "additional_config": {**given.get("additional_config", {}), "trl_quant": held},
+    }
 
 
 def _cached_blocks(llm) -> int:

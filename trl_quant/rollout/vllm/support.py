@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import get_args
 
 import torch
 import transformers
@@ -14,6 +13,7 @@ from trl.import_utils import is_vllm_available
 
 from ...formats import FORMATS
 from ...formats.checkpoint import quantization_config
+from ...names import clean_name
 from ...precisions import PRECISIONS, InVLLM, in_vllm
 from ..kv_cache import FORMATS as CACHE_FORMATS
 from ..kv_cache import UNQUANTIZED
@@ -226,12 +226,12 @@ def prepared_precisions(config) -> set[str] | None:
     }
 
 
-def check_prepared(config, precision: str) -> bool:
-    """Whether a config is that of a quantized checkpoint; `ValueError` if it is, but not in `precision`."""
+def check_prepared(config, precision: str, field: str = "rollout_precision") -> bool:
+    """Whether a config is that of a quantized checkpoint; `ValueError` if it is, but not in the `field`'s precision."""
     found = prepared_precisions(config)
     if found is not None and precision not in found:
         raise ValueError(
-            f"`rollout_precision`={precision!r}, but the model is a checkpoint quantized to "
+            f"`{field}`={precision!r}, but the model is a checkpoint quantized to "
             f"{', '.join(map(repr, sorted(found))) or 'another format'}. Use that precision, or the 16-bit checkpoint."
         )
     return found is not None
@@ -256,46 +256,45 @@ def layout_arguments(format: str, ignore: list[str], device: torch.device, prepa
     return arguments
 
 
-def adapter_arguments(model, given: dict) -> dict:
+def adapter_arguments(model, given: dict) -> dict[str, dict[str, int]]:
     """
-    Arguments with which vLLM holds the model's adapter. Naming its layers leaves the others without LoRA's kernels, the
-    head among them, whose logits of prompts vLLM 0.31 cannot compute under LoRA.
+    What the engine's loader must know of the model's adapter: `adapter`, the rank by the name of each adapted layer.
 
     Raises:
-        `ValueError`: for a model without one, or with one that vLLM cannot hold as an adapter.
+        `ValueError`: for a model without one, or with one that the engine cannot hold as an adapter.
     """
     instead = "Use `lora_sync='merge'`."
     if not is_peft_model(model):
         raise ValueError("`lora_sync`='adapter', but the model has no adapter: pass a `peft_config`, or use 'merge'.")
     if len(model.active_adapters) != 1:
         raise ValueError(f"`lora_sync`='adapter' takes one active adapter, not {model.active_adapters}. {instead}")
-    config = model.peft_config[model.active_adapters[0]]
+    (adapter,) = model.active_adapters
+    config = model.peft_config[adapter]
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise ValueError(f"`lora_sync`='adapter' takes LoRA adapters, and this one is {kind}. {instead}")
     for field in ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters"):
         if getattr(config, field, None):
-            raise ValueError(f"`lora_sync`='adapter': vLLM does not run an adapter's `{field}`. {instead}")
+            raise ValueError(f"`lora_sync`='adapter': the engine does not run an adapter's `{field}`. {instead}")
     if config.bias != "none":
-        raise ValueError(f"`lora_sync`='adapter': vLLM does not run an adapter's `bias`={config.bias!r}. {instead}")
-    leaves = set()
+        raise ValueError(
+            f"`lora_sync`='adapter': the engine does not run an adapter's `bias`={config.bias!r}. {instead}"
+        )
+    if idle := [name for name in given if "lora" in name]:
+        raise ValueError(
+            f"`vllm_engine_kwargs` has {idle}, which act on vLLM's own adapters alone; `lora_sync`='adapter' holds the "
+            "policy's without them. Leave them out."
+        )
+    decoder, ranks = set(model.get_base_model().get_decoder().modules()), {}
     for name, layer in model.named_modules():
-        if isinstance(layer, BaseTunerLayer):
-            leaves.add(name.rpartition(".")[2])
-            if not isinstance(layer.get_base_layer(), torch.nn.Linear) or "lm_head" in leaves:
-                raise ValueError(
-                    f"`lora_sync`='adapter' takes adapters of the decoder's linear layers, not `{name}`. {instead}"
-                )
-    from vllm.config.lora import MaxLoRARanks
-
-    ranks = sorted(get_args(MaxLoRARanks))
-    limit = given.get("max_lora_rank", ranks[-1])
-    rank = max([config.r, *(config.rank_pattern or {}).values()])
-    if rank > limit:
-        raise ValueError(f"The adapter's rank {rank} is above vLLM's limit, `max_lora_rank`={limit}. {instead}")
-    return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": given.get("max_lora_rank", next(r for r in ranks if r >= rank)),
-        "lora_target_modules": sorted(leaves),
-    }
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        if layer not in decoder or not isinstance(layer.get_base_layer(), torch.nn.Linear):
+            raise ValueError(
+                f"`lora_sync`='adapter' takes adapters of the decoder's linear layers, not `{name}`. {instead}"
+            )
+        if layer.lora_variant:
+            variant = type(layer.lora_variant[adapter]).__name__
+            raise ValueError(f"`lora_sync`='adapter': the engine does not run PEFT's `{variant}`. {instead}")
+        ranks[clean_name(name)] = layer.r[adapter]
+    return {"adapter": ranks}

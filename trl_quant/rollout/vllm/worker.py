@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 from vllm import _custom_ops as ops
 from vllm.config.load import LoadConfig
-from vllm.lora.lora_model import LoRAModel
-from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -28,6 +26,7 @@ from ...noise import noised_norms
 from ...precisions import PRECISIONS
 from ..kv_cache import FORMATS as CACHE_FORMATS
 from ..kv_cache import UNQUANTIZED, KVCache
+from .adapter import hold_adapter, linear_layers
 from .support import quantizers_on
 
 
@@ -35,15 +34,22 @@ from .support import quantizers_on
 class QuantizingLoader(DefaultModelLoader):
     """
     Loads a model in compressed-tensors' layout: from a checkpoint in that layout, or from a 16- or 32-bit one, which it
-    quantizes while reading, one tensor at a time. `model_loader_extra_config` is then the arguments of
-    [`~formats.checkpoint.checkpoint_stream`] and the device to quantize on.
+    quantizes while reading, one tensor at a time; then prepares it for what it is to hold besides its weights.
+
+    `model_loader_extra_config` may have the arguments of [`~formats.checkpoint.checkpoint_stream`] and the `device` to
+    quantize on; `wide_norms`, see [`widen_norms`]; `adapter`, ranks by the names of the policy's layers, see
+    [`~adapter.hold_adapter`]; and `load_format`, that of another loader of vLLM's which reads the weights instead.
     """
 
     def __init__(self, load_config: LoadConfig):
         self.arguments = dict(load_config.model_loader_extra_config)
         self.device = self.arguments.pop("device", None)
         self.wide_norms = self.arguments.pop("wide_norms", False)
-        super().__init__(dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={}))
+        self.adapter = self.arguments.pop("adapter", {})
+        other = self.arguments.pop("load_format", None)
+        plain = dataclasses.replace(load_config, load_format=other or "auto", model_loader_extra_config={})
+        self.other = get_model_loader(plain) if other else None
+        super().__init__(dataclasses.replace(plain, load_format="auto"))
 
     def get_all_weights(self, model_config, model):
         weights = super().get_all_weights(model_config, model)
@@ -54,9 +60,18 @@ class QuantizingLoader(DefaultModelLoader):
 
     def load_weights(self, model, model_config):
         keep_onednn_scales(model)
-        super().load_weights(model, model_config)
+        if self.other is None:
+            super().load_weights(model, model_config)
+        else:
+            self.other.load_weights(model, model_config)
         if self.wide_norms:
             widen_norms(model, model_config.hf_text_config.model_type)
+
+    def load_model(self, vllm_config, model_config, **kwargs):
+        model = super().load_model(vllm_config=vllm_config, model_config=model_config, **kwargs)
+        if self.adapter:
+            hold_adapter(model, self.adapter, model_config.dtype, vllm_config.device_config.device)
+        return model
 
 
 def widen_norms(model: nn.Module, model_type: str) -> None:
@@ -67,11 +82,6 @@ def widen_norms(model: nn.Module, model_type: str) -> None:
     params = dict(model.named_parameters())
     for name in noised_norms(model_type, params):
         params[name].data = params[name].data.float()
-
-
-def linear_layers(model: nn.Module) -> dict[str, LinearBase]:
-    """vLLM's linear layers by the name that they have without LoRA's wrappers around them."""
-    return {module.prefix: module for module in model.modules() if isinstance(module, LinearBase)}
 
 
 def _method(layer: LinearBase) -> tuple[object, object]:
@@ -159,10 +169,8 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
     restore_plain_tensors(plain)
     # By module, since what a quantized layer holds is not what was loaded into it; scalars (the cache's scales) have
     # defaults. Parameters are listed once, so a tied head, whose weight is the embedding's, misses nothing.
-    filled = {name.rpartition(".")[0].removesuffix(".base_layer") for name in loaded}
-    owners = {
-        name.rpartition(".")[0].removesuffix(".base_layer") for name, p in model.named_parameters() if p.numel() > 1
-    }
+    filled = {name.rpartition(".")[0] for name in loaded}
+    owners = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.numel() > 1}
     if loaded and (missing := owners - filled):
         raise RuntimeError(f"the policy streamed no weights for {', '.join(sorted(missing)[:4])}")
 
@@ -206,8 +214,7 @@ def _is_tied(model: nn.Module) -> bool:
 def keep_onednn_scales(model: nn.Module) -> None:
     """
     On CPUs without AMX an INT8 layer gives oneDNN a raw pointer to its scales, and a reload frees the tensor behind
-    it: wrong numbers or NaN afterwards. The kernel keeps it alive instead. It also sets the layer's weight to `None`,
-    which vLLM's LoRA wrappers cannot ask for its device: an empty tensor stands in for it.
+    it: wrong numbers or NaN afterwards. The kernel keeps it alive instead.
     """
     for layer in linear_layers(model).values():
         kernel = _method(layer)[1]
@@ -217,9 +224,8 @@ def keep_onednn_scales(model: nn.Module) -> None:
 
 def _process_and_keep(kernel, layer: nn.Module) -> None:
     type(kernel).process_weights_for_onednn(kernel, layer)
-    weight, scale = kernel.layer_param_names[:2]
+    scale = kernel.layer_param_names[1]
     kernel.kept_scale = getattr(layer, scale).data  # not a parameter, which a reload would replace
-    setattr(layer, weight, nn.Parameter(torch.empty(0), requires_grad=False))
 
 
 @torch.no_grad()
@@ -288,30 +294,3 @@ def write_parameters(model: nn.Module, values: dict[str, Tensor]) -> None:
     own = dict(model.named_parameters())
     for name, value in values.items():
         own[name].copy_(value)
-
-
-def push_adapter(worker, adapter_id: int, tensors: dict[str, Tensor], config: dict) -> None:
-    """
-    Makes `tensors` (PEFT's names) the LoRA adapter `adapter_id`, in place of any before it; no files.
-
-    Raises:
-        `RuntimeError`: if some of them belong to no layer of the engine.
-    """
-    manager = worker.model_runner.lora_manager._adapter_manager
-    mapper = getattr(worker.get_model(), "hf_to_vllm_mapper", None)
-    if mapper is not None:  # renames alone: the manager itself packs q, k, v; the method was renamed after 0.26
-        mapper = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
-        mapper = mapper()
-    adapter = LoRAModel.from_lora_tensors(
-        adapter_id,
-        tensors,
-        PEFTHelper.from_dict(config),
-        device="cpu" if worker.device.type == "cpu" else str(worker.device),
-        dtype=manager.lora_config.lora_dtype,
-        weights_mapper=mapper,
-    )
-    manager.remove_adapter(adapter_id)
-    manager.add_adapter(adapter)
-    manager.activate_adapter(adapter_id)
-    if unknown := adapter.loras.keys() - manager.modules.keys():
-        raise RuntimeError(f"vLLM has no layers for the adapter of {', '.join(sorted(unknown)[:4])}")

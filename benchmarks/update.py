@@ -1,0 +1,169 @@
+"""
+Seconds of a policy update, forward, backward and optimizer, on a frozen base in few bits, against TRL's BF16 LoRA.
+
+    python benchmarks/update.py                        # 7B shapes on a GPU, tiny ones on a CPU
+    python benchmarks/update.py --sizes 3b 7b 14b 32b --kinds trl nvfp4 mxfp4 nf4 --tokens 2048 4096 8192 16384
+
+`trl` is TRL's `GRPOTrainer` with a BF16 policy and PEFT, the others are `QuantGRPOTrainer` with this `train_precision`;
+each in its own process, with gradient checkpointing, TRL's other settings, and a batch made up once in place of a
+generation. `--tokens` are those of a micro-batch, prompts and completions, in sequences of at most `--length`; a step
+is one micro-batch. `ratio` is the time against the first trainer's: below 1 is faster. Times are means over the steps
+after the first two. Memory is the peak in these: what torch has allocated on a GPU, else the process.
+"""
+
+import argparse
+import resource
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from engines import CUDA, SHAPES, Clock, in_own_process, machine, model_directory, report, save
+from peft import LoraConfig
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.frozen_base import BITSANDBYTES
+from trl_quant.precisions import frozen_bases
+
+
+WARM_UP = 2
+
+
+def made_up(tokens: int, length: int, vocabulary: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """What a generation gives the loss: sequences of which an eighth is the prompt."""
+    rows, length = max(1, tokens // length), min(tokens, length)
+    ids = torch.randint(10, min(1000, vocabulary), (rows, length), device=device)
+    prompt = length // 8
+    return {
+        "prompt_ids": ids[:, :prompt],
+        "prompt_mask": torch.ones_like(ids[:, :prompt]),
+        "completion_ids": ids[:, prompt:],
+        "completion_mask": torch.ones_like(ids[:, prompt:]),
+        "advantages": torch.linspace(-1, 1, rows, device=device) if rows > 1 else torch.ones(1, device=device),
+        "num_items_in_batch": torch.tensor(rows * (length - prompt), device=device),
+    }
+
+
+class Updates:
+    """Trainers whose batches are made up."""
+
+    def _prepare_inputs(self, inputs):
+        return self.batch
+
+
+class TRLUpdates(Updates, GRPOTrainer):
+    """TRL's."""
+
+
+class QuantUpdates(Updates, QuantGRPOTrainer):
+    """Ours."""
+
+
+class Steps(TrainerCallback):
+    """Times the steps after the first ones."""
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+
+    def on_step_begin(self, args, state, control, **others):
+        if state.global_step == WARM_UP:
+            self.clock.seconds.clear()
+            if CUDA:
+                torch.cuda.reset_peak_memory_stats()
+        self.start = self.clock.now()
+
+    def on_step_end(self, args, state, control, **others):
+        self.clock.seconds["update"] += self.clock.now() - self.start
+
+
+def measure(kind: str, args) -> dict:
+    (size,) = args.sizes
+    directory = model_directory(size)
+    config = AutoConfig.from_pretrained(directory)
+    with torch.device("cuda" if CUDA else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.name_or_path = directory
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "<|pad|>": 1, "<|eos|>": 2}, "a")),
+        pad_token="<|pad|>",
+        eos_token="<|eos|>",
+    )
+    settings = {
+        "output_dir": f"{directory}/run",
+        "use_cpu": not CUDA,
+        "bf16": True,
+        "per_device_train_batch_size": 2,
+        "num_generations": 2,
+        "gradient_checkpointing": True,
+        "max_steps": args.steps + WARM_UP,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    given = {
+        "model": model,
+        "reward_funcs": lambda completions, **_: [0.0] * len(completions),
+        "train_dataset": Dataset.from_dict({"prompt": ["a"] * 8}),
+        "processing_class": tokenizer,
+        "peft_config": LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear"),
+    }
+    if kind == "trl":
+        trainer = TRLUpdates(args=GRPOConfig(**settings), **given)
+    else:
+        ours = {"train_precision": kind, "is_correction": "trl", "vllm_importance_sampling_correction": False}
+        if kind == BITSANDBYTES:  # which quantizes while it loads
+            model.save_pretrained(directory)
+            given["model"] = directory
+            del model
+        trainer = QuantUpdates(args=QuantGRPOConfig(**settings, **ours), **given)
+    clock = Clock(synchronize=True)
+    trainer.add_callback(Steps(clock))
+    result = {}
+    for tokens in args.tokens:
+        trainer.batch = made_up(tokens, args.length, config.vocab_size, trainer.accelerator.device)
+        trainer.train()
+        peak = torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        result[tokens] = {"update": clock.seconds["update"] / args.steps, "peak_bytes": peak}
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["7b"] if CUDA else ["tiny"])
+    parser.add_argument("--kinds", nargs="+", choices=["trl", *frozen_bases()], default=["trl", "nvfp4"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 4096, 8192, 16384] if CUDA else [128, 256])
+    parser.add_argument("--length", type=int, default=2048 if CUDA else 128, help="tokens of a sequence at most")
+    parser.add_argument("--lora", type=int, default=32, metavar="RANK")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=540, help="seconds for one trainer")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        return report(measure(args.one, args))
+
+    results = {}
+    for size in args.sizes:
+        print(f"{machine()}, Qwen2.5 {size}, LoRA of rank {args.lora}, sequences of {args.length} tokens")
+        columns = "".join(f"{f'{tokens} tokens':>16}{'ratio':>8}{'GiB':>8}" for tokens in args.tokens)
+        print(f"{'base':<8}{columns}", flush=True)
+        found = results.setdefault(size, {})
+        for kind in args.kinds:
+            row = found[kind] = in_own_process([*sys.argv[1:], "--one", kind, "--sizes", size], args.timeout)
+            if "error" in row:
+                print(f"{kind:<8}{row['error'][:150]}", flush=True)
+                continue
+            cells = ""
+            for tokens in map(str, args.tokens):
+                first = next(iter(found.values())).get(tokens)
+                ratio = f"{row[tokens]['update'] / first['update']:.2f}" if first else "-"
+                cells += f"{row[tokens]['update']:>14.3f} s{ratio:>8}{row[tokens]['peak_bytes'] / 2**30:>8.1f}"
+            print(f"{kind:<8}{cells}", flush=True)
+    save(f"update-{'-'.join(args.sizes)}", {"arguments": vars(args), "results": results}, args.output)
+
+
+if __name__ == "__main__":
+    main()

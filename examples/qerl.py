@@ -1,0 +1,95 @@
+"""QeRL: a frozen 4-bit base trained through LoRA, sampled in the same 4 bits with adaptive noise, by DAPO's objective.
+
+The hyperparameters are the paper's for GSM8K (tables 1 and 6, algorithm 1). On one GPU:
+
+    python examples/qerl.py --model_name_or_path Qwen/Qwen2.5-7B-Instruct --output_dir runs/qerl
+
+On several, with as many completions an optimizer step (8 x 2 x 8 = 128):
+
+    accelerate launch --config_file configs/accelerate/ddp.yaml examples/qerl.py --gradient_accumulation_steps 2
+
+On a laptop, with the model of build_arithmetic_model.py and the embedded engine:
+
+    python examples/qerl.py --model_name_or_path runs/arithmetic --dataset_name runs/arithmetic/train.jsonl \\
+        --reward_funcs arithmetic --output_dir runs/qerl --use_vllm false --use_cpu --dtype float32 --bf16 false \\
+        --optim adamw_torch --gradient_checkpointing false --learning_rate 1e-3 --max_completion_length 48 \\
+        --per_device_train_batch_size 64 --gradient_accumulation_steps 1 --max_steps 60
+
+The command line or a YAML file, `--config`, can change every option of the recipe; `--help` lists them all, and
+`--resume_from_checkpoint true` goes on with an interrupted run. Not as in the paper: the base is rounded to nearest,
+unless `--model_name_or_path` is a checkpoint that `trl-quant prepare` calibrated, and prompts get no suffix.
+"""
+
+from trl import ModelConfig, TrlParser, get_peft_config
+from trl.rewards import get_soft_overlong_punishment
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.cli import plain_errors
+from trl_quant.cli.train import TrainArguments, load_data
+
+
+RECIPE = {
+    "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct",
+    "dtype": "bfloat16",  # of the adapter, and of what is not quantized
+    "output_dir": "runs/qerl",
+    # The policy, Q(W) + BA. It is sampled in the base's format, and only A and B travel to vLLM.
+    "train_precision": "nvfp4",
+    "use_peft": True,
+    "lora_r": 32,
+    "lora_alpha": 64,
+    "lora_dropout": 0.0,  # vLLM drops nothing
+    "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    # Adaptive quantization noise: none in the first of ten stages, then 1e-2 down to 5e-4
+    "noise_schedule": "exponential",
+    "noise_sigma_start": 1e-2,
+    "noise_sigma_end": 5e-4,
+    "noise_stages": 10,
+    # The old policy of the ratio is the noised one (algorithm 1, line 9), so clipping is around what was sampled from.
+    "is_correction": "coupled",
+    # DAPO: clip-higher, a loss over tokens, no KL, groups that teach nothing sampled anew, overlong completions shaped
+    "loss_type": "dapo",
+    "epsilon": 0.2,
+    "epsilon_high": 0.28,
+    "beta": 0.0,
+    "dynamic_sampling_rounds": 3,
+    # 128 completions a step, each used in 4 updates
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 16,
+    "num_iterations": 4,
+    "num_generations": 8,
+    "temperature": 1.0,
+    "max_completion_length": 4096,
+    "learning_rate": 1e-5,
+    "optim": "paged_adamw_8bit",
+    "max_steps": 1000,
+    "logging_steps": 1,
+}
+OVERLONG = 0.2  # last part of `max_completion_length` in which the punishment grows to 1, as in DAPO
+
+
+@plain_errors()
+def main(argv: list[str] | None = None) -> None:
+    """Trains and saves; `argv` is by default this process's command line."""
+    parser = TrlParser((TrainArguments, QuantGRPOConfig, ModelConfig))
+    parser.set_defaults_with_config(**RECIPE)
+    script_args, training_args, model_args = parser.parse_args_and_config(argv)
+    training_args.model_init_kwargs = {"dtype": model_args.dtype} | (training_args.model_init_kwargs or {})
+    length = training_args.max_completion_length
+    trainer = QuantGRPOTrainer(
+        model=model_args.model_name_or_path,
+        # 0 for most lengths, then linearly down to -1 at `max_completion_length` (DAPO eq. 13)
+        reward_funcs=[*script_args.rewards, get_soft_overlong_punishment(length, round(OVERLONG * length))],
+        args=training_args,
+        peft_config=get_peft_config(model_args),
+        **load_data(script_args, training_args, model_args),
+    )
+    resume = training_args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
+    trainer.save_model(training_args.output_dir)
+    trainer.save_state()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""
+Triton's numbers of a four-bit weight equal `QuantizedTensor.dequantize` bit for bit, and its products those of torch.
+
+Without a GPU this file reruns itself in a process with TRITON_INTERPRET=1, as `test_kernels.py` does. With a GPU,
+`pytest -m gpu` runs the same tests on it. The interpreter multiplies no BF16, so products are those of FP16 there.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from reference_formats import DTYPES, bits, make
+
+from trl_quant import formats
+from trl_quant.layers import frozen_precisions
+
+
+triton = pytest.importorskip("triton")
+kernels = pytest.importorskip("trl_quant.kernels.dequantize")
+
+INTERPRETED = triton.knobs.runtime.interpret
+SHAPES = [(5, 96), (20, 320), (1, 128), (3, 50), (20, 832)]  # several programs, groups that are not full
+if INTERPRETED:
+    DEVICES = ["cpu"]
+else:
+    no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    DEVICES = [pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])]
+on_devices = pytest.mark.parametrize("device", DEVICES)
+every_format = pytest.mark.parametrize("name", frozen_precisions())
+
+
+def quantized(name: str, dtype: torch.dtype, shape: tuple, kind: str = "random") -> formats.QuantizedTensor | None:
+    """A weight in rows; `None` where NF4's blocks run across them."""
+    if name == "nf4" and shape[1] % 64:
+        return None
+    q = formats.quantize(make(kind, dtype, shape, seed=sum(shape)), name)
+    return replace(q, values=q.values.view(shape[0], -1), scale=q.scale.view(shape[0], -1))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="for a process with neither interpreter nor GPU")
+def test_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 15
+
+
+@on_devices
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("kind", ["random", "wide", "underflow"])
+@every_format
+def test_numbers_equal_formats(name, kind, device):
+    for dtype, shape in product(DTYPES, SHAPES if kind == "random" else SHAPES[1:2]):
+        if (q := quantized(name, dtype, shape, kind)) is None:
+            continue
+        for wanted in (None, torch.float32):
+            assert torch.equal(bits(kernels.dequantize(q.to(device), wanted).cpu()), bits(q.dequantize(wanted)))
+
+
+@on_devices
+@every_format
+def test_every_code_and_scale(name, device):
+    """All 256 bytes under every scale that can be stored."""
+    group = formats.FORMATS[name].group if name != "nf4" else 64
+    values = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    scale = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 512 // group)
+    if name == "nvfp4":
+        scale = (scale % 127).view(torch.float8_e4m3fn)  # no sign, no NaN
+    elif name == "mxfp4":
+        scale.clamp_(max=254)
+    else:
+        scale = torch.exp2((scale.float() - 128) / 3).to(torch.bfloat16 if name == "int4" else torch.float32)
+    shared = torch.tensor([2688 / 0.37]) if name == "nvfp4" else None
+    for dtype in (torch.bfloat16, torch.float32):
+        q = formats.QuantizedTensor(name, values, scale, torch.Size((256, 512)), dtype, shared)
+        assert torch.equal(bits(kernels.dequantize(q.to(device)).cpu()), bits(q.dequantize()))
+    if name == "nvfp4":
+        q.scale[3, 5] = float("nan")
+        numbers = kernels.dequantize(q.to(device)).cpu()
+        assert numbers[3, 80:96].isnan().all() and numbers.isnan().sum() == 16
+
+
+@on_devices
+def test_scales_that_fsdp_made_wider(device):
+    """Its mixed precision hands over all scales, the global one too, in BF16."""
+    q = quantized("nvfp4", torch.bfloat16, (20, 320))
+    assert torch.equal(q.global_scale.bfloat16(), q.global_scale)
+    wide = replace(q, scale=q.scale.bfloat16(), global_scale=q.global_scale.bfloat16()).to(device)
+    assert torch.equal(bits(kernels.dequantize(wide).cpu()), bits(q.dequantize()))
+
+
+@on_devices
+@every_format
+def test_parts_of_a_weight(name, device):
+    q = quantized(name, torch.bfloat16, (40, 384)).to(device)
+    width = q.values.shape[1] // q.scale.shape[1]
+    first = 128 // (2 * width)  # groups
+    part = replace(
+        q, values=q.values[8:24, first * width :], scale=q.scale[8:24, first:], shape=torch.Size((16, 384 - 128))
+    )
+    expected = kernels.dequantize(q)[8:24, 128:]
+    assert torch.equal(bits(kernels.dequantize(part)), bits(expected.contiguous()))
+    assert torch.equal(bits(part.dequantize()), bits(expected.contiguous()))
+
+
+@on_devices
+@pytest.mark.parametrize("transposed", [True, False])
+@every_format
+def test_products_equal_torch(name, transposed, device):
+    """To the rounding of a sum in FP32; one code more or less in a row would show."""
+    dtypes = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+    for dtype, shape, tokens in product(dtypes, [(37, 320), (130, 192)], [1, 70]):
+        q = quantized(name, dtype, shape)
+        w = q.dequantize().double()
+        x = make("random", dtype, (tokens, shape[1] if transposed else shape[0]), seed=tokens)
+        bias = make("random", dtype, (shape[0],)) if transposed else None
+        exact = x.double() @ (w.t() if transposed else w) + (0 if bias is None else bias.double())
+        given = kernels.matmul(x.to(device), q.to(device), None if bias is None else bias.to(device), transposed)
+        error = (given.cpu().double() - exact).norm() / exact.norm()
+        assert error < (4e-4 if dtype == torch.float16 else 3e-3)
+        shifted = x.double() @ (w.roll(1, 1).t() if transposed else w.roll(1, 0))
+        assert (given.cpu().double() - shifted).norm() / exact.norm() > 0.1
+
+
+@on_devices
+def test_views_and_no_tokens(device):
+    q = quantized("nvfp4", torch.float16, (48, 320)).to(device)
+    x = make("random", torch.float16, (320, 24)).to(device)
+    assert torch.equal(kernels.matmul(x.t(), q), kernels.matmul(x.t().contiguous(), q))
+    assert kernels.matmul(x.t()[:0], q).shape == (0, 48)
+
+
+@on_devices
+def test_wrong_arguments_are_refused(device):
+    with pytest.raises(ValueError, match=r"q: 'fp8' .*has no kernel; .*QuantizedTensor\.dequantize"):
+        kernels.dequantize(formats.quantize(torch.ones(4, 64, device=device), "fp8"))
+    with pytest.raises(ValueError, match=r"q: 'nf4' with values of shape \(128,\) has no kernel"):
+        kernels.dequantize(formats.quantize(torch.ones(4, 64, device=device), "nf4"))
+    q = quantized("mxfp4", torch.bfloat16, (4, 64)).to(device)
+    with pytest.raises(ValueError, match=r"x: dtype torch\.float32 has no kernel; allowed: torch\.bfloat16"):
+        kernels.matmul(torch.ones(2, 64, device=device), q)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
+def test_a_cpu_tensor_is_refused():
+    with pytest.raises(ValueError, match=r"q: on cpu, but a kernel needs a CUDA device.*QuantizedTensor\.dequantize"):
+        kernels.dequantize(formats.quantize(torch.ones(4, 64), "nvfp4"))
+
+
+def compiled(kernel, types: str, constants: dict, **options):
+    """PTX of a kernel for sm_90, of its arguments' types (`-` for `None`) and constants."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    given = dict(zip(kernel.arg_names, types.split()))
+    constants = constants | {name: None for name, kind in given.items() if kind == "-"}
+    source = ASTSource(
+        fn=kernel,
+        signature=given | dict.fromkeys(constants, "constexpr"),
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(given) if name not in constants},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+# format -> codes, numbers of a group, types of scale, global scale and table
+LAYOUTS = {
+    "nvfp4": ("e2m1", 16, "*u8 *fp32 -"),
+    "mxfp4": ("e2m1", 32, "*u8 - -"),
+    "nf4": ("nf4", 64, "*fp32 - *fp32"),
+    "int4": ("int4", 128, "*i16 - -"),
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
+@every_format
+def test_compiles_for_hopper(name):
+    """Without a GPU: exact arithmetic with subnormals, 16 bytes a write; products on tensor cores, loads in advance."""
+    codes, group, tensors = LAYOUTS[name]
+    constants = {"CODES": codes, "GROUP": group}
+    ptx = compiled(
+        kernels.dequantize_kernel, f"*bf16 *u8 {tensors} i32 i32 i32 i32", constants | {"ROWS": 16, "COLS": 256}
+    )
+    assert not re.findall(r"\.ftz|\.approx|div\.full|\bfma\.", ptx)
+    assert ("div.rn.f32" in ptx) == (name == "nvfp4")
+    assert re.search(r"st\.global\.v4\.b32", ptx)
+    if name != "nvfp4":
+        return
+    constants |= {"NUMBER": triton.language.bfloat16}
+    for forward, config in ((True, kernels.CONFIGS[0]), (False, kernels.CONFIGS[-1])):
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        types = f"*bf16 *bf16 - *u8 {tensors} i32 i32 i32 i32 i32 i32"
+        constants |= {"FORWARD": forward, **config.kwargs}
+        ptx = compiled(kernels.matmul_kernel.fn, types, constants, **options)
+        assert ("mma.sync" if config is kernels.CONFIGS[0] else "wgmma.mma_async") in ptx
+        assert "cp.async" in ptx, "loads ahead"

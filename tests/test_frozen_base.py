@@ -1,0 +1,240 @@
+"""A policy on a frozen 4-bit base: it loads what an engine loads, and policy and sampler are the same numbers."""
+
+import copy
+
+import pytest
+import torch
+from tiny import FAMILIES, save_tiny, tiny_model
+from torch import nn
+from training import assert_same_run, config, lora, make, metrics, parameters
+from transformers import AutoModelForCausalLM
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.formats.checkpoint import checkpoint_stream, quantize_checkpoint
+from trl_quant.frozen_base import FrozenBaseConfig, Packer, freeze
+from trl_quant.layers import FrozenLinear
+
+
+PRECISIONS = ("nvfp4", "mxfp4")
+
+
+def load(path, precision, **options):
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=FrozenBaseConfig(precision, **options))
+
+
+def stored(model, precision) -> dict[str, torch.Tensor]:
+    """What a checkpoint of a 16- or 32-bit model holds in this precision, by name."""
+    return dict(checkpoint_stream(model.named_parameters(), precision))
+
+
+def assert_holds(model, expected) -> None:
+    found = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    different = [name for name, tensor in expected.items() if not torch.equal(found[name].data, tensor.data)]
+    assert not different
+
+
+# Loading
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_16_bit_checkpoint_is_packed_as_engines_pack_it(tmp_path, family, precision):
+    path = save_tiny(tmp_path, family, tied=False, dtype=torch.bfloat16)
+    expected = stored(tiny_model(family, tied=False, dtype=torch.bfloat16), precision)
+    assert_holds(load(path, precision).to(torch.bfloat16), expected)
+
+
+def test_fused_layers_share_a_scale(tmp_path):
+    layer = load(save_tiny(tmp_path, dtype=torch.bfloat16), "nvfp4").model.layers[0]
+    attention, mlp = layer.self_attn, layer.mlp
+    scales = [x.weight_global_scale.item() for x in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    assert len(set(scales)) == 1
+    assert mlp.gate_proj.weight_global_scale == mlp.up_proj.weight_global_scale
+    own = tiny_model(dtype=torch.bfloat16).model.layers[0].self_attn
+    alone = [FrozenLinear.from_linear(x, "nvfp4").weight_global_scale for x in (own.q_proj, own.k_proj, own.v_proj)]
+    assert len({scale.item() for scale in alone}) > 1
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_prepared_checkpoint_is_taken_as_it_is(tmp_path, precision):
+    source = save_tiny(tmp_path / "wide", tied=False, dtype=torch.bfloat16)
+    target = quantize_checkpoint(source, tmp_path / "packed", precision)
+    args = config(QuantGRPOConfig, tmp_path / "run", train_precision=precision)
+    trainer = make(QuantGRPOTrainer, args, model=str(target), peft_config=lora())
+    base, expected = trainer.model.get_base_model(), stored(tiny_model(tied=False, dtype=torch.bfloat16), precision)
+    found = {name.replace(".base_layer", ""): p for name, p in base.named_parameters() if ".lora_" not in name}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].data.to(tensor.dtype), tensor.data) for name, tensor in expected.items())
+    with pytest.raises(ValueError, match=f"`train_precision`='{other(precision)}', but the model is a checkpoint"):
+        args = config(QuantGRPOConfig, tmp_path / "run", train_precision=other(precision))
+        make(QuantGRPOTrainer, args, model=str(target), peft_config=lora())
+
+
+def other(precision: str) -> str:
+    return next(name for name in PRECISIONS if name != precision)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_loaded_model_is_packed_in_place(adapted):
+    from peft import get_peft_model
+
+    model, expected = tiny_model(tied=False), stored(tiny_model(tied=False).bfloat16(), "nvfp4")
+    wide = {name: param.clone() for name, param in model.named_parameters()}
+    if adapted:
+        model = get_peft_model(model, lora())
+    freeze(model, "nvfp4")
+    base = model.get_base_model() if adapted else model
+    found = {name.replace(".base_layer", ""): p for name, p in base.named_parameters() if ".lora_" not in name}
+    for name, tensor in expected.items():
+        packed = name.endswith(("_packed", "_scale"))
+        assert torch.equal(found[name].data, tensor.data if packed else wide[name])
+
+
+def test_no_more_than_one_fused_layer_is_held_in_full(tmp_path, monkeypatch):
+    """At each weight that arrives, the decoder's other layers are packed, or not there yet."""
+    path = save_tiny(tmp_path, dtype=torch.bfloat16, num_hidden_layers=4)
+    take, held = Packer.take, []
+
+    def counted(self, model, name, weight):
+        linears = [m for m in model.model.layers.modules() if isinstance(m, nn.Linear) and hasattr(m, "weight")]
+        full = sum(not m.weight.is_meta for m in linears)
+        held.append(full + sum(len(group) for group in self.waiting.values()))
+        take(self, model, name, weight)
+
+    monkeypatch.setattr(Packer, "take", counted)
+    load(path, "nvfp4")
+    assert len(held) == 4 * 7 and max(held) == 2  # k and q wait for v
+
+
+# Training
+
+
+def trainer_of(path, output, model=None, steps=3, **overrides):
+    settings = {"train_precision": "nvfp4", "max_steps": steps, "is_correction": "none", **overrides}
+    args = config(QuantGRPOConfig, output, **settings)
+    return make(QuantGRPOTrainer, args, model=model or str(path), peft_config=lora())
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("policy"), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"bf16": True}, {"beta": 0.1}])
+def test_policy_and_sampler_are_the_same(path, tmp_path, options):
+    """Q(W) + BA in both: what is left of the mismatch is that of sums, and merging leaves a thousand times more."""
+    trainer = trainer_of(path, tmp_path / "a", **options)
+    before = parameters(trainer)
+    trainer.train()
+    after = parameters(trainer)
+    moved = {name for name in after if not torch.equal(before[name], after[name])}
+    assert moved and all(".lora_" in name for name in moved)
+    packed = [name for name in after if name.endswith("weight_packed")]
+    assert len(packed) == 14 and trainer.args.rollout_precision == "nvfp4"
+    kl = max(abs(entry["mismatch/kl_k3"]) for entry in metrics(trainer) if "loss" in entry)
+    assert kl < (1e-3 if "bf16" in options else 1e-9)
+    if not options:
+        merged = trainer_of(path, tmp_path / "b", train_precision=None, rollout_precision="nvfp4")
+        merged.train()
+        assert min(entry["mismatch/kl_k3"] for entry in metrics(merged) if "loss" in entry) > 1e-4
+
+
+def test_the_copy_holds_nothing_but_norms_of_its_own(path, tmp_path):
+    trainer = trainer_of(path, tmp_path, noise_schedule="exponential", noise_stages=3, noise_sigma_start=0.5)
+    trainer.train()
+    theirs = dict(trainer.model.get_base_model().named_parameters())
+    own = {name for name, p in trainer.vllm_generation.copy.named_parameters() if p is not theirs[name]}
+    assert own == {f"model.layers.{i}.{name}.weight" for i in (0, 1) for name in NORMS}
+    noised = [entry for entry in metrics(trainer) if entry.get("noise/sigma")]
+    assert noised and all(
+        entry["noise/effective_sigma"] == pytest.approx(entry["noise/sigma"], rel=0.1) for entry in noised
+    )
+    assert all(torch.equal(theirs[name], wide) for name, wide in tiny_norms().items())
+
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def tiny_norms() -> dict[str, torch.Tensor]:
+    named = tiny_model(dtype=torch.bfloat16).float().named_parameters()
+    return {name: param for name, param in named if name.rpartition(".")[0].endswith(NORMS)}
+
+
+def test_a_killed_run_resumes(path, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "steps": 4}
+    whole = trainer_of(path, tmp_path / "whole", **options)
+    whole.train()
+    trainer_of(path, tmp_path / "broken", **options | {"steps": 2}).train()
+    resumed = trainer_of(path, tmp_path / "broken", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "broken" / "checkpoint-2"))
+    assert parameters(whole).keys() == parameters(resumed).keys()
+
+
+def test_several_updates_and_accumulation(path, tmp_path):
+    options = {"num_iterations": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "steps": 4}
+    left = trainer_of(path, tmp_path / "a", **options)
+    left.train()
+    right = trainer_of(path, tmp_path / "b", **options)
+    right.train()
+    assert_same_run(left, right)
+
+
+def test_a_model_that_is_loaded_already(path, tmp_path):
+    """It trains as the one that was packed while it loaded."""
+    left = trainer_of(path, tmp_path / "a")
+    left.train()
+    right = trainer_of(path, tmp_path / "b", model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    right.train()
+    assert_same_run(left, right)
+
+
+def test_nf4_is_bitsandbytes(path, tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    trainer = trainer_of(path, tmp_path, train_precision="nf4")
+    trainer.train()
+    layers = [m for m in trainer.model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    assert len(layers) == 14 and {layer.weight.quant_type for layer in layers} == {"nf4"}
+    shared = trainer.vllm_generation.copy.modules()
+    assert {id(m) for m in layers} <= {id(m) for m in shared}
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_precision": "fp8"}, "`train_precision`='fp8' is unknown. Allowed: 'nf4', 'nvfp4', 'mxfp4'"),
+        ({"uaq_scale": 1.5}, "`uaq_scale`=1.5 scales 16-bit weights"),
+        (
+            {"use_vllm": True, "train_precision": "nf4"},
+            "`rollout_precision`='nf4' is not available with `use_vllm=True`",
+        ),
+    ],
+)
+def test_settings_that_contradict(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        config(QuantGRPOConfig, tmp_path, **{"train_precision": "nvfp4"} | options)
+
+
+def test_a_frozen_base_needs_an_adapter(path, tmp_path):
+    args = config(QuantGRPOConfig, tmp_path, train_precision="nvfp4")
+    with pytest.raises(ValueError, match="freezes the policy's base, and there is no adapter to train"):
+        make(QuantGRPOTrainer, args, model=path)
+
+
+def test_two_ways_to_quantize(path, tmp_path):
+    from transformers import BitsAndBytesConfig
+
+    args = config(QuantGRPOConfig, tmp_path, train_precision="nvfp4")
+    with pytest.raises(ValueError, match="both say what the base is held in"):
+        given = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "peft_config": lora()}
+        make(QuantGRPOTrainer, args, model=path, **given)
+
+
+def test_a_base_in_another_precision(path, tmp_path):
+    model = copy.deepcopy(load(path, "mxfp4"))
+    args = config(QuantGRPOConfig, tmp_path, train_precision="nvfp4")
+    with pytest.raises(ValueError, match="the policy's base is held in 'mxfp4'"):
+        make(QuantGRPOTrainer, args, model=model, peft_config=lora())

@@ -1,0 +1,87 @@
+"""Text to calibrate and to measure on: any local text, or a dataset on the hub, as sequences of tokens."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from datasets import load_dataset
+from transformers import PreTrainedTokenizerBase
+
+from ..tasks.data import DEFAULT_CONFIGS
+
+
+BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+TEXT = ("text", "content")
+CONVERSATION = ("messages", "conversations", "prompt")
+ASKED, ANSWERED = ("question", "problem", "prompt"), ("answer", "solution", "completion")
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's, which OpenThoughts has too
+
+
+def token_sequences(data: str, tokenizer: PreTrainedTokenizerBase, samples: int, length: int) -> list[list[int]]:
+    """
+    The first tokens of a text, cut into sequences.
+
+    Args:
+        data (`str`): A `.txt`, `.json`, `.jsonl` or `.parquet` file, a directory that `datasets` loads, or an id on the
+            hub, whose train split is taken. Rows hold a text, a conversation, or a question and its answer.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The model's; its end-of-sequence token separates texts.
+        samples (`int`): How many sequences, at most.
+        length (`int`): Tokens of each.
+
+    Raises:
+        ValueError: No such file, no column with text, or less text than one sequence.
+    """
+    tokens = _tokens(data, tokenizer)
+    sequences = []
+    while len(sequences) < samples and len(sequence := list(islice(tokens, length))) == length:
+        sequences.append(sequence)
+    if not sequences:
+        raise ValueError(f"{data!r} holds {len(sequence)} tokens, less than one sequence of {length}.")
+    return sequences
+
+
+def _tokens(data: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+    for text in _texts(data, tokenizer):
+        yield from tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        if tokenizer.eos_token_id is not None:
+            yield tokenizer.eos_token_id
+
+
+def _texts(data: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    path = Path(data)
+    if path.suffix in (".txt", *BUILDERS) and not path.is_file():
+        raise ValueError(f"{data!r}: there is no such file.")
+    if path.suffix == ".txt":
+        yield path.read_text()
+        return
+    if path.suffix in BUILDERS:
+        rows = load_dataset(BUILDERS[path.suffix], data_files=data, split="train", streaming=True)
+    else:
+        rows = load_dataset(data, DEFAULT_CONFIGS.get(data), split="train", streaming=True)
+    for row in rows:
+        yield _text(row, data, tokenizer)
+
+
+def _text(row: dict, data: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """One row's text; conversations in the model's chat template, where it has one."""
+    for column in TEXT:
+        if isinstance(row.get(column), str):
+            return row[column]
+    for column in CONVERSATION:
+        if isinstance(row.get(column), list):
+            messages = [_message(message) for message in row[column]]
+            if tokenizer.chat_template is None:
+                return "\n".join(message["content"] for message in messages)
+            return tokenizer.apply_chat_template(messages, tokenize=False)
+    parts = [next((row[c] for c in columns if isinstance(row.get(c), str)), None) for columns in (ASKED, ANSWERED)]
+    if parts[0] is None:
+        raise ValueError(
+            f"{data!r} has the columns {list(row)}; one of them must be a text ({', '.join(TEXT)}), a conversation "
+            f"({', '.join(CONVERSATION)}) or a question ({', '.join(ASKED)})."
+        )
+    return "\n".join(part for part in parts if part)
+
+
+def _message(message: dict) -> dict:
+    role = message.get("role", message.get("from"))
+    return {"role": ROLES.get(role, role), "content": message.get("content", message.get("value")) or ""}

@@ -1,0 +1,311 @@
+r"""
+A frozen linear layer held in four bits: the base of QeRL (arXiv:2510.11696, section 3.1) and QLoRA (arXiv:2305.14314).
+
+    Y  = X Q(W)^T + b
+    dX = dY Q(W)
+
+| symbol | here | shape |
+|---|---|---|
+| `Q(W)` | codes and scales, as a checkpoint stores them | (out, in) |
+| `X`, `dX` | | (..., in) |
+| `Y`, `dY` | | (..., out) |
+| `b` | | (out,) |
+
+Nothing is saved for the backward pass but the codes and scales, which the layer holds anyway: both products start from
+them. On a GPU a few tokens are multiplied by a kernel that decodes the weight on its way. For many, the weight's
+numbers are written to a buffer, a part of them at a time, and multiplied by cuBLAS, which then takes most of the time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ..formats import DTYPES, FORMATS, QuantizedTensor, quantize
+from ..formats.common import Parts
+from ..formats.nf4 import BLOCK as NF4_BLOCK
+from ..precisions import PRECISIONS
+
+
+# Where the kernel that decodes on its way is faster, on an H200 (`benchmarks/linear.py`)
+FUSED_TOKENS = 64  # at most
+FUSED_OUTPUTS = 16384  # at least: fewer do not fill the card
+BUFFER_BYTES = 128 << 20  # for the numbers of a part of a weight
+ALIGNMENT = 128  # weights are cut at its multiples: whole groups in every format
+
+
+def frozen_precisions() -> list[str]:
+    """The precisions that a frozen layer can have: four bits, of weights alone."""
+    formats = {name: FORMATS[entry.format] for name, entry in PRECISIONS.items() if entry.format is not None}
+    return [name for name, format in formats.items() if format.activations is None and format.bits < 5]
+
+
+# Products
+
+
+def _quantized(values, scale, global_scale, format, rows, cols, dtype) -> QuantizedTensor:
+    return QuantizedTensor(format, values.view(torch.uint8), scale, torch.Size((rows, cols)), dtype, global_scale)
+
+
+def _in_rows(q: QuantizedTensor) -> QuantizedTensor | None:
+    """With a row of codes and scales for each row of the weight; `None` where NF4's blocks run across rows."""
+    if q.values.ndim == 2:
+        return q
+    if q.shape[1] % NF4_BLOCK:
+        return None
+    return replace(q, values=q.values.view(q.shape[0], -1), scale=q.scale.view(q.shape[0], -1))
+
+
+def _parts(q: QuantizedTensor, dim: int, itemsize: int) -> Iterator[tuple[slice, QuantizedTensor]]:
+    """A weight in rows, cut along `dim` into parts of at most `BUFFER_BYTES` of numbers, each with its place."""
+    length, across = q.shape[dim], q.shape[1 - dim]
+    size = max(BUFFER_BYTES // (across * itemsize) // ALIGNMENT, 1) * ALIGNMENT
+    width = q.values.shape[1] // q.scale.shape[1]  # bytes of a group
+    for start in range(0, length, size):
+        place = slice(start, min(start + size, length))
+        shape = torch.Size((place.stop - start, across) if dim == 0 else (across, place.stop - start))
+        if dim == 0:
+            values, scale = q.values[place], q.scale[place]
+        else:
+            groups = slice(start // (2 * width), -(-place.stop // (2 * width)))
+            values, scale = q.values[:, groups.start * width : groups.stop * width], q.scale[:, groups]
+        yield place, replace(q, values=values, scale=scale, shape=shape)
+
+
+def _numbers(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`q.dequantize(dtype)`, by a kernel where there is one."""
+    if q.values.is_cuda and q.values.ndim == 2:
+        from ..kernels import dequantize as kernels
+
+        return kernels.dequantize(q, dtype)
+    return q.dequantize(dtype)
+
+
+def _multiply(x: Tensor, q: QuantizedTensor, bias: Tensor | None, forward: bool, y: Tensor) -> None:
+    """`x Q(W)^T + bias`, or `x Q(W)` where not `forward`, of matrices, into `y`."""
+    if (weight := _in_rows(q)) is None:
+        parts = [(slice(None), q)]
+    else:
+        if x.is_cuda and len(x) <= FUSED_TOKENS and y.shape[1] >= FUSED_OUTPUTS:
+            from ..kernels import dequantize as kernels
+
+            if x.dtype in kernels.INPUTS:
+                return kernels.matmul(x, weight, bias, forward, out=y)
+        # Each part gives whole outputs, so that no rounded sums are summed
+        parts = _parts(weight, 0 if forward else 1, x.itemsize)
+    for place, part in parts:
+        numbers = _numbers(part).to(x.dtype)
+        if not forward:
+            torch.mm(x, numbers, out=y[:, place])
+        elif bias is None:
+            torch.mm(x, numbers.t(), out=y[:, place])
+        else:
+            torch.addmm(bias[place], x, numbers.t(), out=y[:, place])
+
+
+def _product(
+    x: Tensor,
+    bias: Tensor | None,
+    values: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    format: str,
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    forward: bool,
+) -> Tensor:
+    """
+    `x Q(W)^T + bias`, or `x Q(W)` where not `forward`, without a gradient of its own.
+
+    Args:
+        x (`torch.Tensor`): (..., cols), or (..., rows) where not `forward`.
+        bias (`torch.Tensor` or `None`): (rows,), of the type of `x`.
+        values, scale, global_scale, format, rows, cols, dtype: From [`FrozenLinear.packed`].
+        forward (`bool`): Whether to multiply with the weight's transpose.
+
+    Returns:
+        `torch.Tensor`: (..., rows), or (..., cols) where not `forward`, of the type of `x`, in which the product is
+        computed: the numbers are rounded to `dtype`, then to it.
+    """
+    y = x.new_empty(*x.shape[:-1], rows if forward else cols)
+    q = _quantized(values, scale, global_scale, format, rows, cols, dtype)
+    _multiply(x.reshape(-1, x.shape[-1]), q, bias, forward, y.view(-1, y.shape[-1]))
+    return y
+
+
+_operator = torch.library.custom_op("trl_quant::frozen_product", _product, mutates_args=())
+
+
+@_operator.register_fake
+def _(x, bias, values, scale, global_scale, format, rows, cols, dtype, forward):
+    return x.new_empty(*x.shape[:-1], rows if forward else cols)
+
+
+def frozen_product(*args) -> Tensor:
+    """
+    [`_product`]. Where torch.compile traces it an operator, which hides that both passes dequantize the same weight,
+    lest the numbers be kept; elsewhere the function itself: an operator's call costs the host more than the rest of it.
+    """
+    return (_operator if torch.compiler.is_compiling() else _product)(*args)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, *packed):
+        ctx.save_for_backward(*packed[:3])
+        ctx.constants = packed[3:]
+        return frozen_product(x, bias, *packed, True)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = frozen_product(dy, None, *ctx.saved_tensors, *ctx.constants, False)
+        if ctx.needs_input_grad[1]:
+            dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
+        return dx, dbias, *[None] * (len(ctx.saved_tensors) + len(ctx.constants))
+
+
+def _stored(q: QuantizedTensor) -> dict[str, Tensor]:
+    """The parameters that hold a quantized weight, by name."""
+    stored = FORMATS[q.format].stored(Parts(q.values, q.scale, q.global_scale), q.shape)
+    return {f"weight{suffix or '_packed'}": tensor for suffix, tensor in stored.items()}
+
+
+class FrozenLinear(nn.Linear):
+    """
+    A linear layer whose weight is held in four bits, takes no gradient and hands gradients on to its inputs. It has the
+    parameters that compressed-tensors stores, `weight_packed`, `weight_scale` and, for NVFP4, `weight_global_scale`;
+    NF4's, which has no such layout, have the same names. It has no `weight`: what would write to one fails.
+
+    The products are computed in the type of the inputs, or autocast's.
+
+    Parameters:
+        in_features, out_features (`int`): Inputs and outputs.
+        bias (`bool`): Whether the layer has one.
+        precision (`str`): Key of `PRECISIONS`: one of four bits, of weights alone.
+        dtype (`torch.dtype`): Type of the weight that was quantized, which its numbers are rounded to, and of the bias.
+        device (`torch.device`, *optional*): Where the parameters are, to be filled by their names.
+
+    Raises:
+        ValueError: Another precision or type.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        precision: str,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ):
+        nn.Module.__init__(self)  # `nn.Linear` would allocate a weight
+        if precision not in (allowed := frozen_precisions()):
+            raise ValueError(f"precision: {precision!r} cannot be a frozen layer's; allowed: {', '.join(allowed)}.")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype: {dtype} cannot be a frozen layer's; allowed: {', '.join(map(str, DTYPES))}.")
+        self.in_features, self.out_features = in_features, out_features
+        self.precision, self.format, self.dtype = precision, PRECISIONS[precision].format, dtype
+        self._is_hf_initialized = True  # transformers would draw a weight for it
+        like = quantize(torch.empty(out_features, in_features, dtype=dtype, device="meta"), self.format, check=False)
+        tensors = {"weight_global_scale": None, **_stored(like)}
+        tensors["bias"] = torch.empty(out_features, dtype=dtype, device="meta") if bias else None
+        device = torch.get_default_device() if device is None else device
+        for name, tensor in tensors.items():
+            self._hold(name, None if tensor is None else torch.empty_like(tensor, device=device))
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, precision: str, global_scale: Tensor | None = None) -> "FrozenLinear":
+        """
+        Quantizes a layer's weight; the bias stays as it is, and both stay where they are.
+
+        Args:
+            linear (`nn.Linear`): The layer, with a weight of BF16, FP16 or FP32.
+            precision (`str`): As in the class.
+            global_scale (`torch.Tensor`, *optional*): As in [`trl_quant.formats.quantize`].
+
+        Raises:
+            ValueError: Another precision, or as in [`trl_quant.formats.quantize`].
+        """
+        bias, dtype = linear.bias is not None, linear.weight.dtype
+        layer = cls(linear.in_features, linear.out_features, bias, precision, dtype, device="meta")
+        layer.fill(quantize(linear.weight, layer.format, global_scale), linear.bias)
+        return layer
+
+    def fill(self, q: QuantizedTensor, bias: Tensor | None = None) -> None:
+        """
+        Takes a quantized weight and a bias, without a copy.
+
+        Raises:
+            ValueError: Another format, shape or type than the layer's, or a bias too few or too many.
+        """
+        given, own = (
+            (q.format, tuple(q.shape), q.dtype),
+            (self.format, (self.out_features, self.in_features), self.dtype),
+        )
+        if given != own:
+            raise ValueError(f"q: a weight of {given}, but the layer is one of {own}.")
+        if (bias is None) != (self.bias is None):
+            raise ValueError(f"bias: the layer has {'none' if self.bias is None else 'one'}.")
+        for name, tensor in {**_stored(q), "bias": bias}.items():
+            self._hold(name, tensor)
+
+    def _hold(self, name: str, tensor: Tensor | None) -> None:
+        """Parameters, although nothing trains them: DDP would send buffers around before each forward pass."""
+        parameter = None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=False)
+        self.register_parameter(name, parameter)
+
+    def packed(self) -> tuple:
+        """What [`frozen_product`] takes of the weight: codes, scales and global scale, then what is no tensor."""
+        tensors = (self.weight_packed, self.weight_scale, self.weight_global_scale)
+        return *tensors, self.format, self.out_features, self.in_features, self.dtype
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """
+        The numbers that the weight stands for, (out, in), as a new tensor.
+
+        Args:
+            dtype (`torch.dtype`, *optional*): What they are rounded to, by default the type that was quantized.
+        """
+        q = _quantized(*self.packed())
+        return _numbers(_in_rows(q) or q, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) to (..., out), of the type of `x` or autocast's."""
+        x = self.inputs(x)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return _FrozenLinear.apply(x, bias, *self.packed())
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Inputs as `F.linear` would take them: of autocast's type. Raises `ValueError` for another number of them."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"x: shape {tuple(x.shape)}, but the layer has {self.in_features} inputs.")
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+            return x.to(torch.get_autocast_dtype(device))
+        return x
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, precision={self.precision!r}"
+
+    def __getattr__(self, name: str):
+        if name == "weight":
+            raise AttributeError(
+                f"{type(self).__name__} has no `weight`, but codes and scales: `dequantize()` gives the numbers, in a "
+                "tensor of their own. PEFT takes the layer with `trl_quant.adapters.with_frozen_layers(peft_config)`."
+            )
+        return super().__getattr__(name)
+
+    def _apply(self, fn, recurse=True):
+        """Moves the weight like any other, but `.to(dtype)` does not convert it: other scales are other numbers."""
+
+        packed = [id(tensor) for tensor in self.packed()[:3]]
+
+        def moved(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            return tensor.to(new.device) if id(tensor) in packed and new.dtype != tensor.dtype else new
+
+        return super()._apply(moved, recurse)

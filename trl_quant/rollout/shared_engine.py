@@ -1,0 +1,53 @@
+"""The embedded engine where sampler and policy are the same numbers: a frozen base and its adapter, held once."""
+
+import copy
+import logging
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..noise import noised_norms
+from .base import count_layers
+from .transformers_engine import TransformersEngine
+
+
+logger = logging.getLogger(__name__)
+
+
+class SharedEngine(TransformersEngine):
+    """
+    [`TransformersEngine`] for a policy `Q(W) + BA` that is sampled in its own precision (QeRL).
+
+    The copy has modules of its own, out of training mode, around the policy's own tensors: the packed base, the
+    adapter, embeddings and the head. Only the norms that noise is laid on are held twice, so a sync copies those and
+    nothing else, and the mismatch is what differing sums leave.
+    """
+
+    def _build_copy(self, policy: PreTrainedModel) -> PreTrainedModel:
+        own = set(noised_norms(self.weights.model_type, dict(policy.named_parameters()))) if self.wide_norms else set()
+        shared = [tensor for name, tensor in policy.named_parameters() if name not in own]
+        policy_modules = set(policy.modules())
+        shared += [*policy.buffers(), *(module for module in policy_modules if isinstance(module, nn.Linear))]
+        model = copy.deepcopy(policy, {id(part): part for part in shared})
+        for module in model.modules():
+            if module not in policy_modules:
+                vars(module).pop("forward", None)  # accelerate's and others' wrappers, which call the policy's
+        for name in own:
+            model.get_parameter(name).requires_grad_(False)
+        self._own = own
+        logger.info(
+            "The embedded engine samples from the policy's own %d linear layers in %s.",
+            count_layers(policy, self.precision),
+            self.precision,
+        )
+        return model.eval()
+
+    @torch.no_grad()
+    def sync_weights(self):
+        """Brings back the clean norms; all else is the policy's."""
+        policy = self.weights.base_model
+        for name in self._own:
+            self.copy.get_parameter(name).copy_(policy.get_parameter(name))
+        self.forget_noise()
+        self._is_synced = True
