@@ -23,6 +23,13 @@ DTYPES = [torch.bfloat16, torch.float32]
 every_precision = pytest.mark.parametrize("precision", frozen_precisions())
 
 
+@pytest.fixture(autouse=True)
+def tracing():
+    """Other tests' engines switch the compiler off, in the process that all share."""
+    with torch._dynamo.config.patch(disable=False):
+        yield
+
+
 def linear(inputs: int = 384, outputs: int = 72, dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(inputs, outputs, bias=bias).to(dtype)

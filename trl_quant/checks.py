@@ -47,7 +47,8 @@ def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs,
         _check_data(args, train_dataset, eval_dataset)
         if others["rollout_func"] is None:
             _check_rewards(reward_funcs, train_dataset)
-    check_dynamic_sampling(args, train_dataset, *(others[n] for n in ("tools", "rollout_func", "environment_factory")))
+    given = (others.get(name) for name in ("tools", "rollout_func", "environment_factory"))
+    check_dynamic_sampling(args, train_dataset, *given)
     if args.use_vllm and args.rollout_precision is not None:
         check_version()
         if args.vllm_mode == "colocate":
