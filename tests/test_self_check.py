@@ -142,6 +142,7 @@ def test_stale_weights_under_a_quantized_cache(synced):
         sampler.check_sync()
 
 
+@pytest.mark.skipif(not FP8_CACHE, reason="vLLM keeps no FP8 KV cache on a CPU without AVX-512")
 def test_scales_of_the_checkpoint(tmp_path):
     """They stay through syncs, and the reference computes with them."""
     model = policy(tmp_path / "policy")
