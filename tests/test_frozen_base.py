@@ -1,6 +1,7 @@
 """A policy on a frozen 4-bit base: it loads what an engine loads, and policy and sampler are the same numbers."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats.checkpoint import checkpoint_stream, quantize_checkpoint
 from trl_quant.frozen_base import FrozenBaseConfig, Packer, freeze
 from trl_quant.layers import FrozenLinear
+from trl_quant.rollout.self_check import Reference, mean_difference, policy_logps
+from trl_quant.rollout.weights import PolicyWeights
 
 
 PRECISIONS = ("nvfp4", "mxfp4")
@@ -161,16 +164,6 @@ def tiny_norms() -> dict[str, torch.Tensor]:
     return {name: param for name, param in named if name.rpartition(".")[0].endswith(NORMS)}
 
 
-def test_a_killed_run_resumes(path, tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2, "steps": 4}
-    whole = trainer_of(path, tmp_path / "whole", **options)
-    whole.train()
-    trainer_of(path, tmp_path / "broken", **options | {"steps": 2}).train()
-    resumed = trainer_of(path, tmp_path / "broken", **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "broken" / "checkpoint-2"))
-    assert parameters(whole).keys() == parameters(resumed).keys()
-
-
 def test_several_updates_and_accumulation(path, tmp_path):
     options = {"num_iterations": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "steps": 4}
     left = trainer_of(path, tmp_path / "a", **options)
@@ -199,6 +192,47 @@ def test_nf4_is_bitsandbytes(path, tmp_path):
     assert {id(m) for m in layers} <= {id(m) for m in shared}
 
 
+def test_another_precision_samples_the_sum(path, tmp_path):
+    """INT8 of Q(W) + BA, which the policy is: the mismatch is that of INT8, as on a base of 16 bits."""
+    trainer = trainer_of(path, tmp_path, rollout_precision="int8")
+    trainer.train()
+    assert trainer.args.lora_sync == "merge"
+    kl = [entry["mismatch/kl_k3"] for entry in metrics(trainer) if "loss" in entry]
+    assert all(1e-6 < value < 1e-2 for value in kl)
+    layer = trainer.model.get_base_model().model.layers[0].mlp.up_proj
+    merged = layer.base_layer.dequantize().float() + layer.get_delta_weight("default")
+    held = trainer.vllm_generation.copy.model.layers[0].mlp.up_proj
+    trainer.vllm_generation.sync_weights()
+    x = torch.eye(128)
+    assert (held(x) - x @ merged.t()).norm() < 0.02 * merged.norm()
+    assert (held(x) - x @ layer.base_layer.dequantize().float().t()).norm() > 0.1 * merged.norm()
+
+
+def test_the_self_check_knows_the_shared_base(path, tmp_path):
+    """Its reference is the policy's own Q(W) + BA in BF16; quantizing Q(W) once more would be another model."""
+    trainer = trainer_of(path, tmp_path)
+    weights = PolicyWeights(trainer.model, trainer.accelerator)
+    engine = SimpleNamespace(
+        model=trainer.model,
+        weights=weights,
+        accelerator=trainer.accelerator,
+        precision="nvfp4",
+        lora_sync="adapter",
+        travels_quantized=True,
+        checkpoint_dtype=torch.bfloat16,
+        product_errors={},
+        caches={},
+    )
+    sequences = [list(range(20, 60)), list(range(100, 140))]
+    reference = Reference(engine).logps(sequences)
+    own = policy_logps(trainer.model, sequences, torch.device("cpu"))
+    jittered = Reference(engine).logps(sequences, jitter=True)
+    assert mean_difference(reference, own) <= mean_difference(reference, jittered)
+    engine.precision = "mxfp4"  # of Q(W), by the other branch
+    assert mean_difference(Reference(engine).logps(sequences), own) > 5 * mean_difference(reference, jittered)
+    assert mean_difference(Reference(engine).logps(sequences, adapted=False), own) > 0.1
+
+
 # Errors
 
 
@@ -207,6 +241,10 @@ def test_nf4_is_bitsandbytes(path, tmp_path):
     [
         ({"train_precision": "fp8"}, "`train_precision`='fp8' is unknown. Allowed: 'nf4', 'nvfp4', 'mxfp4'"),
         ({"uaq_scale": 1.5}, "`uaq_scale`=1.5 scales 16-bit weights"),
+        (
+            {"use_vllm": True, "rollout_precision": "int8", "lora_sync": "adapter"},
+            "`lora_sync`='adapter' leaves vLLM the base in 'int8'",
+        ),
         (
             {"use_vllm": True, "train_precision": "nf4"},
             "`rollout_precision`='nf4' is not available with `use_vllm=True`",

@@ -49,8 +49,14 @@ def trainer_of(path, kill_at=None, peft=False, **overrides):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"uaq_scale": 1.5}, {"peft": True}, {"num_iterations": 2, "max_steps": 8, "save_steps": 4}],
-    ids=["plain", "uaq", "lora", "iterations"],
+    [
+        {},
+        {"uaq_scale": 1.5},
+        {"peft": True},
+        {"peft": True, "train_precision": "nvfp4", "rollout_precision": None, "dynamic_sampling_rounds": 1},
+        {"num_iterations": 2, "max_steps": 8, "save_steps": 4},
+    ],
+    ids=["plain", "uaq", "lora", "frozen base", "iterations"],
 )
 def test_killed_and_resumed_equals_unbroken(tmp_path, options):
     whole = trainer_of(tmp_path / "whole", **options)
@@ -71,6 +77,20 @@ def test_a_resume_with_another_scaling_is_refused(tmp_path):
     trainer_of(tmp_path, uaq_scale=1.5, max_steps=3).train()
     with pytest.raises(ValueError, match=r"uaq_scale.*1\.5.*None"):
         trainer_of(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_from_before_a_field_existed(tmp_path):
+    """It was trained with the field's default, and resumes; another value is refused."""
+    trainer_of(tmp_path, max_steps=3).train()
+    path = tmp_path / "checkpoint-3" / "rollout_state.json"
+    state = json.loads(path.read_text())
+    del state["settings"]["dynamic_sampling_rounds"], state["settings"]["train_precision"]
+    path.write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="`dynamic_sampling_rounds`: 0 -> 1"):
+        trainer_of(tmp_path, dynamic_sampling_rounds=1).train(resume_from_checkpoint=True)
+    resumed = trainer_of(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
 
 
 def test_only_whole_checkpoints_count(tmp_path):

@@ -148,7 +148,7 @@ def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
     check_whole(checkpoint)
     check_uaq(checkpoint, uaq_scale)
     state = read_rollout_state(checkpoint)
-    before = state.get("settings", args.plain_settings())
+    before = args.plain_settings() | state.get("settings", {})  # an older one does not know the newest fields
     check_settings(checkpoint, before, args.training_settings(), args.resume_with_changes)
     return state
 

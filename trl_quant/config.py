@@ -61,7 +61,7 @@ class QuantGRPOConfig(GRPOConfig):
         lora_sync (`str`, *optional*):
             How a LoRA adapter reaches vLLM: `"merge"` streams the base with the adapter merged in and quantizes the
             sum; `"adapter"` sends A and B alone and leaves the quantized base as it was loaded. If `None`, `"adapter"`
-            with a `train_precision` in colocate mode, else `"merge"`.
+            in colocate mode where `train_precision` is `rollout_precision`, else `"merge"`.
         sync_check_steps (`int`, *optional*, defaults to `50`):
             Steps from one self-check of the vLLM engine to the next: a few prompts are scored by the engine and by the
             policy, and training stops where they disagree by more than the format explains. 0 switches it off.
@@ -149,7 +149,7 @@ class QuantGRPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "How a LoRA adapter reaches vLLM: 'merge' into the quantized weights, or as 'adapter'. If not set, "
-            "'adapter' with a `train_precision` in colocate mode, else 'merge'."
+            "'adapter' in colocate mode where `train_precision` is `rollout_precision`, else 'merge'."
         },
     )
     sync_check_steps: int = field(
@@ -254,8 +254,8 @@ class QuantGRPOConfig(GRPOConfig):
         if self.rollout_precision is None:
             self.rollout_precision = self.train_precision
         if self.lora_sync is None:
-            shares_base = self.train_precision is not None and self.use_vllm and self.vllm_mode == "colocate"
-            self.lora_sync = "adapter" if shares_base else "merge"
+            colocated = self.use_vllm and self.vllm_mode == "colocate"
+            self.lora_sync = "adapter" if colocated and self.samples_from_its_base else "merge"
         if self.is_correction is None:
             self.is_correction = "trl" if self.rollout_precision is None else "acr"
         for name, value in self._method_settings().items():
@@ -296,6 +296,11 @@ class QuantGRPOConfig(GRPOConfig):
     def epsilon_low(self) -> float:
         """TRL's `epsilon`, by the name of the bound that it is."""
         return self.epsilon
+
+    @property
+    def samples_from_its_base(self) -> bool:
+        """Whether sampler and trainer have the same base, held in few bits: Q(W) in both."""
+        return self.train_precision is not None and self.rollout_precision == self.train_precision
 
     @property
     def one_update_per_generation(self) -> bool:

@@ -154,6 +154,12 @@ def _check_vllm(args):
     if args.vllm_mode == "server":
         instead = "`vllm_mode='colocate'`: a server takes its arguments when it is started, and merged weights"
         _refuse_set(args, VLLM_FIELDS, instead)
+    if args.lora_sync == "adapter" and args.train_precision is not None and not args.samples_from_its_base:
+        raise ValueError(
+            f"`lora_sync`='adapter' leaves vLLM the base in {args.rollout_precision!r} (`rollout_precision`), and the "
+            f"adapter is trained on that in {args.train_precision!r} (`train_precision`). Use one for both, or "
+            "`lora_sync='merge'`."
+        )
     if args.lora_sync == "adapter" and args.vllm_enable_sleep_mode and args.vllm_sleep_level == 2:
         raise ValueError(
             "`lora_sync`='adapter' cannot be combined with `vllm_sleep_level`=2, which discards the engine's base "

@@ -242,15 +242,10 @@ def fused_layer(name: str) -> str:
     return module if fused is None else f"{parent}.{'+'.join(fused)}"
 
 
-def quantized(
-    format: str,
-    ignore: Iterable[str] = HEAD,
-    quantizer: Callable[..., QuantizedTensor] = quantize,
-    shared_scale: Callable[..., Tensor] = global_scale,
-) -> Transform:
+def quantized(format: str, ignore: Iterable[str] = HEAD, **quantizers: Callable) -> Transform:
     """A fused layer's tensors as they are stored in `format`; arguments as in [`checkpoint_stream`]."""
     ignore = tuple(ignore)
-    return lambda tensors: dict(checkpoint_stream(tensors.items(), format, ignore, quantizer, shared_scale))
+    return lambda tensors: dict(checkpoint_stream(tensors.items(), format, ignore, **quantizers))
 
 
 def rounded(
@@ -405,7 +400,7 @@ def quantize_checkpoint(
     linear_layers(source, ignore)
     config = read_config(Path(source)) | {"quantization_config": scheme}
     settings = {"source": fingerprint(source), "scheme": scheme, "max_shard_bytes": max_shard_bytes, "code": with_code}
-    transform = quantized(format, ignore, quantizer, shared_scale)
+    transform = quantized(format, ignore, quantizer=quantizer, shared_scale=shared_scale)
     with unfinished(target, settings) as result:
         rewrite_checkpoint(source, result, transform, config, device, max_shard_bytes, with_code)
     return Path(target)

@@ -46,7 +46,7 @@ def engine_of(args, **fields) -> AbstractContextManager:
     engine = None
     if args.rollout_precision is not None:
         name = args.vllm_mode if args.use_vllm else "embedded"
-        if name == "embedded" and args.rollout_precision == args.train_precision:
+        if name == "embedded" and args.samples_from_its_base:
             name = "shared"
         options = {
             "wide_norms": args.noise_schedule is not None,

@@ -214,7 +214,8 @@ def _is_tied(model: nn.Module) -> bool:
 def keep_onednn_scales(model: nn.Module) -> None:
     """
     On CPUs without AMX an INT8 layer gives oneDNN a raw pointer to its scales, and a reload frees the tensor behind
-    it: wrong numbers or NaN afterwards. The kernel keeps it alive instead.
+    it: wrong numbers or NaN afterwards. The kernel keeps it alive instead. It also sets the layer's weight to `None`,
+    an attribute that a server's reload loses and the kernel then misses: an empty tensor stands in for it.
     """
     for layer in linear_layers(model).values():
         kernel = _method(layer)[1]
@@ -224,8 +225,9 @@ def keep_onednn_scales(model: nn.Module) -> None:
 
 def _process_and_keep(kernel, layer: nn.Module) -> None:
     type(kernel).process_weights_for_onednn(kernel, layer)
-    scale = kernel.layer_param_names[1]
+    weight, scale = kernel.layer_param_names[:2]
     kernel.kept_scale = getattr(layer, scale).data  # not a parameter, which a reload would replace
+    setattr(layer, weight, nn.Parameter(torch.empty(0), requires_grad=False))
 
 
 @torch.no_grad()
