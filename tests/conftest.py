@@ -21,3 +21,12 @@ def environment_is_restored():
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def tracing():
+    """Other tests' engines switch the compiler off, in the process that all share."""
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(disable=False):
+        yield

@@ -1,36 +1,24 @@
 """
-Triton's numbers of a four-bit weight equal `QuantizedTensor.dequantize` bit for bit, and its products those of torch.
-
-Without a GPU this file reruns itself in a process with TRITON_INTERPRET=1, as `test_kernels.py` does. With a GPU,
-`pytest -m gpu` runs the same tests on it. The interpreter multiplies no BF16, so products are those of FP16 there.
+Triton's numbers of a four-bit weight equal `QuantizedTensor.dequantize` bit for bit, and its products those of torch,
+on a GPU or in the interpreter (see `interpreter`), which multiplies no BF16: products are those of FP16 there.
 """
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
+from interpreter import INTERPRETED, on_devices, rerun, reruns, triton
 from reference_formats import DTYPES, bits, make
 
 from trl_quant import formats
 from trl_quant.layers import frozen_precisions
 
 
-triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("trl_quant.kernels.dequantize")
 
-INTERPRETED = triton.knobs.runtime.interpret
 SHAPES = [(5, 96), (20, 320), (1, 128), (3, 50), (20, 832)]  # several programs, groups that are not full
-if INTERPRETED:
-    DEVICES = ["cpu"]
-else:
-    no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-    DEVICES = [pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])]
-on_devices = pytest.mark.parametrize("device", DEVICES)
 every_format = pytest.mark.parametrize("name", frozen_precisions())
 
 
@@ -43,12 +31,9 @@ def quantized(name: str, dtype: torch.dtype, shape: tuple, kind: str = "random")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="for a process with neither interpreter nor GPU")
+@reruns
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 15
+    assert rerun(__file__) > 15
 
 
 @on_devices

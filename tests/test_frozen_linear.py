@@ -1,4 +1,4 @@
-"""A base frozen in four bits: its products, what it saves for backward, and LoRA on it as PEFT computes it."""
+"""A base frozen in four bits: its products, and what it saves for backward."""
 
 import copy
 import io
@@ -7,72 +7,25 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import Linear as PeftLinear
-from tiny import tiny_model
+from frozen_layers import (
+    DTYPES,
+    adapted,
+    adapter,
+    close,
+    every_precision,
+    frozen_linear,
+    gradients,
+    linear,
+    same,
+    saved_bytes,
+)
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trl_quant.adapters import FrozenLoraLinear, with_frozen_layers
 from trl_quant.formats import FORMATS, global_scale, quantize
 from trl_quant.formats.checkpoint import checkpoint_tensors
-from trl_quant.layers import FrozenLinear, frozen, frozen_lora_linear, frozen_precisions
-
-
-DTYPES = [torch.bfloat16, torch.float32]
-every_precision = pytest.mark.parametrize("precision", frozen_precisions())
-
-
-@pytest.fixture(autouse=True)
-def tracing():
-    """Other tests' engines switch the compiler off, in the process that all share."""
-    with torch._dynamo.config.patch(disable=False):
-        yield
-
-
-def linear(inputs: int = 384, outputs: int = 72, dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(inputs, outputs, bias=bias).to(dtype)
-
-
-def frozen_linear(precision: str = "nvfp4", *args, **kwargs) -> FrozenLinear:
-    return FrozenLinear.from_linear(linear(*args, **kwargs), precision)
-
-
-def gradients(function, x: torch.Tensor, *parameters: torch.Tensor) -> list[torch.Tensor]:
-    """The output, and the gradients of a fixed weighted sum of it: of the inputs, then of the parameters."""
-    x = x.detach().clone().requires_grad_()
-    y = function(x)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().to(y.dtype)
-    return [y.detach(), *torch.autograd.grad(y, (x, *parameters), dy)]
-
-
-def same(ours, theirs) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b)
-
-
-def close(ours, theirs, tolerance: float) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape
-        assert (a.double() - b.double()).norm() <= tolerance * b.double().norm()
-
-
-def saved_bytes(function, *held: torch.Tensor) -> int:
-    """Bytes that a forward pass saves for backward, but for the storage of the tensors that are held anyway."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in held}
-    saved = {}
-
-    def pack(tensor):
-        if (storage := tensor.untyped_storage()).data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        keep = function()
-        total = sum(saved.values())
-        del keep
-    return total
+from trl_quant.layers import FrozenLinear, frozen, frozen_lora_linear
 
 
 # The layer
@@ -248,6 +201,7 @@ def test_checkpointing(reentrant):
     same(all_gradients(recomputed), all_gradients(function))
 
 
+@pytest.mark.usefixtures("tracing")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_torch_compile_in_one_graph(autocast):
     layer = frozen_linear(dtype=torch.bfloat16)
@@ -319,250 +273,3 @@ def test_wrong_arguments_are_refused():
         layer.fill(quantize(linear().weight, "mxfp4"), layer.bias)
     with pytest.raises(ValueError, match="bias: the layer has one"):
         layer.fill(quantize(linear().weight, "nvfp4"))
-
-
-# LoRA
-
-
-def adapted(precision: str = "nvfp4", dtype: torch.dtype = torch.float32, **settings) -> FrozenLoraLinear:
-    """A layer as PEFT makes it, with an adapter that does something."""
-    torch.manual_seed(1)
-    settings = {"r": 8, "lora_alpha": 12, "target_modules": ["0"], "init_lora_weights": False} | settings
-    model = nn.Sequential(frozen_linear(precision, dtype=dtype))
-    layer = get_peft_model(model, with_frozen_layers(LoraConfig(**settings))).base_model.model[0]
-    assert type(layer) is FrozenLoraLinear
-    return layer
-
-
-def by_peft(layer: FrozenLoraLinear):
-    return lambda x: PeftLinear.forward(layer, x)
-
-
-def adapter(layer: FrozenLoraLinear, name: str = "default") -> list[torch.Tensor]:
-    return [layer.lora_A[name].weight, layer.lora_B[name].weight]
-
-
-@pytest.fixture
-def joined(monkeypatch) -> list:
-    """The calls of the joined branch."""
-    calls = []
-
-    def counted(*args):
-        calls.append(args)
-        return frozen_lora_linear(*args)
-
-    monkeypatch.setattr("trl_quant.adapters.frozen_lora_linear", counted)
-    return calls
-
-
-@every_precision
-@pytest.mark.parametrize("rslora", [False, True])
-def test_lora_equals_peft(precision, rslora, joined):
-    layer = adapted(precision, use_rslora=rslora)
-    x = torch.randn(2, 5, 384)
-    ours, theirs = gradients(layer, x, *adapter(layer)), gradients(by_peft(layer), x, *adapter(layer))
-    assert len(joined) == 1
-    close(ours, theirs, 1e-6)
-    layer.scaling["default"] *= 1.01
-    with pytest.raises(AssertionError):
-        close(gradients(layer, x, *adapter(layer)), theirs, 1e-3)
-
-
-@pytest.mark.parametrize("adapter_dtype", DTYPES)
-def test_lora_in_bf16(adapter_dtype):
-    """Against the exact gradients: no worse than PEFT's layer under autocast, whose adapter is of either type."""
-    layer = adapted(dtype=torch.bfloat16)
-    layer.lora_A.to(adapter_dtype), layer.lora_B.to(adapter_dtype)
-    x = torch.randn(64, 384).bfloat16()
-    exact = copy.deepcopy(layer).double()
-    expected = gradients(by_peft(exact), x.double(), *adapter(exact))
-
-    def peft(x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return by_peft(layer)(x)
-
-    for given, theirs, right in zip(
-        gradients(layer, x, *adapter(layer)), gradients(peft, x, *adapter(layer)), expected, strict=True
-    ):
-        error = (given.double() - right).norm() / right.norm()
-        assert given.dtype == theirs.dtype
-        assert 0 < error < 1.05 * (theirs.double() - right).norm() / right.norm() < 0.01
-
-
-def test_a_frozen_adapter_saves_less():
-    layer = adapted()
-    x = torch.randn(4, 384, requires_grad=True)
-    held = (*layer.parameters(), x)
-    assert saved_bytes(lambda: layer(x), *held) == 4 * 8 * 4
-    for parameter in adapter(layer):
-        parameter.requires_grad_(False)
-    assert saved_bytes(lambda: layer(x), *layer.parameters()) == 0, "not even the inputs"
-    same(gradients(layer, x)[1:], gradients(lambda x: layer(x) + 0, x)[1:])
-
-
-def test_where_the_branch_is_joined(joined):
-    """One plain adapter, active and not merged, with its dropout off; PEFT's own forward elsewhere."""
-    layer, x = adapted(lora_dropout=0.5), torch.randn(4, 384)
-
-    def is_joined(*args, **kwargs) -> bool:
-        joined.clear()
-        layer(x, *args, **kwargs)
-        return bool(joined)
-
-    assert not is_joined()
-    layer.eval()
-    assert is_joined()
-    close([layer(x)], [by_peft(layer)(x)], 1e-6)
-    assert not is_joined(adapter_names=["default"] * 4)
-    layer.enable_adapters(False)
-    assert not is_joined() and torch.equal(layer(x), layer.base_layer(x))
-    layer.enable_adapters(True)
-    handle = layer.lora_A["default"].register_forward_hook(lambda module, args, output: 2 * output)
-    assert not is_joined()
-    handle.remove()
-    assert is_joined() and not torch.equal(layer(x), layer.base_layer(x))
-    layer.set_adapter([])
-    assert not is_joined() and torch.equal(layer(x), layer.base_layer(x))
-    assert adapted(lora_bias=True)(x).shape == (4, 72) and len(joined) == 0
-
-
-def test_nothing_is_merged():
-    layer, x = adapted(), torch.randn(4, 384)
-    before = layer(x)
-    for merge in (layer.merge, lambda: layer.merge(safe_merge=True), lambda: layer.merge(adapter_names=["default"])):
-        with pytest.raises(ValueError, match=r"merge: a base held in 'nvfp4' cannot .*trl-quant export"):
-            merge()
-    assert not layer.merged and torch.equal(layer(x), before)
-    dense = F.linear(x, layer.base_layer.dequantize() + layer.get_delta_weight("default"), layer.base_layer.bias)
-    close([before], [dense], 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (lambda: LoraConfig(use_dora=True), "use_dora=True"),
-        (lambda: LoraConfig(init_lora_weights="pissa"), "init_lora_weights='pissa' starts from the base's weight"),
-        (lambda: LoraConfig(init_lora_weights="olora"), "'olora'.*allowed: True, False, 'gaussian'"),
-        (lambda: LoraConfig(init_lora_weights="orthogonal"), "'orthogonal'"),
-        (lambda: LoraConfig(init_lora_weights="lora_ga"), "'lora_ga'"),
-        (lambda: AdaLoraConfig(total_step=10), "AdaLoraConfig cannot adapt a four-bit base; allowed: LoraConfig"),
-        (lambda: IA3Config(), "IA3Config cannot"),
-    ],
-)
-def test_what_needs_the_weight_is_refused(config, message):
-    with pytest.raises(ValueError, match=message):
-        with_frozen_layers(config())
-
-
-# Whole models
-
-
-def frozen_model(precision: str = "nvfp4"):
-    """A tiny model with frozen decoder layers, and the same with their numbers in ordinary ones."""
-    dense = tiny_model()
-    packed = copy.deepcopy(dense)
-    for model in (dense, packed):
-        for name, module in list(model.model.named_modules()):
-            if isinstance(module, nn.Linear):
-                layer = FrozenLinear.from_linear(module, precision)
-                if model is packed:
-                    model.model.set_submodule(name, layer)
-                else:
-                    module.weight.data = layer.dequantize()
-    return packed, dense
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.arange(40).view(2, 20)).logits
-
-
-def perturb(model, seed: int) -> None:
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter.normal_(std=0.05)
-
-
-def lora_config(**settings) -> LoraConfig:
-    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
-
-
-def test_all_linear_trains_as_on_the_numbers():
-    packed, dense = frozen_model()
-    assert torch.equal(logits(packed), logits(dense))
-    packed, dense = get_peft_model(packed, with_frozen_layers(lora_config())), get_peft_model(dense, lora_config())
-    layers = [name for name, module in packed.named_modules() if isinstance(module, FrozenLoraLinear)]
-    assert layers == [name for name, module in dense.named_modules() if type(module) is PeftLinear]
-    assert len(layers) == 14
-    trainable = [name for name, parameter in packed.named_parameters() if parameter.requires_grad]
-    assert trainable == [name for name, parameter in dense.named_parameters() if parameter.requires_grad]
-    for model in (packed, dense):
-        perturb(model, seed=1)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-        ids = torch.arange(40).view(2, 20)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(ids, labels=ids).loss.backward()
-            optimizer.step()
-        model.eval()
-    close([p for p in packed.parameters() if p.requires_grad], [p for p in dense.parameters() if p.requires_grad], 1e-5)
-    close([logits(packed)], [logits(dense)], 1e-5)
-    with packed.disable_adapter(), dense.disable_adapter():
-        close([logits(packed)], [logits(dense)], 1e-6)
-    with pytest.raises(ValueError, match="cannot take an adapter in"):
-        packed.merge_and_unload()
-
-
-def test_two_adapters_and_files(tmp_path, joined):
-    model = get_peft_model(frozen_model()[0], with_frozen_layers(lora_config())).eval()
-    model.add_adapter("second", with_frozen_layers(lora_config(use_rslora=True)))
-    perturb(model, seed=1)
-    first = logits(model)
-    assert len(joined) == 14
-    model.set_adapter("second")
-    second = logits(model)
-    assert not torch.allclose(first, second, atol=1e-2)
-    model.base_model.set_adapter(["default", "second"])
-    joined.clear()
-    both = logits(model)
-    assert not joined and not torch.allclose(both, second, atol=1e-2)
-    model.save_pretrained(tmp_path)
-
-    config = with_frozen_layers(LoraConfig.from_pretrained(tmp_path))
-    loaded = PeftModel.from_pretrained(frozen_model()[0], tmp_path, config=config).eval()
-    assert torch.equal(logits(loaded), first)
-    loaded.load_adapter(tmp_path / "second", "other")
-    loaded.set_adapter("other")
-    assert torch.equal(logits(loaded), second)
-    with pytest.raises(AttributeError, match="with_frozen_layers"):
-        PeftModel.from_pretrained(frozen_model()[0], tmp_path)
-
-
-def test_adapters_take_type_and_device_of_the_base():
-    for dtype in DTYPES:
-        model = nn.Sequential(frozen_linear(dtype=dtype))
-        config = with_frozen_layers(LoraConfig(target_modules=["0"]))
-        model = get_peft_model(model, config, autocast_adapter_dtype=False)
-        assert {parameter.dtype for name, parameter in model.named_parameters() if ".lora_" in name} == {dtype}
-
-
-def test_peft_compiles():
-    layer = adapted()
-    x = torch.randn(3, 384)
-    torch.compiler.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    same(gradients(compiled, x, *adapter(layer)), gradients(layer, x, *adapter(layer)))
-
-
-def test_the_configuration_is_copied():
-    config = LoraConfig(target_modules=["0"])
-    known = with_frozen_layers(with_frozen_layers(config))
-    assert known.to_dict() == config.to_dict() and "FrozenL" not in str(known.to_dict())
-    model = nn.Sequential(frozen_linear())
-    with pytest.raises(AttributeError, match="with_frozen_layers"):
-        get_peft_model(model, config)
-    assert type(get_peft_model(model, known).base_model.model[0]) is FrozenLoraLinear

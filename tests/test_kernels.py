@@ -1,27 +1,18 @@
-"""
-Triton quantizers equal `trl_quant.formats` bit for bit.
+"""Triton quantizers equal `trl_quant.formats` bit for bit, on a GPU or in the interpreter (see `interpreter`)."""
 
-Triton decides at import whether to compile kernels or interpret them on a CPU, so without a GPU this file reruns itself
-in a process with TRITON_INTERPRET=1. With a GPU, `pytest -m gpu` runs the same tests on it.
-"""
-
-import os
 import re
-import subprocess
-import sys
 from itertools import product
 
 import pytest
 import torch
+from interpreter import INTERPRETED, on_devices, rerun, reruns, triton
 from reference_formats import DTYPES, KINDS, bits, make
 
 from trl_quant import formats
 
 
-triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("trl_quant.kernels.quantize")
 
-INTERPRETED = triton.knobs.runtime.interpret
 SHAPES = {  # odd and even, one row, several programs, rows too long for one program
     "fp8": [(5, 96), (3, 50), (1, 1), (2, 32768 + 40)],
     "int8": [(5, 96), (3, 50), (1, 1), (2, 32768 + 40)],
@@ -30,12 +21,6 @@ SHAPES = {  # odd and even, one row, several programs, rows too long for one pro
     "nvfp4": [(5, 96), (3, 50), (1, 1), (3, 6000), (2, 3, 40)],
     "mxfp4": [(5, 96), (3, 50), (1, 1), (3, 6000), (2, 3, 40)],
 }
-if INTERPRETED:
-    DEVICES = ["cpu"]
-else:
-    no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-    DEVICES = [pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])]
-on_devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def assert_equal(ours: formats.QuantizedTensor, theirs: formats.QuantizedTensor):
@@ -49,12 +34,9 @@ def assert_equal(ours: formats.QuantizedTensor, theirs: formats.QuantizedTensor)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="for a process with neither interpreter nor GPU")
+@reruns
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 80
+    assert rerun(__file__) > 80
 
 
 @on_devices

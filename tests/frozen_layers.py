@@ -1,0 +1,72 @@
+"""Frozen layers for the tests, their gradients, and what they save for backward."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from trl_quant.adapters import FrozenLoraLinear, with_frozen_layers
+from trl_quant.layers import FrozenLinear, frozen_precisions
+
+
+DTYPES = [torch.bfloat16, torch.float32]
+every_precision = pytest.mark.parametrize("precision", frozen_precisions())
+
+
+def linear(inputs: int = 384, outputs: int = 72, dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs, bias=bias).to(dtype)
+
+
+def frozen_linear(precision: str = "nvfp4", *args, **kwargs) -> FrozenLinear:
+    return FrozenLinear.from_linear(linear(*args, **kwargs), precision)
+
+
+def gradients(function, x: torch.Tensor, *parameters: torch.Tensor) -> list[torch.Tensor]:
+    """The output, and the gradients of a fixed weighted sum of it: of the inputs, then of the parameters."""
+    x = x.detach().clone().requires_grad_()
+    y = function(x)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, (x, *parameters), dy)]
+
+
+def same(ours, theirs) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def close(ours, theirs, tolerance: float) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert (a.double() - b.double()).norm() <= tolerance * b.double().norm()
+
+
+def saved_bytes(function, *held: torch.Tensor) -> int:
+    """Bytes that a forward pass saves for backward, but for the storage of the tensors that are held anyway."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in held}
+    saved = {}
+
+    def pack(tensor):
+        if (storage := tensor.untyped_storage()).data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        keep = function()
+        total = sum(saved.values())
+        del keep
+    return total
+
+
+def adapted(precision: str = "nvfp4", dtype: torch.dtype = torch.float32, **settings) -> FrozenLoraLinear:
+    """A layer as PEFT makes it, with an adapter that does something."""
+    torch.manual_seed(1)
+    settings = {"r": 8, "lora_alpha": 12, "target_modules": ["0"], "init_lora_weights": False} | settings
+    model = nn.Sequential(frozen_linear(precision, dtype=dtype))
+    layer = get_peft_model(model, with_frozen_layers(LoraConfig(**settings))).base_model.model[0]
+    assert type(layer) is FrozenLoraLinear
+    return layer
+
+
+def adapter(layer: FrozenLoraLinear, name: str = "default") -> list[torch.Tensor]:
+    return [layer.lora_A[name].weight, layer.lora_B[name].weight]
