@@ -11,10 +11,11 @@ from training import assert_same_run, config, lora, make, metrics, parameters
 from transformers import AutoModelForCausalLM
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.formats import global_scale
 from trl_quant.formats.checkpoint import checkpoint_stream, quantize_checkpoint
 from trl_quant.frozen_base import FrozenBaseConfig, Packer, freeze
 from trl_quant.layers import FrozenLinear
-from trl_quant.rollout.self_check import Reference, mean_difference, policy_logps
+from trl_quant.rollout.self_check import EngineLayer, Reference, mean_difference, policy_logps
 from trl_quant.rollout.weights import PolicyWeights
 
 
@@ -154,6 +155,10 @@ def test_the_copy_holds_nothing_but_norms_of_its_own(path, tmp_path):
         entry["noise/effective_sigma"] == pytest.approx(entry["noise/sigma"], rel=0.1) for entry in noised
     )
     assert all(torch.equal(theirs[name], wide) for name, wide in tiny_norms().items())
+    engine = trainer.vllm_generation
+    assert not any(torch.equal(engine.copy.get_parameter(name), theirs[name]) for name in own)
+    engine.sync_weights()  # clean ones come back, lest noise lie on noise
+    assert all(torch.equal(engine.copy.get_parameter(name), theirs[name]) for name in own)
 
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -209,7 +214,7 @@ def test_another_precision_samples_the_sum(path, tmp_path):
 
 
 def test_the_self_check_knows_the_shared_base(path, tmp_path):
-    """Its reference is the policy's own Q(W) + BA in BF16; quantizing Q(W) once more would be another model."""
+    """Its reference is the policy's own Q(W) + BA in BF16, with the scales that the base came with."""
     trainer = trainer_of(path, tmp_path)
     weights = PolicyWeights(trainer.model, trainer.accelerator)
     engine = SimpleNamespace(
@@ -228,7 +233,14 @@ def test_the_self_check_knows_the_shared_base(path, tmp_path):
     own = policy_logps(trainer.model, sequences, torch.device("cpu"))
     jittered = Reference(engine).logps(sequences, jitter=True)
     assert mean_difference(reference, own) <= mean_difference(reference, jittered)
-    engine.precision = "mxfp4"  # of Q(W), by the other branch
+    plain, x = nn.Linear(128, 64, bias=False, dtype=torch.bfloat16), torch.randn(4, 128, dtype=torch.bfloat16)
+    layer = FrozenLinear.from_linear(plain, "nvfp4", 0.7 * global_scale(plain.weight))  # as some calibration chose it
+    expected = nn.functional.linear(x, layer.dequantize())
+    assert torch.equal(EngineLayer(engine, [layer], 0, None)(x), expected)
+    again = FrozenLinear.from_linear(copy.copy(plain), "nvfp4")
+    assert not torch.equal(nn.functional.linear(x, again.dequantize()), expected)
+
+    engine.precision = "mxfp4"  # Q(W) once more, in another format
     assert mean_difference(Reference(engine).logps(sequences), own) > 5 * mean_difference(reference, jittered)
     assert mean_difference(Reference(engine).logps(sequences, adapted=False), own) > 0.1
 
