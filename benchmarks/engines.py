@@ -23,13 +23,14 @@ import torch
 from trl_quant.precisions import in_vllm
 
 
-SHAPES = {  # Qwen2.5
+SHAPES = {  # Qwen2.5; 70b is Llama 3's, with Qwen2.5's vocabulary
     "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "heads": 4, "kv_heads": 2},
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "heads": 14, "kv_heads": 2},
     "3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "heads": 16, "kv_heads": 2},
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "heads": 28, "kv_heads": 4},
     "14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "heads": 40, "kv_heads": 8},
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "heads": 40, "kv_heads": 8},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "heads": 64, "kv_heads": 8},
 }
 CUDA = torch.cuda.is_available()
 # What any CPU runs, without AMX

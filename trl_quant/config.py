@@ -55,9 +55,10 @@ class QuantGRPOConfig(GRPOConfig):
             Further arguments of vLLM's `LLM` in colocate mode, fields of `vllm.EngineArgs`, such as
             `{"kv_cache_dtype": "fp8"}`, or `{"model": "my-model-int8"}` to start it on a checkpoint that `trl-quant
             prepare` wrote. Those that have a field of their own here are refused.
-        vllm_sleep_level (`int`, *optional*, defaults to `2`):
+        vllm_sleep_level (`int`, *optional*):
             What vLLM does with its weights while it sleeps (`vllm_enable_sleep_mode=True`): 2 discards them, 1 keeps
-            them in host memory. `lora_sync="adapter"` needs 1, since nothing brings the base back.
+            them in host memory. `lora_sync="adapter"` needs 1, since nothing brings the base back; a base that is the
+            trainer's too stays where it is. If `None`, 1 with `lora_sync="adapter"`, else 2.
         lora_sync (`str`, *optional*):
             How a LoRA adapter reaches vLLM: `"merge"` streams the base with the adapter merged in and quantizes the
             sum; `"adapter"` sends A and B alone and leaves the quantized base as it was loaded. If `None`, `"adapter"`
@@ -141,9 +142,12 @@ class QuantGRPOConfig(GRPOConfig):
             "JSON string."
         },
     )
-    vllm_sleep_level: int = field(
-        default=2,
-        metadata={"help": "vLLM's sleep level with `vllm_enable_sleep_mode`: 2 discards the weights, 1 keeps them."},
+    vllm_sleep_level: int | None = field(
+        default=None,
+        metadata={
+            "help": "vLLM's sleep level with `vllm_enable_sleep_mode`: 2 discards the weights, 1 keeps them. If not "
+            "set, 1 with `lora_sync='adapter'`, else 2."
+        },
     )
     lora_sync: str | None = field(
         default=None,
@@ -256,6 +260,8 @@ class QuantGRPOConfig(GRPOConfig):
         if self.lora_sync is None:
             colocated = self.use_vllm and self.vllm_mode == "colocate"
             self.lora_sync = "adapter" if colocated and self.samples_from_its_base else "merge"
+        if self.vllm_sleep_level is None:
+            self.vllm_sleep_level = 1 if self.lora_sync == "adapter" else 2
         if self.is_correction is None:
             self.is_correction = "trl" if self.rollout_precision is None else "acr"
         for name, value in self._method_settings().items():

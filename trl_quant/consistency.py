@@ -169,7 +169,8 @@ def _check_vllm(args):
 
 def _refuse_set(args, names, reason: str):
     """Raises `ValueError` for fields that were set but do not act."""
-    default = {f.name: f.default for f in fields(args)} | {"lora_sync": "merge"}  # which it is by now, if not set
+    # What they are by now, if they were not set
+    default = {f.name: f.default for f in fields(args)} | {"lora_sync": "merge", "vllm_sleep_level": 2}
     given = [f"`{name}`={getattr(args, name)!r}" for name in names if getattr(args, name) not in (default[name], {})]
     if given:
         raise ValueError(f"{' and '.join(given)} acts only with {reason}.")

@@ -38,7 +38,7 @@ CONFIGS = [
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr):
+def rounded(x, dtype: tl.constexpr):
     """float32 to `dtype`, nearest even."""
     if dtype == tl.bfloat16 and INTERPRETED:  # the interpreter's conversion truncates
         bits = x.to(tl.int32, bitcast=True)
@@ -94,7 +94,7 @@ def _numbers(
     group = (first // GROUP + tl.arange(0, COLS // GROUP))[None, :]
     scale = _scales(scale_ptr, global_ptr, start + group, inside & (group < groups))
     number = tl.reshape(number, (row.shape[0], COLS // GROUP, GROUP)) * scale[:, :, None]
-    return _rounded(tl.reshape(number, (row.shape[0], COLS)), NUMBER)
+    return rounded(tl.reshape(number, (row.shape[0], COLS)), NUMBER)
 
 
 # Kernels
@@ -162,7 +162,7 @@ def matmul_kernel(
         outs = cols
     if bias_ptr is not None:
         y += tl.load(bias_ptr + out, mask=out < outs, other=0.0).to(tl.float32)
-    tl.store(y_ptr + token * outs + out, _rounded(y, dtype), mask=some & (out < outs))
+    tl.store(y_ptr + token * outs + out, rounded(y, dtype), mask=some & (out < outs))
 
 
 # Launches

@@ -14,6 +14,8 @@ A frozen linear layer held in four bits: the base of QeRL (arXiv:2510.11696, sec
 Nothing is saved for the backward pass but the codes and scales, which the layer holds anyway: both products start from
 them. On a GPU a few tokens are multiplied by a kernel that decodes the weight on its way. For many, the weight's
 numbers are written to a buffer, a part of them at a time, and multiplied by cuBLAS, which then takes most of the time.
+
+A weight that a vLLM engine in the same process computes with too is in the layout of its kernels; see [`marlin`].
 """
 
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from ..formats import DTYPES, FORMATS, QuantizedTensor, quantize
 from ..formats.common import Parts
 from ..formats.nf4 import BLOCK as NF4_BLOCK
 from ..precisions import PRECISIONS
+from . import marlin
 
 
 # Where the kernel that decodes on its way is faster, on an H200 (`benchmarks/linear.py`)
@@ -42,6 +45,11 @@ def frozen_precisions() -> list[str]:
 
 
 # Products
+
+
+def in_tiles(values: Tensor) -> bool:
+    """Whether the codes are in Marlin's layout."""
+    return values.dtype == torch.int32
 
 
 def _quantized(values, scale, global_scale, format, rows, cols, dtype) -> QuantizedTensor:
@@ -104,6 +112,27 @@ def _multiply(x: Tensor, q: QuantizedTensor, bias: Tensor | None, forward: bool,
             torch.addmm(bias[place], x, numbers.t(), out=y[:, place])
 
 
+def _multiply_tiles(
+    x: Tensor, values: Tensor, scale: Tensor, factor: float, bias: Tensor | None, forward: bool, y: Tensor
+) -> None:
+    """The same for a weight in Marlin's layout, whose numbers are `factor` times code times scale."""
+    inputs, outputs = marlin.TILE_IN * len(values), scale.shape[1]
+    length, across = (outputs, inputs) if forward else (inputs, outputs)
+    size = max(BUFFER_BYTES // (across * x.itemsize) // ALIGNMENT, 1) * ALIGNMENT
+    for start in range(0, length, size):
+        end = min(start + size, length)
+        if forward:
+            numbers = marlin.numbers(values[:, 2 * start : 2 * end], scale[:, start:end], x.dtype)
+        else:
+            groups = slice(start * len(scale) // inputs, end * len(scale) // inputs)
+            numbers = marlin.numbers(values[start // marlin.TILE_IN : end // marlin.TILE_IN], scale[groups], x.dtype).t()
+        part = y[:, start:end]
+        if bias is None:
+            part.addmm_(x, numbers, beta=0, alpha=factor)
+        else:
+            torch.addmm(bias[start:end], x, numbers, alpha=factor, out=part)
+
+
 def _product(
     x: Tensor,
     bias: Tensor | None,
@@ -114,6 +143,7 @@ def _product(
     rows: int,
     cols: int,
     dtype: torch.dtype,
+    factor: float,
     forward: bool,
 ) -> Tensor:
     """
@@ -122,16 +152,19 @@ def _product(
     Args:
         x (`torch.Tensor`): (..., cols), or (..., rows) where not `forward`.
         bias (`torch.Tensor` or `None`): (rows,), of the type of `x`.
-        values, scale, global_scale, format, rows, cols, dtype: From [`FrozenLinear.packed`].
+        values, scale, global_scale, format, rows, cols, dtype, factor: From [`FrozenLinear.packed`].
         forward (`bool`): Whether to multiply with the weight's transpose.
 
     Returns:
         `torch.Tensor`: (..., rows), or (..., cols) where not `forward`, of the type of `x`, in which the product is
-        computed: the numbers are rounded to `dtype`, then to it.
+        computed: the numbers are rounded to `dtype`, then to it. In Marlin's layout they are not rounded.
     """
     y = x.new_empty(*x.shape[:-1], rows if forward else cols)
-    q = _quantized(values, scale, global_scale, format, rows, cols, dtype)
-    _multiply(x.reshape(-1, x.shape[-1]), q, bias, forward, y.view(-1, y.shape[-1]))
+    flat, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+    if in_tiles(values):
+        _multiply_tiles(flat, values, scale, factor, bias, forward, out)
+    else:
+        _multiply(flat, _quantized(values, scale, global_scale, format, rows, cols, dtype), bias, forward, out)
     return y
 
 
@@ -139,7 +172,7 @@ _operator = torch.library.custom_op("trl_quant::frozen_product", _product, mutat
 
 
 @_operator.register_fake
-def _(x, bias, values, scale, global_scale, format, rows, cols, dtype, forward):
+def _(x, bias, values, scale, global_scale, format, rows, cols, dtype, factor, forward):
     return x.new_empty(*x.shape[:-1], rows if forward else cols)
 
 
@@ -209,6 +242,7 @@ class FrozenLinear(nn.Linear):
             raise ValueError(f"dtype: {dtype} cannot be a frozen layer's; allowed: {', '.join(map(str, DTYPES))}.")
         self.in_features, self.out_features = in_features, out_features
         self.precision, self.format, self.dtype = precision, PRECISIONS[precision].format, dtype
+        self.factor = 1.0  # of the numbers in Marlin's layout: what is left of NVFP4's global scale
         self._is_hf_initialized = True  # transformers would draw a weight for it
         like = quantize(torch.empty(out_features, in_features, dtype=dtype, device="meta"), self.format, check=False)
         tensors = {"weight_global_scale": None, **_stored(like)}
@@ -253,6 +287,22 @@ class FrozenLinear(nn.Linear):
         for name, tensor in {**_stored(q), "bias": bias}.items():
             self._hold(name, tensor)
 
+    def hold_tiles(self, values: Tensor, scale: Tensor, factor: float) -> None:
+        """
+        Holds the same weight in memory that is not its own from now on, in Marlin's layout; see [`marlin`].
+
+        Args:
+            values (`torch.Tensor`): Codes (in / 16, 2 out) int32.
+            scale (`torch.Tensor`): Scales (in / group, out), E5M3 of NVFP4 or E8M0 of MXFP4.
+            factor (`float`): What code times scale is multiplied by.
+        """
+        if self.weight_global_scale is not None:  # the scales may be the format's times a power of two
+            global_scale = self.weight_global_scale
+            self._hold("weight_global_scale", global_scale * (1 / (global_scale * factor)).log2().round().exp2())
+        self._hold("weight_packed", values)
+        self._hold("weight_scale", scale)
+        self.factor = factor
+
     def _hold(self, name: str, tensor: Tensor | None) -> None:
         """Parameters, although nothing trains them: DDP would send buffers around before each forward pass."""
         parameter = None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=False)
@@ -261,7 +311,7 @@ class FrozenLinear(nn.Linear):
     def packed(self) -> tuple:
         """What [`frozen_product`] takes of the weight: codes, scales and global scale, then what is no tensor."""
         tensors = (self.weight_packed, self.weight_scale, self.weight_global_scale)
-        return *tensors, self.format, self.out_features, self.in_features, self.dtype
+        return *tensors, self.format, self.out_features, self.in_features, self.dtype, self.factor
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """
@@ -270,7 +320,11 @@ class FrozenLinear(nn.Linear):
         Args:
             dtype (`torch.dtype`, *optional*): What they are rounded to, by default the type that was quantized.
         """
-        q = _quantized(*self.packed())
+        if in_tiles(self.weight_packed):
+            scale = marlin.scales(self.weight_scale)
+            scale = scale if self.weight_global_scale is None else scale / self.weight_global_scale
+            return marlin.product(self.weight_packed, scale).t().to(dtype or self.dtype).contiguous()
+        q = _quantized(*self.packed()[:-1])
         return _numbers(_in_rows(q) or q, dtype)
 
     def forward(self, x: Tensor) -> Tensor:

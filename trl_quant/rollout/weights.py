@@ -70,6 +70,19 @@ class PolicyWeights:
         """Whether a parameter belongs to the adapter, or was replaced by one that is trained whole."""
         return self.has_adapters and (self.model.prefix in name or ".original_module." in name)
 
+    def frozen(self) -> Iterator[tuple[str, FrozenLinear]]:
+        """The layers of a frozen base, by the names of their own."""
+        for path, module in self.model.named_modules():
+            if isinstance(module, FrozenLinear):
+                yield clean_name(path), module
+
+    def outside_base(self) -> Iterator[tuple[str, Tensor]]:
+        """What is neither a frozen layer's weight nor an adapter's: embeddings, norms, the head, biases."""
+        packed = {id(tensor) for _, module in self.frozen() for tensor in module.packed()[:3]}
+        for name, param in self.model.named_parameters():
+            if id(param) not in packed and not self._is_adapters(name):
+                yield clean_name(name), param.data
+
     @property
     def base_model(self) -> PreTrainedModel:
         """The policy without PEFT's wrapper."""

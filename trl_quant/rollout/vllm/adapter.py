@@ -58,21 +58,30 @@ def slots(model: nn.Module, ranks: dict[str, int]) -> dict[str, Slot]:
     Raises:
         `ValueError`: for layers of the policy that are no linear layers, or parts of one, that vLLM's model calls.
     """
-    layers, fused = linear_layers(model), get_packed_modules_mapping(model)
-    places = {name: _place(own, layers, fused) for name, own in _names_in_vllm(model, ranks)}
-    if unknown := [name for name, place in places.items() if place is None]:
+    stands = places(model, ranks)
+    if unknown := [name for name, place in stands.items() if place is None]:
         raise ValueError(
             f"`lora_sync`='adapter': vLLM's {type(model).__name__} calls no linear layers for the adapter of "
             f"{', '.join(sorted(unknown)[:4])}. Use `lora_sync='merge'`, or leave them out of `target_modules`."
         )
     found, taken = {}, defaultdict(int)
-    for name, (layer, parts) in sorted(places.items(), key=lambda item: item[1][1].start):
+    for name, (layer, parts) in sorted(stands.items(), key=lambda item: item[1][1].start):
         found[name] = Slot(layer, parts, slice(taken[layer], taken[layer] + ranks[name]))
         taken[layer] += ranks[name]
     return found
 
 
-def _names_in_vllm(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+def places(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[LinearBase, range] | None]:
+    """
+    By the names of the policy's linear layers, vLLM's layer that has each of them in it, and which of that layer's
+    outputs it is, as indices of `output_partition_sizes`; `None` where there is no such layer.
+    """
+    layers, fused = linear_layers(model), get_packed_modules_mapping(model)
+    return {name: _place(own, layers, fused) for name, own in names_in_vllm(model, names)}
+
+
+def names_in_vllm(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The policy's names of modules with vLLM's names of what has them in it, or is one with its own name."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is not None:  # renames alone, which keep q, k and v apart; the method was renamed after 0.26
         mapper = (getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper)()

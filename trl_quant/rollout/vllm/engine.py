@@ -16,6 +16,7 @@ from ...noise import noised_norms
 from ...precisions import PRECISIONS
 from ..kv_cache import KVCache
 from ..seams import empty_cache, llm_with
+from ..weights import PolicyWeights
 from .base import VLLMBase
 from .sampling import sampling_lean
 from .support import (
@@ -36,7 +37,8 @@ class VLLMEngine(VLLMBase):
 
     A sync is one bracketed reload of the whole model, streamed tensor by tensor in the model's order and quantized on
     the way, after which the engine equals one that was started from a checkpoint of the same weights, bit for bit.
-    With `lora_sync="adapter"` the quantized base stays as it was loaded and only A and B travel.
+    With `lora_sync="adapter"` the quantized base stays as it was loaded and only A and B travel; where the policy is
+    trained on that base, both hold one copy of it ([`one_copy`]).
 
     Parameters:
         engine_kwargs (`dict`, *optional*):
@@ -71,9 +73,9 @@ class VLLMEngine(VLLMBase):
 
     def _init_vllm(self):
         check_device(self.precision, self.sleep_level > 0)
-        from . import worker  # also registers the loader
+        from . import one_copy, worker  # also registers the loader
 
-        with llm_with(**self._llm_arguments()):
+        with llm_with(**self._llm_arguments()), one_copy.lending(self._base_to_share()):
             try:
                 super()._init_vllm()
             except (RuntimeError, ValueError, MemoryError) as error:
@@ -91,6 +93,19 @@ class VLLMEngine(VLLMBase):
         started = self.llm.llm_engine.vllm_config
         self.expect_caches(started.cache_config.cache_dtype, started.model_config.hf_config)
         self._sleep()
+
+    def _base_to_share(self) -> PolicyWeights | None:
+        """The policy's weights, where its frozen base is what this engine samples from."""
+        base = [layer for _, layer in self.weights.frozen() if layer.precision == self.precision]
+        if not base:
+            return None
+        if self.lora_sync == "adapter" and "model" not in self.engine_kwargs:
+            return self.weights
+        from .one_copy import two_copies
+
+        own = "the adapter is merged into it" if self.lora_sync == "merge" else "vLLM has a checkpoint of its own"
+        two_copies(sum(tensor.nbytes for layer in base for tensor in layer.parameters()), f"in vLLM {own}")
+        return None
 
     def _llm_arguments(self) -> dict:
         """What is added to TRL's arguments of `LLM`, or replaces them."""

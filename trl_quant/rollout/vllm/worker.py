@@ -7,7 +7,7 @@ works around was measured on vLLM 0.26 (CUDA) and 0.31 (CPU).
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.utils import set_weight_attrs
 
 from ...formats import FORMATS, quantize
 from ...formats.checkpoint import checkpoint_stream
@@ -26,6 +27,7 @@ from ...noise import noised_norms
 from ...precisions import PRECISIONS
 from ..kv_cache import FORMATS as CACHE_FORMATS
 from ..kv_cache import UNQUANTIZED, KVCache
+from . import one_copy
 from .adapter import hold_adapter, linear_layers
 from .support import quantizers_on
 
@@ -34,7 +36,8 @@ from .support import quantizers_on
 class QuantizingLoader(DefaultModelLoader):
     """
     Loads a model in compressed-tensors' layout: from a checkpoint in that layout, or from a 16- or 32-bit one, which it
-    quantizes while reading, one tensor at a time; then prepares it for what it is to hold besides its weights.
+    quantizes while reading, one tensor at a time; then prepares it for what it is to hold besides its weights. A base
+    that the trainer lends is taken over instead; see [`one_copy`].
 
     `model_loader_extra_config` may have the arguments of [`~formats.checkpoint.checkpoint_stream`] and the `device` to
     quantize on; `wide_norms`, see [`widen_norms`]; `adapter`, ranks by the names of the policy's layers, see
@@ -60,17 +63,20 @@ class QuantizingLoader(DefaultModelLoader):
 
     def load_weights(self, model, model_config):
         keep_onednn_scales(model)
-        if self.other is None:
-            super().load_weights(model, model_config)
-        else:
-            self.other.load_weights(model, model_config)
+        policy = one_copy.lent()
+        if policy is None or not one_copy.share(model, policy, self.target):
+            read = super().load_weights if self.other is None else self.other.load_weights
+            read(model, model_config)
         if self.wide_norms:
             widen_norms(model, model_config.hf_text_config.model_type)
 
     def load_model(self, vllm_config, model_config, **kwargs):
-        model = super().load_model(vllm_config=vllm_config, model_config=model_config, **kwargs)
+        self.target = vllm_config.device_config.device
+        with one_copy.without_memory() if one_copy.lent() else nullcontext():
+            model = super().load_model(vllm_config=vllm_config, model_config=model_config, **kwargs)
+        keep_bias_loaders(model)
         if self.adapter:
-            hold_adapter(model, self.adapter, model_config.dtype, vllm_config.device_config.device)
+            hold_adapter(model, self.adapter, model_config.dtype, self.target)
         return model
 
 
@@ -221,6 +227,13 @@ def keep_onednn_scales(model: nn.Module) -> None:
         kernel = _method(layer)[1]
         if hasattr(kernel, "process_weights_for_onednn"):
             kernel.process_weights_for_onednn = partial(_process_and_keep, kernel)
+
+
+def keep_bias_loaders(model: nn.Module) -> None:
+    """Marlin's layers make a new bias, which a reload by vLLM 0.31 needs to know how to load: a part at a time."""
+    for layer in linear_layers(model).values():
+        if getattr(layer, "bias", None) is not None and not hasattr(layer.bias, "weight_loader"):
+            set_weight_attrs(layer.bias, {"output_dim": 0, "weight_loader": layer.weight_loader})
 
 
 def _process_and_keep(kernel, layer: nn.Module) -> None:

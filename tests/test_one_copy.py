@@ -1,0 +1,161 @@
+"""Trainer and vLLM with one frozen base in one memory: vLLM's real Marlin layers but for stand-ins of two kernels."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn.functional import linear
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from marlin_on_cpu import marlin_on_cpu, numbers, tiles
+from vllm_engines import engine, greedy, policy, update
+
+from trl_quant.adapters import with_frozen_layers
+from trl_quant.frozen_base import freeze
+from trl_quant.layers import FrozenLinear, frozen, frozen_lora_linear, marlin
+from trl_quant.rollout.vllm import one_copy
+
+
+every_precision = pytest.mark.parametrize("precision", ["nvfp4", "mxfp4"])
+FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3", "phi3"]
+TILED = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear", "init_lora_weights": False}
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch):
+    marlin_on_cpu(monkeypatch)
+
+
+def adapted(path, precision: str, family: str = "qwen2", **shape):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = policy(path, family=family, tied=family.startswith("gemma"), **TILED | shape)
+        freeze(model, precision)
+        return get_peft_model(model, with_frozen_layers(LoraConfig(**LORA)))
+
+
+def layers(model) -> dict[str, FrozenLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
+
+
+def storages(tensors) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def apart(model, precision, monkeypatch):
+    """An engine with a base of its own, as it reads it from the checkpoint."""
+    with monkeypatch.context() as patch:
+        patch.setattr(one_copy, "lent", lambda: None)
+        return engine(model, precision, lora_sync="adapter")
+
+
+@every_precision
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_memory(tmp_path, precision, family, monkeypatch, caplog):
+    """The engine computes what one with a base of its own does, bit for bit, and the policy what it did before."""
+    model = adapted(tmp_path / "policy", precision, family)
+    update(model, seed=0)
+    before = {name: layer.dequantize() for name, layer in layers(model).items()}
+    bytes_before = sum(t.untyped_storage().nbytes() for layer in layers(model).values() for t in layer.packed()[:3] if t is not None)
+    own = apart(model, precision, monkeypatch)
+    with caplog.at_level(logging.INFO, "trl_quant"):
+        shared = engine(model, precision, lora_sync="adapter", sync_check_steps=1)
+    assert "hold one copy" in caplog.text and "each" not in caplog.text
+    for sampler in (own, shared):
+        sampler.sync_weights()
+    assert greedy(shared.llm) == greedy(own.llm)
+    assert shared.check_sync()
+
+    theirs = dict(shared.llm.apply_model(lambda model: dict(model.named_parameters()))[0])
+    for name, layer in layers(model).items():
+        assert torch.equal(layer.dequantize(), before[name]) and not torch.equal(layer.dequantize(), before[name].roll(1))
+        assert storages([layer.weight_packed, layer.weight_scale]) <= storages(theirs.values())
+    assert not storages(t for layer in layers(model).values() for t in layer.packed()[:2]) & storages(
+        own.llm.apply_model(lambda model: dict(model.named_parameters()))[0].values()
+    )
+    embedding = model.get_base_model().get_input_embeddings().weight
+    assert storages([embedding]) <= storages(theirs.values())
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for layer in layers(model).values() for t in layer.packed()[:2]}
+    assert sum(held.values()) <= bytes_before
+
+    # One memory: what is written by the one is read by the other
+    seen = greedy(shared.llm)
+    next(iter(layers(model).values())).weight_packed.data.bitwise_xor_(0x11111111)
+    shared.llm.reset_prefix_cache()
+    assert greedy(shared.llm) != seen
+
+
+@every_precision
+def test_products(precision, monkeypatch):
+    """Forward, backward and adapter from the tiles equal those of the numbers, whole and in parts."""
+    monkeypatch.setattr(frozen, "BUFFER_BYTES", 1)
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(256, 320, dtype=torch.float32)
+    layer = FrozenLinear.from_linear(plain, precision)
+    rows = copy.deepcopy(layer)
+    layer.hold_tiles(*tiles(layer))
+    assert layer.weight_packed.dtype == torch.int32 and torch.equal(layer.dequantize(), rows.dequantize())
+    a, b = torch.randn(8, 256).requires_grad_(), torch.randn(320, 8).requires_grad_()
+    x = torch.randn(3, 5, 256)
+    for function, exact in (
+        (lambda x: layer(x), lambda x: linear(x, rows.dequantize().double(), plain.bias.double())),
+        (
+            lambda x: frozen_lora_linear(x, layer, a, b, 0.5),
+            lambda x: linear(x, rows.dequantize().double() + 0.5 * b.double() @ a.double(), plain.bias.double()),
+        ),
+    ):
+        results = []
+        for call, dtype in ((function, torch.float32), (exact, torch.float64)):
+            given = x.to(dtype).requires_grad_()
+            y = call(given)
+            grads = torch.autograd.grad(y.square().sum(), [given, a, b], allow_unused=True)
+            results.append([y.detach(), *(grad for grad in grads if grad is not None)])
+        for ours, right in zip(*results, strict=True):
+            assert ((ours - right).norm() / right.norm()).item() < 1e-6
+    shifted = linear(x, rows.dequantize().roll(1, 0), plain.bias)
+    assert ((layer(x) - shifted).norm() / shifted.norm()).item() > 0.1
+
+
+@every_precision
+def test_numbers_are_vllms(precision):
+    """Code times scale as vLLM's own permutations have them, exactly in BF16, in any part; tiny scales are 0 there."""
+    torch.manual_seed(0)
+    weight = torch.randn(192, 256) * torch.logspace(-6, 0, 256)[None, :]
+    plain = torch.nn.Linear(256, 192, bias=False)
+    plain.weight.data = weight
+    layer = FrozenLinear.from_linear(plain, precision)
+    values, scale, factor = tiles(layer)
+    theirs = numbers(values, scale, None)
+    for dtype in (torch.bfloat16, torch.float32):
+        ours = marlin.numbers(values, scale, dtype)
+        assert ours.dtype == dtype and torch.equal(ours.float(), theirs)
+        part = marlin.numbers(values[2:6, 128:], scale[32 * len(scale) // 256 : 96 * len(scale) // 256, 64:], dtype)
+        assert torch.equal(part.float(), theirs[32:96, 64:])
+    exact = layer.dequantize(torch.float32).t()
+    flushed = (theirs == 0) & (exact != 0)
+    assert flushed.any() == (precision == "nvfp4")
+    assert exact[flushed].abs().max() < 1e-3 * exact.abs().max() if flushed.any() else True
+    assert torch.allclose((theirs * factor)[~flushed], exact[~flushed], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("why", ["tiles", "merge", "checkpoint"])
+def test_two_copies(tmp_path, why, monkeypatch, caplog):
+    """Where one copy is impossible the log says why and what it costs, and the engine samples from the policy."""
+    shape = {"intermediate_size": 160} if why == "tiles" else {}
+    model = adapted(tmp_path / "policy", "nvfp4", **shape)
+    options = {"lora_sync": "merge" if why == "merge" else "adapter", "sync_check_steps": 1}
+    if why == "checkpoint":
+        from vllm_engines import SMALL
+
+        options["engine_kwargs"] = SMALL | {"model": str(tmp_path / "policy")}
+    with caplog.at_level(logging.WARNING, "trl_quant"):
+        sampler = engine(model, "nvfp4", **options)
+    expected = {"tiles": "does not fill the tiles", "merge": "adapter is merged", "checkpoint": "a checkpoint of its own"}
+    assert "GiB more" in caplog.text and expected[why] in caplog.text
+    assert all(layer.weight_packed.dtype == torch.uint8 for layer in layers(model).values())
+    sampler.sync_weights()
+    assert sampler.check_sync()

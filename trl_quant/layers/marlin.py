@@ -1,0 +1,74 @@
+r"""
+A frozen weight as vLLM's Marlin kernels hold it, which trainer and engine can then hold once, in the same memory.
+
+Marlin (arXiv:2408.11743, section 3.4) reorders the codes of a matrix so that a thread finds those of its part of a
+tensor core's tile in one 32-bit word; W is transposed in it, and cut into tiles of 16 inputs by 64 outputs.
+
+| tensor | shape | holds |
+|---|---|---|
+| codes | (in / 16, 2 out) int32 | 128 words of a tile, 8 codes a word |
+| scales | (in / group, out) | 64 scales of a tile's outputs, reordered |
+
+With the bits of an input's place in its tile `k = h l_1 l_0 z` and of an output's `n = j_1 j_0 b c_2 c_1 c_0`:
+
+    code  (k, n)    word c_2 c_1 c_0 l_1 l_0 j_1 j_0, bits 4 p to 4 p + 3 with p = z b h
+    scale (group, n)     place c_2 c_1 c_0 j_1 b j_0
+
+MXFP4's scales are the format's own bytes. NVFP4's E4M3 becomes five bits of exponent and three of mantissa of
+128 scale, and a scale below 2^-6 becomes 0, for vLLM and, once the memory is shared, for the trainer.
+
+The numbers here are code times scale, without NVFP4's global scale: exact in BF16, by which, as in vLLM's kernels, the
+sum of a product is multiplied instead of each weight.
+"""
+
+import torch
+from torch import Tensor
+
+from ..formats.common import decode_e2m1
+from ..formats.mxfp4 import power_of_two
+
+
+TILE_IN, TILE_OUT = 16, 64
+
+
+def scales(scale: Tensor) -> Tensor:
+    """Scales (groups, out) as stored, E5M3 for NVFP4 and E8M0 for MXFP4, to float32 in the order of the outputs."""
+    ordered = scale.view(torch.uint8).unflatten(1, (-1, 8, 2, 2, 2)).permute(0, 1, 3, 5, 4, 2)  # tile, j1, j0, b, c
+    ordered = ordered.flatten(1)
+    if scale.dtype == torch.float8_e8m0fnu:
+        return power_of_two(ordered)
+    return (ordered.to(torch.int16) << 7).view(torch.float16).float() / 128
+
+
+def codes(values: Tensor) -> Tensor:
+    """Codes (in, out), E2M1 in uint8, of words (in / 16, 2 out)."""
+    shifts = 4 * torch.arange(8, dtype=torch.int32, device=values.device)
+    out = ((values.unsqueeze(-1) >> shifts) & 0xF).to(torch.uint8)
+    # rows, tile, c, l, j, z, b, h  ->  rows, h, l, z, tile, j, b, c
+    out = out.flatten(1).unflatten(1, (-1, 8, 4, 4, 2, 2, 2)).permute(0, 7, 3, 5, 1, 4, 6, 2)
+    return out.reshape(TILE_IN * len(values), -1)
+
+
+def product(values: Tensor, scale: Tensor) -> Tensor:
+    """Codes (in, out) of words times scales (groups, out) in float32."""
+    decoded = decode_e2m1(codes(values))
+    return (decoded.view(len(scale), -1, decoded.shape[1]) * scale.unsqueeze(1)).view_as(decoded)
+
+
+def numbers(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """
+    Code times scale.
+
+    Args:
+        values (`torch.Tensor`): Codes (in / 16, 2 out) int32, or a part of them: whole tiles.
+        scale (`torch.Tensor`): Their scales (in / group, out).
+        dtype (`torch.dtype`): BF16 or wider, in which they are exact; FP16 rounds what it cannot hold.
+
+    Returns:
+        `torch.Tensor`: (in, out), the transposed weight, contiguous.
+    """
+    if values.is_cuda:
+        from ..kernels.marlin import numbers as kernel
+
+        return kernel(values, scale, dtype)
+    return product(values, scales(scale)).to(dtype)
