@@ -11,7 +11,6 @@ ever held in 16 bits. Gradient checkpointing, one update per generation, and a c
 
 torch's allocator, which serves trainer and vLLM alike, is capped: at 40 GB for 32B, 80 GB for 70B, or `--cap`. A
 trainer that does not fit ends with what it asked for. vLLM's cache of keys and values holds the batch and a tenth more.
-Segments of the allocator can grow (`PYTORCH_CUDA_ALLOC_CONF`, which one can set otherwise), so that gaps count less.
 
 | column | is, in GB of 10^9 bytes |
 |---|---|
@@ -25,7 +24,6 @@ Seconds are the last step's, and those of its sampling and scoring. Without a GP
 
 import argparse
 import json
-import os
 import random
 import re
 import resource
@@ -65,7 +63,6 @@ from trl_quant.rollout.vllm.support import quantized_layers
 GB = 10**9
 CAPS = {"32b": 40.0, "70b": 80.0}
 DEVICE = "cuda" if CUDA else "cpu"
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 # Bytes of the scales, from the first to below the second, with which weights have a standard deviation of about 0.02
 SCALES = {
     "nvfp4": (0x60, 0x78),  # E4M3: 32 to 240
@@ -215,25 +212,20 @@ class Steps(TrainerCallback):
         self.peaks.note()
 
 
-def set_allocator(args) -> None:
-    """Caps torch's allocator; with the options that vLLM 0.26 forgets while it loads."""
-    if not CUDA:
-        return
-    total = torch.cuda.mem_get_info()[1]
-    if options := os.environ.get(ALLOCATOR):
-        torch._C._accelerator_setAllocatorSettings(options)
-    if args.cap * GB > total:
-        raise ValueError(f"`--cap`={args.cap:g} GB is more than the device has, {total / GB:.1f} GB.")
-    if args.cap:
-        torch.cuda.set_per_process_memory_fraction(args.cap * GB / total)
+def set_cap(cap: float) -> None:
+    """Caps torch's allocator at so many GB; 0 for none."""
+    if CUDA and cap:
+        total = torch.cuda.mem_get_info()[1]
+        if cap * GB > total:
+            raise ValueError(f"`--cap`={cap:g} GB is more than the device has, {total / GB:.1f} GB.")
+        torch.cuda.set_per_process_memory_fraction(cap * GB / total)
 
 
 def measure(args) -> dict:
-    set_allocator(args)
+    set_cap(args.cap)
     peaks, stage = Peaks(), "at the start"
     try:
         trainer = make_trainer(args, load_tokenizer(args.tokenizer))
-        set_allocator(args)
         start, stage = peaks.take(), "in a step"
         clock = Clock(synchronize=True)
         if CUDA:
@@ -252,7 +244,11 @@ def measure(args) -> dict:
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     lengths = {entry["completions/mean_length"] for entry in entries}
     assert lengths == {args.new} and len(entries) == args.steps, f"{len(entries)} steps of {lengths} tokens"
-    return {"start": start, "steps": peaks.take(), "seconds": steps.seconds}
+    result = {"start": start, "steps": peaks.take(), "seconds": steps.seconds}
+    if CUDA and args.cap:
+        most = max(start["reserved"], result["steps"]["reserved"])
+        assert most <= args.cap * GB, f"torch reserved {most} bytes, past its cap of {args.cap:g} GB"
+    return result
 
 
 def main():
@@ -280,7 +276,6 @@ def main():
         args.cap = CAPS.get(args.sizes[0], 0.0) if args.cap is None else args.cap
         return report(measure(args))
     load_tokenizer(args.tokenizer)  # or says at once what is missing
-    os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
 
     results = {}
     for size in args.sizes:

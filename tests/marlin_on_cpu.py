@@ -83,7 +83,9 @@ def marlin_on_cpu(monkeypatch) -> None:
     monkeypatch.setattr(ops, "gptq_marlin_repack", repack)
     monkeypatch.setattr(marlin_utils_fp4, "is_fp4_marlin_supported", lambda: True)
     for module, name in ((nvfp4, "MarlinNvFp4LinearKernel"), (mxfp4, "MarlinMxFp4LinearKernel")):
-        monkeypatch.setattr(getattr(module, name), "is_supported", classmethod(lambda cls, capability=None: (True, None)))
+        monkeypatch.setattr(
+            getattr(module, name), "is_supported", classmethod(lambda cls, capability=None: (True, None))
+        )
     monkeypatch.setitem(linear._POSSIBLE_MXFP4_KERNELS, PlatformEnum.CPU, [mxfp4.MarlinMxFp4LinearKernel])
     monkeypatch.setattr(nvfp4, "apply_fp4_marlin_linear", apply)
     monkeypatch.setattr(marlin_utils_fp4, "apply_fp4_marlin_linear", apply)

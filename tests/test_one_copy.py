@@ -60,7 +60,9 @@ def test_one_memory(tmp_path, precision, family, monkeypatch, caplog):
     model = adapted(tmp_path / "policy", precision, family)
     update(model, seed=0)
     before = {name: layer.dequantize() for name, layer in layers(model).items()}
-    bytes_before = sum(t.untyped_storage().nbytes() for layer in layers(model).values() for t in layer.packed()[:3] if t is not None)
+    bytes_before = sum(
+        t.untyped_storage().nbytes() for layer in layers(model).values() for t in layer.packed()[:3] if t is not None
+    )
     own = apart(model, precision, monkeypatch)
     with caplog.at_level(logging.INFO, "trl_quant"):
         shared = engine(model, precision, lora_sync="adapter", sync_check_steps=1)
@@ -72,14 +74,20 @@ def test_one_memory(tmp_path, precision, family, monkeypatch, caplog):
 
     theirs = dict(shared.llm.apply_model(lambda model: dict(model.named_parameters()))[0])
     for name, layer in layers(model).items():
-        assert torch.equal(layer.dequantize(), before[name]) and not torch.equal(layer.dequantize(), before[name].roll(1))
+        assert torch.equal(layer.dequantize(), before[name]) and not torch.equal(
+            layer.dequantize(), before[name].roll(1)
+        )
         assert storages([layer.weight_packed, layer.weight_scale]) <= storages(theirs.values())
     assert not storages(t for layer in layers(model).values() for t in layer.packed()[:2]) & storages(
         own.llm.apply_model(lambda model: dict(model.named_parameters()))[0].values()
     )
     embedding = model.get_base_model().get_input_embeddings().weight
     assert storages([embedding]) <= storages(theirs.values())
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for layer in layers(model).values() for t in layer.packed()[:2]}
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for layer in layers(model).values()
+        for t in layer.packed()[:2]
+    }
     assert sum(held.values()) <= bytes_before
 
     # One memory: what is written by the one is read by the other
@@ -154,7 +162,11 @@ def test_two_copies(tmp_path, why, monkeypatch, caplog):
         options["engine_kwargs"] = SMALL | {"model": str(tmp_path / "policy")}
     with caplog.at_level(logging.WARNING, "trl_quant"):
         sampler = engine(model, "nvfp4", **options)
-    expected = {"tiles": "does not fill the tiles", "merge": "adapter is merged", "checkpoint": "a checkpoint of its own"}
+    expected = {
+        "tiles": "does not fill the tiles",
+        "merge": "adapter is merged",
+        "checkpoint": "a checkpoint of its own",
+    }
     assert "GiB more" in caplog.text and expected[why] in caplog.text
     assert all(layer.weight_packed.dtype == torch.uint8 for layer in layers(model).values())
     sampler.sync_weights()

@@ -110,6 +110,7 @@ def _multiply(x: Tensor, q: QuantizedTensor, bias: Tensor | None, forward: bool,
             torch.mm(x, numbers.t(), out=y[:, place])
         else:
             torch.addmm(bias[place], x, numbers.t(), out=y[:, place])
+        del numbers  # before the next part's
 
 
 def _multiply_tiles(
@@ -125,12 +126,15 @@ def _multiply_tiles(
             numbers = marlin.numbers(values[:, 2 * start : 2 * end], scale[:, start:end], x.dtype)
         else:
             groups = slice(start * len(scale) // inputs, end * len(scale) // inputs)
-            numbers = marlin.numbers(values[start // marlin.TILE_IN : end // marlin.TILE_IN], scale[groups], x.dtype).t()
+            numbers = marlin.numbers(
+                values[start // marlin.TILE_IN : end // marlin.TILE_IN], scale[groups], x.dtype
+            ).t()
         part = y[:, start:end]
         if bias is None:
             part.addmm_(x, numbers, beta=0, alpha=factor)
         else:
             torch.addmm(bias[start:end], x, numbers, alpha=factor, out=part)
+        del numbers  # before the next part's
 
 
 def _product(

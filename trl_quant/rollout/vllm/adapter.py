@@ -11,7 +11,9 @@ The policy's LoRA adapter in vLLM, as two dense products beside the base's own, 
 
 R is the sum of the parts' ranks. One product with the zeros of a block-diagonal B is one kernel, where a product for
 each part would be three: with rank 32 the gate and up of a 7B model read 4.8 MB instead of 2.4, which takes an H200
-half a microsecond, less than another kernel takes to start. vLLM's own adapters, built for many at a time, cost more.
+half a microsecond, less than another kernel takes to start. On a GPU the branch is computed on a stream of its own
+while the base's product runs, which reads its weight from memory and leaves most of the card's arithmetic idle. vLLM's
+own adapters, built for many at a time, cost more.
 
 A and B are buffers of vLLM's layers, written in place: CUDA graphs stay valid, and a reload of the base, which goes
 by the parameters that a layer was built with, leaves them alone. Under tensor parallelism each rank holds what its part
@@ -20,8 +22,9 @@ of the layer needs; the sum over ranks after a row-parallel layer adds up the ad
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -131,9 +134,52 @@ def hold_adapter(model: nn.Module, ranks: dict[str, int], dtype: torch.dtype, de
 
 def _apply(base: Callable, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """The layer's product with the adapter's, in place of `base`, the one of its quantization method."""
-    y = base(layer, x, bias)
-    hidden = linear(x, layer.lora_a).flatten(0, -2)
-    return y.view(-1, y.shape[-1]).addmm_(hidden, layer.lora_b.t()).view(y.shape)
+    branch = torch.ops.trl_quant.adapter_branch(x, layer.lora_a, layer.lora_b)
+    return torch.ops.trl_quant.add_branch(base(layer, x, bias), branch, x)
+
+
+@torch.library.custom_op("trl_quant::adapter_branch", mutates_args=())
+def _branch(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """(X A^T) B^T, on a GPU beside what is launched next: to be read by `add_branch` alone."""
+    y = x.new_empty(*x.shape[:-1], len(b))
+    with _beside(x.device):
+        torch.mm(linear(x, a).flatten(0, -2), b.t(), out=y.view(-1, len(b)))
+    return y
+
+
+@torch.library.custom_op("trl_quant::add_branch", mutates_args=())
+def _sum(y: Tensor, branch: Tensor, x: Tensor) -> Tensor:
+    """The sum, once the branch is there; until then nothing may take the memory of its inputs `x`."""
+    if y.is_cuda:
+        torch.cuda.current_stream(y.device).wait_stream(_side(y.device))
+    return y + branch
+
+
+@_branch.register_fake
+def _(x, a, b):
+    return x.new_empty(*x.shape[:-1], len(b))
+
+
+@_sum.register_fake
+def _(y, branch, x):
+    return torch.empty_like(y)
+
+
+@cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """Context whose kernels run beside those launched after it, and are captured with them."""
+    if device.type != "cuda":
+        yield
+        return
+    side = _side(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        yield
 
 
 @torch.no_grad()

@@ -1,0 +1,177 @@
+"""One frozen base for trainer and vLLM on a GPU: vLLM's own Marlin kernels under CUDA graphs, asleep, with noise.
+
+    python3 -m pytest -m gpu -s tests/gpu/test_one_copy_gpu.py
+
+`-s` shows the memory that it saves, and how far trainer and engine are from each other.
+"""
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm_engines import GPU_MODEL, PROMPTS, engine, greedy, policy, update
+
+from trl_quant.adapters import with_frozen_layers
+from trl_quant.frozen_base import freeze
+from trl_quant.layers import FrozenLinear
+from trl_quant.noise import noised_norms
+from trl_quant.rollout import RolloutNoise
+from trl_quant.rollout.vllm import one_copy
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
+LORA = {"r": 16, "lora_alpha": 64, "target_modules": "all-linear", "init_lora_weights": False}
+every_precision = pytest.mark.parametrize("precision", ["nvfp4", "mxfp4"])
+
+
+def adapted(path, precision: str | None, family: str = "qwen2", **shape):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = policy(path, tied=family.startswith("gemma"), family=family, **GPU_MODEL | shape).cuda()
+        if precision is None:
+            return get_peft_model(model, LoraConfig(**LORA))
+        freeze(model, precision)
+        return get_peft_model(model, with_frozen_layers(LoraConfig(**LORA)))
+
+
+def base(model) -> dict[str, FrozenLinear]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, FrozenLinear)}
+
+
+@torch.no_grad()
+def logps(model, sequences: list[list[int]]) -> list[torch.Tensor]:
+    found = []
+    for ids in sequences:
+        tokens = torch.tensor([ids], device="cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            scored = model(tokens, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        found.append(scored.gather(-1, tokens[:, 1:, None]).flatten().cpu())
+    return found
+
+
+def sampled(sampler, count: int = 16) -> tuple[list[list[int]], list[list[int]], list[torch.Tensor]]:
+    """`(prompts, completions, log-probabilities)` of one generation."""
+    prompts, completions, found, _ = sampler.generate(PROMPTS * count, None, 1)
+    return prompts, completions, [torch.tensor(each).flatten() for each in found]
+
+
+def mismatch(sampler, model) -> float:
+    """KL k3 of the engine from the policy over what it samples, in nats a token."""
+    prompts, completions, theirs = sampled(sampler)
+    ours = logps(model, [prompt + ids for prompt, ids in zip(prompts, completions, strict=True)])
+    d = torch.cat([own[len(p) - 1 :] - their for p, own, their in zip(prompts, ours, theirs, strict=True)])
+    return (d.exp() - 1 - d).mean().item()
+
+
+@every_precision
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gemma3", "phi3"])
+def test_one_memory(tmp_path, precision, family, monkeypatch, caplog):
+    """The engine computes what one with a base of its own does, bit for bit, and the base is what it was."""
+    model = adapted(tmp_path / "policy", precision, family)
+    before = {name: layer.dequantize() for name, layer in base(model).items()}
+    forward = torch.cat(logps(model, PROMPTS))
+    with monkeypatch.context() as patch:
+        patch.setattr(one_copy, "lent", lambda: None)
+        own = engine(model, precision, lora_sync="adapter")
+    torch.cuda.synchronize()
+    with caplog.at_level(logging.INFO, "trl_quant"):
+        shared = engine(model, precision, lora_sync="adapter", sync_check_steps=1)
+    assert "hold one copy" in caplog.text
+    for seed in range(2):
+        update(model, seed=seed)
+        for sampler in (own, shared):
+            sampler.sync_weights()
+        assert greedy(shared.llm) == greedy(own.llm)
+    print(f"\n{precision:>10} {family}: {shared.check_sync()}")
+    parameters = dict(shared.llm.apply_model(lambda model: dict(model.named_parameters()))[0])
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in parameters.values()}
+    for name, layer in base(model).items():
+        assert torch.equal(layer.dequantize(), before[name])
+        assert {t.untyped_storage().data_ptr() for t in (layer.weight_packed, layer.weight_scale)} <= theirs
+    update(model, seed=1, size=-0.02)
+    update(model, seed=0, size=-0.02)
+    assert (torch.cat(logps(model, PROMPTS)) - forward).abs().mean() < 0.1 * forward.std()
+
+
+@every_precision
+def test_mismatch_like_bf16s(tmp_path, precision):
+    model = adapted(tmp_path / "policy", precision)
+    options = {"max_completion_length": 128, "max_num_seqs": 64}
+    shared = engine(model, precision, lora_sync="adapter", **options)
+    shared.sync_weights()
+    found = mismatch(shared, model)
+    plain = adapted(tmp_path / "plain", None)
+    bf16 = engine(plain, "bf16", **options)
+    bf16.sync_weights()
+    reference = mismatch(bf16, plain)
+    merged = engine(plain, precision, **options)
+    merged.sync_weights()
+    apart = mismatch(merged, plain)
+    print(f"\n{precision:>10}: KL of the shared base {found:.2e}, of BF16 {reference:.2e}, of Q(W + BA) {apart:.2e}")
+    assert 0 < found < 1.5 * reference < 0.1 * apart
+
+
+@every_precision
+def test_noise_on_the_shared_base(tmp_path, precision):
+    """It arrives, raises the sampler's entropy, leaves the trainer alone, and goes again."""
+    model = adapted(tmp_path / "policy", precision)
+    shared = engine(model, precision, lora_sync="adapter", wide_norms=True, max_completion_length=64, max_num_seqs=64)
+    shared.sync_weights()
+    norms = shared.read_norms()
+    clean, forward, surprise = greedy(shared.llm), torch.cat(logps(model, PROMPTS)), {}
+    for sigma in (0.0, 5e-4, 1e-2, 1e-1, 0.0):
+        shared.noise = RolloutNoise(sigma, seed=1, step=int(1e5 * sigma))
+        prompts, completions, _ = sampled(shared)
+        ours = logps(model, [prompt + ids for prompt, ids in zip(prompts, completions, strict=True)])
+        surprise[sigma] = -torch.cat([own[len(p) - 1 :] for p, own in zip(prompts, ours, strict=True)]).mean().item()
+        assert shared.effective_sigma == pytest.approx(sigma, rel=0.05)
+        assert torch.equal(torch.cat(logps(model, PROMPTS)), forward)
+    print(f"\n{precision:>10}: policy's surprise at the samples by sigma {surprise}")
+    assert surprise[1e-1] > surprise[0.0]
+    assert greedy(shared.llm) == clean
+    own = dict(model.get_base_model().named_parameters())
+    names = noised_norms(shared.weights.model_type, own)
+    for name, norm in zip(names, shared.read_norms().values(), strict=True):
+        assert torch.equal(norm, own[name].float())
+    assert all(torch.equal(norm, shared.read_norms()[name]) for name, norm in norms.items())
+
+
+@pytest.mark.own_process
+@every_precision
+def test_asleep(tmp_path, precision):
+    """Sleep frees the KV cache and keeps the base, on which the trainer goes on computing."""
+    model = adapted(tmp_path / "policy", precision)
+    sampler = engine(model, precision, lora_sync="adapter", enable_sleep_mode=True, sleep_level=1)
+    sampler.sync_weights()
+    sampler.ensure_ready()
+    awake = torch.cuda.mem_get_info()[0]
+    seen, forward = greedy(sampler.llm), torch.cat(logps(model, PROMPTS))
+    sampler.generate([[1, 2, 3]], None, 1)  # after which it sleeps
+    assert torch.cuda.mem_get_info()[0] - awake > 128 << 20
+    assert torch.equal(torch.cat(logps(model, PROMPTS)), forward)
+    update(model, seed=0)
+    sampler.sync_weights()
+    sampler.ensure_ready()
+    assert greedy(sampler.llm) != seen
+    update(model, seed=0, size=-0.02)
+    sampler.sync_weights()
+    assert (torch.cat(logps(model, PROMPTS)) - forward).abs().mean() < 0.1 * forward.std()
+
+
+def test_products(tmp_path):
+    """What the trainer multiplies with is what vLLM's kernel multiplies with."""
+    model = adapted(tmp_path / "policy", "nvfp4")
+    shared = engine(model, "nvfp4", lora_sync="adapter")
+    layers = shared.llm.apply_model(lambda m: {n: x for n, x in m.named_modules() if n.endswith("down_proj")})[0]
+    for name, theirs in layers.items():
+        ours = base(model)[f"base_model.model.{name}.base_layer"]
+        x = torch.randn(77, ours.in_features, device="cuda", dtype=torch.bfloat16)
+        y = theirs.scheme.apply_weights(theirs, x).float()
+        exact = x.double() @ ours.dequantize(torch.float32).double().t()
+        errors = [((given.double() - exact).norm() / exact.norm()).item() for given in (ours(x), y)]
+        assert errors[0] < 1.1 * errors[1] < 0.01
+        assert ((y - ours(x).float().roll(1, 1)).norm() / y.norm()).item() > 0.5
