@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
-from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.mxfp4 import marlin as mxfp4
 from vllm.model_executor.kernels.linear.nvfp4 import marlin as nvfp4
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    compressed_tensors_w4a4_mxfp4 as w4a4_mxfp4,
+)
 from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
 from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_weight_perm, marlin_weights
-from vllm.platforms import PlatformEnum
 
 from trl_quant.layers import FrozenLinear
 
@@ -86,7 +87,8 @@ def marlin_on_cpu(monkeypatch) -> None:
         monkeypatch.setattr(
             getattr(module, name), "is_supported", classmethod(lambda cls, capability=None: (True, None))
         )
-    monkeypatch.setitem(linear._POSSIBLE_MXFP4_KERNELS, PlatformEnum.CPU, [mxfp4.MarlinMxFp4LinearKernel])
+    marlin = lambda **kwargs: mxfp4.MarlinMxFp4LinearKernel(mxfp4.MxFp4LinearLayerConfig(**kwargs))  # noqa: E731
+    monkeypatch.setattr(w4a4_mxfp4, "init_mxfp4_linear_kernel", marlin)
     monkeypatch.setattr(nvfp4, "apply_fp4_marlin_linear", apply)
     monkeypatch.setattr(marlin_utils_fp4, "apply_fp4_marlin_linear", apply)
     if hasattr(marlin_utils_fp4, "marlin_make_workspace_new"):

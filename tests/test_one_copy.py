@@ -11,8 +11,11 @@ from torch.nn.functional import linear
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from marlin_on_cpu import marlin_on_cpu, numbers, tiles
-from vllm_engines import engine, greedy, policy, update
+from tiny import save_tiny
+from training import config, lora, make, metrics, parameters
+from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
 
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.adapters import with_frozen_layers
 from trl_quant.frozen_base import freeze
 from trl_quant.layers import FrozenLinear, frozen, frozen_lora_linear, marlin
@@ -157,8 +160,6 @@ def test_two_copies(tmp_path, why, monkeypatch, caplog):
     model = adapted(tmp_path / "policy", "nvfp4", **shape)
     options = {"lora_sync": "merge" if why == "merge" else "adapter", "sync_check_steps": 1}
     if why == "checkpoint":
-        from vllm_engines import SMALL
-
         options["engine_kwargs"] = SMALL | {"model": str(tmp_path / "policy")}
     with caplog.at_level(logging.WARNING, "trl_quant"):
         sampler = engine(model, "nvfp4", **options)
@@ -171,3 +172,57 @@ def test_two_copies(tmp_path, why, monkeypatch, caplog):
     assert all(layer.weight_packed.dtype == torch.uint8 for layer in layers(model).values())
     sampler.sync_weights()
     assert sampler.check_sync()
+
+
+@every_precision
+def test_a_merged_adapter_in_layers_with_biases(tmp_path, precision):
+    """Marlin reorders biases as well: after a reload the engine equals a fresh one of the same weights."""
+    model = policy(tmp_path / "policy", with_lora=True, family="qwen2", tied=False, **TILED)
+    for name, param in model.named_parameters():
+        if name.endswith("bias"):
+            param.data.uniform_(-1, 1)
+    sampler = engine(model, precision)
+    seen = []
+    for seed in range(2):
+        update(model, seed=seed)
+        sampler.sync_weights()
+        seen.append(greedy(sampler.llm))
+        assert seen[-1] == greedy(fresh(model, precision, tmp_path / f"{seed}"))
+    assert seen[0] != seen[1]
+
+
+@every_precision
+def test_a_run(tmp_path, precision):
+    """GRPO on a shared base, with noise and dynamic sampling: only the adapter moves, and the engine follows it."""
+    path = save_tiny(tmp_path / "model", family="qwen2", tied=False, dtype=torch.bfloat16, **TILED)
+    settings = {
+        "train_precision": precision,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_engine_kwargs": SMALL,
+        "vllm_max_model_length": 256,
+        "noise_schedule": "exponential",
+        "noise_stages": 3,
+        "dynamic_sampling_rounds": 1,
+        "sync_check_steps": 2,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+    }
+    args = config(QuantGRPOConfig, tmp_path / "out", **settings)
+    assert (args.rollout_precision, args.lora_sync) == (precision, "adapter")
+    trainer = make(QuantGRPOTrainer, args, model=path, peft_config=lora())
+    keep(trainer)
+    base = {name: layer.dequantize() for name, layer in layers(trainer.model).items()}
+    assert base and all(layer.weight_packed.dtype == torch.int32 for layer in layers(trainer.model).values())
+    start = parameters(trainer)
+    trainer.train()
+    moved = {name for name, param in parameters(trainer).items() if not torch.equal(param, start[name])}
+    assert moved == {name for name in start if ".lora_" in name}
+    assert all(torch.equal(layer.dequantize(), base[name]) for name, layer in layers(trainer.model).items())
+    logged = [entry for entry in metrics(trainer) if "loss" in entry]
+    assert [entry["noise/norms"] > 0 for entry in logged] == [entry["noise/sigma"] > 0 for entry in logged]
+    clean = [entry["mismatch/kl_k3"] for entry in logged if not entry["noise/sigma"]]
+    noised = [entry["mismatch/kl_k3"] for entry in logged if entry["noise/sigma"]]
+    print(clean, noised)
+    assert clean and noised and max(clean) < 1e-3
+    trainer.check_sync()

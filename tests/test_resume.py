@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from training import config, lora, make, parameters
+from training import config, dataset, lora, make, parameters
 from training import metrics as all_metrics
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -30,7 +30,7 @@ class Killed(Exception):
     pass
 
 
-def trainer_of(path, kill_at=None, peft=False, **overrides):
+def trainer_of(path, kill_at=None, peft=False, prompts=8, **overrides):
     calls = []
 
     def reward(completions, **kwargs):
@@ -44,6 +44,7 @@ def trainer_of(path, kill_at=None, peft=False, **overrides):
         config(QuantGRPOConfig, path, **SETTINGS | overrides),
         reward_funcs=reward,
         peft_config=lora() if peft else None,
+        train_dataset=dataset(prompts),
     )
 
 
@@ -55,8 +56,10 @@ def trainer_of(path, kill_at=None, peft=False, **overrides):
         {"peft": True},
         {"peft": True, "train_precision": "nvfp4", "rollout_precision": None, "dynamic_sampling_rounds": 1},
         {"num_iterations": 2, "max_steps": 8, "save_steps": 4},
+        {"prompts": 4},
+        {"prompts": 2},
     ],
-    ids=["plain", "uaq", "lora", "frozen base", "iterations"],
+    ids=["plain", "uaq", "lora", "frozen base", "iterations", "second epoch", "fourth epoch"],
 )
 def test_killed_and_resumed_equals_unbroken(tmp_path, options):
     whole = trainer_of(tmp_path / "whole", **options)

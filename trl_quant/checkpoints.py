@@ -7,9 +7,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
+from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .formats.checkpoint import check_files
@@ -181,3 +184,19 @@ def check_uaq(checkpoint: str | Path, applied: float | None) -> None:
             f"The checkpoint {checkpoint} was trained with `uaq_scale`={recorded}, this run has `uaq_scale`={applied}. "
             "Resume with the same value."
         )
+
+
+def same_after_resume(sampler: Sampler | None) -> Sampler | None:
+    """
+    Has TRL's sampler take the order of any epoch as an unbroken run does. By itself it draws one epoch's order after
+    the other, so that a run which resumes in a later epoch would take that of the first again.
+    """
+    if getattr(sampler, "shuffle", False) and getattr(sampler, "seed", None) is not None:
+        sampler.set_epoch = partial(_set_epoch, sampler)
+    return sampler
+
+
+def _set_epoch(sampler: Sampler, epoch: int) -> None:
+    sampler.generator.manual_seed(sampler.seed)
+    for _ in range(epoch):
+        torch.randperm(sampler.num_samples, generator=sampler.generator)

@@ -55,10 +55,9 @@ class QuantGRPOTrainer(GRPOTrainer):
         environment_factory=None,
     ):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        model_name = name_of(model)
         if not isinstance(args, QuantGRPOConfig):
             own = self.config_class
-            args = own(f"{model_name.split('/')[-1]}-GRPO") if args is None else own.from_grpo(args)
+            args = own(f"{name_of(model).split('/')[-1]}-GRPO") if args is None else own.from_grpo(args)
         args.is_taken = True
         check_method(self, args, rollout_func)
         check_before_loading(**given | {"args": args})
@@ -180,6 +179,9 @@ class QuantGRPOTrainer(GRPOTrainer):
                 self._engine.load_state_dict(state)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _get_train_sampler(self, dataset=None):
+        return checkpoints.same_after_resume(super()._get_train_sampler(dataset))
+
     def _save_checkpoint(self, model, trial):
         state = {"settings": self.args.training_settings()}
         if self._engine is not None:
@@ -192,8 +194,6 @@ class QuantGRPOTrainer(GRPOTrainer):
 
 
 class AISGRPOTrainer(QuantGRPOTrainer):
-    """
-    [`QuantGRPOTrainer`] with AIS-GRPO's defaults ([`AISGRPOConfig`]): adaptive weights, unnormalised advantages.
-    """
+    """[`QuantGRPOTrainer`] with AIS-GRPO's defaults ([`AISGRPOConfig`]): adaptive weights, unnormalised advantages."""
 
     config_class = AISGRPOConfig
