@@ -48,7 +48,6 @@ REFUSED_FIELDS = [  # fields -> what the message says
     ({"sync_check_steps": "50"}, "`sync_check_steps`='50' must be an integer"),
     ({"sync_check_steps": True}, "`sync_check_steps`=True must be an integer"),
     ({"vllm_sleep_level": True}, "`vllm_sleep_level`=True must be an integer"),
-    ({"vllm_sleep_level": None}, "`vllm_sleep_level`=None must be an integer"),
     ({"lora_sync": 1}, "`lora_sync`=1 must be a string or None"),
     ({"rollout_precision": ["int8"]}, "`rollout_precision`=['int8'] must be a string or None"),
     ({"rollout_precision": 8}, "`rollout_precision`=8 must be a string or None"),

@@ -27,10 +27,11 @@ def sampler(tmp_path_factory):
 @pytest.mark.parametrize("option", [{}, {"top_p": 0.8}])
 def test_the_samples_are_vllms(sampler, option):
     option = option | {"ignore_eos": True}
-    lean, ends = sampled(sampler, **option)
-    blocks = cached(sampler)
+    sampled(sampler, plain=True, **option)  # may leave a step to be drawn in the next generation, as all others do
     plain, plain_ends = sampled(sampler, plain=True, **option)
     assert plain == sampled(sampler, plain=True, **option)[0], "vLLM's own samples are not the same twice"
+    blocks = cached(sampler)
+    lean, ends = sampled(sampler, **option)
     for name, ours, theirs in zip(("prompts", "tokens", "log-probabilities", "their ids"), lean, plain, strict=True):
         assert ours == theirs, f"{name} differ"
     assert len(lean[1]) == len(PROMPTS)

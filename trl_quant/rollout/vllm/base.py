@@ -98,6 +98,11 @@ class VLLMBase(RolloutEngine):
     def on_cpu(self) -> bool:
         return self.accelerator.device.type == "cpu"
 
+    def own_base_bytes(self) -> int:
+        """Bytes of the policy's base where it is frozen in the engine's precision, else 0."""
+        layers = [layer for _, layer in self.weights.frozen() if layer.precision == self.precision]
+        return sum(tensor.nbytes for layer in layers for tensor in layer.parameters())
+
     def plan_stream(self, prepared: bool) -> None:
         """Settles which layers travel quantized: none to an engine that quantizes what it gets."""
         count_layers(self.weights.base_model, self.precision)

@@ -25,6 +25,7 @@ from .support import (
     check_device,
     check_prepared,
     layout_arguments,
+    two_copies,
 )
 
 
@@ -96,15 +97,12 @@ class VLLMEngine(VLLMBase):
 
     def _base_to_share(self) -> PolicyWeights | None:
         """The policy's weights, where its frozen base is what this engine samples from."""
-        base = [layer for _, layer in self.weights.frozen() if layer.precision == self.precision]
-        if not base:
+        if not self.own_base_bytes():
             return None
         if self.lora_sync == "adapter" and "model" not in self.engine_kwargs:
             return self.weights
-        from .one_copy import two_copies
-
         own = "the adapter is merged into it" if self.lora_sync == "merge" else "vLLM has a checkpoint of its own"
-        two_copies(sum(tensor.nbytes for layer in base for tensor in layer.parameters()), f"in vLLM {own}")
+        two_copies(self.own_base_bytes(), f"in vLLM {own}")
         return None
 
     def _llm_arguments(self) -> dict:

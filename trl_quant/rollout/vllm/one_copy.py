@@ -30,6 +30,7 @@ from ...layers.marlin import TILE_OUT
 from ..seams import exchanged
 from ..weights import PolicyWeights
 from .adapter import names_in_vllm, places
+from .support import two_copies
 
 
 logger = logging.getLogger(__name__)
@@ -98,11 +99,6 @@ def share(model: nn.Module, weights: PolicyWeights, device: torch.device) -> boo
             shared += 1
     logger.info("Trainer and vLLM hold one copy of %d linear layers and %d embeddings.", len(base), shared)
     return True
-
-
-def two_copies(size: int, reason: str) -> None:
-    """Says that the base is held twice, what that costs in bytes, and why."""
-    logger.warning("Trainer and vLLM hold a copy of the base each, %.2f GiB more: %s.", size / 2**30, reason)
 
 
 def _is_bare(layer: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from ..kv_cache import FORMATS as CACHE_FORMATS
 from ..kv_cache import UNQUANTIZED, KVCache
 from ..seams import client_that
 from .base import VLLMBase
-from .support import check_version, differences, prepared_precisions
+from .support import check_version, differences, prepared_precisions, two_copies
 
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ class VLLMServerEngine(VLLMBase):
         broadcast_object_list(facts, from_process=0)
         self._limits, self._prepared, self._norm_dtype, self.caches = facts[0]
         self.plan_stream(self._prepared)
+        if size := self.own_base_bytes():
+            two_copies(size, "the server has its own, with the adapter merged into it")
 
     def _check_server(self, client) -> None:
         """Raises `ValueError` unless the server is what the run asks for."""

@@ -1,6 +1,7 @@
 """What vLLM can run here, asked before anything is loaded, and the arguments that make it run in a precision."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,8 @@ from ...precisions import PRECISIONS, InVLLM, in_vllm
 from ..kv_cache import FORMATS as CACHE_FORMATS
 from ..kv_cache import UNQUANTIZED
 
+
+logger = logging.getLogger(__name__)
 
 VLLM_VERSIONS = ("0.26", "0.33")  # at least, below
 # Fields of a config that two checkpoints of one model have in common, quantized or not
@@ -298,3 +301,8 @@ def adapter_arguments(model, given: dict) -> dict[str, dict[str, int]]:
             raise ValueError(f"`lora_sync`='adapter': the engine does not run PEFT's `{variant}`. {instead}")
         ranks[clean_name(name)] = layer.r[adapter]
     return {"adapter": ranks}
+
+
+def two_copies(size: int, reason: str) -> None:
+    """Says that trainer and engine hold the frozen base each, what that costs in bytes, and why."""
+    logger.warning("Trainer and vLLM hold a copy of the base each, %.2f GiB more: %s.", size / 2**30, reason)
