@@ -47,11 +47,6 @@ def frozen_precisions() -> list[str]:
 # Products
 
 
-def in_tiles(values: Tensor) -> bool:
-    """Whether the codes are in Marlin's layout."""
-    return values.dtype == torch.int32
-
-
 def _quantized(values, scale, global_scale, format, rows, cols, dtype) -> QuantizedTensor:
     return QuantizedTensor(format, values.view(torch.uint8), scale, torch.Size((rows, cols)), dtype, global_scale)
 
@@ -147,7 +142,7 @@ def _product(
     rows: int,
     cols: int,
     dtype: torch.dtype,
-    factor: float,
+    factor: float | None,
     forward: bool,
 ) -> Tensor:
     """
@@ -165,7 +160,7 @@ def _product(
     """
     y = x.new_empty(*x.shape[:-1], rows if forward else cols)
     flat, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-    if in_tiles(values):
+    if factor is not None:
         _multiply_tiles(flat, values, scale, factor, bias, forward, out)
     else:
         _multiply(flat, _quantized(values, scale, global_scale, format, rows, cols, dtype), bias, forward, out)
@@ -246,7 +241,7 @@ class FrozenLinear(nn.Linear):
             raise ValueError(f"dtype: {dtype} cannot be a frozen layer's; allowed: {', '.join(map(str, DTYPES))}.")
         self.in_features, self.out_features = in_features, out_features
         self.precision, self.format, self.dtype = precision, PRECISIONS[precision].format, dtype
-        self.factor = 1.0  # of the numbers in Marlin's layout: what is left of NVFP4's global scale
+        self.factor: float | None = None  # in Marlin's layout, what code times scale is multiplied by
         self._is_hf_initialized = True  # transformers would draw a weight for it
         like = quantize(torch.empty(out_features, in_features, dtype=dtype, device="meta"), self.format, check=False)
         tensors = {"weight_global_scale": None, **_stored(like)}
@@ -324,7 +319,7 @@ class FrozenLinear(nn.Linear):
         Args:
             dtype (`torch.dtype`, *optional*): What they are rounded to, by default the type that was quantized.
         """
-        if in_tiles(self.weight_packed):
+        if self.factor is not None:
             scale = marlin.scales(self.weight_scale)
             scale = scale if self.weight_global_scale is None else scale / self.weight_global_scale
             return marlin.product(self.weight_packed, scale).t().to(dtype or self.dtype).contiguous()
