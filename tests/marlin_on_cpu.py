@@ -92,6 +92,6 @@ def marlin_on_cpu(monkeypatch) -> None:
     monkeypatch.setattr(nvfp4, "apply_fp4_marlin_linear", apply)
     monkeypatch.setattr(marlin_utils_fp4, "apply_fp4_marlin_linear", apply)
     if hasattr(marlin_utils_fp4, "marlin_make_workspace_new"):
-        monkeypatch.setattr(marlin_utils_fp4, "marlin_make_workspace_new", lambda device, blocks=1: torch.empty(0))
+        monkeypatch.setattr(marlin_utils_fp4, "marlin_make_workspace_new", lambda *args, **kwargs: torch.empty(0))
     supported = dict.fromkeys(("bf16", "nvfp4", "mxfp4"))
     monkeypatch.setattr("trl_quant.rollout.vllm.support.supported_precisions", lambda: supported)
