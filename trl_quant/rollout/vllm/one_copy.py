@@ -89,7 +89,7 @@ def share(model: nn.Module, weights: PolicyWeights, device: torch.device) -> boo
     # In a thread of its own, since vLLM's sleep mode takes away what the loading thread allocates
     with ThreadPoolExecutor(1) as thread:
         for layer in bare.values():
-            thread.submit(_merge, layer, parts[layer], device).result()
+            thread.submit(_merge, layer, parts[layer]).result()
     own, shared = dict(model.named_parameters()), 0
     matrices = {name.removesuffix(".weight"): tensor for name, tensor in rest.items() if tensor.ndim == 2}
     for name, theirs in names_in_vllm(model, matrices):
@@ -147,9 +147,10 @@ def _allocate(layer: LinearBase, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _merge(layer: LinearBase, parts: list[FrozenLinear], device: torch.device) -> None:
+def _merge(layer: LinearBase, parts: list[FrozenLinear]) -> None:
     """Has `layer` hold the codes and scales of `parts`, repacked by vLLM, and the parts those of `layer`."""
-    with torch.device(device):
+    packed = parts[0].weight_packed
+    with torch.device(packed.device), torch.cuda.device_of(packed):  # which a new thread does not know
         for name in ("weight_packed", "weight_scale", "weight_global_scale"):
             if hasattr(layer, name):
                 whole = torch.cat([getattr(module, name) for module in parts])
