@@ -210,8 +210,8 @@ class FrozenLinear(nn.Linear):
     """
     A linear layer whose weight is held in four bits, takes no gradient and hands gradients on to its inputs. It has the
     parameters that compressed-tensors stores, `weight_packed`, `weight_scale` and, for NVFP4, `weight_global_scale`;
-    NF4's, which has no such layout, have the same names. [`~FrozenLinear.hold_tiles`] puts another layout in their place. It has no
-    `weight`: what would write to one fails.
+    NF4's, which has no such layout, have the same names. [`~FrozenLinear.hold_tiles`] puts another layout in their
+    place. It has no `weight`: what would write to one fails.
 
     The products are computed in the type of the inputs, or autocast's.
 
