@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 LINEAR = "vllm.model_executor.layers.linear"
 KERNELS = "vllm.model_executor.kernels.linear"
 COMPRESSED = "vllm.model_executor.layers.quantization.compressed_tensors"
+UTILS = "vllm.model_executor.layers.quantization.utils"
 ONLINE = "vllm.model_executor.layers.quantization.online.fp8"
 LOADER = "vllm.model_executor.model_loader"
 TRANSFER = "vllm.distributed.weight_transfer"
@@ -68,7 +69,7 @@ NAMES = {
     "vllm.v1.worker.worker_base:WorkerBase": "device get_model vllm_config",
     "vllm.v1.worker.gpu_worker:Worker": "model_runner reload_weights",
     # Linear layers, by the classes that run them (`precisions.PRECISIONS`)
-    f"{LINEAR}:LinearBase": "input_size prefix quant_method requires_unquantized_input tp_rank tp_size",
+    f"{LINEAR}:LinearBase": "input_size params_dtype prefix quant_method requires_unquantized_input tp_rank tp_size",
     f"{LINEAR}:UnquantizedLinearMethod": "process_weights_after_loading",
     f"{ONLINE}:Fp8PtpcOnlineLinearMethod": "fp8_linear",
     f"{ONLINE}:Fp8PerTensorOnlineLinearMethod": "fp8_linear",
@@ -88,6 +89,15 @@ NAMES = {
     f"{KERNELS}.nvfp4.marlin": "MarlinNvFp4LinearKernel",
     f"{KERNELS}.mxfp4.humming": "HummingMxFp4LinearKernel",
     f"{KERNELS}.mxfp4.marlin": "MarlinMxFp4LinearKernel",
+    f"{KERNELS}.nvfp4": "marlin",
+    f"{KERNELS}.mxfp4": "marlin",
+    # A base that trainer and engine share, in Marlin's layout
+    f"{COMPRESSED}.compressed_tensors": "CompressedTensorsLinearMethod",
+    f"{COMPRESSED}.schemes": "compressed_tensors_w4a4_mxfp4",
+    f"{COMPRESSED}.schemes.compressed_tensors_w4a4_mxfp4": "init_mxfp4_linear_kernel",
+    UTILS: "marlin_utils_fp4",
+    f"{UTILS}.marlin_utils_fp4": "is_fp4_marlin_supported prepare_fp4_layer_for_marlin",
+    f"{UTILS}.marlin_utils_test": "get_weight_perm marlin_weights",
     # The KV cache
     "vllm.config:CacheConfig": "block_size cache_dtype",
     "vllm.model_executor.layers.attention:Attention": "kv_cache_dtype layer_name query_quant",
@@ -101,12 +111,12 @@ NAMES = {
     "vllm.v1.outputs:ModelRunnerOutput": "logprobs",
     "vllm.v1.request:Request": "num_computed_tokens request_id",
     # Adapters
-    "vllm.model_executor.utils": "get_packed_modules_mapping",
-    f"{LINEAR}:QKVParallelLinear": "num_kv_head_replicas output_partition_sizes output_sizes",
-    f"{LINEAR}:MergedColumnParallelLinear": "output_partition_sizes output_sizes",
-    f"{LINEAR}:ColumnParallelLinear": "input_size_per_partition output_partition_sizes",
-    f"{LINEAR}:RowParallelLinear": "input_size_per_partition output_partition_sizes",
-    f"{LINEAR}:ReplicatedLinear": "input_size output_partition_sizes",
+    "vllm.model_executor.utils": "get_packed_modules_mapping set_weight_attrs",
+    f"{LINEAR}:QKVParallelLinear": "num_kv_head_replicas output_partition_sizes output_sizes weight_loader",
+    f"{LINEAR}:MergedColumnParallelLinear": "output_partition_sizes output_sizes weight_loader",
+    f"{LINEAR}:ColumnParallelLinear": "input_size_per_partition output_partition_sizes weight_loader",
+    f"{LINEAR}:RowParallelLinear": "input_size_per_partition output_partition_sizes weight_loader",
+    f"{LINEAR}:ReplicatedLinear": "input_size output_partition_sizes weight_loader",
     "vllm.lora.request": "LoRARequest",  # of vLLM's own adapters, which ours are compared with
     # A server's workers
     f"{TRANSFER}.factory": "WeightTransferEngineFactory",
@@ -134,6 +144,10 @@ CALLS = {
     f"{LOADER}.dummy_loader:DummyModelLoader.load_weights": "model model_config",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights": "* weights_iterator",
     f"{LINEAR}:LinearMethodBase.apply": "layer x bias",
+    f"{COMPRESSED}.compressed_tensors:CompressedTensorsLinearMethod.process_weights_after_loading": "layer",
+    f"{UTILS}.marlin_utils:marlin_padded_nk": "size_n size_k group_size",
+    f"{UTILS}.marlin_utils_fp4:nvfp4_marlin_process_global_scale": "global_scale a_dtype",
+    f"{LOADER}.reload.meta:materialize_meta_tensor": "meta_tensor",
     f"{LINEAR}:UnquantizedLinearMethod.process_weights_after_loading": "layer",
     "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.process_weights_after_loading": (
         "layer"

@@ -227,7 +227,10 @@ def test_names_stay_trls(tmp_path):
         ({"lora_sync": "files"}, ["lora_sync", "'files'", "'adapter'"]),
         ({"vllm_sleep_level": 3}, ["vllm_sleep_level", "3"]),
         ({"sync_check_steps": -1}, ["sync_check_steps", "-1"]),
-        ({"lora_sync": "adapter", "vllm_enable_sleep_mode": True}, ["lora_sync", "vllm_sleep_level", "base"]),
+        (
+            {"lora_sync": "adapter", "vllm_enable_sleep_mode": True, "vllm_sleep_level": 2},
+            ["lora_sync", "vllm_sleep_level", "base"],
+        ),
         ({"lora_sync": "adapter", "use_vllm": False}, ["lora_sync", "use_vllm"]),
     ],
 )
@@ -235,6 +238,12 @@ def test_refused_before_anything_is_loaded(tmp_path, options, words):
     with pytest.raises(ValueError) as refusal:
         settings(tmp_path, **options)
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_sleep_levels_that_are_not_set(tmp_path):
+    """What an adapter's base needs, else the one that frees the most."""
+    assert settings(tmp_path, lora_sync="adapter", vllm_enable_sleep_mode=True).vllm_sleep_level == 1
+    assert settings(tmp_path, lora_sync="merge", vllm_enable_sleep_mode=True).vllm_sleep_level == 2
 
 
 def test_engine_kwargs_from_the_command_line(tmp_path):

@@ -55,9 +55,9 @@ class QuantGRPOTrainer(GRPOTrainer):
         environment_factory=None,
     ):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        model_name, own = name_of(model), self.config_class
         if not isinstance(args, QuantGRPOConfig):
-            own = self.config_class
-            args = own(f"{name_of(model).split('/')[-1]}-GRPO") if args is None else own.from_grpo(args)
+            args = own(f"{model_name.split('/')[-1]}-GRPO") if args is None else own.from_grpo(args)
         args.is_taken = True
         check_method(self, args, rollout_func)
         check_before_loading(**given | {"args": args})
