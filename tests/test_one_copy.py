@@ -17,6 +17,7 @@ from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.adapters import with_frozen_layers
+from trl_quant.formats import global_scale
 from trl_quant.frozen_base import freeze
 from trl_quant.layers import FrozenLinear, frozen, frozen_lora_linear, marlin
 from trl_quant.rollout.vllm import one_copy
@@ -172,6 +173,32 @@ def test_two_copies(tmp_path, why, monkeypatch, caplog):
     assert all(layer.weight_packed.dtype == torch.uint8 for layer in layers(model).values())
     sampler.sync_weights()
     assert sampler.check_sync()
+
+
+def test_a_second_engine(tmp_path, caplog):
+    """Another engine on the same policy has a copy of its own, and neither disturbs the other."""
+    model = adapted(tmp_path / "policy", "nvfp4")
+    first = engine(model, "nvfp4", lora_sync="adapter")
+    first.sync_weights()
+    seen = greedy(first.llm)
+    with caplog.at_level(logging.WARNING, "trl_quant"):
+        second = engine(model, "nvfp4", lora_sync="adapter", sync_check_steps=1)
+    assert "shares its base with another engine already" in caplog.text
+    second.sync_weights()
+    assert second.check_sync() and greedy(second.llm) == seen == greedy(first.llm)
+
+
+def test_a_global_scale_that_leaves_room(tmp_path):
+    """vLLM then makes the scales larger by a power of two, which the numbers must not show."""
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(128, 64, bias=False)
+    layer = FrozenLinear.from_linear(plain, "nvfp4", 0.1 * global_scale(plain.weight))
+    before, x = layer.dequantize(), torch.randn(5, 128)
+    values, scale, factor = tiles(layer)
+    assert factor < 0.2 / layer.weight_global_scale.item()
+    layer.hold_tiles(values, scale, factor)
+    assert torch.equal(layer.dequantize(), before)
+    assert torch.allclose(layer(x), linear(x, before), rtol=1e-4, atol=1e-5)
 
 
 @every_precision

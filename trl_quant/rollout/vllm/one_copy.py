@@ -129,6 +129,8 @@ def _reason(name: str, layer: LinearBase, parts: list[FrozenLinear], device: tor
     shape = sum(module.out_features for module in parts), parts[0].in_features if parts else 0
     if shape != (layer.output_size_per_partition, layer.input_size_per_partition):
         return f"the policy's base has not all of {name}"
+    if any(module.factor is not None for module in parts):
+        return "the policy shares its base with another engine already"
     group = shape[1] // parts[0].weight_scale.shape[1]
     if marlin_padded_nk(*shape, group) != shape or any(module.out_features % TILE_OUT for module in parts):
         return f"{name} with {shape[1]} inputs and {shape[0]} outputs does not fill the tiles of Marlin's layout"
