@@ -23,7 +23,7 @@ pytestmark = pytest.mark.vllm
 PROMPTS = [[(7 * i + 3) % 250 for i in range(n)] for n in (200, 126, 3) for _ in range(4)]
 
 
-def sampled(sampler, prompts=PROMPTS, plain=False, seed=5, **generation_kwargs):
+def sampled(sampler, prompts=PROMPTS, plain=False, torch_seed=5, **generation_kwargs):
     """What TRL gets for `prompts`, and vLLM's completions; `plain` as vLLM does by itself."""
     seen, generate = [], sampler.llm.generate
 
@@ -32,7 +32,7 @@ def sampled(sampler, prompts=PROMPTS, plain=False, seed=5, **generation_kwargs):
         seen.append((sampling_params, outputs))
         return outputs
 
-    torch.manual_seed(seed)
+    torch.manual_seed(torch_seed)
     sampler.generation_kwargs = generation_kwargs
     sampler.llm.generate = spy
     own, sampler.sampling = sampler.sampling, nullcontext if plain else sampler.sampling
@@ -48,6 +48,12 @@ def reasons(seen) -> list[tuple]:
     """Why completions ended."""
     outputs = [output for _, outputs in seen for output in outputs]
     return [(output.prompt_token_ids, c.finish_reason, c.stop_reason) for output in outputs for c in output.outputs]
+
+
+def is_lean(seen) -> bool:
+    """Whether all log-probabilities are numbers. vLLM's own are not."""
+    completions = [completion for _, outputs in seen for output in outputs for completion in output.outputs]
+    return all(isinstance(logp, float) for completion in completions for logp in completion.logprobs)
 
 
 def cached(sampler) -> int:
@@ -69,22 +75,30 @@ OPTIONS = {
     "min_tokens": {"min_tokens": 3, "ignore_eos": True},
     "ends with a block": {"max_tokens": 3, "ignore_eos": True},  # 126 and the first two are read, the third is not
     "penalties": {"frequency_penalty": 0.5},
+    "greedy": {"temperature": 0},
+    "seeds": {"seed": 3},  # of each request, in place of torch's random state
+    "seeds, truncated": {"seed": 3, "top_p": 0.8},
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_samples_are_vllms(sampler, option):
     """Ids, log-probabilities and the blocks that the prefix cache has afterwards."""
-    lean, ends = sampled(sampler, **OPTIONS[option])
+    kwargs = OPTIONS[option]
+    lean, ends = sampled(sampler, **kwargs)
     blocks = cached(sampler)
-    plain, plain_ends = sampled(sampler, plain=True, **OPTIONS[option])
+    plain, plain_ends = sampled(sampler, plain=True, **kwargs)
+    assert is_lean(ends) and not is_lean(plain_ends)
     assert lean == plain and len(lean[1]) == len(PROMPTS)
     assert blocks == cached(sampler) > 0
     assert reasons(ends) == reasons(plain_ends)
     if option == "stop_token_ids":
         assert len({len(ids) for ids in lean[1]}) > 3
     assert all(len(logp) == 1 and logp[0] <= 0 for logps in lean[2] for logp in logps)
-    assert sampled(sampler, seed=6)[0] != lean  # the seed acts
+    same = sampled(sampler, torch_seed=6, **kwargs)[0] == lean
+    assert same == ("seed" in kwargs or "temperature" in kwargs)
+    if "seed" in kwargs:
+        assert sampled(sampler, **kwargs | {"seed": 4})[0] != lean
 
 
 def test_a_full_cache(tmp_path):

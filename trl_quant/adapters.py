@@ -1,22 +1,29 @@
 """
-PEFT's LoRA on a frozen four-bit base: QeRL's policy, Q(W) + s B A.
+PEFT's LoRA on a frozen four-bit base, QeRL's policy, Q(W) + s B A:
 
     config = with_frozen_layers(LoraConfig(r=32, target_modules="all-linear"))
     model = get_peft_model(model, config)
+
+and merged into what is quantized, Q(W + s B A), where it is trained so ([`UnifiedLoraLinear`]).
 
 [`FrozenLoraLinear`] is PEFT's own layer but for two things: where one plain adapter is active, base and adapter are one
 function, and nothing can be merged into the base. Adapters are made, saved, loaded and switched by PEFT.
 """
 
+import math
 from copy import deepcopy
 from dataclasses import fields
+from functools import partial
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftType
 from peft.tuners.lora import Linear
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from .layers import FrozenLinear, frozen_lora_linear
+from .formats import QuantizedTensor
+from .layers import FrozenLinear, UnifiedLinear, frozen_lora_linear
 
 
 # The other ones start from the base's weight, most of them by changing it
@@ -28,23 +35,11 @@ class FrozenLoraLinear(Linear):
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         """(..., in) to (..., out), of the type of `x` or autocast's."""
-        name = None if args or kwargs else self._joined()
+        name = None if args or kwargs else plain_adapter(self, FrozenLinear)
         if name is None:
             return super().forward(x, *args, **kwargs)
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         return frozen_lora_linear(x, self.base_layer, a, b, self.scaling[name])
-
-    def _joined(self) -> str | None:
-        """The adapter that can be computed with the base: the one active adapter, where it is B A and nothing else."""
-        names = [name for name in self.active_adapters if name in self.lora_A]
-        if len(names) != 1 or self.disable_adapters or self.merged:
-            return None
-        (name,) = names
-        dropout = self.lora_dropout[name]
-        if name in self.lora_variant or self.lora_bias[name] or (dropout.training and not _is(dropout, nn.Identity)):
-            return None
-        plain = _is(self.lora_A[name], nn.Linear) and _is(self.lora_B[name], nn.Linear)
-        return name if plain and _is(self.base_layer, FrozenLinear) else None
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Raises `ValueError`: a sum of Q(W) and an adapter is not on the grid of the base's format."""
@@ -59,6 +54,48 @@ class FrozenLoraLinear(Linear):
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
         return base_layer.weight_packed.device, base_layer.dtype  # those of `base_layer.weight`
+
+
+class UnifiedLoraLinear(Linear):
+    """PEFT's LoRA layer around a [`UnifiedLinear`] that computes Q(W + s B A), as an engine does that merges it."""
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        """(..., in) to (..., out), of the type of `x` or autocast's."""
+        name = None if args or kwargs else plain_adapter(self, UnifiedLinear)
+        if name is None:
+            return super().forward(x, *args, **kwargs)
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        return self.base_layer.adapted(x, self.codes(), a, b, self.scaling[name])
+
+    def codes(self) -> QuantizedTensor:
+        """What the layer multiplies with; see [`UnifiedLinear.codes`]."""
+        name = plain_adapter(self, UnifiedLinear)
+        if name is None:
+            return self.base_layer.codes()
+        of = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
+        return self.base_layer.codes(partial(delta_weight, self, name), *of)
+
+
+def plain_adapter(layer: Linear, kind: type[nn.Module]) -> str | None:
+    """The one active adapter of a layer around a `kind`, where it is B A and nothing else."""
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(names) != 1 or layer.disable_adapters or layer.merged:
+        return None
+    (name,) = names
+    dropout = layer.lora_dropout[name]
+    if name in layer.lora_variant or layer.lora_bias[name] or (dropout.training and not _is(dropout, nn.Identity)):
+        return None
+    plain = _is(layer.lora_A[name], nn.Linear) and _is(layer.lora_B[name], nn.Linear)
+    return name if plain and _is(layer.base_layer, kind) else None
+
+
+def delta_weight(layer: BaseTunerLayer, adapter: str) -> Tensor:
+    """PEFT's `get_delta_weight`, less its pass over the product of B and A where scaling B is the same bit for bit."""
+    if isinstance(layer, LoraLayer) and layer.lora_B[adapter].weight.dtype == torch.float32:
+        scaling = layer.scaling[adapter]
+        if math.frexp(scaling)[0] == 0.5:  # a power of two
+            return (layer.lora_B[adapter].weight * scaling) @ layer.lora_A[adapter].weight
+    return layer.get_delta_weight(adapter)
 
 
 def _is(module: nn.Module, kind: type[nn.Module]) -> bool:

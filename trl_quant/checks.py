@@ -54,7 +54,7 @@ def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs,
         if args.vllm_mode == "colocate":
             check_device(args.rollout_precision, args.vllm_enable_sleep_mode)
     if args.train_precision is not None:
-        _check_base(args, model, peft_config)
+        _check_trained(args, model, peft_config, others["quantization_config"])
     if any(value is not None for value in (args.rollout_precision, args.noise_schedule, args.uaq_scale)):
         config = _read_config(model, args)
         if args.rollout_precision is not None:
@@ -143,7 +143,7 @@ def _read_config(model, args, **options):
 def _check_policy(config, args, quantization_config) -> None:
     """The engines stream a dense 16-bit policy; what vLLM starts on must be the same model."""
     quantization_config = quantization_config or (args.model_init_kwargs or {}).get("quantization_config")
-    trained = args.train_precision is not None or getattr(quantization_config, "dequantize", False)
+    trained = args.holds_frozen_base or getattr(quantization_config, "dequantize", False)
     if prepared_precisions(config) is not None and not trained:
         raise ValueError(
             f"The policy {config.name_or_path!r} is quantized already (`quantization_config` in config.json). Train "
@@ -184,10 +184,15 @@ def number_of_experts(config: dict) -> int:
     return max(found, default=0)
 
 
-def _check_base(args, model, peft_config) -> None:
-    """A base in few bits is frozen, so that there must be an adapter; each rank holds it whole."""
-    precision = args.train_precision
-    if peft_config is None and (isinstance(model, str) or not is_peft_model(model)):
+def _check_trained(args, model, peft_config, quantization_config) -> None:
+    """A base in few bits is frozen, so that there must be an adapter; each rank holds the weights whole."""
+    precision, frozen = args.train_precision, args.holds_frozen_base
+    if not frozen and (quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {})):
+        raise ValueError(
+            f"`train_precision`={precision!r} trains 16- or 32-bit weights, and a `quantization_config` holds others. "
+            "Unset one of the two."
+        )
+    if frozen and peft_config is None and (isinstance(model, str) or not is_peft_model(model)):
         raise ValueError(
             f"`train_precision`={precision!r} freezes the policy's base, and there is no adapter to train: pass a "
             "`peft_config`."
@@ -195,8 +200,9 @@ def _check_base(args, model, peft_config) -> None:
     zero3 = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
     if zero3 or args.distributed_state.distributed_type == DistributedType.FSDP:
         raise ValueError(
-            f"`train_precision`={precision!r} with {'ZeRO-3' if zero3 else 'FSDP'}, which shards weights of 16 or 32 "
-            "bits alone. Use DDP or ZeRO-2: the base takes a quarter of the memory and is not sharded."
+            f"`train_precision`={precision!r} with {'ZeRO-3' if zero3 else 'FSDP'}, which shards weights that must be "
+            "quantized whole. Use DDP or ZeRO-2"
+            + (": the base takes a quarter of the memory and is not sharded." if frozen else ".")
         )
 
 

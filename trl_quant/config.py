@@ -16,7 +16,7 @@ from .consistency import check_consistent
 from .corrections import ACR, AIS, CORRECTIONS, TIS, CorrectionInputs, CorrectionOutput
 from .corrections.trl import TRL
 from .noise import SCHEDULES, sigma
-from .precisions import PRECISIONS, frozen_bases
+from .precisions import PRECISIONS, frozen_bases, train_precisions
 from .values import BOUNDS, check_type, listed
 
 
@@ -36,12 +36,15 @@ class QuantGRPOConfig(GRPOConfig):
     `rollout_precision`, an embedded quantized copy of the policy; without a `rollout_precision`, TRL's own generation.
 
     Parameters:
-        > Parameters that control the policy's base
+        > Parameters that control what the policy computes in
 
         train_precision (`str`, *optional*):
-            Number format of the frozen base that a LoRA adapter is trained on (QeRL): `"nvfp4"`, `"mxfp4"`, or `"nf4"`
-            through bitsandbytes (QLoRA). The policy is then `Q(W) + BA`. It is quantized while it loads, or comes from
-            a checkpoint that `trl-quant prepare` wrote. If `None`, the base stays as it is.
+            Number format that the policy is trained in. `"fp8_block"`, `"fp8"` or `"int8"` (Jet-RL): the decoder's
+            linear layers compute what the engine computes in that precision, on weights that stay in 16 or 32 bits; a
+            LoRA adapter is merged before they are quantized, or beside them with `lora_sync="adapter"`. `"nvfp4"`,
+            `"mxfp4"`, or `"nf4"` through bitsandbytes (QeRL, QLoRA): a frozen base under a LoRA adapter, so that the
+            policy is `Q(W) + BA`; it is quantized while it loads, or comes from a checkpoint that `trl-quant prepare`
+            wrote. If `None`, the policy computes as it is loaded.
 
         > Parameters that control the rollout copy
 
@@ -62,7 +65,7 @@ class QuantGRPOConfig(GRPOConfig):
         lora_sync (`str`, *optional*):
             How a LoRA adapter reaches vLLM: `"merge"` streams the base with the adapter merged in and quantizes the
             sum; `"adapter"` sends A and B alone and leaves the quantized base as it was loaded. If `None`, `"adapter"`
-            in colocate mode where `train_precision` is `rollout_precision`, else `"merge"`.
+            in colocate mode where the policy's base is frozen in the `rollout_precision`, else `"merge"`.
         sync_check_steps (`int`, *optional*, defaults to `50`):
             Steps from one self-check of the vLLM engine to the next: a few prompts are scored by the engine and by the
             policy, and training stops where they disagree by more than the format explains. 0 switches it off.
@@ -123,8 +126,8 @@ class QuantGRPOConfig(GRPOConfig):
     train_precision: str | None = field(
         default=None,
         metadata={
-            "help": f"Number format of the frozen base under LoRA: {listed(frozen_bases())}. If not set, the base "
-            "stays as it is."
+            "help": f"Number format that the policy is trained in: {listed(train_precisions())}; of these "
+            f"{listed(frozen_bases())} hold a frozen base under LoRA. If not set, the policy computes as it is loaded."
         },
     )
     rollout_precision: str | None = field(
@@ -153,7 +156,7 @@ class QuantGRPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "How a LoRA adapter reaches vLLM: 'merge' into the quantized weights, or as 'adapter'. If not set, "
-            "'adapter' in colocate mode where `train_precision` is `rollout_precision`, else 'merge'."
+            "'adapter' in colocate mode where the base is frozen in the `rollout_precision`, else 'merge'."
         },
     )
     sync_check_steps: int = field(
@@ -259,7 +262,8 @@ class QuantGRPOConfig(GRPOConfig):
             self.rollout_precision = self.train_precision
         if self.lora_sync is None:
             colocated = self.use_vllm and self.vllm_mode == "colocate"
-            self.lora_sync = "adapter" if colocated and self.samples_from_its_base else "merge"
+            frozen = self.holds_frozen_base and self.samples_as_trained
+            self.lora_sync = "adapter" if colocated and frozen else "merge"
         if self.vllm_sleep_level is None:
             self.vllm_sleep_level = 1 if self.lora_sync == "adapter" else 2
         if self.is_correction is None:
@@ -304,9 +308,14 @@ class QuantGRPOConfig(GRPOConfig):
         return self.epsilon
 
     @property
-    def samples_from_its_base(self) -> bool:
-        """Whether sampler and trainer have the same base, held in few bits: Q(W) in both."""
+    def samples_as_trained(self) -> bool:
+        """Whether sampler and trainer compute in the same precision."""
         return self.train_precision is not None and self.rollout_precision == self.train_precision
+
+    @property
+    def holds_frozen_base(self) -> bool:
+        """Whether the policy's base is held in few bits, frozen under an adapter."""
+        return self.train_precision in frozen_bases()
 
     @property
     def one_update_per_generation(self) -> bool:

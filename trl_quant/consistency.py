@@ -9,7 +9,7 @@ from dataclasses import fields
 from .corrections import CORRECTIONS
 from .corrections.trl import TRL
 from .noise import SCHEDULES
-from .precisions import PRECISIONS, frozen_bases, in_vllm
+from .precisions import PRECISIONS, in_vllm, train_precisions
 from .rollout import VLLM_MODES
 from .rollout.vllm.support import check_engine_kwargs
 from .scaling import check_scale
@@ -25,7 +25,7 @@ VLLM_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # of the 
 
 def check_consistent(args) -> None:
     """Raises `ValueError` for fields that are out of range or do not fit together; warns of those that do little."""
-    check_choice("train_precision", args.train_precision, frozen_bases())
+    check_choice("train_precision", args.train_precision, train_precisions())
     check_choice("rollout_precision", args.rollout_precision, (*PRECISIONS, "auto"))
     check_choice("lora_sync", args.lora_sync, LORA_SYNCS)
     check_choice("vllm_sleep_level", args.vllm_sleep_level, (1, 2))
@@ -52,7 +52,7 @@ def check_consistent(args) -> None:
             "The noise decays: it must start at least as large as it ends."
         )
 
-    if args.train_precision is not None and args.uaq_scale is not None:
+    if args.holds_frozen_base and args.uaq_scale is not None:
         raise ValueError(
             f"`uaq_scale`={args.uaq_scale!r} scales 16-bit weights, and `train_precision`={args.train_precision!r} "
             "holds none. Scale and save the model first (`trl_quant.scaling.apply_uaq`), or unset one of the two."
@@ -132,6 +132,11 @@ def _check_rollout(args):
             "`rollout_precision`='auto' measures the engines of vLLM: set `use_vllm=True` and "
             "`vllm_mode='colocate'` (a server runs in the precision that it was started in), or name a precision."
         )
+    if args.rollout_precision == "auto" and args.train_precision is not None and not args.holds_frozen_base:
+        raise ValueError(
+            f"`rollout_precision`='auto' may choose another precision than `train_precision`={args.train_precision!r}, "
+            "in which there is nothing to correct. Leave it unset to sample as is trained, or name one."
+        )
     if args.use_vllm and args.rollout_precision not in (*in_vllm(), "auto"):
         raise ValueError(
             f"`rollout_precision`={args.rollout_precision!r} is not available with `use_vllm=True`. Allowed there: "
@@ -154,7 +159,7 @@ def _check_vllm(args):
     if args.vllm_mode == "server":
         instead = "`vllm_mode='colocate'`: a server takes its arguments when it is started, and merged weights"
         _refuse_set(args, VLLM_FIELDS, instead)
-    if args.lora_sync == "adapter" and args.train_precision is not None and not args.samples_from_its_base:
+    if args.lora_sync == "adapter" and args.train_precision is not None and not args.samples_as_trained:
         raise ValueError(
             f"`lora_sync`='adapter' leaves vLLM the base in {args.rollout_precision!r} (`rollout_precision`), and the "
             f"adapter is trained on that in {args.train_precision!r} (`train_precision`). Use one for both, or "

@@ -60,6 +60,7 @@ class Precision:
         format (`str` or `None`): Key of `FORMATS`; `None` where nothing is quantized.
         vllm ([`InVLLM`] or `None`): How vLLM runs it; `None` if it does not.
         frozen_base (`bool`): Whether the base of a policy can be trained upon in it, under LoRA (`train_precision`).
+        unified (`bool`): Whether a policy can be trained in the products that an engine samples with (the same).
         gain (`float` or `None`):
             Tokens per second relative to TRL's BF16 path, syncs included: Qwen2.5-7B shapes, LoRA, 8 completions of 512
             tokens on an H200 (`benchmarks/rollout.py`); `None` where it was not measured.
@@ -70,6 +71,7 @@ class Precision:
     format: str | None = None
     vllm: InVLLM | None = None
     frozen_base: bool = False
+    unified: bool = False
     gain: float | None = None
     mismatch: float | None = None
 
@@ -96,6 +98,7 @@ PRECISIONS: dict[str, Precision] = {
             cpu=True,
             inputs={"cuda": "int8", "cpu": "int8"},
         ),
+        unified=True,
         gain=1.24,
         mismatch=4.7e-5,
     ),
@@ -112,6 +115,7 @@ PRECISIONS: dict[str, Precision] = {
             fused_scale=True,
             wrong_kernels=("Marlin",),
         ),
+        unified=True,
         mismatch=3.6e-4,
     ),
     "fp8": Precision(
@@ -124,6 +128,7 @@ PRECISIONS: dict[str, Precision] = {
             online="fp8_per_channel",
             wrong_kernels=("Marlin",),
         ),
+        unified=True,
         gain=1.31,
         mismatch=4.5e-4,
     ),
@@ -170,9 +175,19 @@ def in_vllm() -> dict[str, InVLLM]:
     return {name: precision.vllm for name, precision in PRECISIONS.items() if precision.vllm is not None}
 
 
+def train_precisions() -> list[str]:
+    """The precisions of `train_precision`."""
+    return [*frozen_bases(), *unified_flows()]
+
+
 def frozen_bases() -> list[str]:
-    """The precisions of `train_precision`: those that a policy's base can be trained upon in, under LoRA."""
+    """Those that a policy's base can be held in, frozen under LoRA."""
     return [name for name, precision in PRECISIONS.items() if precision.frozen_base]
+
+
+def unified_flows() -> list[str]:
+    """Those whose products a policy can be trained in, on weights of 16 or 32 bits."""
+    return [name for name, precision in PRECISIONS.items() if precision.unified]
 
 
 def markdown() -> str:

@@ -15,6 +15,7 @@ from .frozen_base import on_frozen_base
 from .rollout import RolloutEngine, RolloutNoise, engine_of
 from .rollout.seams import exchanged
 from .scaling import apply_uaq, uaq_applied
+from .unified_flow import train_as_sampled
 
 
 class QuantGRPOTrainer(GRPOTrainer):
@@ -67,8 +68,9 @@ class QuantGRPOTrainer(GRPOTrainer):
         self._correct = correction and partial(corrected, correction, level=args.importance_sampling_level)
         # Whether the loss's own forward scores the tokens for the correction too: no update comes between
         self.one_pass = args.one_update_per_generation and not getattr(correction, "whole_batch", correction is None)
-        base = {} if args.train_precision is None else on_frozen_base(**given | {"args": args})
-        with engine_of(args, model_init_kwargs=base.pop("model_init_kwargs", args.model_init_kwargs)):
+        base = on_frozen_base(**given | {"args": args}) if args.holds_frozen_base else {}
+        fields = {"model_init_kwargs": base.pop("model_init_kwargs", args.model_init_kwargs)}
+        with engine_of(args, partial(train_as_sampled, self), **fields):
             super().__init__(**given | {"args": args} | base)
         self._engine = engine if isinstance(engine := getattr(self, "vllm_generation", None), RolloutEngine) else None
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
@@ -104,10 +106,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         return RolloutNoise(sigma, args.seed, step, draw)
 
     def check_sync(self) -> dict[str, float]:
-        """
-        Compares the vLLM engine with the policy at once; syncs first where the next generation would. See
-        [`~rollout.self_check.self_check`]. `ValueError` without a vLLM engine of ours.
-        """
+        """[`~rollout.self_check.self_check`], after a sync where the next generation would. Needs a vLLM engine."""
         if not hasattr(self._engine, "check_sync"):
             raise ValueError("`check_sync` checks vLLM engines: set `use_vllm=True` and a `rollout_precision`.")
         if self.state.global_step != self._last_loaded_step:

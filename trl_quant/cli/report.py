@@ -1,13 +1,16 @@
 """`trl-quant report`: a table and a chart of training runs, from the trainer's logs.
 
     trl-quant report runs/int4-none runs/int4-ais --output runs/report.png
+    trl-quant report --mismatch runs/int4-ais --output runs/mismatch.png
 
 A run is a directory with `metrics.jsonl` (one log entry per line, written during the run) or the `trainer_state.json`
-of a [`~transformers.Trainer`], also in its newest `checkpoint-*`.
+of a [`~transformers.Trainer`], also in its newest `checkpoint-*`. With `--mismatch` it reports where the activations of
+one run's trainer and engine part (`trl_quant.cli.mismatch`).
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,15 +161,30 @@ def plot(runs: Sequence[Run], path: str | Path) -> None:
     chart(runs).savefig(path, dpi=120)
 
 
+def check_output(path: str, *others: str) -> None:
+    """Raises `ValueError` for a file to write that is no chart, and not one of the `others`."""
+    suffix, known = Path(path).suffix.removeprefix("."), [*Figure().canvas.get_supported_filetypes(), *others]
+    if suffix and suffix not in known:
+        raise ValueError(f"`--output`={path!r}: charts are written as {', '.join(sorted(known))}.")
+
+
 def main(argv: list[str] | None = None) -> None:
     """Prints the table of the runs named on the command line and writes their chart."""
-    parser = argparse.ArgumentParser(prog="trl-quant report", description=__doc__.partition("\n")[0])
+    argv = sys.argv[1:] if argv is None else argv
+    if any(part.partition("=")[0] == "--mismatch" for part in argv):
+        from . import mismatch
+
+        return mismatch.main(argv)
+    parser = argparse.ArgumentParser(
+        prog="trl-quant report",
+        description=__doc__.partition("\n")[0],
+        epilog="Instead of runs, `--mismatch MODEL_OR_RUN` reports where the activations of trainer and engine part, "
+        "operator by operator; `trl-quant report --mismatch MODEL --help` lists its options.",
+    )
     parser.add_argument("runs", nargs="+", help="output directories")
     parser.add_argument("--output", default="report.png", help="where the chart goes (default: %(default)s)")
     args = parser.parse_args(argv)
-    suffix, known = Path(args.output).suffix.removeprefix("."), Figure().canvas.get_supported_filetypes()
-    if suffix and suffix not in known:
-        raise ValueError(f"`--output`={args.output!r}: charts are written as {', '.join(sorted(known))}.")
+    check_output(args.output)
     runs = [read_run(directory) for directory in args.runs]
     console = Console()
     console.print(table(runs))

@@ -206,6 +206,16 @@ def _stored(q: QuantizedTensor) -> dict[str, Tensor]:
     return {f"weight{suffix or '_packed'}": tensor for suffix, tensor in stored.items()}
 
 
+def autocast_inputs(x: Tensor, in_features: int) -> Tensor:
+    """Inputs as `F.linear` would take them: of autocast's type. Raises `ValueError` for another number of them."""
+    if x.shape[-1] != in_features:
+        raise ValueError(f"x: shape {tuple(x.shape)}, but the layer has {in_features} inputs.")
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device))
+    return x
+
+
 class FrozenLinear(nn.Linear):
     """
     A linear layer whose weight is held in four bits, takes no gradient and hands gradients on to its inputs. It has the
@@ -334,13 +344,8 @@ class FrozenLinear(nn.Linear):
         return _FrozenLinear.apply(x, bias, *self.packed())
 
     def inputs(self, x: Tensor) -> Tensor:
-        """Inputs as `F.linear` would take them: of autocast's type. Raises `ValueError` for another number of them."""
-        if x.shape[-1] != self.in_features:
-            raise ValueError(f"x: shape {tuple(x.shape)}, but the layer has {self.in_features} inputs.")
-        device = x.device.type
-        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-            return x.to(torch.get_autocast_dtype(device))
-        return x
+        """[`autocast_inputs`] of this layer."""
+        return autocast_inputs(x, self.in_features)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.precision!r}"

@@ -4,6 +4,7 @@ The engines are loaded when they are asked for: TRL's trainer loads vLLM where i
 """
 
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -36,17 +37,18 @@ def __getattr__(name: str):
     return getattr(importlib.import_module(_PUBLIC[name], __name__), name)
 
 
-def engine_of(args, **fields) -> AbstractContextManager:
+def engine_of(args, loaded: Callable[[], None], **fields) -> AbstractContextManager:
     """
-    Context in which TRL's `GRPOTrainer.__init__` builds the engine that `args` ask for; without a
-    `rollout_precision`, TRL's own. There `fields` of `args` have other values; on exit `args` and TRL are as they were.
+    Context in which TRL's `GRPOTrainer.__init__` builds the engine that `args` ask for, once it has called `loaded`:
+    the trainer's models are. Without a `rollout_precision` it builds TRL's own. There `fields` of `args` have other
+    values; on exit `args` and TRL are as they were.
     """
     from .seams import trainer_builds
 
     engine = None
     if args.rollout_precision is not None:
         name = args.vllm_mode if args.use_vllm else "embedded"
-        if name == "embedded" and args.samples_from_its_base:
+        if name == "embedded" and args.samples_as_trained:
             name = "shared"
         options = {
             "wide_norms": args.noise_schedule is not None,
@@ -66,7 +68,13 @@ def engine_of(args, **fields) -> AbstractContextManager:
             engine = partial(__getattr__("fastest_engine"), args, **options)
         else:
             engine = partial(__getattr__(ENGINES[name]), precision=args.rollout_precision, **options)
+        engine = partial(_once, loaded, engine)
     if args.is_correction != "trl" and args.loss_type == "vespo":
         # TRL's ratio is replaced by ours; VESPO insists on one with a value for each token, which ours has.
         fields["vllm_importance_sampling_mode"] = "token_truncate"
     return trainer_builds(engine, args, **fields)
+
+
+def _once(loaded: Callable[[], None], engine: Callable, *args, **kwargs):
+    loaded()
+    return engine(*args, **kwargs)

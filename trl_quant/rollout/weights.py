@@ -4,7 +4,6 @@ They are read under DDP, FSDP2, ZeRO-3 and PEFT. Reading sharded weights gathers
 must read the same weights in the same order. Nothing here writes to the policy.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 
@@ -19,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from trl.distributed import DistributedBackend
 
-from ..layers import FrozenLinear
+from ..adapters import UnifiedLoraLinear, delta_weight
+from ..layers import FrozenLinear, UnifiedLinear
 from ..names import clean_name
 
 
@@ -75,6 +75,21 @@ class PolicyWeights:
         for path, module in self.model.named_modules():
             if isinstance(module, FrozenLinear):
                 yield clean_name(path), module
+
+    def unified(self, precision: str) -> dict[str, nn.Module]:
+        """
+        The layers that compute in `precision` as an engine does, by the names of their own: with `codes()`, which gives
+        the quantized weight, an adapter that is merged into it included.
+        """
+        found, adapted = {}, ""
+        for path, module in self.model.named_modules():
+            if isinstance(module, UnifiedLoraLinear):
+                adapted = f"{path}."
+            elif not isinstance(module, UnifiedLinear) or (adapted and path.startswith(adapted)):
+                continue
+            if base_layer(module).precision == precision:
+                found[clean_name(path)] = module
+        return found
 
     def outside_base(self) -> Iterator[tuple[str, Tensor]]:
         """What is neither a frozen layer's weight nor an adapter's: embeddings, norms, the head, biases."""
@@ -201,12 +216,3 @@ def is_sum(layer: BaseTunerLayer) -> bool:
         return not weight.is_floating_point()  # PEFT cannot merge other adapters into a copy of a 4- or 8-bit base
     plain = isinstance(layer.get_base_layer(), nn.Linear) and not isinstance(weight, DTensor) and not layer.lora_variant
     return plain and all(a in layer.lora_A and not layer.lora_bias.get(a, False) for a in layer.active_adapters)
-
-
-def delta_weight(layer: BaseTunerLayer, adapter: str) -> Tensor:
-    """PEFT's `get_delta_weight`, less its pass over the product of B and A where scaling B is the same bit for bit."""
-    if isinstance(layer, LoraLayer) and layer.lora_B[adapter].weight.dtype == torch.float32:
-        scaling = layer.scaling[adapter]
-        if math.frexp(scaling)[0] == 0.5:  # a power of two
-            return (layer.lora_B[adapter].weight * scaling) @ layer.lora_A[adapter].weight
-    return layer.get_delta_weight(adapter)

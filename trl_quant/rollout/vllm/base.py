@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ...formats.checkpoint import checkpoint_stream, is_quantizable
+from ...formats.checkpoint import checkpoint_stream, checkpoint_tensors, is_quantizable
 from ...precisions import PRECISIONS
 from ..base import RolloutEngine, RolloutNoise, count_layers
 from ..kv_cache import UNQUANTIZED, KVCache
@@ -115,11 +115,22 @@ class VLLMBase(RolloutEngine):
         weights = self._watched(self._iter_named_params())
         if not self.travels_quantized:
             return weights
-        format = PRECISIONS[self.precision].format
         if self.on_cpu:
-            return checkpoint_stream(weights, format, self.ignore, **self.quantizers)
+            return self._quantized(weights, **self.quantizers)
         unchecked = self.quantizers | {"quantizer": partial(self.quantizers["quantizer"], check=False)}
-        return self._flagged(checkpoint_stream(weights, format, self.ignore, **unchecked))
+        return self._flagged(self._quantized(weights, **unchecked))
+
+    def _quantized(self, weights: Iterable[tuple[str, Tensor]], **quantizers) -> Iterator[tuple[str, Tensor]]:
+        """The weights in the engine's layout: the codes and scales that the policy is trained in, where it is."""
+        format, layers = PRECISIONS[self.precision].format, self.weights.unified(self.precision)
+        if not layers:
+            yield from checkpoint_stream(weights, format, self.ignore, **quantizers)
+            return
+        for name, tensor in weights:
+            if (layer := layers.get(name.removesuffix(".weight"))) is not None:
+                yield from checkpoint_tensors(name, layer.codes()).items()
+            else:
+                yield from checkpoint_stream([(name, tensor)], format, self.ignore, **quantizers)
 
     def _flagged(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Notes on the GPU which scales tell of NaN or infinity, since to look at once would wait for every layer."""

@@ -112,7 +112,8 @@ class VLLMEngine(VLLMBase):
         check_architecture(config, self.model_impl)
         self.checkpoint_dtype = config.dtype or torch.bfloat16
         prepared = check_prepared(config, self.precision)
-        self.plan_stream(prepared)
+        # An engine that quantized the policy's BF16 weights itself would have scales in FP32
+        self.plan_stream(prepared or bool(self.weights.unified(self.precision)))
         entry = PRECISIONS[self.precision]
         arguments = {"dtype": "bfloat16", "quantization": entry.vllm.online, **self.engine_kwargs}
         arguments["enable_sleep_mode"] = self.sleep_level > 0

@@ -54,6 +54,12 @@ class VLLMServerEngine(VLLMBase):
         self.plan_stream(self._prepared)
         if size := self.own_base_bytes():
             two_copies(size, "the server has its own, with the adapter merged into it")
+        if self.weights.unified(self.precision) and not self.travels_quantized:
+            logger.warning(
+                "The vLLM server quantizes weights by itself, with scales in FP32; the policy is trained with the "
+                "scales of its own type, which differ in the last bits. Start the server on a checkpoint of `trl-quant "
+                "prepare`, which takes the policy's codes and scales."
+            )
 
     def _check_server(self, client) -> None:
         """Raises `ValueError` unless the server is what the run asks for."""

@@ -1,0 +1,218 @@
+"""
+Speed of a linear layer that trains in FP8 or INT8 (`trl_quant.layers.UnifiedLinear`) against `nn.Linear` in BF16.
+
+    python benchmarks/unified.py                       # 8B shapes, about a minute on a GPU; on a CPU tiny ones
+    python benchmarks/unified.py --precisions fp8_block --tokens 8192 --output benchmarks/results
+
+First whole layers, forward and backward as a trainer calls them, with the weight trained and with it frozen (as under
+LoRA). All quantization is included but the weight's, which is done once a step: its time stands in the second table.
+`x` is how many times BF16's speed, `limit` the share of what the card multiplies at most, all products in the layer's
+precision.
+
+Then what they are made of, each part by itself: `quantize` is that of the weight, once a step; `x` and `dy` the
+quantizers of inputs and gradients, for one layout where the weight is frozen and for both where it is trained; `Y`,
+`dX` and `dW` the products, with what belongs to them. `limit` is for Y alone, `dB` the SQNR of Y against BF16.
+"""
+
+import argparse
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from engines import CUDA, machine, save
+from torch import nn
+
+from trl_quant.formats import quantize
+from trl_quant.layers import UnifiedLinear, products
+
+
+SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 6144)) if CUDA else ((256, 384), (384, 256))  # (in, out)
+TOKENS = (2048, 4096, 8192, 16384) if CUDA else (128, 300)
+BF16_RATE = 989e12  # dense multiplications and additions a second, of an H100 and an H200; 8 bits have twice as many
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+def seconds(run, budget: float = 0.03) -> float:
+    """Of one call, launches included: the mean of as many as fit."""
+    run()
+    run()
+    wait()
+    begin = time.perf_counter()
+    run()
+    wait()
+    count = min(max(int(budget / (time.perf_counter() - begin)), 2), 50)
+    if not CUDA:
+        begin = time.perf_counter()
+        for _ in range(count):
+            run()
+        return (time.perf_counter() - begin) / count
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / count
+
+
+def graph_seconds(run) -> float:
+    """Of one call without launches: in a CUDA graph of several, on a GPU."""
+    if not CUDA:
+        return seconds(run)
+    run()
+    wait()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            run()
+    return seconds(graph.replay, budget=0.02) / 3
+
+
+def wait() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def sqnr(given: torch.Tensor, right: torch.Tensor) -> float:
+    right = right.double()
+    return (20 * torch.log10(right.norm() / (given.double() - right).norm())).item()
+
+
+def limit(tokens: int, shape: tuple[int, int], count: int, precision: str) -> float:
+    """Seconds that `count` products take at least."""
+    return 2 * count * tokens * shape[0] * shape[1] / (BF16_RATE * (1 if precision == "bf16" else 2))
+
+
+def layer_of(shape: tuple[int, int], precision: str, trained: bool) -> nn.Linear:
+    torch.manual_seed(0)
+    linear = nn.Linear(*shape, bias=False, device=DEVICE, dtype=torch.bfloat16).requires_grad_(trained)
+    return linear if precision == "bf16" else UnifiedLinear.from_linear(linear, precision)
+
+
+def layers(args, results: dict, deadline: float) -> None:
+    ways = ("bf16", *args.precisions)
+    print(f"{'layer':<14}{'tokens':>7} {'weight':<8}{'bf16 ms':>9}{'limit':>7}", end="")
+    print("".join(f"{way + ' ms':>14}{'x':>6}{'limit':>7}" for way in args.precisions))
+    for shape in SHAPES:
+        for trained in (True, False):
+            for tokens in sorted(args.tokens, reverse=True):  # large ones matter most
+                name = f"{shape[0]}x{shape[1]}"
+                if time.perf_counter() > deadline:
+                    print(f"{name:<14}{tokens:>7} left out: out of time")
+                    continue
+                row, cells = {}, ""
+                for way in ways:
+                    try:
+                        layer = layer_of(shape, way, trained)
+                        x = torch.randn(tokens, shape[0], device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+                        dy = torch.randn(tokens, shape[1], device=DEVICE, dtype=torch.bfloat16)
+                        wanted = (x, layer.weight) if trained else (x,)
+
+                        def run(layer=layer, x=x, dy=dy, wanted=wanted):
+                            return torch.autograd.grad(layer(x), wanted, dy)
+
+                        took = seconds(run)
+                        share = limit(tokens, shape, 3 if trained else 2, way) / took
+                        row[way] = {"ms": took * 1e3, "limit": share}
+                        del layer, x, dy, wanted, run
+                    except Exception:
+                        print(f"{name} of {tokens} tokens, {way}:")
+                        traceback.print_exc()
+                    if way not in row:
+                        cells += f"{'-':>9}{'-':>7}" if way == "bf16" else f"{'-':>14}{'-':>6}{'-':>7}"
+                        continue
+                    row[way]["x"] = row["bf16"]["ms"] / row[way]["ms"] if "bf16" in row else float("nan")
+                    cells += f"{row[way]['ms']:>{9 if way == 'bf16' else 14}.3f}"
+                    cells += ("" if way == "bf16" else f"{row[way]['x']:>6.2f}") + f"{row[way]['limit']:>7.0%}"
+                kind = "trained" if trained else "frozen"
+                print(f"{name:<14}{tokens:>7} {kind:<8}{cells}", flush=True)
+                results[f"{name} {tokens} {kind}"] = row
+
+
+def parts_of(shape: tuple[int, int], tokens: int, precision: str) -> tuple[dict, float]:
+    """The calls that a forward and a backward pass consist of, by name; and the SQNR of Y."""
+    torch.manual_seed(0)
+    x = torch.randn(tokens, shape[0], device=DEVICE, dtype=torch.bfloat16)
+    dy = torch.randn(tokens, shape[1], device=DEVICE, dtype=torch.bfloat16)
+    weight = torch.randn(shape[1], shape[0], device=DEVICE, dtype=torch.bfloat16) / 64
+    if precision == "bf16":
+        return {"Y": lambda: F.linear(x, weight), "dX": lambda: dy @ weight, "dW": lambda: dy.t() @ x}, float("inf")
+    if CUDA:
+        from trl_quant.kernels.quantize import quantize as quantize_weight
+    else:
+        quantize_weight = quantize
+    w, q = quantize_weight(weight, precision, check=False), products.quantize_input(x, precision)
+    calls = {
+        "quantize": lambda: quantize_weight(weight, precision, check=False),
+        "x": lambda: products.quantize_input(x, precision),
+        "Y": lambda: products.product(q, w, None, x.dtype),
+    }
+    if precision == "fp8_block":
+        small, w_t = products.LEAST_GRADIENT, products.transposed(w)
+        (rows, columns), (_, x_t) = products.quantize_for_both(dy, small), products.quantize_for_both(x)
+        calls |= {
+            "x, both": lambda: products.quantize_for_both(x),
+            "dy, both": lambda: products.quantize_for_both(dy, small),
+            "transpose": lambda: products.transposed(w),
+            "dX": lambda: products.product(rows, w_t, None, dy.dtype),
+            "dW": lambda: products.weight_gradient(columns, x_t, dy.dtype),
+        }
+    else:
+        calls |= {
+            "dX": lambda: products.input_gradient(dy, w),
+            "dW": lambda: dy.t() @ products.dequantize(q, dy.dtype),
+        }
+    return calls, sqnr(calls["Y"](), F.linear(x, weight))
+
+
+def parts(args, results: dict, deadline: float) -> None:
+    names = ("quantize", "transpose", "x", "x, both", "dy, both", "Y", "dX", "dW")
+    print(
+        f"\nmicroseconds\n{'layer':<14}{'tokens':>7} {'precision':<10}" + "".join(f"{name:>10}" for name in names),
+        end="",
+    )
+    print(f"{'limit':>7}{'dB':>6}")
+    for tokens in sorted(args.tokens, reverse=True):
+        for shape in SHAPES:
+            for precision in ("bf16", *args.precisions):
+                name = f"{shape[0]}x{shape[1]}"
+                if time.perf_counter() > deadline:
+                    print(f"{name:<14}{tokens:>7} {precision:<10} left out: out of time")
+                    continue
+                try:
+                    calls, quality = parts_of(shape, tokens, precision)
+                    row = {part: graph_seconds(call) * 1e6 for part, call in calls.items()}
+                    del calls
+                    row |= {"limit": limit(tokens, shape, 1, precision) / (row["Y"] / 1e6), "dB": quality}
+                except Exception:
+                    print(f"parts of {name}, {tokens} tokens, {precision}:")
+                    traceback.print_exc()
+                    continue
+                cells = "".join(f"{row[part]:>10.1f}" if part in row else f"{'-':>10}" for part in names)
+                print(f"{name:<14}{tokens:>7} {precision:<10}{cells}{row['limit']:>7.0%}{quality:>6.0f}", flush=True)
+                results[f"parts {name} {tokens} {precision}"] = row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--precisions", nargs="+", choices=products.TRAINABLE, default=list(products.TRAINABLE))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--seconds", type=float, default=80, help="after which no more is measured")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    args = parser.parse_args()
+
+    start, results = time.perf_counter(), {}
+    print(f"{machine()}, torch {torch.__version__}")
+    for part, share in ((layers, 0.65), (parts, 1.0)):
+        try:
+            part(args, results, start + share * args.seconds)
+        except Exception:
+            traceback.print_exc()
+    print(f"{time.perf_counter() - start:.0f} s")
+    save("unified", results, args.output)
+
+
+if __name__ == "__main__":
+    main()

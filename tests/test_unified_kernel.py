@@ -1,0 +1,182 @@
+"""
+The kernels of the training flow equal `trl_quant.layers.products` bit for bit, on a GPU or in the interpreter (see
+`interpreter`), and compile for Hopper.
+"""
+
+import re
+from itertools import product
+
+import pytest
+import torch
+from interpreter import INTERPRETED, on_devices, rerun, reruns, triton
+from reference_formats import bits, make
+
+from trl_quant.formats import QuantizedTensor
+from trl_quant.formats import quantize as quantize_weight
+from trl_quant.layers import products
+
+
+kernels = pytest.importorskip("trl_quant.kernels.unified")
+
+DTYPES = [torch.bfloat16, torch.float32]
+KINDS = ["random", "near ties", "zeros", "small"]
+SHAPES = [(5, 96), (3, 50), (1, 1), (130, 300), (128, 256), (257, 40)]  # tokens, features
+
+
+def inputs(kind: str, dtype: torch.dtype, shape: tuple) -> torch.Tensor:
+    """With a row and a column of zeros where there is room for them."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    if kind == "near ties":  # quotients on both sides of, and at, the middle between two codes
+        largest = 14 * (1 + torch.arange(shape[0]) % 9)[:, None]
+        x = (torch.rand(shape, generator=generator) * 2 - 1).mul(largest).round() / 4
+        x[:, :1] = largest / 4
+    else:
+        x = torch.randn(shape, generator=generator)
+    x = x * {"zeros": 0.0, "small": 1e-11}.get(kind, 1.0)
+    if min(shape) > 2:
+        x[2], x[:, 1] = 0, 0
+    return x.to(dtype)
+
+
+def assert_equal(ours: QuantizedTensor, theirs: QuantizedTensor):
+    assert (ours.format, ours.shape, ours.dtype) == (theirs.format, theirs.shape, theirs.dtype)
+    for field in ("values", "scale"):
+        a, b = getattr(ours, field).cpu(), getattr(theirs, field).cpu()
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), field
+        assert torch.equal(bits(a.flatten()), bits(b.flatten())), field
+
+
+@pytest.mark.slow
+@reruns
+def test_in_the_interpreter():
+    assert rerun(__file__) > 25
+
+
+@on_devices
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("on_cuda", [True, False])
+def test_int8_rows(on_cuda, kind, device):
+    for dtype, shape in product(DTYPES, SHAPES):
+        x = inputs(kind, dtype, shape).to(device)
+        ours = kernels.quantize_rows(x, "int8", products.LEAST_SCALE, on_cuda)
+        assert_equal(ours, products.quantize_int8(x, on_cuda))
+
+
+@on_devices
+def test_the_two_inverses_of_int8_differ(device):
+    """Not a distinction without a difference: 127 / amax, and the inverse of amax / 127."""
+    x = inputs("random", torch.bfloat16, (256, 256)).to(device)
+    codes = [kernels.quantize_rows(x, "int8", products.LEAST_SCALE, on_cuda).values for on_cuda in (True, False)]
+    assert 0 < (codes[0] != codes[1]).float().mean() < 0.05
+
+
+@on_devices
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_rows(kind, device):
+    for dtype, shape in product(DTYPES, SHAPES):
+        x = inputs(kind, dtype, shape).to(device)
+        assert_equal(kernels.quantize_rows(x, "fp8", products.LEAST_SCALE, True), products.quantize_fp8(x))
+
+
+@on_devices
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("least", [products.LEAST_AMAX, products.LEAST_GRADIENT])
+def test_groups(least, kind, device):
+    for dtype, shape in product(DTYPES, SHAPES):
+        x = inputs(kind, dtype, shape).to(device)
+        rows, columns = products.quantize_groups_for_both(x, least)
+        assert_equal(kernels.quantize_groups(x, least), rows)
+        for ours, theirs in zip(kernels.quantize_groups_for_both(x, least), (rows, columns), strict=True):
+            assert_equal(ours, theirs)
+
+
+@on_devices
+def test_views_are_read_as_they_are(device):
+    x = inputs("random", torch.bfloat16, (300, 260)).to(device)
+    for view in (x.t(), x[:, 3:130], x[5:40]):
+        assert_equal(kernels.quantize_groups(view, 1e-10), products.quantize_groups(view, 1e-10))
+        assert_equal(kernels.quantize_rows(view, "fp8", products.LEAST_SCALE, True), products.quantize_fp8(view))
+
+
+@on_devices
+def test_transpose(device):
+    for shape in SHAPES:
+        codes = torch.arange(shape[0] * shape[1]).view(shape).to(torch.uint8).view(torch.float8_e4m3fn).to(device)
+        assert torch.equal(bits(kernels.transpose(codes)), bits(codes.t().contiguous()))
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scaled_sums(dtype, device):
+    """Sums beyond 2^24, which FP32 rounds; with and without a bias that takes part in one rounding."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in SHAPES:
+        sums = torch.randint(-(2**29), 2**29, shape, generator=generator, dtype=torch.int32).to(device)
+        x_scale = (torch.rand(shape[0], 1, generator=generator) * 1e-4).to(device)
+        for w_dtype, bias in product(DTYPES, (None, torch.randn(shape[1], generator=generator).to(dtype).to(device))):
+            w_scale = (torch.rand(shape[1], 1, generator=generator) * 1e-4).to(w_dtype).to(device)
+            arguments = (sums, x_scale, w_scale, bias, dtype)
+            assert torch.equal(bits(kernels.scale_sums(*arguments)), bits(products.scale_sums(*arguments)))
+
+
+@on_devices
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_numbers(format, device):
+    for dtype, shape in product(DTYPES, SHAPES):
+        q = quantize_weight(make("random", dtype, shape), format).to(device)
+        for wanted in DTYPES:
+            assert torch.equal(bits(kernels.dequantize_rows(q, wanted)), bits(q.dequantize(wanted)))
+    values = torch.arange(256, dtype=torch.uint8, device=device).repeat(3, 1)
+    values = values.view(torch.int8) if format == "int8" else values.view(torch.float8_e4m3fn)
+    scale = torch.tensor([[1.0], [1 / 448], [3e-30]], device=device)
+    q = QuantizedTensor(format, values, scale, values.shape, torch.bfloat16)
+    ours, theirs = kernels.dequantize_rows(q, torch.float32), q.dequantize(torch.float32)
+    assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+
+
+def ptx_of(kernel, types: str, constants: dict, num_warps: int) -> str:
+    """For sm_90, of its arguments' types (`-` for `None`) and constants."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    given = dict(zip(kernel.arg_names, types.split()))
+    constants = constants | {name: None for name, kind in given.items() if kind == "-"}
+    source = ASTSource(
+        fn=kernel,
+        signature=given | dict.fromkeys(constants, "constexpr"),
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(given)
+            if name not in constants and given[name] != "fp32"
+        },
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"]
+
+
+ROWS = {"ROWS": 1, "COLS": 4096}
+COMPILED = {
+    "int8 rows": (kernels.rows_kernel, "*bf16 *i8 *fp32 i32 i32 fp32", ROWS | {"INT8": True, "ON_CUDA": True}, 4),
+    "fp8 rows": (kernels.rows_kernel, "*bf16 *fp8e4nv *fp32 i32 i32 fp32", ROWS | {"INT8": False, "ON_CUDA": True}, 4),
+    "groups": (kernels.groups_kernel, "*bf16 *fp8e4nv *fp32 - - i32 i32 i32 fp32", {"BOTH": False}, 8),
+    "both": (kernels.groups_kernel, "*bf16 *fp8e4nv *fp32 *fp8e4nv *fp32 i32 i32 i32 fp32", {"BOTH": True}, 8),
+    "transpose": (kernels.transpose_kernel, "*u8 *u8 i32 i32", {}, 8),
+    "sums": (kernels.sums_kernel, "*i32 *bf16 *fp32 *fp32 *bf16 i32 i32", {"ROWS": 16, "COLS": 256}, 4),
+    "numbers": (kernels.numbers_kernel, "*u8 *fp32 *bf16 i32 i32", {"INT8": False, "ROWS": 16, "COLS": 256}, 4),
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_for_hopper(name):
+    """Without a GPU: exact arithmetic with subnormals, one division a scale, whole vectors written."""
+    ptx = ptx_of(*COMPILED[name])
+    assert not re.findall(r"\.ftz|\.approx|div\.full", ptx)
+    assert re.search(r"st\.global\.v[24]\.b32|st\.global\.b64", ptx)
+    if name in ("fp8 rows", "groups", "both"):
+        values = 64 if name != "both" else 128  # of a thread
+        assert ptx.count("div.rn.f32") <= values // 3, "a division for each scale, none for each value"
+        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    if name == "sums":
+        assert "fma.rn.f32" in ptx

@@ -1,0 +1,353 @@
+r"""
+The products of a linear layer that trains in the numbers it is sampled in (Jet-RL), and the quantizers before them.
+
+    Y  = Q(X) Q(W)^T + b
+    dX = dY Q(W)             fp8_block: Q(dY) Q(W), with dY per 1 x 128 along its features
+    dW = dY^T Q(X)           fp8_block: Q(dY^T) Q(X^T)^T, both per 1 x 128 along tokens
+
+| symbol | here | shape |
+|---|---|---|
+| `Q(X)` | [`quantize_input`] | (T, K) |
+| `Q(X^T)`, `Q(dY^T)` | the second of [`quantize_for_both`] | (K, T'), (N, T'), T' the next multiple of 128 from T on |
+| `Q(W)` | `trl_quant.formats.quantize` | (N, K) |
+| `Y`, `dY` | [`product`] | (T, N) |
+| `dX`, `dW` | [`input_gradient`], [`weight_gradient`] | (T, K), (N, K) |
+
+What runs in low precision, on a GPU:
+
+| | Y | dX | dW | where |
+|---|---|---|---|---|
+| fp8_block | FP8 | FP8 | FP8 | Hopper; N and K multiples of 128 |
+| fp8 | FP8 | BF16, of dequantized W | the caller's | from Ada on; N and K multiples of 16 |
+| int8 | INT8 | BF16, of dequantized W | the caller's | N and K multiples of 8 |
+
+Elsewhere, and in FP32, the same numbers are multiplied in BF16 or FP32. On a CPU the sums of `fp8` and `int8` are
+exact, so that a token's outputs do not depend on those beside it.
+
+What is said of vLLM here is read from its CUDA operators. Its own `torch` path of `QuantFP8`, which torch.compile takes
+where the operator is switched off, differs: per token it multiplies by `1 / scale`, and a group's scale is at least
+1 / (448 x 512). Where DeepGEMM multiplies, vLLM may round scales up to powers of two (`VLLM_USE_DEEP_GEMM_E8M0`, on by
+default in 0.31, on Hopper too), those of weights as well: these here are not rounded.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..formats import QuantizedTensor
+from ..formats.common import group, quotient, ungroup
+from ..formats.fp8 import BLOCK, E4M3_MAX, decode_e4m3
+
+
+TRAINABLE = ("fp8_block", "fp8", "int8")
+INT8_MAX = 127.0
+LEAST_SCALE = 1 / (E4M3_MAX * 512)  # of a token in FP8, in vLLM
+LEAST_AMAX = 1e-10  # of a group of inputs in FP8, in vLLM
+LEAST_GRADIENT = 2.0**-60  # the same for gradients, which may all be small
+# Tensor cores add up FP8 products with 14 bits. vLLM's kernel for `fp8` leaves it at that, and so does this one, for
+# the sampler's numbers; those for `fp8_block` add every 128 products to a sum in FP32.
+FAST_ACCUMULATION = True
+LONGEST = 32768  # values of a token that the kernel for a scale of each token takes
+TOKENS = 32  # what a GPU multiplies is filled up with zero tokens to a multiple: above the least of all kernels
+
+
+# Quantizers
+
+
+def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
+    """
+    A layer's input as vLLM quantizes it: scales in FP32, whatever the type of the input.
+
+        int8       s = amax / 127                code = round(x (127 / amax)), on a CPU round(x (1 / s))
+        fp8        s = max(amax / 448, 2^-9 / 448)       code = E4M3(x / s)
+        fp8_block  s = max(amax, 1e-10) / 448            code = E4M3(x / s)
+
+    Args:
+        x (`torch.Tensor`): (T, K), BF16 or FP32, finite.
+        format (`str`): "fp8_block" with a scale for each 128 values of a token, "fp8" or "int8" with one for a token.
+
+    Returns:
+        [`trl_quant.formats.QuantizedTensor`]: (T, K), with scales (T, ceil(K / 128)) or (T, 1). On a GPU those of
+        "fp8_block" lie with the tokens next to each other, as its kernels read them.
+
+    Raises:
+        ValueError: Another format.
+    """
+    if format not in TRAINABLE:
+        raise ValueError(f"format: {format!r} has no products for training; allowed: {', '.join(TRAINABLE)}.")
+    x = x.detach().contiguous()
+    if format == "fp8_block":
+        return _grouped(x, LEAST_AMAX)
+    if _has_kernels(x, format) and x.shape[1] <= LONGEST:
+        from ..kernels import unified as kernels
+
+        return kernels.quantize_rows(x, format, LEAST_SCALE, x.is_cuda)
+    return quantize_int8(x, x.is_cuda) if format == "int8" else quantize_fp8(x)
+
+
+def quantize_fp8(x: Tensor) -> QuantizedTensor:
+    """[`quantize_input`] to "fp8", in torch."""
+    scale = quotient(_amax(x), E4M3_MAX).clamp(min=LEAST_SCALE)
+    return QuantizedTensor("fp8", _e4m3(x, scale), scale, x.shape, x.dtype)
+
+
+def quantize_int8(x: Tensor, on_cuda: bool) -> QuantizedTensor:
+    """[`quantize_input`] to "int8", in torch: what vLLM does on a GPU or, not `on_cuda`, on a CPU."""
+    amax = _amax(x)
+    scale = quotient(amax, INT8_MAX)
+    # torch would take `127 / amax` for `127 * (1 / amax)`
+    inverse = torch.full_like(amax, INT8_MAX) / amax if on_cuda else scale.reciprocal()
+    inverse = inverse.masked_fill(amax == 0, 0)
+    codes = (x.float() * inverse).round().clamp(-128, 127).to(torch.int8)
+    return QuantizedTensor("int8", codes, scale, x.shape, x.dtype)
+
+
+def quantize_groups(x: Tensor, least: float) -> QuantizedTensor:
+    """[`quantize_input`] to "fp8_block", in torch; `least` is the least maximum of a group."""
+    groups = group(x, BLOCK)
+    scale = quotient(_amax(groups).clamp(min=least), E4M3_MAX)
+    return QuantizedTensor("fp8_block", ungroup(_e4m3(groups, scale), x.shape[1]), scale.squeeze(-1), x.shape, x.dtype)
+
+
+def quantize_groups_for_both(x: Tensor, least: float) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """[`quantize_for_both`], in torch."""
+    filled = F.pad(x, (0, 0, 0, -len(x) % BLOCK))
+    return quantize_groups(x, least), quantize_groups(filled.t().contiguous(), least)
+
+
+def quantize_for_both(x: Tensor, least: float = LEAST_AMAX) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """
+    A matrix quantized twice to "fp8_block": for a product over its features and for one over its tokens. On a GPU it is
+    read once.
+
+    Args:
+        x (`torch.Tensor`): (T, K), BF16 or FP32, finite.
+        least (`float`, *optional*): The least maximum of a group; `LEAST_GRADIENT` for gradients.
+
+    Returns:
+        `tuple`: x (T, K) with scales along K, and its transpose (K, T') with scales along T', which is T filled up with
+        zeros to a multiple of 128.
+    """
+    x = x.detach().contiguous()
+    if _has_kernels(x, "fp8_block"):
+        from ..kernels import unified as kernels
+
+        return kernels.quantize_groups_for_both(x, least)
+    return quantize_groups_for_both(x, least)
+
+
+def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`q.dequantize(dtype)`, by a kernel where there is one: "fp8" and "int8" on a GPU."""
+    if q.values.is_cuda and q.values.ndim == 2 and q.format in ("fp8", "int8"):
+        from ..kernels import unified as kernels
+
+        return kernels.dequantize_rows(q, dtype or q.dtype)
+    return q.dequantize(dtype)
+
+
+def transposed(w: QuantizedTensor) -> QuantizedTensor:
+    """A weight (N, K) in "fp8_block" as (K, N): other memory, the same numbers, since its blocks are square."""
+    if w.values.is_cuda:
+        from ..kernels import unified as kernels
+
+        values = kernels.transpose(w.values)
+    else:
+        values = w.values.t().contiguous()
+    return QuantizedTensor(w.format, values, w.scale.t().contiguous(), torch.Size(reversed(w.shape)), w.dtype)
+
+
+# Products
+
+
+def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """
+    `x w^T + bias`: codes are multiplied first where scales are constant along the sum.
+
+        fp8, int8    round(fma(s_x, s_w sum(codes), b))      as the epilogue of vLLM's kernels
+        fp8_block    round(round(sum) + b)                   as vLLM, which adds the bias in the type of the output
+
+    Args:
+        x ([`trl_quant.formats.QuantizedTensor`]): (T, K), from [`quantize_input`].
+        w ([`trl_quant.formats.QuantizedTensor`]): (N, K), of the same format, from [`trl_quant.formats.quantize`].
+        bias (`torch.Tensor`, *optional*): (N,).
+        dtype (`torch.dtype`): Of the result, BF16 or FP32.
+
+    Returns:
+        `torch.Tensor`: (T, N).
+
+    Raises:
+        ValueError: Two formats, or another number of features.
+    """
+    if x.format != w.format or x.shape[1] != w.shape[1]:
+        raise ValueError(
+            f"x: {x.format!r} of shape {tuple(x.shape)}, but the weight is {w.format!r} of shape {tuple(w.shape)}; "
+            "both must have one format and as many columns."
+        )
+    if x.format == "fp8_block":
+        y = _product_of_groups(x, w, dtype)
+        return y if bias is None else y + bias.to(dtype)
+    (tokens, inputs), outputs = x.shape, w.shape[0]
+    fits = tokens > 0 and inputs % 16 == outputs % 16 == 0
+    if x.format == "fp8" and dtype == torch.bfloat16 and fits and _multiplies_fp8(x.values):
+        return torch._scaled_mm(
+            _filled(x.values), w.values.t(), _filled(x.scale), w.scale.float().view(1, -1),
+            bias=None if bias is None else bias.to(dtype), out_dtype=dtype, use_fast_accum=FAST_ACCUMULATION,
+        )[:tokens]  # fmt: skip
+    if not x.values.is_cuda or not tokens:
+        return scale_sums(_exact_sums(x.values, w.values), x.scale, w.scale, bias, dtype)
+    if x.format == "int8" and inputs % 8 == outputs % 8 == 0:
+        from ..kernels import unified as kernels
+
+        sums = torch._int_mm(_filled(x.values), w.values.t())[:tokens]
+        return kernels.scale_sums(sums, x.scale, w.scale, bias, dtype)
+    codes, w_codes = (q.values.to(torch.bfloat16) for q in (x, w))  # exactly
+    return scale_sums(torch.mm(codes, w_codes.t(), out_dtype=torch.float32), x.scale, w.scale, bias, dtype)
+
+
+def input_gradient(dy: Tensor, w: QuantizedTensor, w_t: QuantizedTensor | None = None) -> Tensor:
+    """
+    `dy w`. For a weight in "fp8_block" dy is quantized; for other formats it is multiplied with the weight's numbers.
+
+    Args:
+        dy (`torch.Tensor`): (T, N), BF16 or FP32.
+        w ([`trl_quant.formats.QuantizedTensor`]): (N, K).
+        w_t ([`trl_quant.formats.QuantizedTensor`], *optional*):
+            `transposed(w)`, for "fp8_block", to save transposing the codes in each call.
+
+    Returns:
+        `torch.Tensor`: (T, K), of the type of dy.
+    """
+    if w.format == "fp8_block":
+        return _product_of_groups(_grouped(dy.detach(), LEAST_GRADIENT), w_t or transposed(w), dy.dtype)
+    return _multiply(dy.detach(), dequantize(w, dy.dtype))
+
+
+def weight_gradient(dy_t: QuantizedTensor, x_t: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """
+    `dy^T x` in "fp8_block".
+
+    Args:
+        dy_t, x_t ([`trl_quant.formats.QuantizedTensor`]): (N, T'), (K, T'), from [`quantize_for_both`].
+        dtype (`torch.dtype`): Of the result, BF16 or FP32.
+
+    Returns:
+        `torch.Tensor`: (N, K).
+    """
+    return _product_of_groups(dy_t, x_t, dtype)
+
+
+def input_and_weight_gradient(
+    dy: Tensor,
+    w: QuantizedTensor,
+    x_t: QuantizedTensor,
+    dtype: torch.dtype | None = None,
+    w_t: QuantizedTensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """
+    [`input_gradient`] and [`weight_gradient`] in "fp8_block", with one read of dy.
+
+    Returns:
+        `tuple`: dX (T, K) of the type of dy, and dW (N, K) of `dtype`, by default the same.
+    """
+    rows, columns = quantize_for_both(dy, LEAST_GRADIENT)
+    dx = _product_of_groups(rows, w_t or transposed(w), dy.dtype)
+    return dx, weight_gradient(columns, x_t, dtype or dy.dtype)
+
+
+def scale_sums(sums: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """
+    What follows a product of codes, in torch: `fma(s_x, s_w sum, b)` in FP32, rounded.
+
+    Args:
+        sums (`torch.Tensor`): (T, N), rounded to FP32 first.
+        x_scale, w_scale (`torch.Tensor`): (T, 1), (N, 1).
+        bias (`torch.Tensor`, *optional*): (N,).
+        dtype (`torch.dtype`): Of the result.
+    """
+    y = sums.float() * w_scale.float().view(1, -1)
+    if bias is None:
+        return (y * x_scale).to(dtype)
+    return (y.double() * x_scale.double() + bias.double()).float().to(dtype)  # one rounding to FP32, as an FMA
+
+
+# Parts
+
+
+def _amax(x: Tensor) -> Tensor:
+    return x.abs().amax(-1, keepdim=True).float()
+
+
+def _e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    return (x.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _grouped(x: Tensor, least: float) -> QuantizedTensor:
+    if _has_kernels(x, "fp8_block"):
+        from ..kernels import unified as kernels
+
+        return kernels.quantize_groups(x, least)
+    return quantize_groups(x, least)
+
+
+def _exact_sums(x: Tensor, w: Tensor) -> Tensor:
+    """Sums of products of codes: E4M3's are multiples of 2^-18 below 2^18, so 2^17 of them have less than 53 bits."""
+    x, w = ((decode_e4m3(codes) if codes.dtype == torch.float8_e4m3fn else codes).double() for codes in (x, w))
+    return x @ w.t()
+
+
+def _product_of_groups(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """`a b^T` (M, N) of a (M, K) in groups along K and b (N, K) in such groups or in blocks."""
+    (rows, inner), outs = a.shape, b.shape[0]
+    if _multiplies_groups(a.values) and rows and inner % BLOCK == outs % BLOCK == 0:
+        groups, blocks = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+        in_blocks = b.scale.shape[0] != outs
+        return F.scaled_mm(
+            _filled(a.values), b.values.t(), _filled(a.scale, by_column=True), groups,
+            _block_scales(b.scale) if in_blocks else _filled(b.scale, by_column=True), blocks if in_blocks else groups,
+            output_dtype=dtype,
+        )[:rows]  # fmt: skip
+    wide = torch.bfloat16 if a.values.is_cuda and dtype == torch.bfloat16 else torch.float32
+    return _multiply(a.dequantize(wide), b.dequantize(wide).t()).to(dtype)
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):  # FP32 stays FP32
+        return a @ b
+
+
+def _filled(x: Tensor, by_column: bool = False) -> Tensor:
+    """Zero rows added up to a multiple of `TOKENS`; `by_column`, with the rows next to each other in memory."""
+    missing = -len(x) % TOKENS
+    if by_column:
+        x = x.float().t()
+        return (F.pad(x, (0, missing)) if missing else x).contiguous().t()
+    if not missing:
+        return x
+    if x.dtype == torch.float8_e4m3fn:
+        return F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype)
+    return F.pad(x, (0, 0, 0, missing))
+
+
+def _block_scales(scale: Tensor) -> Tensor:
+    """Scales (N / 128, K / 128) as (K / 128, N / 128), filled up to a multiple of 4 along K, K first in memory."""
+    missing = -scale.shape[1] % 4
+    return (F.pad(scale.float(), (0, missing)) if missing else scale.float()).contiguous().t()
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _multiplies_fp8(x: Tensor) -> bool:
+    return x.is_cuda and _capability(x.device) >= (8, 9)
+
+
+def _multiplies_groups(x: Tensor) -> bool:
+    return x.is_cuda and _capability(x.device)[0] == 9 and hasattr(F, "scaled_mm")
+
+
+def _has_kernels(x: Tensor, format: str) -> bool:
+    return x.is_cuda and x.numel() > 0 and (format == "int8" or _multiplies_fp8(x))

@@ -1,0 +1,232 @@
+r"""
+A linear layer trained in the numbers that sample from it: the unified flow of Jet-RL (arXiv:2601.14243), for each
+precision whose inputs an engine quantizes too.
+
+    Y  = Q(X) Q(W)^T + b             what the engine computes
+    dX = dY Q(W)                     straight through the roundings: as if Q were the identity
+    dW = dY^T Q(X)
+
+| symbol | here | shape |
+|---|---|---|
+| `W` | the master weight, `weight`, which the optimizer moves | (out, in) |
+| `Q(W)` | its codes and scales, made once after each move | (out, in) |
+| `X`, `dX` | | (..., in) |
+| `Y`, `dY`, `b` | | (..., out), (..., out), (out,) |
+
+Where scales have groups along the inner dimension (`fp8_block`) all three products are in FP8: dY is quantized along
+its outputs for dX, and dY and X along the tokens for dW. In the other precisions dX and dW are 16-bit products of what
+the codes stand for. Saved for the backward pass are the codes of X, a byte each.
+
+With a LoRA adapter that the engine merges, the policy is Q(W + s B A), quantized once a step as well:
+
+    Y  = Q(X) Q(W + s B A)^T + b
+    dA = s (dY B)^T Q(X)
+    dB = s dY^T (Q(X) A^T)
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..formats import FORMATS, QuantizedTensor, quantize
+from ..precisions import PRECISIONS, unified_flows
+from .frozen import autocast_inputs
+from .products import (
+    dequantize,
+    input_and_weight_gradient,
+    input_gradient,
+    product,
+    quantize_for_both,
+    quantize_input,
+)
+
+
+class _Unified(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, w):
+        flat = x.reshape(-1, x.shape[-1])
+        kept = None
+        if not ctx.needs_input_grad[1]:
+            q = quantize_input(flat, w.format)
+        elif in_groups(w):
+            q, kept = quantize_for_both(flat)
+        else:
+            q = kept = quantize_input(flat, w.format)
+        _keep(ctx, w, kept)
+        return product(q, w, bias, x.dtype).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, w), flat = _kept(ctx), dy.reshape(-1, dy.shape[-1])
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        dx = dw = None
+        if wants_weight and in_groups(w):
+            dx, dw = input_and_weight_gradient(flat, w, x, flat.dtype)
+        else:
+            dx = input_gradient(flat, w) if wants_x else None
+            dw = flat.t() @ dequantize(x, flat.dtype) if wants_weight else None
+        dx = dx.view(*dy.shape[:-1], -1) if wants_x else None
+        return dx, None if dw is None else dw.to(w.dtype), flat.sum(0) if wants_bias else None, None
+
+
+class _UnifiedLora(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, a, b, bias, scaling, w):
+        q = quantize_input(x.reshape(-1, x.shape[-1]), w.format)
+        _keep(ctx, w, q if any(ctx.needs_input_grad[1:3]) else None, a, b)
+        ctx.scaling = scaling
+        return product(q, w, bias, x.dtype).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, w, a, b), flat = _kept(ctx), dy.reshape(-1, dy.shape[-1])
+        dx = da = db = None
+        wants_x, wants_a, wants_b, wants_bias = ctx.needs_input_grad[:4]
+        if wants_x:
+            dx = input_gradient(flat, w).view(*dy.shape[:-1], -1)
+        numbers = dequantize(x, flat.dtype) if wants_a or wants_b else None
+        if wants_a:
+            da = ((flat @ b.to(flat.dtype)).t() @ numbers).to(a.dtype).mul_(ctx.scaling)
+        if wants_b:
+            db = (flat.t() @ (numbers @ a.to(flat.dtype).t())).to(b.dtype).mul_(ctx.scaling)
+        return dx, da, db, flat.sum(0) if wants_bias else None, None, None
+
+
+def in_groups(w: QuantizedTensor) -> bool:
+    """Whether scales have groups along the inner dimension."""
+    return not FORMATS[w.format].per_row
+
+
+def _keep(ctx, w: QuantizedTensor, x: QuantizedTensor | None, *tensors: Tensor) -> None:
+    """Saves the input's codes and scales, and `tensors`; the weight's are its layer's."""
+    ctx.w, ctx.x = w, x and (x.format, x.shape, x.dtype)
+    ctx.save_for_backward(*(() if x is None else (x.values, x.scale)), *tensors)
+
+
+def _kept(ctx) -> tuple:
+    if ctx.x is None:
+        return None, ctx.w, *ctx.saved_tensors
+    values, scale, *tensors = ctx.saved_tensors
+    format, shape, dtype = ctx.x
+    return QuantizedTensor(format, values, scale, shape, dtype), ctx.w, *tensors
+
+
+class UnifiedLinear(nn.Linear):
+    """
+    A linear layer whose forward pass is the engine's. `weight` stays the master weight: its name, type and place in
+    checkpoints are those of `nn.Linear`, and the optimizer moves it.
+
+    The weight is quantized when it is needed after it was written. torch counts what writes to a tensor, but not what
+    goes past it, through `.data` or a kernel of its own: who moves weights so must call [`~UnifiedLinear.forget`].
+
+    Parameters:
+        in_features, out_features (`int`): Inputs and outputs.
+        bias (`bool`): Whether the layer has one.
+        precision (`str`): Key of `PRECISIONS`: one in whose products the inputs are quantized too.
+        device (`torch.device`, *optional*), dtype (`torch.dtype`, *optional*): Of the master weight.
+
+    Attributes:
+        rounds_to (`torch.dtype` or `None`):
+            Type that the weight is rounded to before its scales are computed: that of the checkpoint which an engine
+            quantizes. `None` for the weight's own.
+
+    Raises:
+        ValueError: Another precision.
+    """
+
+    rounds_to: torch.dtype | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        precision: str,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        if precision not in (allowed := unified_flows()):
+            raise ValueError(f"precision: {precision!r} has no unified flow; allowed: {', '.join(allowed)}.")
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.precision, self.format = precision, PRECISIONS[precision].format
+        self.forget()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, precision: str) -> "UnifiedLinear":
+        """
+        A layer around the weight and the bias of `linear`, which stay the same parameters.
+
+        Raises:
+            ValueError: Another precision.
+        """
+        bias, dtype = linear.bias is not None, linear.weight.dtype
+        layer = cls(linear.in_features, linear.out_features, bias, precision, device="meta", dtype=dtype)
+        layer.weight, layer.bias = linear.weight, linear.bias
+        return layer.train(linear.training)
+
+    def codes(self, delta: Callable[[], Tensor] | None = None, *of) -> QuantizedTensor:
+        """
+        The quantized weight: made once, and again after something wrote to what it is made of.
+
+        Args:
+            delta (`Callable`, *optional*): Returns what is added to the weight first, (out, in).
+            of: What that is made of, tensors and numbers.
+
+        Raises:
+            ValueError: As [`trl_quant.formats.quantize`].
+        """
+        made_of = tuple((id(x), x._version) if isinstance(x, Tensor) else x for x in (self.weight, *of))
+        if self._codes is None or made_of != self._made_of:
+            self._codes = None  # before the next ones take memory
+            with torch.no_grad(), torch.autocast(self.weight.device.type, enabled=False):
+                weight = self.weight.detach().to(self.rounds_to or self.weight.dtype)
+                if delta is not None:
+                    weight = torch.add(weight, delta(), out=torch.empty_like(weight))
+                self._codes, self._made_of = _quantize(weight, self.format), made_of
+        return self._codes
+
+    def forget(self) -> None:
+        """Has the weight quantized again when it is next needed."""
+        self._codes: QuantizedTensor | None = None
+        self._made_of: tuple = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) to (..., out), of the type of `x` or autocast's."""
+        x = autocast_inputs(x, self.in_features)
+        return _Unified.apply(x, self.weight, self._bias(x), self.codes())
+
+    def adapted(self, x: Tensor, w: QuantizedTensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+        """
+        The layer with an adapter merged in.
+
+        Args:
+            x (`torch.Tensor`): Inputs (..., in).
+            w (`QuantizedTensor`): Q(W + s B A), from [`~UnifiedLinear.codes`].
+            a, b (`torch.Tensor`): A (rank, in) and B (out, rank), which get the gradients.
+            scaling (`float`): s.
+
+        Returns:
+            `torch.Tensor`: (..., out), of the type of `x` or autocast's.
+        """
+        x = autocast_inputs(x, self.in_features)
+        return _UnifiedLora.apply(x, a, b, self._bias(x), scaling, w)
+
+    def _bias(self, x: Tensor) -> Tensor | None:
+        return None if self.bias is None else self.bias.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, precision={self.precision!r}"
+
+    def _apply(self, fn, recurse=True):
+        self.forget()  # `.to()` writes past torch's count
+        return super()._apply(fn, recurse)
+
+
+def _quantize(weight: Tensor, format: str) -> QuantizedTensor:
+    """`formats.quantize`, on a GPU by kernels, where to look for NaN would wait for every layer."""
+    if weight.is_cuda:
+        from ..kernels.quantize import quantize as kernel
+
+        return kernel(weight, format, check=False)
+    return quantize(weight, format)
