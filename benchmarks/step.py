@@ -48,7 +48,7 @@ from engines import (
 )
 from transformers import TrainerCallback
 
-from trl_quant.precisions import frozen_bases
+from trl_quant.precisions import frozen_bases, train_precisions
 
 
 PHASES = ("sampling", "sync", "scoring", "update", "rest")
@@ -114,7 +114,9 @@ def make_trainer(args, tokenizer):
             return GRPOTrainer(args=GRPOConfig(**settings), **given)
     ours = {"rollout_precision": args.one, "is_correction": correction, "lora_sync": args.lora_sync}
     if args.train_precision:
-        ours |= {"train_precision": args.train_precision, "lora_sync": "adapter"}
+        ours["train_precision"] = args.train_precision
+    if args.train_precision in frozen_bases():
+        ours["lora_sync"] = "adapter"
     ours |= {"vllm_engine_kwargs": arguments | args.engine_kwargs, "sync_check_steps": 0}
     return QuantGRPOTrainer(args=QuantGRPOConfig(**settings, **ours), **given)
 
@@ -186,7 +188,11 @@ def main():
         metavar="NxTOKENS",
         help="of a step, and new tokens of each",
     )
-    parser.add_argument("--train_precision", choices=frozen_bases(), help="of ours; its adapter travels by itself")
+    parser.add_argument(
+        "--train_precision",
+        choices=train_precisions(),
+        help="of ours; over a frozen base the adapter travels by itself",
+    )
     parser.add_argument("--micro", type=int, default=16 if CUDA else 4, help="completions of a micro-batch")
     parser.add_argument("--steps", type=int, default=3, help="of which the first warms up")
     parser.add_argument("--vllm_gpu_memory_utilization", type=float, default=0.3)

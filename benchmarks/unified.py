@@ -11,7 +11,8 @@ precision.
 
 Then what they are made of, each part by itself: `quantize` is that of the weight, once a step; `x` and `dy` the
 quantizers of inputs and gradients, for one layout where the weight is frozen and for both where it is trained; `Y`,
-`dX` and `dW` the products, with what belongs to them. `limit` is for Y alone, `dB` the SQNR of Y against BF16.
+`dX` and `dW` the products, with what belongs to them; `Y, fused` INT8's Y by one kernel, which `FUSED_INT8` of
+`layers/products.py` takes. `limit` is for Y alone, `dB` the SQNR of Y against BF16.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from torch import nn
 
 from trl_quant.formats import quantize
 from trl_quant.layers import UnifiedLinear, products
+from trl_quant.precisions import unified_flows
 
 
 SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 6144)) if CUDA else ((256, 384), (384, 256))  # (in, out)
@@ -160,6 +162,10 @@ def parts_of(shape: tuple[int, int], tokens: int, precision: str) -> tuple[dict,
             "dW": lambda: products.weight_gradient(columns, x_t, dy.dtype),
         }
     else:
+        if precision == "int8" and CUDA:
+            from trl_quant.kernels.unified import product_int8
+
+            calls["Y, fused"] = lambda: product_int8(q, w, None, x.dtype)
         calls |= {
             "dX": lambda: products.input_gradient(dy, w),
             "dW": lambda: dy.t() @ products.dequantize(q, dy.dtype),
@@ -168,7 +174,7 @@ def parts_of(shape: tuple[int, int], tokens: int, precision: str) -> tuple[dict,
 
 
 def parts(args, results: dict, deadline: float) -> None:
-    names = ("quantize", "transpose", "x", "x, both", "dy, both", "Y", "dX", "dW")
+    names = ("quantize", "transpose", "x", "x, both", "dy, both", "Y", "Y, fused", "dX", "dW")
     print(
         f"\nmicroseconds\n{'layer':<14}{'tokens':>7} {'precision':<10}" + "".join(f"{name:>10}" for name in names),
         end="",
@@ -197,7 +203,7 @@ def parts(args, results: dict, deadline: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("--precisions", nargs="+", choices=products.TRAINABLE, default=list(products.TRAINABLE))
+    parser.add_argument("--precisions", nargs="+", choices=unified_flows(), default=unified_flows())
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--seconds", type=float, default=80, help="after which no more is measured")
     parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")

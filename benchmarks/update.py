@@ -1,5 +1,5 @@
 """
-Seconds of a policy update, forward, backward and optimizer, on a frozen base in few bits, against TRL's BF16 LoRA.
+Seconds of a policy update, forward, backward and optimizer, in a `train_precision`, against TRL's BF16 LoRA.
 
     python benchmarks/update.py                        # 7B shapes on a GPU, tiny ones on a CPU
     python benchmarks/update.py --sizes 3b 7b 14b 32b --kinds trl nvfp4 mxfp4 nf4 --tokens 2048 4096 8192 16384
@@ -26,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.frozen_base import BITSANDBYTES
-from trl_quant.precisions import frozen_bases
+from trl_quant.precisions import train_precisions
 
 
 WARM_UP = 2
@@ -133,7 +133,7 @@ def measure(kind: str, args) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["7b"] if CUDA else ["tiny"])
-    parser.add_argument("--kinds", nargs="+", choices=["trl", *frozen_bases()], default=["trl", "nvfp4"])
+    parser.add_argument("--kinds", nargs="+", choices=["trl", *train_precisions()], default=["trl", "nvfp4"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 4096, 8192, 16384] if CUDA else [128, 256])
     parser.add_argument("--length", type=int, default=2048 if CUDA else 128, help="tokens of a sequence at most")
     parser.add_argument("--lora", type=int, default=32, metavar="RANK")

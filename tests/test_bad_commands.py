@@ -86,7 +86,7 @@ def test_help_shows_our_options_first(capsys):
         main(["train", "--help"])
     lines = capsys.readouterr().out.splitlines()
     titles = [line.removesuffix(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
-    assert titles[1:3] == ["what to train on", "the policy's base"]
+    assert titles[1:3] == ["what to train on", "what the policy computes in"]
     assert titles[-3:] == ["ModelConfig of TRL", "GRPOConfig of TRL", "TrainingArguments of transformers"]
     named = [line.split()[0] for line in lines if line.startswith("  --")]
     assert named.index("--uaq_scale") < named.index("--lora_r") < named.index("--beta") < named.index("--max_steps")

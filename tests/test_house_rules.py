@@ -46,6 +46,8 @@ LAZY = {"formats/files.py": ({"safetensors"}, ()), "layers/...": ({"triton"}, ("
 # Private names of other libraries that we use, by the file that has them
 FOREIGN = {
     "os.py": "_exit",
+    "torch/_C/__init__.pyi": "_version",
+    "torch/_meta_registrations.py": "_int_mm",
     "torch/_dynamo/__init__.py": "_dynamo",
     "torch/cpu/__init__.py": "_is_amx_tile_supported _is_avx512_supported",
     "torch/nn/modules/module.py": "_forward_hooks _forward_pre_hooks _parameters",

@@ -10,11 +10,12 @@ from reference_formats import EPS, to
 
 from trl_quant.formats import QuantizedTensor, quantize, quantize_activation
 from trl_quant.layers import products
+from trl_quant.precisions import unified_flows
 
 
 DTYPES = [torch.bfloat16, torch.float32]
 T, N, K = 70, 200, 300  # nothing is a multiple of 128
-every_format = pytest.mark.parametrize("format", products.TRAINABLE)
+every_format = pytest.mark.parametrize("format", unified_flows())
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -104,7 +105,7 @@ def test_tokens_do_not_depend_on_each_other(format):
 
 
 def test_zero_tokens():
-    for format in products.TRAINABLE:
+    for format in unified_flows():
         q = products.quantize_input(torch.zeros(2, 256, dtype=torch.bfloat16), format)
         assert q.values.float().abs().max() == 0 and q.scale.isfinite().all()
         assert q.dequantize().abs().max() == 0
@@ -265,7 +266,7 @@ def test_no_tokens(format):
 def test_wrong_arguments():
     x = matrix(4, K, torch.bfloat16)
     with pytest.raises(
-        ValueError, match=r"format: 'nvfp4' has no products for training; allowed: fp8_block, fp8, int8"
+        ValueError, match=r"format: 'nvfp4' has no products for training; allowed: int8, fp8_block, fp8"
     ):
         products.quantize_input(x, "nvfp4")
     with pytest.raises(ValueError, match=r"x: 'int8' of shape \(4, 300\), but the weight is 'fp8' of shape \(4, 300\)"):
@@ -279,19 +280,19 @@ def test_wrong_arguments():
 
 @pytest.mark.parametrize("tokens", [1, 31, 32, 70])
 def test_filling_up_is_exact(tokens):
-    for format in products.TRAINABLE:
+    for format in unified_flows():
         q = products.quantize_input(matrix(T, K, torch.bfloat16)[:tokens], format)
-        values = products._filled(q.values)
+        values = products.filled(q.values)
         assert len(values) % 32 == 0 and values.float()[tokens:].abs().sum() == 0
         assert torch.equal(values[:tokens].float(), q.values.float())
-        scale = products._filled(q.scale, by_column=True)
+        scale = products.filled(q.scale, by_column=True)
         assert torch.equal(scale[:tokens], q.scale) and scale.t().is_contiguous()
 
 
 def test_scales_of_blocks_lie_as_the_kernel_reads_them():
     for rows, cols in ((128, 128), (256, 384), (384, 1280)):
         scale = quantize(matrix(rows, cols, torch.float32), "fp8_block").scale
-        given = products._block_scales(scale)
+        given = products.block_scales(scale)
         up = -(-scale.shape[1] // 4) * 4
         assert given.shape == (up, rows // 128) and given.stride() == (1, up)
         assert torch.equal(given[: scale.shape[1]], scale.t())
@@ -326,7 +327,7 @@ def test_hopper_is_asked_for_the_same_products(dtype, monkeypatch):
         return y, products.input_gradient(dy, weight), *products.input_and_weight_gradient(dy, weight, x_t)
 
     right, asked = run(), []
-    monkeypatch.setattr(products, "_multiplies_groups", lambda x: True)
+    monkeypatch.setattr(products, "multiplies_groups", lambda x: True)
     monkeypatch.setattr(F, "scaled_mm", lambda *args, **kwargs: (asked.append(1), hopper(*args, **kwargs))[1])
     for given, expected in zip(run(), right, strict=True):
         assert given.dtype == dtype and given.shape == expected.shape
@@ -344,6 +345,6 @@ def test_scaled_mm_is_asked_for_the_same_product(tokens, monkeypatch):
     )
     q, weight = products.quantize_input(x, "fp8"), quantize(w, "fp8")
     right = products.product(q, weight, bias, torch.bfloat16)
-    monkeypatch.setattr(products, "_multiplies_fp8", lambda x: True)
+    monkeypatch.setattr(products, "multiplies_fp8", lambda x: True)
     monkeypatch.setattr(products, "FAST_ACCUMULATION", False)
     assert sqnr(products.product(q, weight, bias, torch.bfloat16), right) > 50

@@ -19,7 +19,7 @@ What runs in low precision, on a GPU:
 |---|---|---|---|---|
 | fp8_block | FP8 | FP8 | FP8 | Hopper; N and K multiples of 128 |
 | fp8 | FP8 | BF16, of dequantized W | the caller's | from Ada on; N and K multiples of 16 |
-| int8 | INT8 | BF16, of dequantized W | the caller's | N and K multiples of 8 |
+| int8 | INT8 | BF16, of dequantized W | the caller's | everywhere |
 
 Elsewhere, and in FP32, the same numbers are multiplied in BF16 or FP32. On a CPU the sums of `fp8` and `int8` are
 exact, so that a token's outputs do not depend on those beside it.
@@ -39,9 +39,9 @@ from torch import Tensor
 from ..formats import QuantizedTensor
 from ..formats.common import group, quotient, ungroup
 from ..formats.fp8 import BLOCK, E4M3_MAX, decode_e4m3
+from ..precisions import unified_flows
 
 
-TRAINABLE = ("fp8_block", "fp8", "int8")
 INT8_MAX = 127.0
 LEAST_SCALE = 1 / (E4M3_MAX * 512)  # of a token in FP8, in vLLM
 LEAST_AMAX = 1e-10  # of a group of inputs in FP8, in vLLM
@@ -49,6 +49,7 @@ LEAST_GRADIENT = 2.0**-60  # the same for gradients, which may all be small
 # Tensor cores add up FP8 products with 14 bits. vLLM's kernel for `fp8` leaves it at that, and so does this one, for
 # the sampler's numbers; those for `fp8_block` add every 128 products to a sum in FP32.
 FAST_ACCUMULATION = True
+FUSED_INT8 = False  # whether one kernel multiplies and scales, or cuBLAS and a second kernel; see benchmarks/unified.py
 LONGEST = 32768  # values of a token that the kernel for a scale of each token takes
 TOKENS = 32  # what a GPU multiplies is filled up with zero tokens to a multiple: above the least of all kernels
 
@@ -75,8 +76,8 @@ def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
     Raises:
         ValueError: Another format.
     """
-    if format not in TRAINABLE:
-        raise ValueError(f"format: {format!r} has no products for training; allowed: {', '.join(TRAINABLE)}.")
+    if format not in (allowed := unified_flows()):
+        raise ValueError(f"format: {format!r} has no products for training; allowed: {', '.join(allowed)}.")
     x = x.detach().contiguous()
     if format == "fp8_block":
         return _grouped(x, LEAST_AMAX)
@@ -113,8 +114,8 @@ def quantize_groups(x: Tensor, least: float) -> QuantizedTensor:
 
 def quantize_groups_for_both(x: Tensor, least: float) -> tuple[QuantizedTensor, QuantizedTensor]:
     """[`quantize_for_both`], in torch."""
-    filled = F.pad(x, (0, 0, 0, -len(x) % BLOCK))
-    return quantize_groups(x, least), quantize_groups(filled.t().contiguous(), least)
+    columns = F.pad(x, (0, 0, 0, -len(x) % BLOCK)).t().contiguous()
+    return quantize_groups(x, least), quantize_groups(columns, least)
 
 
 def quantize_for_both(x: Tensor, least: float = LEAST_AMAX) -> tuple[QuantizedTensor, QuantizedTensor]:
@@ -190,17 +191,20 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
         return y if bias is None else y + bias.to(dtype)
     (tokens, inputs), outputs = x.shape, w.shape[0]
     fits = tokens > 0 and inputs % 16 == outputs % 16 == 0
-    if x.format == "fp8" and dtype == torch.bfloat16 and fits and _multiplies_fp8(x.values):
-        return torch._scaled_mm(
-            _filled(x.values), w.values.t(), _filled(x.scale), w.scale.float().view(1, -1),
-            bias=None if bias is None else bias.to(dtype), out_dtype=dtype, use_fast_accum=FAST_ACCUMULATION,
+    if x.format == "fp8" and dtype == torch.bfloat16 and fits and multiplies_fp8(x.values):
+        rowwise = F.ScalingType.RowWise
+        return F.scaled_mm(
+            filled(x.values), w.values.t(), filled(x.scale), rowwise, w.scale.float().view(1, -1), rowwise,
+            bias=None if bias is None else bias.to(dtype), output_dtype=dtype, use_fast_accum=FAST_ACCUMULATION,
         )[:tokens]  # fmt: skip
     if not x.values.is_cuda or not tokens:
         return scale_sums(_exact_sums(x.values, w.values), x.scale, w.scale, bias, dtype)
-    if x.format == "int8" and inputs % 8 == outputs % 8 == 0:
+    if x.format == "int8":
         from ..kernels import unified as kernels
 
-        sums = torch._int_mm(_filled(x.values), w.values.t())[:tokens]
+        if FUSED_INT8 or inputs % 8 or outputs % 8:
+            return kernels.product_int8(x, w, bias, dtype)
+        sums = torch._int_mm(filled(x.values), w.values.t())[:tokens]
         return kernels.scale_sums(sums, x.scale, w.scale, bias, dtype)
     codes, w_codes = (q.values.to(torch.bfloat16) for q in (x, w))  # exactly
     return scale_sums(torch.mm(codes, w_codes.t(), out_dtype=torch.float32), x.scale, w.scale, bias, dtype)
@@ -300,12 +304,12 @@ def _exact_sums(x: Tensor, w: Tensor) -> Tensor:
 def _product_of_groups(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """`a b^T` (M, N) of a (M, K) in groups along K and b (N, K) in such groups or in blocks."""
     (rows, inner), outs = a.shape, b.shape[0]
-    if _multiplies_groups(a.values) and rows and inner % BLOCK == outs % BLOCK == 0:
+    if multiplies_groups(a.values) and rows and inner and inner % BLOCK == outs % BLOCK == 0:
         groups, blocks = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
         in_blocks = b.scale.shape[0] != outs
         return F.scaled_mm(
-            _filled(a.values), b.values.t(), _filled(a.scale, by_column=True), groups,
-            _block_scales(b.scale) if in_blocks else _filled(b.scale, by_column=True), blocks if in_blocks else groups,
+            filled(a.values), b.values.t(), filled(a.scale, by_column=True), groups,
+            block_scales(b.scale) if in_blocks else filled(b.scale, by_column=True), blocks if in_blocks else groups,
             output_dtype=dtype,
         )[:rows]  # fmt: skip
     wide = torch.bfloat16 if a.values.is_cuda and dtype == torch.bfloat16 else torch.float32
@@ -313,11 +317,12 @@ def _product_of_groups(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtyp
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    with torch.autocast(a.device.type, enabled=False):  # FP32 stays FP32
-        return a @ b
+    """`a b`, added up in FP32 and rounded once: on a CPU in FP32, where many have no fast product in BF16."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b if a.is_cuda else (a.float() @ b.float()).to(a.dtype)
 
 
-def _filled(x: Tensor, by_column: bool = False) -> Tensor:
+def filled(x: Tensor, by_column: bool = False) -> Tensor:
     """Zero rows added up to a multiple of `TOKENS`; `by_column`, with the rows next to each other in memory."""
     missing = -len(x) % TOKENS
     if by_column:
@@ -330,7 +335,7 @@ def _filled(x: Tensor, by_column: bool = False) -> Tensor:
     return F.pad(x, (0, 0, 0, missing))
 
 
-def _block_scales(scale: Tensor) -> Tensor:
+def block_scales(scale: Tensor) -> Tensor:
     """Scales (N / 128, K / 128) as (K / 128, N / 128), filled up to a multiple of 4 along K, K first in memory."""
     missing = -scale.shape[1] % 4
     return (F.pad(scale.float(), (0, missing)) if missing else scale.float()).contiguous().t()
@@ -341,13 +346,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _multiplies_fp8(x: Tensor) -> bool:
-    return x.is_cuda and _capability(x.device) >= (8, 9)
+def multiplies_fp8(x: Tensor) -> bool:
+    return x.is_cuda and _capability(x.device) >= (8, 9) and hasattr(F, "scaled_mm")
 
 
-def _multiplies_groups(x: Tensor) -> bool:
-    return x.is_cuda and _capability(x.device)[0] == 9 and hasattr(F, "scaled_mm")
+def multiplies_groups(x: Tensor) -> bool:
+    return multiplies_fp8(x) and _capability(x.device)[0] == 9
 
 
 def _has_kernels(x: Tensor, format: str) -> bool:
-    return x.is_cuda and x.numel() > 0 and (format == "int8" or _multiplies_fp8(x))
+    return x.is_cuda and x.numel() > 0 and (format == "int8" or multiplies_fp8(x))

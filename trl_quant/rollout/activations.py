@@ -126,7 +126,7 @@ class Comparison:
         def replace(name: str, tensor: Tensor) -> None:
             if name in engine and tensor.shape[:2] == (1, len(tokens)):
                 self.points[name].added.add(engine[name], tensor.reshape(len(tokens), -1))
-                if not name.endswith(INPUT): tensor.copy_(engine[name].view(tensor.shape))  # in place: the residual stream goes on with it too
+                tensor.copy_(engine[name].view(tensor.shape))  # in place: the residual stream goes on with it too
 
         self._forward(tokens, replace)
         return logits, engine[LOGITS]

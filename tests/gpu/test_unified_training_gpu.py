@@ -1,0 +1,77 @@
+"""
+Trainer and vLLM in the same numbers on a GPU: the codes that the engine multiplies with, and how far the two part.
+
+    python3 -m pytest -m gpu -s tests/gpu/test_unified_training_gpu.py
+
+`-s` shows the KL of each pair and the share of tokens whose log-probabilities are the same bits.
+"""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from test_one_copy_gpu import LORA, logps, sampled
+from vllm_engines import GPU_MODEL, engine, policy, update
+
+from trl_quant.precisions import unified_flows
+from trl_quant.unified_flow import unify
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
+every_precision = pytest.mark.parametrize("precision", unified_flows())
+OPTIONS = {"max_completion_length": 128, "max_num_seqs": 64}
+
+
+def apart(samples, model) -> tuple[float, float]:
+    """KL k3 of the samples' log-probabilities from the model's, in nats a token; the share that is bit-equal."""
+    prompts, completions, theirs = samples
+    ours = logps(model, [prompt + ids for prompt, ids in zip(prompts, completions, strict=True)])
+    d = torch.cat([own[len(p) - 1 :] - their for p, own, their in zip(prompts, ours, theirs, strict=True)])
+    return (d.exp() - 1 - d).mean().item(), (d == 0).float().mean().item()
+
+
+def codes_of(sampler) -> dict[str, torch.Tensor]:
+    """Bytes of the down projections that vLLM multiplies with, (out, in)."""
+    layers = sampler.llm.apply_model(lambda m: {n: x.weight for n, x in m.named_modules() if n.endswith("down_proj")})
+    return {name: w if w.is_contiguous() else w.t() for name, w in layers[0].items()}
+
+
+@every_precision
+@pytest.mark.parametrize("lora", ["full", "merge", "adapter"])
+def test_trainer_and_engine_compute_the_same(tmp_path, precision, lora):
+    model = policy(tmp_path / "policy", tied=False, **GPU_MODEL).cuda()
+    if lora != "full":
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            model = get_peft_model(model, LoraConfig(**LORA))
+    plain = copy.deepcopy(model)
+    unify(model, precision, lora == "merge", torch.bfloat16 if lora == "adapter" else None)
+    options = OPTIONS | ({} if lora == "full" else {"lora_sync": lora})
+    sampler = engine(model, precision, sync_check_steps=1, **options)
+    for step in range(2):
+        if step:
+            update(model, seed=step)
+            update(plain, seed=step)
+        sampler.sync_weights()
+        own = {name: layer.codes().values for name, layer in sampler.weights.unified(precision).items()}
+        held = codes_of(sampler)
+        assert held and all(torch.equal(w.view(torch.uint8), own[name].view(torch.uint8)) for name, w in held.items())
+        samples = sampled(sampler)
+        kl, equal = apart(samples, model)
+        bf16, _ = apart(samples, plain)
+        print(f"\n{precision:>10} {lora:<8} KL unified {kl:.2e} ({equal:.1%} bit-equal), BF16 trainer {bf16:.2e}")
+    print(sampler.check_sync())
+    assert 0 <= kl < 0.7 * bf16
+
+
+def test_bf16_for_comparison(tmp_path):
+    model = policy(tmp_path / "policy", tied=False, **GPU_MODEL).cuda()
+    sampler = engine(model, "bf16", **OPTIONS)
+    sampler.sync_weights()
+    kl, equal = apart(sampled(sampler), model)
+    print(f"\n      bf16 KL {kl:.2e} ({equal:.1%} bit-equal)")
+    assert 0 < kl < 0.1

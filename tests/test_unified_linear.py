@@ -1,0 +1,220 @@
+"""A layer trained in the numbers that sample from it: the engine's forward, and gradients that go straight through."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from frozen_layers import DTYPES, close, gradients, linear, saved_bytes
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trl_quant.adapters import UnifiedLoraLinear
+from trl_quant.formats import quantize
+from trl_quant.layers import UnifiedLinear, unified
+from trl_quant.layers.products import product, quantize_for_both, quantize_input
+from trl_quant.precisions import unified_flows
+from trl_quant.unified_flow import unify
+
+
+every_precision = pytest.mark.parametrize("precision", unified_flows())
+
+
+def layer_of(precision: str, **kwargs) -> UnifiedLinear:
+    return UnifiedLinear.from_linear(linear(**kwargs), precision)
+
+
+def inputs(tokens: int = 40, features: int = 384, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Inputs whose tokens and features differ in size, so that a scale of the wrong ones is seen."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2, tokens // 2, features, generator=generator)
+    return (x * torch.logspace(-2, 2, tokens).view(2, -1, 1) * torch.linspace(0.1, 3, features)).to(dtype)
+
+
+def engine(layer: UnifiedLinear, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    """What an engine computes that gets the weight as it is."""
+    w = quantize(layer.weight if weight is None else weight, layer.format)
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    y = product(quantize_input(x.flatten(0, 1), layer.format), w, bias, x.dtype)
+    return y.view(*x.shape[:2], -1)
+
+
+def adapted(precision: str, merged: bool = True, dtype: torch.dtype = torch.float32, **settings):
+    torch.manual_seed(1)
+    settings = {"r": 8, "lora_alpha": 12, "target_modules": ["0"], "init_lora_weights": False} | settings
+    model = get_peft_model(Decoder(linear(dtype=dtype)), LoraConfig(**settings))
+    unify(model, precision, merged)
+    return model.base_model.model[0]
+
+
+class Decoder(nn.Sequential):
+    def get_decoder(self):
+        return self
+
+
+# The layer
+
+
+@every_precision
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_forward_is_the_engines(precision, dtype, bias):
+    layer, x = layer_of(precision, dtype=dtype, bias=bias), inputs(dtype=dtype)
+    y = layer(x)
+    assert torch.equal(y, engine(layer, x))
+    plain = F.linear(x, layer.weight, layer.bias)
+    noise = ((y - plain).double().norm() / plain.double().norm()).item()
+    assert 1e-3 < noise < 10 ** (-25 / 20)  # quantized, and at least 25 dB above its noise
+
+
+@every_precision
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_go_straight_through(precision, dtype):
+    """dX = dY Q(W) and dW = dY^T Q(X), against products of the numbers in FP64; not those of the weight itself."""
+    layer, x = layer_of(precision, dtype=dtype), inputs(dtype=dtype)
+    y, dx, dw, db = gradients(layer, x, layer.weight, layer.bias)
+    flat = x.flatten(0, 1)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().flatten(0, 1).double()
+    w, q = layer.codes().dequantize(torch.float64), quantize_input(flat, layer.format).dequantize(torch.float64)
+    if unified.in_groups(layer.codes()):  # dY and X are quantized as well: along the outputs, and along the tokens
+        rows, columns = (each.dequantize(torch.float64) for each in quantize_for_both(dy.float()))
+        of_tokens = quantize_for_both(flat)[1].dequantize(torch.float64)
+        expected = rows @ w, columns @ of_tokens.t()
+        shortcut = dy.t() @ q
+    else:
+        expected = dy @ w, dy.t() @ q
+        shortcut = dy.t() @ flat.double()
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+    close([dx.flatten(0, 1).double(), dw.double(), db.double()], [*expected, dy.sum(0)], tolerance)
+    assert (dw.double() - shortcut).norm() > 4 * (dw.double() - expected[1]).norm()
+    assert dx.dtype == dw.dtype == dtype
+    plain = gradients(lambda x: F.linear(x, layer.weight, layer.bias), x, layer.weight)
+    for ours, theirs in zip((dx, dw), plain[1:], strict=True):
+        assert (ours - theirs).double().norm() < 10 ** (-22 / 20) * theirs.double().norm()
+
+
+@every_precision
+def test_a_byte_is_saved_for_each_input(precision):
+    layer, x = layer_of(precision, dtype=torch.bfloat16), inputs(256, dtype=torch.bfloat16).requires_grad_()
+    codes = layer.codes()
+    held = (x, layer.weight, codes.values, codes.scale)
+    saved = saved_bytes(lambda: layer(x), *held)
+    plain = saved_bytes(lambda: F.linear(x * 1, layer.weight), layer.weight)
+    assert x.numel() <= saved < 1.05 * x.numel()
+    assert plain == 2 * x.numel()
+    layer.weight.requires_grad_(False)
+    assert saved_bytes(lambda: layer(x), *held) == 0
+
+
+def test_the_weight_is_quantized_once_a_step(monkeypatch):
+    made = []
+    monkeypatch.setattr(unified, "quantize", lambda *args: made.append(1) or quantize(*args))
+    layer, x = layer_of("int8"), inputs().requires_grad_()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for step in range(1, 4):
+        for _ in range(2):
+            y = checkpoint(layer, x, use_reentrant=False)
+            assert torch.equal(y, engine(layer, x))
+            y.square().mean().backward()
+        assert len(made) == step
+        optimizer.step()
+
+
+def test_what_writes_past_torch_must_say_so():
+    layer, x = layer_of("int8"), inputs()
+    before = layer(x)
+    layer.weight.data.mul_(2)
+    assert torch.equal(layer(x), before)
+    layer.forget()
+    assert torch.equal(layer(x), engine(layer, x)) and not torch.equal(layer(x), before)
+    half = layer.to(torch.bfloat16)
+    assert half.codes().dtype == torch.bfloat16
+
+
+def test_it_is_saved_as_a_linear_layer():
+    plain = linear()
+    layer = UnifiedLinear.from_linear(plain, "fp8")
+    assert layer.weight is plain.weight and layer.bias is plain.bias
+    assert layer.state_dict().keys() == plain.state_dict().keys()
+    other = copy.deepcopy(layer)
+    layer(inputs())
+    other.load_state_dict({name: 2 * tensor for name, tensor in plain.state_dict().items()})
+    assert torch.equal(other(inputs()), engine(other, inputs()))
+
+
+@every_precision
+def test_autocast_and_rounding(precision):
+    """A policy in FP32 computes in autocast's type; its scales are those of the type that an engine starts from."""
+    layer, x = layer_of(precision), inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, engine(layer, x.bfloat16()))
+    layer.rounds_to = torch.bfloat16
+    layer.forget()
+    assert torch.equal(layer(x), engine(layer, x, layer.weight.bfloat16()))
+    assert not torch.equal(layer.codes().scale.float(), quantize(layer.weight, layer.format).scale)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="'nvfp4' has no unified flow; allowed: int8, fp8_block, fp8"):
+        UnifiedLinear.from_linear(linear(), "nvfp4")
+    with pytest.raises(ValueError, match="the layer has 384 inputs"):
+        layer_of("fp8")(torch.randn(3, 7))
+
+
+# With an adapter
+
+
+@every_precision
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_merged_adapter_is_quantized_with_the_weight(precision, dtype):
+    layer, x = adapted(precision, dtype=dtype), inputs(dtype=dtype)
+    base = layer.base_layer
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    merged = (base.weight + layer.get_delta_weight("default")).to(dtype)
+    y, dx, da, db = gradients(layer, x, a, b)
+    assert torch.equal(y, engine(base, x, merged))
+    beside = adapted(precision, merged=False, dtype=dtype)
+    assert type(layer) is UnifiedLoraLinear is not type(beside)
+    assert not torch.equal(beside(x), y)
+
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().flatten(0, 1).double()
+    q = quantize_input(x.flatten(0, 1), base.format).dequantize(torch.float64)
+    s, whole = layer.scaling["default"], dy.t() @ q  # the gradient of the merged weight
+    expected = s * b.double().t() @ whole, s * whole @ a.double().t()
+    close([da.double(), db.double()], expected, 1e-5 if dtype == torch.float32 else 2**-6)
+    w = quantize(merged, base.format)
+    numbers, rows = w.dequantize(torch.float64), dy
+    if unified.in_groups(w):
+        rows = quantize_for_both(dy.float())[0].dequantize(torch.float64)
+    close([dx.flatten(0, 1).double()], [rows @ numbers], 1e-5 if dtype == torch.float32 else 2**-8)
+
+
+@every_precision
+def test_a_merged_adapter_saves_a_byte_for_each_input(precision):
+    layer, x = adapted(precision, dtype=torch.bfloat16), inputs(256, dtype=torch.bfloat16)
+    held = (x, *layer.parameters(), layer.codes().values, layer.codes().scale)
+    assert x.numel() <= saved_bytes(lambda: layer(x.requires_grad_()), *held) < 1.05 * x.numel()
+
+
+def test_an_adapter_that_moves_is_merged_again():
+    layer, x = adapted("fp8"), inputs()
+    before = layer(x)
+    with torch.no_grad():
+        layer.lora_B["default"].weight.mul_(3)
+    after = layer(x)
+    assert not torch.equal(before, after)
+    layer.enable_adapters(False)
+    assert torch.equal(layer(x), engine(layer.base_layer, x))
+    layer.enable_adapters(True)
+    assert torch.equal(layer(x), after)
+
+
+@pytest.mark.parametrize("settings", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
+def test_adapters_that_cannot_be_merged_each_step(settings):
+    with pytest.raises(ValueError, match="`0` is more than a product of B and A"):
+        adapted("fp8", **settings)
+    if "use_dora" not in settings:
+        adapted("fp8", merged=False, **settings)
