@@ -55,11 +55,23 @@ def trainer_of(path, kill_at=None, peft=False, prompts=8, **overrides):
         {"uaq_scale": 1.5},
         {"peft": True},
         {"peft": True, "train_precision": "nvfp4", "rollout_precision": None, "dynamic_sampling_rounds": 1},
+        {"train_precision": "fp8_block", "rollout_precision": None},
+        {"peft": True, "train_precision": "int8", "rollout_precision": None},
         {"num_iterations": 2, "max_steps": 8, "save_steps": 4},
         {"prompts": 4},
         {"prompts": 2},
     ],
-    ids=["plain", "uaq", "lora", "frozen base", "iterations", "second epoch", "fourth epoch"],
+    ids=[
+        "plain",
+        "uaq",
+        "lora",
+        "frozen base",
+        "unified",
+        "unified lora",
+        "iterations",
+        "second epoch",
+        "fourth epoch",
+    ],
 )
 def test_killed_and_resumed_equals_unbroken(tmp_path, options):
     whole = trainer_of(tmp_path / "whole", **options)

@@ -1,0 +1,157 @@
+"""GRPO in the numbers that sample: trainer and engine agree where a BF16 or FP32 trainer does not."""
+
+import json
+
+import pytest
+import torch
+from tiny import save_tiny, tiny_model
+from training import assert_same_run, config, lora, make, metrics, parameters
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.formats import quantize
+from trl_quant.layers import UnifiedLinear
+from trl_quant.precisions import unified_flows
+from trl_quant.rollout import SharedEngine
+
+
+every_precision = pytest.mark.parametrize("precision", unified_flows())
+
+
+def trainer_of(path, precision: str | None = "fp8", model=None, peft=False, optimizers=(None, None), **overrides):
+    if precision is not None:
+        overrides["train_precision"] = precision
+    args = config(QuantGRPOConfig, path, **{"max_steps": 3} | overrides)
+    return make(QuantGRPOTrainer, args, model=model, peft_config=lora() if peft else None, optimizers=optimizers)
+
+
+def mismatch(trainer) -> float:
+    found = [entry["mismatch/kl_k3"] for entry in trainer.state.log_history if "mismatch/kl_k3" in entry]
+    assert len(found) == trainer.args.max_steps
+    return sum(found) / len(found)
+
+
+def unified(model) -> dict[str, UnifiedLinear]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, UnifiedLinear)}
+
+
+@every_precision
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+def test_trainer_and_sampler_agree(tmp_path, precision, peft):
+    """What is left between them are last bits that move a code to the next one; a plain trainer is far from both."""
+    ours = trainer_of(tmp_path / "ours", precision, peft=peft, max_completion_length=32)
+    plain = trainer_of(tmp_path / "plain", None, peft=peft, rollout_precision=precision, max_completion_length=32)
+    assert isinstance(ours.vllm_generation, SharedEngine)
+    before = parameters(ours)
+    ours.train()
+    plain.train()
+    assert mismatch(ours) < 0.2 * mismatch(plain)
+    after = parameters(ours)
+    moved = {name for name in after if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in after if not peft or "lora_" in name}
+    policy = ours.model.get_base_model() if peft else ours.model
+    assert len(unified(policy)) == 7 * policy.config.num_hidden_layers
+    assert type(policy.get_output_embeddings()) is torch.nn.Linear
+
+
+def test_it_is_saved_as_it_was(tmp_path):
+    source = save_tiny(tmp_path / "model", tied=False)
+    trainer = trainer_of(tmp_path / "out", model=source)
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    saved = type(trainer.model).from_pretrained(tmp_path / "saved")
+    assert not unified(saved) and "quantization_config" not in json.loads((tmp_path / "saved/config.json").read_text())
+    own = parameters(trainer)
+    assert own.keys() == dict(saved.named_parameters()).keys()
+    assert all(torch.equal(own[name], tensor) for name, tensor in saved.named_parameters())
+
+
+def test_the_reference_policy_computes_so_too(tmp_path):
+    """At the first step it is the policy: TRL's KL term is 0, which it is not for a plain reference."""
+    source = save_tiny(tmp_path / "model", tied=False)
+    trainer = trainer_of(tmp_path / "out", model=source, beta=0.1)
+    assert unified(trainer.ref_model).keys() == unified(trainer.model).keys()
+    trainer.train()
+    kl = [entry["kl"] for entry in metrics(trainer) if "kl" in entry]
+    assert abs(kl[0]) < 1e-6 < kl[-1]
+
+
+class PlainSGD(torch.optim.SGD):
+    """Writes weights as torch does, or where it does not count it, as fused optimizers and ZeRO do."""
+
+    past_torch = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    (param.data if self.past_torch else param).sub_(group["lr"] * param.grad)
+
+
+class PastTorch(PlainSGD):
+    past_torch = True
+
+
+def test_weights_that_an_optimizer_writes_past_torch(tmp_path):
+    runs = []
+    for kind in (PlainSGD, PastTorch):
+        model = tiny_model(seed=3)
+        optimizer = kind(model.parameters(), lr=1e-2)
+        runs.append(trainer_of(tmp_path / kind.__name__, model=model, optimizers=(optimizer, None)))
+        runs[-1].train()
+    assert_same_run(*runs)
+    for layer in unified(runs[1].model).values():
+        assert torch.equal(layer.codes().scale, quantize(layer.weight, "fp8").scale)
+
+
+def test_several_micro_batches_and_checkpointing_change_nothing(tmp_path):
+    plain = trainer_of(tmp_path / "plain")
+    plain.train()
+    other = trainer_of(tmp_path / "other", gradient_checkpointing=True)
+    other.train()
+    assert_same_run(plain, other)
+    parts = trainer_of(tmp_path / "parts", per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    parts.train()
+    whole = parameters(plain)
+    for name, tensor in parameters(parts).items():
+        torch.testing.assert_close(tensor, whole[name], rtol=0, atol=2e-3)  # twice the learning rate
+
+
+def test_noise_and_other_samplers(tmp_path):
+    noised = trainer_of(tmp_path / "noise", noise_schedule="exponential", noise_stages=3, max_steps=6)
+    noised.train()
+    sigmas = [(e["noise/sigma"], e["noise/effective_sigma"]) for e in metrics(noised) if "noise/sigma" in e]
+    assert sigmas[0] == (0, 0) and all(arrived == pytest.approx(sigma, rel=0.1) for sigma, arrived in sigmas[2:])
+    other = trainer_of(tmp_path / "other", "int8", rollout_precision="int4")
+    other.train()
+    assert mismatch(other) > 1e-4
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollout_precision": "auto", "use_vllm": True, "vllm_mode": "colocate"}, "may choose another precision"),
+        ({"precision": "int4"}, "`train_precision`='int4'"),
+        ({"precision": "fp8_tensor"}, "`train_precision`='fp8_tensor'"),
+    ],
+)
+def test_refused_settings(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        trainer_of(tmp_path, **options)
+
+
+def test_a_quantized_policy_is_refused(tmp_path):
+    args = config(QuantGRPOConfig, tmp_path, train_precision="fp8", model_init_kwargs={"quantization_config": {}})
+    with pytest.raises(ValueError, match="trains 16- or 32-bit weights, and a `quantization_config` holds others"):
+        make(QuantGRPOTrainer, args, model=save_tiny(tmp_path / "model"))
+
+
+def test_an_adapter_with_dropout_is_refused_before_a_step(tmp_path):
+    peft_config = lora()
+    peft_config.lora_dropout = 0.1
+    args = config(QuantGRPOConfig, tmp_path, train_precision="fp8")
+    with pytest.raises(ValueError, match="`lora_dropout=0`, or `lora_sync='adapter'`"):
+        make(QuantGRPOTrainer, args, peft_config=peft_config)
