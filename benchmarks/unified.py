@@ -11,8 +11,7 @@ precision.
 
 Then what they are made of, each part by itself: `quantize` is that of the weight, once a step; `x` and `dy` the
 quantizers of inputs and gradients, for one layout where the weight is frozen and for both where it is trained; `Y`,
-`dX` and `dW` the products, with what belongs to them; `Y, fused` INT8's Y by one kernel, which `FUSED_INT8` of
-`layers/products.py` takes. `limit` is for Y alone, `dB` the SQNR of Y against BF16.
+`dX` and `dW` the products, with what belongs to them. `limit` is for Y alone, `dB` the SQNR of Y against BF16.
 """
 
 import argparse
@@ -162,10 +161,6 @@ def parts_of(shape: tuple[int, int], tokens: int, precision: str) -> tuple[dict,
             "dW": lambda: products.weight_gradient(columns, x_t, dy.dtype),
         }
     else:
-        if precision == "int8" and CUDA:
-            from trl_quant.kernels.unified import product_int8
-
-            calls["Y, fused"] = lambda: product_int8(q, w, None, x.dtype)
         calls |= {
             "dX": lambda: products.input_gradient(dy, w),
             "dW": lambda: dy.t() @ products.dequantize(q, dy.dtype),
@@ -174,7 +169,7 @@ def parts_of(shape: tuple[int, int], tokens: int, precision: str) -> tuple[dict,
 
 
 def parts(args, results: dict, deadline: float) -> None:
-    names = ("quantize", "transpose", "x", "x, both", "dy, both", "Y", "Y, fused", "dX", "dW")
+    names = ("quantize", "transpose", "x", "x, both", "dy, both", "Y", "dX", "dW")
     print(
         f"\nmicroseconds\n{'layer':<14}{'tokens':>7} {'precision':<10}" + "".join(f"{name:>10}" for name in names),
         end="",

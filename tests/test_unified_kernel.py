@@ -120,17 +120,6 @@ def test_scaled_sums(dtype, device):
 
 
 @on_devices
-def test_int8_product(device):
-    for (tokens, features), outputs in product([(5, 96), (130, 304), (1, 16), (257, 128)], (8, 136)):
-        x = products.quantize_int8(inputs("random", torch.bfloat16, (tokens, features)), on_cuda=True)
-        w = quantize_weight(inputs("random", torch.bfloat16, (outputs, features)), "int8")
-        bias = inputs("random", torch.bfloat16, (3, outputs))[0]
-        for dtype, b in product(DTYPES, (None, bias)):
-            ours = kernels.product_int8(x.to(device), w.to(device), None if b is None else b.to(device), dtype)
-            assert torch.equal(bits(ours.cpu()), bits(products.product(x, w, b, dtype)))
-
-
-@on_devices
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("format", ["fp8", "int8"])
 def test_numbers(format, device):
@@ -174,12 +163,6 @@ COMPILED = {
     "both": (kernels.groups_kernel, "*bf16 *fp8e4nv *fp32 *fp8e4nv *fp32 i32 i32 i32 fp32", {"BOTH": True}, 8),
     "transpose": (kernels.transpose_kernel, "*u8 *u8 i32 i32", {}, 8),
     "sums": (kernels.sums_kernel, "*i32 *bf16 *fp32 *fp32 *bf16 i32 i32", {"ROWS": 16, "COLS": 256}, 4),
-    "product": (
-        getattr(kernels.product_kernel, "fn", None),
-        "*i8 *i8 *bf16 *fp32 *fp32 *bf16 i32 i32 i32 i32",
-        kernels.CONFIGS[0].kwargs,
-        8,
-    ),
     "numbers": (kernels.numbers_kernel, "*u8 *fp32 *bf16 i32 i32", {"INT8": False, "ROWS": 16, "COLS": 256}, 4),
 }
 

@@ -31,7 +31,7 @@ SHAPES = [
 # dB. A BF16 result differs from the twin's in the last bit where the order of a sum decides; INT8's 127.5 for 127, the
 # slightest of mistakes, would be 48
 SAME = 55
-ROUNDED = 50  # where a GPU rounds the numbers of "fp8_block" to BF16, for shapes that no FP8 kernel takes
+ROUNDED = 48  # where a GPU rounds the numbers of "fp8_block" to BF16, for shapes that no FP8 kernel takes
 FAST = 35  # where tensor cores add up with 14 bits
 
 
@@ -120,16 +120,14 @@ def test_product_equals_the_twin(format, dtype, monkeypatch):
         q = products.quantize_input(x, format)
         for bias in (None, matrix(3, outputs, dtype, 2)[0]):
             right = products.product(q, w, bias, dtype)
-            for choice in {"fp8": (False, True), "int8": (False, True)}.get(format, (False,)):
-                monkeypatch.setattr(products, "FAST_ACCUMULATION", choice)
-                monkeypatch.setattr(products, "FUSED_INT8", choice)
+            for fast in (False, True) if format == "fp8" else (False,):
+                monkeypatch.setattr(products, "FAST_ACCUMULATION", fast)
                 given = products.product(cuda(q), cuda(w), None if bias is None else bias.cuda(), dtype)
                 assert given.dtype == dtype and given.shape == right.shape
-                case = f"{format} {dtype} {(tokens, outputs, inputs)}, bias: {bias is not None}, choice: {choice}"
+                case = f"{format} {dtype} {(tokens, outputs, inputs)}, bias: {bias is not None}, fast: {fast}"
                 print(f"{case}: {sqnr(given, right):.0f} dB, {(given.cpu() == right).float().mean():.1%} bit-equal")
                 if format == "int8":
                     assert torch.equal(given.cpu(), right), case
-                fast = format == "fp8" and choice
                 assert sqnr(given, right) > (FAST if fast else least(format, inputs, outputs)), case
 
 

@@ -8,7 +8,6 @@ Kernels of the training flow in FP8 and INT8: what stands before and after its p
 | `groups_kernel`   | 128 tokens x 128 features        | the input once; codes and scales, for both layouts if so  |
 | `transpose_kernel`| 128 x 128 bytes                  | codes once                                                |
 | `sums_kernel`     | 16 x 256 sums of an INT8 product | sums once; outputs                                        |
-| `product_kernel`  | one tile of an INT8 product      | codes once for each tile across; outputs                  |
 | `numbers_kernel`  | 16 x 256 codes                   | codes once; the numbers they stand for                    |
 
 A division by a scale takes three instructions. With r = RN(1 / s) and q = RN(x r), within one step of x / s, the
@@ -30,11 +29,6 @@ from .dequantize import rounded
 
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# `product_kernel` takes the fastest for each shape of a weight and number of tokens, rounded up to a power of two
-CONFIGS = [
-    triton.Config({"ROWS": m, "COLS": n, "INNER": k, "GROUP": 8}, num_warps=warps, num_stages=stages)
-    for m, n, k, warps, stages in ((128, 128, 128, 8, 4), (128, 256, 128, 8, 3), (64, 128, 128, 4, 4))
-]
 
 
 # Arithmetic
@@ -184,38 +178,6 @@ def sums_kernel(
     tl.store(y_ptr + offset, rounded(y, y_ptr.dtype.element_ty), mask=mask)
 
 
-def _bench(call, quantiles):
-    return triton.testing.do_bench(call, warmup=3, rep=12, quantiles=quantiles)
-
-
-@triton.autotune(CONFIGS[:1] if INTERPRETED else CONFIGS, key=["bucket", "cols", "inner"], do_bench=_bench)
-@triton.jit
-def product_kernel(
-    x_ptr, w_ptr, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, bucket, cols, inner,
-    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """INT8 codes (rows, inner) times (cols, inner)^T, scaled. Programs run in groups of GROUP tiles of rows, whose
-    operands stay in the L2 cache."""
-    tiles = tl.cdiv(cols, COLS)
-    first = tl.program_id(0) // (GROUP * tiles) * GROUP
-    height = min(tl.cdiv(rows, ROWS) - first, GROUP)
-    inside = tl.program_id(0) % (GROUP * tiles)
-    row = (first + inside % height) * ROWS + tl.arange(0, ROWS)
-    col = (inside // height) * COLS + tl.arange(0, COLS)
-    # beyond the end the first ones are read again, and not written
-    x_start = (row % rows).to(tl.int64)[:, None] * inner
-    w_start = (col % cols).to(tl.int64)[None, :] * inner
-    sums = tl.zeros((ROWS, COLS), tl.int32)
-    for start in range(0, inner, INNER):
-        k = start + tl.arange(0, INNER)
-        x = tl.load(x_ptr + x_start + k[None, :], mask=(k < inner)[None, :], other=0)
-        w = tl.load(w_ptr + w_start + k[:, None], mask=(k < inner)[:, None], other=0)
-        sums = tl.dot(x, w, sums)
-    y = _outputs(sums, x_scale_ptr, w_scale_ptr, bias_ptr, row, col, rows, cols)
-    mask = (row < rows)[:, None] & (col < cols)[None, :]
-    tl.store(y_ptr + row.to(tl.int64)[:, None] * cols + col[None, :], rounded(y, y_ptr.dtype.element_ty), mask=mask)
-
-
 @triton.jit
 def numbers_kernel(
     values_ptr, scale_ptr, y_ptr, rows, cols, INT8: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
@@ -308,21 +270,6 @@ def scale_sums(sums: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | No
     with _on(sums):
         sums_kernel[(triton.cdiv(cols, 256), triton.cdiv(rows, 16))](
             sums, y, x_scale, w_scale.float(), bias, rows, cols, ROWS=16, COLS=256
-        )
-    return y
-
-
-def product_int8(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`products.product(x, w, bias, dtype)` in "int8", with no sums in memory."""
-    (rows, inner), cols = x.shape, w.shape[0]
-    y = x.values.new_empty(rows, cols, dtype=dtype)
-
-    def grid(config):
-        return (triton.cdiv(rows, config["ROWS"]) * triton.cdiv(cols, config["COLS"]),)
-
-    with _on(y):
-        product_kernel[grid](
-            x.values, w.values, y, x.scale, w.scale.float(), bias, rows, triton.next_power_of_2(rows), cols, inner
         )
     return y
 

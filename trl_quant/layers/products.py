@@ -19,7 +19,7 @@ What runs in low precision, on a GPU:
 |---|---|---|---|---|
 | fp8_block | FP8 | FP8 | FP8 | Hopper; N and K multiples of 128 |
 | fp8 | FP8 | BF16, of dequantized W | the caller's | from Ada on; N and K multiples of 16 |
-| int8 | INT8 | BF16, of dequantized W | the caller's | everywhere |
+| int8 | INT8 | BF16, of dequantized W | the caller's | N and K multiples of 8 |
 
 Elsewhere, and in FP32, the same numbers are multiplied in BF16 or FP32. On a CPU the sums of `fp8` and `int8` are
 exact, so that a token's outputs do not depend on those beside it.
@@ -49,7 +49,6 @@ LEAST_GRADIENT = 2.0**-60  # the same for gradients, which may all be small
 # Tensor cores add up FP8 products with 14 bits. vLLM's kernel for `fp8` leaves it at that, and so does this one, for
 # the sampler's numbers; those for `fp8_block` add every 128 products to a sum in FP32.
 FAST_ACCUMULATION = True
-FUSED_INT8 = False  # whether one kernel multiplies and scales, or cuBLAS and a second kernel; see benchmarks/unified.py
 LONGEST = 32768  # values of a token that the kernel for a scale of each token takes
 TOKENS = 32  # what a GPU multiplies is filled up with zero tokens to a multiple: above the least of all kernels
 
@@ -199,11 +198,9 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
         )[:tokens]  # fmt: skip
     if not x.values.is_cuda or not tokens:
         return scale_sums(_exact_sums(x.values, w.values), x.scale, w.scale, bias, dtype)
-    if x.format == "int8":
+    if x.format == "int8" and inputs % 8 == outputs % 8 == 0:
         from ..kernels import unified as kernels
 
-        if FUSED_INT8 or inputs % 8 or outputs % 8:
-            return kernels.product_int8(x, w, bias, dtype)
         sums = torch._int_mm(filled(x.values), w.values.t())[:tokens]
         return kernels.scale_sums(sums, x.scale, w.scale, bias, dtype)
     codes, w_codes = (q.values.to(torch.bfloat16) for q in (x, w))  # exactly
