@@ -5,7 +5,7 @@ A launch spends most of its time on imports, so the script trains several cases 
     accelerate launch --num_processes 2 tests/ranks.py DIRECTORY embedded-int8-full tp-int8-lora
 
 A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `passes` the same with and without a
-scoring pass, `frozen` the same on a frozen base, and the other modes are in `vllm_ranks`.
+scoring pass, `trained` the same in a `train_precision`, and the other modes are in `vllm_ranks`.
 The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CASE/rank-N.json.
 """
 
@@ -79,21 +79,28 @@ def train_in_passes(precision: str, tuning: str, path: Path) -> list[dict]:
     return found
 
 
-def train_on_frozen_base(precision: str, path: Path) -> dict:
-    """Three steps on a frozen base; what they logged, and the weights' sums."""
+def train_in_precision(precision: str, tuning: str, path: Path) -> dict:
+    """Three steps with a `train_precision`; what they logged, and the weights' sums."""
     from training import config, dataset, lora, make, metrics, parameters
 
     from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+    from trl_quant.layers import UnifiedLinear
 
     args = config(QuantGRPOConfig, path / "out", train_precision=precision, max_steps=3)
     model = str(path.parent / "model")
-    trainer = make(QuantGRPOTrainer, args, model=model, train_dataset=dataset(32), peft_config=lora())
+    peft_config = lora() if tuning == "lora" else None
+    trainer = make(QuantGRPOTrainer, args, model=model, train_dataset=dataset(32), peft_config=peft_config)
     before = parameters(trainer)
     trainer.train()
     after = parameters(trainer)
     moved = [name for name in after if not torch.equal(before[name], after[name])]
     sums = {name: value.double().sum().item() for name, value in after.items()}
-    return {"log": metrics(trainer)[:3], "weights": sums, "moved": moved}
+    codes = {name: layer.codes().scale for name, layer in trainer.model.named_modules() if hasattr(layer, "codes")}
+    for layer in trainer.model.modules():
+        if isinstance(layer, UnifiedLinear):
+            layer.forget()
+    stale = [name for name, scale in codes.items() if not scale.equal(trainer.model.get_submodule(name).codes().scale)]
+    return {"log": metrics(trainer)[:3], "weights": sums, "moved": moved, "codes": len(codes), "stale": stale}
 
 
 def run(path: Path, case: str) -> None:
@@ -105,8 +112,8 @@ def run(path: Path, case: str) -> None:
         found = train_embedded(precision, tuning, path / case)
     elif mode == "passes":
         found = train_in_passes(precision, tuning, path / case)
-    elif mode == "frozen":
-        found = train_on_frozen_base(precision, path / case)
+    elif mode == "trained":
+        found = train_in_precision(precision, tuning, path / case)
     else:
         from vllm_ranks import train
 

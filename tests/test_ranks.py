@@ -17,13 +17,13 @@ from vllm_ranks import check
 pytestmark = pytest.mark.slow
 EMBEDDED = ["embedded-int8-full", "embedded-int8-lora"]
 PASSES = ["passes-int4-full", "passes-int4-lora"]
-FROZEN = ["frozen-nvfp4-lora"]
+TRAINED = ["trained-nvfp4-lora", "trained-fp8_block-full", "trained-int8-lora"]
 # launch -> (accelerate's configuration, cases)
 LAUNCHES = {
-    "ddp": ("ddp", [*EMBEDDED, *PASSES, *FROZEN, "tp-int8-lora"]),
+    "ddp": ("ddp", [*EMBEDDED, *PASSES, *TRAINED, "tp-int8-lora"]),
     "dp": ("ddp", ["dp-int8-full"]),
     "fsdp2": ("fsdp2", [*EMBEDDED, "fsdp2-bf16-full", "fsdp2-int8-lora"]),
-    "zero2": ("zero2", [*FROZEN, "zero2-int8-full"]),
+    "zero2": ("zero2", [*TRAINED, "zero2-int8-full"]),
     "zero3": ("zero3", [*EMBEDDED, "zero3-int8-full", "zero3-bf16-lora"]),
 }
 
@@ -40,7 +40,7 @@ def found(tmp_path_factory):
         for left_over in Path("/dev/shm").glob("*-tp:*-cpushm_*"):  # of ranks that ended early
             left_over.unlink()
         return path, on_two_ranks(
-            configuration, path, *(c for c in cases if c in EMBEDDED + PASSES + FROZEN or find_spec("vllm"))
+            configuration, path, *(c for c in cases if c in EMBEDDED + PASSES + TRAINED or find_spec("vllm"))
         )
 
     def found(launch: str, case: str) -> list:
@@ -83,11 +83,25 @@ def test_one_pass_trains_as_two(found, case):
 @pytest.mark.parametrize("launch", ["ddp", "zero2"])
 def test_a_frozen_base(found, launch):
     """Both ranks train one adapter, of which both sample, and leave the base as it was."""
-    left, right = found(launch, FROZEN[0])
+    left, right = found(launch, TRAINED[0])
     assert left["log"] == right["log"] and left["weights"] == right["weights"]
     assert left["moved"] and all(".lora_" in name for name in left["moved"])
     assert all(abs(entry["mismatch/kl_k3"]) < 1e-9 for entry in left["log"])
     assert len({entry["reward"] for entry in left["log"]}) == 3
+
+
+@pytest.mark.parametrize("case", TRAINED[1:])
+def test_the_numbers_that_sample(found, case):
+    """Both ranks train what they sample from; ZeRO-2, which writes weights past torch's count, trains what DDP does."""
+    (ddp, other), zero2 = found("ddp", case), found("zero2", case)[0]
+    assert ddp == other
+    for entry in (*ddp["log"], *zero2["log"]):
+        assert abs(entry["mismatch/kl_k3"]) < 1e-4
+    assert len({entry["reward"] for entry in ddp["log"]}) == 3
+    # The third step's samples are of weights that differ in last bits, which move codes
+    assert [entry["reward"] for entry in zero2["log"][:2]] == [entry["reward"] for entry in ddp["log"][:2]]
+    assert zero2["moved"] == ddp["moved"] != []
+    assert zero2["codes"] == ddp["codes"] >= 14 and zero2["stale"] == ddp["stale"] == []
 
 
 @pytest.mark.vllm
@@ -98,7 +112,7 @@ def test_a_frozen_base(found, launch):
         pytest.param(launch, case, id=case)
         for launch, (_, cases) in LAUNCHES.items()
         for case in cases
-        if case not in EMBEDDED + PASSES + FROZEN
+        if case not in EMBEDDED + PASSES + TRAINED
     ],
 )
 def test_engines_end_as_fresh_ones(found, launch, case):

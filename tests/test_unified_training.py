@@ -1,6 +1,7 @@
 """GRPO in the numbers that sample: trainer and engine agree where a BF16 or FP32 trainer does not."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from training import assert_same_run, config, lora, make, metrics, parameters
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import quantize
 from trl_quant.layers import UnifiedLinear
-from trl_quant.precisions import unified_flows
+from trl_quant.precisions import in_vllm, unified_flows
 from trl_quant.rollout import SharedEngine
+from trl_quant.rollout.vllm.support import multiply_as_given
 
 
 every_precision = pytest.mark.parametrize("precision", unified_flows())
@@ -155,3 +157,17 @@ def test_an_adapter_with_dropout_is_refused_before_a_step(tmp_path):
     args = config(QuantGRPOConfig, tmp_path, train_precision="fp8")
     with pytest.raises(ValueError, match="`lora_dropout=0`, or `lora_sync='adapter'`"):
         make(QuantGRPOTrainer, args, peft_config=peft_config)
+
+
+def test_an_environment_in_which_vllm_changes_the_weights(monkeypatch):
+    """On Hopper DeepGEMM would quantize them again; set by hand to do so it is refused, else it is switched off."""
+    given = {name: vllm.as_given for name, vllm in in_vllm().items() if vllm.as_given}
+    assert given == {"fp8_block": {"VLLM_USE_DEEP_GEMM": "0"}}
+    monkeypatch.delenv("VLLM_USE_DEEP_GEMM", raising=False)
+    multiply_as_given("fp8")
+    assert "VLLM_USE_DEEP_GEMM" not in os.environ
+    multiply_as_given("fp8_block")
+    assert os.environ["VLLM_USE_DEEP_GEMM"] == "0"
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
+    with pytest.raises(ValueError, match="`VLLM_USE_DEEP_GEMM`='1' in the environment has vLLM change the weights"):
+        multiply_as_given("fp8_block")

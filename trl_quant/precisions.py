@@ -35,6 +35,9 @@ class InVLLM:
         fused_scale (`bool`): Whether layers that vLLM fuses (q, k, v; gate, up) are quantized as one matrix.
         kernels (`tuple[str, ...]`): Beginnings of the names of the kernels that compute it; empty for any.
         wrong_kernels (`tuple[str, ...]`): Beginnings of the names of kernels that compute something else.
+        as_given (`dict[str, str]`):
+            Environment variables with which vLLM multiplies with the codes and scales that it is given. On Hopper
+            DeepGEMM has it quantize block-scaled weights again, with scales that are powers of two.
     """
 
     methods: tuple[str, ...]
@@ -48,6 +51,7 @@ class InVLLM:
     fused_scale: bool = False
     kernels: tuple[str, ...] = ()
     wrong_kernels: tuple[str, ...] = ()
+    as_given: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ PRECISIONS: dict[str, Precision] = {
             online="fp8_per_block",
             fused_scale=True,
             wrong_kernels=("Marlin",),
+            as_given={"VLLM_USE_DEEP_GEMM": "0"},
         ),
         unified=True,
         mismatch=3.6e-4,

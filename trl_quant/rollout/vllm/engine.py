@@ -25,6 +25,7 @@ from .support import (
     check_device,
     check_prepared,
     layout_arguments,
+    multiply_as_given,
     two_copies,
 )
 
@@ -74,6 +75,8 @@ class VLLMEngine(VLLMBase):
 
     def _init_vllm(self):
         check_device(self.precision, self.sleep_level > 0)
+        if self.weights.unified(self.precision):
+            multiply_as_given(self.precision)
         from . import one_copy, worker  # also registers the loader
 
         with llm_with(**self._llm_arguments()), one_copy.lending(self._base_to_share()):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable
 
 import torch
@@ -149,6 +150,21 @@ def check_device(precision: str, sleeping: bool = False) -> None:
             "`vllm_enable_sleep_mode`=True, but vLLM has no sleep mode on a CPU. Leave it at False; a smaller "
             "`kv_cache_memory_bytes` in `vllm_engine_kwargs` saves memory."
         )
+
+
+def multiply_as_given(precision: str) -> None:
+    """
+    Has engines of this process, from now on, multiply with the codes and scales that they are given.
+
+    Raises:
+        `ValueError`: where the user's environment has them do otherwise.
+    """
+    for name, value in PRECISIONS[precision].vllm.as_given.items():
+        if (found := os.environ.setdefault(name, value)) != value:
+            raise ValueError(
+                f"`{name}`={found!r} in the environment has vLLM change the weights that the policy is trained with "
+                f"(`train_precision`={precision!r}). Unset it, or set it to {value!r}."
+            )
 
 
 def check_architecture(config, model_impl: str) -> None:
