@@ -251,7 +251,10 @@ def test_the_self_check_knows_the_shared_base(path, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train_precision": "fp8"}, "`train_precision`='fp8' is unknown. Allowed: 'nf4', 'nvfp4', 'mxfp4'"),
+        (
+            {"train_precision": "fp4"},
+            "'fp4' is unknown. Allowed: 'nf4', 'nvfp4', 'mxfp4', 'int8', 'fp8_block', 'fp8'",
+        ),
         ({"uaq_scale": 1.5}, "`uaq_scale`=1.5 scales 16-bit weights"),
         (
             {"use_vllm": True, "rollout_precision": "int8", "lora_sync": "adapter"},

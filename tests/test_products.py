@@ -207,7 +207,6 @@ def test_input_gradient(format, dtype):
     assert given.dtype == dtype
     if format == "fp8_block":
         exact = numbers(products.quantize_groups(dy, products.LEAST_GRADIENT)) @ numbers(w)
-        assert torch.equal(given, products.input_gradient(dy, w, products.transposed(w)))
         assert 25 < sqnr(given, dy.double() @ numbers(w)) < 45, "dY is quantized"
     else:
         exact = dy.double() @ w.dequantize(dtype).double()

@@ -164,6 +164,22 @@ def test_bad_input():
         layer_of("fp8")(torch.randn(3, 7))
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_compiled(tracing, lora):
+    """The rest is compiled; the weights of each step are those of the step."""
+    layer = adapted("fp8") if lora else layer_of("fp8")
+    model, x = nn.Sequential(nn.ReLU(), layer, nn.Tanh()), inputs()
+    compiled = torch.compile(model, backend="eager")
+    moves = layer.lora_B["default"].weight if lora else layer.weight
+    for _ in range(2):
+        for ours, theirs in zip(gradients(compiled, x, moves), gradients(model, x, moves), strict=True):
+            assert torch.equal(ours, theirs)
+        before = compiled(x)
+        with torch.no_grad():
+            moves.mul_(1.5)
+        assert not torch.equal(compiled(x), before)
+
+
 # With an adapter
 
 
@@ -177,7 +193,7 @@ def test_a_merged_adapter_is_quantized_with_the_weight(precision, dtype):
     y, dx, da, db = gradients(layer, x, a, b)
     assert torch.equal(y, engine(base, x, merged))
     beside = adapted(precision, merged=False, dtype=dtype)
-    assert type(layer) is UnifiedLoraLinear is not type(beside)
+    assert type(layer) is type(beside) is UnifiedLoraLinear
     assert not torch.equal(beside(x), y)
 
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().flatten(0, 1).double()
@@ -214,7 +230,36 @@ def test_an_adapter_that_moves_is_merged_again():
 
 @pytest.mark.parametrize("settings", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
 def test_adapters_that_cannot_be_merged_each_step(settings):
-    with pytest.raises(ValueError, match="`0` is more than a product of B and A"):
+    with pytest.raises(ValueError, match="adapter of `0` is more than a product of B and A"):
         adapted("fp8", **settings)
     if "use_dora" not in settings:
         adapted("fp8", merged=False, **settings)
+
+
+def test_merging_for_good_and_several_adapters():
+    """PEFT merges past torch's count; of two active adapters none is left out in silence."""
+    for merged in (True, False):
+        layer, x = adapted("fp8", merged), inputs()
+        whole = layer.base_layer.weight + layer.get_delta_weight("default")
+        beside = layer(x)
+        layer.merge()
+        assert torch.equal(layer(x), engine(layer.base_layer, x, whole))
+        layer.unmerge()
+        assert (layer(x) - beside).norm() < 1e-2 * beside.norm()
+        layer.update_layer("b", r=4, lora_alpha=8, lora_dropout=0.0, init_lora_weights=False, config=LoraConfig())
+        layer.set_adapter(["default", "b"])
+        if merged:
+            with pytest.raises(ValueError, match="quantizes a weight with one adapter"):
+                layer(x)
+        else:
+            layer(x)
+
+
+def test_without_gradients_nothing_is_quantized_for_them(monkeypatch):
+    layer, x = layer_of("fp8_block"), inputs()
+    y = layer(x)
+    monkeypatch.setattr(unified, "quantize_for_both", None)
+    with torch.no_grad():
+        assert torch.equal(layer(x), y)
+    with pytest.raises(TypeError):
+        layer(x)

@@ -77,6 +77,16 @@ def test_the_reference_policy_computes_so_too(tmp_path):
     assert abs(kl[0]) < 1e-6 < kl[-1]
 
 
+def test_a_reference_policy_that_follows(tmp_path):
+    """TRL writes it past torch's count after each step; the KL is that of the weights that it then has."""
+    source = save_tiny(tmp_path / "model", tied=False)
+    follows = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+    trainer = trainer_of(tmp_path / "out", model=source, beta=0.1, **follows)
+    trainer.train()
+    kl = [entry["kl"] for entry in metrics(trainer) if "kl" in entry]
+    assert len(kl) == 3 and all(abs(value) < 1e-6 for value in kl)  # it is the policy at the start of each step
+
+
 class PlainSGD(torch.optim.SGD):
     """Writes weights as torch does, or where it does not count it, as fused optimizers and ZeRO do."""
 
@@ -135,7 +145,14 @@ def test_noise_and_other_samplers(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rollout_precision": "auto", "use_vllm": True, "vllm_mode": "colocate"}, "may choose another precision"),
+        (
+            {"rollout_precision": "auto", "use_vllm": True, "vllm_mode": "colocate"},
+            "the sampler would no longer compute what is trained",
+        ),
+        (
+            {"precision": "fp8_block", "use_vllm": True, "vllm_mode": "server"},
+            "VLLM_USE_DEEP_GEMM=0, which cannot be seen",
+        ),
         ({"precision": "int4"}, "`train_precision`='int4'"),
         ({"precision": "fp8_tensor"}, "`train_precision`='fp8_tensor'"),
     ],
@@ -155,7 +172,7 @@ def test_an_adapter_with_dropout_is_refused_before_a_step(tmp_path):
     peft_config = lora()
     peft_config.lora_dropout = 0.1
     args = config(QuantGRPOConfig, tmp_path, train_precision="fp8")
-    with pytest.raises(ValueError, match="`lora_dropout=0`, or `lora_sync='adapter'`"):
+    with pytest.raises(ValueError, match="`lora_dropout=0`, or with vLLM in colocate mode"):
         make(QuantGRPOTrainer, args, peft_config=peft_config)
 
 

@@ -23,7 +23,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from .formats import QuantizedTensor
-from .layers import FrozenLinear, UnifiedLinear, frozen_lora_linear
+from .layers import FrozenLinear, frozen_lora_linear
 
 
 # The other ones start from the base's weight, most of them by changing it
@@ -35,11 +35,23 @@ class FrozenLoraLinear(Linear):
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         """(..., in) to (..., out), of the type of `x` or autocast's."""
-        name = None if args or kwargs else plain_adapter(self, FrozenLinear)
+        name = None if args or kwargs else self._joined()
         if name is None:
             return super().forward(x, *args, **kwargs)
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         return frozen_lora_linear(x, self.base_layer, a, b, self.scaling[name])
+
+    def _joined(self) -> str | None:
+        """The adapter that can be computed with the base: the one active adapter, where it is B A and nothing else."""
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if len(names) != 1 or self.disable_adapters or self.merged:
+            return None
+        (name,) = names
+        dropout = self.lora_dropout[name]
+        if name in self.lora_variant or self.lora_bias[name] or (dropout.training and not _is(dropout, nn.Identity)):
+            return None
+        plain = _is(self.lora_A[name], nn.Linear) and _is(self.lora_B[name], nn.Linear)
+        return name if plain and _is(self.base_layer, FrozenLinear) else None
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Raises `ValueError`: a sum of Q(W) and an adapter is not on the grid of the base's format."""
@@ -57,36 +69,50 @@ class FrozenLoraLinear(Linear):
 
 
 class UnifiedLoraLinear(Linear):
-    """PEFT's LoRA layer around a [`UnifiedLinear`] that computes Q(W + s B A), as an engine does that merges it."""
+    """
+    PEFT's LoRA layer around a [`~layers.UnifiedLinear`]: it computes Q(W + s B A), as an engine does that merges the
+    adapter, or leaves the branch beside Q(W). Nothing but PEFT's own layer is saved of it.
 
+    Attributes:
+        in_codes (`bool`): Whether the adapter is quantized with the weight.
+    """
+
+    in_codes = True
+
+    @torch.compiler.disable  # as its base
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         """(..., in) to (..., out), of the type of `x` or autocast's."""
-        name = None if args or kwargs else plain_adapter(self, UnifiedLinear)
+        name = None if args or kwargs else self._adapter()
         if name is None:
             return super().forward(x, *args, **kwargs)
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         return self.base_layer.adapted(x, self.codes(), a, b, self.scaling[name])
 
     def codes(self) -> QuantizedTensor:
-        """What the layer multiplies with; see [`UnifiedLinear.codes`]."""
-        name = plain_adapter(self, UnifiedLinear)
-        if name is None:
+        """As [`~layers.UnifiedLinear.codes`], of what the layer multiplies with. `ValueError` for several adapters."""
+        if (name := self._adapter()) is None:
             return self.base_layer.codes()
         of = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
         return self.base_layer.codes(partial(delta_weight, self, name), *of)
 
+    def _adapter(self) -> str | None:
+        """The adapter that is quantized with the weight."""
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if not self.in_codes or self.disable_adapters or self.merged or not names:
+            return None
+        if len(names) > 1:
+            raise ValueError(f"`train_precision` quantizes a weight with one adapter, and {names} are active.")
+        return names[0]
 
-def plain_adapter(layer: Linear, kind: type[nn.Module]) -> str | None:
-    """The one active adapter of a layer around a `kind`, where it is B A and nothing else."""
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(names) != 1 or layer.disable_adapters or layer.merged:
-        return None
-    (name,) = names
-    dropout = layer.lora_dropout[name]
-    if name in layer.lora_variant or layer.lora_bias[name] or (dropout.training and not _is(dropout, nn.Identity)):
-        return None
-    plain = _is(layer.lora_A[name], nn.Linear) and _is(layer.lora_B[name], nn.Linear)
-    return name if plain and _is(layer.base_layer, kind) else None
+    def merge(self, *args, **kwargs) -> None:
+        """PEFT's, which writes the weight past torch's count."""
+        super().merge(*args, **kwargs)
+        self.base_layer.forget()
+
+    def unmerge(self) -> None:
+        """PEFT's, as [`~UnifiedLoraLinear.merge`]."""
+        super().unmerge()
+        self.base_layer.forget()
 
 
 def delta_weight(layer: BaseTunerLayer, adapter: str) -> Tensor:

@@ -135,12 +135,19 @@ def _check_rollout(args):
     if args.rollout_precision == "auto" and args.train_precision is not None and not args.holds_frozen_base:
         raise ValueError(
             f"`rollout_precision`='auto' may choose another precision than `train_precision`={args.train_precision!r}, "
-            "in which there is nothing to correct. Leave it unset to sample as is trained, or name one."
+            "and the sampler would no longer compute what is trained. Leave it unset to sample in that, or name one."
         )
     if args.use_vllm and args.rollout_precision not in (*in_vllm(), "auto"):
         raise ValueError(
             f"`rollout_precision`={args.rollout_precision!r} is not available with `use_vllm=True`. Allowed there: "
             f"{listed(in_vllm())}; with `use_vllm=False` it runs in the embedded engine."
+        )
+    behind_server = args.samples_as_trained and args.use_vllm and args.vllm_mode == "server"
+    if behind_server and (settings := in_vllm()[args.rollout_precision].as_given):
+        raise ValueError(
+            f"`train_precision`={args.train_precision!r} with `vllm_mode='server'`: unless it was started with "
+            f"{' '.join(f'{name}={value}' for name, value in settings.items())}, which cannot be seen from here, a "
+            "server changes the weights that it is given. Use `vllm_mode='colocate'`, or another precision."
         )
     _check_vllm(args)
 

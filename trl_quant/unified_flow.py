@@ -7,6 +7,8 @@ The policy trained in the numbers that sample from it (Jet-RL, arXiv:2601.14243)
 as they are, and so do the names and types of all that is trained and saved.
 """
 
+import logging
+
 import torch
 from peft.tuners.lora import Linear
 from torch import nn
@@ -14,8 +16,12 @@ from transformers import AutoConfig, TrainerCallback
 
 from .adapters import UnifiedLoraLinear
 from .layers import UnifiedLinear
-from .precisions import unified_flows
+from .layers.products import multiplies
+from .precisions import PRECISIONS, unified_flows
 from .rollout.vllm.support import quantized_layers
+
+
+logger = logging.getLogger(__name__)
 
 
 def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: torch.dtype | None = None) -> None:
@@ -45,33 +51,46 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
         layer = UnifiedLinear.from_linear(linear, precision)
         layer.rounds_to = rounds_to
         base.set_submodule(name, layer)
-    for name, layer in base.named_modules() if merged else ():
-        if isinstance(getattr(layer, "base_layer", None), UnifiedLinear):
-            _merge_at_each_step(name, layer)
+    for name, layer in base.named_modules():
+        if isinstance(getattr(layer, "base_layer", None), UnifiedLinear) and not isinstance(layer, UnifiedLoraLinear):
+            _know_base(name, layer, merged)
 
 
-def _merge_at_each_step(name: str, layer: nn.Module) -> None:
-    if isinstance(layer, UnifiedLoraLinear):
-        return
+def _know_base(name: str, layer: nn.Module, merged: bool) -> None:
+    """Has PEFT's layer know what its base computes in, and quantize the adapter with it where that is `merged`."""
     plain = type(layer) is Linear and not layer.lora_variant and not any(layer.lora_bias.values())
-    if not plain or any(type(dropout) is not nn.Identity for dropout in layer.lora_dropout.values()):
+    if merged and (not plain or any(type(dropout) is not nn.Identity for dropout in layer.lora_dropout.values())):
         raise ValueError(
-            f"`lora_sync`='merge' with `train_precision`: the adapter of `{name}` is more than a product of B and A "
-            "(dropout, a bias, DoRA or another method), and cannot be quantized with the weight at each step. Use "
-            "plain LoRA with `lora_dropout=0`, or `lora_sync='adapter'`."
+            f"`train_precision`: the adapter of `{name}` is more than a product of B and A (dropout, a bias, DoRA or "
+            "another method), and cannot be quantized with the weight at each step. Use plain LoRA with "
+            "`lora_dropout=0`, or with vLLM in colocate mode `lora_sync='adapter'`."
         )
-    layer.__class__ = UnifiedLoraLinear  # PEFT's own layer with another forward: nothing else of it changes
+    if type(layer) is Linear:
+        layer.__class__ = UnifiedLoraLinear  # nothing else of PEFT's layer changes
+        layer.in_codes = merged
+
+
+def unified_layers(model: nn.Module) -> list[UnifiedLinear]:
+    """The layers that compute as an engine does."""
+    return [module for module in model.modules() if isinstance(module, UnifiedLinear)]
+
+
+def checkpoint_dtype(name: str, trust_remote_code: bool = False) -> torch.dtype:
+    """Type of the weights that an engine starts on and quantizes, whatever type a trainer loads them to."""
+    return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).dtype or torch.bfloat16
 
 
 class WeightsMoved(TrainerCallback):
     """Has the layers quantize their weights again after each optimizer step, whatever way the optimizer wrote them."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        for module in model.modules():
-            if isinstance(module, UnifiedLinear):
-                module.forget()
+        for layer in unified_layers(model):
+            layer.forget()
 
-    on_optimizer_step = on_train_begin
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        in_codes = [m.base_layer for m in model.modules() if isinstance(m, UnifiedLoraLinear) and m.in_codes]
+        for layer in (*in_codes, *(layer for layer in unified_layers(model) if layer.weight.requires_grad)):
+            layer.forget()
 
 
 def train_as_sampled(trainer) -> None:
@@ -80,9 +99,19 @@ def train_as_sampled(trainer) -> None:
     if args.train_precision not in unified_flows():
         return
     merged, rounds_to = args.lora_sync == "merge", None
-    if not merged:  # the engine quantizes the checkpoint, whatever type the trainer loaded it to
-        rounds_to = AutoConfig.from_pretrained(trainer.model.name_or_path).dtype or torch.bfloat16
-    for model in (trainer.model, getattr(trainer, "ref_model", None)):
-        if model is not None:
-            unify(model, args.train_precision, merged, rounds_to)
+    if not merged:
+        start = (args.vllm_engine_kwargs or {}).get("model", trainer.model.name_or_path)
+        rounds_to = checkpoint_dtype(start, args.trust_remote_code)
+    device = trainer.accelerator.device
+    if device.type == "cuda" and not multiplies(PRECISIONS[args.train_precision].format, device):
+        logger.warning(
+            "This device does not multiply in `train_precision`=%r: the policy's layers multiply rounded numbers in "
+            "BF16, slower than without it, and not what vLLM computes.",
+            args.train_precision,
+        )
+    unify(trainer.model, args.train_precision, merged, rounds_to)
     trainer.add_callback(WeightsMoved())
+    if (reference := getattr(trainer, "ref_model", None)) is not None:
+        unify(reference, args.train_precision)
+        for layer in unified_layers(reference):
+            layer.moves_unseen = args.sync_ref_model

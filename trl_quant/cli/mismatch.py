@@ -39,7 +39,7 @@ from ..rollout.self_check import check_sequences
 from ..rollout.vllm.support import check_device, check_engine_kwargs
 from ..tasks import load_prompts
 from ..tasks.data import check_prompts
-from ..unified_flow import unify
+from ..unified_flow import checkpoint_dtype, unify
 from .report import check_output
 
 
@@ -104,7 +104,7 @@ class Trained:
             config = PeftConfig.from_pretrained(self.path)
             model = PeftModel.from_pretrained(model, self.path, config=with_frozen_layers(config) if frozen else config)
         if precision != BF16 and not frozen:
-            unify(model, precision, merged)
+            unify(model, precision, merged, None if merged else checkpoint_dtype(self.base))
         return model.eval()
 
 
@@ -213,7 +213,8 @@ def build_engine(
 ) -> rollout.RolloutEngine:
     """The engine with the policy's weights, as a run with these settings has it."""
     same = args.train_precision == args.rollout_precision != BF16
-    lora_sync = trained.settings.get("lora_sync") or ("adapter" if same and args.engine == "vllm" else "merge")
+    frozen = same and args.train_precision in frozen_bases()
+    lora_sync = trained.settings.get("lora_sync") or ("adapter" if frozen and args.engine == "vllm" else "merge")
     policy = trained.policy(args.train_precision, DTYPES[args.dtype], lora_sync == "merge")
     mixed = BF16 if args.dtype == "mixed" else "no"
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed)

@@ -21,8 +21,8 @@ What runs in low precision, on a GPU:
 | fp8 | FP8 | BF16, of dequantized W | the caller's | from Ada on; N and K multiples of 16 |
 | int8 | INT8 | BF16, of dequantized W | the caller's | N and K multiples of 8 |
 
-Elsewhere, and in FP32, the same numbers are multiplied in BF16 or FP32. On a CPU the sums of `fp8` and `int8` are
-exact, so that a token's outputs do not depend on those beside it.
+Elsewhere, and in FP32, codes (of `fp8_block`: numbers, which BF16 rounds) are multiplied in BF16 or FP32. On a CPU the
+sums of `fp8` and `int8` are exact, so that a token's outputs do not depend on those beside it.
 
 What is said of vLLM here is read from its CUDA operators. Its own `torch` path of `QuantFP8`, which torch.compile takes
 where the operator is switched off, differs: per token it multiplies by `1 / scale`, and a group's scale is at least
@@ -207,21 +207,19 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
     return scale_sums(torch.mm(codes, w_codes.t(), out_dtype=torch.float32), x.scale, w.scale, bias, dtype)
 
 
-def input_gradient(dy: Tensor, w: QuantizedTensor, w_t: QuantizedTensor | None = None) -> Tensor:
+def input_gradient(dy: Tensor, w: QuantizedTensor) -> Tensor:
     """
     `dy w`. For a weight in "fp8_block" dy is quantized; for other formats it is multiplied with the weight's numbers.
 
     Args:
         dy (`torch.Tensor`): (T, N), BF16 or FP32.
         w ([`trl_quant.formats.QuantizedTensor`]): (N, K).
-        w_t ([`trl_quant.formats.QuantizedTensor`], *optional*):
-            `transposed(w)`, for "fp8_block", to save transposing the codes in each call.
 
     Returns:
         `torch.Tensor`: (T, K), of the type of dy.
     """
     if w.format == "fp8_block":
-        return _product_of_groups(_grouped(dy.detach(), LEAST_GRADIENT), w_t or transposed(w), dy.dtype)
+        return _product_of_groups(_grouped(dy.detach(), LEAST_GRADIENT), transposed(w), dy.dtype)
     return _multiply(dy.detach(), dequantize(w, dy.dtype))
 
 
@@ -244,7 +242,6 @@ def input_and_weight_gradient(
     w: QuantizedTensor,
     x_t: QuantizedTensor,
     dtype: torch.dtype | None = None,
-    w_t: QuantizedTensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
     [`input_gradient`] and [`weight_gradient`] in "fp8_block", with one read of dy.
@@ -253,7 +250,7 @@ def input_and_weight_gradient(
         `tuple`: dX (T, K) of the type of dy, and dW (N, K) of `dtype`, by default the same.
     """
     rows, columns = quantize_for_both(dy, LEAST_GRADIENT)
-    dx = _product_of_groups(rows, w_t or transposed(w), dy.dtype)
+    dx = _product_of_groups(rows, transposed(w), dy.dtype)
     return dx, weight_gradient(columns, x_t, dtype or dy.dtype)
 
 
@@ -341,6 +338,12 @@ def block_scales(scale: Tensor) -> Tensor:
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+def multiplies(format: str, device: torch.device) -> bool:
+    """Whether a GPU multiplies in this format."""
+    x = torch.empty(0, device=device)
+    return {"fp8_block": multiplies_groups, "fp8": multiplies_fp8}.get(format, lambda x: x.is_cuda)(x)
 
 
 def multiplies_fp8(x: Tensor) -> bool:

@@ -9,11 +9,11 @@ precision whose inputs an engine quantizes too.
 | symbol | here | shape |
 |---|---|---|
 | `W` | the master weight, `weight`, which the optimizer moves | (out, in) |
-| `Q(W)` | its codes and scales, made once after each move | (out, in) |
+| `Q(W)` | its codes and scales, kept until W moves | (out, in) |
 | `X`, `dX` | | (..., in) |
 | `Y`, `dY`, `b` | | (..., out), (..., out), (out,) |
 
-Where scales have groups along the inner dimension (`fp8_block`) all three products are in FP8: dY is quantized along
+Where scales have groups along the inner dimension (`fp8_block`) all these products are in FP8: dY is quantized along
 its outputs for dX, and dY and X along the tokens for dW. In the other precisions dX and dW are 16-bit products of what
 the codes stand for. Saved for the backward pass are the codes of X, a byte each.
 
@@ -44,10 +44,10 @@ from .products import (
 
 class _Unified(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, w):
+    def forward(ctx, x, weight, bias, w, trains):
         flat = x.reshape(-1, x.shape[-1])
         kept = None
-        if not ctx.needs_input_grad[1]:
+        if not trains:
             q = quantize_input(flat, w.format)
         elif in_groups(w):
             q, kept = quantize_for_both(flat)
@@ -67,7 +67,7 @@ class _Unified(torch.autograd.Function):
             dx = input_gradient(flat, w) if wants_x else None
             dw = flat.t() @ dequantize(x, flat.dtype) if wants_weight else None
         dx = dx.view(*dy.shape[:-1], -1) if wants_x else None
-        return dx, None if dw is None else dw.to(w.dtype), flat.sum(0) if wants_bias else None, None
+        return dx, None if dw is None else dw.to(w.dtype), flat.sum(0) if wants_bias else None, None, None
 
 
 class _UnifiedLora(torch.autograd.Function):
@@ -130,12 +130,15 @@ class UnifiedLinear(nn.Linear):
         rounds_to (`torch.dtype` or `None`):
             Type that the weight is rounded to before its scales are computed: that of the checkpoint which an engine
             quantizes. `None` for the weight's own.
+        moves_unseen (`bool`):
+            Whether something writes the weight past torch's count and tells nobody: it is then quantized at each call.
 
     Raises:
         ValueError: Another precision.
     """
 
     rounds_to: torch.dtype | None = None
+    moves_unseen = False
 
     def __init__(
         self,
@@ -177,7 +180,7 @@ class UnifiedLinear(nn.Linear):
             ValueError: As [`trl_quant.formats.quantize`].
         """
         made_of = tuple((id(x), x._version) if isinstance(x, Tensor) else x for x in (self.weight, *of))
-        if self._codes is None or made_of != self._made_of:
+        if self._codes is None or made_of != self._made_of or self.moves_unseen:
             self._codes = None  # before the next ones take memory
             with torch.no_grad(), torch.autocast(self.weight.device.type, enabled=False):
                 weight = self.weight.detach().to(self.rounds_to or self.weight.dtype)
@@ -191,10 +194,12 @@ class UnifiedLinear(nn.Linear):
         self._codes: QuantizedTensor | None = None
         self._made_of: tuple = ()
 
+    @torch.compiler.disable  # which weights are new is asked at each call
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out), of the type of `x` or autocast's."""
         x = autocast_inputs(x, self.in_features)
-        return _Unified.apply(x, self.weight, self._bias(x), self.codes())
+        trains = self.weight.requires_grad and torch.is_grad_enabled()
+        return _Unified.apply(x, self.weight, self._bias(x), self.codes(), trains)
 
     def adapted(self, x: Tensor, w: QuantizedTensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         """

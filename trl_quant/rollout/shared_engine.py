@@ -1,4 +1,4 @@
-"""The embedded engine where sampler and policy are the same numbers: a frozen base and its adapter, held once."""
+"""The embedded engine where sampler and policy compute the same: one set of weights, held once."""
 
 import copy
 import logging
@@ -17,10 +17,11 @@ logger = logging.getLogger(__name__)
 
 class SharedEngine(TransformersEngine):
     """
-    [`TransformersEngine`] for a policy `Q(W) + BA` that is sampled in its own precision (QeRL).
+    [`TransformersEngine`] for a policy that is sampled in its own `train_precision`: Q(W) + BA (QeRL), or layers that
+    are trained in the numbers that sample (Jet-RL).
 
-    The copy has modules of its own, out of training mode, around the policy's own tensors: the packed base, the
-    adapter, embeddings and the head. Only the norms that noise is laid on are held twice, so a sync copies those and
+    The copy has modules of its own, out of training mode, around the policy's own tensors: linear layers, adapters,
+    embeddings and the head. Only the norms that noise is laid on are held twice, so a sync copies those and
     nothing else, and the mismatch is what differing sums leave.
     """
 

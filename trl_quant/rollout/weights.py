@@ -83,7 +83,9 @@ class PolicyWeights:
         """
         found, adapted = {}, ""
         for path, module in self.model.named_modules():
-            if isinstance(module, UnifiedLoraLinear):
+            if ".modules_to_save." in path or ".original_module" in path:  # quantized as they come
+                continue
+            if isinstance(module, UnifiedLoraLinear) and module.in_codes:
                 adapted = f"{path}."
             elif not isinstance(module, UnifiedLinear) or (adapted and path.startswith(adapted)):
                 continue
