@@ -14,12 +14,6 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-def pytest_collection_modifyitems(items):
-    """Files that take longest come first, lest one core wait for the other at the end."""
-    marks = {mark: {item.path for item in items if item.get_closest_marker(mark)} for mark in ("slow", "vllm")}
-    items.sort(key=lambda item: (item.path not in marks["slow"], item.path not in marks["vllm"]))
-
-
 @pytest.fixture(autouse=True, scope="module")
 def environment_is_restored():
     """vLLM engines leave RANK, MASTER_PORT and the like behind, which the next module's subprocesses must not see."""
