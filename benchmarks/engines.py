@@ -184,6 +184,29 @@ def build(
     return VLLMEngine(model, accelerator, tokenizer, precision=kind, **settings, **options)
 
 
+def wait() -> None:
+    """Until the GPU has done what it was given."""
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def call_seconds(run: Callable[[], object], budget: float = 0.03) -> float:
+    """Of one call as a trainer makes it, launches included: the mean of as many as fit into `budget` seconds."""
+    run()
+    run()
+    wait()
+    begin = time.perf_counter()
+    run()
+    wait()
+    count = min(max(int(budget / (time.perf_counter() - begin)), 2), 100)
+    wait()
+    begin = time.perf_counter()
+    for _ in range(count):
+        run()
+    wait()
+    return (time.perf_counter() - begin) / count
+
+
 class Clock:
     """
     Seconds by name, of methods that it watches on live objects.

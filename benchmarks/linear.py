@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from engines import SHAPES, machine, save
+from engines import SHAPES, call_seconds, machine, save
 from torch import nn
 
 from trl_quant.formats import quantize
@@ -189,7 +189,7 @@ def adapters(args, results: dict, deadline: float) -> None:
                                 y = forward(layer, x)
                             return torch.autograd.grad(y, parameters, dy)
 
-                        row[way] = {"s": eager_seconds(run), "saved": saved_by(layer, forward, x)}
+                        row[way] = {"s": call_seconds(run, budget=0.06), "saved": saved_by(layer, forward, x)}
                         cells += f"{row[way]['s'] * 1e6:>18.1f}{row[way]['saved'] / 2**20:>11.1f}"
                     except Exception:
                         print(f"{size} {name} of {tokens} tokens, {way}:")
@@ -200,24 +200,6 @@ def adapters(args, results: dict, deadline: float) -> None:
                 print(f"{size + ' ' + name:<22}{tokens:>7} {cells}", flush=True)
                 results[f"{size} {name} lora {tokens}"] = row
                 torch.cuda.empty_cache()
-
-
-def eager_seconds(run, budget: float = 0.06) -> float:
-    """GPU time of one call as a trainer makes it, launches included, the mean of as many as fit."""
-    run()
-    run()
-    torch.cuda.synchronize()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    count = min(max(int(budget / (time.perf_counter() - begin)), 2), 100)
-    start.record()
-    for _ in range(count):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / count
 
 
 def saved_by(layer: nn.Module, forward, x: torch.Tensor) -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from engines import CUDA, machine, save
+from engines import CUDA, call_seconds, machine, save, wait
 from torch import nn
 
 from trl_quant.formats import quantize
@@ -35,45 +35,17 @@ BF16_RATE = 989e12  # dense multiplications and additions a second, of an H100 a
 DEVICE = "cuda" if CUDA else "cpu"
 
 
-def seconds(run, budget: float = 0.03) -> float:
-    """Of one call, launches included: the mean of as many as fit."""
-    run()
-    run()
-    wait()
-    begin = time.perf_counter()
-    run()
-    wait()
-    count = min(max(int(budget / (time.perf_counter() - begin)), 2), 50)
-    if not CUDA:
-        begin = time.perf_counter()
-        for _ in range(count):
-            run()
-        return (time.perf_counter() - begin) / count
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / count
-
-
 def graph_seconds(run) -> float:
     """Of one call without launches: in a CUDA graph of several, on a GPU."""
     if not CUDA:
-        return seconds(run)
+        return call_seconds(run)
     run()
     wait()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):
             run()
-    return seconds(graph.replay, budget=0.02) / 3
-
-
-def wait() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
+    return call_seconds(graph.replay, budget=0.02) / 3
 
 
 def sqnr(given: torch.Tensor, right: torch.Tensor) -> float:
@@ -114,7 +86,7 @@ def layers(args, results: dict, deadline: float) -> None:
                         def run(layer=layer, x=x, dy=dy, wanted=wanted):
                             return torch.autograd.grad(layer(x), wanted, dy)
 
-                        took = seconds(run)
+                        took = call_seconds(run)
                         share = limit(tokens, shape, 3 if trained else 2, way) / took
                         row[way] = {"ms": took * 1e3, "limit": share}
                         del layer, x, dy, wanted, run

@@ -34,3 +34,20 @@ def rerun(file: str) -> int:
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     return int(re.search(r"(\d+) passed", done.stdout)[1])
+
+
+def ptx_of(kernel, types: str, constants: dict, **options) -> str:
+    """What a kernel is compiled to for sm_90, of its arguments' types (`-` for `None`) and constants."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    given = dict(zip(kernel.arg_names, types.split()))
+    constants = constants | {name: None for name, kind in given.items() if kind == "-"}
+    divisible = [i for i, name in enumerate(given) if name not in constants and given[name] != "fp32"]
+    source = ASTSource(
+        fn=kernel,
+        signature=given | dict.fromkeys(constants, "constexpr"),
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in divisible},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from interpreter import INTERPRETED, on_devices, rerun, reruns, triton
+from interpreter import INTERPRETED, on_devices, ptx_of, rerun, reruns, triton
 from reference_formats import DTYPES, bits, make
 
 from trl_quant import formats
@@ -138,22 +138,6 @@ def test_a_cpu_tensor_is_refused():
         kernels.dequantize(formats.quantize(torch.ones(4, 64), "nvfp4"))
 
 
-def compiled(kernel, types: str, constants: dict, **options):
-    """PTX of a kernel for sm_90, of its arguments' types (`-` for `None`) and constants."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    given = dict(zip(kernel.arg_names, types.split()))
-    constants = constants | {name: None for name, kind in given.items() if kind == "-"}
-    source = ASTSource(
-        fn=kernel,
-        signature=given | dict.fromkeys(constants, "constexpr"),
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(given) if name not in constants},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-
-
 # format -> codes, numbers of a group, types of scale, global scale and table
 LAYOUTS = {
     "nvfp4": ("e2m1", 16, "*u8 *fp32 -"),
@@ -169,7 +153,7 @@ def test_compiles_for_hopper(name):
     """Without a GPU: exact arithmetic with subnormals, 16 bytes a write; products on tensor cores, loads in advance."""
     codes, group, tensors = LAYOUTS[name]
     constants = {"CODES": codes, "GROUP": group}
-    ptx = compiled(
+    ptx = ptx_of(
         kernels.dequantize_kernel, f"*bf16 *u8 {tensors} i32 i32 i32 i32", constants | {"ROWS": 16, "COLS": 256}
     )
     assert not re.findall(r"\.ftz|\.approx|div\.full|\bfma\.", ptx)
@@ -182,6 +166,6 @@ def test_compiles_for_hopper(name):
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         types = f"*bf16 *bf16 - *u8 {tensors} i32 i32 i32 i32 i32 i32"
         constants |= {"FORWARD": forward, **config.kwargs}
-        ptx = compiled(kernels.matmul_kernel.fn, types, constants, **options)
+        ptx = ptx_of(kernels.matmul_kernel.fn, types, constants, **options)
         assert ("mma.sync" if config is kernels.CONFIGS[0] else "wgmma.mma_async") in ptx
         assert "cp.async" in ptx, "loads ahead"

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from interpreter import INTERPRETED, on_devices, rerun, reruns, triton
+from interpreter import INTERPRETED, on_devices, ptx_of, rerun, reruns
 from reference_formats import bits, make
 
 from trl_quant.formats import QuantizedTensor
@@ -135,26 +135,6 @@ def test_numbers(format, device):
     assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
-def ptx_of(kernel, types: str, constants: dict, num_warps: int) -> str:
-    """For sm_90, of its arguments' types (`-` for `None`) and constants."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    given = dict(zip(kernel.arg_names, types.split()))
-    constants = constants | {name: None for name, kind in given.items() if kind == "-"}
-    source = ASTSource(
-        fn=kernel,
-        signature=given | dict.fromkeys(constants, "constexpr"),
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(given)
-            if name not in constants and given[name] != "fp32"
-        },
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"]
-
-
 ROWS = {"ROWS": 1, "COLS": 4096}
 COMPILED = {
     "int8 rows": (kernels.rows_kernel, "*bf16 *i8 *fp32 i32 i32 fp32", ROWS | {"INT8": True, "ON_CUDA": True}, 4),
@@ -171,7 +151,8 @@ COMPILED = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_for_hopper(name):
     """Without a GPU: exact arithmetic with subnormals, one division a scale, whole vectors written."""
-    ptx = ptx_of(*COMPILED[name])
+    kernel, types, constants, warps = COMPILED[name]
+    ptx = ptx_of(kernel, types, constants, num_warps=warps)
     assert not re.findall(r"\.ftz|\.approx|div\.full", ptx)
     assert re.search(r"st\.global\.v[24]\.b32|st\.global\.b64", ptx)
     if name in ("fp8 rows", "groups", "both"):

@@ -24,8 +24,9 @@ from torch import Tensor
 from trl_quant.formats import QuantizedTensor
 from trl_quant.formats.nf4 import NF4_GRID
 
+from .arithmetic import INTERPRETED, rounded
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
 INPUTS = (torch.bfloat16, torch.float16)  # what `matmul` multiplies with
 # `matmul` takes the fastest for each shape of a weight and number of tokens, rounded up to a power of two
 CONFIGS = [
@@ -35,16 +36,6 @@ CONFIGS = [
 
 
 # A tile of numbers
-
-
-@triton.jit
-def rounded(x, dtype: tl.constexpr):
-    """float32 to `dtype`, nearest even."""
-    if dtype == tl.bfloat16 and INTERPRETED:  # the interpreter's conversion truncates
-        bits = x.to(tl.int32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        return x.to(dtype)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dequantize import INTERPRETED, rounded
+from .arithmetic import INTERPRETED, rounded
 
 
 TILES = 4  # of a program, one below the other

@@ -28,11 +28,12 @@ from torch import Tensor
 
 from trl_quant.formats import QuantizedTensor, checked, not_finite
 
+from .arithmetic import INTERPRETED, to_e4m3, to_int8, wide
+
 
 KERNELS = ("fp8", "fp8_tensor", "fp8_block", "int8", "nvfp4", "mxfp4")
 E4M3_NAN = tl.constexpr(0x7F)
 E8M0_NAN = tl.constexpr(0xFF)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 # Arithmetic shared by the kernels. Numbers are float32 and hold values of the weight's dtype.
@@ -56,15 +57,6 @@ def _number(magnitude, dtype: tl.constexpr):
         return (magnitude << 16).to(tl.float32, bitcast=True)
     else:
         return magnitude.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _wide(x):
-    """Any of the three dtypes to float32; bfloat16 by its bits, since the interpreter would lose its subnormals."""
-    if x.dtype == tl.bfloat16:
-        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
 
 
 @triton.jit
@@ -107,21 +99,6 @@ def _divide(x, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def _e4m3(x):
-    """float32 to E4M3, nearest even, saturating."""
-    if INTERPRETED:  # the interpreter's conversion rounds small numbers wrongly
-        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
-        bits = x.to(tl.int32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-        subnormal = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) & 0xF  # steps of 2^-9
-        code = tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)  # 2^-6
-        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    else:
-        return x.to(tl.float8e4nv)  # cvt.rn.satfinite
-
-
-@triton.jit
 def _e4m3_to_float32(code):
     if INTERPRETED:
         bits = code.to(tl.uint8, bitcast=True).to(tl.int32)
@@ -141,21 +118,12 @@ def _e2m1(x):
 
 
 @triton.jit
-def _int8(x):
-    """float32 to int8, nearest even, saturating."""
-    x = tl.minimum(tl.maximum(x, -128.0), 127.0)
-    return (
-        (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-    )  # 1.5 * 2^23: the last bit is 1, the low byte the code
-
-
-@triton.jit
 def _encode(x, scale, dtype: tl.constexpr, INT8: tl.constexpr):
-    q = _divide(_wide(x), scale, dtype)
+    q = _divide(wide(x), scale, dtype)
     if INT8:
-        return _int8(q)
+        return to_int8(q)
     else:
-        return _e4m3(q + 0.0)  # -0 to 0
+        return to_e4m3(q + 0.0)  # -0 to 0
 
 
 # Kernels
@@ -267,13 +235,13 @@ def _fp4_kernel(
     mask = (block < blocks)[:, None] & (col < cols)
     x = tl.load(x_ptr + row.to(tl.int64)[:, None] * cols + col, mask=mask, other=0.0)
     amax = _number(tl.max(_magnitude(x), axis=1), dtype)
-    x = _wide(x)
+    x = wide(x)
     if NVFP4:
         g = tl.load(global_ptr + tl.zeros((COUNT,), tl.int32))
         local = g * _round(tl.div_rn(amax, tl.full((COUNT,), 6.0, tl.float32)), dtype)
-        number = _e4m3_to_float32(_e4m3(local))
+        number = _e4m3_to_float32(to_e4m3(local))
         number = tl.where(number == 0, 0.125, number)
-        code = tl.where(amax < float("inf"), _e4m3(number).to(tl.uint8, bitcast=True), E4M3_NAN)
+        code = tl.where(amax < float("inf"), to_e4m3(number).to(tl.uint8, bitcast=True), E4M3_NAN)
         tl.store(scale_ptr + block, code.to(tl.uint8), mask=block < blocks)
         q = tl.div_rn(x, tl.broadcast_to(tl.div_rn(number, g)[:, None], (COUNT, BLOCK)))
     else:

@@ -25,22 +25,10 @@ from torch import Tensor
 from trl_quant.formats import QuantizedTensor
 from trl_quant.formats.fp8 import BLOCK
 
-from .dequantize import rounded
-
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from .arithmetic import INTERPRETED, rounded, to_e4m3, to_int8, wide
 
 
 # Arithmetic
-
-
-@triton.jit
-def _wide(x):
-    """BF16 or FP32 to float32; BF16 by its bits, since the interpreter would lose its subnormals."""
-    if x.dtype == tl.bfloat16:
-        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
 
 
 @triton.jit
@@ -53,28 +41,6 @@ def _divide(x, scale):
         scale = tl.broadcast_to(scale, x.shape)
         quotient = x * inverse
         return tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
-
-
-@triton.jit
-def _e4m3(x):
-    """float32 to E4M3 codes, nearest even, saturating."""
-    if INTERPRETED:  # its conversion rounds small numbers wrongly
-        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
-        bits = x.to(tl.int32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-        subnormal = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) & 0xF  # steps of 2^-9
-        code = tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)  # 2^-6
-        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    else:
-        return x.to(tl.float8e4nv)  # cvt.rn.satfinite
-
-
-@triton.jit
-def _int8(x):
-    """float32 to INT8 codes, nearest even, saturating: the low byte of a sum whose last bit is 1."""
-    x = tl.minimum(tl.maximum(x, -128.0), 127.0)
-    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # 1.5 * 2^23
 
 
 @triton.jit
@@ -95,7 +61,7 @@ def rows_kernel(
     col = tl.arange(0, COLS)[None, :]
     offset = row.to(tl.int64)[:, None] * cols + col
     mask = (row < rows)[:, None] & (col < cols)
-    x = _wide(tl.load(x_ptr + offset, mask=mask, other=0.0))
+    x = wide(tl.load(x_ptr + offset, mask=mask, other=0.0))
     amax = tl.max(tl.abs(x), axis=1)
     if INT8:
         limit = tl.full((ROWS,), 127.0, tl.float32)
@@ -106,10 +72,10 @@ def rows_kernel(
         else:
             inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.where(amax == 0, 1.0, scale))
         inverse = tl.where(amax == 0, 0.0, inverse)
-        codes = _int8(x * inverse[:, None])
+        codes = to_int8(x * inverse[:, None])
     else:
         scale = tl.maximum(tl.div_rn(amax, tl.full((ROWS,), 448.0, tl.float32)), least_scale)
-        codes = _e4m3(_divide(x, scale[:, None]))
+        codes = to_e4m3(_divide(x, scale[:, None]))
     tl.store(values_ptr + offset, codes, mask=mask)
     tl.store(scale_ptr + row, scale, mask=row < rows)
 
@@ -126,13 +92,13 @@ def groups_kernel(
     col = tl.program_id(0) * 128 + tl.arange(0, 128)
     offset = row.to(tl.int64)[:, None] * cols + col[None, :]
     mask = (row < rows)[:, None] & (col < cols)[None, :]
-    x = _wide(tl.load(x_ptr + offset, mask=mask, other=0.0))
+    x = wide(tl.load(x_ptr + offset, mask=mask, other=0.0))
     scale = _group_scale(tl.max(tl.abs(x), axis=1), least)
-    tl.store(values_ptr + offset, _e4m3(_divide(x, scale[:, None])), mask=mask)
+    tl.store(values_ptr + offset, to_e4m3(_divide(x, scale[:, None])), mask=mask)
     tl.store(scale_ptr + tl.program_id(0).to(tl.int64) * rows + row, scale, mask=row < rows)
     if BOTH:
         scale = _group_scale(tl.max(tl.abs(x), axis=0), least)
-        codes = tl.trans(_e4m3(_divide(x, scale[None, :])))
+        codes = tl.trans(to_e4m3(_divide(x, scale[None, :])))
         offset = col.to(tl.int64)[:, None] * filled + row[None, :]
         tl.store(values_t_ptr + offset, codes, mask=(col < cols)[:, None] & (row < filled)[None, :])
         tl.store(scale_t_ptr + tl.program_id(1).to(tl.int64) * cols + col, scale, mask=col < cols)
@@ -157,7 +123,7 @@ def _outputs(sums, x_scale_ptr, w_scale_ptr, bias_ptr, row, col, rows, cols):
     if bias_ptr is None:
         return y * x_scale
     else:
-        bias = _wide(tl.load(bias_ptr + col, mask=col < cols, other=0.0))[None, :]
+        bias = wide(tl.load(bias_ptr + col, mask=col < cols, other=0.0))[None, :]
         if INTERPRETED:  # its FMA rounds twice
             return (y.to(tl.float64) * x_scale.to(tl.float64) + bias.to(tl.float64)).to(tl.float32)
         else:

@@ -124,7 +124,7 @@ class UnifiedLinear(nn.Linear):
         in_features, out_features (`int`): Inputs and outputs.
         bias (`bool`): Whether the layer has one.
         precision (`str`): Key of `PRECISIONS`: one in whose products the inputs are quantized too.
-        device (`torch.device`, *optional*), dtype (`torch.dtype`, *optional*): Of the master weight.
+        kwargs: `device` and `dtype` of the master weight, as in `nn.Linear`.
 
     Attributes:
         rounds_to (`torch.dtype` or `None`):
@@ -140,18 +140,10 @@ class UnifiedLinear(nn.Linear):
     rounds_to: torch.dtype | None = None
     moves_unseen = False
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        precision: str,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, in_features: int, out_features: int, bias: bool, precision: str, **kwargs):
         if precision not in (allowed := unified_flows()):
             raise ValueError(f"precision: {precision!r} has no unified flow; allowed: {', '.join(allowed)}.")
-        super().__init__(in_features, out_features, bias, device, dtype)
+        super().__init__(in_features, out_features, bias, **kwargs)
         self.precision, self.format = precision, PRECISIONS[precision].format
         self.forget()
 

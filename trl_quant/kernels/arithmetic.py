@@ -1,0 +1,50 @@
+"""
+What the kernels share: conversions of a tile's numbers, for compiled kernels and Triton's interpreter alike.
+"""
+
+import triton
+import triton.language as tl
+
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def wide(x):
+    """Any of the three dtypes to float32; bfloat16 by its bits, since the interpreter would lose its subnormals."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 to `dtype`, nearest even."""
+    if dtype == tl.bfloat16 and INTERPRETED:  # the interpreter's conversion truncates
+        bits = x.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def to_e4m3(x):
+    """float32 to E4M3, nearest even, saturating."""
+    if INTERPRETED:  # the interpreter's conversion rounds small numbers wrongly
+        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+        subnormal = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) & 0xF  # steps of 2^-9
+        code = tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)  # 2^-6
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        return x.to(tl.float8e4nv)  # cvt.rn.satfinite
+
+
+@triton.jit
+def to_int8(x):
+    """float32 to INT8 codes, nearest even, saturating: the low byte of a sum whose last bit is 1."""
+    x = tl.minimum(tl.maximum(x, -128.0), 127.0)
+    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # 1.5 * 2^23
