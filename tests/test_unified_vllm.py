@@ -8,7 +8,9 @@ from peft import LoraConfig, get_peft_model
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm_engines import engine, fresh, greedy, policy, update
 
+from trl_quant.adapters import delta_weight
 from trl_quant.formats import quantize
+from trl_quant.rollout import weights
 from trl_quant.rollout.vllm.support import unquantized_layers
 from trl_quant.unified_flow import unify
 
@@ -43,3 +45,18 @@ def test_the_trainers_codes(tmp_path, lora):
             assert not any(f"{name}.weight_scale" in sent for name in unquantized_layers(sampler.weights.base_model))
     assert seen[0] != seen[1]
     sampler.check_sync()
+
+
+def test_nothing_is_merged_that_nobody_reads(tmp_path, monkeypatch):
+    """Of an adapter that is in the codes the merged weight is computed for them, once, and for what is measured."""
+    model = get_peft_model(policy(tmp_path / "policy"), LoraConfig(**LORA))
+    unify(model, "int8", merged=True)
+    sampler, merged = engine(model, "int8"), []
+    monkeypatch.setattr(weights, "delta_weight", lambda *args: merged.append(1) or delta_weight(*args))
+    whole = dict(sampler.stream())
+    assert len(merged) == len(sampler.weights.unified("int8"))  # a model as small as this is measured whole
+    merged.clear()
+    monkeypatch.setattr(sampler.drift, "measures", lambda name: name.endswith("layers.1.mlp.up_proj.weight"))
+    part = dict(sampler.stream())
+    assert len(merged) == 1 and not sampler.weights.unread
+    assert part.keys() == whole.keys() and all(torch.equal(part[name], tensor) for name, tensor in whole.items())

@@ -99,7 +99,7 @@ class Trained:
         """The model as a run trains it in `precision`; `merged` where its engine quantizes an adapter with the base."""
         model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype)
         if frozen := precision in frozen_bases():
-            freeze(model, precision, AutoConfig.from_pretrained(self.base).dtype or torch.bfloat16)
+            freeze(model, precision, checkpoint_dtype(self.base))
         if self.adapter:
             config = PeftConfig.from_pretrained(self.path)
             model = PeftModel.from_pretrained(model, self.path, config=with_frozen_layers(config) if frozen else config)

@@ -21,8 +21,9 @@ What runs in low precision, on a GPU:
 | fp8 | FP8 | BF16, of dequantized W | the caller's | from Ada on; N and K multiples of 16 |
 | int8 | INT8 | BF16, of dequantized W | the caller's | N and K multiples of 8 |
 
-Elsewhere, and in FP32, codes (of `fp8_block`: numbers, which BF16 rounds) are multiplied in BF16 or FP32. On a CPU the
-sums of `fp8` and `int8` are exact, so that a token's outputs do not depend on those beside it.
+Other shapes, and FP32, are multiplied in FP32 (of `fp8` and `int8`, codes in BF16 added up in FP32); on GPUs without
+its products `fp8_block` has numbers that BF16 rounds. On a CPU the sums of `fp8` and `int8` are exact, so that a
+token's outputs do not depend on those beside it.
 
 What is said of vLLM here is read from its CUDA operators. Its own `torch` path of `QuantFP8`, which torch.compile takes
 where the operator is switched off, differs: per token it multiplies by `1 / scale`, and a group's scale is at least
@@ -306,7 +307,9 @@ def _product_of_groups(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtyp
             block_scales(b.scale) if in_blocks else filled(b.scale, by_column=True), blocks if in_blocks else groups,
             output_dtype=dtype,
         )[:rows]  # fmt: skip
-    wide = torch.bfloat16 if a.values.is_cuda and dtype == torch.bfloat16 else torch.float32
+    # Odd shapes stay exact; a GPU that never multiplies groups would be far slower in FP32
+    rounds = a.values.is_cuda and dtype == torch.bfloat16 and not multiplies_groups(a.values)
+    wide = torch.bfloat16 if rounds else torch.float32
     return _multiply(a.dequantize(wide), b.dequantize(wide).t()).to(dtype)
 
 

@@ -37,11 +37,13 @@ class PolicyWeights:
     Attributes:
         sharding ([`~trl.distributed.DistributedBackend`]): How it is sharded.
         has_adapters (`bool`): Whether PEFT wraps it.
+        unread (`set[str]`): Weights whose values nobody reads: they come without the adapters that wrap them.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator):
         self.model, self.device = model, accelerator.device
         self.sharding = DistributedBackend(accelerator)
+        self.unread: set[str] = set()
         self.has_adapters = is_peft_model(model)  # asked for every parameter, and accelerate takes 5 ms to tell
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -51,7 +53,8 @@ class PolicyWeights:
                 continue
             if isinstance(module, BaseTunerLayer):
                 adapted = f"{path}."
-                for leaf, tensor in self.merged(module).items():
+                unread = clean_name(f"{path}.weight") in self.unread
+                for leaf, tensor in (numbers(module.get_base_layer()) if unread else self.merged(module)).items():
                     yield clean_name(f"{path}.{leaf}"), tensor
                 continue
             if isinstance(module, FrozenLinear):

@@ -17,6 +17,7 @@ from ...formats.checkpoint import checkpoint_stream, checkpoint_tensors, is_quan
 from ...precisions import PRECISIONS
 from ..base import RolloutEngine, RolloutNoise, count_layers
 from ..kv_cache import UNQUANTIZED, KVCache
+from ..seams import exchanged
 from .support import brings_cache_scales, quantizers_on, unquantized_layers
 
 
@@ -126,11 +127,14 @@ class VLLMBase(RolloutEngine):
         if not layers:
             yield from checkpoint_stream(weights, format, self.ignore, **quantizers)
             return
-        for name, tensor in weights:
-            if (layer := layers.get(name.removesuffix(".weight"))) is not None:
-                yield from checkpoint_tensors(name, layer.codes()).items()
-            else:
-                yield from checkpoint_stream([(name, tensor)], format, self.ignore, **quantizers)
+        codes = {f"{name}.weight": layer.codes for name, layer in layers.items()}
+        unread = {name for name in codes if not self.drift.measures(name)}
+        with exchanged(self.weights, unread=unread):
+            for name, tensor in weights:
+                if name in codes:
+                    yield from checkpoint_tensors(name, codes[name]()).items()
+                else:
+                    yield from checkpoint_stream([(name, tensor)], format, self.ignore, **quantizers)
 
     def _flagged(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Notes on the GPU which scales tell of NaN or infinity, since to look at once would wait for every layer."""
