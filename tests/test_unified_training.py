@@ -19,11 +19,12 @@ from trl_quant.rollout.vllm.support import multiply_as_given
 every_precision = pytest.mark.parametrize("precision", unified_flows())
 
 
-def trainer_of(path, precision: str | None = "fp8", model=None, peft=False, optimizers=(None, None), **overrides):
+def trainer_of(path, precision: str | None = "fp8", model=None, peft=False, **overrides):
     if precision is not None:
         overrides["train_precision"] = precision
     args = config(QuantGRPOConfig, path, **{"max_steps": 3} | overrides)
-    return make(QuantGRPOTrainer, args, model=model, peft_config=lora() if peft else None, optimizers=optimizers)
+    torch.manual_seed(0)  # of adapters
+    return make(QuantGRPOTrainer, args, model=model, peft_config=lora() if peft else None)
 
 
 def mismatch(trainer) -> float:
@@ -104,16 +105,22 @@ class PastTorch(PlainSGD):
     past_torch = True
 
 
-def test_weights_that_an_optimizer_writes_past_torch(tmp_path):
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+def test_weights_that_an_optimizer_writes_past_torch(tmp_path, peft):
     runs = []
     for kind in (PlainSGD, PastTorch):
-        model = tiny_model(seed=3)
-        optimizer = kind(model.parameters(), lr=1e-2)
-        runs.append(trainer_of(tmp_path / kind.__name__, model=model, optimizers=(optimizer, None)))
-        runs[-1].train()
+        trainer = trainer_of(tmp_path / kind.__name__, model=tiny_model(seed=3), peft=peft)
+        trained = [param for param in trainer.model.parameters() if param.requires_grad]
+        trainer.optimizer = kind(trained, lr=1e-2)
+        trainer.train()
+        runs.append(trainer)
     assert_same_run(*runs)
-    for layer in unified(runs[1].model).values():
-        assert torch.equal(layer.codes().scale, quantize(layer.weight, "fp8").scale)
+    start = trainer_of(tmp_path / "start", model=tiny_model(seed=3), peft=peft)
+    codes, first = runs[1].vllm_generation.weights.unified("fp8"), start.vllm_generation.weights.unified("fp8")
+    for name, layer in codes.items():
+        whole = runs[1].vllm_generation.weights.of_linear(layer)
+        assert torch.equal(layer.codes().values.view(torch.uint8), quantize(whole, "fp8").values.view(torch.uint8))
+        assert not torch.equal(layer.codes().scale, first[name].codes().scale)
 
 
 def test_several_micro_batches_and_checkpointing_change_nothing(tmp_path):

@@ -3,14 +3,19 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiny import save_tiny
+from training import config, lora, make
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from vllm_engines import engine, fresh, greedy, policy, update
+from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
 
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.adapters import delta_weight
 from trl_quant.formats import quantize
+from trl_quant.layers import UnifiedLinear
 from trl_quant.rollout import weights
+from trl_quant.rollout.vllm import engine as room
 from trl_quant.rollout.vllm.support import unquantized_layers
 from trl_quant.unified_flow import unify
 
@@ -19,22 +24,22 @@ pytestmark = pytest.mark.vllm
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear", "init_lora_weights": False}
 
 
-@pytest.mark.parametrize("lora", ["full", "merge", "adapter"])
-def test_the_trainers_codes(tmp_path, lora):
+@pytest.mark.parametrize("tuning", ["full", "merge", "adapter"])
+def test_the_trainers_codes(tmp_path, tuning):
     model = policy(tmp_path / "policy")
-    if lora != "full":
+    if tuning != "full":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             model = get_peft_model(model, LoraConfig(**LORA))
-    unify(model, "int8", lora == "merge")
-    sampler = engine(model, "int8", lora_sync="adapter" if lora == "adapter" else "merge", sync_check_steps=1)
+    unify(model, "int8", tuning == "merge")
+    sampler = engine(model, "int8", lora_sync="adapter" if tuning == "adapter" else "merge", sync_check_steps=1)
     layers, seen = sampler.weights.unified("int8"), []
     assert len(layers) == 7 * model.config.num_hidden_layers
     for seed in range(2):
         update(model, seed=seed)
         sampler.sync_weights()
         seen.append(greedy(sampler.llm))
-        if lora != "adapter":
+        if tuning != "adapter":
             assert seen[-1] == greedy(fresh(model, "int8", tmp_path / f"checkpoint-{seed}"))
             sent = dict(sampler.stream())
             for name, layer in layers.items():
@@ -60,3 +65,34 @@ def test_nothing_is_merged_that_nobody_reads(tmp_path, monkeypatch):
     part = dict(sampler.stream())
     assert len(merged) == 1 and not sampler.weights.unread
     assert part.keys() == whole.keys() and all(torch.equal(part[name], tensor) for name, tensor in whole.items())
+
+
+def test_an_adapter_beside_a_policy_in_fp32(tmp_path):
+    """The engine quantizes the BF16 checkpoint: so does the trainer, whatever type it loads that to."""
+    options = {"use_vllm": True, "vllm_mode": "colocate", "vllm_engine_kwargs": SMALL, "vllm_max_model_length": 512}
+    args = config(QuantGRPOConfig, tmp_path / "out", train_precision="int8", lora_sync="adapter", **options)
+    model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
+    trainer = make(QuantGRPOTrainer, args, model=model, peft_config=lora())
+    keep(trainer)
+    layers = [layer for layer in trainer.model.modules() if isinstance(layer, UnifiedLinear)]
+    assert layers and all(layer.weight.dtype == torch.float32 for layer in layers)
+    for layer in layers:
+        stored = quantize(layer.weight.bfloat16(), "int8")
+        assert layer.codes().scale.dtype == torch.bfloat16
+        assert torch.equal(layer.codes().values, stored.values) and torch.equal(layer.codes().scale, stored.scale)
+    trainer.check_sync()
+
+
+def test_fp8_by_blocks_is_multiplied_as_given(tmp_path, monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def ask(precision):
+        raise Asked(precision)
+
+    monkeypatch.setattr(room, "check_device", lambda *args: None)
+    monkeypatch.setattr(room, "multiply_as_given", ask)
+    model = policy(tmp_path / "policy")
+    unify(model, "fp8_block")
+    with pytest.raises(Asked, match="fp8_block"):
+        engine(model, "fp8_block")
