@@ -2,9 +2,11 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import DistributedType
 from tiny import save_tiny, tiny_model
 from training import assert_same_run, config, lora, make, metrics, parameters
 
@@ -199,3 +201,17 @@ def test_an_environment_in_which_vllm_changes_the_weights(monkeypatch):
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
     with pytest.raises(ValueError, match="`VLLM_USE_DEEP_GEMM`='1' in the environment has vLLM change the weights"):
         multiply_as_given("fp8_block")
+
+
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("sharding", ["FSDP", "ZeRO-3"])
+def test_sharded_weights_are_refused_before_a_model_is_loaded(tmp_path, precision, sharding):
+    args = config(QuantGRPOConfig, tmp_path, train_precision=precision)
+    source = save_tiny(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    if sharding == "FSDP":
+        args.distributed_state = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    else:
+        args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
+    with pytest.raises(ValueError, match=f"`train_precision`='{precision}' with {sharding}, which shards weights"):
+        make(QuantGRPOTrainer, args, model=source, peft_config=lora())
