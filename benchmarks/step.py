@@ -115,6 +115,8 @@ def make_trainer(args, tokenizer):
     ours = {"rollout_precision": args.one, "is_correction": correction, "lora_sync": args.lora_sync}
     if args.train_precision:
         ours["train_precision"] = args.train_precision
+    if args.exact_rollouts:
+        ours["exact_rollouts"] = True
     if args.train_precision in frozen_bases():
         ours["lora_sync"] = "adapter"
     ours |= {"vllm_engine_kwargs": arguments | args.engine_kwargs, "sync_check_steps": 0}
@@ -169,6 +171,7 @@ def measure(args) -> dict:
         seconds["rest"] = seconds["generation"] - sum(seconds[name] for name in ("sampling", "sync", "scoring"))
         peak = torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         row = {"tokens_per_s": completions * new / seconds["sampling"], "peak_bytes": peak}
+        row |= {"logp_difference": max(entry.get("sampling/sampling_logp_difference/max", 0) for entry in entries)}
         result[f"{completions}x{new}"] = seconds | row
         print(completions, new, result[f"{completions}x{new}"], file=sys.stderr, flush=True)
     return result
@@ -193,6 +196,7 @@ def main():
         choices=train_precisions(),
         help="of ours; over a frozen base the adapter travels by itself",
     )
+    parser.add_argument("--exact_rollouts", action="store_true", help="of ours")
     parser.add_argument("--micro", type=int, default=16 if CUDA else 4, help="completions of a micro-batch")
     parser.add_argument("--steps", type=int, default=3, help="of which the first warms up")
     parser.add_argument("--vllm_gpu_memory_utilization", type=float, default=0.3)

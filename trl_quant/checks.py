@@ -16,6 +16,7 @@ from .norms import family_of
 from .rollout.vllm.support import (
     check_architecture,
     check_device,
+    check_exact,
     check_head_size,
     check_prepared,
     check_version,
@@ -164,6 +165,8 @@ def _check_policy(config, args, quantization_config) -> None:
         return
     check_head_size(config)
     check_architecture(config, args.vllm_model_impl)
+    if args.exact_rollouts:
+        check_exact(config)
     if (start := (args.vllm_engine_kwargs or {}).get("model")) is None:
         return
     try:

@@ -45,6 +45,11 @@ class QuantGRPOConfig(GRPOConfig):
             `"mxfp4"`, or `"nf4"` through bitsandbytes (QeRL, QLoRA): a frozen base under a LoRA adapter, so that the
             policy is `Q(W) + BA`; it is quantized while it loads, or comes from a checkpoint that `trl-quant prepare`
             wrote. If `None`, the policy computes as it is loaded.
+        exact_rollouts (`bool`, *optional*, defaults to `False`):
+            Whether scoring and training use the kernels of the vLLM engine between the linear layers too (norms, rotary
+            embeddings, attention, log-probabilities), and vLLM computes a token the same whatever is beside it, so that
+            trainer and sampler get the same bits. With `train_precision` `"fp8_block"` or `"int8"`, vLLM in colocate
+            mode, and a Hopper GPU; sampling is slower (see the benchmarks).
 
         > Parameters that control the rollout copy
 
@@ -128,6 +133,12 @@ class QuantGRPOConfig(GRPOConfig):
         metadata={
             "help": f"Number format that the policy is trained in: {listed(train_precisions())}; of these "
             f"{listed(frozen_bases())} hold a frozen base under LoRA. If not set, the policy computes as it is loaded."
+        },
+    )
+    exact_rollouts: bool = field(
+        default=False,
+        metadata={
+            "help": "Score and train with the vLLM engine's own kernels, so that trainer and sampler get the same bits."
         },
     )
     rollout_precision: str | None = field(

@@ -9,8 +9,9 @@ from dataclasses import fields
 from .corrections import CORRECTIONS
 from .corrections.trl import TRL
 from .noise import SCHEDULES
-from .precisions import PRECISIONS, in_vllm, train_precisions
+from .precisions import PRECISIONS, exact_flows, in_vllm, train_precisions
 from .rollout import VLLM_MODES
+from .rollout.kv_cache import UNQUANTIZED
 from .rollout.vllm.support import check_engine_kwargs
 from .scaling import check_scale
 from .values import BOUNDS, CHOICES, CLIPPED_LOSSES, check_at_least, check_bounds, check_choice, listed
@@ -61,6 +62,8 @@ def check_consistent(args) -> None:
         _check_rollout(args)
     else:
         _check_no_rollout(args)
+    if args.exact_rollouts:
+        _check_exact(args)
     _check_hyperparameters(args)
     if args.is_correction == "acr":
         _check_acr(args)
@@ -176,6 +179,32 @@ def _check_vllm(args):
         raise ValueError(
             "`lora_sync`='adapter' cannot be combined with `vllm_sleep_level`=2, which discards the engine's base "
             "weights: no sync brings them back. Set `vllm_sleep_level=1`, or `lora_sync='merge'`."
+        )
+
+
+def _check_exact(args):
+    """Trainer and sampler get the same bits where both compute the same, by kernels that no batch changes."""
+    needed = {
+        f"`train_precision` {listed(exact_flows())}": args.train_precision in exact_flows(),
+        "sampling in that (`rollout_precision` unset)": args.samples_as_trained,
+        "`use_vllm=True`": args.use_vllm,
+        "`vllm_mode='colocate'`": args.vllm_mode == "colocate",
+        "`vllm_tensor_parallel_size=1`, whose ranks would add up in another order": args.vllm_tensor_parallel_size == 1,
+        "`vllm_model_impl` 'vllm' or 'auto'": args.vllm_model_impl != "transformers",
+        "`lora_sync='merge'`: an adapter beside the base is multiplied in BF16": args.lora_sync == "merge",
+        "no `noise_schedule`, which makes the sampler another policy": args.noise_schedule is None,
+        "computing in BF16 (`fp16=False`)": not args.fp16,
+        "the head in BF16, as the engine has it (`cast_lm_head_to_fp32=False`)": not args.cast_lm_head_to_fp32,
+    }
+    if missing := [what for what, given in needed.items() if not given]:
+        raise ValueError(f"`exact_rollouts`=True needs {'; '.join(missing)}.")
+    given = args.vllm_engine_kwargs or {}
+    quantized = given.get("kv_cache_dtype", "auto") not in UNQUANTIZED
+    if quantized or given.get("enforce_eager"):
+        name = "kv_cache_dtype" if quantized else "enforce_eager"
+        raise ValueError(
+            f"`vllm_engine_kwargs` has {name!r}={given[name]!r}: with `exact_rollouts`=True vLLM keeps its cache in "
+            "BF16, and runs CUDA graphs. Leave it out."
         )
 
 

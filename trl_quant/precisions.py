@@ -65,6 +65,9 @@ class Precision:
         vllm ([`InVLLM`] or `None`): How vLLM runs it; `None` if it does not.
         frozen_base (`bool`): Whether the base of a policy can be trained upon in it, under LoRA (`train_precision`).
         unified (`bool`): Whether a policy can be trained in the products that an engine samples with (the same).
+        exact (`bool`):
+            Whether a token's outputs in vLLM, on Hopper, are the same bits whatever tokens are beside it: the kernel
+            that multiplies up to 64 tokens in `fp8` adds up otherwise than that for more, and so does cuBLAS in BF16.
         gain (`float` or `None`):
             Tokens per second relative to TRL's BF16 path, syncs included: Qwen2.5-7B shapes, LoRA, 8 completions of 512
             tokens on an H200 (`benchmarks/rollout.py`); `None` where it was not measured.
@@ -76,6 +79,7 @@ class Precision:
     vllm: InVLLM | None = None
     frozen_base: bool = False
     unified: bool = False
+    exact: bool = False
     gain: float | None = None
     mismatch: float | None = None
 
@@ -103,6 +107,7 @@ PRECISIONS: dict[str, Precision] = {
             inputs={"cuda": "int8", "cpu": "int8"},
         ),
         unified=True,
+        exact=True,
         gain=1.24,
         mismatch=4.7e-5,
     ),
@@ -121,6 +126,7 @@ PRECISIONS: dict[str, Precision] = {
             as_given={"VLLM_USE_DEEP_GEMM": "0"},
         ),
         unified=True,
+        exact=True,
         mismatch=3.6e-4,
     ),
     "fp8": Precision(
@@ -193,6 +199,11 @@ def frozen_bases() -> list[str]:
 def unified_flows() -> list[str]:
     """Those whose products a policy can be trained in, on weights of 16 or 32 bits."""
     return [name for name, precision in PRECISIONS.items() if precision.unified]
+
+
+def exact_flows() -> list[str]:
+    """Those in which trainer and vLLM can get the same bits (`exact_rollouts`)."""
+    return [name for name in unified_flows() if PRECISIONS[name].exact]
 
 
 def markdown() -> str:

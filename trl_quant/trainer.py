@@ -15,7 +15,7 @@ from .frozen_base import on_frozen_base
 from .rollout import RolloutEngine, RolloutNoise, engine_of
 from .rollout.seams import exchanged
 from .scaling import apply_uaq, uaq_applied
-from .unified_flow import train_as_sampled
+from .unified_flow import follow_engine, train_as_sampled
 
 
 class QuantGRPOTrainer(GRPOTrainer):
@@ -73,6 +73,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         with engine_of(args, partial(train_as_sampled, self), **fields):
             super().__init__(**given | {"args": args} | base)
         self._engine = engine if isinstance(engine := getattr(self, "vllm_generation", None), RolloutEngine) else None
+        follow_engine(self, self._engine)
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
             apply_uaq(self.model, args.uaq_scale)
 

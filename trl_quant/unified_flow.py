@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, TrainerCallback
 
 from .adapters import UnifiedLoraLinear
+from .exact_flow import compute_exactly
 from .layers import UnifiedLinear
 from .layers.products import multiplies
 from .precisions import PRECISIONS, unified_flows
@@ -115,3 +116,12 @@ def train_as_sampled(trainer) -> None:
         unify(reference, args.train_precision)
         for layer in unified_layers(reference):
             layer.moves_unseen = args.sync_ref_model
+
+
+def follow_engine(trainer, engine) -> None:
+    """Has a trainer's models, the reference policy too, compute with its engine's kernels, under `exact_rollouts`."""
+    if trainer.args.exact_rollouts:
+        for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+            if not trainer.args.bf16 and next(model.parameters()).dtype != engine.kernels.dtype:
+                raise ValueError("`exact_rollouts`=True computes in BF16: set `bf16=True`, or load the model in BF16.")
+            compute_exactly(model, engine.kernels)

@@ -51,7 +51,7 @@ LEAST_GRADIENT = 2.0**-60  # the same for gradients, which may all be small
 # the sampler's numbers; those for `fp8_block` add every 128 products to a sum in FP32.
 FAST_ACCUMULATION = True
 LONGEST = 32768  # values of a token that the kernel for a scale of each token takes
-TOKENS = 32  # what a GPU multiplies is filled up with zero tokens to a multiple: above the least of all kernels
+TOKENS = 64  # what a GPU multiplies is filled up with zero tokens to a multiple: with fewer, cuBLAS adds up otherwise
 
 
 # Quantizers

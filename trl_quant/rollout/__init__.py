@@ -63,6 +63,7 @@ def engine_of(args, loaded: Callable[[], None], **fields) -> AbstractContextMana
                 "engine_kwargs": args.vllm_engine_kwargs,
                 "lora_sync": args.lora_sync,
                 "sleep_level": args.vllm_sleep_level,
+                "exact": args.exact_rollouts,
             }
         if args.rollout_precision == "auto":
             engine = partial(__getattr__("fastest_engine"), args, **options)

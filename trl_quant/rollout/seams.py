@@ -7,6 +7,7 @@
 | `vllm_generation.LLM` | the construction of an engine | TRL leaves no room for further arguments of vLLM |
 | `vllm_generation.VLLMClient` | the same | a server is checked before the client joins its workers |
 | `vllm_generation.extract_logprobs` | a generation | vLLM hands out log-probabilities as numbers, not as objects |
+| `utils._ChunkedLogProbFunction` | a forward pass | the engine's log-probabilities, with the gradients of TRL's |
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +16,10 @@ from typing import Any
 
 import trl.generation.vllm_generation as vllm_generation
 import trl.trainer.grpo_trainer as grpo_trainer
+import trl.trainer.utils as trl_utils
+from trl.kernels import ChunkedLogProbFunction
+
+from ..layers.exact import log_probs
 
 
 @contextmanager
@@ -61,6 +66,23 @@ def client_that(checks: Callable[[Any], None]) -> Iterator[None]:
 def extracting_with(extract: Callable) -> AbstractContextManager:
     """Context in which TRL reads log-probabilities and their token ids out of vLLM's outputs with `extract`."""
     return exchanged(vllm_generation, extract_logprobs=extract)
+
+
+def exact_log_probs(score: Callable) -> type:
+    """TRL's fused head, whose log-probabilities are those of [`~layers.exact.log_probs`], with TRL's gradients."""
+
+    class ExactLogProbs(ChunkedLogProbFunction):
+        @staticmethod
+        def forward(ctx, hidden, weight, bias, targets, temperature, *others):
+            _, *outputs = ChunkedLogProbFunction.forward(ctx, hidden, weight, bias, targets, temperature, *others)
+            return log_probs(hidden.to(ctx.compute_dtype), weight, bias, targets, temperature, score), *outputs
+
+    return ExactLogProbs
+
+
+def scoring_with(function: type) -> AbstractContextManager:
+    """Context in which models with TRL's fused head compute their log-probabilities in `function`."""
+    return exchanged(trl_utils, _ChunkedLogProbFunction=function)
 
 
 def empty_cache() -> None:

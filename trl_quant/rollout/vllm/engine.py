@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from ...layers.exact import Kernels
 from ...noise import noised_norms
 from ...precisions import PRECISIONS
 from ..kv_cache import KVCache
@@ -47,12 +48,17 @@ class VLLMEngine(VLLMBase):
             Further arguments of vLLM's `LLM`; `model` among them is what it starts on, such as a prepared checkpoint.
         lora_sync (`str`, *optional*, defaults to `"merge"`): How an adapter reaches the engine: `"merge"`, `"adapter"`.
         sleep_level (`int`, *optional*, defaults to `2`): vLLM's sleep level, where TRL's `enable_sleep_mode` is set.
+        exact (`bool`, *optional*, defaults to `False`):
+            Whether a token's numbers must not depend on the tokens beside it; see [`exact`].
 
     Attributes:
         checkpoint_dtype (`torch.dtype`): Of the weights that the engine starts on.
         pushed (`dict[str, torch.Tensor]`): The adapter that the engine has, with `lora_sync="adapter"`.
         llm (`vllm.LLM`): The engine itself.
+        kernels ([`~layers.exact.Kernels`] or `None`): What the policy must compute with to get the engine's bits.
     """
+
+    kernels: Kernels | None = None
 
     def __init__(
         self,
@@ -60,11 +66,13 @@ class VLLMEngine(VLLMBase):
         engine_kwargs: dict | None = None,
         lora_sync: str = "merge",
         sleep_level: int = 2,
+        exact: bool = False,
         enable_sleep_mode: bool = False,
         **kwargs,
     ):
         self.engine_kwargs = dict(engine_kwargs or {})
         self.lora_sync = lora_sync
+        self.exact = exact
         self.sleep_level = sleep_level if enable_sleep_mode else 0
         self._asleep: set[str] = set()  # vLLM's tags of what must be woken
         self.pushed: dict[str, Tensor] = {}
@@ -77,7 +85,7 @@ class VLLMEngine(VLLMBase):
         check_device(self.precision, self.sleep_level > 0)
         if self.weights.unified(self.precision):
             multiply_as_given(self.precision)
-        from . import one_copy, worker  # also registers the loader
+        from . import exact, one_copy, worker  # also registers the loader
 
         with llm_with(**self._llm_arguments()), one_copy.lending(self._base_to_share()):
             try:
@@ -87,6 +95,9 @@ class VLLMEngine(VLLMBase):
 
         (kernels,) = self.llm.apply_model(partial(worker.check_kernels, precision=self.precision))
         logger.info("vLLM samples in %s: %s.", self.precision, kernels)
+        if self.exact:
+            self.llm.collective_rpc(exact.attend_in_one_part)
+            (self.kernels,) = self.llm.collective_rpc(exact.kernels)
         (self.product_errors,) = self.llm.apply_model(worker.int8_errors)
         if max(self.product_errors.values(), default=0.0) > 2**-7:
             logger.warning(
@@ -124,6 +135,10 @@ class VLLMEngine(VLLMBase):
             device = self.accelerator.device
             arguments |= layout_arguments(entry.format, self.ignore, device, prepared, arguments)
         held = {"wide_norms": True} if self.wide_norms else {}
+        if self.exact:
+            from .exact import exact_arguments
+
+            arguments, held = arguments | exact_arguments(arguments), held | {"exact": True}
         if self.lora_sync == "adapter":
             held |= adapter_arguments(self.model, arguments)
         return arguments | _holding(held, arguments)

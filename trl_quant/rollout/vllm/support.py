@@ -16,6 +16,7 @@ from trl.import_utils import is_vllm_available
 from ...formats import FORMATS
 from ...formats.checkpoint import quantization_config
 from ...names import clean_name
+from ...norms import family_of
 from ...precisions import PRECISIONS, InVLLM, in_vllm
 from ..kv_cache import FORMATS as CACHE_FORMATS
 from ..kv_cache import UNQUANTIZED
@@ -34,6 +35,8 @@ ARCHITECTURE = (
     "num_attention_heads",
     "num_key_value_heads",
 )
+
+EXACT_HEADS = 128  # dimensions that FlashAttention 3 sums in the same tiles in decoding and over a whole sequence
 
 # vLLM arguments that have a field of their own, or that the engine must set itself
 RESERVED = {
@@ -210,13 +213,18 @@ def differences(mine: PreTrainedConfig, theirs: PreTrainedConfig) -> str:
     return ", ".join(f"{name} ({b}, not {a})" for name, (a, b) in values.items() if a != b)
 
 
+def _head_size(config: PreTrainedConfig) -> int:
+    config = config.get_text_config()
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def check_head_size(config: PreTrainedConfig) -> None:
     """Raises `ValueError` for heads that vLLM's kernels for CPUs lack, on a CPU."""
     from vllm.platforms import current_platform
 
-    config = config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if not current_platform.is_cpu() or getattr(config, "kv_lora_rank", None):  # latent attention has other kernels
+    size = _head_size(config)
+    latent = getattr(config.get_text_config(), "kv_lora_rank", None)  # attention with other kernels
+    if not current_platform.is_cpu() or latent:
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -224,6 +232,24 @@ def check_head_size(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"The policy's heads have {size} dimensions; on a CPU vLLM has kernels for {', '.join(map(str, sizes))}. "
             "Set `use_vllm=False` for the embedded engine."
+        )
+
+
+def check_exact(config: PreTrainedConfig) -> None:
+    """Raises `ValueError` for a device or a model whose sampled tokens' numbers the trainer cannot get bit for bit."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if capability is None or capability[0] != 9:
+        found = "a CPU" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
+        raise ValueError(
+            f"`exact_rollouts`=True needs FlashAttention 3, on Hopper (compute capability 9.0), not {found}."
+        )
+    kind = config.get_text_config().model_type
+    if family_of(kind).offset:
+        raise ValueError(f"`exact_rollouts`=True does not know the norms of {kind}. Leave it at False.")
+    if (size := _head_size(config)) != EXACT_HEADS:
+        raise ValueError(
+            f"`exact_rollouts`=True needs heads of {EXACT_HEADS}, and the policy's have {size}: FlashAttention 3 adds "
+            "up other tiles in decoding than over a whole sequence. Leave it at False."
         )
 
 

@@ -41,7 +41,8 @@ class QuantizingLoader(DefaultModelLoader):
 
     `model_loader_extra_config` may have the arguments of [`~formats.checkpoint.checkpoint_stream`] and the `device` to
     quantize on; `wide_norms`, see [`widen_norms`]; `adapter`, ranks by the names of the policy's layers, see
-    [`~adapter.hold_adapter`]; and `load_format`, that of another loader of vLLM's which reads the weights instead.
+    [`~adapter.hold_adapter`]; `exact`, see [`exact`]; and `load_format`, that of another loader of vLLM's which reads
+    the weights instead.
     """
 
     def __init__(self, load_config: LoadConfig):
@@ -49,6 +50,7 @@ class QuantizingLoader(DefaultModelLoader):
         self.device = self.arguments.pop("device", None)
         self.wide_norms = self.arguments.pop("wide_norms", False)
         self.adapter = self.arguments.pop("adapter", {})
+        self.exact = self.arguments.pop("exact", False)
         other = self.arguments.pop("load_format", None)
         plain = dataclasses.replace(load_config, load_format=other or "auto", model_loader_extra_config={})
         self.other = get_model_loader(plain) if other else None
@@ -75,6 +77,10 @@ class QuantizingLoader(DefaultModelLoader):
         with one_copy.without_memory() if one_copy.lent() else nullcontext():
             model = super().load_model(vllm_config=vllm_config, model_config=model_config, **kwargs)
         keep_bias_loaders(model)
+        if self.exact:
+            from .exact import hold_exact_norms
+
+            hold_exact_norms(model)
         if self.adapter:
             hold_adapter(model, self.adapter, model_config.dtype, self.target)
         return model

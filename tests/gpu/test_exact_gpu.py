@@ -1,0 +1,168 @@
+"""
+`exact_rollouts` on a GPU: the policy's log-probabilities of sampled tokens are the engine's, bit for bit.
+
+    python3 -m pytest -m gpu -s tests/gpu/test_exact_gpu.py
+
+`-s` shows the share of tokens with the same bits and the KL, of this policy and of one that only trains in the same
+format.
+"""
+
+import copy
+import os
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from test_exact import EXACT_FAMILIES, batch
+from test_one_copy_gpu import LORA
+from torch.nn.utils.rnn import pad_sequence
+from training import config, make, metrics
+from trl.trainer.utils import add_fused_lm_head
+from vllm_engines import GPU_MODEL, GPU_RUN, SMALL, engine, policy, update
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.exact_flow import compute_exactly
+from trl_quant.precisions import PRECISIONS, exact_flows
+from trl_quant.unified_flow import unify
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}  # of 128
+TEMPERATURE = 0.8
+# vLLM reads what `as_given` sets once in the life of a process
+ALONE = {p: not PRECISIONS[p].vllm.as_given.items() <= os.environ.items() for p in exact_flows()}
+every_precision = pytest.mark.parametrize(
+    "precision", [pytest.param(p, marks=[pytest.mark.own_process] * ALONE[p]) for p in exact_flows()]
+)
+
+
+def shape(family: str) -> dict:
+    return GPU_MODEL | HEADS | {"vocab_size": 32000} | ({"head_dim": 128} if family == "qwen3" else {})
+
+
+def build(path, precision, family="qwen2", lora=False, dtype=torch.bfloat16, **shapes):
+    model = policy(path, tied=False, family=family, dtype=dtype, **shape(family) | shapes).cuda()
+    if lora:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            model = get_peft_model(model, LoraConfig(**LORA))
+    unify(model, precision, lora)
+    add_fused_lm_head(model.get_base_model() if lora else model, temperature=TEMPERATURE)
+    return model
+
+
+def scored(model, prompts, completions) -> torch.Tensor:
+    """Log-probabilities of the completions' tokens, of a batch that is padded on both sides, as TRL's is."""
+    longest = max(map(len, prompts))
+    ids = pad_sequence(
+        [torch.tensor([0] * (longest - len(p)) + p + c) for p, c in zip(prompts, completions, strict=True)],
+        batch_first=True,
+    ).cuda()
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for row, (p, c) in enumerate(zip(prompts, completions, strict=True)):
+        mask[row, longest - len(p) : longest + len(c)] = 1
+        labels[row, longest : longest + len(c)] = torch.tensor(c)
+    with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
+        found = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
+    return torch.cat([row[longest - 1 :][: len(c)].cpu() for row, c in zip(found, completions, strict=True)])
+
+
+def compare(sampler, models: dict, lengths=(3, 30, 130, 700)) -> dict[str, tuple[float, float]]:
+    """By name of each model, the share of sampled tokens with the same bits, and the KL k3 in nats a token."""
+    prompts = [[(7 * i + 3 * n + j) % 250 for i in range(n)] for n in lengths for j in range(4)]
+    _, completions, found, _ = sampler.generate(prompts, None, 1)
+    theirs = [torch.tensor(each).flatten() for each in found]
+    result = {}
+    for name, model in models.items():
+        parts = []
+        for half in (slice(0, None, 2), slice(1, None, 2)):  # of prompts of all lengths
+            parts.append(scored(model, prompts[half], completions[half]) - torch.cat(theirs[half]))
+        d = torch.cat(parts).double()
+        result[name] = (d == 0).double().mean().item(), (d.exp() - 1 - d).mean().item()
+    return result
+
+
+def sampler_of(model, precision, **options):
+    graphs = SMALL | {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}}
+    given = {"max_completion_length": 300, "max_num_seqs": 16, "max_model_length": 1200, "temperature": TEMPERATURE}
+    return engine(model, precision, exact=True, engine_kwargs=graphs, **given | options)
+
+
+def assert_same_bits(model, precision, steps=2, **options):
+    plain = copy.deepcopy(model)
+    sampler = sampler_of(model, precision, **options)
+    compute_exactly(model, sampler.kernels)
+    for step in range(steps):
+        if step:
+            update(model, seed=step)
+            update(plain, seed=step)
+        sampler.sync_weights()
+        result = compare(sampler, {"same kernels": model, "same format": plain})
+        print(f"\n{precision:>10}", {name: f"{same:.2%}, KL {kl:.1e}" for name, (same, kl) in result.items()})
+        assert result["same kernels"] == (1.0, 0.0)
+        assert result["same format"][0] < 0.5 and result["same format"][1] > 1e-5
+
+
+@every_precision
+@pytest.mark.parametrize("family", EXACT_FAMILIES)
+def test_the_same_bits(tmp_path, precision, family):
+    assert_same_bits(build(tmp_path / "policy", precision, family), precision)
+
+
+@every_precision
+def test_the_same_bits_with_a_merged_adapter(tmp_path, precision):
+    assert_same_bits(build(tmp_path / "policy", precision, lora=True), precision)
+
+
+@every_precision
+def test_the_same_bits_with_master_weights_in_fp32(tmp_path, precision):
+    assert_same_bits(build(tmp_path / "policy", precision, dtype=torch.float32), precision)
+
+
+@every_precision
+def test_the_same_bits_in_shapes_of_7b(tmp_path, precision):
+    """Where vLLM's own norms take other blocks of threads for many tokens than for few."""
+    shapes = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 28, "num_key_value_heads": 4}
+    assert_same_bits(build(tmp_path / "policy", precision, **shapes, **heads), precision, steps=1)
+
+
+@every_precision
+def test_gradients(tmp_path, precision):
+    """Those of the policy with transformers' operators, but for what the formats make of their last bits."""
+    exact = build(tmp_path / "policy", precision)
+    plain = copy.deepcopy(exact)
+    compute_exactly(exact, sampler_of(exact, precision).kernels)
+    inputs, found = {name: x.cuda() for name, x in batch().items()}, []
+    for model in (exact, plain):
+        model.train().gradient_checkpointing_enable()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            model(**inputs, fused_lm_head=True).log_probs.sum().backward()
+        found.append({name: p.grad.float().flatten() for name, p in model.named_parameters()})
+    ours, theirs = found
+    for name, gradient in theirs.items():
+        assert torch.cosine_similarity(ours[name], gradient, dim=0) > 0.97, name
+
+
+@every_precision
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_a_run(tmp_path, precision, sleeps):
+    """Through the trainer, over several steps and updates: no sampled token's log-probability differs by a bit."""
+    model = policy(tmp_path / "policy", tied=True, family="qwen2", **shape("qwen2"))
+    graphs = {key: value for key, value in SMALL.items() if key not in ("enforce_eager", "compilation_config")}
+    args = config(
+        QuantGRPOConfig, tmp_path / "run", **GPU_RUN, max_steps=3, num_iterations=1, beta=0.01, learning_rate=1e-4,
+        train_precision=precision, exact_rollouts=True, vllm_enable_sleep_mode=sleeps, vllm_engine_kwargs=graphs,
+        gradient_checkpointing=True, max_completion_length=64, sync_check_steps=1, vllm_gpu_memory_utilization=0.2,
+    )  # fmt: skip
+    trainer = make(QuantGRPOTrainer, args, model)
+    trainer.train()
+    logged = [entry for entry in metrics(trainer) if "sampling/sampling_logp_difference/max" in entry]
+    assert len(logged) == 3
+    for entry in logged:
+        assert entry["sampling/sampling_logp_difference/max"] == 0
+        assert entry["kl"] < 1e-2
+    assert logged[0]["kl"] == 0  # the reference policy computes with the same kernels

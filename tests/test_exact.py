@@ -1,0 +1,246 @@
+"""
+Norms, rotary embeddings, attention and log-probabilities with an engine's kernels (`layers/exact.py`, `exact_flow.py`),
+here by stand-ins in torch: what they compute, their gradients, and how a policy comes to use them. That those of vLLM
+give its bits is shown on a GPU, in `gpu/test_exact_gpu.py`.
+"""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import tiny_model
+from trl.trainer.utils import add_fused_lm_head
+
+from trl_quant.exact_flow import compute_exactly
+from trl_quant.layers.exact import (
+    ExactAttention,
+    ExactRMSNorm,
+    Kernels,
+    Packed,
+    flash_attention,
+    log_probs,
+    log_softmax,
+    rms_norm,
+)
+from trl_quant.norms import FAMILIES
+
+
+EXACT_FAMILIES = [name for name, family in FAMILIES.items() if not family.offset]
+TEMPERATURE = 0.7
+
+
+def rotation(model) -> torch.Tensor:
+    """Cosines and sines (positions, rotated), as vLLM keeps them, of a model's own rotary embedding."""
+    positions = torch.arange(64)[None]
+    cos, sin = model.get_decoder().rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
+    half = cos.shape[-1] // 2
+    return torch.cat([cos[0, :, :half], sin[0, :, :half]], 1)
+
+
+def rotate(positions, q, k, inverse, cache, size):
+    """In place, like vLLM's kernel: the first half of a head's rotated features with the second."""
+    cos, sin = cache[positions].unsqueeze(1).chunk(2, -1)
+    sin = -sin if inverse else sin
+    for x in (q, k):
+        x = x.view(len(x), -1, size)
+        a, b = x[..., : cache.shape[1]].clone().chunk(2, -1)
+        x[..., : cache.shape[1]] = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def attend(q, k, v, packed, scale, window):
+    return flash_attention(q, k, v, packed, scale, window).detach()
+
+
+def stand_ins(model, dtype=torch.float32) -> Kernels:
+    config, cache = model.config, rotation(model)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Kernels(partial(rotate, cache=cache.to(dtype), size=size), attend, log_softmax, cache.shape[1], dtype)
+
+
+def batch(generator=None):
+    """Three prompts padded on the left with completions padded on the right."""
+    generator = generator or torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 300, (3, 20), generator=generator)
+    mask = torch.ones(3, 20, dtype=torch.long)
+    mask[0, :4], mask[1, 15:], mask[2, :2], mask[2, 18:] = 0, 0, 0, 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :8] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def scored(model, inputs) -> torch.Tensor:
+    return model(**inputs, fused_lm_head=True).log_probs
+
+
+@pytest.mark.parametrize("family", EXACT_FAMILIES)
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_policy_is_the_same_function(family, padded, checkpointing):
+    """In FP32, where all kernels agree: log-probabilities and gradients are those of the plain model."""
+    plain = tiny_model(family)
+    plain.set_attn_implementation("eager")
+    exact = copy.deepcopy(plain)
+    for model in (plain, exact):
+        add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
+    names = [name for name, _ in exact.named_parameters()]
+    compute_exactly(exact, stand_ins(exact))
+    assert [name for name, _ in exact.named_parameters()] == names
+    if checkpointing:
+        exact.train().gradient_checkpointing_enable()
+    inputs = batch()
+    if not padded:
+        inputs = {name: x[:, 8:14] for name, x in inputs.items()}
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+        inputs["labels"] = inputs["input_ids"]
+    found = []
+    for model in (plain, exact):
+        logps = scored(model, inputs)
+        (logps * torch.linspace(-1, 2, logps.shape[1])).sum().backward()
+        found.append((logps.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    (expected, gradients), (logps, own) = found
+    counted = inputs["labels"][:, 1:] != -100
+    assert counted.any()
+    torch.testing.assert_close(logps[:, : counted.shape[1]][counted], expected[:, : counted.shape[1]][counted])
+    for name, gradient in gradients.items():
+        assert gradient is not None and gradient.abs().max() > 0, name
+        torch.testing.assert_close(own[name], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item(), msg=name)
+
+
+def test_sliding_windows():
+    plain = tiny_model("mistral", sliding_window=4)
+    plain.set_attn_implementation("eager")
+    exact = copy.deepcopy(plain)
+    compute_exactly(exact, stand_ins(exact))
+    inputs = batch() | {"labels": None}
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected, whole = plain(**inputs).logits[kept], tiny_model("mistral")(**inputs).logits[kept]
+        logits = exact(**inputs).logits[kept]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert (whole - expected).abs().max() > 1e-2
+
+
+def test_padding_changes_no_bit():
+    """In BF16, where left padding moves the positions, and so the bits, of the plain model."""
+    plain = tiny_model("qwen3", dtype=torch.bfloat16)
+    exact = copy.deepcopy(plain)
+    compute_exactly(exact, stand_ins(exact, torch.bfloat16))
+    ids = torch.randint(5, 300, (1, 12), generator=torch.Generator().manual_seed(0))
+    padded, mask = F.pad(ids, (5, 3)), F.pad(torch.ones_like(ids), (5, 3))
+
+    def both(model):
+        with torch.no_grad():
+            return model(ids).logits, model(padded, attention_mask=mask).logits[:, 5:-3]
+
+    alone, beside_padding = both(exact)
+    assert torch.equal(alone, beside_padding)
+    assert not torch.equal(*both(plain))
+
+
+def test_the_residual_stream_is_in_bf16():
+    """With master weights in FP32 under autocast, where transformers adds in FP32, as no engine does."""
+    plain = tiny_model("qwen3")
+    exact = copy.deepcopy(plain)
+    compute_exactly(exact, stand_ins(exact, torch.bfloat16))
+    seen = {}
+    for name, model in (("plain", plain), ("exact", exact)):
+        model.get_decoder().norm.register_forward_pre_hook(
+            lambda m, args, name=name: seen.update({name: args[0].dtype})
+        )
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            model(torch.arange(5, 20)[None])
+    assert seen == {"plain": torch.float32, "exact": torch.bfloat16}
+
+
+def test_log_probs_are_those_of_a_whole_row():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 64, generator=generator).bfloat16() for n in (70, 5000))
+    targets = torch.randint(5000, (70,), generator=generator)
+    logits = (hidden @ weight.t()).float() / torch.tensor(TEMPERATURE)
+    expected = logits.log_softmax(-1)[torch.arange(70), targets]
+    assert torch.equal(log_probs(hidden, weight, None, targets, TEMPERATURE, log_softmax), expected)
+    assert torch.equal(log_probs(hidden, weight, None, targets, TEMPERATURE, log_softmax, rows=7), expected)
+    assert not torch.equal(log_probs(hidden, weight, None, targets, 1.0, log_softmax), expected)
+    rounded = logits.bfloat16().log_softmax(-1)[torch.arange(70), targets]
+    assert (rounded.float() - expected).abs().max() > 1e-3  # what to compare in BF16 would cost
+    assert len(log_probs(hidden[:0], weight, None, targets[:0], TEMPERATURE, log_softmax)) == 0
+
+
+def test_trls_head_returns_them_with_its_own_gradients():
+    """The values are those of `log_probs`, the gradients TRL's; a model that was not exchanged keeps TRL's values."""
+    plain = tiny_model("qwen3", dtype=torch.bfloat16)
+    exact = copy.deepcopy(plain)
+    for model in (plain, exact):
+        add_fused_lm_head(model, temperature=TEMPERATURE)
+    compute_exactly(exact, stand_ins(exact, torch.bfloat16))
+    inputs = batch()
+    logps = scored(exact, inputs)
+    hidden = exact.get_decoder()(inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
+    counted = inputs["labels"][:, 1:] != -100
+    expected = log_probs(
+        hidden[:, :-1][counted], exact.lm_head.weight, None, inputs["labels"][:, 1:][counted], TEMPERATURE
+    )
+    assert torch.equal(logps[:, : counted.shape[1]][counted], expected)
+    logps.sum().backward()
+    scored(plain, inputs).sum().backward()
+    ours, trls = (model.lm_head.weight.grad.float() for model in (exact, plain))
+    assert F.cosine_similarity(ours.flatten(), trls.flatten(), dim=0) > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("features", [96, 128])
+def test_norms(dtype, features):
+    generator = torch.Generator().manual_seed(0)
+    x, r, w = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((9, features), (9, features), (features,))
+    )
+    y, total = rms_norm(x, w, 1e-5, r)
+    assert torch.equal(total, x + r)
+    wide = (x + r).double()
+    normed = (wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()).to(dtype)
+    torch.testing.assert_close(y, normed * w, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=0)
+    alone, same = rms_norm(x + r, w, 1e-5)
+    assert torch.equal(alone, y) and torch.equal(same, total)
+    norm = torch.nn.RMSNorm(features, eps=1e-5, dtype=dtype)
+    norm.weight.data, norm.variance_epsilon = w.clone(), 1e-5
+    ours, theirs, dy = x.clone().requires_grad_(), x.clone().requires_grad_(), r
+    ExactRMSNorm(norm)(ours).backward(dy)
+    own, norm.weight.grad = norm.weight.grad, None
+    norm(theirs).backward(dy)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close(own, norm.weight.grad)
+
+
+def test_frozen_weights_get_no_gradient():
+    norm = torch.nn.RMSNorm(8)
+    norm.variance_epsilon = 1e-6
+    exact = ExactRMSNorm(norm.requires_grad_(False))
+    x = torch.randn(3, 8, requires_grad=True)
+    exact(x).sum().backward()
+    assert norm.weight.grad is None and x.grad.abs().sum() > 0
+
+
+def test_packing():
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0], [0, 1, 1, 0, 0]])
+    packed = Packed.of(mask, 3, 5, torch.device("cpu"))
+    assert packed.rows.tolist() == [2, 3, 4, 5, 6, 7, 8, 11, 12]
+    assert packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1]
+    assert packed.starts.tolist() == [0, 3, 7, 9] and packed.longest == 4
+    whole = Packed.of(None, 2, 3, torch.device("cpu"))
+    assert whole.rows is None and whole.positions.tolist() == [0, 1, 2] * 2 and whole.starts.tolist() == [0, 3, 6]
+
+
+def test_a_mask_is_packed_once_for_all_layers(monkeypatch):
+    attention, calls = ExactAttention(stand_ins(tiny_model("qwen3"))), []
+    monkeypatch.setattr(Packed, "of", classmethod(lambda cls, *args, of=Packed.of: calls.append(args) or of(*args)))
+    q, k = torch.randn(2, 4, 6, 32), torch.randn(2, 2, 6, 32)
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    first = attention(q, k, k, mask, 0.1, None)
+    assert torch.equal(attention(q, k, k, mask, 0.1, None), first) and len(calls) == 1
+    other = mask.clone()
+    other[0, 0] = False
+    assert not torch.equal(attention(q, k, k, other, 0.1, None), first) and len(calls) == 2
+    attention(q[:, :, :5], k[:, :, :5], k[:, :, :5], None, 0.1, None)
+    assert attention(q, k, k, None, 0.1, None).shape == (2, 6, 4, 32) and len(calls) == 4

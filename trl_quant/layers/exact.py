@@ -1,0 +1,290 @@
+r"""
+What lies between a policy's linear layers, computed by the kernels that its engine has, so that trainer and sampler
+get the same bits. Those have no gradients; these are torch's:
+
+| operator | forward | backward |
+|---|---|---|
+| RMSNorm | [`rms_norm`], which the engine is given too | of `torch.nn.functional.rms_norm` |
+| rotary embedding R(p) | the engine's, p counting a sequence's own tokens | dX = R(-p) dY, by the same kernel |
+| attention | the engine's, over packed sequences, each row's keys in one part | of torch's flash attention |
+| log-probabilities | the logits' log-softmax as the engine computes it | TRL's |
+
+Where trainer and sampler compute in the same format without this, the last bits of these operators differ, quantized
+activations flip by whole codes there, and the flips spread through the layers (METHODS: half of the mismatch is left).
+
+| symbol | here | shape |
+|---|---|---|
+| B, S | sequences and their length, padded | |
+| T | tokens that are no padding | |
+| H, G, D | heads of queries, of keys and values, and their size | |
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """
+    Of one engine's model, without gradients.
+
+    Attributes:
+        rotate (`Callable`): (positions (T,), q (T, H D), k (T, G D), inverse) turns q and k in place, or back.
+        attend (`Callable`): (q (T, H, D), k and v (T, G, D), packed, scale, window) to (T, H, D), causal.
+        score (`Callable`): (logits (N, vocabulary), ids (N,), temperature) to log-probabilities (N,), FP32, in nats.
+        rotated (`int`): Features of a head that are rotated.
+        dtype (`torch.dtype`): What the engine computes in.
+    """
+
+    rotate: Callable[[Tensor, Tensor, Tensor, bool], None]
+    attend: Callable[..., Tensor]
+    score: Callable[[Tensor, Tensor, float], Tensor]
+    rotated: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Packed:
+    """
+    Sequences without their padding, one after the other.
+
+    Attributes:
+        rows (`torch.Tensor` or `None`): (T,), where the tokens stand among B S; `None` for all of them.
+        positions (`torch.Tensor`): (T,), of each token in its sequence.
+        starts (`torch.Tensor`): (B + 1,), INT32, where sequences start among T.
+        longest (`int`): Tokens of the longest.
+    """
+
+    rows: Tensor | None
+    positions: Tensor
+    starts: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, mask: Tensor | None, batch: int, length: int, device: torch.device) -> "Packed":
+        """From a mask (B, S), true on tokens; `None` where there is no padding."""
+        if mask is None:
+            positions = torch.arange(length, device=device).repeat(batch)
+            starts = torch.arange(batch + 1, device=device, dtype=torch.int32) * length
+            return cls(None, positions, starts, length)
+        mask = mask.bool()
+        lengths = mask.sum(1)
+        starts = F.pad(lengths.cumsum(0), (1, 0)).int()
+        rows = mask.flatten().nonzero().squeeze(1)
+        return cls(rows, (mask.cumsum(1) - 1).flatten()[rows], starts, int(lengths.max()))
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return rms_norm(x, weight, eps)[0]
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *_gradients(ctx, lambda x, w: F.rms_norm(x, w.shape, w, ctx.eps), dy), None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, positions, kernel):
+        ctx.positions, ctx.kernel = positions, kernel
+        return _rotated(q, k, positions, kernel, inverse=False)
+
+    @staticmethod
+    def backward(ctx, dq, dk):
+        return *_rotated(dq, dk, ctx.positions, ctx.kernel, inverse=True), None, None
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, packed, scale, window, kernel):
+        ctx.save_for_backward(q, k, v)
+        ctx.given = packed, scale, window
+        return kernel(q, k, v, packed, scale, window)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *_gradients(ctx, lambda *qkv: flash_attention(*qkv, *ctx.given), dy), None, None, None, None
+
+
+def _gradients(ctx, function: Callable, dy: Tensor) -> list[Tensor | None]:
+    """With respect to what was saved, of torch's own operator for the same function."""
+    saved = ctx.saved_tensors
+    needed = ctx.needs_input_grad[: len(saved)]
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_(needs) for x, needs in zip(saved, needed, strict=True)]
+        found = iter(torch.autograd.grad(function(*inputs), [x for x in inputs if x.requires_grad], dy))
+    return [next(found) if needs else None for needs in needed]
+
+
+def _rotated(q: Tensor, k: Tensor, positions: Tensor, kernel: Callable, inverse: bool) -> tuple[Tensor, Tensor]:
+    turned = q.flatten(1).clone(), k.flatten(1).clone()
+    kernel(positions, *turned, inverse)
+    return turned[0].view(q.shape), turned[1].view(k.shape)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """
+    RMSNorm of a token, after it was added to the residual stream: round(round(s / rms(s)) w), with s = round(x + r).
+    What a token gets does not depend on how many there are.
+
+    Args:
+        x (`torch.Tensor`): (..., features).
+        weight (`torch.Tensor`): (features,), of the type of `x`.
+        eps (`float`): Added to the mean square.
+        residual (`torch.Tensor`, *optional*): r, like `x`.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: the norm's output, and s.
+    """
+    if x.is_cuda:
+        from ..kernels import norm
+
+        return norm.rms_norm(x, weight, eps, residual)
+    total = x if residual is None else x + residual
+    wide = total.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight, total
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None) -> Tensor:
+    """
+    torch's causal attention over packed sequences, with gradients: flash attention on a GPU, elsewhere one sequence
+    after the other.
+
+    Args:
+        q, k, v (`torch.Tensor`): (T, H, D), (T, G, D), (T, G, D).
+        packed ([`Packed`]): Which tokens are whose.
+        scale (`float`): Factor of the products of queries and keys.
+        window (`int`, *optional*): Tokens that one sees, itself included; `None` for all before it.
+
+    Returns:
+        `torch.Tensor`: (T, H, D).
+    """
+    if q.is_cuda:
+        sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        starts, longest = packed.starts, packed.longest
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, starts, starts, longest, longest, 0.0, True, False, scale=scale, **sides
+        )[0]
+    parts = []
+    for first, last in zip(packed.starts[:-1].tolist(), packed.starts[1:].tolist(), strict=True):
+        one = [x[first:last].transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+        seen = torch.ones(last - first, last - first, dtype=torch.bool, device=q.device).tril()
+        seen = seen if window is None else seen.triu(1 - window)
+        y = F.scaled_dot_product_attention(*one, attn_mask=seen, scale=scale, enable_gqa=True)
+        parts.append(y.squeeze(0).transpose(0, 1))
+    return torch.cat(parts)
+
+
+class ExactRMSNorm(nn.Module):
+    """
+    An RMSNorm around the weight of another, which stays the same parameter.
+
+    Parameters:
+        norm (`nn.Module`): transformers' norm, whose weight is a factor.
+    """
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., features) to the same, in the type of `x`."""
+        return _Norm.apply(x, self.weight.to(x.dtype), self.variance_epsilon)
+
+
+class Unrotated(nn.Module):
+    """In place of a rotary embedding: cosines 1 and sines 0, since [`ExactAttention`] rotates what it gets."""
+
+    def __init__(self, rotated: int):
+        super().__init__()
+        self.rotated = rotated
+
+    def forward(self, x: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """(1, 1, rotated) each."""
+        ones = x.new_ones(1, 1, self.rotated)
+        return ones, torch.zeros_like(ones)
+
+
+class ExactAttention:
+    """
+    Rotary embedding and attention over sequences that are packed first: padding, which moves positions and tiles,
+    is not computed. One for all layers of a model.
+
+    Parameters:
+        kernels ([`Kernels`]): The engine's.
+    """
+
+    def __init__(self, kernels: Kernels):
+        self.kernels = kernels
+        self._last: tuple | None = None  # one mask serves all layers of a forward pass
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *how) -> Tensor:
+        """
+        Args:
+            q, k, v (`torch.Tensor`): (B, H, S, D), (B, G, S, D), (B, G, S, D), not rotated.
+            mask (`torch.Tensor`, *optional*): (B, S), true on tokens; `None` where there is no padding.
+            how: `scale` and `window` of [`flash_attention`].
+
+        Returns:
+            `torch.Tensor`: (B, S, H, D), zeros on padding.
+        """
+        batch, heads, length, size = q.shape
+        packed = self._packed(mask, batch, length, q.device)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        if packed.rows is not None:
+            q, k, v = (x[packed.rows] for x in (q, k, v))
+        q, k = _Rotate.apply(q, k, packed.positions, self.kernels.rotate)
+        y = _Attend.apply(q, k, v.contiguous(), packed, *how, self.kernels.attend)
+        if packed.rows is not None:
+            y = y.new_zeros(batch * length, heads, size).index_copy(0, packed.rows, y)
+        return y.view(batch, length, heads, size)
+
+    def _packed(self, mask: Tensor | None, *shape) -> Packed:
+        if self._last is None or self._last[0] is not mask or self._last[1] != shape:
+            self._last = mask, shape, Packed.of(mask, *shape)
+        return self._last[2]
+
+
+@torch.no_grad()
+def log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    score: Callable[[Tensor, Tensor, float], Tensor],
+    rows: int = 1024,
+) -> Tensor:
+    """
+    Log-probabilities from logits of the whole vocabulary at once, as an engine computes them.
+
+    Args:
+        hidden (`torch.Tensor`): (N, features), what the head gets, of the type that the engine computes in.
+        weight, bias (`torch.Tensor`): The head's, (vocabulary, features) and (vocabulary,) or `None`.
+        targets (`torch.Tensor`): (N,), ids of the tokens.
+        temperature (`float`): What logits are divided by.
+        score (`Callable`): As in [`Kernels`].
+        rows (`int`, *optional*): Tokens whose logits are held at once.
+
+    Returns:
+        `torch.Tensor`: (N,), FP32, in nats.
+    """
+    found = [hidden.new_zeros(0, dtype=torch.float32)]
+    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for x, ids in zip(hidden.split(rows), targets.split(rows), strict=True):
+            found.append(score(F.linear(x, weight, bias), ids, temperature))
+    return torch.cat(found)
+
+
+def log_softmax(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """A `score` of [`Kernels`]: in FP32 from the division by the temperature on."""
+    tempered = logits.float() / torch.full((1,), temperature, device=logits.device)  # by a number, torch multiplies
+    return tempered.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)

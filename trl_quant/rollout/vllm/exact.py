@@ -1,0 +1,121 @@
+"""
+vLLM where a token's numbers do not depend on the tokens beside it, and its kernels for the trainer ([`layers.exact`]).
+
+| what would depend on them | what is set |
+|---|---|
+| kernels that torch.compile writes, fused otherwise from one graph to the next | `compilation_config`: mode 0 |
+| norms, summed by other blocks of threads from 256 tokens on | [`layers.exact.rms_norm`] in their place |
+| keys split into parts, more of them the fewer sequences there are | one part, in graphs and out of them |
+| a common prefix, attended apart and merged | `disable_cascade_attn` |
+| DeepGEMM, which quantizes block-scaled weights again | `precisions.InVLLM.as_given` |
+
+vLLM's own `VLLM_BATCH_INVARIANT` (0.26, on Hopper) is not enough: it leaves the norms' blocks as they are, and computes
+BF16 layers by slower kernels.
+
+What is left is the linear layers' own: sums of `int8` are exact and those of `fp8_block` the same in each tile; the
+kernel that vLLM takes for `fp8` with up to 64 tokens adds up in another order than that for more. With heads of 128
+FlashAttention 3 sums the same keys in decoding as in a whole pass, with heads of 64 or 256 it has other tiles.
+"""
+
+import sys
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from ...layers.exact import Kernels, Packed, log_softmax, rms_norm
+
+
+def exact_arguments(given: dict) -> dict:
+    """vLLM's arguments, over those `given`."""
+    return {
+        "compilation_config": {**(given.get("compilation_config") or {}), "mode": 0, "cudagraph_mode": "FULL"},
+        "attention_config": {
+            **(given.get("attention_config") or {}),
+            "backend": "FLASH_ATTN",
+            "flash_attn_max_num_splits_for_cuda_graph": 1,
+        },
+        "disable_cascade_attn": True,
+    }
+
+
+def hold_exact_norms(model: nn.Module) -> None:
+    """
+    Has a model compute its norms with [`layers.exact.rms_norm`], before CUDA graphs are captured.
+
+    Raises:
+        `ValueError`: for norms of another kind.
+    """
+    norms = [module for module in model.modules() if type(module).__name__.endswith("Norm")]
+    if others := sorted({type(norm).__name__ for norm in norms if type(norm) is not RMSNorm}):
+        raise ValueError(f"`exact_rollouts` does not know the norms of vLLM's {type(model).__name__}: {others}.")
+    for norm in norms:
+        norm.forward = partial(_norm, norm)
+
+
+def _norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    y, total = rms_norm(x, norm.weight.data, norm.variance_epsilon, residual)
+    return y if residual is None else (y, total)
+
+
+def attend_in_one_part(worker) -> None:
+    """Has a worker split no sequence's keys, whatever the number of tokens. For `LLM.collective_rpc`."""
+    for groups in worker.model_runner.attn_groups:
+        for group in groups:
+            for builder in group.metadata_builders:
+                if not isinstance(builder, FlashAttentionMetadataBuilder):
+                    raise ValueError(f"`exact_rollouts` needs FlashAttention 3, and vLLM has {type(builder).__name__}.")
+                builder.max_num_splits, builder.max_cudagraph_size = 1, sys.maxsize  # the second limits the first
+
+
+def kernels(worker) -> Kernels:
+    """
+    What a worker computes rotary embeddings, attention and log-probabilities with. For `LLM.collective_rpc`.
+
+    Raises:
+        `ValueError`: for a model with other rotary embeddings.
+    """
+    model = worker.get_model()
+    embeddings = {m for m in model.modules() if isinstance(m, RotaryEmbedding)}
+    plain = len(embeddings) == 1 and all(type(m).forward_cuda is RotaryEmbedding.forward_cuda for m in embeddings)
+    if not plain:
+        names = ", ".join(sorted(type(m).__name__ for m in embeddings)) or "none"
+        raise ValueError(
+            f"`exact_rollouts` does not know the rotary embeddings of vLLM's {type(model).__name__}: {names}. Leave it "
+            "at False."
+        )
+    (rotary,) = embeddings
+    cache = rotary.cos_sin_cache.to(torch.bfloat16, copy=True)  # vLLM's own goes where its weights sleep
+    rotate = partial(_rotate, cache=cache, size=rotary.head_size, neox=rotary.is_neox_style)
+    score = _score if isinstance(worker.model_runner.sampler, Sampler) else log_softmax
+    return Kernels(rotate, _attend, score, rotary.rotary_dim, torch.bfloat16)
+
+
+def _rotate(positions: Tensor, q: Tensor, k: Tensor, inverse: bool, cache: Tensor, size: int, neox: bool) -> None:
+    ops.rotary_embedding(positions, q, k, size, cache, neox, inverse=inverse)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None) -> Tensor:
+    from vllm.vllm_flash_attn import flash_attn_varlen_func  # not there on a CPU
+
+    starts, longest = packed.starts, packed.longest
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest,
+        softmax_scale=scale, causal=True, window_size=None if window is None else [window - 1, 0],
+        num_splits=1, fa_version=3,
+    )  # fmt: skip
+
+
+def _score(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """As vLLM's second model runner, which rounds logits again after the division by the temperature."""
+    if temperature != 1:
+        whose = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+        apply_temperature(logits, whose, torch.full((1,), temperature, device=logits.device))
+    return compute_token_logprobs(logits, ids.unsqueeze(1)).squeeze(1)
