@@ -188,6 +188,7 @@ def diagnostics(rollout_logps, old_logps, mask, cap=math.inf):
         "mismatch/chi_square": mean([(x - 1) ** 2 for x in w]),
         "mismatch/entropy": mean([-x for x in q]),
         "mismatch/cap_fraction": mean([float(x > cap) for x in w]),
+        "mismatch/same_fraction": mean([float(x == y) for x, y in zip(q, p)]),
         "mismatch/unscored_fraction": (everything - len(tokens)) / everything if everything else 0.0,
         **by_position(tokens, w),
     }

@@ -207,7 +207,7 @@ def test_no_mismatch_changes_nothing(name, inputs):
         assert output.clip_low is None and output.clip_high is None
     if name == "coupled":
         assert torch.equal(output.old_logps, inputs.old_logps)
-    expected = {"weight_mean": 1.0, "max_weight": 1.0, "ess_ratio": 1.0}
+    expected = {"weight_mean": 1.0, "max_weight": 1.0, "ess_ratio": 1.0, "same_fraction": 1.0}
     for key, value in output.metrics.items():
         if key.startswith("mismatch/") and key != "mismatch/entropy":
             assert value == expected.get(key.removeprefix("mismatch/"), 0.0), key

@@ -180,7 +180,7 @@ def test_trls_head_returns_them_with_its_own_gradients():
     hidden = exact.get_decoder()(inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
     counted = inputs["labels"][:, 1:] != -100
     expected = log_probs(
-        hidden[:, :-1][counted], exact.lm_head.weight, None, inputs["labels"][:, 1:][counted], TEMPERATURE
+        hidden[:, :-1][counted], exact.lm_head.weight, None, inputs["labels"][:, 1:][counted], TEMPERATURE, log_softmax
     )
     assert torch.equal(logps[:, : counted.shape[1]][counted], expected)
     logps.sum().backward()

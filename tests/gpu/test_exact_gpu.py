@@ -144,7 +144,8 @@ def test_gradients(tmp_path, precision):
         found.append({name: p.grad.float().flatten() for name, p in model.named_parameters()})
     ours, theirs = found
     for name, gradient in theirs.items():
-        assert torch.cosine_similarity(ours[name], gradient, dim=0) > 0.97, name
+        if not name.endswith("k_proj.bias"):  # a common shift of keys changes next to nothing: it is the roundings'
+            assert torch.cosine_similarity(ours[name], gradient, dim=0) > 0.97, name
 
 
 @every_precision
@@ -163,6 +164,5 @@ def test_a_run(tmp_path, precision, sleeps):
     logged = [entry for entry in metrics(trainer) if "sampling/sampling_logp_difference/max" in entry]
     assert len(logged) == 3
     for entry in logged:
-        assert entry["sampling/sampling_logp_difference/max"] == 0
-        assert entry["kl"] < 1e-2
-    assert logged[0]["kl"] == 0  # the reference policy computes with the same kernels
+        assert entry["sampling/sampling_logp_difference/max"] == 0 and entry["mismatch/same_fraction"] == 1
+    assert logged[0]["kl"] == 0 < logged[2]["kl"]  # the reference policy computes with the same kernels

@@ -20,6 +20,7 @@ Expectations are means over the `N` tokens, drawn by the behaviour policy:
 | `mismatch/chi_square` | `E[(w - 1)^2]` | chi-square(proximal‖behaviour), never negative |
 | `mismatch/entropy` | `E[-rollout_logps]` | of the sampler, in nats |
 | `mismatch/cap_fraction` | `E[W > C]` | `W`: `w`, or the product over a sequence; 0 without a cap |
+| `mismatch/same_fraction` | `E[w = 1]` | tokens whose log-probabilities are the same bits |
 | `mismatch/by_position/a-b` | `E[w - 1 - log w]` of tokens a to b | of the completion, from 0; where there are any |
 | `mismatch/unscored_fraction` | unscored / unmasked | tokens whose rollout logp is NaN or infinite |
 
@@ -107,6 +108,7 @@ def diagnose(
         "abs_prob": (old.exp() - rollout.exp()).abs(),
         "w": w,
         "entropy": -rollout,
+        "same": old == rollout,
         "capped": unit_weights(inputs, ratio) > cap,
         **(extra or {}),
     }
@@ -140,6 +142,7 @@ def diagnose(
         "mismatch/chi_square": variance + (mean - 1) ** 2,
         "mismatch/entropy": pooled["entropy"].mean,
         "mismatch/cap_fraction": pooled["capped"].mean,
+        "mismatch/same_fraction": pooled["same"].mean if p.count else 1.0,
         "mismatch/unscored_fraction": 1 - p.count / totals["counted"] if totals["counted"] else 0.0,
     }
     for i, (first, last) in enumerate(zip(POSITIONS, (*(p - 1 for p in POSITIONS[1:]), None))):

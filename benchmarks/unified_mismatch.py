@@ -1,0 +1,166 @@
+"""
+How far vLLM's samples are from the policy: trained in BF16, in the format that samples, and with the same kernels.
+
+    python benchmarks/unified_mismatch.py --data train.jsonl            # GSM8K's rows: "question" and "answer"
+
+A model is trained on the spot on the texts, one after the other, and goes on from the questions as far as it is asked
+to: past an answer it asks itself the next question. Each pair of sampler and policy then runs through the trainer in
+its own process, one step without an update, and logs `mismatch/*`. Printed are KL (k3, nats a token), the share of
+tokens whose log-probabilities are the same bits, tokens a second, and the KL by position.
+
+| pair | sampler | policy computes in |
+|---|---|---|
+| `bf16/bf16` | BF16 | BF16: TRL's own |
+| `P/bf16` | P | BF16 |
+| `P/P` | P | P (`train_precision`) |
+| `P/exact` | P, the same for any batch | P with vLLM's kernels (`exact_rollouts`) |
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from engines import CUDA, in_own_process, load_tokenizer, machine, report, save
+
+from trl_quant.precisions import exact_flows, in_vllm, unified_flows
+
+
+SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}  # of 128
+TINY = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+LENGTH, BATCH, RATE = (1024, 32, 1e-3) if CUDA else (64, 2, 1e-3)
+
+
+def text(row: dict) -> str:
+    return f"Question: {row['question']}\nAnswer: {row['answer']}\n\n"
+
+
+def train(args) -> None:
+    """Writes a language model of the texts, in BF16, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    tokenizer = load_tokenizer(args.tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    rows = [json.loads(line) for line in args.data.read_text().splitlines()]
+    ids = torch.tensor([token for row in rows for token in tokenizer(text(row))["input_ids"]])
+    shape = (SHAPE if CUDA else TINY) | (HEADS if CUDA else {"num_attention_heads": 2, "num_key_value_heads": 1})
+    config = Qwen2Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64, max_position_embeddings=8192, tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"], **shape,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to("cuda" if CUDA else "cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, args.updates, pct_start=0.05)
+    for update in range(args.updates):
+        starts = torch.randint(len(ids) - LENGTH, (BATCH,))
+        batch = torch.stack([ids[start : start + LENGTH] for start in starts]).to(model.device)
+        with torch.autocast(model.device.type, torch.bfloat16):
+            loss = model(batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        if update % 100 == 0 or update == args.updates - 1:
+            print(f"update {update}: loss {loss.item():.3f}", flush=True)
+    model.to(torch.bfloat16).save_pretrained(args.model)
+    tokenizer.save_pretrained(args.model)
+
+
+def measure(args) -> dict:
+    from datasets import Dataset
+
+    from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+
+    precision, policy = args.one.split("/")
+    rows = [json.loads(line) for line in args.data.read_text().splitlines()]
+    asked = random.Random(0).sample(rows, args.completions // 2)
+    small = {} if CUDA else {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+    given = {} if policy == "bf16" else {"train_precision": precision, "exact_rollouts": policy == "exact"}
+    settings = QuantGRPOConfig(
+        tempfile.mkdtemp(), rollout_precision=precision, is_correction="none", use_vllm=True, vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.3, vllm_max_model_length=args.new_tokens + 512, sync_check_steps=0,
+        vllm_engine_kwargs={"disable_log_stats": True, **small}, generation_kwargs={"ignore_eos": True},
+        temperature=args.temperature, learning_rate=0.0, max_steps=2, logging_steps=1, num_generations=2,
+        per_device_train_batch_size=2, gradient_accumulation_steps=args.completions // 2, bf16=True, use_cpu=not CUDA,
+        max_completion_length=args.new_tokens, save_strategy="no", report_to="none", disable_tqdm=True,
+        gradient_checkpointing=True, num_iterations=1, beta=0.0, **given,
+    )  # fmt: skip
+    trainer = QuantGRPOTrainer(
+        model=str(args.model),
+        reward_funcs=lambda completions, **_: [float(len(c) % 7) for c in completions],
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": [f"Question: {row['question']}\nAnswer:" for row in asked]}),
+    )
+    generate, seconds = trainer.vllm_generation.generate, []
+
+    def timed(*args, **kwargs):
+        start = time.perf_counter()
+        output = generate(*args, **kwargs)
+        seconds.append(time.perf_counter() - start)
+        return output
+
+    trainer.vllm_generation.generate = timed
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "mismatch/kl_k3" in entry]
+    found = {name: sum(entry[name] for entry in logs) / len(logs) for name in logs[0] if name.startswith("mismatch/")}
+    found["largest difference"] = max(entry["sampling/sampling_logp_difference/max"] for entry in logs)
+    return found | {"tokens/s": args.completions * args.new_tokens / seconds[-1], "entropy": logs[-1]["entropy"]}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--data", type=Path, required=True, help="a .jsonl with the columns 'question' and 'answer'")
+    parser.add_argument("--model", type=Path, help="what this wrote before; trained if not given, or not there")
+    parser.add_argument("--updates", type=int, default=500 if CUDA else 5, help="of the training on the texts")
+    parser.add_argument("--precisions", nargs="+", choices=in_vllm(), default=[*unified_flows()])
+    parser.add_argument("--completions", type=int, default=16 if CUDA else 4)
+    parser.add_argument("--new_tokens", type=int, default=4096 if CUDA else 32)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; by default litellm's, if it is installed")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one pair")
+    parser.add_argument("--pairs", nargs="+", metavar="SAMPLER/POLICY", help="by default all of `--precisions`")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        return report(measure(args))
+    args.model = args.model or Path(tempfile.mkdtemp(), "model")
+    if not (args.model / "model.safetensors").is_file():
+        train(args)
+    pairs = args.pairs or ["bf16/bf16"] + [
+        f"{p}/{policy}"
+        for p in args.precisions
+        for policy in ("bf16", *([p] if p in unified_flows() else []), *(["exact"] if p in exact_flows() else []))
+    ]
+    print(f"{machine()}, {args.completions} completions of {args.new_tokens} tokens, temperature {args.temperature:g}")
+    print(
+        f"{'sampler/policy':<22}{'KL k3':>10}{'same bits':>11}{'largest':>10}{'tok/s':>9}  KL by position", flush=True
+    )
+    results = {}
+    for pair in pairs:
+        given = [a for i, a in enumerate(sys.argv[1:]) if a != "--model" and sys.argv[i] != "--model"]
+        found = results[pair] = in_own_process([*given, "--model", str(args.model), "--one", pair], args.timeout)
+        if "error" in found:
+            print(f"{pair:<22}{found['error']}", flush=True)
+            continue
+        positions = "  ".join(
+            f"{name.rpartition('/')[2]}: {value:.1e}" for name, value in found.items() if "by_position" in name
+        )
+        print(
+            f"{pair:<22}{found['mismatch/kl_k3']:>10.1e}{found['mismatch/same_fraction']:>11.2%}"
+            f"{found['largest difference']:>10.1e}{found['tokens/s']:>9.0f}  {positions}",
+            flush=True,
+        )
+    arguments = {name: str(value) for name, value in vars(args).items() if name not in ("one", "output", "model")}
+    save("unified-mismatch", {"arguments": arguments, "results": results}, args.output)
+
+
+if __name__ == "__main__":
+    main()
