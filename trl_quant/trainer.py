@@ -66,7 +66,7 @@ class QuantGRPOTrainer(GRPOTrainer):
             args.rollout_precision = checkpoints.precision_before(args) or "auto"
         correction = args.correction()
         self._correct = correction and partial(corrected, correction, level=args.importance_sampling_level)
-        # Whether the loss's own forward scores the tokens for the correction too: no update comes between, or it counts
+        # Whether the loss's own forward scores the tokens for the correction too: no update comes between, or all count
         local = args.one_update_per_generation and not getattr(correction, "whole_batch", correction is None)
         self.one_pass = local or getattr(correction, "every_update", False)
         base = on_frozen_base(**given | {"args": args}) if args.holds_frozen_base else {}
