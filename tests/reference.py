@@ -1,5 +1,6 @@
 """The papers' equations in slow loops, one scalar at a time, as a reference for the package, which this file does not
-import. Equation numbers: QuRL (quantized RL, ACR, UAQ), AIS (adaptive importance sampling), QeRL (noise).
+import. Equation numbers: QuRL (quantized RL, ACR, UAQ), AIS (adaptive importance sampling), QeRL (noise). IcePop,
+Geo-Mask (`geometric`), TRM and DPPO are cited by name.
 
     OBJECTIVES[name](logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, **hyperparameters)
 
@@ -59,15 +60,16 @@ def clipped(ratio, a, low, high):
     return ratio * a
 
 
-def objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high):
-    """Mean over the unmasked tokens of `term(R, Rq, w, A, 1 - e_lo, 1 + e_hi)`."""
+def objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, drops=None):
+    """Mean over the unmasked tokens of `term(R, Rq, w, A, 1 - e_lo, 1 + e_hi)`, 0 for those that `drops(b, t)`."""
     terms = []
     for b, t in unmasked(mask):
         ratio = torch.exp(logps[b, t] - old_logps[b, t])
         known = math.isfinite(rollout_logps[b, t])
         ratio_q = torch.exp(logps[b, t] - rollout_logps[b, t]) if known else ratio
         w = weight(rollout_logps, old_logps, b, t)
-        terms.append(term(ratio, ratio_q, w, advantage(advantages, b, t), 1 - epsilon_low, 1 + epsilon_high))
+        value = term(ratio, ratio_q, w, advantage(advantages, b, t), 1 - epsilon_low, 1 + epsilon_high)
+        terms.append(0 * value if drops is not None and drops(b, t) else value)
     return sum(terms) / len(terms)
 
 
@@ -142,7 +144,101 @@ def ais(
     return objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high)
 
 
+def icepop(logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, low=0.5, high=5.0):
+    """IcePop: M(k; alpha, beta) before GRPO's clipped term, with k of the old policies."""
+
+    def term(ratio, ratio_q, w, a, clip_low, clip_high):
+        return w * clipped(ratio, a, clip_low, clip_high)
+
+    drops = icepop_drops(old_logps, rollout_logps, advantages, mask, low, high)
+    return objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, drops)
+
+
+def geometric(logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, epsilon=0.01):
+    """Geo-Mask: I[C_low <= rho_geo <= C_high] before the clipped term, with rho of the old policies and no weight."""
+
+    def term(ratio, ratio_q, w, a, low, high):
+        return clipped(ratio, a, low, high)
+
+    drops = geometric_drops(old_logps, rollout_logps, advantages, mask, epsilon)
+    return objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, drops)
+
+
+def trm(logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, delta=0.05):
+    """TRM: L_masked = E[M(x, y) A sum_t rho_t], of the current policy and the sampler alone."""
+
+    def term(ratio, ratio_q, w, a, low, high):
+        return ratio_q * a
+
+    now = logps.detach()
+    drops = trm_drops(now, rollout_logps, advantages, mask, delta)
+    return objective(term, logps, now, rollout_logps, advantages, mask, epsilon_low, epsilon_high, drops)
+
+
+def dppo(logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, delta=0.15, cap=10.0):
+    """DPPO-Binary-TV: E[M_t r_t A], of the current policy and the sampler alone; the bound on r_t has no gradient."""
+
+    def term(ratio, ratio_q, w, a, low, high):
+        return (ratio_q if ratio_q.item() <= cap else cap * ratio) * a  # ratio: 1, with the gradient of log pi
+
+    now = logps.detach()
+    drops = dppo_drops(now, rollout_logps, advantages, mask, delta)
+    return objective(term, logps, now, rollout_logps, advantages, mask, epsilon_low, epsilon_high, drops)
+
+
 OBJECTIVES = {"none": none, "coupled": coupled, "decoupled": decoupled, "tis": tis, "acr": acr, "ais": ais}
+OBJECTIVES |= {"icepop": icepop, "geometric": geometric, "trm": trm, "dppo": dppo}
+
+
+# What is dropped: whether a method drops token (b, t), for a policy `pi` against the sampler
+
+
+def log_ratios(pi, rollout_logps, mask, b):
+    return [math.log(weight(rollout_logps, pi, b, t)) for row, t in scored(rollout_logps, mask) if row == b]
+
+
+def icepop_drops(pi, rollout_logps, advantages, mask, low=0.5, high=5.0):
+    return lambda b, t: not low <= weight(rollout_logps, pi, b, t) <= high
+
+
+def geometric_drops(pi, rollout_logps, advantages, mask, epsilon=0.01):
+    def drops(b, t):
+        logs = log_ratios(pi, rollout_logps, mask, b)
+        return bool(logs) and not 1 - epsilon <= math.exp(mean(logs)) <= 1 + epsilon
+
+    return drops
+
+
+def trm_drops(pi, rollout_logps, advantages, mask, delta=0.05):
+    """The maximum over a sequence of k2, the paper's estimate from samples."""
+    return lambda b, t: max((x**2 / 2 for x in log_ratios(pi, rollout_logps, mask, b)), default=0) > delta
+
+
+def dppo_drops(pi, rollout_logps, advantages, mask, delta=0.15, cap=10.0):
+    def drops(b, t):
+        if not math.isfinite(rollout_logps[b, t]):
+            return False
+        moved = math.exp(pi[b, t].item()) - math.exp(rollout_logps[b, t].item())
+        a = advantage(advantages, b, t)
+        return (a > 0 and moved > delta) or (a < 0 and -moved > delta)
+
+    return drops
+
+
+DROPS = {"icepop": icepop_drops, "geometric": geometric_drops, "trm": trm_drops, "dppo": dppo_drops}
+
+
+def dropped(name, pi, rollout_logps, advantages, mask, **hyperparameters):
+    """Share of the scored tokens that a method drops, and of the sequences with such a token; {} if it never drops."""
+    if name not in DROPS:
+        return {}
+    drops = DROPS[name](pi, rollout_logps, advantages, mask, **hyperparameters)
+    tokens = {(b, t): drops(b, t) for b, t in scored(rollout_logps, mask)}
+    rows = {b: any(gone for (row, _), gone in tokens.items() if row == b) for b, _ in tokens}
+    return {
+        "mismatch/dropped_fraction": mean([float(gone) for gone in tokens.values()] or [0.0]),
+        "mismatch/dropped_sequence_fraction": mean([float(gone) for gone in rows.values()] or [0.0]),
+    }
 
 
 # Statistics

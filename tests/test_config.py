@@ -33,6 +33,12 @@ def build(config_class=QuantGRPOConfig, **kwargs):
         ({"ais_delta": 0.0}, ["ais_delta", "> 0"]),
         ({"ais_gamma": -1.0}, ["ais_gamma", "> 0"]),
         ({"ais_beta_var": -0.1}, ["ais_beta_var", ">= 0"]),
+        ({"icepop_low": 1.5}, ["icepop_low", "1.5", "<= 1"]),
+        ({"icepop_high": 0.5}, ["icepop_high", "0.5", ">= 1"]),
+        ({"geometric_epsilon": 0.0}, ["geometric_epsilon", "0.0", "> 0"]),
+        ({"trm_delta": None}, ["trm_delta", "None", "a finite number"]),
+        ({"trm_delta": -1.0}, ["trm_delta", "-1.0", "> 0"]),
+        ({"dppo_delta": 2.0}, ["dppo_delta", "2.0", "<= 1"]),
         ({"rollout_precision": "nf4", "use_vllm": True}, ["rollout_precision", "'nf4'", "use_vllm", "'fp8'"]),
         ({"noise_schedule": "linear"}, ["noise_schedule", "rollout_precision", "'bf16'"]),
         (
@@ -51,10 +57,13 @@ def build(config_class=QuantGRPOConfig, **kwargs):
             {"rollout_precision": "int8", "loss_type": "vespo"},
             ["'acr'", "'vespo'", "'tis'"],
         ),  # acr is the default there
-        (
-            {"is_correction": "acr", "importance_sampling_level": "sequence"},
-            ["'acr'", "importance_sampling_level", "'sequence'"],
-        ),
+        *[
+            (
+                {"is_correction": name, "importance_sampling_level": "sequence"},
+                [f"`is_correction`='{name}'", "importance_sampling_level", "'sequence'", "'geometric' or 'trl'"],
+            )
+            for name in ("acr", "trm", "dppo")
+        ],
     ],
 )
 def test_refused(kwargs, words):

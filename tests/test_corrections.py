@@ -1,6 +1,8 @@
 """Corrections: the papers' objectives and gradients, exactly; then what must hold for every input."""
 
 import math
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import reference
@@ -12,7 +14,7 @@ from trl_quant.corrections import CORRECTIONS, CorrectionInputs
 from trl_quant.corrections.diagnostics import LOG_RATIO_BOUND
 
 
-CAPPED = ("tis", "acr", "ais")
+CAPPED = ("tis", "acr", "ais", "dppo")
 HYPERPARAMETERS = {
     "none": {},
     "coupled": {},
@@ -20,6 +22,10 @@ HYPERPARAMETERS = {
     "tis": {"cap": 1.5},
     "acr": {"cap": 1.5, "epsilon_low": 0.1, "epsilon_high": 0.3},
     "ais": {"cap": 1.5, "delta": 0.6, "gamma": 0.8, "beta_var": 0.5},
+    "icepop": {"low": 0.25, "high": 3.5},
+    "geometric": {"epsilon": 0.15},
+    "trm": {"delta": 0.9},
+    "dppo": {"delta": 0.05, "cap": 1.5},
 }
 CLIP = {"epsilon_low": 0.1, "epsilon_high": 0.3}
 
@@ -49,6 +55,14 @@ def loss_of(output, inputs, logps, epsilon_low, epsilon_high):
     return terms[inputs.mask.bool()].mean()
 
 
+def diagnostics(name, inputs, **hyperparameters):
+    """Every `mismatch/` metric of a correction, from the slow loops."""
+    fields = (inputs.rollout_logps, inputs.old_logps)
+    cap = hyperparameters.get("cap", getattr(CORRECTIONS[name](), "cap", math.inf))
+    gone = reference.dropped(name, *fields[::-1], inputs.advantages, inputs.mask, **hyperparameters)
+    return reference.diagnostics(*fields, inputs.mask, cap) | gone
+
+
 def close(metrics, expected, rel=1e-6):
     assert set(metrics) == set(expected)
     for name, value in expected.items():
@@ -59,23 +73,35 @@ def close(metrics, expected, rel=1e-6):
 # The papers' equations
 
 
+@cache
+def papers(seed):
+    """Each paper's objective on a batch, and its gradient."""
+    inputs, logps = batch(seed, shape=(8, 30), dtype=torch.float64)
+    logps.requires_grad_()
+    fields = (inputs.old_logps, inputs.rollout_logps, inputs.advantages, inputs.mask)
+    found = {}
+    for name, objective in reference.OBJECTIVES.items():
+        hyperparameters = {k: v for k, v in HYPERPARAMETERS[name].items() if k not in CLIP}
+        value = objective(logps, *fields, **CLIP, **hyperparameters)
+        found[name] = value.detach(), *torch.autograd.grad(value, logps)
+    return found
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_objective_and_gradient_are_the_papers(name, seed):
     """Each equals its own equation, in value and gradient, and no other's."""
     inputs, logps = batch(seed, shape=(8, 30), dtype=torch.float64)
     logps.requires_grad_()
-    output = CORRECTIONS[name](**HYPERPARAMETERS[name])(inputs)
-    mine = loss_of(output, inputs, logps, **CLIP)
+    correction = CORRECTIONS[name](**HYPERPARAMETERS[name])
+    given = replace(inputs, old_logps=logps.detach()) if getattr(correction, "every_update", False) else inputs
+    output = correction(given)
+    mine = loss_of(output, given, logps, **CLIP)
     (my_gradient,) = torch.autograd.grad(mine, logps)
-    for other, objective in reference.OBJECTIVES.items():
-        hyperparameters = {k: v for k, v in HYPERPARAMETERS[other].items() if k not in CLIP}
-        theirs = objective(
-            logps, inputs.old_logps, inputs.rollout_logps, inputs.advantages, inputs.mask, **CLIP, **hyperparameters
-        )
-        (their_gradient,) = torch.autograd.grad(theirs, logps)
+    assert set(papers(seed)) == set(CORRECTIONS)
+    for other, (theirs, their_gradient) in papers(seed).items():
         if other == name:
-            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(mine.detach(), theirs, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(my_gradient, their_gradient, rtol=1e-12, atol=1e-12)
         else:
             assert abs(mine - theirs) > 1e-4, other
@@ -104,9 +130,9 @@ def test_ais_alpha_and_its_parts(dims):
 def test_diagnostics(name):
     inputs, _ = batch(seed=1)
     output = CORRECTIONS[name](**HYPERPARAMETERS[name])(inputs)
-    cap = HYPERPARAMETERS[name].get("cap", math.inf)
-    expected = reference.diagnostics(inputs.rollout_logps, inputs.old_logps, inputs.mask, cap)
+    expected = diagnostics(name, inputs, **HYPERPARAMETERS[name])
     close({k: v for k, v in output.metrics.items() if k.startswith("mismatch/")}, expected, rel=1e-5)
+    assert all(0 < expected[k] < 1 for k in expected if "dropped" in k)
     assert (expected["mismatch/cap_fraction"] > 0) == (name in CAPPED)
     assert 0 < expected["mismatch/unscored_fraction"] < 1
 
@@ -314,10 +340,10 @@ def test_no_token_and_one_token(name, kept):
     inputs, _ = batch(unscored=False)
     mask = torch.zeros_like(inputs.mask)
     mask[1, 2] = kept
-    output = CORRECTIONS[name]()(CorrectionInputs(inputs.rollout_logps, inputs.old_logps, inputs.advantages, mask))
+    inputs = replace(inputs, mask=mask)
+    output = CORRECTIONS[name]()(inputs)
     assert all(math.isfinite(v) for v in output.metrics.values())
-    cap = getattr(CORRECTIONS[name](), "cap", math.inf)
-    expected = reference.diagnostics(inputs.rollout_logps, inputs.old_logps, mask, cap)
+    expected = diagnostics(name, inputs)
     close({k: v for k, v in output.metrics.items() if k.startswith("mismatch/")}, expected, rel=1e-5)
     if name == "ais" and kept:  # no variance to estimate: the gates of reliability are open
         assert output.metrics["ais/alpha"] == output.metrics["ais/alpha_mis"] > 0
@@ -401,7 +427,11 @@ def test_masks_of_any_type(mask):
     + [("acr", f, v) for f in ("epsilon_low", "epsilon_high") for v in (-0.1, math.nan)]
     + [("acr", "epsilon_low", 1.1)]
     + [("ais", f, v) for f in ("delta", "gamma", "eps") for v in (0, -1, math.nan)]
-    + [("ais", "beta_var", -0.5)],
+    + [("ais", "beta_var", -0.5)]
+    + [("icepop", "low", v) for v in (-0.1, 1.1, math.nan)]
+    + [("icepop", "high", v) for v in (0.9, math.nan, "5")]
+    + [(n, f, v) for n, f in (("geometric", "epsilon"), ("dppo", "delta")) for v in (0, 1.1, math.nan, None)]
+    + [("trm", "delta", v) for v in (0, -1, math.nan, True)],
 )
 def test_bad_hyperparameters_name_the_field_and_the_value(name, field, value):
     with pytest.raises(ValueError, match=f"{field} must be a number >.*got {value!r}"):
@@ -413,6 +443,9 @@ def test_the_edge_of_what_is_allowed():
         CORRECTIONS[name](cap=1)
     CORRECTIONS["acr"](epsilon_low=1, epsilon_high=0)
     CORRECTIONS["ais"](beta_var=0)
+    CORRECTIONS["icepop"](low=0, high=1)
+    CORRECTIONS["geometric"](epsilon=1)
+    CORRECTIONS["dppo"](delta=1)
 
 
 @pytest.mark.parametrize("field", ["rollout_logps", "mask", "advantages"])

@@ -3,18 +3,20 @@
 import pytest
 import torch
 from tiny import save_tiny, tiny_model
-from training import config, dataset, lora, make, metrics, parameters
+from training import DROPPING, config, dataset, lora, make, metrics, parameters
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.corrections import CORRECTIONS
 
 
 LOCAL = [name for name, correction in CORRECTIONS.items() if not getattr(correction, "whole_batch", False)]
+WEIGHTING = [name for name in LOCAL if name not in DROPPING]
 
 
 def trained(path, two_passes=False, peft=False, model=None, **settings):
     """A run, and the number of passes without gradients in its training, one for each generation at most."""
     settings = {"rollout_precision": "int4", "max_steps": 3, "is_correction": "tis"} | settings
+    settings |= DROPPING.get(settings["is_correction"], {})
     trainer = make(
         QuantGRPOTrainer,
         config(QuantGRPOConfig, path, **settings),
@@ -71,8 +73,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("correction", LOCAL)
+@pytest.mark.parametrize(
+    ("correction", "peft"), [(name, False) for name in LOCAL] + [(name, True) for name in WEIGHTING]
+)
 def test_every_correction_trains_as_with_two_passes(tmp_path, correction, peft):
     one, none = trained(tmp_path / "one", is_correction=correction, peft=peft)
     two, three = trained(tmp_path / "two", two_passes=True, is_correction=correction, peft=peft)
@@ -93,9 +96,10 @@ def test_every_option_trains_as_with_two_passes(tmp_path, option):
     assert_same_numbers(one, two)
 
 
-@pytest.mark.parametrize("correction", LOCAL)
+@pytest.mark.parametrize("correction", [*WEIGHTING, "dppo"])
 def test_a_resumed_run_is_the_unbroken_one(tmp_path, correction):
     settings = {"is_correction": correction, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    settings |= DROPPING.get(correction, {})
     whole, _ = trained(tmp_path / "whole", **settings)
     args = config(QuantGRPOConfig, tmp_path / "whole", rollout_precision="int4", **settings)
     resumed = make(QuantGRPOTrainer, args, model=str(tmp_path / "whole" / "model"))

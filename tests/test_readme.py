@@ -223,7 +223,10 @@ def test_values_exist():
 def test_defaults_are_those_that_are_told():
     quantized = {"rollout_precision": "int4", "use_cpu": True, "output_dir": "out"}
     assert QuantGRPOConfig(**quantized).is_correction == "acr"
-    assert [CORRECTIONS[name]().cap for name in ("tis", "acr", "ais")] == [2, 2, 5]
+    assert [CORRECTIONS[name]().cap for name in ("tis", "acr", "ais", "dppo")] == [2, 2, 5, 10]
+    assert CORRECTIONS["icepop"]() == CORRECTIONS["icepop"](low=0.5, high=5)
+    assert CORRECTIONS["geometric"]().epsilon == 0.01
+    assert (CORRECTIONS["trm"]().delta, CORRECTIONS["dppo"]().delta) == (0.05, 0.15)
     for config in (AISGRPOConfig(**quantized), QuantGRPOConfig(is_correction="ais", **quantized)):
         assert (config.is_correction, config.scale_rewards, config.loss_type) == ("ais", "none", "grpo")
     plain = GRPOConfig(use_cpu=True, output_dir="out")

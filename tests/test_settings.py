@@ -71,6 +71,10 @@ def test_trls_trainer_with_our_config_is_told(tmp_path, caplog):
             {"is_correction": "tis", "rollout_precision": "int8", "ais_delta": 0.1},
             ["`ais_delta`=0.1", "'ais'", "'tis'"],
         ),
+        (
+            {"is_correction": "icepop", "rollout_precision": "int8", "dppo_delta": 0.1},
+            ["`dppo_delta`=0.1", "'dppo'", "'icepop'"],
+        ),
         ({"rollout_precision": "int8", "noise_stages": 5}, ["`noise_stages`=5", "`noise_schedule`"]),
         ({"rollout_precision": "int8", "delta": 2.0}, ["'acr'", "`delta`=2.0", "'tis'"]),
         ({"lora_sync": "adapter", "use_vllm": True}, ["`lora_sync`='adapter'", "`rollout_precision`"]),

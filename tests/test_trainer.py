@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from reference import OBJECTIVES
 from tiny import save_tiny, tiny_model
-from training import assert_same_run, config, dataset, lora, make, metrics, parameters, spread
+from training import DROPPING, assert_same_run, config, dataset, lora, make, metrics, parameters, spread
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import AISGRPOConfig, AISGRPOTrainer, QuantGRPOConfig, QuantGRPOTrainer
@@ -26,6 +26,9 @@ MISMATCH = [
     "chi_square",
     "cap_fraction",
 ]
+
+
+CAPPED = ("tis", "acr", "ais")
 
 
 def quantized(trainer_class, output_dir, model=None, config_class=QuantGRPOConfig, peft=False, **overrides):
@@ -48,7 +51,7 @@ def batch_of(trainer):
 def test_the_loss_is_the_papers_objective(tmp_path, correction):
     """One step after the policy has moved, on a real batch, against the slow loops of `reference.py`."""
     settings = {"loss_type": "bnpo", "scale_rewards": "group", "epsilon_high": 0.3, "num_iterations": 2}
-    settings |= {"is_cap": 1.05} if correction in ("tis", "acr", "ais") else {}
+    settings |= {"is_cap": 1.05} if correction in CAPPED else DROPPING.get(correction, {})
     trainer = quantized(QuantGRPOTrainer, tmp_path, is_correction=correction, **settings)
     batch = batch_of(trainer)
     rollout = batch["sampling_per_token_logps"]
@@ -72,7 +75,8 @@ def test_the_loss_is_the_papers_objective(tmp_path, correction):
             mask=batch["completion_mask"],
             epsilon_low=0.2,
             epsilon_high=0.3,
-            **({"cap": 1.05} if name in ("tis", "acr", "ais") else {}),
+            **({"cap": 1.05} if name in CAPPED else {}),
+            **{field.removeprefix(f"{name}_"): value for field, value in DROPPING.get(name, {}).items()},
         )
         for name in CORRECTIONS
     }
@@ -85,7 +89,8 @@ def test_the_loss_is_the_papers_objective(tmp_path, correction):
 
 @pytest.mark.parametrize("correction", ["trl", *CORRECTIONS])
 def test_every_correction_trains_and_says_what_it_saw(tmp_path, correction):
-    trainer = quantized(QuantGRPOTrainer, tmp_path, is_correction=correction, max_steps=2)
+    settings = {"is_correction": correction, **DROPPING.get(correction, {})}
+    trainer = quantized(QuantGRPOTrainer, tmp_path, max_steps=2, **settings)
     before = parameters(trainer)
     trainer.train()
     assert any(not torch.equal(before[n], p) for n, p in parameters(trainer).items())
@@ -95,6 +100,10 @@ def test_every_correction_trains_and_says_what_it_saw(tmp_path, correction):
     assert first["mismatch/kl_k3"] > 1e-4 and first["mismatch/abs_logp_diff"] > 1e-2  # int4 is not the policy
     assert 0 < second["weights/normalized_update"] < first["weights/normalized_quantization_error"]
     assert ("ais/alpha" in first) == (correction == "ais")
+    assert ("mismatch/dropped_fraction" in first) == (correction in ("trl", *DROPPING))
+    if correction in DROPPING:
+        assert 0 < first["mismatch/dropped_fraction"] <= first["mismatch/dropped_sequence_fraction"]
+        assert first["mismatch/dropped_fraction"] < 1 and first["sampling/importance_sampling_ratio/min"] == 0
     assert "entropy" in first and "clip_ratio/high_mean" in first
     if correction in ("none", "coupled"):
         assert first["sampling/importance_sampling_ratio/max"] == 1.0

@@ -13,7 +13,7 @@ from typing import ClassVar, get_type_hints
 from trl import GRPOConfig
 
 from .consistency import check_consistent
-from .corrections import ACR, AIS, CORRECTIONS, TIS, CorrectionInputs, CorrectionOutput
+from .corrections import ACR, AIS, CORRECTIONS, DPPO, TIS, TRM, CorrectionInputs, CorrectionOutput, Geometric, IcePop
 from .corrections.trl import TRL
 from .noise import SCHEDULES, sigma
 from .precisions import PRECISIONS, frozen_bases, train_precisions
@@ -83,21 +83,32 @@ class QuantGRPOConfig(GRPOConfig):
 
         is_correction (`str`, *optional*):
             What a token of the quantized sampler is worth: `"trl"` (TRL's own importance sampling, governed by its
-            `vllm_importance_sampling_*` arguments), `"none"`, `"coupled"`, `"decoupled"`, `"tis"`, `"acr"` or `"ais"`.
-            If `None`, `"trl"` without a `rollout_precision` and `"acr"` with one.
+            `vllm_importance_sampling_*` arguments), or a key of [`~corrections.CORRECTIONS`]: `"none"`, `"coupled"`,
+            `"decoupled"`, `"tis"`, `"acr"`, `"ais"`, `"icepop"`, `"geometric"`, `"trm"` or `"dppo"`. If `None`, `"trl"`
+            without a `rollout_precision` and `"acr"` with one.
         scale_rewards (`str`, *optional*):
             As in TRL. If `None`, what the correction's method asks for: `"none"` with `ais`, else TRL's default.
         loss_type (`str`, *optional*):
             As in TRL. If `None`, what the correction's method asks for: `"grpo"` with `ais`, else TRL's default.
         is_cap (`float`, *optional*):
-            Cap C >= 1 on the ratio w = exp(old_logps - rollout_logps), for `tis`, `acr` and `ais`. If `None`, 2 for
-            `tis` and `acr`, 5 for `ais`.
+            Cap C >= 1 on the ratio w = exp(old_logps - rollout_logps), for `tis`, `acr`, `ais` and `dppo`. If `None`,
+            2 for `tis` and `acr`, 5 for `ais`, 10 for `dppo`.
         ais_delta (`float`, *optional*, defaults to `0.02`):
             Mean |old_logps - rollout_logps|, in nats, at which AIS applies its full correction.
         ais_gamma (`float`, *optional*, defaults to `1.2`):
             Growth of the advantages' standard deviation under the weights that AIS tolerates.
         ais_beta_var (`float`, *optional*, defaults to `1.0`):
             Strength of AIS's penalty beyond `ais_gamma`.
+        icepop_low (`float`, *optional*, defaults to `0.5`):
+            Ratio w, from 0 to 1, below which IcePop drops a token.
+        icepop_high (`float`, *optional*, defaults to `5.0`):
+            Ratio w, at least 1, above which IcePop drops a token.
+        geometric_epsilon (`float`, *optional*, defaults to `0.01`):
+            Distance from 1, at most 1, beyond which the geometric mean of w has its sequence dropped.
+        trm_delta (`float`, *optional*, defaults to `0.05`):
+            Largest (log w)^2 / 2 of a token, in nats, that trust region masking keeps in a sequence.
+        dppo_delta (`float`, *optional*, defaults to `0.15`):
+            Probability, at most 1, that DPPO lets a token move away from the sampler.
 
         > Parameters that control adaptive quantization noise (AQN)
 
@@ -196,8 +207,8 @@ class QuantGRPOConfig(GRPOConfig):
     is_cap: float | None = field(
         default=None,
         metadata={
-            "help": "Cap C >= 1 on the ratio between trainer and sampler, for 'tis', 'acr' and 'ais'. If not set, "
-            f"{TIS.cap:g} for 'tis', {ACR.cap:g} for 'acr', {AIS.cap:g} for 'ais'."
+            "help": "Cap C >= 1 on the ratio between trainer and sampler, for 'tis', 'acr', 'ais' and 'dppo'. If not "
+            f"set, {TIS.cap:g} for 'tis', {ACR.cap:g} for 'acr', {AIS.cap:g} for 'ais', {DPPO.cap:g} for 'dppo'."
         },
     )
     ais_delta: float = field(
@@ -211,6 +222,23 @@ class QuantGRPOConfig(GRPOConfig):
     ais_beta_var: float = field(
         default=AIS.beta_var,
         metadata={"help": "Strength of AIS's penalty on the growth of the variance beyond `ais_gamma`."},
+    )
+    icepop_low: float = field(
+        default=IcePop.low, metadata={"help": "Ratio w, from 0 to 1, below which IcePop drops a token."}
+    )
+    icepop_high: float = field(
+        default=IcePop.high, metadata={"help": "Ratio w, at least 1, above which IcePop drops a token."}
+    )
+    geometric_epsilon: float = field(
+        default=Geometric.epsilon,
+        metadata={"help": "Distance from 1 beyond which the geometric mean of w has its sequence dropped."},
+    )
+    trm_delta: float = field(
+        default=TRM.delta,
+        metadata={"help": "Largest (log w)^2 / 2 of a token that trust region masking keeps in a sequence."},
+    )
+    dppo_delta: float = field(
+        default=DPPO.delta, metadata={"help": "Probability that DPPO lets a token move away from the sampler."}
     )
     noise_schedule: str | None = field(
         default=None,

@@ -67,6 +67,8 @@ def check_consistent(args) -> None:
     _check_hyperparameters(args)
     if args.is_correction == "acr":
         _check_acr(args)
+    if args.importance_sampling_level != "token":
+        _check_level(args)
     if args.is_correction != "trl":
         _check_trl_correction(args)
     if args.use_vllm or args.rollout_precision is not None:
@@ -229,10 +231,14 @@ def _check_acr(args):
             f"`is_correction`='acr' widens the upper clip bound of the policy ratio, and `loss_type`="
             f"{args.loss_type!r} has none. Use {others}, or a loss that clips: {', '.join(CLIPPED_LOSSES)}."
         )
-    if args.importance_sampling_level != "token":
+
+
+def _check_level(args):
+    takes = [name for name, kind in CORRECTIONS.items() if not getattr(kind, "token_only", False)] + ["trl"]
+    if args.is_correction not in takes:
         raise ValueError(
-            "`is_correction`='acr' bounds the ratio of each token, but `importance_sampling_level`="
-            f"{args.importance_sampling_level!r} has one ratio for a whole sequence. Use {others}."
+            f"`is_correction`={args.is_correction!r} judges the ratio of each token, but `importance_sampling_level`="
+            f"{args.importance_sampling_level!r} has one ratio for a whole sequence. Use {listed(takes)}."
         )
 
 

@@ -66,8 +66,9 @@ class QuantGRPOTrainer(GRPOTrainer):
             args.rollout_precision = checkpoints.precision_before(args) or "auto"
         correction = args.correction()
         self._correct = correction and partial(corrected, correction, level=args.importance_sampling_level)
-        # Whether the loss's own forward scores the tokens for the correction too: no update comes between
-        self.one_pass = args.one_update_per_generation and not getattr(correction, "whole_batch", correction is None)
+        # Whether the loss's own forward scores the tokens for the correction too: no update comes between, or all count
+        local = args.one_update_per_generation and not getattr(correction, "whole_batch", correction is None)
+        self.one_pass = local or getattr(correction, "every_update", False)
         base = on_frozen_base(**given | {"args": args}) if args.holds_frozen_base else {}
         fields = {"model_init_kwargs": base.pop("model_init_kwargs", args.model_init_kwargs)}
         with engine_of(args, partial(train_as_sampled, self), **fields):
@@ -118,7 +119,7 @@ class QuantGRPOTrainer(GRPOTrainer):
     # Correct: what the tokens of the quantized sampler are worth
 
     def _generate_and_score_completions(self, inputs):
-        self._unlogged = []  # micro-batches of this generation
+        self._unlogged = getattr(self, "_unlogged", {}) | {self.model.training: []}  # micro-batches of a generation
         scores = self.vllm_importance_sampling_correction and not self.one_pass
         with dynamically_sampled(self, inputs) as inputs, exchanged(self, vllm_importance_sampling_correction=scores):
             output = super()._generate_and_score_completions(inputs)
@@ -156,11 +157,11 @@ class QuantGRPOTrainer(GRPOTrainer):
     def _correct_loss(self, batch, logps) -> None:
         """Gives the loss its weights where it has none yet, and a token's own clip bounds (QuRL eq. 9)."""
         if self.one_pass and "sampling_per_token_logps" in batch:
-            scored = batch | {"old_per_token_logps": logps}
-            write(result := self._correct(scored), batch)
-            self._unlogged.append(scored)
-            if len(self._unlogged) == (parts := self.args.steps_per_generation if self.model.training else 1):
-                whole, self._unlogged = joined(self._unlogged), []
+            batch["old_per_token_logps"] = logps
+            write(result := self._correct(scored := dict(batch)), batch)
+            (unlogged := self._unlogged[self.model.training]).append(scored)
+            if len(unlogged) == (parts := self.args.steps_per_generation if self.model.training else 1):
+                whole, self._unlogged[self.model.training] = joined(unlogged), []
                 self._log_correction(whole, result if parts == 1 else self._correct(whole))
         if "clip_high" in batch:
             share = rescued(logps, batch, counted(batch), self.epsilon_high)

@@ -13,7 +13,7 @@ TYPES = {
     dict: "a dict (or a JSON object)",
     type(None): "None",
 }
-# Fields of TRL that nothing else checks before the model is loaded -> at least, or with `True` above; at most
+# Fields that nothing else checks before the model is loaded -> at least, or with `True` above; at most
 BOUNDS = {
     "temperature": (0.0, True, math.inf),
     "top_p": (0.0, True, 1.0),
@@ -26,6 +26,11 @@ BOUNDS = {
     "learning_rate": (0.0, False, math.inf),
     "beta": (0.0, False, math.inf),
     "epsilon": (0.0, False, math.inf),
+    "icepop_low": (0.0, False, 1.0),
+    "icepop_high": (1.0, False, math.inf),
+    "geometric_epsilon": (0.0, True, 1.0),
+    "trm_delta": (0.0, True, math.inf),
+    "dppo_delta": (0.0, True, 1.0),
 }
 # Losses that clip the policy ratio between two bounds; only these have an upper bound that ACR can widen.
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")

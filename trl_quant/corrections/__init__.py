@@ -6,6 +6,15 @@ loss becomes
 
     w_t * min(R_t A_t, clip(R_t, clip_low_t, clip_high_t) A_t),    R_t = exp(logps_t - old_logps_t)
 
+What else a correction says of itself, as class variables:
+
+| variable | says |
+|---|---|
+| `whole_batch` | its weights need all tokens of a generation, scored before the first update |
+| `every_update` | it judges the current policy: at each update `old_logps` are that policy's, and `R` is 1 |
+| `token_only` | it needs the ratio of each token (`importance_sampling_level="token"`) |
+| `settings` | GRPO settings that its method asks for, by TRL's names |
+
 Example:
 
 ```python
@@ -21,8 +30,12 @@ from .ais import AIS
 from .base import CorrectionInputs, CorrectionOutput
 from .coupled import Coupled
 from .decoupled import Decoupled
+from .dppo import DPPO
+from .geometric import Geometric
+from .icepop import IcePop
 from .none import NoCorrection
 from .tis import TIS
+from .trm import TRM
 
 
 CORRECTIONS = {
@@ -32,16 +45,24 @@ CORRECTIONS = {
     "tis": TIS,
     "acr": ACR,
     "ais": AIS,
+    "icepop": IcePop,
+    "geometric": Geometric,
+    "trm": TRM,
+    "dppo": DPPO,
 }
 
 __all__ = [
     "ACR",
     "AIS",
     "CORRECTIONS",
+    "DPPO",
     "TIS",
+    "TRM",
     "CorrectionInputs",
     "CorrectionOutput",
     "Coupled",
     "Decoupled",
+    "Geometric",
+    "IcePop",
     "NoCorrection",
 ]

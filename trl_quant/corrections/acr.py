@@ -14,6 +14,7 @@ Truncation multiplies the objective by `r`, and with it the upper bound on `R`: 
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class ACR:
     cap: float = 2.0
     epsilon_low: float = 0.2
     epsilon_high: float | None = None  # default: `epsilon_low`
+
+    token_only: ClassVar[bool] = True
 
     def __post_init__(self):
         check("cap", self.cap, 1)

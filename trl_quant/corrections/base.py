@@ -3,7 +3,7 @@
 | name | policy | log-probabilities from |
 |---|---|---|
 | `rollout_logps` | behaviour: the quantized (and noised) sampler | the rollout engine, with each token |
-| `old_logps` | proximal: the trainer at generation time | trainer forward, no grad |
+| `old_logps` | proximal: the trainer at generation time, or at each update | trainer forward, no grad |
 | `logps` | current | trainer forward, with grad (not needed here) |
 """
 
@@ -21,7 +21,7 @@ class CorrectionInputs:
         rollout_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities under the sampler. NaN or -inf marks a token that the sampler did not score.
         old_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the trainer at generation time.
+            Log-probabilities under the trainer at generation time, or now for corrections with `every_update`.
         advantages (`torch.Tensor` of shape `(B,)`, `(B, 1)` or `(B, T)`):
             Advantages, broadcast over the tokens of a sequence.
         mask (`torch.Tensor` of shape `(B, T)`):
@@ -62,7 +62,8 @@ class CorrectionOutput:
 
     Args:
         weights (`torch.Tensor` of shape `(B, T)`):
-            Factor on each token's clipped objective; exactly 1 on masked and on unscored tokens.
+            Factor on each token's clipped objective; exactly 1 on masked tokens, and on unscored ones unless the weight
+            is their sequence's.
         clip_low (`torch.Tensor` of shape `(B, T)` or `None`):
             Lower bound on the ratio `R`; `None` keeps the loss's own.
         clip_high (`torch.Tensor` of shape `(B, T)` or `None`):

@@ -23,6 +23,8 @@ Expectations are means over the `N` tokens, drawn by the behaviour policy:
 | `mismatch/same_fraction` | `E[w = 1]` | tokens whose log-probabilities are the same bits |
 | `mismatch/by_position/a-b` | `E[w - 1 - log w]` of tokens a to b | of the completion, from 0; where there are any |
 | `mismatch/unscored_fraction` | unscored / unmasked | tokens whose rollout logp is NaN or infinite |
+| `mismatch/dropped_fraction` | tokens of weight 0 / `N` | only of corrections that drop |
+| `mismatch/dropped_sequence_fraction` | sequences with such a token / sequences | the same |
 
 Without any tokens, every metric has its no-mismatch value.
 """
@@ -64,7 +66,7 @@ class Pooled(NamedTuple):
 
 def rollout_ratio(inputs: CorrectionInputs) -> Ratio:
     """`w = exp(old_logps - rollout_logps)`, with `log w` bounded by [`LOG_RATIO_BOUND`] on both sides."""
-    old, rollout = _at_least_float32(inputs.old_logps), _at_least_float32(inputs.rollout_logps)
+    old, rollout = at_least_float32(inputs.old_logps), at_least_float32(inputs.rollout_logps)
     counted = inputs.mask.bool()
     scored = counted & rollout.isfinite()
     log_w = torch.where(scored, old - rollout, 0.0).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -82,7 +84,11 @@ def unit_weights(inputs: CorrectionInputs, ratio: Ratio) -> Tensor:
 
 
 def diagnose(
-    inputs: CorrectionInputs, ratio: Ratio, cap: float = math.inf, extra: dict[str, Tensor] | None = None
+    inputs: CorrectionInputs,
+    ratio: Ratio,
+    cap: float = math.inf,
+    extra: dict[str, Tensor] | None = None,
+    dropped: Tensor | None = None,
 ) -> tuple[dict[str, float], dict[str, Pooled]]:
     """
     Mismatch diagnostics, with one small collective and one transfer from the device.
@@ -92,6 +98,7 @@ def diagnose(
         ratio ([`Ratio`]): Its ratios.
         cap (`float`): Where the correction caps `w`.
         extra (`dict[str, torch.Tensor]`, *optional*): More `(B, T)` quantities to pool.
+        dropped (`torch.Tensor` of shape `(B, T)`, *optional*): Where a correction that drops tokens does so.
 
     Returns:
         The metrics, and the pooled moments of each of `extra`.
@@ -99,7 +106,7 @@ def diagnose(
     Raises:
         `ValueError`: on every rank, if `old_logps` or `advantages` is NaN on a counted token of any rank.
     """
-    old, rollout = _at_least_float32(inputs.old_logps), _at_least_float32(inputs.rollout_logps)
+    old, rollout = at_least_float32(inputs.old_logps), at_least_float32(inputs.rollout_logps)
     w, log_w = float64(ratio.w), float64(ratio.log_w)
     quantities = {
         "k1": -log_w,
@@ -118,6 +125,10 @@ def diagnose(
         "old_logps": (ratio.counted & inputs.old_logps.isnan()).sum(),
         "advantages": (ratio.counted & advantages.isnan()).sum(),
     }
+    if dropped is not None:
+        quantities["dropped"] = dropped
+        counts["sequences"] = ratio.scored.any(1).sum()
+        counts["dropped_sequences"] = (ratio.scored & dropped).any(1).sum()
     starts = torch.tensor(POSITIONS[1:], device=w.device)
     bucket = torch.bucketize(torch.arange(w.shape[1], device=w.device), starts, right=True)
     for i in range(len(POSITIONS)):
@@ -145,6 +156,9 @@ def diagnose(
         "mismatch/same_fraction": pooled["same"].mean if p.count else 1.0,
         "mismatch/unscored_fraction": 1 - p.count / totals["counted"] if totals["counted"] else 0.0,
     }
+    if dropped is not None:
+        metrics["mismatch/dropped_fraction"] = pooled["dropped"].mean
+        metrics["mismatch/dropped_sequence_fraction"] = totals["dropped_sequences"] / max(totals["sequences"], 1)
     for i, (first, last) in enumerate(zip(POSITIONS, (*(p - 1 for p in POSITIONS[1:]), None))):
         if totals[f"tokens/{i}"]:
             name = f"mismatch/by_position/{first}-{'' if last is None else last}"
@@ -206,5 +220,6 @@ def float64(x: Tensor) -> Tensor:
     return (x.cpu() if x.device.type == "mps" else x).double()
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x`, detached, in float32 or in its own type if that holds more."""
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))

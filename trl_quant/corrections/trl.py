@@ -45,9 +45,9 @@ class TRL:
         cap = math.inf if self.clip_max is None else self.clip_max
         w = unit_weights(inputs, ratio)
         outside = (w > cap) | (w < (self.clip_min or 0.0))
-        dropped = (outside if self.mode.endswith("mask") else torch.zeros_like(outside)).to(w.dtype)
-        metrics, pooled = diagnose(inputs, ratio, cap, {"dropped": dropped})
-        share = metrics["mismatch/dropped_fraction"] = pooled["dropped"].mean
+        dropped = outside if self.mode.endswith("mask") else torch.zeros_like(outside)
+        metrics, _ = diagnose(inputs, ratio, cap, dropped=dropped)
+        share = metrics["mismatch/dropped_fraction"]
         if share and self not in _told:
             _told.add(self)
             logger.warning(
