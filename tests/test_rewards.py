@@ -290,7 +290,7 @@ def test_no_timeout_notice(caplog):
 @given(st.text(alphabet="0123456789.,-+$%/#=<>\\{}boxedanswr \n", max_size=80), st.sampled_from(["7", "-7", "0.5"]))
 def test_any_text_scores_zero_or_one(text, gold):
     for reward in REWARDS.values():
-        (score,) = reward(completions=[text], answer=[gold])
+        (score,) = reward(completions=[text], answer=[gold], nums=[[7, 5]], target=[35], puzzle=["____\n" * 4])
         assert score in (0.0, 1.0)
 
 

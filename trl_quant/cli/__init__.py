@@ -14,6 +14,7 @@ COMMANDS = {
     "prepare": "write a quantized copy of a checkpoint, for vLLM servers in INT8, NVFP4 or MXFP4",
     "export": "merge an adapter, or undo UAQ, for serving; in 16 bits or quantized",
     "train": "train with GRPO, quantized rollouts and a correction (also: examples/train_grpo.py)",
+    "eval": "answer benchmarks and score them: greedy, avg@k, pass@k; resumable",
     "report": "table and chart of training runs; with --mismatch, where trainer and engine part",
 }
 # Whose `raise` is a message for the user

@@ -38,7 +38,7 @@ from ..rollout.activations import Comparison, Point
 from ..rollout.self_check import check_sequences
 from ..rollout.vllm.support import check_device, check_engine_kwargs
 from ..tasks import load_prompts
-from ..tasks.data import check_prompts
+from ..tasks.data import check_prompts, token_ids
 from ..unified_flow import checkpoint_dtype, unify
 from .report import check_output
 
@@ -69,9 +69,9 @@ class Trained:
     settings: dict
 
     @classmethod
-    def find(cls, name: str) -> "Trained":
+    def find(cls, name: str, option: str = "`--mismatch`") -> "Trained":
         """
-        The model or the newest whole checkpoint called `name`.
+        The model or the newest whole checkpoint called `name`, which `option` gave.
 
         Raises:
             ValueError: A directory without either, or a quantized checkpoint.
@@ -84,9 +84,9 @@ class Trained:
             if adapter:
                 base = PeftConfig.from_pretrained(path).base_model_name_or_path
             elif not (Path(path) / "config.json").is_file():
-                raise ValueError(f"`--mismatch`={name!r} holds no model and no adapter. {how_to_go_on(name)}")
+                raise ValueError(f"{option}={name!r} holds no model and no adapter. {how_to_go_on(name)}")
         if getattr(AutoConfig.from_pretrained(base), "quantization_config", None) is not None:
-            raise ValueError(f"`--mismatch`={name!r} is quantized already: {base}. Name a checkpoint of 16 or 32 bits.")
+            raise ValueError(f"{option}={name!r} is quantized already: {base}. Name a checkpoint of 16 or 32 bits.")
         return cls(path, base, adapter, settings)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -112,24 +112,29 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     options = argparse.ArgumentParser(prog="trl-quant report", description=__doc__.partition("\n")[0])
     options.add_argument("--mismatch", required=True, metavar="MODEL_OR_RUN", help="hub id, directory or run")
+    add_engine_options(options)
+    options.add_argument("--prompts", metavar="FILE.jsonl", help="column 'prompt' or 'question' (default: a few texts)")
+    options.add_argument("--num_completions", type=int, default=8, help="how many (default: %(default)s)")
+    options.add_argument("--max_completion_length", type=int, default=128, help="tokens (default: %(default)s)")
+    options.add_argument("--temperature", type=float, default=1.0, help="of sampling (default: %(default)s)")
+    options.add_argument("--output", default="report.png", help="chart, or all numbers as .json (default: %(default)s)")
+    return options
+
+
+def add_engine_options(options: argparse.ArgumentParser) -> None:
+    """What samples, and of what policy."""
     kinds = "(default: the run's, else bf16)"
     options.add_argument("--rollout_precision", choices=PRECISIONS, help=f"what the engine samples in {kinds}")
     options.add_argument("--train_precision", choices=[BF16, *train_precisions()], help=f"what is trained {kinds}")
     options.add_argument("--engine", choices=ENGINES, default="embedded", help="what samples (default: %(default)s)")
     options.add_argument("--vllm_engine_kwargs", default="{}", help="further arguments of vLLM's `LLM`, a JSON object")
     options.add_argument("--vllm_gpu_memory_utilization", type=float, default=0.3, help="share (default: %(default)s)")
-    options.add_argument("--prompts", metavar="FILE.jsonl", help="column 'prompt' or 'question' (default: a few texts)")
-    options.add_argument("--num_completions", type=int, default=8, help="how many (default: %(default)s)")
-    options.add_argument("--max_completion_length", type=int, default=128, help="tokens (default: %(default)s)")
-    options.add_argument("--temperature", type=float, default=1.0, help="of sampling (default: %(default)s)")
     options.add_argument(
         "--dtype",
         choices=DTYPES,
         default="mixed",
         help="types of the trainer's forward: 'mixed' is 32-bit weights under BF16 autocast (default: %(default)s)",
     )
-    options.add_argument("--output", default="report.png", help="chart, or all numbers as .json (default: %(default)s)")
-    return options
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -137,7 +142,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     check_output(args.output, "json")
     trained = Trained.find(args.mismatch)
-    kwargs = _resolve(args, trained)
+    kwargs = resolve_engine(args, trained) | {"enforce_eager": True}  # or there are no modules to look at
+    for name in ("num_completions", "max_completion_length"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"`--{name}`={getattr(args, name)} is out of range. It must be >= 1.")
+    if not args.temperature > 0:
+        raise ValueError(f"`--temperature`={args.temperature:g} is out of range. It must be > 0.")
     tokenizer = trained.tokenizer()
     prompts = _prompts(args, tokenizer)
 
@@ -158,23 +168,18 @@ def main(argv: list[str] | None = None) -> None:
     console.print(f"{'numbers' if args.output.endswith('.json') else 'chart'}: {args.output}")
 
 
-def _resolve(args: argparse.Namespace, trained: Trained) -> dict:
+def resolve_engine(args: argparse.Namespace, trained: Trained) -> dict:
     """Fills in what a run recorded, and checks what goes together; returns vLLM's arguments."""
     for name in ("rollout_precision", "train_precision"):
         if getattr(args, name) is None:
             setattr(args, name, trained.settings.get(name) or BF16)
-    for name in ("num_completions", "max_completion_length"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"`--{name}`={getattr(args, name)} is out of range. It must be >= 1.")
-    if not args.temperature > 0:
-        raise ValueError(f"`--temperature`={args.temperature:g} is out of range. It must be > 0.")
     if not 0 < args.vllm_gpu_memory_utilization <= 1:
         share = args.vllm_gpu_memory_utilization
         raise ValueError(f"`--vllm_gpu_memory_utilization`={share:g} is out of range. It must be > 0 and <= 1.")
     if args.train_precision == BITSANDBYTES:
         held = [name for name in train_precisions() if name != BITSANDBYTES]
         raise ValueError(
-            f"`--train_precision`={BITSANDBYTES!r} is bitsandbytes', which has no report yet. Allowed: "
+            f"`--train_precision`={BITSANDBYTES!r} is bitsandbytes', which is not read here yet. Allowed: "
             f"{', '.join(map(repr, [BF16, *held]))}."
         )
     try:
@@ -191,7 +196,7 @@ def _resolve(args: argparse.Namespace, trained: Trained) -> dict:
         check_engine_kwargs(kwargs)
     elif kwargs:
         raise ValueError("`--vllm_engine_kwargs` acts with `--engine vllm` alone. Give both, or leave it out.")
-    return kwargs | {"enforce_eager": True}  # or there are no modules to look at
+    return kwargs
 
 
 def _prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -201,24 +206,26 @@ def _prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> li
     else:
         rows = load_prompts(args.prompts, tokenizer=tokenizer)
         check_prompts("--prompts", rows)
-        texts = rows[: args.num_completions]["prompt"]
-        if not isinstance(texts[0], str):
-            texts = tokenizer.apply_chat_template(texts, tokenize=False, add_generation_prompt=True)
-        found = tokenizer(texts, add_special_tokens=isinstance(rows[0]["prompt"], str))["input_ids"]
+        found = token_ids(rows[: args.num_completions]["prompt"], tokenizer)
     return list(islice(cycle(found), args.num_completions))
 
 
 def build_engine(
-    args: argparse.Namespace, trained: Trained, tokenizer: PreTrainedTokenizerBase, longest: int, kwargs: dict
+    args: argparse.Namespace,
+    trained: Trained,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int,
+    kwargs: dict,
+    **sampling,
 ) -> rollout.RolloutEngine:
-    """The engine with the policy's weights, as a run with these settings has it."""
+    """The engine with the policy's weights, as a run with these settings has it; `sampling` adds to TRL's options."""
     same = args.train_precision == args.rollout_precision != BF16
     frozen = same and args.train_precision in frozen_bases()
     lora_sync = trained.settings.get("lora_sync") or ("adapter" if frozen and args.engine == "vllm" else "merge")
     policy = trained.policy(args.train_precision, DTYPES[args.dtype], lora_sync == "merge")
     mixed = BF16 if args.dtype == "mixed" else "no"
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed)
-    options = {"temperature": args.temperature, "max_completion_length": args.max_completion_length}
+    options = {"temperature": args.temperature, "max_completion_length": args.max_completion_length} | sampling
     name = ENGINES[args.engine]
     if args.engine == "vllm":
         options |= {

@@ -60,6 +60,13 @@ class _SampledLogps(LogitsProcessor):
             self.logps.append((chosen - self._scores.logsumexp(-1)).float())
 
 
+class _Likeliest(LogitsProcessor):
+    """Leaves only the likeliest token, the first of equals, as a temperature of 0 does."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        return torch.full_like(scores, -torch.inf).scatter(-1, scores.argmax(-1, keepdim=True), 0.0)
+
+
 class TransformersEngine(RolloutEngine):
     """
     A quantized copy of the policy that samples with transformers' `generate`, behind TRL's generation interface.
@@ -271,7 +278,9 @@ def _warpers(options: dict, device: torch.device) -> LogitsProcessorList:
     temperature, top_k = options.pop("temperature"), options.pop("top_k")
     top_p, min_p = options.pop("top_p"), options.pop("min_p")
     processors = LogitsProcessorList()
-    if temperature != 1.0:
+    if temperature == 0:
+        processors.append(_Likeliest())
+    elif temperature != 1.0:
         processors.append(TemperatureLogitsWarper(temperature))
     if top_k:
         processors.append(TopKLogitsWarper(top_k))

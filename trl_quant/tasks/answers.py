@@ -17,6 +17,7 @@ therefore fast and bounded, needs no signal-based timeout, and works off the mai
 
 import logging
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from functools import lru_cache
 
@@ -54,6 +55,30 @@ class _DropTimeoutNotice(logging.Filter):
 
 for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).addFilter(_DropTimeoutNotice())
+
+
+def message_text(completion: str | Sequence[dict] | None) -> str:
+    """The text of a plain completion, or of the last message of a conversational one, with text parts joined."""
+    if completion is None or isinstance(completion, str):
+        return completion or ""
+    content = completion[-1].get("content") if completion else None
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return "".join(part.get("text") or "" for part in content)
+
+
+def without_echo(text: str, prompt: str | Sequence[dict] | None) -> str:
+    """A completion's text less the messages of its prompt, wherever they are repeated word for word."""
+    messages = [prompt] if isinstance(prompt, str) else [message_text([message]) for message in prompt or []]
+    for message in filter(None, map(str.strip, messages)):
+        text = text.replace(message, " ")
+    return text
+
+
+def final_answer(completion: str | Sequence[dict] | None, prompt: str | Sequence[dict] | None = None) -> str | None:
+    """What stands in the last marker of the strongest kind, in the completion's last `TAIL_CHARACTERS` characters."""
+    marked = marked_answers(without_echo(message_text(completion), prompt)[-TAIL_CHARACTERS:])
+    return marked[-1][0] if marked else None
 
 
 def numbers(text: str) -> list[str | None]:

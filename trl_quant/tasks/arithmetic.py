@@ -12,13 +12,13 @@ Pure Python, no model: `examples/build_arithmetic_model.py` teaches this to one.
 """
 
 import random
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from .splits import is_held_out
+
 
 OPERATIONS = ("+", "-", "*")
-HELD_OUT_SHARE = 8  # one problem in this many is never trained on
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,13 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether the problem is for evaluation: a property of the problem itself, so splits never overlap."""
-        return zlib.crc32(self.prompt.encode()) % HELD_OUT_SHARE == 0
+        """Whether the problem is for evaluation."""
+        return is_held_out(self.prompt)
+
+    @property
+    def row(self) -> dict:
+        """Of a dataset: the prompt, and what the reward compares with."""
+        return {"prompt": self.prompt, "answer": str(self.answer)}
 
     @property
     def solution(self) -> str:

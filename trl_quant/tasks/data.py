@@ -8,7 +8,7 @@ from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
 
-PROMPT_COLUMNS = ("prompt", "question")
+PROMPT_COLUMNS = ("prompt", "question", "problem")
 SCANNED_ROWS = 1000  # read at once by `check_prompts`
 DEFAULT_CONFIGS = {"openai/gsm8k": "main"}  # hub datasets that load only with a configuration
 
@@ -55,10 +55,22 @@ def load_prompts(
         )
     if column != "prompt":
         dataset = dataset.rename_column(column, "prompt")
-    conversational = tokenizer is not None and tokenizer.chat_template is not None
-    if conversational and len(dataset) and isinstance(dataset[0]["prompt"], str):
+    return dataset if tokenizer is None else as_conversations(dataset, tokenizer)
+
+
+def as_conversations(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """The dataset with plain prompts as conversations of one user message, where the tokenizer has a chat template."""
+    if tokenizer.chat_template is not None and len(dataset) and isinstance(dataset[0]["prompt"], str):
         dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     return dataset
+
+
+def token_ids(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """What a policy is given for prompts that are all plain, or all conversations."""
+    if isinstance(prompts[0], str):
+        return tokenizer(prompts)["input_ids"]
+    texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def check_prompts(name: str, dataset: Dataset | IterableDataset) -> None:

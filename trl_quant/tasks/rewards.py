@@ -1,6 +1,6 @@
 """Rewards in TRL's signature: `reward(completions, answer, **kwargs) -> list[float | None]`.
 
-Every reward here guarantees these scores, whatever the policy writes:
+Every reward of a number guarantees these scores, whatever the policy writes:
 
 | completion | score | why |
 |---|---|---|
@@ -19,24 +19,17 @@ order.
 import inspect
 from collections.abc import Callable, Sequence
 
-from .answers import TAIL_CHARACTERS, extract_answer, marked_answers, same_number, single_number
-
-
-def _text(completion: str | Sequence[dict] | None) -> str:
-    """The text of a plain completion, or of the last message of a conversational one, with text parts joined."""
-    if completion is None or isinstance(completion, str):
-        return completion or ""
-    content = completion[-1].get("content") if completion else None
-    if isinstance(content, str) or content is None:
-        return content or ""
-    return "".join(part.get("text") or "" for part in content)
-
-
-def _without_echo(text: str, prompt: str | Sequence[dict] | None) -> str:
-    messages = [prompt] if isinstance(prompt, str) else [_text([message]) for message in prompt or []]
-    for message in filter(None, map(str.strip, messages)):
-        text = text.replace(message, " ")
-    return text
+from .answers import (
+    TAIL_CHARACTERS,
+    extract_answer,
+    marked_answers,
+    message_text,
+    same_number,
+    single_number,
+    without_echo,
+)
+from .countdown import countdown_reward
+from .sudoku import sudoku_reward
 
 
 def _number_reward(completions, answer, prompts, last_number: bool) -> list[float | None]:
@@ -44,7 +37,7 @@ def _number_reward(completions, answer, prompts, last_number: bool) -> list[floa
     rewards = []
     for completion, gold, prompt in zip(completions, answer, prompts, strict=True):
         gold = None if gold is None else single_number(str(gold).rpartition("####")[2])
-        found = extract_answer(_without_echo(_text(completion), prompt), last_number)
+        found = extract_answer(without_echo(message_text(completion), prompt), last_number)
         rewards.append(None if gold is None else float(found is not None and same_number(gold, found)))
     return rewards
 
@@ -103,14 +96,20 @@ def format_reward(completions, **kwargs) -> list[float]:
     """
     rewards = []
     for completion in completions:
-        text = _text(completion)[-TAIL_CHARACTERS:]
+        text = message_text(completion)[-TAIL_CHARACTERS:]
         marked = marked_answers(text)
         alone_at_end = len(marked) == 1 and not text[marked[0][1] :].strip(" \n.$")
         rewards.append(float(alone_at_end and single_number(marked[0][0]) is not None))
     return rewards
 
 
-REWARDS = {"arithmetic": arithmetic_reward, "gsm8k": gsm8k_reward, "format": format_reward}
+REWARDS = {
+    "arithmetic": arithmetic_reward,
+    "countdown": countdown_reward,
+    "format": format_reward,
+    "gsm8k": gsm8k_reward,
+    "sudoku": sudoku_reward,
+}
 
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")  # by TRL, and columns
 

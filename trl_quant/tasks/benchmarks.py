@@ -1,0 +1,181 @@
+r"""What models are evaluated on: questions from the hub, from a file or generated, with what scores the answers.
+
+| task | on the hub | split | questions |
+|---|---|---|---|
+| gsm8k | openai/gsm8k | test | 1319 |
+| math500 | HuggingFaceH4/MATH-500 | test | 500 |
+| aime24 | HuggingFaceH4/aime_2024 | train | 30 |
+| aime25 | math-ai/aime25 | test | 30 |
+| amc23 | math-ai/amc23 | test | 40 |
+| minerva | math-ai/minervamath | test | 272 |
+| olympiad | math-ai/olympiadbench | test | 674 |
+
+`arithmetic`, `countdown` and `sudoku` are generated, all of them problems that are held out from training. `jsonl` is a
+file of one's own, whose column `answer` is compared as mathematics.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from datasets import Dataset
+
+from . import arithmetic, countdown, sudoku
+from .data import check_prompts, load_prompts
+from .mathematics import math_reward
+from .rewards import REWARDS
+
+
+BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
+GENERATED = 500  # questions, if not said otherwise
+ATTEMPTS = 1000  # problems that are drawn for a new one, before there seem to be no more
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """
+    A task to evaluate on.
+
+    Attributes:
+        reward (`Callable`): In TRL's signature, 1 where an answer is right.
+        source (`str` or `None`): The dataset on the hub.
+        split (`str`): Of the dataset.
+        answer (`str`): The dataset's column that is passed to the reward as `answer`.
+        instruction (`str`): What follows each question.
+        problems (`Callable` or `None`): Generates them: of a seed, and of keywords for their difficulty.
+    """
+
+    reward: Callable[..., list[float | None]] = math_reward
+    source: str | None = None
+    split: str = "test"
+    answer: str = "answer"
+    instruction: str = ""
+    problems: Callable[..., Iterator] | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        """What the reward must be given of a row, beside the completion."""
+        parameters = inspect.signature(self.reward).parameters.values()
+        return [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD][1:]
+
+    @property
+    def difficulty(self) -> dict:
+        """Keywords of the generator with their defaults."""
+        if self.problems is None:
+            return {}
+        parameters = inspect.signature(self.problems).parameters
+        return {name: p.default for name, p in parameters.items() if name not in ("seed", "held_out")}
+
+
+BENCHMARKS = {
+    "gsm8k": Benchmark(REWARDS["gsm8k"], "openai/gsm8k", instruction=BOXED),
+    "math500": Benchmark(source="HuggingFaceH4/MATH-500", instruction=BOXED),
+    "aime24": Benchmark(source="HuggingFaceH4/aime_2024", split="train", instruction=BOXED),
+    "aime25": Benchmark(source="math-ai/aime25", instruction=BOXED),
+    "amc23": Benchmark(source="math-ai/amc23", instruction=BOXED),
+    "minerva": Benchmark(source="math-ai/minervamath", instruction=BOXED),
+    "olympiad": Benchmark(source="math-ai/olympiadbench", answer="final_answer", instruction=BOXED),
+    "countdown": Benchmark(REWARDS["countdown"], problems=countdown.problems),
+    "sudoku": Benchmark(REWARDS["sudoku"], problems=sudoku.problems),
+    "arithmetic": Benchmark(REWARDS["arithmetic"], problems=arithmetic.problems),
+    "jsonl": Benchmark(),
+}
+
+
+def generate(task: str, count: int, seed: int = 0, held_out: bool = False, **difficulty) -> Dataset:
+    """
+    Different problems of a generated task, as a dataset to train or to evaluate on.
+
+    Args:
+        task (`str`): `"arithmetic"`, `"countdown"` or `"sudoku"`.
+        count (`int`): How many.
+        seed (`int`): The same one gives the same problems.
+        held_out (`bool`): Whether they are for evaluation. No problem is both for that and for training.
+        difficulty: Keywords of the task's `problems`.
+
+    Example:
+
+    ```python
+    >>> generate("countdown", 10_000, min_numbers=3, max_numbers=3).to_json("countdown.jsonl")
+    ```
+    """
+    check_difficulty(task, difficulty)
+    stream, found = BENCHMARKS[task].problems(seed, held_out=held_out, **difficulty), {}
+    while len(found) < count:
+        fresh = next((p for p in islice(stream, ATTEMPTS) if p not in found), None)
+        if fresh is None:
+            raise ValueError(f"{task}: there are hardly more than {len(found)} problems like that, and not {count}.")
+        found[fresh] = None
+    return Dataset.from_list([problem.row for problem in found])
+
+
+def check_difficulty(task: str, difficulty: dict) -> None:
+    """Raises `ValueError` for keywords that a task's generator lacks, or of the wrong type."""
+    known = BENCHMARKS[task].difficulty
+    wrong = [name for name, value in difficulty.items() if name not in known or not _is_like(value, known[name])]
+    if wrong:
+        allowed = ", ".join(f"{name}={default!r}" for name, default in known.items()) or "none"
+        raise ValueError(f"`task_kwargs`: {task} takes no {wrong[0]}={difficulty[wrong[0]]!r}. Allowed: {allowed}.")
+
+
+def _is_like(value, default) -> bool:
+    return type(value) is type(default) or not isinstance(default, int)
+
+
+def load_questions(
+    task: str,
+    data: str | None = None,
+    count: int | None = None,
+    seed: int = 0,
+    instruction: str | None = None,
+    difficulty: dict | None = None,
+) -> Dataset:
+    """
+    A benchmark's questions as plain prompts (or as a file's own conversations), and the columns that its reward needs.
+
+    Args:
+        task (`str`): A key of `BENCHMARKS`.
+        data (`str`, *optional*): A file or directory to read instead, see [`load_prompts`].
+        count (`int`, *optional*): Only so many, the first ones.
+        seed (`int`): Of generated ones.
+        instruction (`str`, *optional*): What follows each question, in place of the benchmark's own.
+        difficulty (`dict`, *optional*): Keywords of the generator.
+
+    Raises:
+        ValueError: No data, or data without what is needed.
+    """
+    benchmark = BENCHMARKS[task]
+    source = data or benchmark.source
+    check_difficulty(task, difficulty or {})
+    if source is not None and difficulty:
+        raise ValueError(f"`task_kwargs` are of generated problems, but these are read from {source!r}. Leave it out.")
+    if source is not None:
+        dataset = load_prompts(source, benchmark.split)
+        if benchmark.answer in dataset.column_names and benchmark.answer != "answer":
+            dataset = dataset.remove_columns({"answer"} & {*dataset.column_names})
+            dataset = dataset.rename_column(benchmark.answer, "answer")
+        dataset = dataset.select(range(min(count or len(dataset), len(dataset))))
+    elif benchmark.problems is not None:
+        dataset = generate(task, count or GENERATED, seed, held_out=True, **(difficulty or {}))
+    else:
+        raise ValueError(f"`--task {task}` needs `--data`: a file with the columns 'prompt' and 'answer'.")
+    check_prompts(source or task, dataset)
+    if missing := [name for name in benchmark.columns if name not in dataset.column_names]:
+        raise ValueError(
+            f"{source!r} has the columns {dataset.column_names}; `--task {task}` needs {', '.join(map(repr, missing))}."
+        )
+    known = inspect.signature(benchmark.reward).parameters
+    dataset = dataset.select_columns(["prompt", *(name for name in dataset.column_names if name in known)])
+    unanswered = benchmark.reward(completions=[""] * len(dataset), **dataset.remove_columns("prompt")[:])
+    if None in unanswered:
+        raise ValueError(f"{source!r}: row {unanswered.index(None)} has no answer to compare with.")
+    return _with_instruction(dataset, benchmark.instruction if instruction is None else instruction)
+
+
+def _with_instruction(dataset: Dataset, instruction: str) -> Dataset:
+    if not instruction:
+        return dataset
+    if not isinstance(dataset[0]["prompt"], str):
+        raise ValueError("`--instruction` cannot follow prompts that are conversations. Put it into them.")
+    return dataset.map(lambda row: {"prompt": f"{row['prompt']}\n\n{instruction}"})

@@ -1,0 +1,151 @@
+r"""Countdown: make a target from given numbers with + - * / and parentheses.
+
+    Use the numbers 3, 25 and 7, each exactly once, with + - * / and parentheses to make 46.   ->   25 + 3 * 7
+
+A problem is built from its solution, so it has one: two numbers at a time are replaced by a result of theirs that is a
+positive whole number, until one is left. What identifies a problem is its target and its numbers in any order.
+
+The verifier reads the last answer as Python's grammar does (`ast`), evaluates nothing but the four operations on whole
+numbers, and computes in exact fractions. So digits that are glued together, signs before numbers, powers, floor
+division and near misses are worth nothing.
+"""
+
+import ast
+import operator
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from .answers import final_answer
+from .splits import is_held_out
+
+
+MAX_CHARACTERS = 256  # of an expression; six numbers of three digits and all their parentheses take 50
+_ALLOWED = re.compile(rf"[0-9+\-*/() ]{{1,{MAX_CHARACTERS}}}")
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Numbers that make a target; each must be used once, or may be, with `use_all=False`."""
+
+    nums: tuple[int, ...]
+    target: int
+    use_all: bool = True
+
+    @property
+    def prompt(self) -> str:
+        nums = f"{', '.join(map(str, self.nums[:-1]))} and {self.nums[-1]}"
+        return (
+            f"Use the numbers {nums}, each {'exactly' if self.use_all else 'at most'} once, with + - * / and "
+            f"parentheses to make {self.target}. Give the expression alone, without an equals sign, at the end, "
+            "between <answer> and </answer>."
+        )
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the problem is for evaluation."""
+        return is_held_out(f"{sorted(self.nums)} {self.target}")
+
+    @property
+    def row(self) -> dict:
+        """Of a dataset: the prompt, and what the reward compares with."""
+        return {"prompt": self.prompt, "nums": list(self.nums), "target": self.target, "use_all": self.use_all}
+
+
+def problems(
+    seed: int,
+    min_numbers: int = 3,
+    max_numbers: int = 4,
+    max_number: int = 99,
+    max_target: int = 99,
+    use_all: bool = True,
+    held_out: bool = False,
+) -> Iterator[Problem]:
+    """An endless stream of problems, the same for the same seed, all held out or none.
+
+    Args:
+        seed (`int`): of the stream.
+        min_numbers, max_numbers (`int`): how many numbers there are, from 2 to 8, all counts equally frequent.
+        max_number (`int`): numbers are drawn from 1 to this.
+        max_target (`int`): targets lie between 10 and this, and are none of the numbers.
+        use_all (`bool`): whether an answer must use all numbers.
+        held_out (`bool`): problems for evaluation, or for training.
+    """
+    if not 2 <= min_numbers <= max_numbers <= 8:
+        raise ValueError(
+            f"`min_numbers`={min_numbers}, `max_numbers`={max_numbers}: they must be from 2 to 8, in order."
+        )
+    for name, value, least in (("max_number", max_number, 5), ("max_target", max_target, 10)):
+        if value < least:
+            raise ValueError(f"`{name}`={value} is out of range. It must be >= {least}.")
+    rng = random.Random(seed)
+    while True:
+        nums = tuple(rng.randint(1, max_number) for _ in range(rng.randint(min_numbers, max_numbers)))
+        target = _reachable(rng, nums)
+        problem = Problem(nums, target, use_all)
+        if 10 <= target <= max_target and target not in nums and problem.held_out == held_out:
+            yield problem
+
+
+def _reachable(rng: random.Random, nums: Sequence[int]) -> int:
+    """What some expression of all `nums` is, with whole positive numbers all along."""
+    left = list(nums)
+    while len(left) > 1:
+        b, a = sorted(left.pop(rng.randrange(len(left))) for _ in range(2))
+        results = [a + b, a * b] + ([a - b] if a > b else []) + ([a // b] if a % b == 0 else [])
+        left.append(rng.choice(results))
+    return left[0]
+
+
+def value_of(expression: str) -> tuple[Fraction, Counter] | None:
+    """What an expression is, and how often it has each number; `None` if it is more or less than an expression."""
+    if not _ALLOWED.fullmatch(expression):
+        return None
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+        return _value(tree), Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    except (SyntaxError, ValueError, ZeroDivisionError, MemoryError, RecursionError):
+        return None
+
+
+def _value(node: ast.AST) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError(f"{ast.dump(node)} is neither a number nor one of the four operations")
+
+
+def countdown_reward(completions, nums, target, use_all=None, prompts=None, **kwargs) -> list[float | None]:
+    r"""1.0 where the completion's last answer is an expression of the given numbers that equals the target, else 0.0.
+
+    Args:
+        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row; the answer stands in
+            `<answer>`, `\boxed{}` or after `####`.
+        nums (`list[list[int]]`): the numbers of each row.
+        target (`list[int]`): what they are to make.
+        use_all (`list[bool]`, *optional*): whether each number must be used, or may be; by default it must.
+        prompts (`list`, *optional*): the prompts, as TRL passes them; a repeated prompt is ignored.
+
+    Returns:
+        `list[float | None]`: `None` where a row has no numbers or no target.
+    """
+    rows = len(completions)
+    columns = (completions, nums, target, use_all or [True] * rows, prompts or [None] * rows)
+    return [_score(*row) for row in zip(*columns, strict=True)]
+
+
+def _score(completion, nums, target, use_all, prompt) -> float | None:
+    if not nums or target is None:
+        return None
+    answer = final_answer(completion, prompt)
+    found = None if answer is None else value_of(answer.strip())
+    if found is None:
+        return 0.0
+    value, used = found
+    given = Counter(nums)
+    return float(value == target and (used == given if use_all is not False else used <= given))
