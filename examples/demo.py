@@ -141,6 +141,7 @@ def train_run(name: str, sampler: Sampler, model_dir: Path, args: DemoArguments,
         return
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
+    (directory / "settings.json").write_text(json.dumps(settings))
 
     trainer = QuantGRPOTrainer(
         model=str(model_dir),

@@ -182,7 +182,8 @@ class QuantGRPOTrainer(GRPOTrainer):
         return checkpoints.same_after_resume(super()._get_train_sampler(dataset))
 
     def _save_checkpoint(self, model, trial):
-        state = {"settings": self.args.training_settings()}
+        arguments = {"model": getattr(self.model, "name_or_path", None)} | self.args.to_sanitized_dict()
+        state = {"settings": self.args.training_settings(), "arguments": arguments}
         if self._engine is not None:
             state |= self._engine.state_dict()  # collective
         checkpoint = f"{self._get_output_dir(trial)}/{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
