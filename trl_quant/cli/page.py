@@ -44,7 +44,7 @@ th:first-child, th:last-child, td:last-child { text-align: left; }
 """
 BANDS = "Lines are moving averages, over the runs that came so far; a band is the range of a setting's runs."
 RAW = "Lines are moving averages; faint lines are the logged values."
-SIZE = (5.2, 3.1)  # inches of a panel; in the page it is as wide as its card
+SIZE = (4.4, 2.8)  # inches of a panel; in the page it is as wide as its card
 
 
 def page(runs: Sequence[Run], header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

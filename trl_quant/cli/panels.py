@@ -182,7 +182,14 @@ TOPICS = {
     ),
     "Time and memory": (
         Panel("Time of a step", "Sampling included.", "seconds", {"step": "step_time"}),
-        Panel("Time per phase", "Means over the run.", "seconds", {}, kind="bars", prefix="profiling/"),
+        Panel(
+            "Time per phase",
+            "Of a step, on average. Preparing the inputs holds sync, sampling and scoring; no phase the backward pass.",
+            "seconds",
+            {},
+            kind="bars",
+            prefix="profiling/",
+        ),
         Panel("Tokens per second", "Prompts and completions.", "tokens/s", {"tokens": TOKENS_PER_SECOND}),
         Panel(
             "Memory",
@@ -221,13 +228,13 @@ def draw(axis: Axes, panel: Panel, groups: Sequence[Group]) -> None:
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color(MUTED)
-    axis.tick_params(colors=INK, labelsize="small")
+    axis.tick_params(colors=INK, labelsize=9)
     for label in (axis.xaxis.label, axis.yaxis.label):
-        label.set(color=INK, size="small")
+        label.set(color=INK, size=9)
     if len(labels) > 1:
         handles = [Line2D([], [], color=INK, linestyle=style, label=label) for label, style in labels.items()]
         place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4, "borderpad": 0, "frameon": False}
-        axis.legend(handles=handles, labelcolor=INK, fontsize="small", handlelength=2.4, **place)
+        axis.legend(handles=handles, labelcolor=INK, fontsize=9, handlelength=2.4, **place)
 
 
 def _draw_steps(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[str, str]:
@@ -281,7 +288,7 @@ def _draw_bars(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[str, s
                 spread = [[mean - min(means)], [max(means) - mean]] if len(means) > 1 else None
                 at = y + (i - (len(groups) - 1) / 2) * height
                 axis.barh(at, mean, height * 0.9, xerr=spread, color=color_of(i), ecolor=INK, label=group.name)
-    axis.set_yticks(range(len(metrics)), [label.rpartition(".")[2] for label in metrics])
+    axis.set_yticks(range(len(metrics)), [label.rpartition(".")[2].strip("_").replace("_", " ") for label in metrics])
     axis.invert_yaxis()
     axis.set(xlabel=panel.unit)
     return {}
