@@ -490,6 +490,7 @@ def test_chart_has_every_panel(tmp_path):
     figure = chart(runs)
     assert [axis.get_title("left") for axis in figure.axes] == ["Reward", "Mismatch KL", "Weight of a token"]
     assert [text.get_text() for text in figure.legends[0].texts] == ["a", "b", "full"]
+    assert [axis.get_title("left") for axis in chart(runs, titles=["Mismatch KL"]).axes] == ["Mismatch KL"]
     plot(runs, tmp_path / "new/chart.png")
     assert image.imread(tmp_path / "new/chart.png").std() > 0.01
     chart([Run("empty", [])])  # a run that has just begun

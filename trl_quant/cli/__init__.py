@@ -14,7 +14,7 @@ COMMANDS = {
     "prepare": "write a quantized copy of a checkpoint, for vLLM servers in INT8, NVFP4 or MXFP4",
     "export": "merge an adapter, or undo UAQ, for serving; in 16 bits or quantized",
     "train": "train with GRPO, quantized rollouts and a correction (also: examples/train_grpo.py)",
-    "report": "table and chart of training runs; with --mismatch, where trainer and engine part",
+    "report": "what training runs did, as one HTML page; with --mismatch, where trainer and engine part",
 }
 # Whose `raise` is a message for the user
 LIBRARIES = ("trl_quant", "trl", "transformers", "datasets", "huggingface_hub", "accelerate", "peft")

@@ -4,7 +4,7 @@ Colour and marker tell settings apart, the style of a line tells the metrics of 
 seeds of moving averages, a band their range; a single run also shows its raw values, faintly.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -318,10 +318,10 @@ def marker_of(i: int) -> str:
     return MARKERS[i % len(MARKERS)]
 
 
-def chart(runs: Sequence[Run]) -> Figure:
-    """All panels as one picture, with one legend."""
+def chart(runs: Sequence[Run], titles: Collection[str] = ()) -> Figure:
+    """All panels, or those with one of `titles`, as one picture with one legend."""
     groups = grouped(runs)
-    panels = [panel for found in logged(groups).values() for panel in found]
+    panels = [panel for found in logged(groups).values() for panel in found if not titles or panel.title in titles]
     columns = min(4, max(1, len(panels)))
     rows = max(1, -(-len(panels) // columns))
     figure = Figure(figsize=(4.6 * columns, 3.2 * rows + 0.5), layout="constrained")

@@ -13,7 +13,7 @@ import io
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -60,15 +60,15 @@ def table(runs: Sequence[Run]) -> Table:
     return result
 
 
-def plot(runs: Sequence[Run], path: str | Path) -> None:
-    """Writes the page, or [`~panels.chart`] as what `path` ends in."""
+def plot(runs: Sequence[Run], path: str | Path, titles: Collection[str] = ()) -> None:
+    """Writes the page, or [`~panels.chart`] (of panels with `titles`) as what `path` ends in."""
     suffix = Path(path).suffix.removeprefix(".")
     if suffix == "html":
         from .page import page
 
         return write_whole(path, page(runs, HEADER, [row(run) for run in runs]).encode())
     file = io.BytesIO()
-    chart(runs).savefig(file, format=suffix or "png", dpi=120)
+    chart(runs, titles).savefig(file, format=suffix or "png", dpi=120)
     write_whole(path, file.getvalue())
 
 
