@@ -114,10 +114,11 @@ def test_tokens_per_second():
     rows = [
         {"step": 5, "num_tokens": 1000, "step_time": 2.0},
         {"step": 5, "eval_reward": 1.0},
-        {"step": 10, "num_tokens": 4000, "step_time": 3.0},
-        {"step": 15, "num_tokens": 4500, "step_time": 0.0},
+        {"step": 10, "step_time": 3.0},  # trains on the completions from before
+        {"step": 15, "num_tokens": 4000, "step_time": 7.0},
+        {"step": 20, "num_tokens": None, "step_time": math.nan},
     ]
-    assert Run("x", rows).series("tokens_per_second") == ([5, 10], [1000 / (5 * 2), 3000 / (5 * 3)])
+    assert Run("x", rows).series("tokens_per_second") == ([5, 15], [1000 / (5 * 2), 3000 / (5 * 3 + 5 * 7)])
     assert Run("x", entries(3)).series("tokens_per_second") == ([], [])
 
 

@@ -23,7 +23,8 @@ class PhaseTimes(TrainerCallback):
         self.seconds[f"profiling/{name}"] += seconds
 
     def on_step_begin(self, *args, **kwargs):
-        self.seconds.clear()  # of an evaluation
+        # Forgets an evaluation; a step without a phase took no time for it, so that means are those of a step
+        self.seconds = defaultdict(float, dict.fromkeys(self.seconds, 0.0))
 
     def on_step_end(self, *args, **kwargs):
         self.log(dict(self.seconds))

@@ -234,7 +234,7 @@ def draw(axis: Axes, panel: Panel, groups: Sequence[Group]) -> None:
     if len(labels) > 1:
         handles = [Line2D([], [], color=INK, linestyle=style, label=label) for label, style in labels.items()]
         place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4, "borderpad": 0, "frameon": False}
-        axis.legend(handles=handles, labelcolor=INK, fontsize=9, handlelength=2.4, **place)
+        axis.legend(handles=handles, labelcolor=INK, fontsize=9, handlelength=2, columnspacing=1, **place)
 
 
 def _draw_steps(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[str, str]:

@@ -61,15 +61,19 @@ class Run:
         return fmean(values) if values else None
 
     def _tokens_per_second(self) -> tuple[list[int], list[float]]:
-        """Prompts and completions, over the time of whole steps; `num_tokens` is a total, `step_time` a mean."""
-        steps, rates, before = [], [], (0, 0.0)
+        """
+        Prompts and completions over the time of whole steps. `step_time` is a mean over the steps of an entry,
+        `num_tokens` a total, logged where there was a generation.
+        """
+        steps, rates, step, tokens, seconds = [], [], 0, 0.0, 0.0
         for entry in self.history:
-            if is_number(tokens := entry.get("num_tokens")) and is_number(seconds := entry.get("step_time")):
+            if is_number(time := entry.get("step_time")):
+                seconds += time * (entry["step"] - step)
                 step = entry["step"]
-                if step > before[0] and seconds > 0:
-                    steps.append(step)
-                    rates.append((tokens - before[1]) / (seconds * (step - before[0])))
-                before = step, tokens
+            if is_number(total := entry.get("num_tokens")) and seconds > 0:
+                steps.append(entry["step"])
+                rates.append((total - tokens) / seconds)
+                tokens, seconds = total, 0.0
         return steps, rates
 
     @property
