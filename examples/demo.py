@@ -141,6 +141,7 @@ def train_run(name: str, sampler: Sampler, model_dir: Path, args: DemoArguments,
         return
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
+    (directory / "settings.json").write_text(json.dumps(settings))
 
     trainer = QuantGRPOTrainer(
         model=str(model_dir),
@@ -240,7 +241,7 @@ def main(args: DemoArguments) -> int:
         history = read_run(directory).history if (directory / "metrics.jsonl").is_file() else []
         found.append(Run(name, history, failures.get(name, "")))
     chart = output_dir / "demo.png"
-    plot(found, chart)
+    plot(found, chart, titles=("Reward", "Mismatch KL", "Weight of a token"))
     console.print(table(found))
     console.print(f"chart: {chart}, metrics: {output_dir}/*/metrics.jsonl")
     return len(failures)

@@ -242,7 +242,7 @@ def test_a_finished_run_without_its_own_state_is_done(copied):
     (copied / "trainer_state.json").unlink(missing_ok=True)
     assert read_run(copied).status == "done"
     shutil.rmtree(copied / "checkpoint-2")
-    assert read_run(copied).status == "stopped at step 1"
+    assert read_run(copied).status == "at step 1 of 2"
 
 
 def test_a_log_may_end_in_half_a_line(tmp_path):

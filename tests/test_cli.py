@@ -1,4 +1,4 @@
-"""`trl-quant`: help without heavy imports, training from the command line, reports of runs."""
+"""`trl-quant`: help without heavy imports, training from the command line."""
 
 import json
 import subprocess
@@ -6,15 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from matplotlib import image
-from rich.console import Console
 from tiny import save_tiny
 from transformers import AutoModelForCausalLM
 
 import trl_quant.cli.train as train
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli import COMMANDS, main
-from trl_quant.cli.report import Run, chart, moving_average, plot, read_run, table
+from trl_quant.cli.report import read_run
 
 
 ROOT = Path(__file__).parents[1]
@@ -193,91 +191,3 @@ def test_bad_input_is_refused_before_a_model_is_loaded(argv, extra, says, tmp_pa
 def test_a_model_must_be_named(problems):
     with pytest.raises(SystemExit, match="model_name_or_path"):
         main(["train", "--dataset_name", problems, "--use_cpu", "--bf16", "false"])
-
-
-# report
-
-
-def entries(n: int, offset: float = 0.0) -> list[dict]:
-    weight = "sampling/importance_sampling_ratio"
-    return [
-        {
-            "step": i + 1,
-            "reward": i / 10 + offset,
-            "mismatch/kl_k3": 0.001 * (i + 1),
-            f"{weight}/min": 0.5,
-            f"{weight}/mean": 0.9,
-            f"{weight}/max": 2.0,
-        }
-        for i in range(n)
-    ]
-
-
-def write_jsonl(directory: Path, rows: list[dict]) -> Path:
-    directory.mkdir()
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return directory
-
-
-def text_of(result) -> str:
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(result)
-    return console.export_text()
-
-
-def test_runs_are_read_from_all_that_a_trainer_leaves(tmp_path):
-    live = write_jsonl(tmp_path / "live", entries(3))
-    assert read_run(live) == Run("live", entries(3))
-    done = tmp_path / "done"
-    for step in (9, 10):
-        (done / f"checkpoint-{step}").mkdir(parents=True)
-        state = {"log_history": entries(step), "global_step": step}
-        (done / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
-    assert read_run(done).steps == 10  # the newest, by number and not by name
-    (done / "trainer_state.json").write_text(json.dumps({"log_history": entries(12)}))
-    assert read_run(done, name="x") == Run("x", entries(12))
-    with pytest.raises(ValueError, match=r"nothing.*metrics\.jsonl.*trainer_state\.json"):
-        read_run(tmp_path / "nothing")
-
-
-def test_table():
-    finished = [{"step": 0, "eval_accuracy": 0.25}, *entries(20), {"step": 20, "train_runtime": 61.4}]
-    finished += [{"step": 20, "eval_accuracy": 0.75}]
-    runs = [Run("int4 ais", finished), Run("bare", [{"step": 3, "reward": 0.5}]), Run("broken", [], "failed: x")]
-    header, _, first, second, third = (line for line in text_of(table(runs)).splitlines() if line.strip())
-    assert header.split() == ["run", "reward", "held-out", "KL", "mean", "last", "weight", "s", "status"]
-    # rewards 0, .1, .2, .3, .4 -> 0.20 and 1.5 ... 1.9 -> 1.70; KL .001 ... .020 -> .0105 and .018
-    assert first.split() == ["int4", "ais", "0.20→1.70", "0.25→0.75", "1.1e-02", "1.8e-02", "0.900", "61", "done"]
-    assert second.split() == ["bare", "0.50→0.50", "-", "-", "-", "-", "-", "stopped", "at", "step", "3"]
-    assert third.split()[-2:] == ["failed:", "x"]
-
-
-def test_moving_average():
-    assert moving_average([1.0, 2.0, 6.0, 4.0], window=2) == [1.0, 1.5, 4.0, 5.0]
-
-
-def test_chart_draws_every_run(tmp_path):
-    runs = [Run("a", entries(4)), Run("b", entries(6, offset=0.5)), Run("full", [{"step": 1, "reward": 1.0}])]
-    reward, kl, weight = chart(runs).axes
-    named = [
-        {x.get_label(): x for x in axis.lines if not x.get_label().startswith("_")} for axis in (reward, kl, weight)
-    ]
-    assert [list(lines) for lines in named] == [["a", "b", "full"]] * 3
-    assert list(named[0]["b"].get_xdata()) == [1, 2, 3, 4, 5, 6]
-    assert list(named[0]["a"].get_ydata()) == moving_average([0.0, 0.1, 0.2, 0.3])
-    assert list(named[1]["b"].get_ydata()) == moving_average([0.001 * i for i in range(1, 7)])
-    assert [list(named[2][name].get_ydata()) for name in ("a", "b", "full")] == [[0.9] * 4, [0.9] * 6, []]
-    assert kl.get_yscale() == weight.get_yscale() == "log"
-    band = weight.collections[0].get_paths()[0].vertices[:, 1]
-    assert (band.min(), band.max()) == (0.5, 2.0)
-    plot(runs, tmp_path / "new/chart.png")
-    assert image.imread(tmp_path / "new/chart.png").std() > 0.01
-
-
-def test_report_command(tmp_path, capsys):
-    runs = [str(write_jsonl(tmp_path / name, entries(3))) for name in ("one", "two")]
-    main(["report", *runs, "--output", str(tmp_path / "chart.png")])
-    printed = capsys.readouterr().out
-    assert "one" in printed and "two" in printed and (tmp_path / "chart.png").is_file()
-    with pytest.raises(SystemExit, match="nowhere"):
-        main(["report", str(tmp_path / "nowhere")])

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch.utils.data import Sampler
+from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .formats.checkpoint import check_files
@@ -118,6 +119,12 @@ def precision_before(args) -> str | None:
             f"does not run. Allowed: {', '.join(map(repr, in_vllm()))}; or set `use_vllm=False` and name it."
         )
     return precision
+
+
+def recorded(trainer: Trainer) -> dict:
+    """What a checkpoint says of its run: the settings that a resume compares, and all arguments for who reads it."""
+    arguments = {"model": getattr(trainer.model, "name_or_path", None)} | trainer.args.to_sanitized_dict()
+    return {"settings": trainer.args.training_settings(), "arguments": arguments}
 
 
 def write_rollout_state(checkpoint: str | Path, state: dict) -> None:

@@ -5,7 +5,7 @@ from functools import partial
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from . import checkpoints
+from . import checkpoints, phases
 from .checks import check_before_loading, check_method, name_of
 from .config import AISGRPOConfig, QuantGRPOConfig
 from .corrections.acr import rescued
@@ -178,13 +178,14 @@ class QuantGRPOTrainer(GRPOTrainer):
             state = checkpoints.check_resume(resume_from_checkpoint, self.args, uaq_applied(self.model))
             if self._engine is not None:
                 self._engine.load_state_dict(state)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with phases.logged(self, self._engine and self._log_values):
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_train_sampler(self, dataset=None):
         return checkpoints.same_after_resume(super()._get_train_sampler(dataset))
 
     def _save_checkpoint(self, model, trial):
-        state = {"settings": self.args.training_settings()}
+        state = checkpoints.recorded(self)
         if self._engine is not None:
             state |= self._engine.state_dict()  # collective
         checkpoint = f"{self._get_output_dir(trial)}/{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -15,7 +15,7 @@ COMMANDS = {
     "export": "merge an adapter, or undo UAQ, for serving; in 16 bits or quantized",
     "train": "train with GRPO, quantized rollouts and a correction (also: examples/train_grpo.py)",
     "eval": "answer benchmarks and score them: greedy, avg@k, pass@k; resumable",
-    "report": "table and chart of training runs; with --mismatch, where trainer and engine part",
+    "report": "what training runs did, as one HTML page; with --mismatch, where trainer and engine part",
 }
 # Whose `raise` is a message for the user
 LIBRARIES = ("trl_quant", "trl", "transformers", "datasets", "huggingface_hub", "accelerate", "peft")

@@ -6,14 +6,17 @@
 | fields of the trainer's arguments | the same | TRL corrects for its sampler only where `use_vllm` holds |
 | `vllm_generation.LLM` | the construction of an engine | TRL leaves no room for further arguments of vLLM |
 | `vllm_generation.VLLMClient` | the same | a server is checked before the client joins its workers |
+| `profiling.ProfilingContext` | a training | TRL tells its times to trackers alone |
 | `vllm_generation.extract_logprobs` | a generation | vLLM hands out log-probabilities as numbers, not as objects |
 | `utils._ChunkedLogProbFunction` | a forward pass | the engine's log-probabilities, with the gradients of TRL's |
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter
 from typing import Any
 
+import trl.extras.profiling as profiling
 import trl.generation.vllm_generation as vllm_generation
 import trl.trainer.grpo_trainer as grpo_trainer
 import trl.trainer.utils as trl_utils
@@ -83,6 +86,23 @@ def exact_log_probs(score: Callable) -> type:
 def scoring_with(function: type) -> AbstractContextManager:
     """Context in which models with TRL's fused head compute their log-probabilities in `function`."""
     return exchanged(trl_utils, _ChunkedLogProbFunction=function)
+
+
+@contextmanager
+def phases_timed(add: Callable[[str, float], None]) -> Iterator[None]:
+    """Context in which the name and the seconds of each phase that TRL times go to `add`, too."""
+
+    class Timed(profiling.ProfilingContext):
+        def __enter__(self):
+            self.began = perf_counter()
+            return super().__enter__()
+
+        def __exit__(self, *error):
+            add(self.name.partition(".")[2], perf_counter() - self.began)  # "QuantGRPOTrainer.compute_loss"
+            return super().__exit__(*error)
+
+    with exchanged(profiling, ProfilingContext=Timed):
+        yield
 
 
 def empty_cache() -> None:

@@ -1,0 +1,717 @@
+"""`trl-quant report`: what runs left behind is read, put together, judged in words, and drawn on one whole page."""
+
+import inspect
+import json
+import math
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+import training
+from matplotlib import image
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.cli import findings, main
+from trl_quant.cli.page import page
+from trl_quant.cli.panels import COLORS, TOPICS, chart, draw, logged
+from trl_quant.cli.report import HEADER, named, plot, row, table, write_whole
+from trl_quant.cli.runs import Group, Run, differences, grouped, moving_average, read_run
+
+
+ROOT = Path(__file__).parents[1]
+WEIGHT = "sampling/importance_sampling_ratio"
+
+
+def entries(n: int, offset: float = 0.0) -> list[dict]:
+    return [
+        {
+            "step": i + 1,
+            "reward": i / 10 + offset,
+            "mismatch/kl_k3": 0.001 * (i + 1),
+            f"{WEIGHT}/min": 0.5,
+            f"{WEIGHT}/mean": 0.9,
+            f"{WEIGHT}/max": 2.0,
+        }
+        for i in range(n)
+    ]
+
+
+def log(n: int = 40, **metrics) -> list[dict]:
+    """`n` entries; a metric is a number, or a function of the step. `__` in a name stands for a slash."""
+    return [
+        {"step": i}
+        | {name.replace("__", "/"): value(i) if callable(value) else value for name, value in metrics.items()}
+        for i in range(1, n + 1)
+    ]
+
+
+def write_jsonl(directory: Path, rows: list[dict], settings: dict | None = None) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if settings is not None:
+        (directory / "settings.json").write_text(json.dumps(settings))
+    return directory
+
+
+def write_state(directory: Path, rows: list[dict], **state) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "trainer_state.json").write_text(json.dumps({"log_history": rows} | state))
+
+
+# Reading
+
+
+def test_runs_are_read_from_all_that_a_trainer_leaves(tmp_path):
+    live = write_jsonl(tmp_path / "live", entries(3))
+    assert read_run(live) == Run("live", entries(3))
+    done = tmp_path / "done"
+    for step in (9, 10):
+        write_state(done / f"checkpoint-{step}", entries(step), global_step=step, max_steps=12)
+    assert read_run(done).steps == 10  # the newest, by number and not by name
+    assert read_run(done).status == "at step 10 of 12"
+    write_state(done, entries(12))
+    assert read_run(done, name="x") == Run("x", entries(12))
+    write_state(done / "checkpoint-14", entries(14), global_step=14, max_steps=14)  # it went on after its end
+    assert read_run(done).steps == 14 and read_run(done).status == "done"
+    (done / "checkpoint-15").mkdir()
+    (done / "checkpoint-15" / "trainer_state.json").write_text('{"log_history": [{"step"')  # being written
+    assert read_run(done).steps == 14
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"nothing.*metrics\.jsonl.*trainer_state\.json"):
+        read_run(tmp_path / "nothing")
+    for name in ("b", "a"):
+        write_jsonl(tmp_path / name, entries(1))
+    with pytest.raises(ValueError, match=r"holds no run.*Runs below it: a, b\."):
+        read_run(tmp_path)
+
+
+def test_a_resumed_run_counts_each_step_once(tmp_path):
+    """It had come to step 7 and went on from 4: what it logged of 5 to 7 is no longer what happened."""
+    before = [*entries(7), {"step": 7, "eval_reward": 0.1}]
+    after = [{"step": 4, "eval_reward": 0.9}, *entries(6, offset=5.0)[4:]]
+    history = read_run(write_jsonl(tmp_path / "run", before + after)).history
+    assert history == entries(4) + after
+    last = {"step": 6, "train_runtime": 1.0}  # the same step as the one before, and no step of training
+    assert read_run(write_jsonl(tmp_path / "done", [*entries(6), last])).history == [*entries(6), last]
+
+
+def test_only_numbers_are_values():
+    odd = [math.nan, None, math.inf, True, "0.5", 2]
+    run = Run("odd", [{"step": i, "reward": value} for i, value in enumerate(odd)])
+    assert run.series("reward") == ([5], [2])
+
+
+def test_tokens_per_second():
+    """Tokens are a total over the run, seconds a mean over the steps of an entry, of which there are five here."""
+    rows = [
+        {"step": 5, "num_tokens": 1000, "step_time": 2.0},
+        {"step": 5, "eval_reward": 1.0},
+        {"step": 10, "step_time": 3.0},  # trains on the completions from before
+        {"step": 15, "num_tokens": 4000, "step_time": 7.0},
+        {"step": 20, "num_tokens": None, "step_time": math.nan},
+    ]
+    assert Run("x", rows).series("tokens_per_second") == ([5, 15], [1000 / (5 * 2), 3000 / (5 * 3 + 5 * 7)])
+    assert Run("x", entries(3)).series("tokens_per_second") == ([], [])
+
+
+# Repetitions
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_group():
+    def run(name, **settings):
+        return Run(name, entries(3), settings=settings)
+
+    runs = [
+        run("int4-tis-seed0", lr=1e-4, seed=0, output_dir="a"),
+        run("lr-2", lr=2e-4, seed=0),
+        run("int4-tis-seed1", lr=1e-4, seed=1, output_dir="b"),
+        Run("bare", entries(3)),
+        Run("bare too", entries(3)),  # nobody knows whether these two are the same
+    ]
+    groups = grouped(runs)
+    assert [[run.name for run in group.runs] for group in groups] == [
+        ["int4-tis-seed0", "int4-tis-seed1"],
+        ["lr-2"],
+        ["bare"],
+        ["bare too"],
+    ]
+    assert [group.name for group in groups] == ["int4-tis", "lr-2", "bare", "bare too"]
+    assert differences(groups) == {"lr": [1e-4, 2e-4, None, None]}
+    assert differences(groups[:1]) == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "shared"),
+    [
+        (["tis1", "tis2"], "tis"),
+        (["fp8-s0", "fp8-s1"], "fp8"),
+        (["a_seed=10", "a_seed=11"], "a"),
+        (["x", "y"], "x + y"),
+    ],
+)
+def test_a_group_is_called_what_its_runs_share(names, shared):
+    (group,) = grouped([Run(name, entries(1), settings={"lr": 1, "seed": i}) for i, name in enumerate(names)])
+    assert group.name == shared
+
+
+def test_bands_are_mean_and_range_of_moving_averages():
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(3, 30))
+    lengths = (30, 30, 20)  # one is still going
+    runs = [Run(str(i), [{"step": t, "x": v[t]} for t in range(n)]) for i, (v, n) in enumerate(zip(values, lengths))]
+    steps, mean, low, high = Group("g", runs).band("x")
+    assert steps == list(range(30))
+    for t in steps:
+        averages = [v[max(0, t - 9) : t + 1].mean() for v, n in zip(values, lengths) if t < n]
+        assert (mean[t], low[t], high[t]) == pytest.approx((np.mean(averages), min(averages), max(averages)))
+    raw = Group("g", runs).band("x", smooth=False)
+    assert raw[2][25] == values[:2, 25].min() != pytest.approx(low[25])
+    sizes = Group("g", runs).band("x", smooth=False, size=True)
+    assert sizes[1][25] == pytest.approx(np.abs(values[:2, 25]).mean())
+
+
+def test_moving_average():
+    assert moving_average([1.0, 2.0, 6.0, 4.0], window=2) == [1.0, 1.5, 4.0, 5.0]
+    long = list(np.random.default_rng(0).normal(size=1000))  # a fiftieth of the run
+    assert moving_average(long)[500] == pytest.approx(fmean(long[481:501]))
+
+
+# Findings
+
+
+def climbing(start: float, end: float, at: int = 20):
+    """Stays at `start` until step `at`, then goes to `end` at step 40."""
+    return lambda step: start + (end - start) * max(0, step - at) / (40 - at)
+
+
+def noisy(mean, size: float):
+    """Numbers around `mean`, up and down in turn."""
+    return lambda step: (mean(step) if callable(mean) else mean) + (size if step % 2 else -size)
+
+
+POSITIONS = {"mismatch__by_position__0-15": 1e-3, "mismatch__by_position__16-63": 2e-3}
+SYNC = {"sync_check__bound": 0.1, "sync_check__logp_difference": 0.09}
+WEIGHTS = {"weights__normalized_update": 1e-3, "weights__normalized_quantization_error": 0.09}
+# finding, logs in which it says nothing, a log in which it says ...
+CASES = [
+    (
+        findings.not_a_number,
+        [{"loss": 0.1}, {"loss": None}],
+        {"loss": lambda i: math.nan if i > 38 else 0.1},
+        "loss is not a finite number at step 39 (2 such",
+    ),
+    (
+        findings.reward_fell,
+        [
+            {"reward": climbing(0.2, 0.8)},
+            {"reward": noisy(0.5, 0.2)},
+            {"reward": lambda i: 0.2 + 0.03 * min(i, 20) - 0.01 * max(0, i - 20)},  # a third is lost
+        ],
+        {
+            "reward": lambda i: 0.2 + 0.03 * min(i, 20) - 0.035 * max(0, i - 20),
+            "mismatch__kl_k3": climbing(1e-3, 12e-3),
+        },
+        "fell from 0.72 around step 24 to 0.26 while the KL grew 6 times.",
+    ),
+    (findings.reward_fell, [], {"reward": climbing(-1.0, -3.2)}, "fell from -1 around step 5 to -2.7."),
+    (
+        findings.engine_off,
+        [SYNC],
+        SYNC | {"sync_check__logp_difference": climbing(0.09, 0.3)},
+        "At step 21 the engine was 0.1 nats",
+    ),
+    (
+        findings.kl_grew,
+        [{"mismatch__kl_k3": climbing(1e-3, 3e-3)}, {"mismatch__kl_k3": climbing(1e-9, 9e-6)}],
+        {"mismatch__kl_k3": climbing(1e-3, 1e-2)},
+        "grew 8 times, from 0.001 to 0.008, rising since step 25",
+    ),
+    (
+        findings.later_tokens_worse,
+        [POSITIONS, {"mismatch__by_position__0-15": 1e-3}, {name: 1e-7 * value for name, value in POSITIONS.items()}],
+        POSITIONS | {"mismatch__by_position__256-": 6e-3},
+        "Tokens from 256 on have 6 times the KL of the first 16",
+    ),
+    (
+        findings.weights_off_one,
+        [{"mismatch__weight_mean": 1.04}, {"mismatch__weight_mean": 0.96}],
+        {"mismatch__weight_mean": 0.9},
+        "mean weight is 0.90",
+    ),
+    (
+        findings.few_effective_samples,
+        [{"mismatch__ess_ratio": 0.951}],
+        {"mismatch__ess_ratio": climbing(0.99, 0.6)},
+        "Only 69% of the samples",
+    ),
+    (
+        findings.heavy_weight,
+        [{"mismatch__max_weight": 99.0}],
+        {"mismatch__max_weight": lambda i: 500.0 if i in (7, 9) else 2.0},
+        "500 at step 7, and 2 of 40",
+    ),
+    (
+        findings.capped,
+        [{"mismatch__cap_fraction": 0.0099}, {"mismatch__cap_fraction": lambda i: 0.09 * (i == 20)}],
+        {"mismatch__cap_fraction": climbing(0.001, 0.04)},
+        "1 token in 32 at the cap, rising since step 25",
+    ),
+    (
+        findings.capped,
+        [],
+        {"mismatch__cap_fraction": lambda i: 0.125 * (i < 20)},
+        "1 token in 8 was at the cap around step 5; at the end 0 of them",
+    ),
+    (
+        findings.dropped,
+        [{"mismatch__dropped_fraction": 0.049}],
+        {"mismatch__dropped_fraction": 0.5},
+        "50% of the tokens dropped by the correction: take",
+    ),
+    (
+        findings.clipped,
+        [{"clip_ratio__region_mean": 0.19}],
+        {"clip_ratio__region_mean": 0.25},
+        "1 token in 4 clipped by the loss: ",
+    ),
+    (
+        findings.unscored,
+        [{"mismatch__unscored_fraction": 0.0}],
+        {"mismatch__unscored_fraction": 0.001},
+        "1 token in 1000 around step 5",
+    ),
+    (
+        findings.entropy_gone,
+        [{"entropy": climbing(1.0, 0.2)}],
+        {"entropy": climbing(1.0, -0.2, at=20)},
+        "fell from 1 to",
+    ),
+    (findings.same_rewards, [{"frac_reward_zero_std": 0.79}], {"frac_reward_zero_std": 0.9}, "In 90% of the groups"),
+    (
+        findings.cut_off,
+        [{"completions__clipped_ratio": 0.24}],
+        {"completions__clipped_ratio": 0.4},
+        "40% of the completions",
+    ),
+    (findings.alpha_full, [{"ais__alpha": 0.94}], {"ais__alpha": 1.0}, "(alpha 1.00)"),
+    (
+        findings.noise_lost,
+        [
+            {"noise__sigma": 1e-2, "noise__effective_sigma": 0.85e-2},
+            {"noise__sigma": 0.0, "noise__effective_sigma": 0.0},
+        ],
+        {
+            "noise__sigma": climbing(1e-2, 5e-4),
+            "noise__effective_sigma": lambda i: 1e-4 if i == 40 else climbing(1e-2, 5e-4)(i),
+        },
+        "sigma 0.0005 was asked for, 0.0001 arrived: norms in BF16 swallow it",
+    ),
+    (
+        findings.noise_lost,
+        [],
+        {"noise__sigma": 1e-3, "noise__effective_sigma": 2e-3},
+        "0.002 arrived: norms in BF16 round it up",
+    ),
+    (
+        findings.update_buried,
+        [WEIGHTS, WEIGHTS | {"weights__codes_changed": 0.0011}, WEIGHTS | {"weights__normalized_update": 0.0}],
+        WEIGHTS | {"weights__codes_changed": 0.0009},
+        "by 0.001 of their size, the format rounds by 0.09, and 0.1% of the codes change",
+    ),
+    (
+        findings.update_buried,
+        [],
+        WEIGHTS | {"weights__normalized_update": 8e-4},
+        "by 0.0008 of their size, the format rounds by 0.09: the",
+    ),
+]
+
+
+@pytest.mark.parametrize(("finding", "well", "sick", "says"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_a_finding_is_there_where_it_should_be_and_only_there(finding, well, sick, says):
+    assert says in finding(Run("sick", log(**sick)))
+    for metrics in [{}, *well]:
+        assert finding(Run("well", log(**metrics))) is None
+    if finding not in (findings.not_a_number, findings.heavy_weight, findings.engine_off, findings.noise_lost):
+        assert finding(Run("short", log(**sick)[:4])) is None  # too little to judge
+
+
+def test_every_finding_has_its_case():
+    assert {case[0] for case in CASES} == set(findings.FINDINGS)
+
+
+def test_readme_and_findings_have_the_same_thresholds():
+    rows = {row.split("`")[1]: row for row in (ROOT / "README.md").read_text().splitlines() if row.startswith("| `")}
+    said = {
+        ("mismatch/ess_ratio", findings.few_effective_samples): "below {below:g}",
+        ("mismatch/max_weight", findings.heavy_weight): "above {above:g}",
+        ("mismatch/cap_fraction", findings.capped): "above {above:g}",
+        ("mismatch/dropped_fraction", findings.dropped): "above {above:g}",
+        ("weights/normalized_update", findings.update_buried): "{times:g} times below",
+    }
+    for (metric, finding), words in said.items():
+        thresholds = {name: p.default for name, p in inspect.signature(finding).parameters.items() if name != "run"}
+        assert words.format(**thresholds) in rows[metric]
+
+
+def test_a_rise_begins_where_it_began():
+    steps = list(range(100))
+    flat_then_up = [1.0] * 60 + [1.0 + i for i in range(1, 41)]
+    assert findings.rising(steps, flat_then_up) == ", rising since step 63"  # 4 of 40 is a tenth of the way
+    assert findings.rising(steps, [1.0 + 0.004 * i for i in steps]) == ""
+    assert findings.rising(steps, flat_then_up[::-1]) == ""
+
+
+def test_all_well_is_said_only_where_it_is_so():
+    def said(*logs):
+        group = Group("g", [Run(f"run{i}", rows) for i, rows in enumerate(logs)])
+        return findings.findings(group) or findings.verdict(group)
+
+    well = log(reward=0.5, mismatch__kl_k3=1e-3)
+    assert said(well) == "All well."
+    assert "The mismatch was not" in said(log(reward=0.5))
+    assert said(well[:4]) == "Too little to judge: the reward was logged at 4 steps."
+    assert said(well, well[:1]) == "Too little to judge: the reward was logged at 1 step."
+    assert said([]) == "Too little to judge: the reward was logged at 0 steps."
+    sick = log(reward=0.5, mismatch__kl_k3=climbing(1e-3, 1e-2))
+    (line,) = said(well, sick, sick)
+    assert line.startswith("The mismatch KL grew 8 times") and line.endswith("(run1; 2 of 3 runs)")
+    assert said(sick) == [line.removesuffix(" (run1; 2 of 3 runs)")]
+
+
+# The table
+
+
+def text_of(result) -> str:
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(result)
+    return console.export_text()
+
+
+def test_table():
+    finished = [{"step": 0, "eval_accuracy": 0.25}, *entries(20), {"step": 20, "train_runtime": 61.4}]
+    finished += [{"step": 20, "eval_accuracy": 0.75}]
+    runs = [Run("int4 ais", finished), Run("bare", [{"step": 3, "reward": 0.5}]), Run("broken", [], "failed: x")]
+    header, _, first, second, third = (line for line in text_of(table(runs)).splitlines() if line.strip())
+    assert header.split() == ["run", "reward", "held-out", "KL", "mean", "last", "weight", "s", "status"]
+    # rewards 0, .1, .2, .3, .4 -> 0.20 and 1.5 ... 1.9 -> 1.70; KL .001 ... .020 -> .0105 and .018
+    assert first.split() == ["int4", "ais", "0.20→1.70", "0.25→0.75", "1.1e-02", "1.8e-02", "0.900", "61", "done"]
+    assert second.split() == ["bare", "0.50→0.50", "-", "-", "-", "-", "-", "at", "step", "3"]
+    assert third.split()[-2:] == ["failed:", "x"]
+
+
+def test_runs_of_one_name_are_told_apart():
+    assert named(["a/run", "b/run", "b/other"]) == ["a/run", "b/run", "other"]
+
+
+# Panels
+
+
+def axis_of(title: str, *groups: Group):
+    (panel,) = [panel for panels in TOPICS.values() for panel in panels if panel.title == title]
+    axis = Figure().subplots()
+    draw(axis, panel, groups)
+    return axis
+
+
+def test_a_panel_is_there_where_its_metrics_are():
+    groups = [Group("a", [Run("a", log(reward=0.5))]), Group("b", [Run("b", log(ais__alpha=0.5, entropy=math.nan))])]
+    assert {topic: [p.title for p in panels] for topic, panels in logged(groups).items()} == {
+        "Learning": ["Reward"],
+        "Correction": ["AIS's alpha and its parts"],
+    }
+    assert logged([Group("none", [Run("none", [])])]) == {}
+
+
+def test_a_band_is_drawn_of_seeds_and_raw_values_of_a_single_run():
+    runs = [Run("a0", entries(6)), Run("a1", entries(6, offset=0.5))]
+    axis = axis_of("Reward", Group("a", runs), Group("b", [Run("b", entries(4, offset=2.0))]))
+    lines = {line.get_label(): line for line in axis.lines if not line.get_label().startswith("_")}
+    single = moving_average([2.0, 2.1, 2.2, 2.3])
+    assert list(lines["b"].get_ydata()) == single
+    assert any(list(line.get_ydata()) == pytest.approx([2.0, 2.1, 2.2, 2.3]) for line in axis.lines)
+    assert list(lines["a"].get_ydata()) == pytest.approx([0.25 + x for x in moving_average([i / 10 for i in range(6)])])
+    (band,) = axis.collections
+    ends = band.get_paths()[0].vertices[:, 1]
+    assert (ends.min(), ends.max()) == pytest.approx((0.0, 0.75))
+    assert lines["a"].get_color() != lines["b"].get_color() and lines["a"].get_marker() != lines["b"].get_marker()
+
+
+def test_metrics_of_a_panel_differ_in_their_lines():
+    axis = axis_of("Entropy", Group("a", [Run("a", log(entropy=1.0, mismatch__entropy=2.0))]))
+    drawn = {line.get_ydata()[0]: line.get_linestyle() for line in axis.lines}
+    legend = {
+        text.get_text(): line.get_linestyle()
+        for text, line in zip(axis.get_legend().texts, axis.get_legend().legend_handles)
+    }
+    assert legend == {"trainer": drawn[1.0], "sampler": drawn[2.0]} and drawn[1.0] != drawn[2.0]
+    assert axis_of("Reward", Group("a", [Run("a", entries(4))])).get_legend() is None
+
+
+def test_a_scale_is_logarithmic_where_values_are_far_apart():
+    near, far = ([Run("x", log(mismatch__kl_k3=climbing(1e-3, end)))] for end in (5e-3, 5e-2))
+    assert axis_of("Mismatch KL", Group("near", near)).get_yscale() == "linear"
+    axis = axis_of("Mismatch KL", Group("far", far))
+    assert axis.get_yscale() == "log" and axis.yaxis.get_major_formatter()(0.005) == "0.005"
+    signed = [Run("x", log(mismatch__kl_k1=noisy(climbing(0, 1), 0.5)))]
+    assert min(axis_of("Mismatch KL", Group("k1", signed)).lines[0].get_ydata()) >= 0  # by their size
+
+
+def test_positions_are_in_order_at_the_start_and_at_the_end():
+    logs = log(
+        **{
+            "mismatch__by_position__1024-": 3.0,
+            "mismatch__by_position__0-15": lambda i: float(i),
+            "mismatch__by_position__16-63": 2.0,
+        }
+    )
+    axis = axis_of("Mismatch by position", Group("a", [Run("a", logs)]))
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["0-15", "16-63", "1024-…"]
+    values = {line.get_linestyle(): list(line.get_ydata()) for line in axis.lines}
+    assert values == {"--": [3.0, 2.0, 3.0], "-": [38.0, 2.0, 3.0]}
+
+
+def test_bars_are_means_in_their_unit():
+    runs = [Run(str(i), [{"step": 9, "train_mem_gpu_alloc_delta": gib * 2**30}]) for i, gib in enumerate((2, 4))]
+    axis = axis_of("Memory", Group("a", runs), Group("b", runs[:1]))
+    assert [bar.get_width() for bar in axis.patches] == [3.0, 2.0]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["GPU"]
+
+
+def test_chart_has_every_panel(tmp_path):
+    runs = [Run("a", entries(4)), Run("b", entries(6, offset=0.5)), Run("full", [{"step": 1, "reward": 1.0}])]
+    figure = chart(runs)
+    assert [axis.get_title("left") for axis in figure.axes] == ["Reward", "Mismatch KL", "Weight of a token"]
+    assert [text.get_text() for text in figure.legends[0].texts] == ["a", "b", "full"]
+    assert [axis.get_title("left") for axis in chart(runs, titles=["Mismatch KL"]).axes] == ["Mismatch KL"]
+    plot(runs, tmp_path / "new/chart.png")
+    assert image.imread(tmp_path / "new/chart.png").std() > 0.01
+    chart([Run("empty", [])])  # a run that has just begun
+
+
+# Colours
+
+
+def linear(color: str) -> np.ndarray:
+    rgb = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(a: str, b: str) -> float:
+    """WCAG 2."""
+    low, high = sorted(float(linear(color) @ [0.2126, 0.7152, 0.0722]) + 0.05 for color in (a, b))
+    return high / low
+
+
+# Machado et al. 2009, severity 1, on linear RGB
+VISIONS = {
+    "usual": np.eye(3),
+    "protan": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "deutan": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+    "tritan": np.array(
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]
+    ),
+}
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ rgb.clip(0, 1)
+    f = np.cbrt(xyz / [0.9505, 1.0, 1.089])
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def closest(colors: list[str], vision: str) -> float:
+    """The smallest distance in CIELAB between two colours."""
+    seen = [lab(VISIONS[vision] @ linear(color)) for color in colors]
+    return min(float(np.linalg.norm(a - b)) for i, a in enumerate(seen) for b in seen[:i])
+
+
+def test_colours_stand_out_and_apart():
+    text = page([Run("a", entries(4))], HEADER, [])
+    for i in (0, 1):
+        papers = [re.findall(rf"--{name}: (#\w+)", text)[i] for name in ("paper", "card")]
+        colors = {name: pair[i] for name, pair in COLORS.items()}
+        series = [color for name, color in colors.items() if name.startswith("--s")]
+        for paper in papers:
+            assert all(contrast(colors[name], paper) >= 4.5 for name in ("--ink", "--muted"))
+            assert all(contrast(color, paper) >= 3 for color in series)
+        assert all(closest(series, vision) > 25 for vision in VISIONS)
+    assert contrast("#0000ff", "#ffffff") == pytest.approx(8.59, abs=0.01)  # a published example
+    assert closest(["#d00000", "#4d6b00"], "protan") < 0.5 * closest(["#d00000", "#4d6b00"], "usual")
+
+
+# The page
+
+
+class Reader(HTMLParser):
+    """Tags that are open, attributes of all, and the text outside of style."""
+
+    VOID = ("meta", "path", "use", "rect", "br")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.tags, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data if "style" not in self.open else ""
+
+    def all(self, attribute: str) -> list[str]:
+        return [attributes[attribute] for _, attributes in self.tags if attribute in attributes]
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Run]:
+    """Two seeds of a run that fails, and one of another setting, whose name is no HTML."""
+    settings = [{"is_correction": "none", "seed": 0}, {"is_correction": "none", "seed": 1}, {"is_correction": "ais"}]
+    sick = log(reward=climbing(0.8, 0.1), mismatch__kl_k3=climbing(1e-3, 1e-1), entropy=1.0)
+    well = log(reward=climbing(0.1, 0.8), mismatch__kl_k3=1e-3, entropy=1.0, ais__alpha=0.5)
+    rows = zip(("none-0", "none-1", "<b>ais</b>"), (sick, sick, well), settings, strict=True)
+    return [Run(name, history, settings=found) for name, history, found in rows]
+
+
+@pytest.fixture(scope="module")
+def text(runs) -> str:
+    return page(runs, HEADER, [row(run) for run in runs])
+
+
+def test_the_page_is_whole_and_loads_nothing(text):
+    reader = Reader(text)
+    assert reader.open == []
+    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in reader.tags}
+    links = [value for name in ("src", "href", "xlink:href") for value in reader.all(name)]
+    assert links and all(link.startswith("#") for link in links)
+    assert "http" not in text and "@import" not in text
+    ids = Counter(reader.all("id"))
+    referred = {link[1:] for link in links} | set(re.findall(r"url\(#(.*?)\)", text))
+    assert referred <= set(ids) and max(ids.values()) == 1
+
+
+def test_the_page_says_what_it_shows(text):
+    reader = Reader(text)
+    assert "3 runs of 2 settings" in reader.text
+    assert "The mismatch KL grew 78 times" in reader.text and "All well." in reader.text
+    assert "<b>ais</b>" in reader.text  # as text
+    assert "is_correction" in reader.text and "seed" not in re.findall(r"<th scope=row>(.*?)</th>", text)
+    assert all(title in reader.text for title in ("Reward", "Mismatch KL", "AIS's alpha and its parts"))
+    assert "Noise on the norms" not in reader.text and "Noise and weights" not in reader.text
+
+
+def test_every_picture_is_told_in_words(text):
+    reader = Reader(text)
+    ids = set(reader.all("id"))
+    pictures = [attributes for tag, attributes in reader.tags if tag == "svg"]
+    for attributes in pictures:
+        assert attributes.get("aria-hidden") == "true" or (
+            attributes["role"] == "img" and set(attributes["aria-labelledby"].split()) <= ids
+        )
+    # 39 / 40 of the way up, over ten steps: the mean of steps 31 to 40
+    last = fmean(0.1 + 0.7 * (i - 20) / 20 for i in range(31, 41))
+    assert f"&lt;b&gt;ais&lt;/b&gt;, reward: 0.1 to {last:.2g}." in text
+
+
+def test_pictures_take_the_colours_of_the_page(text):
+    body = text.partition("</style>")[2]
+    used = set(re.findall(r"var\((--\w+)\)", body))
+    assert used <= set(COLORS) and {"--ink", "--muted", "--grid", "--s0", "--s1"} <= used and "--s2" not in used
+    fixed = set(re.findall(r"(?:fill|stroke|color): ?(#\w+)", body))
+    assert not fixed, fixed
+    assert not re.findall(r"<text(?![^>]*fill)[^>]*>", body)  # black by default
+
+
+def test_the_same_runs_give_the_same_page(runs, text):
+    assert page(runs, HEADER, [row(run) for run in runs]) == text
+
+
+def test_a_page_of_a_run_that_has_just_begun():
+    reader = Reader(page([Run("new", [])], HEADER, [row(Run("new", []))]))
+    assert "Too little to judge" in reader.text and "at step 0" in reader.text
+    assert [tag for tag, _ in reader.tags].count("figure") == 0
+
+
+# The command
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    target = tmp_path / "new" / "report.html"
+    write_whole(target, b"first")
+
+    def full(self, data):
+        self.touch()
+        raise OSError(28, "No space left on device", str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space"):
+            write_whole(target, b"second")
+    assert target.read_bytes() == b"first" and [path.name for path in target.parent.iterdir()] == ["report.html"]
+    write_whole(target, b"second")
+    assert target.read_bytes() == b"second"
+
+
+def test_report_command(tmp_path, capsys, monkeypatch):
+    sick = log(reward=0.5, mismatch__kl_k3=climbing(1e-3, 1e-1))
+    runs = [str(write_jsonl(tmp_path / name, rows)) for name, rows in (("one", entries(3)), ("two", sick))]
+    outputs = [tmp_path / "report.html", tmp_path / "chart.png"]
+    main(["report", *runs, *(part for path in outputs for part in ("--output", str(path)))])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "one: Too little to judge" in printed and "two: The mismatch KL grew 78 times" in printed
+    assert outputs[0].read_text().startswith("<!DOCTYPE html>") and outputs[1].read_bytes().startswith(b"\x89PNG")
+    monkeypatch.chdir(tmp_path / "one")
+    main(["report", runs[0]])
+    assert (tmp_path / "one" / "report.html").is_file()
+    with pytest.raises(SystemExit, match="nowhere"):
+        main(["report", str(tmp_path / "nowhere")])
+
+
+def test_real_runs_are_grouped_by_what_their_checkpoints_record(tmp_path):
+    """Two corrections with two seeds each, as the trainer leaves them."""
+    for correction in ("none", "ais"):
+        for seed in (0, 1):
+            settings = {"rollout_precision": "int4", "is_correction": correction, "scale_rewards": "none"}
+            saving = {"save_strategy": "steps", "save_steps": 2, "noise_schedule": "linear", "noise_stages": 3}
+            path = tmp_path / f"{correction}-{seed}"
+            args = training.config(
+                QuantGRPOConfig, path, seed=seed, max_steps=4, loss_type="grpo", **settings, **saving
+            )
+            training.make(QuantGRPOTrainer, args).train()
+    found = [read_run(path) for path in sorted(tmp_path.iterdir())]
+    groups = grouped(found)
+    assert [(group.name, len(group.runs)) for group in groups] == [("ais", 2), ("none", 2)]
+    assert differences(groups) == {"is_correction": ["ais", "none"]}
+    assert [run.status for run in found] == ["done"] * 4
+    shown = [panel.title for panels in logged(groups).values() for panel in panels]
+    assert {"Reward", "Entropy", "Mismatch KL", "Mismatch by position", "Noise on the norms"} <= set(shown)
+    assert {
+        "Update against quantization error",
+        "Tokens per second",
+        "Time per phase",
+        "AIS's alpha and its parts",
+    } <= set(shown)
+    alpha = groups[0].band("ais/alpha")
+    assert alpha[0] == [1, 2, 3, 4] and groups[1].band("ais/alpha")[0] == []
+    assert alpha[2][0] < alpha[3][0]  # seeds differ

@@ -1,0 +1,314 @@
+"""What stands out in a run, in plain words.
+
+Each finding is a function of a run, with its thresholds as defaults, that returns a sentence or `None`. They look at
+moving averages, so that one odd step is none, and where fewer than `ENDS` steps have a metric they say nothing.
+The thresholds of README's table of metrics are these.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import isfinite
+from statistics import fmean, median
+
+from .runs import ENDS, KL, REWARD, Group, Run, moving_average
+
+
+POSITION = "mismatch/by_position/"
+RISE = 1.5  # from start to end; what grew less did not rise
+
+
+# What several of them ask
+
+
+def smooth(run: Run, metric: str) -> tuple[list[int], list[float]]:
+    """Steps and moving averages, from the first step on that has `ENDS` values to average."""
+    steps, values = run.series(metric)
+    return steps[ENDS - 1 :], moving_average(values)[ENDS - 1 :]
+
+
+def rising(steps: Sequence[int], values: Sequence[float]) -> str:
+    """`", rising since step 400"`, or nothing. A rise begins where the last tenth of the way up is still ahead."""
+    start, end = values[0], values[-1]
+    if end <= RISE * start:
+        return ""
+    low = [step for step, value in zip(steps, values, strict=True) if value <= start + 0.1 * (end - start)]
+    return f", rising since step {low[-1]}"
+
+
+def worst(run: Run, metric: str, largest: bool = True) -> tuple[int, float, float] | None:
+    """Step and value of the worst moving average, and the last one."""
+    steps, values = smooth(run, metric)
+    if not values:
+        return None
+    value = max(values) if largest else min(values)
+    return steps[values.index(value)], value, values[-1]
+
+
+def one_in(share: float, what: str) -> str:
+    """`1 token in 30`, or for large shares `62% of the tokens`."""
+    return f"1 {what} in {1 / share:.0f}" if share < 0.4 else f"{share:.0%} of the {what}s"
+
+
+def now(value: float, last: float, unit: Callable[[float], str]) -> str:
+    """Where a run that recovered ended."""
+    return "" if abs(last - value) <= 0.1 * abs(value) else f"; at the end {unit(last)}"
+
+
+def short(value: float) -> str:
+    return f"{value:.2g}"
+
+
+# Findings
+
+
+def not_a_number(run: Run) -> str | None:
+    """Any logged value that is NaN or infinite."""
+    found = [
+        (entry["step"], name)
+        for entry in run.history
+        for name, value in entry.items()
+        if isinstance(value, float) and not isfinite(value)
+    ]
+    if not found:
+        return None
+    step, name = found[0]
+    others = f" ({len(found)} such values in all)" if len(found) > 1 else ""
+    return f"{name} is not a finite number at step {step}{others}. What follows it may be worthless."
+
+
+def reward_fell(run: Run, share: float = 0.5, errors: float = 6.0) -> str | None:
+    """The reward lost `share` of what it had gained, by more than `errors` standard errors of a moving average."""
+    steps, values = smooth(run, REWARD)
+    if not values:
+        return None
+    best = max(values)
+    step, lost = steps[values.index(best)], best - values[-1]
+    raw = run.values(REWARD)
+    # Differences of neighbours see the noise and not the trend: their variance is twice the noise's.
+    noise = (fmean((b - a) ** 2 for a, b in pairwise(raw)) / 2 / (2 * ENDS)) ** 0.5
+    if lost <= max(share * (best - values[0]), errors * noise, 1e-9):
+        return None
+    return f"The reward fell from {short(best)} around step {step} to {short(values[-1])}{_kl_since(run, step)}."
+
+
+def _kl_since(run: Run, step: int) -> str:
+    """`" while the KL grew 10 times"`, where it did."""
+    steps, values = smooth(run, KL)
+    before = [value for at, value in zip(steps, values, strict=True) if at <= step]
+    if not before or values[-1] < 2 * before[-1] or not before[-1] > 0:
+        return ""
+    return f" while the KL grew {values[-1] / before[-1]:.0f} times"
+
+
+def kl_grew(run: Run, times: float = 3.0, floor: float = 1e-5) -> str | None:
+    """The mismatch grew to `times` its start; below `floor` it is rounding."""
+    steps, values = smooth(run, KL)
+    if not values or values[-1] < max(times * values[0], floor):
+        return None
+    factor = f" {values[-1] / values[0]:.0f} times" if values[0] > 0 else ""
+    return f"The mismatch KL grew{factor}, from {short(values[0])} to {short(values[-1])}{rising(steps, values)}."
+
+
+def weights_off_one(run: Run, distance: float = 0.05) -> str | None:
+    """k1 and k3 differ by the mean weight minus 1, which is 0 where the sampler can draw every token."""
+    mean = _settled(run, "mismatch/weight_mean")
+    if mean is None or abs(mean - 1) <= distance:
+        return None
+    return (
+        f"The mean weight is {mean:.2f} and should be 1: k1 and k3 do not agree. The sampler leaves tokens out "
+        "(top_p, top_k, min_p), or its log-probabilities are not those that it drew with."
+    )
+
+
+def few_effective_samples(run: Run, below: float = 0.95) -> str | None:
+    found = worst(run, "mismatch/ess_ratio", largest=False)
+    if found is None or found[1] >= below:
+        return None
+    step, value, last = found
+    end = now(value, last, "{:.0%}".format)
+    return f"Only {value:.0%} of the samples were left after weighting (ESS) around step {step}{end}."
+
+
+def heavy_weight(run: Run, above: float = 100.0) -> str | None:
+    """One token is enough: this one looks at single steps."""
+    steps, values = run.series("mismatch/max_weight")
+    if not values or max(values) <= above:
+        return None
+    over, step = sum(value > above for value in values), steps[values.index(max(values))]
+    return (
+        f"A weight reached {max(values):.0f} at step {step}, and {over} of {len(values)} logged steps had one above "
+        f"{above:g}: never use `decoupled` here."
+    )
+
+
+def capped(run: Run, above: float = 0.01) -> str | None:
+    return _share(run, "mismatch/cap_fraction", above, "at the cap", "the cap decides, and biases")
+
+
+def dropped(run: Run, above: float = 0.05) -> str | None:
+    return _share(run, "mismatch/dropped_fraction", above, "dropped by the correction", "take another one")
+
+
+def clipped(run: Run, above: float = 0.2) -> str | None:
+    metric = "clip_ratio/region_mean"
+    return _share(run, metric, above, "clipped by the loss", "they teach nothing; fewer or smaller updates would")
+
+
+def _share(run: Run, metric: str, above: float, where: str, so: str) -> str | None:
+    found = worst(run, metric)
+    if found is None or found[1] <= above:
+        return None
+    step, value, last = found
+    if last <= above:
+        return f"{one_in(value, 'token')} was {where} around step {step}; at the end {short(last)} of them."
+    return f"{one_in(last, 'token')} {where}{rising(*smooth(run, metric))}: {so}."
+
+
+def unscored(run: Run, above: float = 0.0) -> str | None:
+    found = worst(run, "mismatch/unscored_fraction")
+    if found is None or found[1] <= above:
+        return None
+    return f"{one_in(found[1], 'token')} around step {found[0]} came without a log-probability: it is not corrected."
+
+
+def entropy_gone(run: Run, share: float = 0.1) -> str | None:
+    values = smooth(run, "entropy")[1]
+    if not values or values[-1] > share * values[0]:
+        return None
+    return f"The entropy fell from {short(values[0])} to {short(values[-1])} nats: the policy hardly explores any more."
+
+
+def same_rewards(run: Run, above: float = 0.8) -> str | None:
+    value = _settled(run, "frac_reward_zero_std")
+    if value is None or value <= above:
+        return None
+    return f"In {value:.0%} of the groups all rewards are the same: those completions teach nothing."
+
+
+def cut_off(run: Run, above: float = 0.25) -> str | None:
+    value = _settled(run, "completions/clipped_ratio")
+    if value is None or value <= above:
+        return None
+    return f"{value:.0%} of the completions end at `max_completion_length`, not where the model would."
+
+
+def alpha_full(run: Run, above: float = 0.95) -> str | None:
+    value = _settled(run, "ais/alpha")
+    if value is None or value <= above:
+        return None
+    return f"AIS applies its whole correction (alpha {value:.2f}): the mismatch is beyond what it was made for."
+
+
+def later_tokens_worse(run: Run, times: float = 5.0, floor: float = 1e-5) -> str | None:
+    """The KL at the end of long completions, against that of their first tokens."""
+    names = sorted(run.names(POSITION), key=position)
+    names = [name for name in names if len(run.values(name)) >= ENDS]
+    if len(names) < 2:
+        return None
+    early, late = run.last(names[0]), run.last(names[-1])
+    if late < max(times * early, floor):
+        return None
+    factor = f"{late / early:.0f} times the KL" if early > 0 else f"a KL of {short(late)}, and none is"
+    start, end = position(names[-1]), names[0].rpartition("-")[2]
+    return f"Tokens from {start} on have {factor} of the first {int(end) + 1}: long completions are at risk."
+
+
+def position(metric: str) -> int:
+    """Where the bucket of a metric by position begins."""
+    return int(metric.removeprefix(POSITION).partition("-")[0])
+
+
+def noise_lost(run: Run, share: float = 0.2) -> str | None:
+    """The noise that the norms hold differs from what was asked for by more than `share`, at the worst sigma."""
+    arrived: dict[float, list[float]] = {}
+    held = dict(zip(*run.series("noise/effective_sigma"), strict=True))
+    for step, sigma in zip(*run.series("noise/sigma"), strict=True):
+        if sigma > 0 and step in held:
+            arrived.setdefault(sigma, []).append(held[step] / sigma)
+    ratios = {sigma: median(found) for sigma, found in arrived.items()}
+    if not ratios:
+        return None
+    sigma = max(ratios, key=lambda sigma: abs(ratios[sigma] - 1))
+    if abs(ratios[sigma] - 1) <= share:
+        return None
+    why = "swallow it" if ratios[sigma] < 1 else "round it up"
+    return f"Noise of sigma {short(sigma)} was asked for, {short(sigma * ratios[sigma])} arrived: norms in BF16 {why}."
+
+
+def update_buried(run: Run, times: float = 100.0, moved: float = 1e-3) -> str | None:
+    """The sampler hardly sees an update: it is far below the format's rounding, or next to no code changes."""
+    update, error = _settled(run, "weights/normalized_update"), _settled(run, "weights/normalized_quantization_error")
+    changed = _settled(run, "weights/codes_changed")
+    if update is None or error is None or not update > 0:
+        return None
+    if error < times * update and (changed is None or changed >= moved):
+        return None
+    codes = "" if changed is None else f", and {changed:.1%} of the codes change"
+    return (
+        f"A sync moves the weights by {short(update)} of their size, the format rounds by {short(error)}{codes}: the "
+        "sampler hardly sees an update. Try `uaq_scale`, or more bits."
+    )
+
+
+def engine_off(run: Run) -> str | None:
+    """The self-check's own bound; a run stops there."""
+    bounds = dict(zip(*run.series("sync_check/bound"), strict=True))
+    differences = zip(*run.series("sync_check/logp_difference"), strict=True)
+    found = [(step, value) for step, value in differences if value > bounds.get(step, float("inf"))]
+    if not found:
+        return None
+    step, value = found[0]
+    return (
+        f"At step {step} the engine was {short(value)} nats from the policy, more than the bound of "
+        f"{short(bounds[step])}: its copy is stale or broken."
+    )
+
+
+def _settled(run: Run, metric: str) -> float | None:
+    """The mean over the last steps, where enough were logged."""
+    return run.last(metric) if len(run.values(metric)) >= ENDS else None
+
+
+FINDINGS = (
+    not_a_number,
+    reward_fell,
+    engine_off,
+    kl_grew,
+    later_tokens_worse,
+    weights_off_one,
+    few_effective_samples,
+    heavy_weight,
+    capped,
+    dropped,
+    unscored,
+    clipped,
+    alpha_full,
+    entropy_gone,
+    same_rewards,
+    cut_off,
+    noise_lost,
+    update_buried,
+)
+
+
+def findings(group: Group) -> list[str]:
+    """What stands out in a group, each with the first run that shows it and how many do."""
+    lines = []
+    for finding in FINDINGS:
+        texts = {run.name: text for run in group.runs if (text := finding(run))}
+        if texts:
+            name, text = next(iter(texts.items()))
+            lines.append(text if len(group.runs) == 1 else f"{text} ({name}; {len(texts)} of {len(group.runs)} runs)")
+    return lines
+
+
+def verdict(group: Group) -> str:
+    """What may be said of a group without findings."""
+    logged = min(len(run.values(REWARD)) for run in group.runs)
+    if logged < ENDS:
+        return f"Too little to judge: the reward was logged at {logged} step{'s' * (logged != 1)}."
+    if not any(run.values(KL) for run in group.runs):
+        return (
+            "All well in what was logged. The mismatch was not: without a `rollout_precision` there is none to measure."
+        )
+    return "All well."
