@@ -47,7 +47,7 @@ LAZY = {"formats/files.py": ({"safetensors"}, ()), "layers/...": ({"triton"}, ("
 FOREIGN = {
     "os.py": "_exit",
     "torch/_C/__init__.pyi": "_version",
-    "torch/_meta_registrations.py": "_int_mm",
+    "torch/_meta_registrations.py": "_flash_attention_forward _int_mm",
     "torch/_dynamo/__init__.py": "_dynamo",
     "torch/cpu/__init__.py": "_is_amx_tile_supported _is_avx512_supported",
     "torch/nn/modules/module.py": "_forward_hooks _forward_pre_hooks _parameters",

@@ -1,15 +1,17 @@
 """The RMSNorm kernel against its twin, `trl_quant.layers.exact.rms_norm`, on a GPU or in the interpreter."""
 
+import re
+
 import pytest
 import torch
-from interpreter import on_devices, ptx_of, rerun, reruns
+from interpreter import INTERPRETED, on_devices, ptx_of, rerun, reruns
 
 from trl_quant.layers import exact
 
 
 kernels = pytest.importorskip("trl_quant.kernels.norm")
 
-SHAPES = [(1, 128), (5, 96), (300, 896), (2, 3, 64)]
+SHAPES = [(1, 128), (5, 96), (7, 896), (2, 3, 64)]
 
 
 def inputs(shape, dtype, device):
@@ -47,14 +49,15 @@ def test_equals_its_twin(device, dtype, shape, adds):
 
 @on_devices
 def test_a_token_gets_the_same_bits_in_any_batch(device):
-    x, residual, weight = inputs((300, 896), torch.bfloat16, device)
+    x, residual, weight = inputs((40, 96), torch.bfloat16, device)
     y, _ = kernels.rms_norm(x, weight, 1e-5, residual)
-    for rows in (1, 7, 256):
+    for rows in (1, 7, 33):
         assert torch.equal(kernels.rms_norm(x[:rows], weight, 1e-5, residual[:rows])[0], y[:rows])
-    assert kernels.rms_norm(x[:0], weight, 1e-5)[0].shape == (0, 896)
+    assert kernels.rms_norm(x[:0], weight, 1e-5)[0].shape == (0, 96)
 
 
-def test_compiles_for_hopper():
+@pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
+def test_reads_and_writes_16_bytes_at_once():
     types = "*bf16 *bf16 *bf16 *bf16 *bf16 i32 fp32"
     code = ptx_of(kernels.norm_kernel, types, {"ADD": True, "BLOCK": 4096}, num_warps=8)
-    assert "ld.global.v4" in code or "ld.global.L1" in code or ".v4.b32" in code
+    assert len(re.findall(r"ld\.global\.v4\.b32", code)) >= 6 and len(re.findall(r"st\.global\.v4\.b32", code)) >= 4

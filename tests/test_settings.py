@@ -370,7 +370,8 @@ def test_auto_takes_a_checkpoints_precision_only_when_it_resumes(tmp_path):
     run_to_step_2(tmp_path)
     state = tmp_path / "checkpoint-2/rollout_state.json"
     args = config(QuantGRPOConfig, tmp_path)
-    assert precision_before(args) is None  # nobody asked to resume
+    args.rollout_precision = "auto"
+    assert precision_before(args) == "auto"  # nobody asked to resume
     args.resume_from_checkpoint = "true"
     with pytest.raises(ValueError, match=r"'auto'.*'int4', which vLLM does not run"):
         precision_before(args)
@@ -378,6 +379,9 @@ def test_auto_takes_a_checkpoints_precision_only_when_it_resumes(tmp_path):
     recorded["settings"]["rollout_precision"] = "fp8"
     state.write_text(json.dumps(recorded))
     assert precision_before(args) == "fp8"
+    args.rollout_precision = "int8"
+    assert precision_before(args) == "int8"
+    args.rollout_precision = "auto"
     args.resume_from_checkpoint = str(tmp_path / "checkpoint-1")
     with pytest.raises(ValueError, match="'int4'"):
         precision_before(args)

@@ -33,12 +33,14 @@ COMPRESSED = "vllm.model_executor.layers.quantization.compressed_tensors"
 UTILS = "vllm.model_executor.layers.quantization.utils"
 ONLINE = "vllm.model_executor.layers.quantization.online.fp8"
 LOADER = "vllm.model_executor.model_loader"
+ROTARY = "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding"
 TRANSFER = "vllm.distributed.weight_transfer"
 
 # Names in a module, or attributes of a class or of its instances
 NAMES = {
     "vllm": "EngineArgs LLM ModelRegistry SamplingParams __version__ _custom_ops",
-    "vllm:EngineArgs": """additional_config compilation_config disable_log_stats distributed_executor_backend dtype
+    "vllm:EngineArgs": """additional_config attention_config compilation_config disable_cascade_attn disable_log_stats
+        distributed_executor_backend dtype
         enable_lora enable_sleep_mode enforce_eager gpu_memory_utilization hf_overrides kv_cache_memory_bytes
         load_format logprobs_mode lora_target_modules max_lora_rank max_model_len max_num_seqs model model_impl
         model_loader_extra_config quantization quantization_config seed skip_tokenizer_init tensor_parallel_size
@@ -110,6 +112,18 @@ NAMES = {
     "vllm.v1.outputs:LogprobsLists": "cu_num_generated_tokens logprobs slice_request",
     "vllm.v1.outputs:ModelRunnerOutput": "logprobs",
     "vllm.v1.request:Request": "num_computed_tokens request_id",
+    # The same numbers for any batch (`exact_rollouts`)
+    "vllm.model_executor.layers.layernorm": "RMSNorm",
+    "vllm.model_executor.layers.layernorm:RMSNorm": "variance_epsilon weight",
+    "vllm.model_executor.layers.rotary_embedding.base": "RotaryEmbedding",
+    f"{ROTARY}": "cos_sin_cache forward_cuda head_size is_neox_style rotary_dim",
+    "vllm.v1.attention.backends.flash_attn": "FlashAttentionMetadataBuilder",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder": "max_cudagraph_size max_num_splits",
+    "vllm.v1.worker.gpu.sample.gumbel": "apply_temperature",
+    "vllm.v1.worker.gpu.sample.logprob": "compute_token_logprobs",
+    "vllm.v1.worker.gpu.sample.sampler": "Sampler",
+    "vllm.v1.worker.utils:AttentionGroup": "metadata_builders",
+    "vllm.v1.attention.backends": "fa_utils",
     # Adapters
     "vllm.model_executor.utils": "get_packed_modules_mapping set_weight_attrs",
     f"{LINEAR}:QKVParallelLinear": "num_kv_head_replicas output_partition_sizes output_sizes weight_loader",
@@ -164,6 +178,11 @@ CALLS = {
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": "scheduler_output model_runner_output",
     "vllm.v1.engine.output_processor:OutputProcessor.process_outputs": "engine_core_outputs",
     "vllm.v1.outputs:LogprobsLists.slice_request": "req_idx num_positions",
+    "vllm._custom_ops:rotary_embedding": "positions query key head_size cos_sin_cache is_neox * inverse",
+    f"{ROTARY}.forward_cuda": "positions query key",
+    "vllm.model_executor.layers.layernorm:RMSNorm.forward_native": "x residual",
+    "vllm.v1.worker.gpu.sample.gumbel:apply_temperature": "logits expanded_idx_mapping temperature",
+    "vllm.v1.worker.gpu.sample.logprob:compute_token_logprobs": "logits token_ids",
     f"{TRANSFER}.factory:WeightTransferEngineFactory.register_engine": "name module_path_or_cls",
     f"{TRANSFER}.nccl_engine:NCCLWeightTransferEngine.init_transfer_engine": "init_info",
     f"{TRANSFER}.nccl_engine:NCCLWeightTransferEngine.start_weight_update": "",
@@ -181,7 +200,7 @@ PATHS = {
         llm_engine.vllm_config.cache_config.cache_dtype llm_engine.vllm_config.model_config.hf_config
         llm_engine.vllm_config.compilation_config.mode llm_engine.vllm_config.model_config.dtype
         llm_engine.vllm_config.model_config.max_model_len""",
-    "worker": "get_model reload_weights vllm_config.model_config.dtype",
+    "worker": "get_model model_runner.attn_groups model_runner.sampler reload_weights vllm_config.model_config.dtype",
     "model": """config.tie_word_embeddings lm_head.quant_method.process_weights_after_loading lm_head.weight
         load_weights""",
 }

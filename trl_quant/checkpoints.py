@@ -103,14 +103,14 @@ def saving(checkpoint: str) -> Iterator[None]:
 
 def precision_before(args) -> str | None:
     """
-    The precision of the checkpoint that a run is asked to resume from, which takes the place of `"auto"`.
+    A run's `rollout_precision`, in which that of the checkpoint it is asked to resume from takes the place of `"auto"`.
 
     Raises:
         `ValueError`: if vLLM does not run it.
     """
     resume = args.resume_from_checkpoint
-    if not resume or str(resume).lower() == "false":
-        return None
+    if args.rollout_precision != "auto" or not resume or str(resume).lower() == "false":
+        return args.rollout_precision
     checkpoint = last_complete_checkpoint(args.output_dir) if str(resume).lower() == "true" else resume
     precision = read_rollout_state(checkpoint or "").get("settings", {}).get("rollout_precision")
     if precision is not None and precision not in in_vllm():
@@ -118,7 +118,7 @@ def precision_before(args) -> str | None:
             f"`rollout_precision`='auto' takes the precision of the checkpoint {checkpoint}, {precision!r}, which vLLM "
             f"does not run. Allowed: {', '.join(map(repr, in_vllm()))}; or set `use_vllm=False` and name it."
         )
-    return precision
+    return precision or args.rollout_precision
 
 
 def recorded(trainer: Trainer) -> dict:

@@ -62,8 +62,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         args.is_taken = True
         check_method(self, args, rollout_func)
         check_before_loading(**given | {"args": args})
-        if args.rollout_precision == "auto":
-            args.rollout_precision = checkpoints.precision_before(args) or "auto"
+        args.rollout_precision = checkpoints.precision_before(args)
         correction = args.correction()
         self._correct = correction and partial(corrected, correction, level=args.importance_sampling_level)
         # Whether the loss's own forward scores the tokens for the correction too: no update comes between, or all count
@@ -71,10 +70,9 @@ class QuantGRPOTrainer(GRPOTrainer):
         self.one_pass = local or getattr(correction, "every_update", False)
         base = on_frozen_base(**given | {"args": args}) if args.holds_frozen_base else {}
         fields = {"model_init_kwargs": base.pop("model_init_kwargs", args.model_init_kwargs)}
-        with engine_of(args, partial(train_as_sampled, self), **fields):
+        with engine_of(args, partial(train_as_sampled, self), partial(follow_engine, self), **fields):
             super().__init__(**given | {"args": args} | base)
         self._engine = engine if isinstance(engine := getattr(self, "vllm_generation", None), RolloutEngine) else None
-        follow_engine(self, self._engine)
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
             apply_uaq(self.model, args.uaq_scale)
 

@@ -37,11 +37,11 @@ def __getattr__(name: str):
     return getattr(importlib.import_module(_PUBLIC[name], __name__), name)
 
 
-def engine_of(args, loaded: Callable[[], None], **fields) -> AbstractContextManager:
+def engine_of(args, loaded: Callable[[], None], built: Callable[[object], None], **fields) -> AbstractContextManager:
     """
-    Context in which TRL's `GRPOTrainer.__init__` builds the engine that `args` ask for, once it has called `loaded`:
-    the trainer's models are. Without a `rollout_precision` it builds TRL's own. There `fields` of `args` have other
-    values; on exit `args` and TRL are as they were.
+    Context in which TRL's `GRPOTrainer.__init__` builds the engine that `args` ask for, between calls of `loaded`, when
+    the trainer's models are, and `built`, with the engine. Without a `rollout_precision` it builds TRL's own. There
+    `fields` of `args` have other values; on exit `args` and TRL are as they were.
     """
     from .seams import trainer_builds
 
@@ -69,13 +69,14 @@ def engine_of(args, loaded: Callable[[], None], **fields) -> AbstractContextMana
             engine = partial(__getattr__("fastest_engine"), args, **options)
         else:
             engine = partial(__getattr__(ENGINES[name]), precision=args.rollout_precision, **options)
-        engine = partial(_once, loaded, engine)
+        engine = partial(_between, loaded, built, engine)
     if args.is_correction != "trl" and args.loss_type == "vespo":
         # TRL's ratio is replaced by ours; VESPO insists on one with a value for each token, which ours has.
         fields["vllm_importance_sampling_mode"] = "token_truncate"
     return trainer_builds(engine, args, **fields)
 
 
-def _once(loaded: Callable[[], None], engine: Callable, *args, **kwargs):
+def _between(loaded: Callable[[], None], built: Callable[[object], None], kind: Callable, *args, **kwargs):
     loaded()
-    return engine(*args, **kwargs)
+    built(engine := kind(*args, **kwargs))
+    return engine

@@ -85,7 +85,7 @@ class VLLMEngine(VLLMBase):
         check_device(self.precision, self.sleep_level > 0)
         if self.weights.unified(self.precision):
             multiply_as_given(self.precision)
-        from . import exact, one_copy, worker  # also registers the loader
+        from . import one_copy, worker  # also registers the loader
 
         with llm_with(**self._llm_arguments()), one_copy.lending(self._base_to_share()):
             try:
@@ -96,6 +96,8 @@ class VLLMEngine(VLLMBase):
         (kernels,) = self.llm.apply_model(partial(worker.check_kernels, precision=self.precision))
         logger.info("vLLM samples in %s: %s.", self.precision, kernels)
         if self.exact:
+            from . import exact
+
             self.llm.collective_rpc(exact.attend_in_one_part)
             (self.kernels,) = self.llm.collective_rpc(exact.kernels)
         (self.product_errors,) = self.llm.apply_model(worker.int8_errors)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
@@ -103,10 +104,8 @@ def _rotate(positions: Tensor, q: Tensor, k: Tensor, inverse: bool, cache: Tenso
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None) -> Tensor:
-    from vllm.vllm_flash_attn import flash_attn_varlen_func  # not there on a CPU
-
     starts, longest = packed.starts, packed.longest
-    return flash_attn_varlen_func(
+    return fa_utils.flash_attn_varlen_func(  # not there on a CPU
         q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest,
         softmax_scale=scale, causal=True, window_size=None if window is None else [window - 1, 0],
         num_splits=1, fa_version=3,
