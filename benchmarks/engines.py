@@ -77,7 +77,7 @@ def model_directory(size: str, tokenizer=None) -> str:
         num_attention_heads=shape.pop("heads"),
         num_key_value_heads=shape.pop("kv_heads"),
         tie_word_embeddings=False,
-        max_position_embeddings=4096,
+        max_position_embeddings=8192,
         architectures=["Qwen2ForCausalLM"],
         dtype="bfloat16",
         **shape,

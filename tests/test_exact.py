@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tiny import tiny_model
 from trl.trainer.utils import add_fused_lm_head
 
+from trl_quant import QuantGRPOConfig
 from trl_quant.exact_flow import compute_exactly
 from trl_quant.layers.exact import (
     ExactAttention,
@@ -25,6 +26,8 @@ from trl_quant.layers.exact import (
     rms_norm,
 )
 from trl_quant.norms import FAMILIES
+from trl_quant.rollout.vllm.support import check_exact
+from trl_quant.unified_flow import unify
 
 
 EXACT_FAMILIES = [name for name, family in FAMILIES.items() if not family.offset]
@@ -244,3 +247,94 @@ def test_a_mask_is_packed_once_for_all_layers(monkeypatch):
     assert not torch.equal(attention(q, k, k, other, 0.1, None), first) and len(calls) == 2
     attention(q[:, :, :5], k[:, :, :5], k[:, :, :5], None, 0.1, None)
     assert attention(q, k, k, None, 0.1, None).shape == (2, 6, 4, 32) and len(calls) == 4
+
+
+CONFIG = {"train_precision": "int8", "use_vllm": True, "vllm_mode": "colocate", "bf16": False, "use_cpu": True}
+
+
+def test_the_config_takes_it(tmp_path):
+    assert QuantGRPOConfig(str(tmp_path), exact_rollouts=True, **CONFIG).exact_rollouts
+    assert not QuantGRPOConfig(str(tmp_path), **CONFIG).exact_rollouts
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train_precision": "fp8"}, "needs `train_precision` '?\"?int8.*fp8_block"),
+        ({"train_precision": None, "rollout_precision": "int8"}, "needs `train_precision`"),
+        ({"rollout_precision": "bf16"}, "sampling in that"),
+        ({"use_vllm": False, "vllm_mode": "server"}, "`use_vllm=True`; `vllm_mode='colocate'`"),
+        ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=1"),
+        ({"lora_sync": "adapter"}, "`lora_sync='merge'`"),
+        ({"noise_schedule": "exponential"}, "no `noise_schedule`"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=False"),
+        ({"vllm_model_impl": "transformers"}, "vllm_model_impl"),
+        ({"vllm_engine_kwargs": {"enforce_eager": True}}, "'enforce_eager'=True"),
+        ({"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}, "'kv_cache_dtype'='fp8'"),
+    ],
+)
+def test_what_would_move_bits_is_refused(tmp_path, change, message):
+    with pytest.raises(ValueError, match=f"exact_rollouts.*{message}|{message}.*exact_rollouts"):
+        QuantGRPOConfig(str(tmp_path), exact_rollouts=True, **CONFIG | change)
+
+
+@pytest.mark.parametrize(
+    ("capability", "family", "shape", "message"),
+    [
+        (None, "qwen3", {"head_dim": 128}, "compute capability 9.0.*a CPU"),
+        ((8, 0), "qwen3", {"head_dim": 128}, "compute capability 8.0"),
+        ((9, 0), "gemma3", {"head_dim": 128}, "norms of gemma3_text"),
+        ((9, 0), "qwen2", {}, "heads of 128.*have 32"),
+        ((9, 0), "qwen3", {"head_dim": 128}, None),
+    ],
+)
+def test_devices_and_models(monkeypatch, capability, family, shape, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    config = tiny_model(family, **shape).config
+    if message is None:
+        return check_exact(config)
+    with pytest.raises(ValueError, match=message):
+        check_exact(config)
+
+
+@pytest.mark.vllm
+def test_vllm_gets_the_norm(tmp_path, monkeypatch):
+    """Each of its norms computes `rms_norm`, reloads included; other norms, and other attention, are refused."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm_engines import PROMPTS, engine, policy
+
+    from trl_quant.rollout.vllm import exact
+
+    given = {"compilation_config": {"mode": 3, "cudagraph_capture_sizes": [1]}, "attention_config": {"x": 1}}
+    arguments = exact.exact_arguments(given)
+    assert arguments["compilation_config"] == {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1]}
+    assert arguments["attention_config"]["flash_attn_max_num_splits_for_cuda_graph"] == 1
+    assert arguments["disable_cascade_attn"] and given["compilation_config"]["mode"] == 3
+
+    model, one_part = policy(tmp_path / "policy", tied=False), exact.attend_in_one_part
+    unify(model, "int8")
+    monkeypatch.setattr(exact, "exact_arguments", lambda given: {})
+    monkeypatch.setattr(exact, "attend_in_one_part", lambda worker: None)
+    sampler = engine(model, "int8", exact=True)
+    assert sampler.kernels.dtype == torch.bfloat16 and sampler.kernels.rotated == 32
+    with pytest.raises(ValueError, match="needs FlashAttention 3"):
+        sampler.llm.collective_rpc(one_part)
+    sampler.sync_weights()
+    seen = []
+    monkeypatch.setattr(exact, "rms_norm", lambda *args: seen.append(rms_norm(*args)) or seen[-1])
+    _, _, logps, _ = sampler.generate(PROMPTS, None, 1)
+    forwards, layers = len(seen) / (4 * model.config.num_hidden_layers + 1), model.config.num_hidden_layers
+    assert layers and forwards == int(forwards) > 1  # two a layer, q's and k's, and the last
+    (module,) = sampler.llm.apply_model(lambda vllms: vllms.model.norm)
+    x, residual = torch.randn(2, 5, model.config.hidden_size).bfloat16()
+    weight = model.get_decoder().norm.weight
+    for ours, theirs in zip(module(x, residual), rms_norm(x, weight, module.variance_epsilon, residual), strict=True):
+        assert torch.equal(ours, theirs)
+    plain = engine(model, "int8")
+    plain.sync_weights()
+    assert plain.generate(PROMPTS, None, 1)[2] != logps  # vLLM's own rounds elsewhere
+    module.forward = type(module).forward
+    module.__class__ = type("OtherRMSNorm", (type(module),), {})
+    with pytest.raises(ValueError, match=r"norms of vLLM's Qwen3ForCausalLM.*OtherRMSNorm"):
+        sampler.llm.apply_model(exact.hold_exact_norms)

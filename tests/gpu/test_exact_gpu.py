@@ -143,13 +143,13 @@ def test_gradients(tmp_path, precision):
             model(**inputs, fused_lm_head=True).log_probs.sum().backward()
         found.append({name: p.grad.float().flatten() for name, p in model.named_parameters()})
     ours, theirs = found
-    for name, gradient in theirs.items():
-        if not name.endswith("k_proj.bias"):  # a common shift of keys changes next to nothing: it is the roundings'
-            assert torch.cosine_similarity(ours[name], gradient, dim=0) > 0.97, name
+    assert all(torch.cosine_similarity(ours[name], theirs[name], dim=0) > 0.9 for name in theirs)
+    together = [torch.cat([gradients[name] for name in theirs]) for gradients in (ours, theirs)]
+    assert torch.cosine_similarity(*together, dim=0) > 0.97
 
 
 @every_precision
-@pytest.mark.parametrize("sleeps", [False, True])
+@pytest.mark.parametrize("sleeps", [False, pytest.param(True, marks=pytest.mark.own_process)])
 def test_a_run(tmp_path, precision, sleeps):
     """Through the trainer, over several steps and updates: no sampled token's log-probability differs by a bit."""
     model = policy(tmp_path / "policy", tied=True, family="qwen2", **shape("qwen2"))
