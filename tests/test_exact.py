@@ -125,6 +125,26 @@ def test_sliding_windows():
     assert (whole - expected).abs().max() > 1e-2
 
 
+def test_what_is_saved_loads_anywhere(tmp_path):
+    """The checkpoint is that of the plain model: names, numbers, and no word of the exchange."""
+    plain = tiny_model("qwen3")
+    exact = copy.deepcopy(plain)
+    compute_exactly(exact, stand_ins(exact))
+    for name, model in (("plain", plain), ("exact", exact)):
+        model.save_pretrained(tmp_path / name)
+    files = {name: sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("plain", "exact")}
+    assert files["plain"] == files["exact"]
+    for file in files["plain"]:
+        assert (tmp_path / "plain" / file).read_bytes() == (tmp_path / "exact" / file).read_bytes(), file
+
+
+def test_cached_generation_is_refused():
+    model = tiny_model("qwen3")
+    compute_exactly(model, stand_ins(model))
+    with pytest.raises(ValueError, match="have its engine generate"):
+        model.generate(torch.arange(5, 12)[None], max_new_tokens=3)
+
+
 def test_padding_changes_no_bit():
     """In BF16, where left padding moves the positions, and so the bits, of the plain model."""
     plain = tiny_model("qwen3", dtype=torch.bfloat16)
@@ -267,6 +287,8 @@ def test_the_config_takes_it(tmp_path):
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=1"),
         ({"lora_sync": "adapter"}, "`lora_sync='merge'`"),
         ({"noise_schedule": "exponential"}, "no `noise_schedule`"),
+        ({"torch_compile": True}, "no `torch_compile`"),
+        ({"use_liger_kernel": True}, "no `use_liger_kernel`"),
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=False"),
         ({"vllm_model_impl": "transformers"}, "vllm_model_impl"),
         ({"vllm_engine_kwargs": {"enforce_eager": True}}, "'enforce_eager'=True"),
@@ -285,6 +307,7 @@ def test_what_would_move_bits_is_refused(tmp_path, change, message):
         ((8, 0), "qwen3", {"head_dim": 128}, "compute capability 8.0"),
         ((9, 0), "gemma3", {"head_dim": 128}, "norms of gemma3_text"),
         ((9, 0), "qwen2", {}, "heads of 128.*have 32"),
+        ((9, 0), "qwen3", {"head_dim": 128, "attention_dropout": 0.1}, "attention_dropout.=0.1"),
         ((9, 0), "qwen3", {"head_dim": 128}, None),
     ],
 )

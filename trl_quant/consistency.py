@@ -196,6 +196,8 @@ def _check_exact(args):
         "`lora_sync='merge'`: an adapter beside the base is multiplied in BF16": args.lora_sync == "merge",
         "no `noise_schedule`, which makes the sampler another policy": args.noise_schedule is None,
         "computing in BF16 (`fp16=False`)": not args.fp16,
+        "no `torch_compile`, whose kernels are its own": not args.torch_compile,
+        "no `use_liger_kernel`, the same": not args.use_liger_kernel,
         "the head in BF16, as the engine has it (`cast_lm_head_to_fp32=False`)": not args.cast_lm_head_to_fp32,
     }
     if missing := [what for what, given in needed.items() if not given]:

@@ -34,7 +34,9 @@ def attend(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """[`~layers.exact.ExactAttention`] as transformers calls it."""
+    """[`~layers.exact.ExactAttention`] as transformers calls it; `ValueError` for a step of cached generation."""
+    if query.shape[2] != key.shape[2]:
+        raise ValueError("A policy with `exact_rollouts`=True computes whole sequences: have its engine generate.")
     return module.exact_attention(query, key, value, attention_mask, scaling, sliding_window), None
 
 

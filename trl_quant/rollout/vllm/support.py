@@ -246,6 +246,8 @@ def check_exact(config: PreTrainedConfig) -> None:
     kind = config.get_text_config().model_type
     if family_of(kind).offset:
         raise ValueError(f"`exact_rollouts`=True does not know the norms of {kind}. Leave it at False.")
+    if dropout := getattr(config.get_text_config(), "attention_dropout", 0):
+        raise ValueError(f"`exact_rollouts`=True needs a model without dropout; it has `attention_dropout`={dropout}.")
     if (size := _head_size(config)) != EXACT_HEADS:
         raise ValueError(
             f"`exact_rollouts`=True needs heads of {EXACT_HEADS}, and the policy's have {size}: FlashAttention 3 adds "
