@@ -346,7 +346,7 @@ def test_vllm_gets_the_norm(tmp_path, monkeypatch):
     sampler.sync_weights()
     seen = []
     monkeypatch.setattr(exact, "rms_norm", lambda *args: seen.append(rms_norm(*args)) or seen[-1])
-    _, _, logps, _ = sampler.generate(PROMPTS, None, 1)
+    sampler.generate(PROMPTS, None, 1)
     forwards, layers = len(seen) / (4 * model.config.num_hidden_layers + 1), model.config.num_hidden_layers
     assert layers and forwards == int(forwards) > 1  # two a layer, q's and k's, and the last
     (module,) = sampler.llm.apply_model(lambda vllms: vllms.model.norm)
@@ -354,9 +354,7 @@ def test_vllm_gets_the_norm(tmp_path, monkeypatch):
     weight = model.get_decoder().norm.weight
     for ours, theirs in zip(module(x, residual), rms_norm(x, weight, module.variance_epsilon, residual), strict=True):
         assert torch.equal(ours, theirs)
-    plain = engine(model, "int8")
-    plain.sync_weights()
-    assert plain.generate(PROMPTS, None, 1)[2] != logps  # vLLM's own rounds elsewhere
+    assert not torch.equal(type(module).forward_native(module, x.clone(), residual.clone())[0], module(x, residual)[0])
     module.forward = type(module).forward
     module.__class__ = type("OtherRMSNorm", (type(module),), {})
     with pytest.raises(ValueError, match=r"norms of vLLM's Qwen3ForCausalLM.*OtherRMSNorm"):
