@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny import save_tiny
-from training import config, lora, make
+from training import config, lora, make, metrics
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -252,5 +252,5 @@ def test_through_the_trainer(tmp_path, lora_sync):
         if plain:
             trainer.vllm_generation.sampling = nullcontext
         trainer.train()
-        logs.append([{k: v for k, v in log.items() if "time" not in k} for log in trainer.state.log_history[:2]])
+        logs.append(metrics(trainer)[:2])
     assert logs[0] == logs[1] and logs[0][0]["mismatch/kl_k3"] > 0
