@@ -10,22 +10,14 @@ On several, with as many completions an optimizer step (8 x 2 x 8 = 128):
 
 On a laptop, with the model of build_arithmetic_model.py and the embedded engine:
 
-    python examples/qerl.py --model_name_or_path runs/arithmetic --dataset_name runs/arithmetic/train.jsonl \\
-        --reward_funcs arithmetic --output_dir runs/qerl --use_vllm false --use_cpu --dtype float32 --bf16 false \\
-        --optim adamw_torch --gradient_checkpointing false --learning_rate 1e-3 --max_completion_length 48 \\
-        --per_device_train_batch_size 64 --gradient_accumulation_steps 1 --max_steps 60
+    python examples/qerl.py --config examples/laptop.yaml
 
 The command line or a YAML file, `--config`, can change every option of the recipe; `--help` lists them all, and
 `--resume_from_checkpoint true` goes on with an interrupted run. Not as in the paper: the base is rounded to nearest,
 unless `--model_name_or_path` is a checkpoint that `trl-quant prepare` calibrated, and prompts get no suffix.
 """
 
-from trl import ModelConfig, TrlParser, get_peft_config
-from trl.rewards import get_soft_overlong_punishment
-
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.cli import plain_errors
-from trl_quant.cli.train import TrainArguments, load_data
+from trl_quant.cli.train import main
 
 
 RECIPE = {
@@ -54,6 +46,7 @@ RECIPE = {
     "epsilon_high": 0.28,
     "beta": 0.0,
     "dynamic_sampling_rounds": 3,
+    "overlong_punishment": 0.2,  # of `max_completion_length`, as in DAPO
     # 128 completions a step, each used in 4 updates
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 16,
@@ -66,30 +59,7 @@ RECIPE = {
     "max_steps": 1000,
     "logging_steps": 1,
 }
-OVERLONG = 0.2  # last part of `max_completion_length` in which the punishment grows to 1, as in DAPO
-
-
-@plain_errors()
-def main(argv: list[str] | None = None) -> None:
-    """Trains and saves; `argv` is by default this process's command line."""
-    parser = TrlParser((TrainArguments, QuantGRPOConfig, ModelConfig))
-    parser.set_defaults_with_config(**RECIPE)
-    script_args, training_args, model_args = parser.parse_args_and_config(argv)
-    training_args.model_init_kwargs = {"dtype": model_args.dtype} | (training_args.model_init_kwargs or {})
-    length = training_args.max_completion_length
-    trainer = QuantGRPOTrainer(
-        model=model_args.model_name_or_path,
-        # 0 for most lengths, then linearly down to -1 at `max_completion_length` (DAPO eq. 13)
-        reward_funcs=[*script_args.rewards, get_soft_overlong_punishment(length, round(OVERLONG * length))],
-        args=training_args,
-        peft_config=get_peft_config(model_args),
-        **load_data(script_args, training_args, model_args),
-    )
-    resume = training_args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
-    trainer.save_model(training_args.output_dir)
-    trainer.save_state()
 
 
 if __name__ == "__main__":
-    main()
+    main(recipe=RECIPE)

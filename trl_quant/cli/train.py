@@ -22,6 +22,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainingArguments
 from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl.rewards import get_soft_overlong_punishment
 from yaml import YAMLError
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -46,8 +47,17 @@ class TrainArguments:
         default_factory=lambda: ["gsm8k"],
         metadata={"help": f"Rewards, summed: {', '.join(REWARDS)}, or the dotted path of a function of your own."},
     )
+    overlong_punishment: float = field(
+        default=0.0,
+        metadata={
+            "help": "Last part of `max_completion_length`, from 0 to 1, over which a further reward falls from 0 to -1 "
+            "(DAPO); 0 for none."
+        },
+    )
 
     def __post_init__(self):
+        if not 0 <= self.overlong_punishment <= 1:
+            raise ValueError(f"`overlong_punishment`={self.overlong_punishment!r} must be a number from 0 to 1.")
         self.rewards = [_reward(name) for name in self.reward_funcs]
 
 
@@ -90,6 +100,13 @@ def _is_number(value) -> bool:
     return isinstance(value, Real) or getattr(value, "ndim", None) == 0
 
 
+def _overlong_punishment(part: float, length: int | None) -> list[Callable[..., list[float]]]:
+    """TRL's reward for completions that come near their greatest length (DAPO eq. 13), if one is asked for."""
+    if part and length is None:
+        raise ValueError(f"`overlong_punishment`={part!r} needs a `max_completion_length`, which is None.")
+    return [get_soft_overlong_punishment(length, round(part * length))] if part else []
+
+
 class Parser(TrlParser):
     """TRL's parser, whose help shows the options in groups: first what is ours."""
 
@@ -123,12 +140,17 @@ def _titles() -> dict[str, str]:
     return found
 
 
-def parse_args(argv: list[str] | None = None) -> tuple[TrainArguments, QuantGRPOConfig, ModelConfig]:
-    """Reads the command line and checks it."""
+def parse_args(
+    argv: list[str] | None = None, recipe: dict | None = None
+) -> tuple[TrainArguments, QuantGRPOConfig, ModelConfig]:
+    """Reads the command line and checks it; a script's `recipe` has defaults of its own for the options."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
         # accelerate does not pass `use_cpu` on to the processes it starts, and without it each would train by itself.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     parser, argv = Parser(), sys.argv[1:] if argv is None else list(argv)
+    misnamed = parser.set_defaults_with_config(**recipe or {})
+    if recipe:
+        parser.prog, parser.usage = os.path.basename(sys.argv[0]), "%(prog)s [--config FILE.yaml] [options]"
     argv = [part for given in argv for part in (given.split("=", 1) if given.startswith("--config=") else [given])]
     if any(part == "--config" and after.startswith("--") for part, after in zip(argv, [*argv[1:], "--"])):
         parser.error("argument --config: expected a YAML file")
@@ -136,7 +158,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[TrainArguments, QuantGRPO
         *parsed, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
     except YAMLError as error:
         raise ValueError(f"`--config`: not a YAML file: {error}") from error
-    if unknown:
+    if unknown := misnamed + unknown:
         options = [f"--{name}" for name in parser.titles]
         close = get_close_matches(unknown[0], options, n=1)
         parser.error(f"unknown arguments: {' '.join(unknown)}" + (f" (did you mean {close[0]}?)" if close else ""))
@@ -175,14 +197,16 @@ def load_data(
 
 
 @plain_errors()
-def main(argv: list[str] | None = None, reward_funcs: list[Callable] | None = None) -> None:
+def main(argv: list[str] | None = None, reward_funcs: list[Callable] | None = None, recipe: dict | None = None) -> None:
     """Trains and saves.
 
     Args:
         argv (`list[str]`, *optional*): the command line, by default this process's.
         reward_funcs (`list[Callable]`, *optional*): functions in TRL's signature, beside those of the command line.
+        recipe (`dict`, *optional*): option -> default in place of the usual one.
     """
-    script_args, training_args, model_args = parse_args(argv)
+    script_args, training_args, model_args = parse_args(argv, recipe)
+    overlong = _overlong_punishment(script_args.overlong_punishment, training_args.max_completion_length)
     datasets = load_data(script_args, training_args, model_args)
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
@@ -192,7 +216,7 @@ def main(argv: list[str] | None = None, reward_funcs: list[Callable] | None = No
     }
     trainer = QuantGRPOTrainer(
         model=model_args.model_name_or_path,
-        reward_funcs=[*script_args.rewards, *(reward_funcs or [])],
+        reward_funcs=[*script_args.rewards, *(reward_funcs or []), *overlong],
         args=training_args,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
