@@ -1,6 +1,6 @@
 """What the runs of a question say: a row for each cell over its seeds, a figure, and the raw values as JSON.
 
-A run's value is the mean over the last tenth of what it logged, a cell's the mean over its seeds. The interval is that of
+A run's value is the mean over the last tenth of its log, a cell's the mean over its seeds. The interval is that of
 the mean, by bootstrap over seeds; with three it is too narrow, and the range says more. A cell differs from full
 precision where their means lie further apart than the seeds of either: one of 50 cells or so does by chance.
 
