@@ -101,7 +101,7 @@ def test_a_cell_is_the_mean_and_the_spread_of_its_seeds(study):
     assert (reward["smallest"], reward["largest"]) == (pytest.approx(0.6), pytest.approx(0.8))
     # 1 of 27 draws of three seeds is the smallest each time, which is more than 2.5%
     assert (reward["low"], reward["high"]) == (pytest.approx(0.6), pytest.approx(0.8))
-    assert rows["far"]["share_of_gain"] == pytest.approx(0.5)  # from 0.2 to 0.45, and from 0.2 to 0.7
+    assert rows["far"]["gain"] == pytest.approx(0.5)  # from 0.2 to 0.45, and from 0.2 to 0.7
     assert {name: row["differs"] for name, row in rows.items()} == {
         "full precision": None,
         "near": False,

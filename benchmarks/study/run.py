@@ -184,7 +184,9 @@ def main(argv: list[str] | None = None) -> int:
         failures |= run(model_jobs(chosen, args.output), args.jobs, console)
         ready = [cell for cell in chosen if cell.model not in failures]
         failures |= run(trial_jobs(ready, args.output, args.question), args.jobs, console)
-    console.print(write(args.question, args.output / args.question, args.results or args.output), markup=False)
+    console.print(
+        write(args.question, args.output / args.question, args.results or args.output), markup=False, soft_wrap=True
+    )
     for name, reason in failures.items():
         console.print(f"{name} failed: {reason}", markup=False, highlight=False)
     return len(failures)

@@ -6,7 +6,7 @@ precision where their means lie further apart than the seeds of either: one of 5
 
 | column | is |
 |---|---|
-| gain | the reward's growth, from the first steps on, as a share of full precision's |
+| gain | how far the reward came from full precision's first steps, where 100% is its end |
 | nats | KL of a token times tokens: how far sampler and policy are apart on a completion |
 | * | the cell differs from full precision in reward |
 | ? | there are fewer than 3 seeds, here or in full precision: nothing is said |
@@ -78,16 +78,23 @@ def cells_of(groups: Sequence[Group], metrics: dict[str, str]) -> list[dict]:
     rows = []
     for group in groups:
         found = {label: over_seeds([last_tenth(run, name) for run in group.runs]) for label, name in metrics.items()}
-        gains = [last_tenth(run, REWARD) - run.first(REWARD) for run in group.runs]
         rows.append(
-            {"name": group.settings["name"], "settings": group.settings, "gain": fmean(gains), "metrics": found}
+            {
+                "name": group.settings["name"],
+                "settings": group.settings,
+                "metrics": found,
+                "gain": None,
+                "differs": None,
+            }
         )
-    for row, group in zip(rows, groups, strict=True):
-        reference = rows[full[regime(group)]] if regime(group) in full else None
-        row["share_of_gain"] = row["differs"] = None
-        if reference is not None and reference is not row:
-            row["share_of_gain"] = row["gain"] / reference["gain"] if reference["gain"] > 0 else None
-            row["differs"] = differs(row["metrics"]["reward"], reference["metrics"]["reward"])
+    for i, (row, group) in enumerate(zip(rows, groups, strict=True)):
+        if (at := full.get(regime(group), i)) == i:
+            continue
+        reward, reference = row["metrics"]["reward"], rows[at]["metrics"]["reward"]
+        start = fmean(run.first(REWARD) for run in groups[at].runs)
+        if reference["mean"] > start:
+            row["gain"] = (reward["mean"] - start) / (reference["mean"] - start)
+        row["differs"] = differs(reward, reference)
     return rows
 
 
@@ -107,7 +114,7 @@ def markdown(question: Question, rows: Sequence[dict]) -> str:
             f"{reward['mean']:.3f}",
             f"{reward['smallest']:.3f} to {reward['largest']:.3f}",
             f"{reward['low']:.3f} to {reward['high']:.3f}" if reward["seeds"] > 1 else "",
-            "" if row["share_of_gain"] is None else f"{row['share_of_gain']:.0%}",
+            "" if row["gain"] is None else f"{row['gain']:.0%}",
             "?" if few else "*" if row["differs"] else "",
             f"{kl['mean']:.1e}" if kl else "",
             f"{kl['mean'] * length['mean']:.2g}" if kl and length else "",
