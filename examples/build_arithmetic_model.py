@@ -50,6 +50,10 @@ class BuildArguments:
     learning_rate: float = field(default=3e-3, metadata={"help": "AdamW's, constant after 20 warm-up steps."})
     operations: str = field(default="+-", metadata={"help": "Which of '+', '-' and '*' to teach."})
     max_digits: int = field(default=3, metadata={"help": "Digits of the longest operand."})
+    max_completion_length: int = field(
+        default=MAX_COMPLETION_LENGTH,
+        metadata={"help": "Tokens of a held-out solution, at most; more digits need more."},
+    )
     seed: int = field(default=0, metadata={"help": "For weights, problems and sampling."})
     train_problems: int = field(default=4096, metadata={"help": "Rows of train.jsonl."})
     eval_problems: int = field(default=512, metadata={"help": "Rows of eval.jsonl."})
@@ -112,14 +116,17 @@ def lessons(tokenizer: PreTrainedTokenizerFast, args: BuildArguments) -> list[di
 class StopAtAccuracy(TrainerCallback):
     """Samples held-out problems every 15 steps and stops at the target; keeps `accuracy`, the last value."""
 
-    def __init__(self, target: float, dataset: Dataset, tokenizer: PreTrainedTokenizerFast):
-        self.target, self.dataset, self.tokenizer, self.accuracy = target, dataset, tokenizer, 0.0
+    def __init__(
+        self, target: float, dataset: Dataset, tokenizer: PreTrainedTokenizerFast, length: int = MAX_COMPLETION_LENGTH
+    ):
+        self.target, self.dataset, self.tokenizer, self.length = target, dataset, tokenizer, length
+        self.accuracy = 0.0
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         # Before step 300 the loss is too high for anything to be right.
         if state.global_step % 15 == 0 and state.global_step >= 300:
             self.accuracy = mean_reward(
-                model, self.tokenizer, self.dataset, arithmetic_reward, MAX_COMPLETION_LENGTH, seed=args.seed
+                model, self.tokenizer, self.dataset, arithmetic_reward, self.length, seed=args.seed
             )
             print(f"step {state.global_step}: right on {self.accuracy:.1%} of held-out problems", flush=True)
             control.should_training_stop |= self.accuracy >= self.target
@@ -130,7 +137,8 @@ def build(args: BuildArguments) -> float:
     set_seed(args.seed)
     tokenizer = build_tokenizer()
     evaluation = prompts(args, args.seed + 1, args.eval_problems, held_out=True)
-    stop = StopAtAccuracy(args.target_accuracy, evaluation.select(range(min(256, len(evaluation)))), tokenizer)
+    few = evaluation.select(range(min(256, len(evaluation))))
+    stop = StopAtAccuracy(args.target_accuracy, few, tokenizer, args.max_completion_length)
     trainer = Trainer(
         model=build_model(tokenizer),
         args=TrainingArguments(

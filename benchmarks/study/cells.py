@@ -1,0 +1,202 @@
+"""The study's questions, each a table of cells: settings that are trained alike, once for each seed.
+
+A cell's `reward` is that of `examples/build_arithmetic_model.py`: worked solutions of additions and subtractions. How
+hard that is, and how long the completions are, is set by `digits`; how weak the model is at the start by `accuracy`.
+Every question has, for each regime that it looks at, a cell in full precision, which the others are compared with.
+"""
+
+from dataclasses import asdict, dataclass
+from itertools import product
+
+
+# What distinguishes a cell from full precision in its regime; what else differs is the regime.
+TREATMENT = ("rollout_precision", "train_precision", "is_correction", "uaq_scale", "noise_schedule")
+TASK = ("name", "digits", "accuracy", "lora_rank")  # fields that are not the trainer's
+COMMON = {
+    "per_device_train_batch_size": 128,
+    "num_generations": 8,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 5,
+    # Corrections may ask for other values: cells differ in their samples and weights alone.
+    "scale_rewards": "group",
+    "loss_type": "dapo",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """
+    One setting, with one seed. Fields that are not described are those of [`QuantGRPOConfig`].
+
+    Attributes:
+        digits (`int`): Of the longest operand; a solution has about 11 tokens for each.
+        accuracy (`float`): How often the model is right when training starts, at temperature 1.
+        lora_rank (`int`): Of the adapter that is trained; 0 trains all weights.
+    """
+
+    name: str
+    rollout_precision: str | None = None
+    train_precision: str | None = None
+    is_correction: str | None = None
+    uaq_scale: float | None = None
+    noise_schedule: str | None = None
+    learning_rate: float = 4e-4
+    optim: str = "adamw_torch"
+    num_iterations: int = 1
+    max_steps: int = 300
+    digits: int = 3
+    accuracy: float = 0.33
+    lora_rank: int = 0
+    seed: int = 0
+
+    @property
+    def max_completion_length(self) -> int:
+        """Tokens of the longest solution, rounded up to a multiple of 8."""
+        return -(-(11 * self.digits + 8) // 8) * 8
+
+    @property
+    def model(self) -> str:
+        """Name of the model that it starts from, which all its seeds share."""
+        return f"{self.digits}-digits-{self.accuracy:g}"
+
+    def arguments(self) -> dict:
+        """Of [`QuantGRPOConfig`]."""
+        own = {name: value for name, value in asdict(self).items() if name not in TASK}
+        return COMMON | own | {"max_completion_length": self.max_completion_length}
+
+    def settings(self) -> dict:
+        """All that the run depends on."""
+        return {name: getattr(self, name) for name in (*TASK, "model")} | self.arguments()
+
+
+@dataclass(frozen=True)
+class Question:
+    """
+    Attributes:
+        asks (`str`): What the table answers.
+        cells (`tuple[Cell, ...]`): Its rows.
+        panels (`tuple[str, ...]`): Titles of the report's panels that its figure draws.
+        metrics (`dict[str, str]`): Further columns of its table -> metric.
+    """
+
+    asks: str
+    cells: tuple[Cell, ...]
+    panels: tuple[str, ...] = ("Reward",)
+    metrics: dict[str, str] | None = None
+
+
+FULL = "full precision"
+QUANTIZED = ("int8", "fp8", "nvfp4", "int4", "mxfp4")
+CORRECTIONS = ("none", "coupled", "decoupled", "tis", "acr", "ais", "icepop", "geometric", "trm", "dppo")
+REUSE = {"num_iterations": 2}  # with one update per generation acr is tis, and coupled's ratio never leaves w
+ADAPTER = {"lora_rank": 16, "learning_rate": 3e-3}
+OPTIMIZERS = {"adamw": {"learning_rate": 1e-4}, "sgd": {"optim": "sgd", "learning_rate": 0.5}}
+LENGTHS = (3, 6, 12, 24)
+
+QUESTIONS = {
+    "regimes": Question(
+        "Where does a quantized sampler without correction part from full precision?",
+        tuple(
+            Cell(
+                f"{name} lr {lr:g} x{updates} {digits} digits from {accuracy:g}",
+                precision,
+                None,
+                correction,
+                learning_rate=lr,
+                num_iterations=updates,
+                digits=digits,
+                accuracy=accuracy,
+            )
+            for lr, updates, digits, accuracy in product((5e-5, 2e-4, 6e-4), (1, 4), (3, 12), (0.1, 0.33))
+            for name, precision, correction in ((FULL, None, None), ("mxfp4 none", "mxfp4", "none"))
+        ),
+    ),
+    "corrections": Question(
+        "Which correction, in which precision of the sampler?",
+        (
+            Cell(FULL, **REUSE),
+            *(
+                Cell(f"{precision} {correction}", precision, None, correction, **REUSE)
+                for precision, correction in product(QUANTIZED, CORRECTIONS)
+            ),
+        ),
+    ),
+    "cost": Question(
+        "What does a correction cost where none is needed?",
+        (Cell(FULL, **REUSE), *(Cell(f"bf16 {name}", "bf16", None, name, **REUSE) for name in CORRECTIONS)),
+    ),
+    "uaq": Question(
+        "What does update-aware scaling gain, with Adam and with SGD?",
+        tuple(
+            cell
+            for optimizer, settings in OPTIMIZERS.items()
+            for cell in (
+                Cell(f"{FULL} {optimizer}", **settings),
+                *(
+                    Cell(f"{precision} {optimizer} s={scale or 1:g}", precision, None, "tis", scale, **settings)
+                    for precision, scale in product(("int8", "fp8"), (None, 1.5))
+                ),
+            )
+        ),
+        ("Reward", "Update against quantization error"),
+        {
+            "update": "weights/normalized_update",
+            "quantization error": "weights/normalized_quantization_error",
+            "codes changed": "weights/codes_changed",
+        },
+    ),
+    "noise": Question(
+        "When does noise on the sampler help, and under which correction?",
+        (
+            Cell(FULL, **REUSE),
+            *(
+                Cell(f"nvfp4 {correction} {schedule or 'silent'}", "nvfp4", None, correction, None, schedule, **REUSE)
+                for correction in ("none", "coupled", "acr")
+                for schedule in (None, "exponential", "linear", "cosine", "logarithmic")
+            ),
+        ),
+        ("Reward", "Entropy"),
+        {"noise": "noise/effective_sigma"},
+    ),
+    "adapter": Question(
+        "Q(W + BA), merged before quantizing, or Q(W) + BA?",
+        (
+            Cell(FULL, **ADAPTER),
+            *(
+                Cell(f"{precision} merged {correction}", precision, None, correction, **ADAPTER)
+                for precision, correction in product(("nvfp4", "mxfp4"), ("none", "tis"))
+            ),
+            *(
+                Cell(f"{precision} beside {correction}", None, precision, correction, **ADAPTER)
+                for precision, correction in product(("nvfp4", "mxfp4"), ("none", "tis"))
+            ),
+        ),
+    ),
+    "unified": Question(
+        "Train in the sampler's precision, or correct for it?",
+        (
+            Cell(FULL, **REUSE),
+            *(
+                Cell(f"{precision} unified", None, precision, "none", **REUSE)
+                for precision in ("int8", "fp8", "fp8_block")
+            ),
+            *(
+                Cell(f"{precision} {correction}", precision, None, correction, **REUSE)
+                for precision, correction in product(("int8", "fp8", "fp8_block"), ("none", "tis", "acr"))
+            ),
+        ),
+    ),
+    "length": Question(
+        "How does the mismatch grow with position and length?",
+        tuple(
+            Cell(f"{name} {digits} digits", precision, None, correction, digits=digits)
+            for digits in LENGTHS
+            for name, precision, correction in (
+                (FULL, None, None),
+                ("fp8 none", "fp8", "none"),
+                ("mxfp4 none", "mxfp4", "none"),
+            )
+        ),
+        ("Reward", "Mismatch by position"),
+    ),
+}

@@ -1,0 +1,197 @@
+"""
+The study: which correction, in which precision, and when. Many small runs side by side, each in a process of its own.
+
+    python benchmarks/study/run.py corrections --seeds 0 1 2 --jobs 8
+    python benchmarks/study/run.py corrections --cells "full precision" "mxfp4 none" "mxfp4 tis" --steps 100
+    python benchmarks/study/run.py corrections --table --results benchmarks/results/study
+
+The questions are in `cells.py`. Each run has a directory, `OUTPUT/QUESTION/CELL-seedN`, that `trl-quant report` reads.
+Run it again after an interruption: finished runs are not repeated, killed ones start over. A run that fails leaves the
+others alone, and its output in `output.txt`. On a CPU a run has one thread; on GPUs the runs take turns.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from cells import QUESTIONS, Cell
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from table import write
+
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "build_arithmetic_model.py"
+GPUS = torch.cuda.device_count()
+
+
+@dataclass(frozen=True)
+class Job:
+    """
+    A process.
+
+    Attributes:
+        directory (`Path`): Where it works, and leaves its output.
+        command (`list[str]`): Which program, with its arguments.
+        done (`str`): File in `directory` that it writes last.
+        settings (`dict` or `None`): What it is to do, given to it as `settings.json`; a directory of others is emptied.
+        steps (`int`): That it makes.
+    """
+
+    directory: Path
+    command: list[str]
+    done: str
+    settings: dict | None = None
+    steps: int = 1
+
+    @property
+    def finished(self) -> bool:
+        path = self.directory / "settings.json"
+        same = self.settings is None or (path.is_file() and json.loads(path.read_text()) == self.settings)
+        return same and (self.directory / self.done).is_file()
+
+    def start(self, place: int) -> subprocess.Popen:
+        """Starts it over, on a GPU that depends on its `place` among those that run."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        if self.settings is not None:
+            (self.directory / "settings.json").write_text(json.dumps(self.settings))
+        own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        if GPUS:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))
+            own["CUDA_VISIBLE_DEVICES"] = visible.split(",")[place % GPUS]
+        with (self.directory / "output.txt").open("w") as output:
+            return subprocess.Popen(self.command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | own)
+
+    @property
+    def step(self) -> int:
+        """The last one logged."""
+        try:
+            lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+            return json.loads(lines[-1])["step"]
+        except (OSError, IndexError, ValueError):  # none yet, or half a line
+            return 0
+
+    def failure(self, code: int) -> str:
+        """Why it ended otherwise than it should."""
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        lines = [line for line in (self.directory / "output.txt").read_text().splitlines() if line.strip()]
+        return next((line for line in reversed(lines) if "Error" in line), (lines or [f"exit status {code}"])[-1])
+
+
+def run(jobs: Sequence[Job], at_once: int, console: Console) -> dict[str, str]:
+    """Runs those that are not finished; returns why, by name, of those that failed."""
+    failures, running = {}, {}
+    waiting = [job for job in jobs if not job.finished]
+    columns = TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console) as progress:
+        total = progress.add_task("all", total=len(jobs), completed=len(jobs) - len(waiting))
+        try:
+            while waiting or running:
+                for place in sorted(set(range(at_once)) - running.keys())[: len(waiting)]:
+                    job = waiting.pop(0)
+                    bar = progress.add_task(job.directory.name, total=job.steps)
+                    running[place] = job, job.start(place), bar
+                time.sleep(0.1)
+                for place, (job, process, bar) in list(running.items()):
+                    progress.update(bar, completed=job.step)
+                    if process.poll() is None:
+                        continue
+                    del running[place]
+                    progress.remove_task(bar)
+                    progress.advance(total)
+                    if process.returncode or not job.finished:
+                        failures[job.directory.name] = job.failure(process.returncode)
+                        console.print(
+                            f"{job.directory.name} failed: {failures[job.directory.name]}",
+                            markup=False,
+                            highlight=False,
+                        )
+        finally:  # also when this process is told to stop
+            for _, process, _ in running.values():
+                process.terminate()
+            for _, process, _ in running.values():
+                process.wait()
+    return failures
+
+
+def model_jobs(cells: Sequence[Cell], output: Path) -> list[Job]:
+    """Builds the models that the cells start from; harder problems are taught for longer."""
+    found = {}
+    for cell in cells:
+        options = {
+            "output_dir": output / "models" / cell.model,
+            "target_accuracy": cell.accuracy,
+            "max_digits": cell.digits,
+            "max_completion_length": cell.max_completion_length,
+            "max_steps": 300 * cell.digits,
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        found[cell.model] = Job(options["output_dir"], [sys.executable, str(EXAMPLE), *words], "eval.jsonl")
+    return list(found.values())
+
+
+def trial_jobs(cells: Sequence[Cell], output: Path, question: str) -> list[Job]:
+    """Trains the cells."""
+    script = str(Path(__file__).with_name("trial.py"))
+    found = []
+    for cell in cells:
+        directory = output / question / f"{cell.name.replace(' ', '-')}-seed{cell.seed}"
+        command = [sys.executable, script, str(directory), str(output / "models" / cell.model)]
+        found.append(Job(directory, command, "finished.json", cell.settings(), cell.max_steps))
+    return found
+
+
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs what is missing, then writes the table; returns the number of failures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("question", choices=QUESTIONS)
+    parser.add_argument("--cells", nargs="+", metavar="NAME", help="some of the question's (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=positive, help="optimizer steps of each run, in place of the cell's")
+    parser.add_argument("--jobs", type=positive, default=8 * GPUS or os.cpu_count(), help="runs side by side")
+    parser.add_argument("--output", type=Path, default=Path("runs/study"), help="where everything goes")
+    parser.add_argument("--table", action="store_true", help="run nothing, only write the table")
+    parser.add_argument("--results", type=Path, help="directory for table, figure and raw results (default: --output)")
+    args = parser.parse_args(argv)
+    cells = {cell.name: cell for cell in QUESTIONS[args.question].cells}
+    if unknown := set(args.cells or ()) - cells.keys():
+        parser.error(f"`--cells`: {sorted(unknown)} of {args.question!r}. Allowed: {', '.join(map(repr, cells))}.")
+    chosen = [
+        replace(cells[name], seed=seed, max_steps=args.steps or cells[name].max_steps)
+        for seed in dict.fromkeys(args.seeds)  # a seed of every cell first: an interrupted study is then a smaller one
+        for name in args.cells or cells
+    ]
+    console, failures = Console(), {}
+    if not args.table:
+        failures |= run(model_jobs(chosen, args.output), args.jobs, console)
+        ready = [cell for cell in chosen if cell.model not in failures]
+        failures |= run(trial_jobs(ready, args.output, args.question), args.jobs, console)
+    console.print(
+        write(args.question, args.output / args.question, args.results or args.output), markup=False, soft_wrap=True
+    )
+    for name, reason in failures.items():
+        console.print(f"{name} failed: {reason}", markup=False, highlight=False)
+    return len(failures)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(min(main(), 1))

@@ -1,0 +1,192 @@
+"""What the runs of a question say: a row for each cell over its seeds, a figure, and the raw values as JSON.
+
+A run's value is the mean over the last tenth of its log, a cell's the mean over its seeds. The interval is that of
+the mean, by bootstrap over seeds; with three it is too narrow, and the range says more. A cell differs from full
+precision where their means lie further apart than the seeds of either: one of 50 cells or so does by chance.
+
+| column | is |
+|---|---|
+| gain | how far the reward came from full precision's first steps, where 100% is its end |
+| nats | KL of a token times tokens: how far sampler and policy are apart on a completion |
+| * | the cell differs from full precision in reward |
+| ? | there are fewer than 3 seeds, here or in full precision: nothing is said |
+"""
+
+import io
+import json
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from statistics import fmean, stdev
+
+from cells import QUESTIONS, TREATMENT, Question
+from matplotlib.figure import Figure
+
+from trl_quant.cli.panels import TOPICS, draw
+from trl_quant.cli.report import write_whole
+from trl_quant.cli.runs import KL, REWARD, Group, Run, differences, grouped, read_run
+from trl_quant.tasks.estimates import bootstrap
+
+
+SEEDS = 3  # that a statement needs
+METRICS = {"reward": REWARD, "KL": KL, "entropy": "entropy", "length": "completions/mean_length"}
+PANELS = {panel.title: panel for panels in TOPICS.values() for panel in panels}
+
+
+def last_tenth(run: Run, metric: str) -> float | None:
+    """Mean over the last tenth of what was logged, `None` where there is nothing."""
+    values = run.values(metric)
+    return fmean(values[-ceil(len(values) / 10) :]) if values else None
+
+
+def over_seeds(values: Sequence[float | None]) -> dict | None:
+    """Mean of a value over seeds and how sure it is; `None` if a seed lacks it."""
+    if None in values:
+        return None
+    low, high = bootstrap(values)
+    return {
+        "mean": fmean(values),
+        "low": low,
+        "high": high,
+        "smallest": min(values),
+        "largest": max(values),
+        "std": stdev(values) if len(values) > 1 else None,
+        "seeds": len(values),
+    }
+
+
+def differs(cell: dict, full: dict) -> bool | None:
+    """Whether the means are further apart than the seeds of either; `None` where there are too few."""
+    if min(cell["seeds"], full["seeds"]) < SEEDS:
+        return None
+    return abs(cell["mean"] - full["mean"]) > max(x["largest"] - x["smallest"] for x in (cell, full))
+
+
+def regime(group: Group) -> str:
+    """What a cell has in common with its cell in full precision."""
+    return json.dumps({k: v for k, v in group.settings.items() if k not in ("name", *TREATMENT)}, sort_keys=True)
+
+
+def precision(group: Group) -> str | None:
+    """What it is trained or sampled in; `None` for full precision."""
+    return group.settings["train_precision"] or group.settings["rollout_precision"]
+
+
+def cells_of(groups: Sequence[Group], metrics: dict[str, str]) -> list[dict]:
+    """A row for each group: its `settings`, and by metric what `over_seeds` says."""
+    full = {regime(group): i for i, group in enumerate(groups) if precision(group) is None}
+    rows = []
+    for group in groups:
+        found = {label: over_seeds([last_tenth(run, name) for run in group.runs]) for label, name in metrics.items()}
+        rows.append(
+            {
+                "name": group.settings["name"],
+                "settings": group.settings,
+                "metrics": found,
+                "gain": None,
+                "differs": None,
+            }
+        )
+    for i, (row, group) in enumerate(zip(rows, groups, strict=True)):
+        if (at := full.get(regime(group), i)) == i:
+            continue
+        reward, reference = row["metrics"]["reward"], rows[at]["metrics"]["reward"]
+        start = fmean(run.first(REWARD) for run in groups[at].runs)
+        if reference["mean"] > start:
+            row["gain"] = (reward["mean"] - start) / (reference["mean"] - start)
+        row["differs"] = differs(reward, reference)
+    return rows
+
+
+def markdown(question: Question, rows: Sequence[dict]) -> str:
+    """The table."""
+    further = question.metrics or {}
+    header = ["cell", "seeds", "reward", "range", "95%", "gain", "", "KL", "nats", "entropy", *further]
+    lines = [f"**{question.asks}**", "", f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    for row in rows:
+        metrics = row["metrics"]
+        reward, kl, length = metrics["reward"], metrics["KL"], metrics["length"]
+        is_full = not any(row["settings"][name] for name in TREATMENT)
+        few = reward["seeds"] < SEEDS or (row["differs"] is None and not is_full)
+        values = [
+            row["name"],
+            str(reward["seeds"]),
+            f"{reward['mean']:.3f}",
+            f"{reward['smallest']:.3f} to {reward['largest']:.3f}",
+            f"{reward['low']:.3f} to {reward['high']:.3f}" if reward["seeds"] > 1 else "",
+            "" if row["gain"] is None else f"{row['gain']:.0%}",
+            "?" if few else "*" if row["differs"] else "",
+            f"{kl['mean']:.1e}" if kl else "",
+            f"{kl['mean'] * length['mean']:.2g}" if kl and length else "",
+            *("" if metrics[name] is None else f"{metrics[name]['mean']:.3g}" for name in ("entropy", *further)),
+        ]
+        lines.append(f"| {' | '.join(values)} |")
+    return "\n".join(lines) + "\n"
+
+
+def facets(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    """Title -> what is drawn together: the cells of one precision in one regime, beside full precision."""
+    changes = [name for name in differences(groups) if name not in ("name", "model", *TREATMENT)]
+    found = {}
+    for group in groups:
+        if precision(group) is not None or len(groups) == 1:
+            title = ", ".join([precision(group) or group.name, *(f"{name} {group.settings[name]}" for name in changes)])
+            full = [other for other in groups if precision(other) is None and regime(other) == regime(group)]
+            found.setdefault(title, full if precision(group) else []).append(group)
+    return found or {"": list(groups)}
+
+
+def figure(question: Question, groups: Sequence[Group]) -> Figure:
+    """The question's panels for each facet; bands are the range of the seeds."""
+    pictures = [(title, PANELS[panel], some) for title, some in facets(groups).items() for panel in question.panels]
+    pictures = [
+        (title, panel, some) for title, panel, some in pictures if panel.metrics([r for g in some for r in g.runs])
+    ]
+    columns = len(question.panels) if len(question.panels) > 1 else min(3, max(1, len(pictures)))
+    rows = max(1, -(-len(pictures) // columns))
+    drawn = Figure(figsize=(6 * columns, 4 * rows), layout="constrained")
+    axes = drawn.subplots(rows, columns, squeeze=False).flatten()
+    for axis, (title, panel, some) in zip(axes, pictures, strict=False):
+        draw(axis, panel, some)
+        axis.set_title(f"{panel.title}, {title}", loc="left", fontsize="medium", pad=20 if axis.get_legend() else None)
+        if own := axis.get_legend():
+            axis.add_artist(own)
+        handles, labels = axis.get_legend_handles_labels()
+        named = dict(zip(labels, handles, strict=True))
+        axis.legend(named.values(), named.keys(), frameon=False, fontsize="small")
+    for axis in axes[len(pictures) :]:
+        axis.remove()
+    return drawn
+
+
+def read(question: Question, directory: Path) -> list[Group]:
+    """The finished runs by cell, in the question's order; a cell has its own name."""
+    order = {cell.name: i for i, cell in enumerate(question.cells)}
+    runs = [read_run(path.parent) for path in sorted(directory.glob("*/finished.json"))]
+    groups = [Group(group.settings["name"], group.runs) for group in grouped(runs)]
+    return sorted(groups, key=lambda group: order.get(group.name, len(order)))
+
+
+def write(name: str, directory: Path, results: Path) -> str:
+    """Writes `name`.json, .md and .png into `results`; returns the table."""
+    question = QUESTIONS[name]
+    if not (groups := read(question, directory)):
+        return f"{directory} holds no finished run."
+    metrics = METRICS | (question.metrics or {})
+    rows = cells_of(groups, metrics)
+    for row, group in zip(rows, groups, strict=True):
+        names = [*metrics.values(), *group.runs[0].names("mismatch/by_position/")]
+        row["runs"] = [
+            {
+                "seed": run.settings["seed"],
+                **json.loads((directory / run.name / "finished.json").read_text()),
+                "log": {name: dict(zip(*run.series(name), strict=True)) for name in (*names, "eval_accuracy")},
+            }
+            for run in group.runs
+        ]
+    text, picture = markdown(question, rows), io.BytesIO()
+    figure(question, groups).savefig(picture, format="png", dpi=100)
+    write_whole(results / f"{name}.json", json.dumps({"asks": question.asks, "cells": rows}).encode())
+    write_whole(results / f"{name}.md", text.encode())
+    write_whole(results / f"{name}.png", picture.getvalue())
+    return text

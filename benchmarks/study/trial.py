@@ -1,0 +1,98 @@
+"""One run of the study, in a process of its own: trains what `settings.json` in its directory says.
+
+    python benchmarks/study/trial.py runs/study/corrections/fp8-tis-seed0 runs/study/models/3-digits-0.33
+
+It logs to `metrics.jsonl` there. `finished.json`, written last, says on which machine, with which versions, and from
+which commit.
+"""
+
+import json
+import logging
+import subprocess
+import sys
+import time
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+
+import datasets
+import transformers
+from peft import LoraConfig
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.cli.report import write_whole
+from trl_quant.tasks import arithmetic_reward, load_prompts
+from trl_quant.tasks.evaluate import mean_reward
+
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from engines import machine
+
+
+# What belongs to no cell: how a run logs
+QUIET = {
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+
+
+class Log(TrainerCallback):
+    """Appends each log entry to a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+def train(directory: Path, model: Path) -> None:
+    """Trains as [`~cells.Cell.settings`] in `directory` say, from `model`."""
+    settings, start = json.loads((directory / "settings.json").read_text()), time.time()
+    arguments = {name: value for name, value in settings.items() if name in QuantGRPOConfig.__dataclass_fields__}
+    rank = settings["lora_rank"]
+    trainer = QuantGRPOTrainer(
+        model=str(model),
+        reward_funcs=arithmetic_reward,
+        args=QuantGRPOConfig(output_dir=str(directory), **QUIET | arguments),
+        train_dataset=load_prompts(str(model / "train.jsonl")),
+        peft_config=LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None,
+        callbacks=[Log(directory / "metrics.jsonl")],
+    )
+    trainer.remove_callback(PrinterCallback)
+    tokenizer, held_out = AutoTokenizer.from_pretrained(model), load_prompts(str(model / "eval.jsonl"))
+
+    def evaluate() -> None:
+        length = settings["max_completion_length"]
+        trainer.log({"eval_accuracy": mean_reward(trainer.model, tokenizer, held_out, arithmetic_reward, length)})
+
+    evaluate()
+    trainer.train()
+    evaluate()
+    finished = environment() | {"seconds": round(time.time() - start)}
+    write_whole(directory / "finished.json", json.dumps(finished).encode())
+
+
+def environment() -> dict:
+    """Where a result comes from."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    git = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
+    versions = {name: version(name) for name in ("torch", "transformers", "trl")}
+    return {"machine": machine(), "commit": git.stdout.strip() or "unknown", **versions}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    train(*map(Path, sys.argv[1:]))

@@ -1,0 +1,273 @@
+"""The study: its cells are valid, its runs resume and fail one by one, and its tables say what the seeds say."""
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trl_quant import QuantGRPOConfig
+from trl_quant.cli.runs import Run, grouped, read_run
+from trl_quant.tasks.arithmetic import Problem
+
+
+ROOT = Path(__file__).parents[1]
+STUDY = ROOT / "benchmarks" / "study"
+sys.path[:0] = [str(STUDY), str(ROOT / "examples")]
+
+import build_arithmetic_model as building  # noqa: E402
+import run as runner  # noqa: E402
+import table  # noqa: E402
+import trial  # noqa: E402
+from cells import QUESTIONS, Cell, Question  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+
+# Cells
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_cells_are_valid_and_have_full_precision_beside_them(name, tmp_path):
+    cells = QUESTIONS[name].cells
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert len({json.dumps(replace(cell, name="").settings()) for cell in cells}) == len(cells)
+    groups = grouped([Run(cell.name, [], settings=cell.settings()) for cell in cells])
+    full = {table.regime(group) for group in groups if table.precision(group) is None}
+    for group, cell in zip(groups, cells, strict=True):
+        assert table.regime(group) in full, cell
+        config = QuantGRPOConfig(output_dir=str(tmp_path), **trial.QUIET | cell.arguments())
+        assert config.learning_rate == cell.learning_rate and config.train_precision == cell.train_precision
+    assert {group.settings["name"] for some in table.facets(groups).values() for group in some} == {
+        c.name for c in cells
+    }
+
+
+@pytest.mark.parametrize("digits", [3, 6, 12, 24])
+def test_the_longest_solution_fits(digits):
+    largest = 10**digits - 1
+    tokens = len(building.build_tokenizer()(Problem(largest, "+", largest).solution)["input_ids"]) + 1  # <eos>
+    assert tokens <= Cell("", digits=digits).max_completion_length < tokens + 16
+
+
+def test_seeds_are_repetitions_of_one_cell():
+    cell, other = Cell("a", "fp8"), Cell("a", "fp8", learning_rate=1e-5)
+    runs = [Run(f"a-seed{seed}", [], settings=replace(cell, seed=seed).settings()) for seed in (0, 1)]
+    assert [len(group.runs) for group in grouped([*runs, Run("b", [], settings=other.settings())])] == [2, 1]
+
+
+# Tables, against values computed by hand
+
+
+def write_run(directory: Path, cell: Cell, rewards: list[float], kl: float | None = None) -> None:
+    directory.mkdir(parents=True)
+    (directory / "settings.json").write_text(json.dumps(cell.settings()))
+    entries = [{"step": i, "reward": reward, "entropy": 0.5} for i, reward in enumerate(rewards, 1)]
+    for entry in entries if kl else []:
+        entry |= {"mismatch/kl_k3": kl, "completions/mean_length": 40.0}
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (directory / "finished.json").write_text(json.dumps({"machine": "a machine", "commit": "c0ffee"}))
+
+
+def write_cell(directory: Path, cell: Cell, ends: list[float], kl: float | None = None) -> None:
+    """Runs of 20 steps that start at a reward of 0.2; the last two steps are around their end."""
+    for seed, end in enumerate(ends):
+        rewards = [0.2] * 18 + [end - 0.01, end + 0.01]
+        write_run(directory / f"{cell.name.replace(' ', '-')}-seed{seed}", replace(cell, seed=seed), rewards, kl)
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch) -> Path:
+    full, near, far = Cell("full precision"), Cell("near", "fp8", None, "tis"), Cell("far", "fp8", None, "none")
+    few, alone = Cell("few", "int8", None, "tis"), Cell("alone", "fp8", None, "tis", learning_rate=1.0)
+    monkeypatch.setitem(QUESTIONS, "made up", Question("Which?", (full, near, far, few, alone)))
+    directory = tmp_path / "made up"
+    write_cell(directory, full, [0.6, 0.7, 0.8])
+    write_cell(directory, near, [0.5, 0.6, 0.55], kl=0.001)  # 0.15 apart, seeds 0.2
+    write_cell(directory, far, [0.45, 0.5, 0.4], kl=0.002)  # 0.25 apart
+    write_cell(directory, few, [0.1, 0.1])
+    write_cell(directory, alone, [0.1, 0.1, 0.1])
+    return directory
+
+
+def test_a_cell_is_the_mean_and_the_spread_of_its_seeds(study):
+    text = table.write("made up", study, study.parent)
+    rows = {row["name"]: row for row in json.loads((study.parent / "made up.json").read_text())["cells"]}
+    assert list(rows) == ["full precision", "near", "far", "few", "alone"]
+    reward = rows["full precision"]["metrics"]["reward"]
+    assert reward["mean"] == pytest.approx(0.7) and reward["std"] == pytest.approx(0.1) and reward["seeds"] == 3
+    assert (reward["smallest"], reward["largest"]) == (pytest.approx(0.6), pytest.approx(0.8))
+    # 1 of 27 draws of three seeds is the smallest each time, which is more than 2.5%
+    assert (reward["low"], reward["high"]) == (pytest.approx(0.6), pytest.approx(0.8))
+    assert rows["far"]["gain"] == pytest.approx(0.5)  # from 0.2 to 0.45, and from 0.2 to 0.7
+    assert {name: row["differs"] for name, row in rows.items()} == {
+        "full precision": None,
+        "near": False,
+        "far": True,
+        "few": None,
+        "alone": None,  # nothing in full precision has its learning rate
+    }
+    assert rows["full precision"]["metrics"]["KL"] is None and rows["near"]["metrics"]["KL"]["mean"] == 0.001
+    (first, *_) = rows["near"]["runs"]
+    assert first["seed"] == 0 and first["commit"] == "c0ffee" and first["machine"] == "a machine"
+    assert first["log"]["reward"]["20"] == pytest.approx(0.51) and len(first["log"]["reward"]) == 20
+    assert text == (study.parent / "made up.md").read_text() and (study.parent / "made up.png").stat().st_size > 1000
+    assert rows["near"]["settings"]["warmup_steps"] == 5 and "seed" not in rows["near"]["settings"]
+
+
+def test_the_markdown_table(study):
+    question = QUESTIONS["made up"]
+    text = table.markdown(question, table.cells_of(table.read(question, study), table.METRICS))
+    rows = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines()[4:]
+    }
+    assert rows["full precision"][:5] == ["3", "0.700", "0.600 to 0.800", "0.600 to 0.800", ""]
+    assert rows["far"] == ["3", "0.450", "0.400 to 0.500", "0.400 to 0.500", "50%", "*", "2.0e-03", "0.08", "0.5"]
+    assert [rows[name][5] for name in rows] == ["", "", "*", "?", "?"]
+
+
+def test_the_figure_has_full_precision_beside_each_precision(study):
+    groups = table.read(QUESTIONS["made up"], study)
+    drawn = {title: {group.name for group in some} for title, some in table.facets(groups).items()}
+    assert drawn == {
+        "fp8, learning_rate 0.0004": {"full precision", "near", "far"},
+        "int8, learning_rate 0.0004": {"full precision", "few"},
+        "fp8, learning_rate 1.0": {"alone"},
+    }
+    axes = table.figure(QUESTIONS["made up"], groups).axes
+    assert len(axes) == 3
+    (line,) = [line for line in axes[0].lines if line.get_label() == "far"]
+    assert line.get_ydata()[0] == pytest.approx(0.2) and line.get_ydata()[-1] > 0.2
+    assert len(axes[0].collections) == 3  # a band for each cell
+
+
+def test_runs_that_did_not_finish_are_no_rows(study):
+    for path in study.glob("far-*/finished.json"):
+        path.unlink()
+    assert "far" not in [group.name for group in table.read(QUESTIONS["made up"], study)]
+    assert "no finished run" in table.write("made up", study / "nothing", study.parent)
+
+
+# Running
+
+
+def job(directory: Path, code: str, settings: dict | None = None) -> runner.Job:
+    """A process that notes each start beside its directory, and then does something."""
+    started = directory.with_suffix(".starts")
+    code = (
+        f"import sys, time, pathlib\nopen({str(started)!r}, 'a').write('x')\nhere = pathlib.Path({str(directory)!r})\n"
+        + code
+    )
+    return runner.Job(directory, [sys.executable, "-S", "-c", code], "finished.json", settings)
+
+
+FINISH = "(here / 'finished.json').write_text('{}')"
+
+
+def starts(job: runner.Job) -> int:
+    return len(job.directory.with_suffix(".starts").read_text())
+
+
+def test_a_finished_run_is_not_repeated_and_a_failure_stops_no_other(tmp_path):
+    jobs = [
+        job(tmp_path / "fine", FINISH, {"a": 1}),
+        job(tmp_path / "wrong", "raise ValueError('the field is wrong')"),
+        job(tmp_path / "killed", "import os; os.kill(os.getpid(), 9)"),
+        job(tmp_path / "silent", "pass"),
+        job(tmp_path / "late", FINISH),
+    ]
+    found = runner.run(jobs, 2, Console(quiet=True))
+    assert found.keys() == {"wrong", "killed", "silent"}
+    assert found["wrong"] == "ValueError: the field is wrong" and found["killed"] == "killed by SIGKILL"
+    runner.run(jobs, 2, Console(quiet=True))
+    assert [starts(job) for job in jobs] == [1, 2, 2, 2, 1]
+    (tmp_path / "fine" / "left.txt").write_text("of the settings before")
+    changed = replace(jobs[0], settings={"a": 2})
+    assert not changed.finished and runner.run([changed], 1, Console(quiet=True)) == {}
+    assert starts(changed) == 2 and changed.finished and not (tmp_path / "fine" / "left.txt").exists()
+
+
+def test_runs_are_side_by_side_and_no_more_of_them(tmp_path):
+    """Each of three waits for a second one to have started; the third has none but finds the files of the others."""
+    code = (
+        "(here.parent / (here.name + '.on')).touch()\nwhile len(list(here.parent.glob('*.on'))) < 2: time.sleep(0.01)\n"
+    )
+    jobs = [job(tmp_path / str(i), code + FINISH) for i in range(3)]
+    assert runner.run(jobs, 2, Console(quiet=True)) == {}
+
+
+def test_a_stopped_study_ends_its_runs_and_starts_them_over(tmp_path, monkeypatch):
+    """It is told to stop while one run is finished and the other is in the middle."""
+    pid = tmp_path / "slow" / "pid"
+    done = job(tmp_path / "done", FINISH)
+    slow = job(tmp_path / "slow", "import os\n(here / 'pid').write_text(str(os.getpid()))\ntime.sleep(600)")
+
+    def stop_when_both_came_so_far(seconds, wait=time.sleep):
+        wait(0.02)
+        if pid.is_file() and pid.read_text():
+            sys.exit(143)  # what a signal makes of it
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(runner.time, "sleep", stop_when_both_came_so_far)
+        runner.run([done, slow], 1, Console(quiet=True))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    again = replace(slow, command=job(tmp_path / "slow", FINISH).command)
+    assert done.finished and not again.finished
+    assert runner.run([done, again], 1, Console(quiet=True)) == {}
+    assert (starts(done), starts(again)) == (1, 2) and again.finished and not pid.exists()
+
+
+# The command
+
+
+@pytest.fixture
+def built(tmp_path) -> Path:
+    """Where the study finds the model of its cells, untaught."""
+    model, tokenizer = tmp_path / "study" / "models" / Cell("").model, building.build_tokenizer()
+    building.build_model(tokenizer).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    for split in ("train", "eval"):
+        rows = building.prompts(building.BuildArguments(), seed=0, count=8, held_out=split == "eval")
+        rows.to_json(model / f"{split}.jsonl")
+    return tmp_path / "study"
+
+
+def test_the_command_trains_and_writes_what_the_report_reads(built, monkeypatch, capsys):
+    """In this process, since each of its own takes seconds to start."""
+    small = {"per_device_train_batch_size": 8}
+    monkeypatch.setattr(Cell, "settings", lambda self, whole=Cell.settings: whole(self) | small)
+
+    def in_process(jobs, at_once, console):
+        for job in jobs:
+            if not job.finished:
+                job.directory.mkdir(parents=True)
+                (job.directory / "settings.json").write_text(json.dumps(job.settings))
+                assert job.command[1].endswith("trial.py")
+                trial.train(*map(Path, job.command[2:]))
+        return {}
+
+    monkeypatch.setattr(runner, "run", in_process)
+    chosen = ["--cells", "mxfp4 tis", "--seeds", "3", "--steps", "2", "--output", str(built)]
+    assert runner.main(["corrections", *chosen]) == 0
+    assert "| mxfp4 tis | 1 |" in capsys.readouterr().out
+    found = read_run(built / "corrections" / "mxfp4-tis-seed3")
+    assert found.status == "done" and found.steps == 2 and len(found.values("eval_accuracy")) == 2
+    assert found.settings["rollout_precision"] == "mxfp4" and found.settings["seed"] == 3
+    assert found.values("mismatch/kl_k3")[0] > 0
+    raw = json.loads((built / "corrections.json").read_text())["cells"][0]["runs"][0]
+    assert raw["seed"] == 3 and raw["machine"] and raw["commit"] and raw["trl"]
+    assert (built / "corrections.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setattr(trial, "train", None)  # nothing is left to do
+    assert runner.main(["corrections", *chosen]) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [["colours"], ["cost", "--cells", "fp9"], ["cost", "--jobs", "0"], ["cost", "--steps", "-1"]]
+)
+def test_wrong_arguments_are_refused(wrong, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        runner.main([*wrong, "--output", str(tmp_path / "out")])
+    assert wrong[-1] in capsys.readouterr().err and not (tmp_path / "out").exists()
