@@ -10,7 +10,7 @@ get the same bits. Those have no gradients; these are torch's:
 | log-probabilities | the logits' log-softmax as the engine computes it | TRL's |
 
 Where trainer and sampler compute in the same format without this, the last bits of these operators differ, quantized
-activations flip by whole codes there, and the flips spread through the layers (METHODS: half of the mismatch is left).
+activations flip by whole codes there, and the flips spread through the layers: half of the mismatch is left.
 
 | symbol | here | shape |
 |---|---|---|
