@@ -1,16 +1,13 @@
 """The command line: a foreseen error is one line and an exit code, and any other keeps its traceback."""
 
-import os
-import subprocess
-import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 from tiny import tiny_tokenizer
 
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli import main
+from trl_quant.cli.train import TrainArguments
 
 
 REFUSED_COMMANDS = [  # arguments -> exit code, what is printed
@@ -97,21 +94,20 @@ def test_help_shows_our_options_first(capsys):
     assert {f"--{f.name}" for f in fields(QuantGRPOConfig)} <= {*named}
 
 
-def test_a_reward_that_returns_something_else_is_named(tmp_path):
+def test_a_reward_that_returns_something_else_is_named(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "def scalar(completions, **kwargs):\n    return 1.0\n"
         "def words(completions, **kwargs):\n    return ['good'] * len(completions)\n"
         "def right(completions, **kwargs):\n    return [1, None]\n"
     )
-    code = (
-        "from trl_quant.cli.train import TrainArguments\n"
-        "for name in ('scalar', 'words', 'right'):\n"
-        "    (reward,) = TrainArguments(reward_funcs=[f'mine.{name}']).rewards\n"
-        "    try: print(reward.__name__, reward(['a', 'b']))\n"
-        "    except ValueError as error: print(error)\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    first, second, third = done.stdout.splitlines()[-3:]
-    assert "`reward_funcs`='mine.scalar' returned 1.0" in first and "'mine.words' returned ['good', 'good']" in second
-    assert third == "right [1, None]"
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def called(name: str):
+        (reward,) = TrainArguments(reward_funcs=[f"mine.{name}"]).rewards
+        return reward.__name__, reward(["a", "b"])
+
+    with pytest.raises(ValueError, match=r"`reward_funcs`='mine.scalar' returned 1.0"):
+        called("scalar")
+    with pytest.raises(ValueError, match=r"'mine.words' returned \['good', 'good'\]"):
+        called("words")
+    assert called("right") == ("right", [1, None])
