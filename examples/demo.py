@@ -10,6 +10,7 @@ repeated.
 If vLLM is installed, the 8-bit samples come from it, in the first of FP8, block FP8 and INT8 that it supports here.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -234,6 +235,7 @@ def main(args: DemoArguments) -> int:
                 except Exception as error:  # the other runs are still worth having
                     failures[name] = f"failed: {error}"
                     console.print_exception()
+                gc.collect()  # vLLM's engine ends process groups when it goes: before the next one starts its own
 
     found = []
     for name in runs:
