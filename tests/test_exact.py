@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import tiny_model
+from tiny import save_tiny, tiny_model
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_quant import QuantGRPOConfig
@@ -20,6 +20,7 @@ from trl_quant.layers.exact import (
     ExactRMSNorm,
     Kernels,
     Packed,
+    Unrotated,
     flash_attention,
     log_probs,
     log_softmax,
@@ -275,6 +276,8 @@ CONFIG = {"train_precision": "int8", "use_vllm": True, "vllm_mode": "colocate", 
 def test_the_config_takes_it(tmp_path):
     assert QuantGRPOConfig(str(tmp_path), exact_rollouts=True, **CONFIG).exact_rollouts
     assert not QuantGRPOConfig(str(tmp_path), **CONFIG).exact_rollouts
+    sizes = {"compilation_config": {"cudagraph_capture_sizes": [1]}, "disable_cascade_attn": True}
+    assert QuantGRPOConfig(str(tmp_path), exact_rollouts=True, vllm_engine_kwargs=sizes, **CONFIG).exact_rollouts
 
 
 @pytest.mark.parametrize(
@@ -293,6 +296,9 @@ def test_the_config_takes_it(tmp_path):
         ({"vllm_model_impl": "transformers"}, "vllm_model_impl"),
         ({"vllm_engine_kwargs": {"enforce_eager": True}}, "'enforce_eager'=True"),
         ({"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}, "'kv_cache_dtype'='fp8'"),
+        ({"vllm_engine_kwargs": {"compilation_config": {"mode": 3}}}, "'compilation_config'=.'mode': 3"),
+        ({"vllm_engine_kwargs": {"attention_config": {"backend": "TRITON_ATTN"}}}, "'attention_config'="),
+        ({"vllm_engine_kwargs": {"disable_cascade_attn": False}}, "'disable_cascade_attn'=False"),
     ],
 )
 def test_what_would_move_bits_is_refused(tmp_path, change, message):
@@ -359,3 +365,43 @@ def test_vllm_gets_the_norm(tmp_path, monkeypatch):
     module.__class__ = type("OtherRMSNorm", (type(module),), {})
     with pytest.raises(ValueError, match=r"norms of vLLM's Qwen3ForCausalLM.*OtherRMSNorm"):
         sampler.llm.apply_model(exact.hold_exact_norms)
+
+
+@pytest.mark.vllm
+def test_a_trainer_follows_its_engine(tmp_path, monkeypatch):
+    """Policy and reference policy compute with the engine's kernels before the first step, or the KL would not be 0."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from dataclasses import replace
+
+    from training import config, make, metrics
+    from vllm_engines import SMALL, keep
+
+    import trl_quant.checks as checks
+    from trl_quant import QuantGRPOTrainer
+    from trl_quant.rollout.vllm import exact
+
+    monkeypatch.setattr(checks, "check_exact", lambda config: None)
+    monkeypatch.setattr(exact, "exact_arguments", lambda given: {"enforce_eager": True})
+    monkeypatch.setattr(exact, "attend_in_one_part", lambda worker: None)
+    own = exact.kernels
+
+    def without_inverse(worker):  # nor attention without a cache: vLLM has neither on a CPU
+        kernels = own(worker)
+        turned = {name: kernels.rotate.keywords[name] for name in ("cache", "size")}
+        return replace(kernels, attend=attend, rotate=partial(rotate, **turned))
+
+    monkeypatch.setattr(exact, "kernels", without_inverse)
+    small = {name: value for name, value in SMALL.items() if name != "enforce_eager"}
+    path = save_tiny(tmp_path / "model", dtype=torch.bfloat16, head_dim=128)
+    args = config(
+        QuantGRPOConfig, tmp_path / "run", **CONFIG | {"bf16": True}, exact_rollouts=True, vllm_engine_kwargs=small,
+        max_steps=2, beta=0.1, vllm_max_model_length=512, sync_check_steps=0,
+    )  # fmt: skip
+    trainer = make(QuantGRPOTrainer, args, model=path)
+    keep(trainer)
+    for model in (trainer.model, trainer.ref_model):
+        decoder = model.get_decoder()
+        assert isinstance(decoder.norm, ExactRMSNorm) and isinstance(decoder.rotary_emb, Unrotated)
+    trainer.train()
+    first, second = (entry for entry in metrics(trainer) if "kl" in entry)
+    assert first["kl"] == 0 < second["kl"] and first["grad_norm"] > 0

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 MODEL_IMPLS = ("vllm", "transformers", "auto")
 LORA_SYNCS = ("merge", "adapter")
+ATTENTION = ("backend", "flash_attn_max_num_splits_for_cuda_graph")  # what `exact_rollouts` sets of vLLM's attention
 VLLM_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # of the colocated engine
 
 
@@ -203,12 +204,19 @@ def _check_exact(args):
     if missing := [what for what, given in needed.items() if not given]:
         raise ValueError(f"`exact_rollouts`=True needs {'; '.join(missing)}.")
     given = args.vllm_engine_kwargs or {}
-    quantized = given.get("kv_cache_dtype", "auto") not in UNQUANTIZED
-    if quantized or given.get("enforce_eager"):
-        name = "kv_cache_dtype" if quantized else "enforce_eager"
+    compiled, attention = (given.get(name) or {} for name in ("compilation_config", "attention_config"))
+    moves = {
+        "kv_cache_dtype": given.get("kv_cache_dtype", "auto") not in UNQUANTIZED,
+        "enforce_eager": given.get("enforce_eager"),
+        "compilation_config": not isinstance(compiled, dict) or compiled.keys() & {"mode", "cudagraph_mode"},
+        "attention_config": not isinstance(attention, dict) or attention.keys() & set(ATTENTION),
+        "attention_backend": given.get("attention_backend"),
+        "disable_cascade_attn": given.get("disable_cascade_attn") is False,
+    }
+    for name in (name for name, sets in moves.items() if sets):
         raise ValueError(
-            f"`vllm_engine_kwargs` has {name!r}={given[name]!r}: with `exact_rollouts`=True vLLM keeps its cache in "
-            "BF16, and runs CUDA graphs. Leave it out."
+            f"`vllm_engine_kwargs` has {name!r}={given[name]!r}, and `exact_rollouts`=True settles cache, compilation, "
+            "CUDA graphs and attention itself. Leave it out."
         )
 
 

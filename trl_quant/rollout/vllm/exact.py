@@ -9,12 +9,12 @@ vLLM where a token's numbers do not depend on the tokens beside it, and its kern
 | a common prefix, attended apart and merged | `disable_cascade_attn` |
 | DeepGEMM, which quantizes block-scaled weights again | `precisions.InVLLM.as_given` |
 
-vLLM's own `VLLM_BATCH_INVARIANT` (0.26, on Hopper) is not enough: it leaves the norms' blocks as they are, and computes
-BF16 layers by slower kernels.
+vLLM's own `VLLM_BATCH_INVARIANT` was not enough in 0.26 on Hopper, and is not needed. The norms' blocks are read from
+its sources, all else was seen.
 
-What is left is the linear layers' own: sums of `int8` are exact and those of `fp8_block` the same in each tile; the
-kernel that vLLM takes for `fp8` with up to 64 tokens adds up in another order than that for more. With heads of 128
-FlashAttention 3 sums the same keys in decoding as in a whole pass, with heads of 64 or 256 it has other tiles.
+What is left is the linear layers' own: those of `int8` and `fp8_block` were the same for any number of tokens. With the
+same operators beside them `fp8` was not, whose products have other kernels up to 64 tokens than above. With heads of
+128 FlashAttention 3 gave the same bits in decoding as in a whole pass, with heads of 64 only up to 128 tokens.
 """
 
 import sys

@@ -250,8 +250,8 @@ def check_exact(config: PreTrainedConfig) -> None:
         raise ValueError(f"`exact_rollouts`=True needs a model without dropout; it has `attention_dropout`={dropout}.")
     if (size := _head_size(config)) != EXACT_HEADS:
         raise ValueError(
-            f"`exact_rollouts`=True needs heads of {EXACT_HEADS}, and the policy's have {size}: FlashAttention 3 adds "
-            "up other tiles in decoding than over a whole sequence. Leave it at False."
+            f"`exact_rollouts`=True needs heads of {EXACT_HEADS}, and the policy's have {size}, with which "
+            "FlashAttention 3 is not known to add up alike in decoding and over a whole sequence. Leave it at False."
         )
 
 
