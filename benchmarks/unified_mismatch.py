@@ -12,7 +12,7 @@ tokens whose log-probabilities are the same bits, tokens a second, and the KL by
 |---|---|---|
 | `bf16/bf16` | BF16 | BF16: TRL's own |
 | `P/bf16` | P | BF16 |
-| `P/P` | P | P (`train_precision`) |
+| `P/P` | P | P (`train_precision`); a base in 4 bits is shared, with an adapter |
 | `P/exact` | P, the same for any batch | P with vLLM's kernels (`exact_rollouts`) |
 """
 
@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from engines import CUDA, in_own_process, load_tokenizer, machine, report, save
 
-from trl_quant.precisions import exact_flows, in_vllm, unified_flows
+from trl_quant.precisions import exact_flows, frozen_bases, in_vllm, unified_flows
 
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16}
@@ -75,6 +75,7 @@ def train(args) -> None:
 
 def measure(args) -> dict:
     from datasets import Dataset
+    from peft import LoraConfig
 
     from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 
@@ -92,8 +93,10 @@ def measure(args) -> dict:
         max_completion_length=args.new_tokens, save_strategy="no", report_to="none", disable_tqdm=True,
         gradient_checkpointing=True, num_iterations=1, beta=0.0, **given,
     )  # fmt: skip
+    frozen = policy != "bf16" and precision in frozen_bases()
     trainer = QuantGRPOTrainer(
         model=str(args.model),
+        peft_config=LoraConfig(target_modules="all-linear") if frozen else None,
         reward_funcs=lambda completions, **_: [float(len(c) % 7) for c in completions],
         args=settings,
         train_dataset=Dataset.from_dict({"prompt": [f"Question: {row['question']}\nAnswer:" for row in asked]}),

@@ -8,8 +8,10 @@ the held-out problems when sampling at temperature 1. `train.jsonl` and `eval.js
 written beside it; problems in `eval.jsonl` are never trained on. The same seed gives the same model.
 """
 
+import random
 import string
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -29,8 +31,8 @@ from transformers import (
 )
 from trl import TrlParser
 
-from trl_quant.tasks import arithmetic_reward
-from trl_quant.tasks.arithmetic import problems
+from trl_quant.tasks import arithmetic_reward, sheet_reward
+from trl_quant.tasks.arithmetic import problems, sheets
 from trl_quant.tasks.evaluate import mean_reward
 
 
@@ -54,12 +56,23 @@ class BuildArguments:
         default=MAX_COMPLETION_LENGTH,
         metadata={"help": "Tokens of a held-out solution, at most; more digits need more."},
     )
+    problems: int = field(default=1, metadata={"help": "Problems in a prompt, which are solved one after the other."})
+    direct: float = field(default=0.0, metadata={"help": "Share of the lessons that give the answer without steps."})
     seed: int = field(default=0, metadata={"help": "For weights, problems and sampling."})
     train_problems: int = field(default=4096, metadata={"help": "Rows of train.jsonl."})
     eval_problems: int = field(default=512, metadata={"help": "Rows of eval.jsonl."})
 
+    @property
+    def reward(self) -> Callable[..., list[float | None]]:
+        return arithmetic_reward if self.problems == 1 else sheet_reward
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+    @property
+    def positions(self) -> int:
+        """Tokens that the model is made for; a prompt is no longer than its solution."""
+        return max(512, 2 * self.max_completion_length)
+
+
+def build_tokenizer(positions: int = 512) -> PreTrainedTokenizerFast:
     """One token per character and one for `####`: 64 in all."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, "####", *CHARACTERS])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
@@ -73,11 +86,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        model_max_length=512,
+        model_max_length=positions,
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, positions: int = 512) -> Qwen3ForCausalLM:
     """An untrained Qwen3 whose widths are multiples of 128, so that every quantization group and block fits."""
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -88,7 +101,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
             num_attention_heads=2,
             num_key_value_heads=2,
             head_dim=64,
-            max_position_embeddings=512,
+            max_position_embeddings=positions,
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
@@ -99,48 +112,54 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 def prompts(args: BuildArguments, seed: int, count: int, held_out: bool) -> Dataset:
     """`count` different problems, as `prompt` and `answer`."""
-    stream = problems(seed, args.operations, max_digits=args.max_digits, held_out=held_out)
+    stream = sheets(args.problems, problems(seed, args.operations, max_digits=args.max_digits, held_out=held_out))
     unique = dict.fromkeys(islice(stream, 2 * count))
-    return Dataset.from_list([{"prompt": p.prompt, "answer": str(p.answer)} for p in islice(unique, count)])
+    return Dataset.from_list([asked.row for asked in islice(unique, count)])
 
 
 def lessons(tokenizer: PreTrainedTokenizerFast, args: BuildArguments) -> list[dict[str, list[int]]]:
     """Tokenized worked solutions; the loss covers only the solution, not the problem."""
-    stream = problems(args.seed, args.operations, max_digits=args.max_digits)
+    stream = sheets(args.problems, problems(args.seed, args.operations, max_digits=args.max_digits))
     taught = list(islice(stream, args.max_steps * args.batch_size))
-    texts = tokenizer([problem.prompt + problem.solution + "<eos>" for problem in taught])["input_ids"]
+    rng = random.Random(args.seed)
+    solutions = [p.solution if rng.random() >= args.direct else p.direct_solution for p in taught]
+    texts = tokenizer([p.prompt + solution + "<eos>" for p, solution in zip(taught, solutions, strict=True)])[
+        "input_ids"
+    ]
     lengths = [len(ids) for ids in tokenizer([problem.prompt for problem in taught])["input_ids"]]
     return [{"input_ids": ids, "labels": [-100] * n + ids[n:]} for ids, n in zip(texts, lengths, strict=True)]
 
 
 class StopAtAccuracy(TrainerCallback):
-    """Samples held-out problems every 15 steps and stops at the target; keeps `accuracy`, the last value."""
+    """Samples held-out problems every 15 steps and stops at the target; keeps `accuracy`, the last value.
 
-    def __init__(
-        self, target: float, dataset: Dataset, tokenizer: PreTrainedTokenizerFast, length: int = MAX_COMPLETION_LENGTH
-    ):
-        self.target, self.dataset, self.tokenizer, self.length = target, dataset, tokenizer, length
+    With several problems in a prompt it takes that much longer, and is done that much more rarely.
+    """
+
+    def __init__(self, arguments: BuildArguments, dataset: Dataset, tokenizer: PreTrainedTokenizerFast):
+        self.arguments, self.dataset, self.tokenizer = arguments, dataset, tokenizer
         self.accuracy = 0.0
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         # Before step 300 the loss is too high for anything to be right.
         if state.global_step % 15 == 0 and state.global_step >= 300:
+            own = self.arguments
             self.accuracy = mean_reward(
-                model, self.tokenizer, self.dataset, arithmetic_reward, self.length, seed=args.seed
+                model, self.tokenizer, self.dataset, own.reward, own.max_completion_length, seed=args.seed
             )
             print(f"step {state.global_step}: right on {self.accuracy:.1%} of held-out problems", flush=True)
-            control.should_training_stop |= self.accuracy >= self.target
+            control.should_training_stop |= self.accuracy >= own.target_accuracy
 
 
 def build(args: BuildArguments) -> float:
     """Builds, teaches and saves; returns the held-out accuracy at temperature 1."""
     set_seed(args.seed)
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(args.positions)
     evaluation = prompts(args, args.seed + 1, args.eval_problems, held_out=True)
     few = evaluation.select(range(min(256, len(evaluation))))
-    stop = StopAtAccuracy(args.target_accuracy, few, tokenizer, args.max_completion_length)
+    stop = StopAtAccuracy(args, few, tokenizer)
     trainer = Trainer(
-        model=build_model(tokenizer),
+        model=build_model(tokenizer, args.positions),
         args=TrainingArguments(
             output_dir=args.output_dir,
             per_device_train_batch_size=args.batch_size,

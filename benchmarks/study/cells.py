@@ -10,8 +10,23 @@ from itertools import product
 
 
 # What distinguishes a cell from full precision in its regime; what else differs is the regime.
-TREATMENT = ("rollout_precision", "train_precision", "is_correction", "uaq_scale", "noise_schedule")
-TASK = ("name", "digits", "accuracy", "lora_rank")  # fields that are not the trainer's
+TREATMENT = (
+    "rollout_precision",
+    "train_precision",
+    "is_correction",
+    "importance_sampling_level",
+    "uaq_scale",
+    "noise_schedule",
+)
+TASK = (
+    "name",
+    "digits",
+    "problems",
+    "accuracy",
+    "direct",
+    "outliers",
+    "lora_rank",
+)  # fields that are not the trainer's
 COMMON = {
     "per_device_train_batch_size": 128,
     "num_generations": 8,
@@ -30,7 +45,10 @@ class Cell:
 
     Attributes:
         digits (`int`): Of the longest operand; a solution has about 11 tokens for each.
+        problems (`int`): In a prompt; a completion solves one after the other.
         accuracy (`float`): How often the model is right when training starts, at temperature 1.
+        direct (`float`): How often it gives the answer at once, without the steps, when training starts.
+        outliers (`float`): How much larger some channels of its activations are (`outliers.py`); a power of two.
         lora_rank (`int`): Of the adapter that is trained; 0 trains all weights.
     """
 
@@ -40,24 +58,36 @@ class Cell:
     is_correction: str | None = None
     uaq_scale: float | None = None
     noise_schedule: str | None = None
+    importance_sampling_level: str = "token"
     learning_rate: float = 4e-4
     optim: str = "adamw_torch"
     num_iterations: int = 1
     max_steps: int = 300
     digits: int = 3
+    problems: int = 1
     accuracy: float = 0.33
+    direct: float = 0.0
+    outliers: float = 1.0
     lora_rank: int = 0
+    use_vllm: bool = False
     seed: int = 0
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens of the longest solution, rounded up to a multiple of 8."""
-        return -(-(11 * self.digits + 8) // 8) * 8
+        """Tokens of the longest solution, rounded up to a multiple of 8; a sheet's repeat their problems."""
+        tokens = 11 * self.digits + 8 if self.problems == 1 else self.problems * (13 * self.digits + 6)
+        return -(-tokens // 8) * 8
 
     @property
     def model(self) -> str:
         """Name of the model that it starts from, which all its seeds share."""
-        return f"{self.digits}-digits-{self.accuracy:g}"
+        return self.taught + (f"-outliers-{self.outliers:g}" if self.outliers != 1 else "")
+
+    @property
+    def taught(self) -> str:
+        """Name of that model before it has outliers."""
+        sheet = f"{self.problems}-problems-" if self.problems > 1 else ""
+        return f"{sheet}{self.digits}-digits-{self.accuracy:g}" + (f"-direct-{self.direct:g}" if self.direct else "")
 
     def arguments(self) -> dict:
         """Of [`QuantGRPOConfig`]."""
@@ -92,6 +122,7 @@ REUSE = {"num_iterations": 2}  # with one update per generation acr is tis, and 
 ADAPTER = {"lora_rank": 16, "learning_rate": 3e-3}
 OPTIMIZERS = {"adamw": {"learning_rate": 1e-4}, "sgd": {"optim": "sgd", "learning_rate": 0.5}}
 LENGTHS = (3, 6, 12, 24)
+LONG = {"problems": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
 
 QUESTIONS = {
     "regimes": Question(
@@ -185,6 +216,15 @@ QUESTIONS = {
                 for precision, correction in product(("int8", "fp8", "fp8_block"), ("none", "tis", "acr"))
             ),
         ),
+    ),
+    "rollouts": Question(
+        "Long completions of a weak model: sampled in FP8 and trained in BF16, or both in FP8?",
+        (
+            Cell(FULL, is_correction="none", **LONG),
+            *(Cell(f"fp8_block {name}", "fp8_block", None, name, **LONG) for name in ("none", "tis")),
+            Cell("fp8_block unified", "fp8_block", "fp8_block", "none", **LONG),
+        ),
+        ("Reward", "Mismatch by position"),
     ),
     "length": Question(
         "How does the mismatch grow with position and length?",

@@ -127,19 +127,31 @@ def run(jobs: Sequence[Job], at_once: int, console: Console) -> dict[str, str]:
 
 
 def model_jobs(cells: Sequence[Cell], output: Path) -> list[Job]:
-    """Builds the models that the cells start from; harder problems are taught for longer."""
+    """Teaches the models that the cells start from; harder problems are taught for longer, and two ways of solving."""
     found = {}
     for cell in cells:
         options = {
-            "output_dir": output / "models" / cell.model,
+            "output_dir": output / "models" / cell.taught,
             "target_accuracy": cell.accuracy,
             "max_digits": cell.digits,
             "max_completion_length": cell.max_completion_length,
-            "max_steps": 300 * cell.digits,
+            "problems": cell.problems,
+            "direct": cell.direct,
+            "max_steps": round(300 * cell.digits / (1 - cell.direct)) * (1 if cell.problems == 1 else 4),
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        found[cell.model] = Job(options["output_dir"], [sys.executable, str(EXAMPLE), *words], "eval.jsonl")
+        found[cell.taught] = Job(options["output_dir"], [sys.executable, str(EXAMPLE), *words], "eval.jsonl")
     return list(found.values())
+
+
+def outlier_jobs(cells: Sequence[Cell], output: Path) -> list[Job]:
+    """Gives those models their outliers."""
+    script, models = str(Path(__file__).with_name("outliers.py")), output / "models"
+    return [
+        Job(models / cell.model, [sys.executable, script, *map(str, paths), f"{cell.outliers:g}"], "train.jsonl")
+        for cell in {cell.model: cell for cell in cells if cell.outliers != 1}.values()
+        for paths in [(models / cell.taught, models / cell.model)]
+    ]
 
 
 def trial_jobs(cells: Sequence[Cell], output: Path, question: str) -> list[Job]:
@@ -182,7 +194,10 @@ def main(argv: list[str] | None = None) -> int:
     console, failures = Console(), {}
     if not args.table:
         failures |= run(model_jobs(chosen, args.output), args.jobs, console)
-        ready = [cell for cell in chosen if cell.model not in failures]
+        failures |= run(
+            outlier_jobs([cell for cell in chosen if cell.taught not in failures], args.output), args.jobs, console
+        )
+        ready = [cell for cell in chosen if not {cell.taught, cell.model} & failures.keys()]
         failures |= run(trial_jobs(ready, args.output, args.question), args.jobs, console)
     console.print(
         write(args.question, args.output / args.question, args.results or args.output), markup=False, soft_wrap=True

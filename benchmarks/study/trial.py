@@ -16,13 +16,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import datasets
+import torch
 import transformers
 from peft import LoraConfig
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli.report import write_whole
-from trl_quant.tasks import arithmetic_reward, load_prompts
+from trl_quant.tasks import arithmetic_reward, load_prompts, sheet_reward
 from trl_quant.tasks.evaluate import mean_reward
 
 
@@ -43,6 +44,20 @@ QUIET = {
 }
 
 
+# And how vLLM does that is told to: many share a GPU
+VLLM = {
+    "bf16": torch.cuda.is_available(),
+    "vllm_mode": "colocate",
+    "vllm_gpu_memory_utilization": 0.05,
+    "vllm_engine_kwargs": {
+        "kv_cache_memory_bytes": (2 << 30) if torch.cuda.is_available() else (64 << 20),
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    },
+}
+
+
 class Log(TrainerCallback):
     """Appends each log entry to a file."""
 
@@ -58,10 +73,12 @@ def train(directory: Path, model: Path) -> None:
     """Trains as [`~cells.Cell.settings`] in `directory` say, from `model`."""
     settings, start = json.loads((directory / "settings.json").read_text()), time.time()
     arguments = {name: value for name, value in settings.items() if name in QuantGRPOConfig.__dataclass_fields__}
-    rank = settings["lora_rank"]
+    if settings["use_vllm"]:
+        arguments |= VLLM | {"vllm_max_model_length": 2 * settings["max_completion_length"]}
+    rank, reward = settings["lora_rank"], arithmetic_reward if settings["problems"] == 1 else sheet_reward
     trainer = QuantGRPOTrainer(
         model=str(model),
-        reward_funcs=arithmetic_reward,
+        reward_funcs=reward,
         args=QuantGRPOConfig(output_dir=str(directory), **QUIET | arguments),
         train_dataset=load_prompts(str(model / "train.jsonl")),
         peft_config=LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None,
@@ -72,7 +89,7 @@ def train(directory: Path, model: Path) -> None:
 
     def evaluate() -> None:
         length = settings["max_completion_length"]
-        trainer.log({"eval_accuracy": mean_reward(trainer.model, tokenizer, held_out, arithmetic_reward, length)})
+        trainer.log({"eval_accuracy": mean_reward(trainer.model, tokenizer, held_out, reward, length)})
 
     evaluate()
     trainer.train()

@@ -2,7 +2,7 @@
 
 from .countdown import countdown_reward
 from .data import load_prompts
-from .rewards import REWARDS, arithmetic_reward, format_reward, gsm8k_reward
+from .rewards import REWARDS, arithmetic_reward, format_reward, gsm8k_reward, sheet_reward
 from .sudoku import sudoku_reward
 
 
@@ -13,5 +13,6 @@ __all__ = [
     "format_reward",
     "gsm8k_reward",
     "load_prompts",
+    "sheet_reward",
     "sudoku_reward",
 ]

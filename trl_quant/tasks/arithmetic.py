@@ -8,12 +8,18 @@ first, one step per column: the digits, the incoming carry, the digit written, a
     904-88=    4-8-0=6b1 0-8-1=1b1 9-0-1=8b0 #### 816
     47*6=      7*6+0=2c4 4*6+4=8c2 #### 282
 
+A sheet asks several at once, whose solutions follow each other, each after its problem; that makes long completions
+out of short steps:
+
+    347+588;47*6=   347+588=7+8+0=5c1 4+8+1=3c1 3+5+1=9c0 #### 935;47*6=7*6+0=2c4 4*6+4=8c2 #### 282;
+
 Pure Python, no model: `examples/build_arithmetic_model.py` teaches this to one.
 """
 
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from .splits import is_held_out
 
@@ -48,9 +54,14 @@ class Problem:
         return {"prompt": self.prompt, "answer": str(self.answer)}
 
     @property
+    def direct_solution(self) -> str:
+        """`#### ` and the answer, without steps."""
+        return f"#### {self.answer}"
+
+    @property
     def solution(self) -> str:
         """The written-out steps, then `#### ` and the answer."""
-        return " ".join([*self._steps(), f"#### {self.answer}"])
+        return " ".join([*self._steps(), self.direct_solution])
 
     def _steps(self) -> Iterator[str]:
         carry = 0
@@ -69,6 +80,38 @@ class Problem:
                 written = (digit - other - carry_in) % 10
                 carry = int(digit - other - carry_in < 0)
                 yield f"{digit}-{other}-{carry_in}={written}b{carry}"
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Several problems in one prompt."""
+
+    problems: tuple[Problem, ...]
+
+    @property
+    def prompt(self) -> str:
+        return ";".join(problem.prompt.removesuffix("=") for problem in self.problems) + "="
+
+    @property
+    def row(self) -> dict:
+        """Of a dataset: the prompt, and what [`~tasks.sheet_reward`] compares with."""
+        return {"prompt": self.prompt, "answer": ";".join(str(problem.answer) for problem in self.problems)}
+
+    @property
+    def direct_solution(self) -> str:
+        """Each problem and its answer, without steps."""
+        return "".join(f"{problem.prompt}{problem.direct_solution};" for problem in self.problems)
+
+    @property
+    def solution(self) -> str:
+        """Each problem and its solution."""
+        return "".join(f"{problem.prompt}{problem.solution};" for problem in self.problems)
+
+
+def sheets(count: int, stream: Iterator[Problem]) -> Iterator[Problem | Sheet]:
+    """Sheets of `count` problems of a stream; a single one is asked by itself."""
+    while taken := tuple(islice(stream, count)):
+        yield Sheet(taken) if count > 1 else taken[0]
 
 
 def digits(number: int) -> list[int]:

@@ -67,6 +67,28 @@ def arithmetic_reward(completions, answer, prompts=None, **kwargs) -> list[float
     return _number_reward(completions, answer, prompts, last_number=False)
 
 
+def sheet_reward(completions, answer, **kwargs) -> list[float]:
+    """Share of a sheet's problems that are right: the n-th solution, up to its `;`, ends with `#### ` and the answer.
+
+    Args:
+        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
+        answer (`list[str]`): the answers in their order, as [`~tasks.arithmetic.Sheet.row`] has them.
+
+    Example:
+
+    ```python
+    >>> sheet_reward(["3+4=3+4+0=7c0 #### 7;9-5=9-5-0=3b0 #### 3;"], ["7;4"])
+    [0.5]
+    ```
+    """
+    rewards = []
+    for completion, gold in zip(completions, answer, strict=True):
+        solutions, answers = message_text(completion).split(";")[:-1], gold.split(";")
+        right = sum(text.rpartition("#### ")[1:] == ("#### ", one) for text, one in zip(solutions, answers))
+        rewards.append(right / len(answers))
+    return rewards
+
+
 def gsm8k_reward(completions, answer, prompts=None, **kwargs) -> list[float | None]:
     r"""1.0 where the completion's final answer equals `answer`, else 0.0.
 
@@ -108,6 +130,7 @@ REWARDS = {
     "countdown": countdown_reward,
     "format": format_reward,
     "gsm8k": gsm8k_reward,
+    "sheet": sheet_reward,
     "sudoku": sudoku_reward,
 }
 
