@@ -14,7 +14,10 @@ from reference_formats import bits, make
 
 from trl_quant.formats import QuantizedTensor
 from trl_quant.formats import quantize as quantize_weight
+from trl_quant.layers import inputs as inputs_of_layers
 from trl_quant.layers import products
+from trl_quant.layers.gated import silu_mul
+from trl_quant.precisions import unified_flows
 
 
 kernels = pytest.importorskip("trl_quant.kernels.unified")
@@ -157,6 +160,29 @@ def test_silu_of_a_gate_and_codes(dtype, device):
             twins = products.quantize_groups_for_both(y, products.LEAST_AMAX)
             for ours, theirs in zip((row, column)[: 1 + both], twins, strict=False):
                 assert_equal(ours, theirs)
+
+
+@on_devices
+@pytest.mark.parametrize("precision", unified_flows())
+def test_the_next_layer_finds_the_codes(precision, device, monkeypatch):
+    monkeypatch.setattr(products, "has_kernels", lambda x, format: True)
+    gate, up = (x.requires_grad_() for x in gated(torch.bfloat16, (130, 140), device))
+    for both in (True, False):
+        y = silu_mul(gate, up, precision, both)
+        with monkeypatch.context() as no_quantizers:
+            no_quantizers.setattr(inputs_of_layers, "quantize_input", None)
+            no_quantizers.setattr(inputs_of_layers, "quantize_for_both", None)
+            rows, columns = inputs_of_layers.quantized(y, y.dtype, precision, both)
+        if precision == "int8":
+            twins = 2 * (products.quantize_int8(y, True),)
+        elif precision == "fp8":
+            twins = 2 * (products.quantize_fp8(y),)
+        else:
+            twins = products.quantize_groups_for_both(y, products.LEAST_AMAX)
+        assert_equal(rows, twins[0])
+        assert (columns is not None) is both
+        if both:
+            assert_equal(columns, twins[1])
 
 
 @on_devices

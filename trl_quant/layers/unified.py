@@ -173,12 +173,15 @@ class UnifiedLinear(nn.Linear):
         self._codes: QuantizedTensor | None = None
         self._made_of: tuple = ()
 
+    def trains(self) -> bool:
+        """Whether a backward pass would want the input too."""
+        return self.weight.requires_grad and torch.is_grad_enabled()
+
     @torch.compiler.disable  # which weights are new is asked at each call
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out), of the type of `x` or autocast's."""
         dtype = autocast_dtype(x, self.in_features)
-        trains = self.weight.requires_grad and torch.is_grad_enabled()
-        return _Unified.apply(x, self.weight, self._bias(dtype), self.codes(), trains, dtype)
+        return _Unified.apply(x, self.weight, self._bias(dtype), self.codes(), self.trains(), dtype)
 
     def adapted(self, x: Tensor, w: QuantizedTensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         """
