@@ -28,9 +28,11 @@ import torch
 import torch.nn.functional as F
 from engines import CUDA, call_seconds, machine, save, wait
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trl_quant.formats import quantize
 from trl_quant.layers import UnifiedLinear, products
+from trl_quant.layers.exact import ExactRMSNorm
 from trl_quant.layers.gated import silu_mul
 from trl_quant.precisions import unified_flows
 
@@ -220,6 +222,14 @@ def passes_of(tokens: int, features: int) -> dict:
     leaves = [each.clone().requires_grad_() for each in (x, up)]
     calls["gradients of silu"] = 10, lambda: kernels.silu_mul_backward(dy, x, up)
     calls["gradients of silu: torch's, with forward"] = 10, lambda: by_torch(leaves)
+    theirs = LlamaRMSNorm(features).to(DEVICE, torch.bfloat16)
+    for name, norm in {"transformers'": theirs, "kernel": ExactRMSNorm(theirs)}.items():
+        calls[f"norm: {name}"] = 4, lambda norm=norm: norm(x)
+        calls[f"norm: {name}, then int8"] = 5, lambda norm=norm: products.quantize_input(norm(x), "int8")
+        calls[f"norm: {name}, forward and backward"] = (
+            10,
+            lambda norm=norm: torch.autograd.grad(norm(leaves[0]), [leaves[0], norm.weight], dy),
+        )
     return calls
 
 

@@ -76,6 +76,8 @@ def _is_gated(module: nn.Module) -> bool:
 @torch.compiler.disable  # as its layers
 def _gated(mlp: nn.Module, x: Tensor) -> Tensor:
     down = _base(mlp.down_proj)
+    if not isinstance(down, UnifiedLinear):  # someone exchanged it since
+        return type(mlp).forward(mlp, x)
     return mlp.down_proj(silu_mul(mlp.gate_proj(x), mlp.up_proj(x), down.precision, down.trains()))
 
 
