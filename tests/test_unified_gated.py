@@ -103,3 +103,17 @@ def test_another_activation_or_forward_stays():
         unify(model, "int8")
         assert vars(mlp).get("forward") is before
         assert "forward" in vars(model.model.layers[1].mlp)
+
+
+def test_compiled_and_copied(tracing):
+    """The rest of a model may be compiled; a copy computes with its own weights."""
+    model = tiny_model(seed=3)
+    unify(model, "fp8")
+    mlp = model.model.layers[0].mlp
+    x = tokens(mlp, torch.float32)
+    ours = gradients(torch.compile(nn.Sequential(mlp), backend="eager"), x, *mlp.parameters())
+    assert all(torch.equal(*pair) for pair in zip(ours, gradients(mlp, x, *mlp.parameters()), strict=True))
+    other = copy.deepcopy(mlp)
+    with torch.no_grad():
+        other.gate_proj.weight.mul_(2)
+    assert torch.equal(mlp(x), ours[0]) and not torch.equal(other(x), ours[0])
