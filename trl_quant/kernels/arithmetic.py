@@ -4,6 +4,7 @@ What the kernels share: conversions of a tile's numbers, for compiled kernels an
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -41,6 +42,43 @@ def to_e4m3(x):
         return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     else:
         return x.to(tl.float8e4nv)  # cvt.rn.satfinite
+
+
+@triton.jit
+def silu(x):
+    """`x / (1 + exp(-x))` of float32, with CUDA's own exponential, as torch and vLLM compute it."""
+    if INTERPRETED:
+        return x / (1.0 + tl.exp(-x))
+    else:
+        return tl.div_rn(x, 1.0 + libdevice.exp(-x))
+
+
+@triton.jit
+def _byte(x):
+    return to_e4m3(x).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def e4m3_word(a, b, c, d):
+    """The codes of four float32 as the bytes of an int32, `a`'s the lowest."""
+    if INTERPRETED:
+        return _byte(a) | _byte(b) << 8 | _byte(c) << 16 | _byte(d) << 24
+    else:  # two bytes at once, which Triton would make of two columns
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b16 low, high;
+                cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+                cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+                mov.b32 $0, {low, high};
+            }
+            """,
+            "=r,f,f,f,f",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit

@@ -6,9 +6,12 @@ Kernels of the training flow in FP8 and INT8: what stands before and after its p
 |-------------------|----------------------------------|-----------------------------------------------------------|
 | `rows_kernel`     | some tokens                      | the input once; codes and a scale for each token          |
 | `groups_kernel`   | 128 tokens x 128 features        | the input once; codes and scales, for both layouts if so  |
+| `gradient_kernel` | 2048 numbers                     | dY, gate and up once; their gradients                     |
 | `transpose_kernel`| 128 x 128 bytes                  | codes once                                                |
 | `sums_kernel`     | 16 x 256 sums of an INT8 product | sums once; outputs                                        |
 | `numbers_kernel`  | 16 x 256 codes                   | codes once; the numbers they stand for                    |
+
+The input of the first two may be silu(gate) up, which they then read once and write as well.
 
 A division by a scale takes three instructions. With r = RN(1 / s) and q = RN(x r), within one step of x / s, the
 remainder x - q s is exact in an FMA, and RN(q + r (x - q s)) is RN(x / s) (Markstein's theorem); x and s are far from
@@ -25,7 +28,13 @@ from torch import Tensor
 from trl_quant.formats import QuantizedTensor
 from trl_quant.formats.fp8 import BLOCK
 
-from .arithmetic import INTERPRETED, rounded, to_e4m3, to_int8, wide
+from .arithmetic import INTERPRETED, e4m3_word, rounded, silu, to_e4m3, to_int8, wide
+
+
+# Of `groups_kernel`, by whether it has `up` and makes both layouts
+LAUNCH = {
+    (gated, both): {"num_warps": 16 if gated and both else 8} for gated in (False, True) for both in (False, True)
+}
 
 
 # Arithmetic
@@ -37,15 +46,25 @@ def _divide(x, scale):
     if INTERPRETED:  # its FMA rounds twice
         return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     else:
-        inverse = tl.broadcast_to(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), x.shape)
-        scale = tl.broadcast_to(scale, x.shape)
-        quotient = x * inverse
-        return tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        return _times_inverse(x, scale, inverse)
+
+
+@triton.jit
+def _times_inverse(x, scale, inverse):
+    """`x / scale`, rounded once, of the rounded `1 / scale`; both must broadcast to x."""
+    scale, inverse = tl.broadcast_to(scale, x.shape), tl.broadcast_to(inverse, x.shape)
+    quotient = x * inverse
+    return tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
 
 
 @triton.jit
 def _group_scale(amax, least):
-    return tl.div_rn(tl.maximum(amax, least), tl.full(amax.shape, 448.0, tl.float32))
+    limit = tl.full(amax.shape, 448.0, tl.float32)
+    if INTERPRETED:
+        return tl.div_rn(tl.maximum(amax, least), limit)
+    else:
+        return _times_inverse(tl.maximum(amax, least), limit, tl.full(amax.shape, 1 / 448.0, tl.float32))
 
 
 # Kernels
@@ -53,7 +72,7 @@ def _group_scale(amax, least):
 
 @triton.jit
 def rows_kernel(
-    x_ptr, values_ptr, scale_ptr, rows, cols, least_scale,
+    x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, rows, cols, least_scale,
     INT8: tl.constexpr, ON_CUDA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """ "fp8", "int8": one scale for each row of (rows, cols)."""
@@ -61,7 +80,7 @@ def rows_kernel(
     col = tl.arange(0, COLS)[None, :]
     offset = row.to(tl.int64)[:, None] * cols + col
     mask = (row < rows)[:, None] & (col < cols)
-    x = wide(tl.load(x_ptr + offset, mask=mask, other=0.0))
+    x = _input(x_ptr, up_ptr, y_ptr, offset, mask)
     amax = tl.max(tl.abs(x), axis=1)
     if INT8:
         limit = tl.full((ROWS,), 127.0, tl.float32)
@@ -81,38 +100,87 @@ def rows_kernel(
 
 
 @triton.jit
+def _input(x_ptr, up_ptr, y_ptr, offset, mask):
+    """What is quantized, as float32: x or, where there is `up`, y = round(round(silu(x)) up), which is stored."""
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0)
+    if up_ptr is None:
+        return wide(x)
+    else:
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
+        up = wide(tl.load(up_ptr + offset, mask=mask, other=0.0))
+        y = rounded(wide(rounded(silu(wide(x)), dtype)) * up, dtype)
+        tl.store(y_ptr + offset, y, mask=mask)
+        return wide(y)
+
+
+@triton.jit
+def _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row, rows, col, cols, least):
+    """Quantizes rows of 128 columns, `scale_ptr` to those of their first row. Returns them."""
+    offset = row.to(tl.int64)[:, None] * cols + col[None, :]
+    mask = (row < rows)[:, None] & (col < cols)[None, :]
+    x = _input(x_ptr, up_ptr, y_ptr, offset, mask)
+    scale = _group_scale(tl.max(tl.abs(x), axis=1), least)
+    tl.store(values_ptr + offset, to_e4m3(_divide(x, scale[:, None])), mask=mask)
+    tl.store(scale_ptr + row, scale, mask=row < rows)
+    return x
+
+
+@triton.jit
 def groups_kernel(
-    x_ptr, values_ptr, scale_ptr, values_t_ptr, scale_t_ptr, rows, cols, filled, least, BOTH: tl.constexpr
+    x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, words_t_ptr, scale_t_ptr, rows, cols, filled, least, BOTH: tl.constexpr
 ):
     """
     "fp8_block": one scale for each 128 values of a row of (rows, cols), scale (g, row) at g * rows + row. BOTH: also
     (cols, filled), with a scale for each 128 rows of a column, scale (g, col) at g * cols + col.
+
+    Rows 4 i + k are a part for each k, so that one thread has the codes of four rows: they are transposed as words.
     """
-    row = tl.program_id(1) * 128 + tl.arange(0, 128)
     col = tl.program_id(0) * 128 + tl.arange(0, 128)
-    offset = row.to(tl.int64)[:, None] * cols + col[None, :]
-    mask = (row < rows)[:, None] & (col < cols)[None, :]
-    x = wide(tl.load(x_ptr + offset, mask=mask, other=0.0))
-    scale = _group_scale(tl.max(tl.abs(x), axis=1), least)
-    tl.store(values_ptr + offset, to_e4m3(_divide(x, scale[:, None])), mask=mask)
-    tl.store(scale_ptr + tl.program_id(0).to(tl.int64) * rows + row, scale, mask=row < rows)
+    quad = tl.program_id(1) * 32 + tl.arange(0, 32)
+    row = quad * 4
+    scale_ptr += tl.program_id(0).to(tl.int64) * rows
+    a = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row, rows, col, cols, least)
+    b = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row + 1, rows, col, cols, least)
+    c = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row + 2, rows, col, cols, least)
+    d = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row + 3, rows, col, cols, least)
     if BOTH:
-        scale = _group_scale(tl.max(tl.abs(x), axis=0), least)
-        codes = tl.trans(to_e4m3(_divide(x, scale[None, :])))
-        offset = col.to(tl.int64)[:, None] * filled + row[None, :]
-        tl.store(values_t_ptr + offset, codes, mask=(col < cols)[:, None] & (row < filled)[None, :])
+        largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+        scale = _group_scale(tl.max(largest, axis=0), least)
+        by = scale[None, :]
+        words = e4m3_word(_divide(a, by), _divide(b, by), _divide(c, by), _divide(d, by))
+        offset = col.to(tl.int64)[:, None] * (filled // 4) + quad[None, :]
+        tl.store(words_t_ptr + offset, tl.trans(words), mask=(col < cols)[:, None])
         tl.store(scale_t_ptr + tl.program_id(1).to(tl.int64) * cols + col, scale, mask=col < cols)
 
 
 @triton.jit
-def transpose_kernel(x_ptr, y_ptr, rows, cols):
-    """(rows, cols) bytes to (cols, rows)."""
-    row = tl.program_id(1) * 128 + tl.arange(0, 128)
+def gradient_kernel(dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, count, BLOCK: tl.constexpr):
+    """Of y = round(round(silu(gate)) up)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    dtype: tl.constexpr = dy_ptr.dtype.element_ty
+    dy = wide(tl.load(dy_ptr + at, mask=mask, other=0.0))
+    gate = wide(tl.load(gate_ptr + at, mask=mask, other=0.0))
+    up = wide(tl.load(up_ptr + at, mask=mask, other=0.0))
+    d_silu = wide(rounded(dy * up, dtype))
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    d_gate = d_silu * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    tl.store(d_gate_ptr + at, rounded(d_gate, dtype), mask=mask)
+    tl.store(d_up_ptr + at, rounded(dy * wide(rounded(silu(gate), dtype)), dtype), mask=mask)
+
+
+@triton.jit
+def transpose_kernel(x_ptr, words_t_ptr, rows, cols):
+    """(rows, cols) bytes to (cols, rows), as words of four, in parts as above."""
     col = tl.program_id(0) * 128 + tl.arange(0, 128)
-    mask = (row < rows)[:, None] & (col < cols)[None, :]
-    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * cols + col[None, :], mask=mask, other=0)
-    offset = col.to(tl.int64)[:, None] * rows + row[None, :]
-    tl.store(y_ptr + offset, tl.trans(x), mask=(col < cols)[:, None] & (row < rows)[None, :])
+    quad = tl.program_id(1) * 32 + tl.arange(0, 32)
+    offset = (quad * 4).to(tl.int64)[:, None] * cols + col[None, :]
+    mask = (quad < rows // 4)[:, None] & (col < cols)[None, :]
+    words = tl.zeros((32, 128), tl.int32)
+    for k in tl.static_range(4):
+        words |= tl.load(x_ptr + offset + k * cols, mask=mask, other=0).to(tl.int32) << 8 * k
+    offset = col.to(tl.int64)[:, None] * (rows // 4) + quad[None, :]
+    tl.store(words_t_ptr + offset, tl.trans(words), mask=(col < cols)[:, None] & (quad < rows // 4)[None, :])
 
 
 @triton.jit
@@ -172,58 +240,99 @@ def _on(x: Tensor):
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def quantize_rows(x: Tensor, format: str, least_scale: float, on_cuda: bool) -> QuantizedTensor:
-    """`products.quantize_int8(x, on_cuda)`, or `products.quantize_fp8(x)` where `least_scale` is its least scale."""
-    (rows, cols), int8 = x.shape, format == "int8"
+def _gated(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What a kernel reads and writes beside codes: x, and where there is `up` that and silu(x) up."""
     x = x.contiguous()
+    return (x, None, None) if up is None else (x, up.contiguous(), torch.empty_like(x))
+
+
+def rows(
+    x: Tensor, format: str, least_scale: float, on_cuda: bool, up: Tensor | None = None
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """[`quantize_rows`] of x or, where there is `up`, of y = silu(x) up; and y."""
+    (rows, cols), int8 = x.shape, format == "int8"
+    x, up, y = _gated(x, up)
     values = torch.empty_like(x, dtype=torch.int8 if int8 else torch.float8_e4m3fn)
     scale = x.new_empty(rows, 1, dtype=torch.float32)
     width = max(triton.next_power_of_2(cols), 16)
     height = max(4096 // width, 1)
     with _on(x):
         rows_kernel[(triton.cdiv(rows, height),)](
-            x, values, scale, rows, cols, least_scale,
+            x, up, y, values, scale, rows, cols, least_scale,
             INT8=int8, ON_CUDA=on_cuda, ROWS=height, COLS=width, num_warps=4 if width <= 4096 else 8,
         )  # fmt: skip
-    return QuantizedTensor(format, values, scale, x.shape, x.dtype)
+    return QuantizedTensor(format, values, scale, x.shape, x.dtype), y
 
 
-def _groups(x: Tensor, least: float, both: bool) -> list[QuantizedTensor]:
-    x = x.contiguous()
+def groups(
+    x: Tensor, least: float, both: bool, up: Tensor | None = None
+) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
+    """[`quantize_groups`], for both layouts if so, of x or, where there is `up`, of y = silu(x) up; and y."""
+    x, up, y = _gated(x, up)
     rows, cols = x.shape
     filled = triton.cdiv(rows, BLOCK) * BLOCK
     values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scale = x.new_empty(triton.cdiv(cols, BLOCK), rows, dtype=torch.float32)
-    result = [QuantizedTensor("fp8_block", values, scale.t(), x.shape, x.dtype)]
-    values_t = scale_t = None
+    columns = words = scale_t = None
     if both:
         values_t = torch.empty(cols, filled, dtype=torch.float8_e4m3fn, device=x.device)
-        scale_t = x.new_empty(filled // BLOCK, cols, dtype=torch.float32)
-        result.append(QuantizedTensor("fp8_block", values_t, scale_t.t(), values_t.shape, x.dtype))
+        words, scale_t = values_t.view(torch.int32), x.new_empty(filled // BLOCK, cols, dtype=torch.float32)
+        columns = QuantizedTensor("fp8_block", values_t, scale_t.t(), values_t.shape, x.dtype)
     with _on(x):
         groups_kernel[(triton.cdiv(cols, BLOCK), filled // BLOCK)](
-            x, values, scale, values_t, scale_t, rows, cols, filled, least, BOTH=both, num_warps=8
+            x,
+            up,
+            y,
+            values,
+            scale,
+            words,
+            scale_t,
+            rows,
+            cols,
+            filled,
+            least,
+            BOTH=both,
+            **LAUNCH[up is not None, both],
         )
-    return result
+    return QuantizedTensor("fp8_block", values, scale.t(), x.shape, x.dtype), columns, y
+
+
+def quantize_rows(x: Tensor, format: str, least_scale: float, on_cuda: bool) -> QuantizedTensor:
+    """`products.quantize_int8(x, on_cuda)`, or `products.quantize_fp8(x)` where `least_scale` is its least scale."""
+    return rows(x, format, least_scale, on_cuda)[0]
 
 
 def quantize_groups(x: Tensor, least: float) -> QuantizedTensor:
     """`products.quantize_groups(x, least)`, with scales by column: those of a group next to each other."""
-    return _groups(x, least, both=False)[0]
+    return groups(x, least, both=False)[0]
 
 
 def quantize_groups_for_both(x: Tensor, least: float) -> tuple[QuantizedTensor, QuantizedTensor]:
     """`products.quantize_groups_for_both(x, least)`, with scales by column."""
-    return tuple(_groups(x, least, both=True))
+    return groups(x, least, both=True)[:2]
+
+
+def silu_mul_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `silu(gate) up`, rounded where torch rounds."""
+    dy = dy.contiguous()
+    d_gate, d_up = torch.empty_like(dy), torch.empty_like(dy)
+    if dy.numel():
+        with _on(dy):
+            gradient_kernel[(triton.cdiv(dy.numel(), 2048),)](
+                dy, gate.contiguous(), up.contiguous(), d_gate, d_up, dy.numel(), BLOCK=2048
+            )
+    return d_gate, d_up
 
 
 def transpose(codes: Tensor) -> Tensor:
     """`codes.t().contiguous()` of a matrix of bytes."""
     rows, cols = codes.shape
+    if rows % 4:
+        return codes.t().contiguous()
     y = codes.new_empty(cols, rows)
     with _on(codes):
         transpose_kernel[(triton.cdiv(cols, 128), triton.cdiv(rows, 128))](
-            codes.contiguous().view(torch.uint8), y.view(torch.uint8), rows, cols, num_warps=8
+            codes.contiguous().view(torch.uint8), y.view(torch.int32), rows, cols, num_warps=8
         )
     return y
 

@@ -206,14 +206,19 @@ def _stored(q: QuantizedTensor) -> dict[str, Tensor]:
     return {f"weight{suffix or '_packed'}": tensor for suffix, tensor in stored.items()}
 
 
-def autocast_inputs(x: Tensor, in_features: int) -> Tensor:
-    """Inputs as `F.linear` would take them: of autocast's type. Raises `ValueError` for another number of them."""
+def autocast_dtype(x: Tensor, in_features: int) -> torch.dtype:
+    """Type that `F.linear` would compute in: autocast's or that of x. `ValueError` for another number of inputs."""
     if x.shape[-1] != in_features:
         raise ValueError(f"x: shape {tuple(x.shape)}, but the layer has {in_features} inputs.")
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def autocast_inputs(x: Tensor, in_features: int) -> Tensor:
+    """Inputs in [`autocast_dtype`]."""
+    return x.to(autocast_dtype(x, in_features))
 
 
 class FrozenLinear(nn.Linear):

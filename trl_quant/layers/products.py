@@ -81,7 +81,7 @@ def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
     x = x.detach().contiguous()
     if format == "fp8_block":
         return _grouped(x, LEAST_AMAX)
-    if _has_kernels(x, format) and x.shape[1] <= LONGEST:
+    if has_kernels(x, format) and x.shape[1] <= LONGEST:
         from ..kernels import unified as kernels
 
         return kernels.quantize_rows(x, format, LEAST_SCALE, x.is_cuda)
@@ -132,7 +132,7 @@ def quantize_for_both(x: Tensor, least: float = LEAST_AMAX) -> tuple[QuantizedTe
         zeros to a multiple of 128.
     """
     x = x.detach().contiguous()
-    if _has_kernels(x, "fp8_block"):
+    if has_kernels(x, "fp8_block"):
         from ..kernels import unified as kernels
 
         return kernels.quantize_groups_for_both(x, least)
@@ -283,7 +283,7 @@ def _e4m3(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _grouped(x: Tensor, least: float) -> QuantizedTensor:
-    if _has_kernels(x, "fp8_block"):
+    if has_kernels(x, "fp8_block"):
         from ..kernels import unified as kernels
 
         return kernels.quantize_groups(x, least)
@@ -357,5 +357,6 @@ def multiplies_groups(x: Tensor) -> bool:
     return multiplies_fp8(x) and _capability(x.device)[0] == 9
 
 
-def _has_kernels(x: Tensor, format: str) -> bool:
+def has_kernels(x: Tensor, format: str) -> bool:
+    """Whether quantizers run in kernels."""
     return x.is_cuda and x.numel() > 0 and (format == "int8" or multiplies_fp8(x))

@@ -15,7 +15,7 @@ precision whose inputs an engine quantizes too.
 
 Where scales have groups along the inner dimension (`fp8_block`) all these products are in FP8: dY is quantized along
 its outputs for dX, and dY and X along the tokens for dW. In the other precisions dX and dW are 16-bit products of what
-the codes stand for. Saved for the backward pass are the codes of X, a byte each.
+the codes stand for. Saved for the backward pass are the codes of X, a byte each, once for the layers that share X.
 
 With a LoRA adapter that the engine merges, the policy is Q(W + s B A), quantized once a step as well:
 
@@ -31,30 +31,17 @@ from torch import Tensor, nn
 
 from ..formats import FORMATS, QuantizedTensor, quantize
 from ..precisions import PRECISIONS, unified_flows
-from .frozen import autocast_inputs
-from .products import (
-    dequantize,
-    input_and_weight_gradient,
-    input_gradient,
-    product,
-    quantize_for_both,
-    quantize_input,
-)
+from .frozen import autocast_dtype
+from .inputs import quantized
+from .products import dequantize, input_and_weight_gradient, input_gradient, product
 
 
 class _Unified(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, w, trains):
-        flat = x.reshape(-1, x.shape[-1])
-        kept = None
-        if not trains:
-            q = quantize_input(flat, w.format)
-        elif in_groups(w):
-            q, kept = quantize_for_both(flat)
-        else:
-            q = kept = quantize_input(flat, w.format)
+    def forward(ctx, x, weight, bias, w, trains, dtype):
+        q, kept = quantized(x, dtype, w.format, both=trains)
         _keep(ctx, w, kept)
-        return product(q, w, bias, x.dtype).view(*x.shape[:-1], -1)
+        return product(q, w, bias, dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, dy):
@@ -67,16 +54,16 @@ class _Unified(torch.autograd.Function):
             dx = input_gradient(flat, w) if wants_x else None
             dw = flat.t() @ dequantize(x, flat.dtype) if wants_weight else None
         dx = dx.view(*dy.shape[:-1], -1) if wants_x else None
-        return dx, None if dw is None else dw.to(w.dtype), flat.sum(0) if wants_bias else None, None, None
+        return dx, None if dw is None else dw.to(w.dtype), flat.sum(0) if wants_bias else None, None, None, None
 
 
 class _UnifiedLora(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, a, b, bias, scaling, w):
-        q = quantize_input(x.reshape(-1, x.shape[-1]), w.format)
+    def forward(ctx, x, a, b, bias, scaling, w, dtype):
+        q, _ = quantized(x, dtype, w.format, both=False)
         _keep(ctx, w, q if any(ctx.needs_input_grad[1:3]) else None, a, b)
         ctx.scaling = scaling
-        return product(q, w, bias, x.dtype).view(*x.shape[:-1], -1)
+        return product(q, w, bias, dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, dy):
@@ -90,7 +77,7 @@ class _UnifiedLora(torch.autograd.Function):
             da = ((flat @ b.to(flat.dtype)).t() @ numbers).to(a.dtype).mul_(ctx.scaling)
         if wants_b:
             db = (flat.t() @ (numbers @ a.to(flat.dtype).t())).to(b.dtype).mul_(ctx.scaling)
-        return dx, da, db, flat.sum(0) if wants_bias else None, None, None
+        return dx, da, db, flat.sum(0) if wants_bias else None, None, None, None
 
 
 def in_groups(w: QuantizedTensor) -> bool:
@@ -186,12 +173,15 @@ class UnifiedLinear(nn.Linear):
         self._codes: QuantizedTensor | None = None
         self._made_of: tuple = ()
 
+    def trains(self) -> bool:
+        """Whether a backward pass would want the input too."""
+        return self.weight.requires_grad and torch.is_grad_enabled()
+
     @torch.compiler.disable  # which weights are new is asked at each call
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out), of the type of `x` or autocast's."""
-        x = autocast_inputs(x, self.in_features)
-        trains = self.weight.requires_grad and torch.is_grad_enabled()
-        return _Unified.apply(x, self.weight, self._bias(x), self.codes(), trains)
+        dtype = autocast_dtype(x, self.in_features)
+        return _Unified.apply(x, self.weight, self._bias(dtype), self.codes(), self.trains(), dtype)
 
     def adapted(self, x: Tensor, w: QuantizedTensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         """
@@ -206,11 +196,11 @@ class UnifiedLinear(nn.Linear):
         Returns:
             `torch.Tensor`: (..., out), of the type of `x` or autocast's.
         """
-        x = autocast_inputs(x, self.in_features)
-        return _UnifiedLora.apply(x, a, b, self._bias(x), scaling, w)
+        dtype = autocast_dtype(x, self.in_features)
+        return _UnifiedLora.apply(x, a, b, self._bias(dtype), scaling, w, dtype)
 
-    def _bias(self, x: Tensor) -> Tensor | None:
-        return None if self.bias is None else self.bias.to(x.dtype)
+    def _bias(self, dtype: torch.dtype) -> Tensor | None:
+        return None if self.bias is None else self.bias.to(dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.precision!r}"
