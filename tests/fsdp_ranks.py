@@ -12,37 +12,37 @@ from torch.distributed.tensor import DTensor
 RUNS = {
     "full": (True, {"beta": 0.1, "save_strategy": "steps", "save_steps": 2}),
     "lora": (False, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
-    "rounded": (True, {"bf16": True, "gradient_checkpointing": True}),
+    "rounded": (True, {"bf16": True, "gradient_checkpointing": True}),  # an adapter, gathered in BF16
 }
 
 
 def train(precision: str, tuning: str, path: Path) -> dict:
-    """One rank: a policy in parts, and, where both compute in one type, the same held whole, and one trained plainly."""
+    """One rank: the policy in parts; where both compute in one type also held whole, and trained plainly."""
+    from safetensors.torch import load_file
+
     from trl_quant.layers import unified
 
-    found, counted = {}, []
-    quantize = unified.quantize
-    unified.quantize = lambda *args: counted.append(1) or quantize(*args)
-    ours = trained(precision, tuning, path / "out")
+    quantize, made = unified.quantize, []
+    unified.quantize = lambda *args: made.append(1) or quantize(*args)
+    ours = trained(precision, tuning, path / "ours")
     unified.quantize = quantize
-    found["log"] = log(ours)
-    found["quantized"] = len(counted)
+    end = whole(ours)
+    found = {"log": log(ours), "quantized": len(made)} | codes(ours, precision)
     found["sharded"] = all(isinstance(param, DTensor) for param in ours.model.parameters())
-    layers = ours.vllm_generation.weights.unified(precision)
-    found["layers"] = len(layers)
-    found["held"] = sum(base(layer)._codes is not None for layer in layers.values())
-    found["codes"] = codes(ours, layers)
-    mine = whole(ours)
     if tuning == "full":
-        found["resumed"] = distance(whole(trained(precision, tuning, path / "out", resume=True)), mine, mine)
         ours.save_model(path / "saved")
+        ours.accelerator.wait_for_everyone()
+        saved = load_file(path / "saved" / "model.safetensors")
+        tied = saved.keys() - end.keys()
+        found["saved"] = tied <= {"lm_head.weight"} and all(saved[name].equal(end[name]) for name in end)
+        resumed = whole(trained(precision, tuning, path / "ours", resume=True))
+        found["resumed"] = all(tensor.equal(resumed[name]) for name, tensor in end.items())
     if tuning != "rounded":
-        other = trained(precision, tuning, path / "whole", sharded=False)
+        other = trained(precision, tuning, path / "other", sharded=False)
         plain = trained(None, tuning, path / "plain", rollout_precision=precision)
-        start, theirs = whole(trained(None, tuning, path / "start", sharded=False, max_steps=0)), whole(other)
-        found |= {"whole": log(other), "plain": log(plain), "names": sorted(mine) == sorted(theirs)}
-        found["distance"] = distance(mine, theirs, start)
-        found["plain_distance"] = distance(whole(plain), theirs, start)
+        start = whole(trained(None, tuning, path / "start", sharded=False, max_steps=0))
+        found |= {"other": log(other), "plain": log(plain), "gap": gap(end, whole(other), start)}
+        found["plain_gap"] = gap(whole(plain), whole(other), start)
     return found
 
 
@@ -54,10 +54,9 @@ def trained(precision: str | None, tuning: str, path: Path, sharded: bool = True
 
     reshards, own = RUNS[tuning]
     os.environ["ACCELERATE_USE_FSDP"] = str(sharded).lower()
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(tuning != "full").lower()
     os.environ["FSDP_RESHARD_AFTER_FORWARD"] = str(reshards).lower()
-    settings = {"max_steps": 3, "train_precision": precision} | own | settings
-    args = config(QuantGRPOConfig, path, **settings)
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str("beta" not in own).lower()
+    args = config(QuantGRPOConfig, path, **{"max_steps": 3, "train_precision": precision} | own | settings)
     torch.manual_seed(0)  # of new adapters
     peft_config = None if tuning == "full" else lora()
     model = str(path.parents[1] / "model")
@@ -68,41 +67,68 @@ def trained(precision: str | None, tuning: str, path: Path, sharded: bool = True
 
 
 def log(trainer) -> list[dict]:
-    names = ("loss", "reward", "kl", "mismatch/kl_k3", "weights/normalized_update")
+    names = ("loss", "reward", "kl", "mismatch/kl_k3")
     return [{name: entry.get(name) for name in names} for entry in trainer.state.log_history if "loss" in entry]
 
 
 def whole(trainer) -> dict[str, Tensor]:
-    weights = trainer.vllm_generation.weights if trainer._engine is not None else None
-    full = weights.full if weights else lambda param: param.data
+    def full(param: Tensor) -> Tensor:
+        return param.full_tensor() if isinstance(param, DTensor) else param.data
+
     return {name: full(param).clone() for name, param in trainer.model.named_parameters()}
 
 
-def distance(left: dict[str, Tensor], right: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+def gap(left: dict[str, Tensor], right: dict[str, Tensor], start: dict[str, Tensor]) -> float:
     """How far two ends lie apart, in lengths of the way to the second."""
     gaps, ways = ([(other[name] - tensor).double().norm() for name, tensor in right.items()] for other in (left, start))
-    return (torch.stack(gaps).norm() / torch.stack(ways).norm().clamp(min=1e-30)).item()
+    return (torch.stack(gaps).norm() / torch.stack(ways).norm()).item()
 
 
-def base(layer):
-    return getattr(layer, "base_layer", layer)
-
-
-def codes(trainer, layers: dict) -> list[bool]:
-    """Whether the codes that a forward and a backward pass multiply with are those that the engine gets."""
+def codes(trainer, precision: str) -> dict:
+    """
+    How many layers there are; of how many the engine gets the codes of a forward pass, and of how many it would not if
+    nothing were rounded as that gathers it; whether a backward pass has these codes; how many layers hold some between
+    the two passes, and after them.
+    """
     from trl_quant.formats import quantize
     from trl_quant.layers import unified
 
-    product, seen = unified.product, []
-    unified.product = lambda x, w, *args: seen.append(w) or product(x, w, *args)
-    tokens = torch.arange(8).view(1, -1)
-    trainer.model(input_ids=tokens, use_cache=False).logits.sum().backward()
-    unified.product = product
-    weights = trainer.vllm_generation.weights
-    sent = dict(trainer.vllm_generation.in_codes(trainer.vllm_generation._iter_named_params()))
-    equal = []
-    for (name, layer), used in zip(layers.items(), seen, strict=False):
-        got = sent[f"{name}.weight"]
-        equal.append(got.values.view(torch.uint8).equal(used.values.view(torch.uint8)) and got.scale.equal(used.scale))
+    products = {name: getattr(unified, name) for name in ("product", "input_gradient", "input_and_weight_gradient")}
+    seen = {name: [] for name in products}
+    for name, function in products.items():
+        setattr(unified, name, lambda x, w, *args, f=function, n=name: seen[n].append(w) or f(x, w, *args))
+    engine = trainer.vllm_generation
+    layers = engine.weights.unified(precision)
+    bases = [getattr(layer, "base_layer", layer) for layer in layers.values()]
+    trainer.model.train()
+    logits = trainer.model(input_ids=torch.arange(8).view(1, -1), use_cache=False).logits
+    forward = list(seen["product"])
+    between = sum(layer._codes is not None for layer in bases)
+    logits.sum().backward()
     trainer.model.zero_grad()
-    return equal
+    for name, function in products.items():
+        setattr(unified, name, function)
+    sent = dict(engine.in_codes(engine._iter_named_params()))
+    sent = [sent[f"{name}.weight"] for name in layers]
+    backward = seen["input_gradient"] + seen["input_and_weight_gradient"]
+    return {
+        "layers": len(layers),
+        "same": sum(same(*pair) for pair in zip(sent, forward, strict=True)),
+        "unrounded": sum(not same(q, quantize(unrounded(x), q.format)) for q, x in zip(sent, layers.values())),
+        "backward": all(any(same(w, q) for q in sent) for w in backward) and len(backward) >= len(layers) - 3,
+        "between": between,
+        "after": sum(layer._codes is not None for layer in bases),
+    }
+
+
+def same(left, right) -> bool:
+    return left.values.view(torch.uint8).equal(right.values.view(torch.uint8)) and left.scale.equal(right.scale)
+
+
+def unrounded(layer) -> Tensor:
+    """The weight with its adapter, all of it as the optimizer holds it."""
+    weight = getattr(layer, "base_layer", layer).weight.full_tensor()
+    if not hasattr(layer, "lora_A"):
+        return weight
+    a, b = (part["default"].weight.full_tensor() for part in (layer.lora_A, layer.lora_B))
+    return weight + layer.scaling["default"] * (b @ a)
