@@ -1,6 +1,8 @@
 """Two ranks that train in a `train_precision` a policy which FSDP2 shards, and the same policy held whole on each."""
 
 import os
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,15 +42,14 @@ def train(precision: str, tuning: str, path: Path) -> dict:
     if tuning != "rounded":
         other = trained(precision, tuning, path / "other", sharded=False)
         plain = trained(None, tuning, path / "plain", rollout_precision=precision)
-        start = whole(trained(None, tuning, path / "start", sharded=False, max_steps=0))
-        found |= {"other": log(other), "plain": log(plain), "gap": gap(end, whole(other), start)}
-        found["plain_gap"] = gap(whole(plain), whole(other), start)
+        found |= {"other": log(other), "plain": log(plain), "gap": gap(end, whole(other), other.start)}
+        found["plain_gap"] = gap(whole(plain), whole(other), other.start)
     return found
 
 
 def trained(precision: str | None, tuning: str, path: Path, sharded: bool = True, resume: bool = False, **settings):
-    """A trainer after three steps, or after the third alone."""
-    from training import config, dataset, lora, make
+    """A trainer after three steps, or after the third alone; `start` is what it started from."""
+    from training import config, dataset, lora, make, parameters
 
     from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 
@@ -56,13 +57,13 @@ def trained(precision: str | None, tuning: str, path: Path, sharded: bool = True
     os.environ["ACCELERATE_USE_FSDP"] = str(sharded).lower()
     os.environ["FSDP_RESHARD_AFTER_FORWARD"] = str(reshards).lower()
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str("beta" not in own).lower()
-    args = config(QuantGRPOConfig, path, **{"max_steps": 3, "train_precision": precision} | own | settings)
+    args = config(QuantGRPOConfig, path, train_precision=precision, max_steps=3, **own, **settings)
     torch.manual_seed(0)  # of new adapters
     peft_config = None if tuning == "full" else lora()
     model = str(path.parents[1] / "model")
     trainer = make(QuantGRPOTrainer, args, model=model, train_dataset=dataset(32), peft_config=peft_config)
-    if args.max_steps:
-        trainer.train(f"{path}/checkpoint-2" if resume else None)
+    trainer.start = parameters(trainer)
+    trainer.train(f"{path}/checkpoint-2" if resume else None)
     return trainer
 
 
@@ -87,37 +88,43 @@ def gap(left: dict[str, Tensor], right: dict[str, Tensor], start: dict[str, Tens
 def codes(trainer, precision: str) -> dict:
     """
     How many layers there are; of how many the engine gets the codes of a forward pass, and of how many it would not if
-    nothing were rounded as that gathers it; whether a backward pass has these codes; how many layers hold some between
+    nothing were rounded as that gathers it; whether a backward pass has these codes; how many are in memory between
     the two passes, and after them.
     """
     from trl_quant.formats import quantize
     from trl_quant.layers import unified
 
-    products = {name: getattr(unified, name) for name in ("product", "input_gradient", "input_and_weight_gradient")}
-    seen = {name: [] for name in products}
+    names = ("product", "input_gradient", "input_and_weight_gradient")
+    products = {name: getattr(unified, name) for name in names}
+    forward, backward, alive = [], [], []
     for name, function in products.items():
-        setattr(unified, name, lambda x, w, *args, f=function, n=name: seen[n].append(w) or f(x, w, *args))
+
+        def multiply(x, w, *args, function=function, seen=forward if name == "product" else backward):
+            seen.append(replace(w, values=w.values.clone(), scale=w.scale.clone()))
+            alive.append(weakref.ref(w))
+            return function(x, w, *args)
+
+        setattr(unified, name, multiply)
     engine = trainer.vllm_generation
     layers = engine.weights.unified(precision)
-    bases = [getattr(layer, "base_layer", layer) for layer in layers.values()]
     trainer.model.train()
     logits = trainer.model(input_ids=torch.arange(8).view(1, -1), use_cache=False).logits
-    forward = list(seen["product"])
-    between = sum(layer._codes is not None for layer in bases)
+    between = sum(w() is not None for w in alive)
     logits.sum().backward()
     trainer.model.zero_grad()
     for name, function in products.items():
         setattr(unified, name, function)
+    after = sum(w() is not None for w in alive)
+    forward = forward[: len(layers)]  # checkpoints compute it again
     sent = dict(engine.in_codes(engine._iter_named_params()))
     sent = [sent[f"{name}.weight"] for name in layers]
-    backward = seen["input_gradient"] + seen["input_and_weight_gradient"]
     return {
         "layers": len(layers),
         "same": sum(same(*pair) for pair in zip(sent, forward, strict=True)),
         "unrounded": sum(not same(q, quantize(unrounded(x), q.format)) for q, x in zip(sent, layers.values())),
         "backward": all(any(same(w, q) for q in sent) for w in backward) and len(backward) >= len(layers) - 3,
         "between": between,
-        "after": sum(layer._codes is not None for layer in bases),
+        "after": after,
     }
 
 

@@ -52,7 +52,7 @@ def shard_on_cpu() -> None:
         start(self, *args, **kwargs)
         shards = os.environ.get("ACCELERATE_USE_FSDP") == "true"
         if shards and self.distributed_type == DistributedType.MULTI_CPU:
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_HPU  # of those that it shards on
+            self.distributed_type = DistributedType.MULTI_HPU  # of those that it shards on
 
     PartialState.__init__ = started
 

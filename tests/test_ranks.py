@@ -41,9 +41,7 @@ def found(tmp_path_factory):
         save_tiny(path / "model", "qwen2", dtype=torch.bfloat16)
         for left_over in Path("/dev/shm").glob("*-tp:*-cpushm_*"):  # of ranks that ended early
             left_over.unlink()
-        return path, on_two_ranks(
-            configuration, path, *(c for c in cases if c in WITHOUT_VLLM or find_spec("vllm"))
-        )
+        return path, on_two_ranks(configuration, path, *(c for c in cases if c in WITHOUT_VLLM or find_spec("vllm")))
 
     def found(launch: str, case: str) -> list:
         if launch.startswith("zero") and not find_spec("deepspeed"):  # only the ranks need to import it
@@ -55,7 +53,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", EMBEDDED)
-@pytest.mark.parametrize(("launch", "tolerance"), [("fsdp2", 1e-6), ("zero3", 1e-2)])
+@pytest.mark.parametrize(("launch", "tolerance"), [("fsdp2", 1e-5), ("zero3", 1e-2)])
 def test_a_sharded_policy_trains_as_the_whole(found, launch, tolerance, case):
     """
     Bit for bit in the first step and nearly in the others: FSDP2 adds up the norm of the gradients, which clips them,

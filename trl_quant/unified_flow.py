@@ -4,7 +4,8 @@ The policy trained in the numbers that sample from it (Jet-RL, arXiv:2601.14243)
     policy = Q(W), or Q(W + s B A)         the decoder's linear layers, in trainer and engine alike
 
 [`unify`] puts a [`~layers.UnifiedLinear`] around the weights that each layer has. Embeddings, norms and the head stay
-as they are, and so do the names and types of all that is trained and saved.
+as they are, and so do the names and types of all that is trained and saved. FSDP2 shards those weights as any other;
+each rank quantizes what it gathers.
 """
 
 import logging

@@ -196,9 +196,7 @@ class UnifiedLinear(nn.Linear):
         trains = self.weight.requires_grad and torch.is_grad_enabled()
         return _Unified.apply(x, self.weight, self._bias(x), self.codes, trains)
 
-    def adapted(
-        self, x: Tensor, codes: Callable[[], QuantizedTensor], a: Tensor, b: Tensor, scaling: float
-    ) -> Tensor:
+    def adapted(self, x: Tensor, codes: Callable[[], QuantizedTensor], a: Tensor, b: Tensor, scaling: float) -> Tensor:
         """
         The layer with an adapter merged in.
 

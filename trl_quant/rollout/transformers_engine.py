@@ -80,10 +80,10 @@ class TransformersEngine(RolloutEngine):
     codes; one that each rank holds whole has no copy, see [`~rollout.SharedEngine`].
 
     Memory: one copy of the policy: 2 bytes a parameter in BF16 or mixed precision, 4 otherwise and for `fp8_block`, 1
-    for codes, plus the KV cache of one generation batch; the numerics are those of low precision, the storage is not. Time: a
-    sync quantizes each weight once (about the cost of reading it); a decode step costs one unquantized step plus an
-    activation quantization per linear. It is the reference and the engine for machines without vLLM; where speed
-    matters, use `use_vllm=True`.
+    for codes, plus the KV cache of one generation batch; the numerics are those of low precision, the storage is not.
+    Time: a sync quantizes each weight once (about the cost of reading it); a decode step costs one unquantized step
+    plus an activation quantization per linear. It is the reference and the engine for machines without vLLM; where
+    speed matters, use `use_vllm=True`.
 
     Of a vision-language model the language model is quantized; the vision tower stays as it is.
 
