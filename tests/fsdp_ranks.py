@@ -56,7 +56,6 @@ def trained(precision: str | None, tuning: str, path: Path, sharded: bool = True
     reshards, own = RUNS[tuning]
     os.environ["ACCELERATE_USE_FSDP"] = str(sharded).lower()
     os.environ["FSDP_RESHARD_AFTER_FORWARD"] = str(reshards).lower()
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str("beta" not in own).lower()
     args = config(QuantGRPOConfig, path, train_precision=precision, max_steps=3, **own, **settings)
     torch.manual_seed(0)  # of new adapters
     peft_config = None if tuning == "full" else lora()

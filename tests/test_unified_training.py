@@ -225,11 +225,3 @@ def test_fsdp_as_given_or_launched(tmp_path, monkeypatch):
     assert config(QuantGRPOConfig, tmp_path).fsdp_version == 1
     monkeypatch.setenv("FSDP_VERSION", "2")
     assert config(QuantGRPOConfig, tmp_path).fsdp_version == 2
-
-
-def test_a_reference_policy_that_one_rank_alone_reads_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
-    with pytest.raises(ValueError, match=r"`beta`=0\.1 with FSDP2 and `fsdp_cpu_ram_efficient_loading: true`"):
-        trainer_of(tmp_path, beta=0.1)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from accelerate import PartialState
-from accelerate.utils import is_peft_model, parse_flag_from_env
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch.nn import Module
 from transformers import AutoConfig
@@ -56,8 +56,6 @@ def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs,
             check_device(args.rollout_precision, args.vllm_enable_sleep_mode)
     if args.train_precision is not None:
         _check_trained(args, model, peft_config, others["quantization_config"])
-    if args.rollout_precision is not None and args.beta != 0:
-        _check_reference(args, model, peft_config)
     if any(value is not None for value in (args.rollout_precision, args.noise_schedule, args.uaq_scale)):
         config = _read_config(model, args)
         if args.rollout_precision is not None:
@@ -212,16 +210,6 @@ def _check_trained(args, model, peft_config, quantization_config) -> None:
                 if frozen
                 else "quantized whole. Use FSDP2 (`fsdp_version: 2`), DDP or ZeRO-2."
             )
-        )
-
-
-def _check_reference(args, model, peft_config) -> None:
-    """TRL shards a reference policy with FSDP2 without handing out what was read on one rank alone."""
-    adapter = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
-    if not adapter and args.fsdp_version == 2 and parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        raise ValueError(
-            f"`beta`={args.beta} with FSDP2 and `fsdp_cpu_ram_efficient_loading: true`, with which TRL's reference "
-            "policy has weights on one rank and none on the others. Set it to `false`, or `beta=0`."
         )
 
 

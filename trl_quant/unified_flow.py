@@ -11,6 +11,7 @@ each rank quantizes what it gathers.
 import logging
 
 import torch
+from accelerate.utils import broadcast
 from peft.tuners.lora import Linear
 from torch import nn
 from transformers import AutoConfig, TrainerCallback
@@ -95,9 +96,17 @@ class WeightsMoved(TrainerCallback):
             layer.forget()
 
 
+def hand_out(model: nn.Module, device: torch.device) -> None:
+    """Gives each rank a model's weights, which FSDP's `cpu_ram_efficient_loading` has the first one alone read."""
+    for param in model.parameters():
+        param.data = broadcast(param.data.to(device)).to(param.device)
+
+
 def train_as_sampled(trainer) -> None:
     """Has a trainer whose models are loaded train in its `train_precision`, its reference policy included."""
-    args = trainer.args
+    args, reference = trainer.args, getattr(trainer, "ref_model", None)
+    if reference is not None and args.fsdp_version == 2:
+        hand_out(reference, trainer.accelerator.device)  # TRL shards it as it is, other than accelerate the policy
     if args.train_precision not in unified_flows():
         return
     merged, rounds_to = args.lora_sync == "merge", None
@@ -113,7 +122,7 @@ def train_as_sampled(trainer) -> None:
         )
     unify(trainer.model, args.train_precision, merged, rounds_to)
     trainer.add_callback(WeightsMoved())
-    if (reference := getattr(trainer, "ref_model", None)) is not None:
+    if reference is not None:
         unify(reference, args.train_precision)
         for layer in unified_layers(reference):
             layer.moves_unseen = args.sync_ref_model
