@@ -5,7 +5,7 @@ A launch spends most of its time on imports, so the script trains several cases 
     accelerate launch --num_processes 2 tests/ranks.py DIRECTORY embedded-int8-full tp-int8-lora
 
 A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `passes` the same with and without a
-scoring pass, `trained` the same in a `train_precision`, and the other modes are in `vllm_ranks`.
+scoring pass, `trained` the same in a `train_precision`, `sharded` is in `fsdp_ranks`, the others in `vllm_ranks`.
 The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CASE/rank-N.json.
 """
 
@@ -40,6 +40,21 @@ def results(path: Path, case: str, printed: str) -> list[dict]:
     files = sorted((path / case).glob("rank-*.json"))
     assert len(files) == 2, printed[-4000:]
     return [json.loads(file.read_text()) for file in files]
+
+
+def shard_on_cpu() -> None:
+    """Has accelerate shard policies with FSDP here too: without this it trains them with DDP on CPUs, silently."""
+    from accelerate import DistributedType, PartialState
+
+    start = PartialState.__init__
+
+    def started(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        shards = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        if shards and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_HPU  # of those that it shards on
+
+    PartialState.__init__ = started
 
 
 def train_embedded(precision: str, tuning: str, path: Path) -> list[dict]:
@@ -114,6 +129,10 @@ def run(path: Path, case: str) -> None:
         found = train_in_passes(precision, tuning, path / case)
     elif mode == "trained":
         found = train_in_precision(precision, tuning, path / case)
+    elif mode == "sharded":
+        from fsdp_ranks import train
+
+        found = train(precision, tuning, path / case)
     else:
         from vllm_ranks import train
 
@@ -127,6 +146,8 @@ if __name__ == "__main__":
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a minute to compile; gloo does as well
+    if not torch.cuda.is_available():
+        shard_on_cpu()
     for name in sys.argv[2:]:
         run(Path(sys.argv[1]), name)
     sys.stdout.flush()

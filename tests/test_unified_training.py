@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import DistributedType
 from tiny import save_tiny, tiny_model
 from training import assert_same_run, config, lora, make, metrics, parameters
 
@@ -203,15 +202,26 @@ def test_an_environment_in_which_vllm_changes_the_weights(monkeypatch):
         multiply_as_given("fp8_block")
 
 
-@pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
-@pytest.mark.parametrize("sharding", ["FSDP", "ZeRO-3"])
-def test_sharded_weights_are_refused_before_a_model_is_loaded(tmp_path, precision, sharding):
+@pytest.mark.parametrize(
+    ("precision", "sharding"), [("fp8", "FSDP1"), ("nvfp4", "FSDP1"), ("nvfp4", "FSDP2"), ("fp8", "ZeRO-3")]
+)
+def test_sharded_weights_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch, precision, sharding):
     args = config(QuantGRPOConfig, tmp_path, train_precision=precision)
     source = save_tiny(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"")
-    if sharding == "FSDP":
-        args.distributed_state = SimpleNamespace(distributed_type=DistributedType.FSDP)
-    else:
+    if sharding == "ZeRO-3":
         args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
+    else:  # as accelerate's launcher says it
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", sharding[-1])
     with pytest.raises(ValueError, match=f"`train_precision`='{precision}' with {sharding}, which shards weights"):
         make(QuantGRPOTrainer, args, model=source, peft_config=lora())
+
+
+def test_fsdp_as_given_or_launched(tmp_path, monkeypatch):
+    assert config(QuantGRPOConfig, tmp_path).fsdp_version is None
+    assert config(QuantGRPOConfig, tmp_path, fsdp=True, fsdp_config={"version": 1}).fsdp_version == 1
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert config(QuantGRPOConfig, tmp_path).fsdp_version == 1
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert config(QuantGRPOConfig, tmp_path).fsdp_version == 2

@@ -6,8 +6,15 @@ from pathlib import Path
 from ranks import on_two_ranks, results
 
 
-# mode -> (accelerate's configuration, tensor parallel size of the engine)
-MODES = {"tp": ("ddp", 2), "dp": ("ddp", 1), "fsdp2": ("fsdp2", 1), "zero2": ("zero2", 1), "zero3": ("zero3", 2)}
+# mode -> (accelerate's configuration, tensor parallel size of the engine); `unified` trains in what it samples in
+MODES = {
+    "tp": ("ddp", 2),
+    "dp": ("ddp", 1),
+    "fsdp2": ("fsdp2", 1),
+    "unified": ("fsdp2", 1),
+    "zero2": ("zero2", 1),
+    "zero3": ("zero3", 2),
+}
 
 
 def launch(mode: str, precision: str, tuning: str, path: Path) -> None:
@@ -40,6 +47,7 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
         use_vllm=True,
         vllm_mode="colocate",
         rollout_precision=precision,
+        train_precision=precision if mode == "unified" else None,
         vllm_tensor_parallel_size=size,
         vllm_gpu_memory_utilization=0.1,
         vllm_max_model_length=512,
@@ -64,6 +72,7 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
     checks = [log["sync_check/logp_difference"] for log in trainer.state.log_history if "sync_check/bound" in log]
     state = json.loads((path / "out" / "checkpoint-3" / "rollout_state.json").read_text())
     return {
+        "mismatch": max(log.get("mismatch/kl_k3", 0) for log in trainer.state.log_history),
         "equals_trained": ours == theirs,
         "equals_untrained": ours == before,
         "checks": checks,

@@ -86,12 +86,13 @@ class UnifiedLoraLinear(Linear):
         if name is None:
             return super().forward(x, *args, **kwargs)
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        return self.base_layer.adapted(x, self.codes(), a, b, self.scaling[name])
+        return self.base_layer.adapted(x, partial(self._codes, name), a, b, self.scaling[name])
 
     def codes(self) -> QuantizedTensor:
         """As [`~layers.UnifiedLinear.codes`], of what the layer multiplies with. `ValueError` for several adapters."""
-        if (name := self._adapter()) is None:
-            return self.base_layer.codes()
+        return self.base_layer.codes() if (name := self._adapter()) is None else self._codes(name)
+
+    def _codes(self, name: str) -> QuantizedTensor:
         of = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
         return self.base_layer.codes(partial(delta_weight, self, name), *of)
 

@@ -4,7 +4,7 @@ import logging
 import re
 from pathlib import Path
 
-from accelerate import DistributedType, PartialState
+from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch.nn import Module
@@ -188,7 +188,7 @@ def number_of_experts(config: dict) -> int:
 
 
 def _check_trained(args, model, peft_config, quantization_config) -> None:
-    """A base in few bits is frozen, so that there must be an adapter; each rank holds the weights whole."""
+    """A base in few bits is frozen, so that there must be an adapter; not all ways to shard weights are known."""
     precision, frozen = args.train_precision, args.holds_frozen_base
     if not frozen and (quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {})):
         raise ValueError(
@@ -201,11 +201,15 @@ def _check_trained(args, model, peft_config, quantization_config) -> None:
             "`peft_config`."
         )
     zero3 = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
-    if zero3 or args.distributed_state.distributed_type == DistributedType.FSDP:
+    if zero3 or args.fsdp_version == 1 or (frozen and args.fsdp_version is not None):
         raise ValueError(
-            f"`train_precision`={precision!r} with {'ZeRO-3' if zero3 else 'FSDP'}, which shards weights that must be "
-            "quantized whole. Use DDP or ZeRO-2"
-            + (": the base takes a quarter of the memory and is not sharded." if frozen else ".")
+            f"`train_precision`={precision!r} with {'ZeRO-3' if zero3 else f'FSDP{args.fsdp_version}'}, which shards "
+            "weights that must be "
+            + (
+                "held whole. Use DDP or ZeRO-2: the base takes a quarter of the memory and is not sharded."
+                if frozen
+                else "quantized whole. Use FSDP2 (`fsdp_version: 2`), DDP or ZeRO-2."
+            )
         )
 
 

@@ -6,10 +6,12 @@ Every field is checked when the configuration is built, before any model is load
 import copy
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, get_type_hints
 
+from accelerate.utils import parse_flag_from_env
 from trl import GRPOConfig
 
 from .consistency import check_consistent
@@ -355,6 +357,14 @@ class QuantGRPOConfig(GRPOConfig):
     def holds_frozen_base(self) -> bool:
         """Whether the policy's base is held in few bits, frozen under an adapter."""
         return self.train_precision in frozen_bases()
+
+    @property
+    def fsdp_version(self) -> int | None:
+        """That of the FSDP which shards the policy, as given here (`fsdp`) or by accelerate's launcher."""
+        if self.fsdp_plugin_args is not None:
+            return self.fsdp_plugin_args["fsdp_version"]
+        launched = parse_flag_from_env("ACCELERATE_USE_FSDP")
+        return int(os.environ.get("FSDP_VERSION", 1)) if launched else None
 
     @property
     def one_update_per_generation(self) -> bool:

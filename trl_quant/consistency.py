@@ -197,6 +197,7 @@ def _check_exact(args):
         "`lora_sync='merge'`: an adapter beside the base is multiplied in BF16": args.lora_sync == "merge",
         "no `noise_schedule`, which makes the sampler another policy": args.noise_schedule is None,
         "computing in BF16 (`fp16=False`)": not args.fp16,
+        "weights that each rank holds whole: no FSDP": args.fsdp_version is None,
         "no `torch_compile`, whose kernels are its own": not args.torch_compile,
         "no `use_liger_kernel`, the same": not args.use_liger_kernel,
         "the head in BF16, as the engine has it (`cast_lm_head_to_fp32=False`)": not args.cast_lm_head_to_fp32,

@@ -5,13 +5,15 @@ The policy trained in the numbers that sample from it (Jet-RL, arXiv:2601.14243)
 
 [`unify`] puts a [`~layers.UnifiedLinear`] around the weights that each layer has, and has MLPs compute their activation
 with the quantizer that follows it, in the same bits. Embeddings, norms and the head stay as they are, and so do the
-names and types of all that is trained and saved.
+names and types of all that is trained and saved. FSDP2 shards those weights as any other; each rank quantizes what it
+gathers.
 """
 
 import logging
 from functools import partial
 
 import torch
+from accelerate.utils import broadcast
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from transformers import AutoConfig, TrainerCallback
@@ -122,9 +124,17 @@ class WeightsMoved(TrainerCallback):
             layer.forget()
 
 
+def hand_out(model: nn.Module, device: torch.device) -> None:
+    """Gives each rank a model's weights, which FSDP's `cpu_ram_efficient_loading` has the first one alone read."""
+    for param in model.parameters():
+        param.data = broadcast(param.data.to(device)).to(param.device)
+
+
 def train_as_sampled(trainer) -> None:
     """Has a trainer whose models are loaded train in its `train_precision`, its reference policy included."""
-    args = trainer.args
+    args, reference = trainer.args, getattr(trainer, "ref_model", None)
+    if reference is not None and args.fsdp_version == 2:
+        hand_out(reference, trainer.accelerator.device)  # TRL shards it as it is, other than accelerate the policy
     if args.train_precision not in unified_flows():
         return
     merged, rounds_to = args.lora_sync == "merge", None
@@ -140,7 +150,7 @@ def train_as_sampled(trainer) -> None:
         )
     unify(trainer.model, args.train_precision, merged, rounds_to)
     trainer.add_callback(WeightsMoved())
-    if (reference := getattr(trainer, "ref_model", None)) is not None:
+    if reference is not None:
         unify(reference, args.train_precision)
         for layer in unified_layers(reference):
             layer.moves_unseen = args.sync_ref_model

@@ -3,13 +3,14 @@
 from .frozen import FrozenLinear, frozen_precisions
 from .lora import frozen_lora_linear
 from .quantized import EngineWeight, QuantizedLinear, engine_weight, quantized_linear, vllm_linear
-from .unified import UnifiedLinear
+from .unified import SampledLinear, UnifiedLinear
 
 
 __all__ = [
     "EngineWeight",
     "FrozenLinear",
     "QuantizedLinear",
+    "SampledLinear",
     "UnifiedLinear",
     "engine_weight",
     "frozen_lora_linear",

@@ -9,7 +9,7 @@ precision whose inputs an engine quantizes too.
 | symbol | here | shape |
 |---|---|---|
 | `W` | the master weight, `weight`, which the optimizer moves | (out, in) |
-| `Q(W)` | its codes and scales, kept until W moves | (out, in) |
+| `Q(W)` | its codes and scales, kept until W moves or is let go | (out, in) |
 | `X`, `dX` | | (..., in) |
 | `Y`, `dY`, `b` | | (..., out), (..., out), (out,) |
 
@@ -38,14 +38,15 @@ from .products import dequantize, input_and_weight_gradient, input_gradient, pro
 
 class _Unified(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, w, trains, dtype):
+    def forward(ctx, x, weight, bias, codes, trains, dtype):
+        w = codes()
         q, kept = quantized(x, dtype, w.format, both=trains)
-        _keep(ctx, w, kept)
+        _keep(ctx, codes, kept)
         return product(q, w, bias, dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, dy):
-        (x, w), flat = _kept(ctx), dy.reshape(-1, dy.shape[-1])
+        (x,), w, flat = _kept(ctx), ctx.codes(), dy.reshape(-1, dy.shape[-1])
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = dw = None
         if wants_weight and in_groups(w):
@@ -59,19 +60,20 @@ class _Unified(torch.autograd.Function):
 
 class _UnifiedLora(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, a, b, bias, scaling, w, dtype):
+    def forward(ctx, x, a, b, bias, scaling, codes, dtype):
+        w = codes()
         q, _ = quantized(x, dtype, w.format, both=False)
-        _keep(ctx, w, q if any(ctx.needs_input_grad[1:3]) else None, a, b)
+        _keep(ctx, codes, q if any(ctx.needs_input_grad[1:3]) else None, a, b)
         ctx.scaling = scaling
         return product(q, w, bias, dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, dy):
-        (x, w, a, b), flat = _kept(ctx), dy.reshape(-1, dy.shape[-1])
+        (x, a, b), flat = _kept(ctx), dy.reshape(-1, dy.shape[-1])
         dx = da = db = None
         wants_x, wants_a, wants_b, wants_bias = ctx.needs_input_grad[:4]
         if wants_x:
-            dx = input_gradient(flat, w).view(*dy.shape[:-1], -1)
+            dx = input_gradient(flat, ctx.codes()).view(*dy.shape[:-1], -1)
         numbers = dequantize(x, flat.dtype) if wants_a or wants_b else None
         if wants_a:
             da = ((flat @ b.to(flat.dtype)).t() @ numbers).to(a.dtype).mul_(ctx.scaling)
@@ -85,18 +87,18 @@ def in_groups(w: QuantizedTensor) -> bool:
     return not FORMATS[w.format].per_row
 
 
-def _keep(ctx, w: QuantizedTensor, x: QuantizedTensor | None, *tensors: Tensor) -> None:
-    """Saves the input's codes and scales, and `tensors`; the weight's are its layer's."""
-    ctx.w, ctx.x = w, x and (x.format, x.shape, x.dtype)
+def _keep(ctx, codes: Callable[[], QuantizedTensor], x: QuantizedTensor | None, *tensors: Tensor) -> None:
+    """Saves the input's codes and scales, and `tensors`; the weight's are its layer's, which may let them go."""
+    ctx.codes, ctx.x = codes, x and (x.format, x.shape, x.dtype)
     ctx.save_for_backward(*(() if x is None else (x.values, x.scale)), *tensors)
 
 
 def _kept(ctx) -> tuple:
     if ctx.x is None:
-        return None, ctx.w, *ctx.saved_tensors
+        return None, *ctx.saved_tensors
     values, scale, *tensors = ctx.saved_tensors
     format, shape, dtype = ctx.x
-    return QuantizedTensor(format, values, scale, shape, dtype), ctx.w, *tensors
+    return QuantizedTensor(format, values, scale, shape, dtype), *tensors
 
 
 class UnifiedLinear(nn.Linear):
@@ -106,6 +108,8 @@ class UnifiedLinear(nn.Linear):
 
     The weight is quantized when it is needed after it was written. torch counts what writes to a tensor, but not what
     goes past it, through `.data` or a kernel of its own: who moves weights so must call [`~UnifiedLinear.forget`].
+    Codes last as long as the tensor that they were made of is the layer's: where FSDP2 gathers a weight for a forward
+    or a backward pass they are made of what it gathered, and go with it.
 
     Parameters:
         in_features, out_features (`int`): Inputs and outputs.
@@ -181,15 +185,15 @@ class UnifiedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out), of the type of `x` or autocast's."""
         dtype = autocast_dtype(x, self.in_features)
-        return _Unified.apply(x, self.weight, self._bias(dtype), self.codes(), self.trains(), dtype)
+        return _Unified.apply(x, self.weight, self._bias(dtype), self.codes, self.trains(), dtype)
 
-    def adapted(self, x: Tensor, w: QuantizedTensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    def adapted(self, x: Tensor, codes: Callable[[], QuantizedTensor], a: Tensor, b: Tensor, scaling: float) -> Tensor:
         """
         The layer with an adapter merged in.
 
         Args:
             x (`torch.Tensor`): Inputs (..., in).
-            w (`QuantizedTensor`): Q(W + s B A), from [`~UnifiedLinear.codes`].
+            codes (`Callable`): Returns Q(W + s B A), from [`~UnifiedLinear.codes`].
             a, b (`torch.Tensor`): A (rank, in) and B (out, rank), which get the gradients.
             scaling (`float`): s.
 
@@ -197,7 +201,7 @@ class UnifiedLinear(nn.Linear):
             `torch.Tensor`: (..., out), of the type of `x` or autocast's.
         """
         dtype = autocast_dtype(x, self.in_features)
-        return _UnifiedLora.apply(x, a, b, self._bias(dtype), scaling, w, dtype)
+        return _UnifiedLora.apply(x, a, b, self._bias(dtype), scaling, codes, dtype)
 
     def _bias(self, dtype: torch.dtype) -> Tensor | None:
         return None if self.bias is None else self.bias.to(dtype)
@@ -205,9 +209,40 @@ class UnifiedLinear(nn.Linear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.precision!r}"
 
+    def __setattr__(self, name: str, value) -> None:
+        if name == "weight":
+            self.forget()  # FSDP2 puts another tensor here when it gathers a weight, and when it lets it go
+        super().__setattr__(name, value)
+
     def _apply(self, fn, recurse=True):
         self.forget()  # `.to()` writes past torch's count
         return super()._apply(fn, recurse)
+
+
+class SampledLinear(nn.Module):
+    """
+    The forward pass of a [`UnifiedLinear`] alone: it holds codes, and no weight that they are made of.
+
+    Parameters:
+        linear (`nn.Linear`): The layer to stand in for, (out, in).
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight: QuantizedTensor | None = None
+        self.bias = None if linear.bias is None else nn.Parameter(torch.empty_like(linear.bias), requires_grad=False)
+
+    def load(self, weight: QuantizedTensor) -> None:
+        """Takes new codes (out, in), from [`UnifiedLinear.codes`]."""
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) to (..., out), of the type of `x` or autocast's."""
+        dtype = autocast_dtype(x, self.in_features)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        q, _ = quantized(x, dtype, self.weight.format, both=False)
+        return product(q, self.weight, bias, dtype).view(*x.shape[:-1], -1)
 
 
 def _quantize(weight: Tensor, format: str) -> QuantizedTensor:

@@ -48,7 +48,7 @@ def engine_of(args, loaded: Callable[[], None], built: Callable[[object], None],
     engine = None
     if args.rollout_precision is not None:
         name = args.vllm_mode if args.use_vllm else "embedded"
-        if name == "embedded" and args.samples_as_trained:
+        if name == "embedded" and args.samples_as_trained and args.fsdp_version is None:
             name = "shared"
         options = {
             "wide_norms": args.noise_schedule is not None,

@@ -4,14 +4,17 @@ The engines are TRL's `VLLMGeneration` with another back end, so `GRPOTrainer` d
 streams clean weights; the noise (AQN) is laid on the engine's norms just before it samples.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..formats import QuantizedTensor
 from ..noise import noised_norms, norm_noise
 from .drift import WeightDrift
+from .seams import exchanged
 from .weights import PolicyWeights
 
 
@@ -78,6 +81,14 @@ class RolloutEngine(VLLMGeneration):
     def _iter_named_params(self):
         """TRL's name for the stream of the policy's weights; FSDP1 is walked by TRL itself."""
         return super()._iter_named_params() if self.weights.sharding.fsdp_version == 1 else iter(self.weights)
+
+    def in_codes(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+        """`weights` of the policy; those that it computes with in the engine's precision as codes and scales."""
+        layers = {f"{name}.weight": layer for name, layer in self.weights.unified(self.precision).items()}
+        unread = {name for name in layers if not self.drift.measures(name)}
+        with exchanged(self.weights, unread=unread):
+            for name, tensor in weights:
+                yield name, self.weights.codes(layers[name]) if name in layers else tensor
 
     @property
     def tokenizer(self):

@@ -3,6 +3,7 @@
 import copy
 import logging
 import warnings
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from transformers.initialization import no_init_weights
 from trl.trainer.utils import pad
 
 from ..formats.checkpoint import MIXTURE
-from ..layers import QuantizedLinear
+from ..layers import QuantizedLinear, SampledLinear
 from ..noise import noised_norms
 from .base import RolloutEngine, count_layers
 
@@ -75,11 +76,14 @@ class TransformersEngine(RolloutEngine):
     norms and the head keep the policy's type, and attention runs as in the policy. With the policy in mixed precision
     the copy runs under the same autocast, so what separates the two is the quantization alone.
 
-    Memory: one copy of the policy: 2 bytes a parameter in BF16 or mixed precision, 4 otherwise and for `fp8_block`,
-    plus the KV cache of one generation batch; the numerics are those of low precision, the storage is not. Time: a
-    sync quantizes each weight once (about the cost of reading it); a decode step costs one unquantized step plus an
-    activation quantization per linear. It is the reference and the engine for machines without vLLM; where speed
-    matters, use `use_vllm=True`.
+    Of a policy that is trained in `precision` and sharded (FSDP2) the copy's linears are the trainer's, and hold its
+    codes; one that each rank holds whole has no copy, see [`~rollout.SharedEngine`].
+
+    Memory: one copy of the policy: 2 bytes a parameter in BF16 or mixed precision, 4 otherwise and for `fp8_block`, 1
+    for codes, plus the KV cache of one generation batch; the numerics are those of low precision, the storage is not.
+    Time: a sync quantizes each weight once (about the cost of reading it); a decode step costs one unquantized step
+    plus an activation quantization per linear. It is the reference and the engine for machines without vLLM; where
+    speed matters, use `use_vllm=True`.
 
     Of a vision-language model the language model is quantized; the vision tower stays as it is.
 
@@ -92,7 +96,7 @@ class TransformersEngine(RolloutEngine):
         if isinstance(self.processing_class, ProcessorMixin):
             # A sampled image token would have no image behind it.
             self.sampling.setdefault("suppress_tokens", [policy.config.image_token_id])
-        self._policy_dtype = policy.get_input_embeddings().weight.dtype
+        self._policy_dtype = self.weights.gathered_dtype or policy.get_input_embeddings().weight.dtype
         self.copy = self._build_copy(policy)
         self._is_synced = False
 
@@ -143,10 +147,12 @@ class TransformersEngine(RolloutEngine):
         logger.info(
             "The embedded engine samples in %s: %d linear layers.", self.precision, count_layers(model, self.precision)
         )
-        for module in list(decoder.modules()):
-            for name, child in list(module.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(module, name, QuantizedLinear(child, self.precision, dtype))
+        inside, unified = set(decoder.modules()), self.weights.unified(self.precision)
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and module in inside:
+                codes = name in unified
+                layer = SampledLinear(module) if codes else QuantizedLinear(module, self.precision, dtype)
+                model.set_submodule(name, layer)
         return model
 
     @torch.no_grad()
@@ -155,19 +161,16 @@ class TransformersEngine(RolloutEngine):
         linears = {
             f"{name}.weight": module
             for name, module in self.copy.named_modules()
-            if isinstance(module, QuantizedLinear)
+            if isinstance(module, QuantizedLinear | SampledLinear)
         }
         params = dict(self.copy.named_parameters())
         waiting = {*linears, *params}
-        for name, tensor in self._iter_named_params():
+        for name, tensor in self.in_codes(self._measured(linears)):
             if name in linears:
-                tensor = tensor.to(self.accelerator.device)
                 try:
                     linears[name].load(tensor)
                 except ValueError as error:
                     raise ValueError(f"Cannot quantize `{name}` for the rollout: {error}") from error
-                if self.drift.measures(name):
-                    self.drift.add(name, tensor)
             elif name in params:
                 params[name].data.copy_(tensor)
             elif name not in self.copy.state_dict():  # a tied weight under its second name is no surprise
@@ -178,6 +181,15 @@ class TransformersEngine(RolloutEngine):
         self.sync_metrics = self.drift.metrics()
         self.forget_noise()
         self._is_synced = True
+
+    def _measured(self, linears: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights, those of linear layers on the engine's device and counted in the metrics."""
+        for name, tensor in self._iter_named_params():
+            if name in linears:
+                tensor = tensor.to(self.accelerator.device)
+                if self.drift.measures(name):
+                    self.drift.add(name, tensor)
+            yield name, tensor
 
     def read_norms(self) -> dict[str, Tensor]:
         params = dict(self.copy.named_parameters())

@@ -5,7 +5,7 @@ must read the same weights in the same order. Nothing here writes to the policy.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from accelerate import Accelerator
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from trl.distributed import DistributedBackend
 
 from ..adapters import UnifiedLoraLinear, delta_weight
+from ..formats import QuantizedTensor
 from ..layers import FrozenLinear, UnifiedLinear
 from ..names import clean_name
 
@@ -36,13 +37,18 @@ class PolicyWeights:
 
     Attributes:
         sharding ([`~trl.distributed.DistributedBackend`]): How it is sharded.
+        gathered_dtype (`torch.dtype` or `None`): What FSDP2 rounds weights to when it gathers them for a forward pass.
         has_adapters (`bool`): Whether PEFT wraps it.
-        unread (`set[str]`): Weights whose values nobody reads: they come without the adapters that wrap them.
+        unread (`set[str]`):
+            Weights whose values nobody reads: they come without the adapters that wrap them, and as FSDP2 shards them.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator):
         self.model, self.device = model, accelerator.device
         self.sharding = DistributedBackend(accelerator)
+        self.gathered_dtype = None
+        if self.sharding.fsdp_version == 2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy):
+            self.gathered_dtype = policy.param_dtype
         self.unread: set[str] = set()
         self.has_adapters = is_peft_model(model)  # asked for every parameter, and accelerate takes 5 ms to tell
 
@@ -54,7 +60,7 @@ class PolicyWeights:
             if isinstance(module, BaseTunerLayer):
                 adapted = f"{path}."
                 unread = clean_name(f"{path}.weight") in self.unread
-                for leaf, tensor in (numbers(module.get_base_layer()) if unread else self.merged(module)).items():
+                for leaf, tensor in (self._unmerged(module) if unread else self.merged(module)).items():
                     yield clean_name(f"{path}.{leaf}"), tensor
                 continue
             if isinstance(module, FrozenLinear):
@@ -66,8 +72,14 @@ class PolicyWeights:
                 if id(param) in seen or self._is_adapters(name):
                     continue
                 seen.add(id(param))
+                name = clean_name(name)
                 with self.gathered([param]):
-                    yield clean_name(name), self.dense(module, param)
+                    yield name, param.data if name in self.unread else self.dense(module, param)
+
+    def _unmerged(self, layer: BaseTunerLayer) -> dict[str, Tensor]:
+        """The parameters of an adapted layer's base, of which nobody reads the weight."""
+        own = layer.get_base_layer().named_parameters()
+        return {name: param.data if name == "weight" else self.full(param) for name, param in own}
 
     def _is_adapters(self, name: str) -> bool:
         """Whether a parameter belongs to the adapter, or was replaced by one that is trained whole."""
@@ -80,10 +92,7 @@ class PolicyWeights:
                 yield clean_name(path), module
 
     def unified(self, precision: str) -> dict[str, nn.Module]:
-        """
-        The layers that compute in `precision` as an engine does, by the names of their own: with `codes()`, which gives
-        the quantized weight, an adapter that is merged into it included.
-        """
+        """The layers that compute in `precision` as an engine does, by the names of their own; see [`codes`]."""
         found, adapted = {}, ""
         for path, module in self.model.named_modules():
             if ".modules_to_save." in path or ".original_module" in path:  # quantized as they come
@@ -95,6 +104,14 @@ class PolicyWeights:
             if base_layer(module).precision == precision:
                 found[clean_name(path)] = module
         return found
+
+    def codes(self, layer: nn.Module) -> QuantizedTensor:
+        """
+        The quantized weight that a layer of [`unified`] computes with, an adapter that is merged into it included. Of a
+        sharded layer it is made anew, the same on each rank, and not kept.
+        """
+        with self.whole(layer):
+            return layer.codes()
 
     def outside_base(self) -> Iterator[tuple[str, Tensor]]:
         """What is neither a frozen layer's weight nor an adapter's: embeddings, norms, the head, biases."""
@@ -141,6 +158,20 @@ class PolicyWeights:
             return (param.to(self.device) if param.is_cpu else param).full_tensor()
         return param.data
 
+    @contextmanager
+    def whole(self, layer: nn.Module) -> Iterator[None]:
+        """Context in which a layer has what FSDP2 shards in full; one that quantizes it, as for its forward pass."""
+        own = [(m, name, param) for m in layer.modules() for name, param in m.named_parameters(recurse=False)]
+        sharded = [(m, name, param) for m, name, param in own if isinstance(param, DTensor)]
+        dtype = self.gathered_dtype if isinstance(base_layer(layer), UnifiedLinear) else None
+        try:
+            for module, name, param in sharded:
+                setattr(module, name, nn.Parameter(self.full(param).to(dtype or param.dtype), False))
+            yield
+        finally:
+            for module, name, param in sharded:
+                setattr(module, name, param)
+
     def dense(self, module: nn.Module, param: nn.Parameter) -> Tensor:
         """`param` of `module` in full; a 4- or 8-bit base of bitsandbytes is dequantized."""
         full = self.full(param)
@@ -153,14 +184,14 @@ class PolicyWeights:
                 return self.merged(layer)["weight"]
             if isinstance(layer, FrozenLinear):
                 return layer.dequantize()
-            with self.gathered([layer.weight]):
+            with self.gathered([layer.weight]), self.whole(layer):
                 return self.dense(layer, layer.weight)
 
     @torch.no_grad()
     def merged(self, layer: BaseTunerLayer) -> dict[str, Tensor]:
         """The parameters of an adapted layer's base with its adapters merged in: new tensors, by name."""
         base = layer.get_base_layer()
-        with self.gathered(layer.parameters()):
+        with self.gathered(layer.parameters()), self.whole(layer):
             if is_sum(layer):  # what PEFT's merge computes, without its bookkeeping, which takes longer than the sum
                 own = numbers(base)
                 for adapter in layer.active_adapters:
@@ -171,8 +202,7 @@ class PolicyWeights:
             own = [(m, name, param) for m in layer.modules() for name, param in m.named_parameters(recurse=False)]
             try:
                 for module, name, param in own:
-                    full = self.full(param)
-                    setattr(module, name, nn.Parameter(full.clone() if module is base else full, False))
+                    setattr(module, name, nn.Parameter(param.data.clone() if module is base else param.data, False))
                 layer.merge()
                 return {name: param.data for name, param in base.named_parameters()}
             finally:
@@ -219,5 +249,5 @@ def is_sum(layer: BaseTunerLayer) -> bool:
     weight = layer.get_base_layer().weight
     if not isinstance(layer, LoraLayer):
         return not weight.is_floating_point()  # PEFT cannot merge other adapters into a copy of a 4- or 8-bit base
-    plain = isinstance(layer.get_base_layer(), nn.Linear) and not isinstance(weight, DTensor) and not layer.lora_variant
+    plain = isinstance(layer.get_base_layer(), nn.Linear) and not layer.lora_variant
     return plain and all(a in layer.lora_A and not layer.lora_bias.get(a, False) for a in layer.active_adapters)

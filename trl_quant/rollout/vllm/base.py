@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ...formats import QuantizedTensor
 from ...formats.checkpoint import checkpoint_stream, checkpoint_tensors, is_quantizable
 from ...precisions import PRECISIONS
 from ..base import RolloutEngine, RolloutNoise, count_layers
 from ..kv_cache import UNQUANTIZED, KVCache
-from ..seams import exchanged
 from .support import brings_cache_scales, quantizers_on, unquantized_layers
 
 
@@ -123,18 +123,15 @@ class VLLMBase(RolloutEngine):
 
     def _quantized(self, weights: Iterable[tuple[str, Tensor]], **quantizers) -> Iterator[tuple[str, Tensor]]:
         """The weights in the engine's layout: the codes and scales that the policy is trained in, where it is."""
-        format, layers = PRECISIONS[self.precision].format, self.weights.unified(self.precision)
-        if not layers:
+        format = PRECISIONS[self.precision].format
+        if not self.weights.unified(self.precision):
             yield from checkpoint_stream(weights, format, self.ignore, **quantizers)
             return
-        codes = {f"{name}.weight": layer.codes for name, layer in layers.items()}
-        unread = {name for name in codes if not self.drift.measures(name)}
-        with exchanged(self.weights, unread=unread):
-            for name, tensor in weights:
-                if name in codes:
-                    yield from checkpoint_tensors(name, codes[name]()).items()
-                else:
-                    yield from checkpoint_stream([(name, tensor)], format, self.ignore, **quantizers)
+        for name, tensor in self.in_codes(weights):
+            if isinstance(tensor, QuantizedTensor):
+                yield from checkpoint_tensors(name, tensor).items()
+            else:
+                yield from checkpoint_stream([(name, tensor)], format, self.ignore, **quantizers)
 
     def _flagged(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Notes on the GPU which scales tell of NaN or infinity, since to look at once would wait for every layer."""
