@@ -12,7 +12,9 @@ SET ?= default
 VENV := .venv$(filter-out -default,-$(SET))
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-INSTALL := $(PIP) install -q -c requirements/$(SET).txt
+# Of 25000 modules that are installed few are ever imported: Python compiles those when they are.
+QUICKLY := install -q --no-compile
+INSTALL := $(PIP) $(QUICKLY) -c requirements/$(SET).txt
 # vLLM's CUDA build where there is an NVIDIA GPU, its CPU build elsewhere.
 CUDA := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 
@@ -56,9 +58,9 @@ clean:
 $(VENV)/.torch:
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 ifeq ($(CUDA),)
-	$(PIP) install -q "torch==$(TORCH)+cpu" || \
-	  $(PIP) install -q "torch==$(TORCH)+cpu" --extra-index-url https://download.pytorch.org/whl/cpu || \
-	  $(PIP) install -q "torch==$(TORCH)"
+	$(PIP) $(QUICKLY) "torch==$(TORCH)+cpu" || \
+	  $(PIP) $(QUICKLY) "torch==$(TORCH)+cpu" --extra-index-url https://download.pytorch.org/whl/cpu || \
+	  $(PIP) $(QUICKLY) "torch==$(TORCH)"
 endif
 	touch $@
 
@@ -73,7 +75,7 @@ $(VENV)/.test: $(VENV)/.torch setup.cfg requirements/$(SET).txt requirements/com
 ifeq ($(CUDA),)
 	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
 endif
-	$(PIP) install -q --no-deps -r requirements/compress.txt
+	$(PIP) $(QUICKLY) --no-deps -r requirements/compress.txt
 	touch $(VENV)/.base $@
 
 .venv/.lint: requirements/lint.txt

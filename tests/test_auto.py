@@ -1,7 +1,10 @@
 """`rollout_precision="auto"` and `trl-quant prepare`: the choice, and what comes of it in real vLLM engines."""
 
 import json
+import os
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,7 +127,13 @@ def test_the_fastest_is_kept(tmp_path, monkeypatch, capfd):
     measure, measured = auto.measure, {}
 
     def remember(trial, precision):
-        measured[precision] = measure(trial, precision)
+        """In processes of their own, which leave no files."""
+        with monkeypatch.context() as patch:
+            patch.setattr("tempfile.tempdir", here := tempfile.mkdtemp())  # sockets have short names
+            patch.chdir(here)
+            patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+            measured[precision] = measure(trial, precision)
+        os.rmdir(here)  # which is empty
         return measured[precision]
 
     monkeypatch.setattr(auto, "measure", remember)

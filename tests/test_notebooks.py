@@ -1,15 +1,27 @@
 """The notebooks run from start to end, and what they claim holds."""
 
+import base64
+import io
 import linecache
+import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import nbformat
 import pytest
 import transformers
+from matplotlib import image
 
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+sys.path.insert(0, str(ROOT / "examples"))
+
+import build_arithmetic_model as building  # noqa: E402
+
+
 # notebook -> what must hold in its namespace when it has run
 CLAIMS = {
     "start": """
@@ -19,17 +31,70 @@ assert [entry["step"] for entry in history] == [1, 2, 3]
 assert all(entry["mismatch/kl_k3"] > 1e-5 and 0 < entry["ais/alpha"] <= 1 for entry in history)
 assert history[-1]["reward"] > history[0]["reward"]
 """,
+    "mismatch": """
+assert len(samples["nvfp4"].mask) == len(prompts) and all(inputs.mask.all() for inputs in samples.values())
+assert kl["nvfp4"] > kl["int4"] > 1.5 * kl["fp8"] > 3 * kl["int8"] > 10 * kl["bf16"] > 0
+assert all(more > 1.5 for more in late.values())
+assert 0.3 < ess["nvfp4"][0] < ess["int4"][0] < ess["fp8"][0] < ess["int8"][0] < 1
+assert all(token > 0.99 for _, token in ess.values())
+w = log_w("nvfp4").exp()
+assert weights["decoupled"].equal(w) and w.max() > 2
+assert weights["tis"].equal(w.clamp(max=2)) and weights["none"].equal(w**0)
+dropped = {name: (value == 0).double().mean() for name, value in weights.items()}
+assert 0.5 < dropped["trm"] < 1 and 0.05 < dropped["geometric"] < 0.5 and dropped["tis"] == dropped["ais"] == 0
+assert 0 < dropped["icepop"] < 0.01 and 0 < dropped["dppo"] < 0.01
+assert "first operator that differs is layers.0.self_attn.q_proj" in " ".join(result["summary"])
+assert result["sampled"]["mismatch/kl_k3"] > 5e-4 and len(shown) == 1
+""",
+    "noise": """
+assert all(values[0] == 0 and values[60] == 1e-2 and values[-1] == 5e-4 for values in curves.values())
+assert len({tuple(values) for values in curves.values()}) == 4
+assert all(abs(arrived[True, value] / value - 1) < 0.05 for value in sigmas)
+assert arrived[False, 5e-4] < 5e-5 and abs(arrived[False, 1e-2] / 1e-2 - 1) < 0.05
+mean = {value: sum(rows) / len(rows) for value, rows in kl.items()}
+assert mean[4e-1] > 2 * mean[1e-1] > 4 * mean[0.0] > 0 and mean[1e-2] < 1.2 * mean[0.0]
+assert min(kl[4e-1]) > mean[0.0] and sum(entropy[4e-1]) > draws * entropy[0.0][0]
+assert corrected[0.1, "none"] == (1, 0) and corrected[0.1, "acr"][0] < 0.95 and corrected[0.1, "acr"][1] == 0
+assert corrected[0.1, "coupled"][1] > corrected[0.0, "coupled"][1] > 0 and corrected[0.1, "coupled"][0] == 1
+assert corrected[0.1, "acr"][0] <= corrected[0.1, "ais"][0] < 1
+""",
+    "study": """
+from table import METRICS, cells_of
+assert found and len(shown) == 2 * len(found)
+for rows, groups in found.values():
+    for row, again in zip(rows, cells_of(groups, METRICS), strict=True):
+        assert (row["gain"], row["differs"]) == (again["gain"], again["differs"])
+        assert row["metrics"]["reward"] == again["metrics"]["reward"]
+""",
 }
 
 
+@pytest.fixture(scope="module")
+def built_once():
+    """`build`, which notebooks call with the same arguments: from the second on it copies the first one's model."""
+    first = {}
+
+    def build(args, build=building.build):
+        key = str(sorted((asdict(args) | {"output_dir": None}).items()))
+        if key in first:
+            shutil.copytree(first[key], args.output_dir)
+        else:
+            build(args)
+            first[key] = args.output_dir
+
+    return build
+
+
 @pytest.fixture
-def in_notebooks(monkeypatch):
+def in_notebooks(monkeypatch, built_once):
     """Cells run in this process, which has imported everything; what they set for a process is undone."""
     monkeypatch.chdir(NOTEBOOKS)
+    monkeypatch.setattr(building, "build", built_once)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     verbosity = transformers.logging.get_verbosity()
     yield
     transformers.logging.set_verbosity(verbosity)
+    plt.close("all")
 
 
 def test_every_notebook_is_tested():
@@ -39,10 +104,11 @@ def test_every_notebook_is_tested():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLAIMS)
 def test_notebook(name, in_notebooks):
-    """The cells are plain Python: no magics."""
+    """The cells are plain Python: no magics, and of Jupyter's names `display` alone."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    namespace = {"__name__": "__main__"}
+    shown = []
+    namespace = {"__name__": "__main__", "shown": shown, "display": lambda value, raw=False: shown.append(value)}
     for number, source in enumerate([*cells, CLAIMS[name]], start=1):
         title = f"<cell {number} of {name}.ipynb>"
         linecache.cache[title] = len(source), None, source.splitlines(keepends=True), title  # for tracebacks
@@ -54,6 +120,12 @@ def test_stored_outputs_are_small_and_clean(name):
     path = NOTEBOOKS / f"{name}.ipynb"
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    assert path.stat().st_size < 50_000
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert outputs and all(output.output_type == "stream" and output.name == "stdout" for output in outputs)
+    printed = [output for output in outputs if output.output_type == "stream"]
+    assert printed and all(output.name == "stdout" for output in printed)
+    shown = [output.data for output in outputs if output.output_type == "display_data"]
+    assert len(printed) + len(shown) == len(outputs)
+    pictures = [data["image/png"] for data in shown if "image/png" in data]
+    assert all(image.imread(io.BytesIO(base64.b64decode(picture))).std() > 0.01 for picture in pictures)
+    assert bool(pictures) == any("plt." in cell.source or "display(" in cell.source for cell in notebook.cells)
+    assert path.stat().st_size < 300_000 and path.stat().st_size - sum(map(len, pictures)) < 50_000

@@ -128,6 +128,19 @@ def test_the_markdown_table(study):
     assert [rows[name][5] for name in rows] == ["", "", "*", "?", "?"]
 
 
+def test_stored_results_give_the_same_table_and_figure(study):
+    text = table.write("made up", study, study.parent)
+    question, (rows, groups) = QUESTIONS["made up"], table.stored(study.parent / "made up.json")
+    assert table.markdown(question, rows) == text
+    assert table.markdown(question, table.cells_of(groups, table.METRICS)) == text
+    (drawn, again) = (table.figure(question, found).axes for found in (table.read(question, study), groups))
+    for before, after in zip(drawn, again, strict=True):
+        assert after.get_title(loc="left") == before.get_title(loc="left")
+        lines = [[(line.get_label(), *line.get_ydata()) for line in axis.lines] for axis in (before, after)]
+        assert lines[0] == lines[1] and len(lines[0]) > 0
+        assert len(before.collections) == len(after.collections)
+
+
 def test_the_figure_has_full_precision_beside_each_precision(study):
     groups = table.read(QUESTIONS["made up"], study)
     drawn = {title: {group.name for group in some} for title, some in table.facets(groups).items()}

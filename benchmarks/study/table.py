@@ -190,3 +190,19 @@ def write(name: str, directory: Path, results: Path) -> str:
     write_whole(results / f"{name}.md", text.encode())
     write_whole(results / f"{name}.png", picture.getvalue())
     return text
+
+
+def stored(path: Path) -> tuple[list[dict], list[Group]]:
+    """The rows of a file that `write` wrote, and the runs behind them as far as it holds their logs."""
+    rows = json.loads(path.read_text())["cells"]
+    return rows, [Group(row["name"], [_stored_run(row, run) for run in row["runs"]]) for row in rows]
+
+
+def _stored_run(row: dict, run: dict) -> Run:
+    history: dict[int, dict] = {}
+    for metric, values in run["log"].items():
+        for step, value in values.items():
+            history.setdefault(int(step), {"step": int(step)})[metric] = value
+    return Run(
+        f"{row['name']}-seed{run['seed']}", [history[step] for step in sorted(history)], settings=row["settings"]
+    )
