@@ -98,7 +98,7 @@ def test_problems_to_train_and_evaluate_on(built):
 def test_teaching_stops_at_the_target(monkeypatch):
     scores = iter([0.1, 0.34, 0.36])
     monkeypatch.setattr(building, "mean_reward", lambda *args, **kwargs: next(scores))
-    stop = building.StopAtAccuracy(0.35, dataset=None, tokenizer=None)
+    stop = building.StopAtAccuracy(building.BuildArguments(target_accuracy=0.35), dataset=None, tokenizer=None)
     stopped_at = None
     for step in range(1, 1000):
         control = SimpleNamespace(should_training_stop=False)

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli.runs import Run, grouped, read_run
-from trl_quant.tasks.arithmetic import Problem
+from trl_quant.tasks.arithmetic import Problem, Sheet
 
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +24,7 @@ import run as runner  # noqa: E402
 import table  # noqa: E402
 import trial  # noqa: E402
 from cells import QUESTIONS, Cell, Question  # noqa: E402
+from outliers import CHANNELS, add_outliers  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 
@@ -52,6 +54,28 @@ def test_the_longest_solution_fits(digits):
     assert tokens <= Cell("", digits=digits).max_completion_length < tokens + 16
 
 
+def test_the_longest_sheet_fits():
+    problems = [Problem(999, op, 998 if op == "+" else 100) for op in "+-"] * 4
+    tokens = len(building.build_tokenizer()(Sheet(tuple(problems)).solution)["input_ids"]) + 1
+    assert tokens <= Cell("", problems=8).max_completion_length < tokens + 40
+
+
+def test_outliers_change_activations_and_no_output():
+    model = building.build_model(building.build_tokenizer()).double().eval()
+    ids, seen = torch.randint(4, 60, (4, 16)), {}
+    for name in ("q_proj", "up_proj", "down_proj"):
+        module = next(module for path, module in model.named_modules() if path.endswith(name))
+        module.register_forward_pre_hook(lambda module, args, name=name: seen.setdefault(name, []).append(args[0]))
+    with torch.no_grad():
+        before = model(ids).logits
+        add_outliers(model, 64)
+        after = model(ids).logits
+    assert torch.equal(before, after)
+    for plain, spread in seen.values():
+        ratio = (spread / plain).flatten(0, 1)
+        assert (ratio == 64).all(0).sum() == CHANNELS and (ratio == 1).all(0).sum() == ratio.shape[1] - CHANNELS
+
+
 def test_seeds_are_repetitions_of_one_cell():
     cell, other = Cell("a", "fp8"), Cell("a", "fp8", learning_rate=1e-5)
     runs = [Run(f"a-seed{seed}", [], settings=replace(cell, seed=seed).settings()) for seed in (0, 1)]
@@ -67,6 +91,7 @@ def write_run(directory: Path, cell: Cell, rewards: list[float], kl: float | Non
     entries = [{"step": i, "reward": reward, "entropy": 0.5} for i, reward in enumerate(rewards, 1)]
     for entry in entries if kl else []:
         entry |= {"mismatch/kl_k3": kl, "completions/mean_length": 40.0}
+    entries = [{"step": 0, "eval_accuracy": 0.2}, *entries, {"step": len(entries), "eval_accuracy": rewards[-1] - 0.01}]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     (directory / "finished.json").write_text(json.dumps({"machine": "a machine", "commit": "c0ffee"}))
 
@@ -97,6 +122,7 @@ def test_a_cell_is_the_mean_and_the_spread_of_its_seeds(study):
     rows = {row["name"]: row for row in json.loads((study.parent / "made up.json").read_text())["cells"]}
     assert list(rows) == ["full precision", "near", "far", "few", "alone"]
     reward = rows["full precision"]["metrics"]["reward"]
+    assert rows["far"]["metrics"]["accuracy"]["mean"] == pytest.approx(0.45)
     assert reward["mean"] == pytest.approx(0.7) and reward["std"] == pytest.approx(0.1) and reward["seeds"] == 3
     assert (reward["smallest"], reward["largest"]) == (pytest.approx(0.6), pytest.approx(0.8))
     # 1 of 27 draws of three seeds is the smallest each time, which is more than 2.5%
@@ -124,7 +150,18 @@ def test_the_markdown_table(study):
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines()[4:]
     }
     assert rows["full precision"][:5] == ["3", "0.700", "0.600 to 0.800", "0.600 to 0.800", ""]
-    assert rows["far"] == ["3", "0.450", "0.400 to 0.500", "0.400 to 0.500", "50%", "*", "2.0e-03", "0.08", "0.5"]
+    assert rows["far"] == [
+        "3",
+        "0.450",
+        "0.400 to 0.500",
+        "0.400 to 0.500",
+        "50%",
+        "*",
+        "0.450",
+        "2.0e-03",
+        "0.08",
+        "0.5",
+    ]
     assert [rows[name][5] for name in rows] == ["", "", "*", "?", "?"]
 
 
@@ -150,7 +187,7 @@ def test_the_figure_has_full_precision_beside_each_precision(study):
         "fp8, learning_rate 1.0": {"alone"},
     }
     axes = table.figure(QUESTIONS["made up"], groups).axes
-    assert len(axes) == 3
+    assert len(axes) == 6  # two panels each
     (line,) = [line for line in axes[0].lines if line.get_label() == "far"]
     assert line.get_ydata()[0] == pytest.approx(0.2) and line.get_ydata()[-1] > 0.2
     assert len(axes[0].collections) == 3  # a band for each cell
@@ -267,7 +304,7 @@ def test_the_command_trains_and_writes_what_the_report_reads(built, monkeypatch,
     assert runner.main(["corrections", *chosen]) == 0
     assert "| mxfp4 tis | 1 |" in capsys.readouterr().out
     found = read_run(built / "corrections" / "mxfp4-tis-seed3")
-    assert found.status == "done" and found.steps == 2 and len(found.values("eval_accuracy")) == 2
+    assert found.status == "done" and found.steps == 2 and len(found.values("eval_accuracy")) == 3
     assert found.settings["rollout_precision"] == "mxfp4" and found.settings["seed"] == 3
     assert found.values("mismatch/kl_k3")[0] > 0
     raw = json.loads((built / "corrections.json").read_text())["cells"][0]["runs"][0]

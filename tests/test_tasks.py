@@ -11,8 +11,8 @@ from datasets import Dataset
 from test_rewards import EXCERPT, arithmetic
 from tiny import tiny_model, tiny_tokenizer
 
-from trl_quant.tasks import load_prompts
-from trl_quant.tasks.arithmetic import OPERATIONS, Problem, problems
+from trl_quant.tasks import load_prompts, sheet_reward
+from trl_quant.tasks.arithmetic import OPERATIONS, Problem, problems, sheets
 from trl_quant.tasks.evaluate import mean_reward
 
 
@@ -133,6 +133,19 @@ def test_held_out_problems_are_never_taught():
 
 
 # Accuracy
+
+
+def test_a_sheet_is_scored_problem_by_problem():
+    sheet = next(sheets(3, problems(0)))
+    assert sheet.prompt == ";".join(f"{p.a}{p.op}{p.b}" for p in sheet.problems) + "="
+    answer = [sheet.row["answer"]]
+    assert sheet_reward([sheet.solution], answer) == sheet_reward([sheet.direct_solution], answer) == [1.0]
+    first, second, third = sheet.direct_solution.split(";")[:-1]
+    assert sheet_reward([f"{first};{second}0;{third};"], answer) == [2 / 3]
+    assert sheet_reward([f"{second};{first};{third};"], answer) == [1 / 3]  # each in its place
+    assert sheet_reward([f"{first};{second};{third}"], answer) == [2 / 3]  # the last one may have been cut
+    assert sheet_reward([";".join(answer) + ";", "", sheet.prompt], answer * 3) == [0, 0, 0]
+    assert next(sheets(1, problems(0))) == next(problems(0))
 
 
 def test_mean_reward_samples_the_model():

@@ -136,6 +136,7 @@ def model_jobs(cells: Sequence[Cell], output: Path) -> list[Job]:
             "max_digits": cell.digits,
             "max_completion_length": cell.max_completion_length,
             "problems": cell.problems,
+            "eval_problems": max(64, 512 // cell.problems),
             "direct": cell.direct,
             "max_steps": round(300 * cell.digits / (1 - cell.direct)) * (1 if cell.problems == 1 else 4),
         }

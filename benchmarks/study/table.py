@@ -6,10 +6,12 @@ precision where their means lie further apart than the seeds of either: one of 5
 
 | column | is |
 |---|---|
-| gain | how far the reward came from full precision's first steps, where 100% is its end |
-| nats | KL of a token times tokens: how far sampler and policy are apart on a completion |
-| * | the cell differs from full precision in reward |
+| accuracy | of the trained policy at its end, on held-out problems, at temperature 1; range and interval are its |
+| gain | how far the accuracy came from where full precision began, where 100% is its end |
+| * | the cell differs from full precision in accuracy |
 | ? | there are fewer than 3 seeds, here or in full precision: nothing is said |
+| reward | of the samples that it is trained on, which are the sampler's |
+| nats | KL of a token times tokens: how far sampler and policy are apart on a completion |
 """
 
 import io
@@ -28,8 +30,9 @@ from trl_quant.cli.runs import KL, REWARD, Group, Run, differences, grouped, rea
 from trl_quant.tasks.estimates import bootstrap
 
 
+ACCURACY = "eval_accuracy"
 SEEDS = 3  # that a statement needs
-METRICS = {"reward": REWARD, "KL": KL, "entropy": "entropy", "length": "completions/mean_length"}
+METRICS = {"accuracy": ACCURACY, "reward": REWARD, "KL": KL, "entropy": "entropy", "length": "completions/mean_length"}
 PANELS = {panel.title: panel for panels in TOPICS.values() for panel in panels}
 
 
@@ -90,32 +93,33 @@ def cells_of(groups: Sequence[Group], metrics: dict[str, str]) -> list[dict]:
     for i, (row, group) in enumerate(zip(rows, groups, strict=True)):
         if (at := full.get(regime(group), i)) == i:
             continue
-        reward, reference = row["metrics"]["reward"], rows[at]["metrics"]["reward"]
-        start = fmean(run.first(REWARD) for run in groups[at].runs)
+        accuracy, reference = row["metrics"]["accuracy"], rows[at]["metrics"]["accuracy"]
+        start = fmean(run.values(ACCURACY)[0] for run in groups[at].runs)
         if reference["mean"] > start:
-            row["gain"] = (reward["mean"] - start) / (reference["mean"] - start)
-        row["differs"] = differs(reward, reference)
+            row["gain"] = (accuracy["mean"] - start) / (reference["mean"] - start)
+        row["differs"] = differs(accuracy, reference)
     return rows
 
 
 def markdown(question: Question, rows: Sequence[dict]) -> str:
     """The table."""
     further = question.metrics or {}
-    header = ["cell", "seeds", "reward", "range", "95%", "gain", "", "KL", "nats", "entropy", *further]
+    header = ["cell", "seeds", "accuracy", "range", "95%", "gain", "", "reward", "KL", "nats", "entropy", *further]
     lines = [f"**{question.asks}**", "", f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     for row in rows:
         metrics = row["metrics"]
-        reward, kl, length = metrics["reward"], metrics["KL"], metrics["length"]
-        is_full = not any(row["settings"][name] for name in TREATMENT)
-        few = reward["seeds"] < SEEDS or (row["differs"] is None and not is_full)
+        accuracy, kl, length = metrics["accuracy"], metrics["KL"], metrics["length"]
+        is_full = not any(row["settings"][name] for name in ("rollout_precision", "train_precision"))
+        few = accuracy["seeds"] < SEEDS or (row["differs"] is None and not is_full)
         values = [
             row["name"],
-            str(reward["seeds"]),
-            f"{reward['mean']:.3f}",
-            f"{reward['smallest']:.3f} to {reward['largest']:.3f}",
-            f"{reward['low']:.3f} to {reward['high']:.3f}" if reward["seeds"] > 1 else "",
+            str(accuracy["seeds"]),
+            f"{accuracy['mean']:.3f}",
+            f"{accuracy['smallest']:.3f} to {accuracy['largest']:.3f}",
+            f"{accuracy['low']:.3f} to {accuracy['high']:.3f}" if accuracy["seeds"] > 1 else "",
             "" if row["gain"] is None else f"{row['gain']:.0%}",
             "?" if few else "*" if row["differs"] else "",
+            f"{metrics['reward']['mean']:.3f}",
             f"{kl['mean']:.1e}" if kl else "",
             f"{kl['mean'] * length['mean']:.2g}" if kl and length else "",
             *("" if metrics[name] is None else f"{metrics[name]['mean']:.3g}" for name in ("entropy", *further)),
@@ -180,7 +184,7 @@ def write(name: str, directory: Path, results: Path) -> str:
             {
                 "seed": run.settings["seed"],
                 **json.loads((directory / run.name / "finished.json").read_text()),
-                "log": {name: dict(zip(*run.series(name), strict=True)) for name in (*names, "eval_accuracy")},
+                "log": {name: dict(zip(*run.series(name), strict=True)) for name in names},
             }
             for run in group.runs
         ]

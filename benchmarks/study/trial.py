@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import datasets
 import torch
 import transformers
 from peft import LoraConfig
+from torch import nn
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -58,15 +60,27 @@ VLLM = {
 }
 
 
+EVALUATIONS = 6  # on the way, the last one at the end
+
+
 class Log(TrainerCallback):
-    """Appends each log entry to a file."""
+    """Appends each log entry to a file, and how often the policy is right on held-out problems."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, accuracy: Callable[[nn.Module], float]):
+        self.path, self.accuracy = path, accuracy
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def write(self, step: int, entry: dict) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+            file.write(json.dumps({"step": step, **entry}) + "\n")
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.write(0, {"eval_accuracy": self.accuracy(model)})
+
+    def on_log(self, args, state, control, model=None, logs=None, **kwargs):
+        self.write(state.global_step, logs)
+        done, before = (step * EVALUATIONS // state.max_steps for step in (state.global_step, state.global_step - 1))
+        if "grad_norm" in logs and done > before:
+            self.write(state.global_step, {"eval_accuracy": self.accuracy(model)})
 
 
 def train(directory: Path, model: Path) -> None:
@@ -76,24 +90,23 @@ def train(directory: Path, model: Path) -> None:
     if settings["use_vllm"]:
         arguments |= VLLM | {"vllm_max_model_length": 2 * settings["max_completion_length"]}
     rank, reward = settings["lora_rank"], arithmetic_reward if settings["problems"] == 1 else sheet_reward
+    tokenizer, held_out = AutoTokenizer.from_pretrained(model), load_prompts(str(model / "eval.jsonl"))
+    length = settings["max_completion_length"]
     trainer = QuantGRPOTrainer(
         model=str(model),
         reward_funcs=reward,
         args=QuantGRPOConfig(output_dir=str(directory), **QUIET | arguments),
         train_dataset=load_prompts(str(model / "train.jsonl")),
         peft_config=LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None,
-        callbacks=[Log(directory / "metrics.jsonl")],
+        callbacks=[
+            Log(
+                directory / "metrics.jsonl",
+                lambda policy: mean_reward(policy, tokenizer, held_out, reward, length),
+            )
+        ],
     )
     trainer.remove_callback(PrinterCallback)
-    tokenizer, held_out = AutoTokenizer.from_pretrained(model), load_prompts(str(model / "eval.jsonl"))
-
-    def evaluate() -> None:
-        length = settings["max_completion_length"]
-        trainer.log({"eval_accuracy": mean_reward(trainer.model, tokenizer, held_out, reward, length)})
-
-    evaluate()
     trainer.train()
-    evaluate()
     finished = environment() | {"seconds": round(time.time() - start)}
     write_whole(directory / "finished.json", json.dumps(finished).encode())
 
