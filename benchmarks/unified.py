@@ -189,7 +189,7 @@ def passes_of(tokens: int, features: int) -> dict:
     ways = ({"num_warps": 4}, {"num_warps": 8}, {"num_warps": 16}, {"num_warps": 16, "maxnreg": 64})
 
     def launched(way: dict, both: bool, up: torch.Tensor | None):
-        kernels.LAUNCH[up is not None, both] = way
+        kernels.LAUNCH[up is not None] = way
         kernels.groups(x, small, both, up)
 
     def by_torch(leaves):

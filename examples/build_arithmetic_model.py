@@ -32,7 +32,7 @@ from transformers import (
 from trl import TrlParser
 
 from trl_quant.tasks import arithmetic_reward, sheet_reward
-from trl_quant.tasks.arithmetic import problems, sheets
+from trl_quant.tasks.arithmetic import Sheet, problems, sheets
 from trl_quant.tasks.evaluate import mean_reward
 
 
@@ -118,10 +118,12 @@ def prompts(args: BuildArguments, seed: int, count: int, held_out: bool) -> Data
 
 
 def lessons(tokenizer: PreTrainedTokenizerFast, args: BuildArguments) -> list[dict[str, list[int]]]:
-    """Tokenized worked solutions; the loss covers only the solution, not the problem."""
-    stream = sheets(args.problems, problems(args.seed, args.operations, max_digits=args.max_digits))
-    taught = list(islice(stream, args.max_steps * args.batch_size))
-    rng = random.Random(args.seed)
+    """Tokenized worked solutions; the loss covers only the solution, not the problem. Sheets are of all lengths."""
+    rng, count = random.Random(args.seed), args.max_steps * args.batch_size
+    stream = problems(args.seed, args.operations, max_digits=args.max_digits)
+    taught = list(islice(stream, count))
+    if args.problems > 1:
+        taught = [Sheet((first, *islice(stream, rng.randrange(args.problems)))) for first in taught]
     solutions = [p.solution if rng.random() >= args.direct else p.direct_solution for p in taught]
     texts = tokenizer([p.prompt + solution + "<eos>" for p, solution in zip(taught, solutions, strict=True)])[
         "input_ids"
@@ -142,7 +144,7 @@ class StopAtAccuracy(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         # Before step 300 the loss is too high for anything to be right.
-        if state.global_step % 15 == 0 and state.global_step >= 300:
+        if state.global_step % (15 * self.arguments.problems) == 0 and state.global_step >= 300:
             own = self.arguments
             self.accuracy = mean_reward(
                 model, self.tokenizer, self.dataset, own.reward, own.max_completion_length, seed=args.seed

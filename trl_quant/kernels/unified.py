@@ -31,10 +31,8 @@ from trl_quant.formats.fp8 import BLOCK
 from .arithmetic import INTERPRETED, e4m3_word, rounded, silu, to_e4m3, to_int8, wide
 
 
-# Of `groups_kernel`, by whether it has `up` and makes both layouts
-LAUNCH = {
-    (gated, both): {"num_warps": 16 if gated and both else 8} for gated in (False, True) for both in (False, True)
-}
+# Of `groups_kernel`, with `up` and without: what benchmarks/unified.py finds fastest on an H200
+LAUNCH = {True: {"num_warps": 16, "maxnreg": 64}, False: {"num_warps": 4}}
 
 
 # Arithmetic
@@ -55,7 +53,8 @@ def _times_inverse(x, scale, inverse):
     """`x / scale`, rounded once, of the rounded `1 / scale`; both must broadcast to x."""
     scale, inverse = tl.broadcast_to(scale, x.shape), tl.broadcast_to(inverse, x.shape)
     quotient = x * inverse
-    return tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
+    # The remainder with its sign turned twice, so that -0 stays -0
+    return tl.fma(-tl.fma(quotient, scale, -x), inverse, quotient)
 
 
 @triton.jit
@@ -292,7 +291,7 @@ def groups(
             filled,
             least,
             BOTH=both,
-            **LAUNCH[up is not None, both],
+            **LAUNCH[up is not None],
         )
     return QuantizedTensor("fp8_block", values, scale.t(), x.shape, x.dtype), columns, y
 

@@ -21,11 +21,16 @@ from . import products
 from .inputs import remember
 
 
+FUSED = (
+    4096  # features up to which one pass is faster where each token has one scale, as benchmarks/unified.py measures
+)
+
+
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, format, both):
         ctx.save_for_backward(gate, up)
-        if not products.has_kernels(gate, format) or (format != "fp8_block" and gate.shape[-1] > products.LONGEST):
+        if not products.has_kernels(gate, format) or (format != "fp8_block" and gate.shape[-1] > FUSED):
             return F.silu(gate) * up
         from ..kernels import unified as kernels
 
