@@ -111,7 +111,7 @@ def study(tmp_path, monkeypatch) -> Path:
     directory = tmp_path / "made up"
     write_cell(directory, full, [0.6, 0.7, 0.8])
     write_cell(directory, near, [0.5, 0.6, 0.55], kl=0.001)  # 0.15 apart, seeds 0.2
-    write_cell(directory, far, [0.45, 0.5, 0.4], kl=0.002)  # 0.25 apart
+    write_cell(directory, far, [0.45, 0.5, 0.4], kl=0.002)  # 0.25 apart, none among the others
     write_cell(directory, few, [0.1, 0.1])
     write_cell(directory, alone, [0.1, 0.1, 0.1])
     return directory
