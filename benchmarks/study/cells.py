@@ -14,6 +14,7 @@ TREATMENT = (
     "rollout_precision",
     "train_precision",
     "is_correction",
+    "is_cap",
     "importance_sampling_level",
     "uaq_scale",
     "noise_schedule",
@@ -58,6 +59,7 @@ class Cell:
     is_correction: str | None = None
     uaq_scale: float | None = None
     noise_schedule: str | None = None
+    is_cap: float | None = None
     importance_sampling_level: str = "token"
     learning_rate: float = 4e-4
     optim: str = "adamw_torch"
@@ -163,7 +165,12 @@ QUESTIONS = {
         (
             Cell(FULL, **SPREAD),
             *(Cell(f"int8 {name}", "int8", None, name, **SPREAD) for name in CORRECTIONS if name != "acr"),
-            Cell("int8 tis, sequences", "int8", None, "tis", importance_sampling_level="sequence", **SPREAD),
+            *(
+                Cell(
+                    f"int8 tis, {unit}s{at}", "int8", None, "tis", is_cap=cap, importance_sampling_level=unit, **SPREAD
+                )
+                for unit, cap, at in (("sequence", None, ""), ("sequence", 10.0, ", C=10"), ("token", 10.0, ", C=10"))
+            ),
             Cell("int8 unified", "int8", "int8", "none", **SPREAD),
         ),
     ),

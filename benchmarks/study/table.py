@@ -18,6 +18,7 @@ seeds: one of 14 cells does so by chance (of two times three normal values).
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from statistics import fmean, stdev
@@ -171,10 +172,16 @@ def figure(question: Question, groups: Sequence[Group]) -> Figure:
     return drawn
 
 
+def rounded(run: Run) -> Run:
+    """With five digits of each number, so that the files are small."""
+    history = [{k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in entry.items()} for entry in run.history]
+    return replace(run, history=history)
+
+
 def read(question: Question, directory: Path) -> list[Group]:
     """The finished runs by cell, in the question's order; a cell has its own name."""
     order = {cell.name: i for i, cell in enumerate(question.cells)}
-    runs = [read_run(path.parent) for path in sorted(directory.glob("*/finished.json"))]
+    runs = [rounded(read_run(path.parent)) for path in sorted(directory.glob("*/finished.json"))]
     groups = [Group(group.settings["name"], group.runs) for group in grouped(runs)]
     return sorted(groups, key=lambda group: order.get(group.name, len(order)))
 
@@ -192,7 +199,7 @@ def write(name: str, directory: Path, results: Path) -> str:
             {
                 "seed": run.settings["seed"],
                 **json.loads((directory / run.name / "finished.json").read_text()),
-                "log": {name: rounded(*run.series(name)) for name in names},
+                "log": {name: dict(zip(*run.series(name), strict=True)) for name in names},
             }
             for run in group.runs
         ]
@@ -202,11 +209,6 @@ def write(name: str, directory: Path, results: Path) -> str:
     write_whole(results / f"{name}.md", text.encode())
     write_whole(results / f"{name}.png", picture.getvalue())
     return text
-
-
-def rounded(steps: Sequence[int], values: Sequence[float]) -> dict[int, float]:
-    """What a file keeps of a series."""
-    return {step: float(f"{value:.5g}") for step, value in zip(steps, values, strict=True)}
 
 
 def stored(path: Path) -> tuple[list[dict], list[Group]]:
