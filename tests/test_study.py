@@ -66,6 +66,8 @@ def test_outliers_change_activations_and_no_output():
     for name in ("q_proj", "up_proj", "down_proj"):
         module = next(module for path, module in model.named_modules() if path.endswith(name))
         module.register_forward_pre_hook(lambda module, args, name=name: seen.setdefault(name, []).append(args[0]))
+    with pytest.raises(ValueError, match="`outliers`=48 is not a power of two"):
+        add_outliers(model, 48)
     with torch.no_grad():
         before = model(ids).logits
         add_outliers(model, 64)

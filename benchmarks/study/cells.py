@@ -123,7 +123,7 @@ CORRECTIONS = ("none", "coupled", "decoupled", "tis", "acr", "ais", "icepop", "g
 REUSE = {"num_iterations": 2}  # with one update per generation acr is tis, and coupled's ratio never leaves w
 ADAPTER = {"lora_rank": 16, "learning_rate": 3e-3}
 OPTIMIZERS = {"adamw": {"learning_rate": 1e-4}, "sgd": {"optim": "sgd", "learning_rate": 0.5}}
-# Full precision is stable; INT8 samples a completion of 34 tokens one to three nats away
+# Full precision is stable; INT8 samples a completion of 34 tokens two to four nats away
 SPREAD = {"outliers": 128, "learning_rate": 1e-4}
 LENGTHS = (3, 6, 12, 24)
 LONG = {"problems": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens

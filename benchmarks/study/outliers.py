@@ -10,6 +10,7 @@ models of this study's size do not have by themselves.
 
 import shutil
 import sys
+from math import frexp
 from pathlib import Path
 
 import torch
@@ -22,7 +23,13 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "eval.jsonl", "train.jsonl")
 
 @torch.no_grad()
 def add_outliers(model: PreTrainedModel, factor: float, seed: int = 0) -> None:
-    """Multiplies `CHANNELS` of the inputs of q, k, v, of gate, up, and of down, in each layer, in place."""
+    """Multiplies `CHANNELS` of the inputs of q, k, v, of gate, up, and of down, in each layer, in place.
+
+    Raises:
+        ValueError: for a factor that is no power of two, with which the function would change.
+    """
+    if frexp(factor)[0] != 0.5:
+        raise ValueError(f"`outliers`={factor:g} is not a power of two.")
     generator = torch.Generator().manual_seed(seed)
     for layer in model.get_decoder().layers:
         attention, mlp = layer.self_attn, layer.mlp
