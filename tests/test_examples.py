@@ -95,18 +95,21 @@ def test_problems_to_train_and_evaluate_on(built):
             assert Problem(a, op, b).held_out is held_out and str(Problem(a, op, b).answer) == answer
 
 
-def test_teaching_stops_at_the_target(monkeypatch):
+@pytest.mark.parametrize(("problems", "end"), [(1, 330), (24, 1080)])
+def test_teaching_stops_at_the_target(monkeypatch, problems, end):
+    """At the third look, which sheets get more rarely."""
     scores = iter([0.1, 0.34, 0.36])
     monkeypatch.setattr(building, "mean_reward", lambda *args, **kwargs: next(scores))
-    stop = building.StopAtAccuracy(building.BuildArguments(target_accuracy=0.35), dataset=None, tokenizer=None)
+    arguments = building.BuildArguments(target_accuracy=0.35, problems=problems)
+    stop = building.StopAtAccuracy(arguments, dataset=None, tokenizer=None)
     stopped_at = None
-    for step in range(1, 1000):
+    for step in range(1, 1200):
         control = SimpleNamespace(should_training_stop=False)
         stop.on_step_end(SimpleNamespace(seed=0), SimpleNamespace(global_step=step), control)
         if control.should_training_stop:
             stopped_at = step
             break
-    assert stopped_at == 330 and stop.accuracy == 0.36
+    assert stopped_at == end and stop.accuracy == 0.36
 
 
 # What a user copies

@@ -145,6 +145,13 @@ def test_a_cell_is_the_mean_and_the_spread_of_its_seeds(study):
     assert rows["near"]["settings"]["warmup_steps"] == 5 and "seed" not in rows["near"]["settings"]
 
 
+def test_one_seed_among_those_of_full_precision_is_no_difference():
+    full = table.over_seeds([0.6, 0.61, 0.62])
+    assert table.differs(table.over_seeds([0.1, 0.2, 0.59]), full) is True
+    assert table.differs(table.over_seeds([0.1, 0.2, 0.605]), full) is False
+    assert table.differs(table.over_seeds([0.59, 0.595, 0.599]), full) is False
+
+
 def test_the_markdown_table(study):
     question = QUESTIONS["made up"]
     text = table.markdown(question, table.cells_of(table.read(question, study), table.METRICS))
