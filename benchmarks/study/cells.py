@@ -125,6 +125,7 @@ ADAPTER = {"lora_rank": 16, "learning_rate": 3e-3}
 OPTIMIZERS = {"adamw": {"learning_rate": 1e-4}, "sgd": {"optim": "sgd", "learning_rate": 0.5}}
 # Full precision is stable; INT8 samples a completion of 34 tokens two to four nats away
 SPREAD = {"outliers": 128, "learning_rate": 1e-4}
+ENDURING = SPREAD | {"max_steps": 900}
 LENGTHS = (3, 6, 12, 24)
 LONG = {"problems": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
 
@@ -172,6 +173,15 @@ QUESTIONS = {
                 for unit, cap, at in (("sequence", None, ""), ("sequence", 10.0, ", C=10"), ("token", 10.0, ", C=10"))
             ),
             Cell("int8 unified", "int8", "int8", "none", **SPREAD),
+        ),
+    ),
+    "endurance": Question(
+        "The same, three times as long: what falls later, and what catches up with full precision?",
+        (
+            Cell(FULL, **ENDURING),
+            *(Cell(f"int8 {name}", "int8", None, name, **ENDURING) for name in ("none", "tis", "ais")),
+            Cell("int8 tis, sequences", "int8", None, "tis", importance_sampling_level="sequence", **ENDURING),
+            Cell("int8 unified", "int8", "int8", "none", **ENDURING),
         ),
     ),
     "uaq": Question(
