@@ -32,8 +32,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trl_quant.formats import quantize
 from trl_quant.layers import UnifiedLinear, products
-from trl_quant.layers.exact import ExactRMSNorm
 from trl_quant.layers.gated import silu_mul
+from trl_quant.layers.norm import FusedRMSNorm
 from trl_quant.precisions import unified_flows
 
 
@@ -223,13 +223,18 @@ def passes_of(tokens: int, features: int) -> dict:
     calls["gradients of silu"] = 10, lambda: kernels.silu_mul_backward(dy, x, up)
     calls["gradients of silu: torch's, with forward"] = 10, lambda: by_torch(leaves)
     theirs = LlamaRMSNorm(features).to(DEVICE, torch.bfloat16)
-    for name, norm in {"transformers'": theirs, "kernel": ExactRMSNorm(theirs)}.items():
+    for name, norm in {"transformers'": theirs, "kernel": FusedRMSNorm(theirs)}.items():
         calls[f"norm: {name}"] = 4, lambda norm=norm: norm(x)
-        calls[f"norm: {name}, then int8"] = 5, lambda norm=norm: products.quantize_input(norm(x), "int8")
         calls[f"norm: {name}, forward and backward"] = (
             10,
             lambda norm=norm: torch.autograd.grad(norm(leaves[0]), [leaves[0], norm.weight], dy),
         )
+        for format in unified_flows():
+            apart = lambda norm=norm, format=format: products.quantize_input(norm(x), format)  # noqa: E731
+            calls[f"norm: {name}, then {format}"] = 5, apart
+    for format in unified_flows():
+        fed = FusedRMSNorm(theirs, layer_of((features, 128), format, False))
+        calls[f"norm: kernel, {format} in one pass"] = 5, lambda fed=fed: fed(x)
     return calls
 
 

@@ -10,22 +10,23 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from frozen_layers import gradients
 from tiny import save_tiny, tiny_model
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_quant import QuantGRPOConfig
 from trl_quant.exact_flow import compute_exactly
 from trl_quant.layers.exact import (
     ExactAttention,
-    ExactRMSNorm,
     Kernels,
     Packed,
     Unrotated,
     flash_attention,
     log_probs,
     log_softmax,
-    rms_norm,
 )
+from trl_quant.layers.norm import FusedRMSNorm, rms_norm
 from trl_quant.norms import FAMILIES
 from trl_quant.rollout.vllm.support import check_exact
 from trl_quant.unified_flow import unify
@@ -227,20 +228,18 @@ def test_norms(dtype, features):
     torch.testing.assert_close(y, normed * w, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=0)
     alone, same = rms_norm(x + r, w, 1e-5)
     assert torch.equal(alone, y) and torch.equal(same, total)
-    norm = torch.nn.RMSNorm(features, eps=1e-5, dtype=dtype)
-    norm.weight.data, norm.variance_epsilon = w.clone(), 1e-5
-    ours, theirs, dy = x.clone().requires_grad_(), x.clone().requires_grad_(), r
-    ExactRMSNorm(norm)(ours).backward(dy)
-    own, norm.weight.grad = norm.weight.grad, None
-    norm(theirs).backward(dy)
-    torch.testing.assert_close(ours.grad, theirs.grad)
-    torch.testing.assert_close(own, norm.weight.grad)
+    norm = LlamaRMSNorm(features, 1e-5)
+    norm.weight.data = w.clone()
+    found = [gradients(each, x, norm.weight) for each in (FusedRMSNorm(norm), norm)]
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True)) and torch.equal(
+        found[0][0], rms_norm(x, w, 1e-5)[0]
+    )
 
 
 def test_frozen_weights_get_no_gradient():
     norm = torch.nn.RMSNorm(8)
     norm.variance_epsilon = 1e-6
-    exact = ExactRMSNorm(norm.requires_grad_(False))
+    exact = FusedRMSNorm(norm.requires_grad_(False))
     x = torch.randn(3, 8, requires_grad=True)
     exact(x).sum().backward()
     assert norm.weight.grad is None and x.grad.abs().sum() > 0
@@ -401,7 +400,7 @@ def test_a_trainer_follows_its_engine(tmp_path, monkeypatch):
     keep(trainer)
     for model in (trainer.model, trainer.ref_model):
         decoder = model.get_decoder()
-        assert isinstance(decoder.norm, ExactRMSNorm) and isinstance(decoder.rotary_emb, Unrotated)
+        assert isinstance(decoder.norm, FusedRMSNorm) and isinstance(decoder.rotary_emb, Unrotated)
     trainer.train()
     first, second = (entry for entry in metrics(trainer) if "kl" in entry)
     assert first["kl"] == 0 < second["kl"] and first["grad_norm"] > 0

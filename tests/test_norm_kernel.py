@@ -1,12 +1,15 @@
-"""The RMSNorm kernel against its twin, `trl_quant.layers.exact.rms_norm`, on a GPU or in the interpreter."""
+"""The RMSNorm kernel against its twin, `trl_quant.layers.norm.rms_norm`, on a GPU or in the interpreter."""
 
 import re
 
 import pytest
 import torch
+import triton.language as tl
 from interpreter import INTERPRETED, on_devices, ptx_of, rerun, reruns
 
-from trl_quant.layers import exact
+from trl_quant.layers import norm as twin
+from trl_quant.layers import products
+from trl_quant.precisions import unified_flows
 
 
 kernels = pytest.importorskip("trl_quant.kernels.norm")
@@ -35,29 +38,79 @@ def test_equals_its_twin(device, dtype, shape, adds):
     """The sum bit for bit; the output but for the order of a sum, which moves a last bit now and then."""
     x, residual, weight = inputs(shape, dtype, device)
     given = [t.clone() for t in (x, residual, weight)]
-    y, total = kernels.rms_norm(x, weight, 1e-5, residual if adds else None)
+    y, total, codes = kernels.rms_norm(x, weight, 1e-5, residual if adds else None)
     assert all(torch.equal(a, b) for a, b in zip((x, residual, weight), given, strict=True))
     x, residual, weight = (t.cpu() for t in given)
-    expected, sums = exact.rms_norm(x, weight, 1e-5, residual if adds else None)
+    expected, sums = twin.rms_norm(x, weight, 1e-5, residual if adds else None)
     assert torch.equal(total.cpu(), sums)
     last_bit = torch.finfo(dtype).eps
     torch.testing.assert_close(y.cpu(), expected, rtol=(2 if dtype == torch.bfloat16 else 8) * last_bit, atol=0)
     if dtype == torch.bfloat16:
         assert (y.cpu() == expected).float().mean() > 0.99
-    assert y.shape == x.shape
+    assert y.shape == x.shape and codes is None
+
+
+@on_devices
+@pytest.mark.parametrize("format", unified_flows())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_codes_of_the_output(device, dtype, format):
+    """Those of the quantizers, of the output in BF16; that has the same bits without, and after a sum."""
+    least = products.LEAST_AMAX if format == "fp8_block" else products.LEAST_SCALE
+    for shape in (*SHAPES, (3, 260), (2, 4096)):
+        x, residual, weight = inputs(shape, dtype, device)
+        x[0] = 0
+        y, _, codes = kernels.rms_norm(x, weight, 1e-5, None, format, torch.bfloat16, least)
+        assert torch.equal(y, kernels.rms_norm(x, weight, 1e-5)[0])
+        added, total, _ = kernels.rms_norm(x, weight, 1e-5, residual)
+        assert torch.equal(added, kernels.rms_norm(total, weight, 1e-5, None, format, torch.bfloat16, least)[0])
+        flat = y.flatten(0, -2).to(torch.bfloat16)
+        by = {"fp8": products.quantize_fp8, "fp8_block": lambda y: products.quantize_groups(y, least)}
+        twin = by.get(format, lambda y: products.quantize_int8(y, True))(flat)
+        assert (codes.format, codes.shape, codes.dtype) == (twin.format, twin.shape, twin.dtype)
+        assert codes.scale.shape == twin.scale.shape and torch.equal(codes.scale, twin.scale)
+        assert torch.equal(codes.values.view(torch.uint8), twin.values.view(torch.uint8))
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients(device, dtype, monkeypatch):
+    """Of x and weight, against autograd in FP64; few programs share many tokens."""
+    monkeypatch.setattr(kernels, "PROGRAMS", 3)
+    for shape in (*SHAPES, (90, 130)):
+        x, dy, weight = inputs(shape, dtype, device)
+        wide = x.double().requires_grad_(), weight.double()
+        normed = wide[0] * (wide[0].square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        (dx,) = torch.autograd.grad(normed * wide[1], wide[0], dy.double())
+        dw = (dy.double() * normed.detach().to(dtype)).flatten(0, -2).sum(0)
+        for trains in (True, False):
+            ours = kernels.rms_norm_backward(dy, x, weight, 1e-5, trains)
+            bound = {"rtol": 2**-7, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+            torch.testing.assert_close(ours[0].double(), dx, **bound)
+            assert ours[0].dtype == dtype and (ours[1] is None) is not trains
+            if trains:
+                torch.testing.assert_close(ours[1].double(), dw, **bound)
+    assert kernels.rms_norm_backward(dy[:0], x[:0], weight, 1e-5, True)[1].tolist() == [0] * 130
 
 
 @on_devices
 def test_a_token_gets_the_same_bits_in_any_batch(device):
     x, residual, weight = inputs((40, 96), torch.bfloat16, device)
-    y, _ = kernels.rms_norm(x, weight, 1e-5, residual)
+    y, *_ = kernels.rms_norm(x, weight, 1e-5, residual)
     for rows in (1, 7, 33):
         assert torch.equal(kernels.rms_norm(x[:rows], weight, 1e-5, residual[:rows])[0], y[:rows])
     assert kernels.rms_norm(x[:0], weight, 1e-5)[0].shape == (0, 96)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
-def test_reads_and_writes_16_bytes_at_once():
-    types = "*bf16 *bf16 *bf16 *bf16 *bf16 i32 fp32"
-    code = ptx_of(kernels.norm_kernel, types, {"ADD": True, "BLOCK": 4096}, num_warps=8)
+@pytest.mark.parametrize("format", [None, *unified_flows()])
+def test_reads_and_writes_16_bytes_at_once(format):
+    kind = {None: "-", "int8": "*i8"}.get(format, "*fp8e4nv")
+    types = f"*bf16 *bf16 *bf16 *bf16 *bf16 {kind} {'*fp32' if format else '-'} i32 i32 fp32 fp32"
+    constants = {"CODE": tl.bfloat16, "FORMAT": format, "ROWS": 1, "COLS": 4096}
+    code = ptx_of(kernels.norm_kernel, types, constants, num_warps=8)
     assert len(re.findall(r"ld\.global\.v4\.b32", code)) >= 6 and len(re.findall(r"st\.global\.v4\.b32", code)) >= 4
+    if format:
+        assert code.count("div.rn.f32") <= 4, "no division for each value"
+    types = "*bf16 *bf16 *bf16 *bf16 *fp32 i32 i32 fp32"
+    code = ptx_of(kernels.gradient_kernel, types, {"ROWS": 1, "COLS": 4096}, num_warps=8)
+    assert len(re.findall(r"ld\.global\.v4\.b32", code)) >= 6

@@ -4,7 +4,7 @@ The policy computed with its engine's kernels (`exact_rollouts`): what of a mode
 | of the policy | becomes | because the engine |
 |---|---|---|
 | embeddings | rounded to BF16, so that the residual stream is | adds and rounds in BF16 |
-| norms | [`~layers.exact.ExactRMSNorm`] | is given the same kernel |
+| norms | [`~layers.norm.FusedRMSNorm`] | is given the same kernel |
 | rotary embeddings, attention | [`~layers.exact.ExactAttention`], as transformers calls attention | has these |
 | TRL's fused head | [`~rollout.seams.exact_log_probs`] | takes a log-softmax of whole rows |
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from .layers.exact import ExactAttention, ExactRMSNorm, Kernels, Unrotated
+from .layers.exact import ExactAttention, Kernels, Unrotated
+from .layers.norm import FusedRMSNorm
 from .rollout.seams import exact_log_probs, scoring_with
 
 
@@ -56,8 +57,11 @@ def compute_exactly(model: nn.Module, kernels: Kernels) -> None:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder, attention = base.get_decoder(), ExactAttention(kernels)
     for name, module in list(decoder.named_modules()):
-        if type(module).__name__.endswith("RMSNorm"):
-            decoder.set_submodule(name, ExactRMSNorm(module))
+        if type(module).__name__.endswith("RMSNorm") and not isinstance(module, FusedRMSNorm):
+            module = FusedRMSNorm(module)
+            decoder.set_submodule(name, module)
+        if isinstance(module, FusedRMSNorm):
+            module.rounds = True
         elif hasattr(module, "scaling") and hasattr(module, "o_proj"):
             module.exact_attention = attention
     decoder.rotary_emb = Unrotated(kernels.rotated)

@@ -3,10 +3,10 @@ The policy trained in the numbers that sample from it (Jet-RL, arXiv:2601.14243)
 
     policy = Q(W), or Q(W + s B A)         the decoder's linear layers, in trainer and engine alike
 
-[`unify`] puts a [`~layers.UnifiedLinear`] around the weights that each layer has, and has MLPs compute their activation
-with the quantizer that follows it, in the same bits. Embeddings, norms and the head stay as they are, and so do the
-names and types of all that is trained and saved. FSDP2 shards those weights as any other; each rank quantizes what it
-gathers.
+[`unify`] puts a [`~layers.UnifiedLinear`] around the weights that each layer has. Norms and the MLPs' activations are
+computed with the quantizers that follow them; they, the embeddings and the head stay as precise as they are, and so do
+the names and types of all that is trained and saved. FSDP2 shards those weights as any other; each rank quantizes what
+it gathers.
 """
 
 import logging
@@ -18,13 +18,15 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from transformers import AutoConfig, TrainerCallback
 from transformers.activations import SiLUActivation
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from .adapters import UnifiedLoraLinear
 from .exact_flow import compute_exactly
 from .layers import UnifiedLinear
 from .layers.gated import silu_mul
+from .layers.norm import FusedRMSNorm
 from .layers.products import multiplies
+from .norms import FAMILIES, feeding_norms
 from .precisions import PRECISIONS, unified_flows
 from .rollout.vllm.support import quantized_layers
 
@@ -64,13 +66,31 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
             _know_base(name, layer, merged)
         if _is_gated(layer):
             layer.forward = partial(_gated, layer)
+    _fuse_norms(base)
+
+
+def _fuse_norms(model: nn.Module) -> None:
+    """Puts a [`~layers.norm.FusedRMSNorm`] around each norm of Llama's kind, which knows the layers that it feeds."""
+    config, feeds = getattr(model, "config", None), {}
+    if config is not None and (family := config.get_text_config().model_type) in FAMILIES:
+        feeds = feeding_norms(family, (name for name, _ in model.named_parameters()))
+    for name, norm in list(model.named_modules()):
+        if _computes_as(norm, LlamaRMSNorm):
+            fed = [_base(model.get_submodule(linear)) for linear in feeds.get(f"{name}.weight", ())]
+            known = bool(fed) and all(isinstance(linear, UnifiedLinear) for linear in fed)
+            model.set_submodule(name, FusedRMSNorm(norm, fed[0] if known else None))
+
+
+def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module computes what transformers' `kind` does, which each family has in the same words."""
+    ours, theirs = (getattr(each.forward, "__code__", None) for each in (type(module), kind))
+    same = ours is not None and (ours.co_code, ours.co_names) == (theirs.co_code, theirs.co_names)
+    return same and "forward" not in vars(module)
 
 
 def _is_gated(module: nn.Module) -> bool:
-    """Whether a module computes `down_proj(silu(gate_proj(x)) * up_proj(x))`, in the words of Llama's."""
-    ours, theirs = (getattr(kind.forward, "__code__", None) for kind in (type(module), LlamaMLP))
-    same = ours is not None and (ours.co_code, ours.co_names) == (theirs.co_code, theirs.co_names)
-    if not same or "forward" in vars(module) or not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
+    """Whether a module computes `down_proj(silu(gate_proj(x)) * up_proj(x))`."""
+    if not _computes_as(module, LlamaMLP) or not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
         return False
     return isinstance(_base(module.down_proj), UnifiedLinear)
 

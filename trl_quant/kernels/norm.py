@@ -1,11 +1,13 @@
 """
-RMSNorm with a residual sum, each token by itself: its bits do not depend on how many tokens there are, where vLLM's
-kernel takes other blocks of threads from 256 tokens on and adds up in another order. Its twin is
-[`trl_quant.layers.exact.rms_norm`].
+RMSNorm, each token by itself: its bits do not depend on how many tokens there are, where vLLM's kernel takes other
+blocks of threads from 256 tokens on and adds up in another order. Its twin is [`trl_quant.layers.norm.rms_norm`].
 
-| kernel        | one program handles | reads, writes                                |
-|---------------|---------------------|----------------------------------------------|
-| `norm_kernel` | one token           | input and residual once; output and the sum  |
+| kernel            | one program handles | reads, writes                                                           |
+|-------------------|---------------------|-------------------------------------------------------------------------|
+| `norm_kernel`     | some tokens         | input and residual once; output, the sum, and codes and scales if so    |
+| `gradient_kernel` | every n-th of these | input and dY once; dX, and a row of the weight's gradient where it trains |
+
+Codes and scales are those that the quantizers of [`trl_quant.kernels.unified`] make of the rounded output.
 """
 
 from contextlib import nullcontext
@@ -15,37 +17,144 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trl_quant.formats import QuantizedTensor
+from trl_quant.formats.fp8 import BLOCK
+
 from .arithmetic import rounded, wide
+from .unified import group_codes, row_codes
+
+
+TILE = 1024  # numbers that a program handles at least
+PROGRAMS = 528  # that share the tokens where a weight's gradient is added up: four for each multiprocessor of a Hopper
 
 
 @triton.jit
-def norm_kernel(x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, features, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of (tokens, features)."""
-    column = tl.arange(0, BLOCK)
-    mask = column < features
-    at = tl.program_id(0).to(tl.int64) * features + column
+def norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, values_ptr, scale_ptr, rows, features, eps, least,
+    CODE: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Rows of (tokens, features). Codes are made of the output rounded to the type CODE."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, COLS)[None, :]
+    mask = (row < rows)[:, None] & (col < features)
+    at = row.to(tl.int64)[:, None] * features + col
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     x = wide(tl.load(x_ptr + at, mask=mask, other=0.0))
-    if ADD:
+    if residual_ptr is not None:
         total = rounded(x + wide(tl.load(residual_ptr + at, mask=mask, other=0.0)), dtype)
         tl.store(sum_ptr + at, total, mask=mask)
         x = wide(total)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / features + eps)
-    weight = wide(tl.load(weight_ptr + column, mask=mask, other=0.0))
-    y = wide(rounded(x * scale, dtype)) * weight
-    tl.store(y_ptr + at, rounded(y, dtype), mask=mask)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / features + eps)
+    weight = wide(tl.load(weight_ptr + col, mask=col < features, other=0.0))
+    y = rounded(wide(rounded(x * inverse[:, None], dtype)) * weight, dtype)
+    tl.store(y_ptr + at, y, mask=mask)
+    if FORMAT is not None:
+        y = wide(rounded(wide(y), CODE))
+        if FORMAT == "fp8_block":
+            groups: tl.constexpr = COLS // 128
+            codes, scale = group_codes(tl.reshape(y, (ROWS * groups, 128)), least)
+            codes, scale = tl.reshape(codes, (ROWS, COLS)), tl.reshape(scale, (ROWS, groups))
+            group = tl.arange(0, groups)[None, :]
+            inside = (row < rows)[:, None] & (group < tl.cdiv(features, 128))
+            tl.store(scale_ptr + group.to(tl.int64) * rows + row[:, None], scale, mask=inside)
+        else:
+            codes, scale = row_codes(y, least, FORMAT == "int8", True)
+            tl.store(scale_ptr + row, scale, mask=row < rows)
+        tl.store(values_ptr + at, codes, mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """[`trl_quant.layers.exact.rms_norm`]."""
+@triton.jit
+def gradient_kernel(
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dw_ptr, rows, features, eps, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """
+    Of y = w x r, r = 1 / rms(x): dX = r (w dY - x r^2 mean(w dY x)). With `dw_ptr`, a row of (programs, features) for
+    what each program's tokens add to dW = sum(dY round(x r)).
+    """
+    col = tl.arange(0, COLS)[None, :]
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    weight = wide(tl.load(weight_ptr + col, mask=col < features, other=0.0))
+    added = tl.zeros((ROWS, COLS), tl.float32)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & (col < features)
+        at = row.to(tl.int64)[:, None] * features + col
+        x = wide(tl.load(x_ptr + at, mask=mask, other=0.0))
+        dy = wide(tl.load(dy_ptr + at, mask=mask, other=0.0))
+        inverse = tl.rsqrt(tl.sum(x * x, axis=1) / features + eps)[:, None]
+        normed, d_normed = x * inverse, dy * weight
+        along = (tl.sum(d_normed * normed, axis=1) / features)[:, None]
+        tl.store(dx_ptr + at, rounded((d_normed - normed * along) * inverse, dtype), mask=mask)
+        if dw_ptr is not None:
+            added += dy * wide(rounded(normed, dtype))
+    if dw_ptr is not None:
+        at = tl.program_id(0).to(tl.int64) * features + tl.arange(0, COLS)
+        tl.store(dw_ptr + at, tl.sum(added, axis=0), mask=tl.arange(0, COLS) < features)
+
+
+def _tile(features: int) -> dict:
+    cols = max(triton.next_power_of_2(features), BLOCK)
+    rows = max(TILE // cols, 1)
+    return {"ROWS": rows, "COLS": cols, "num_warps": min(max(rows * cols // 512, 1), 16)}
+
+
+def _on(x: Tensor):
+    """Makes the device of x current, since Triton launches there."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    format: str | None = None,
+    dtype: torch.dtype | None = None,
+    least: float = 0.0,
+) -> tuple[Tensor, Tensor, QuantizedTensor | None]:
+    """
+    [`trl_quant.layers.norm.rms_norm`], and the codes of its output where there is a `format`.
+
+    Args:
+        x, weight, eps, residual: As there.
+        format (`str`, *optional*): "fp8_block", "fp8" or "int8", quantized as [`trl_quant.layers.products`] does.
+        dtype (`torch.dtype`, *optional*): What the output is rounded to before it is quantized.
+        least (`float`, *optional*): The least scale of a token ("fp8") or maximum of a group ("fp8_block").
+
+    Returns:
+        `tuple`: output, sum, and codes (tokens, features) or `None`.
+    """
     x = x.contiguous()
     y, features = torch.empty_like(x), x.shape[-1]
+    rows = x.numel() // features
     total = x if residual is None else torch.empty_like(x)
+    codes = values = scale = None
+    if format is not None:
+        grouped, kind = format == "fp8_block", torch.int8 if format == "int8" else torch.float8_e4m3fn
+        values = torch.empty(rows, features, dtype=kind, device=x.device)
+        scale = values.new_empty(triton.cdiv(features, BLOCK) if grouped else 1, rows, dtype=torch.float32)
+        codes = QuantizedTensor(format, values, scale.t() if grouped else scale.view(rows, 1), values.shape, dtype)
     if x.numel():
-        block = triton.next_power_of_2(features)
-        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-            norm_kernel[(x.numel() // features,)](
-                x, x if residual is None else residual.contiguous(), weight, y, total, features, eps,
-                ADD=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        with _on(x):
+            tile = _tile(features)
+            norm_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+                x, None if residual is None else residual.contiguous(), weight, y, total, values, scale,
+                rows, features, eps, least,
+                CODE=getattr(tl, str(dtype or x.dtype).removeprefix("torch.")), FORMAT=format, **tile,
             )  # fmt: skip
-    return y, total
+    return y, total, codes
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> tuple[Tensor, Tensor | None]:
+    """Gradients of [`rms_norm`], of x and, if it `trains`, of the weight."""
+    dy, x = dy.contiguous(), x.contiguous()
+    dx, features = torch.empty_like(x), x.shape[-1]
+    if not x.numel():
+        return dx, torch.zeros_like(weight) if trains else None
+    rows, tile = x.numel() // features, _tile(features)
+    programs = triton.cdiv(rows, tile["ROWS"])
+    programs = min(programs, PROGRAMS) if trains else programs
+    dw = torch.empty(programs, features, dtype=torch.float32, device=x.device) if trains else None
+    with _on(x):
+        gradient_kernel[(programs,)](dy, x, weight, dx, dw, rows, features, eps, **tile)
+    return dx, None if dw is None else dw.sum(0).to(weight.dtype)

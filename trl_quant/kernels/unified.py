@@ -66,6 +66,33 @@ def _group_scale(amax, least):
         return _times_inverse(tl.maximum(amax, least), limit, tl.full(amax.shape, 1 / 448.0, tl.float32))
 
 
+@triton.jit
+def row_codes(x, least_scale, INT8: tl.constexpr, ON_CUDA: tl.constexpr):
+    """Codes of float32 (rows, columns), and the scale of each row."""
+    amax = tl.max(tl.abs(x), axis=1)
+    if INT8:
+        limit = tl.full(amax.shape, 127.0, tl.float32)
+        scale = tl.div_rn(amax, limit)
+        some = tl.where(amax == 0, 1.0, amax)
+        if ON_CUDA:
+            inverse = tl.div_rn(limit, some)
+        else:
+            inverse = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), tl.where(amax == 0, 1.0, scale))
+        inverse = tl.where(amax == 0, 0.0, inverse)
+        codes = to_int8(x * inverse[:, None])
+    else:
+        scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32)), least_scale)
+        codes = to_e4m3(_divide(x, scale[:, None]))
+    return codes, scale
+
+
+@triton.jit
+def group_codes(x, least):
+    """Codes of float32 (groups, 128), and the scale of each group."""
+    scale = _group_scale(tl.max(tl.abs(x), axis=1), least)
+    return to_e4m3(_divide(x, scale[:, None])), scale
+
+
 # Kernels
 
 
@@ -80,20 +107,7 @@ def rows_kernel(
     offset = row.to(tl.int64)[:, None] * cols + col
     mask = (row < rows)[:, None] & (col < cols)
     x = _input(x_ptr, up_ptr, y_ptr, offset, mask)
-    amax = tl.max(tl.abs(x), axis=1)
-    if INT8:
-        limit = tl.full((ROWS,), 127.0, tl.float32)
-        scale = tl.div_rn(amax, limit)
-        some = tl.where(amax == 0, 1.0, amax)
-        if ON_CUDA:
-            inverse = tl.div_rn(limit, some)
-        else:
-            inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.where(amax == 0, 1.0, scale))
-        inverse = tl.where(amax == 0, 0.0, inverse)
-        codes = to_int8(x * inverse[:, None])
-    else:
-        scale = tl.maximum(tl.div_rn(amax, tl.full((ROWS,), 448.0, tl.float32)), least_scale)
-        codes = to_e4m3(_divide(x, scale[:, None]))
+    codes, scale = row_codes(x, least_scale, INT8, ON_CUDA)
     tl.store(values_ptr + offset, codes, mask=mask)
     tl.store(scale_ptr + row, scale, mask=row < rows)
 
@@ -118,8 +132,8 @@ def _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row, rows, col,
     offset = row.to(tl.int64)[:, None] * cols + col[None, :]
     mask = (row < rows)[:, None] & (col < cols)[None, :]
     x = _input(x_ptr, up_ptr, y_ptr, offset, mask)
-    scale = _group_scale(tl.max(tl.abs(x), axis=1), least)
-    tl.store(values_ptr + offset, to_e4m3(_divide(x, scale[:, None])), mask=mask)
+    codes, scale = group_codes(x, least)
+    tl.store(values_ptr + offset, codes, mask=mask)
     tl.store(scale_ptr + row, scale, mask=row < rows)
     return x
 

@@ -1,10 +1,10 @@
 r"""
 What lies between a policy's linear layers, computed by the kernels that its engine has, so that trainer and sampler
-get the same bits. Those have no gradients; these are torch's:
+get the same bits. Those have no gradients; these are added:
 
 | operator | forward | backward |
 |---|---|---|
-| RMSNorm | [`rms_norm`], which the engine is given too | of `torch.nn.functional.rms_norm` |
+| RMSNorm | [`~layers.norm.rms_norm`], which the engine is given too | a kernel beside it |
 | rotary embedding R(p) | the engine's, p counting a sequence's own tokens | dX = R(-p) dY, by the same kernel |
 | attention | the engine's, over packed sequences, each row's keys in one part | of torch's flash attention |
 | log-probabilities | the logits' log-softmax as the engine computes it | TRL's |
@@ -78,18 +78,6 @@ class Packed:
         return cls(rows, (mask.cumsum(1) - 1).flatten()[rows], starts, int(lengths.max()))
 
 
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return rms_norm(x, weight, eps)[0]
-
-    @staticmethod
-    def backward(ctx, dy):
-        return *_gradients(ctx, lambda x, w: F.rms_norm(x, w.shape, w, ctx.eps), dy), None
-
-
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, positions, kernel):
@@ -129,29 +117,6 @@ def _rotated(q: Tensor, k: Tensor, positions: Tensor, kernel: Callable, inverse:
     return turned[0].view(q.shape), turned[1].view(k.shape)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """
-    RMSNorm of a token, after it was added to the residual stream: round(round(s / rms(s)) w), with s = round(x + r).
-    What a token gets does not depend on how many there are.
-
-    Args:
-        x (`torch.Tensor`): (..., features).
-        weight (`torch.Tensor`): (features,), of the type of `x`.
-        eps (`float`): Added to the mean square.
-        residual (`torch.Tensor`, *optional*): r, like `x`.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: the norm's output, and s.
-    """
-    if x.is_cuda:
-        from ..kernels import norm
-
-        return norm.rms_norm(x, weight, eps, residual)
-    total = x if residual is None else x + residual
-    wide = total.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight, total
-
-
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None) -> Tensor:
     """
     torch's causal attention over packed sequences, with gradients: flash attention on a GPU, elsewhere one sequence
@@ -180,23 +145,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: floa
         y = F.scaled_dot_product_attention(*one, attn_mask=seen, scale=scale, enable_gqa=True)
         parts.append(y.squeeze(0).transpose(0, 1))
     return torch.cat(parts)
-
-
-class ExactRMSNorm(nn.Module):
-    """
-    An RMSNorm around the weight of another, which stays the same parameter.
-
-    Parameters:
-        norm (`nn.Module`): transformers' norm, whose weight is a factor.
-    """
-
-    def __init__(self, norm: nn.Module):
-        super().__init__()
-        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., features) to the same, in the type of `x`."""
-        return _Norm.apply(x, self.weight.to(x.dtype), self.variance_epsilon)
 
 
 class Unrotated(nn.Module):

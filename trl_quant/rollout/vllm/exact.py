@@ -4,7 +4,7 @@ vLLM where a token's numbers do not depend on the tokens beside it, and its kern
 | what would depend on them | what is set |
 |---|---|
 | kernels that torch.compile writes, fused otherwise from one graph to the next | `compilation_config`: mode 0 |
-| norms, summed by other blocks of threads from 256 tokens on | [`layers.exact.rms_norm`] in their place |
+| norms, summed by other blocks of threads from 256 tokens on | [`layers.norm.rms_norm`] in their place |
 | keys split into parts, more of them the fewer sequences there are | one part, in graphs and out of them |
 | a common prefix, attended apart and merged | `disable_cascade_attn` |
 | DeepGEMM, which quantizes block-scaled weights again | `precisions.InVLLM.as_given` |
@@ -31,7 +31,8 @@ from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from ...layers.exact import Kernels, Packed, log_softmax, rms_norm
+from ...layers.exact import Kernels, Packed, log_softmax
+from ...layers.norm import rms_norm
 
 
 def exact_arguments(given: dict) -> dict:
@@ -49,7 +50,7 @@ def exact_arguments(given: dict) -> dict:
 
 def hold_exact_norms(model: nn.Module) -> None:
     """
-    Has a model compute its norms with [`layers.exact.rms_norm`], before CUDA graphs are captured.
+    Has a model compute its norms with [`layers.norm.rms_norm`], before CUDA graphs are captured.
 
     Raises:
         `ValueError`: for norms of another kind.

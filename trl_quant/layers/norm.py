@@ -1,0 +1,109 @@
+r"""
+RMSNorm, with the quantizer of the layers that follow, in one pass:
+
+    Y  = round(round(X r) w),    r = 1 / sqrt(mean(X^2) + eps)             and Q(Y), where its columns are not wanted
+    dX = r (w dY - X r^2 mean(w dY X))
+    dw = sum over tokens of dY round(X r)
+
+| symbol | here | shape |
+|---|---|---|
+| `X`, `Y` | | (..., features) |
+| `w` | `weight` | (features,) |
+
+Saved for the backward pass is X, where torch's operators save a tensor in FP32 as well. Elsewhere than on a GPU the
+operators are torch's.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from . import products
+from .frozen import autocast_dtype
+from .inputs import remember
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, format, dtype):
+        from ..kernels import norm as kernels
+
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        least = products.LEAST_AMAX if format == "fp8_block" else products.LEAST_SCALE
+        y, _, codes = kernels.rms_norm(x, weight, eps, None, format, dtype, least)
+        if codes is not None:
+            remember(y, dtype, codes, codes if format != "fp8_block" else None)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        from ..kernels import norm as kernels
+
+        x, weight = ctx.saved_tensors
+        return *kernels.rms_norm_backward(dy, x, weight, ctx.eps, ctx.needs_input_grad[1]), None, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """
+    RMSNorm of a token, after it was added to the residual stream: round(round(s / rms(s)) w), with s = round(x + r).
+    What a token gets does not depend on how many there are. On a GPU it has no gradients.
+
+    Args:
+        x (`torch.Tensor`): (..., features).
+        weight (`torch.Tensor`): (features,), of the type of `x`.
+        eps (`float`): Added to the mean square.
+        residual (`torch.Tensor`, *optional*): r, like `x`.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: the norm's output, and s.
+    """
+    if x.is_cuda:
+        from ..kernels import norm as kernels
+
+        return kernels.rms_norm(x, weight, eps, residual)[:2]
+    total = x if residual is None else x + residual
+    return _by_torch(total, weight, eps), total
+
+
+def _by_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+class FusedRMSNorm(nn.Module):
+    """
+    An RMSNorm around the weight of another, which stays the same parameter.
+
+    Parameters:
+        norm (`nn.Module`): transformers' norm, whose weight is a factor.
+        feeds (`nn.Module`, *optional*):
+            [`~layers.UnifiedLinear`] that its output goes to, the first of those that share it. Where that trains, and
+            wants its input in two layouts, it quantizes for itself.
+
+    Attributes:
+        rounds (`bool`): Whether a weight of another type than the input is rounded to that, as an engine's is.
+    """
+
+    rounds = False
+
+    def __init__(self, norm: nn.Module, feeds: nn.Module | None = None):
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+        self.train(norm.training)
+        object.__setattr__(self, "feeds", feeds)  # another module's child
+
+    @torch.compiler.disable  # as the layers that it feeds
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., features) to the same."""
+        weight = self.weight.to(x.dtype) if self.rounds else self.weight
+        if weight.dtype != x.dtype or not products.has_kernels(x, "int8"):
+            return _by_torch(x, weight, self.variance_epsilon)
+        format, dtype = None, autocast_dtype(x, len(weight))
+        if self.feeds is not None:
+            format = self.feeds.format
+            if not products.has_kernels(x, format) or (format == "fp8_block" and self.feeds.trains()):
+                format = None
+        return _Norm.apply(x, weight, self.variance_epsilon, format, dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
