@@ -6,16 +6,20 @@ The model (two layers, 0.5M parameters, a tokenizer of 64 characters) learns wor
 `347+588=7+8+0=5c1 4+8+1=3c1 3+5+1=9c0 #### 935` by supervised training. Training stops once it is right on a third of
 the held-out problems when sampling at temperature 1. `train.jsonl` and `eval.jsonl` (columns `prompt` and `answer`) are
 written beside it; problems in `eval.jsonl` are never trained on. The same seed gives the same model.
+
+With `--quotient 24 --max_completion_length 1216` it learns to divide by repeated subtraction instead, in completions of
+about 1000 tokens.
 """
 
 import random
 import string
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import (
@@ -31,8 +35,8 @@ from transformers import (
 )
 from trl import TrlParser
 
-from trl_quant.tasks import arithmetic_reward, sheet_reward
-from trl_quant.tasks.arithmetic import Sheet, problems, sheets
+from trl_quant.tasks import arithmetic_reward, division_reward
+from trl_quant.tasks.arithmetic import Division, Problem, divisions, problems
 from trl_quant.tasks.evaluate import mean_reward
 
 
@@ -56,7 +60,9 @@ class BuildArguments:
         default=MAX_COMPLETION_LENGTH,
         metadata={"help": "Tokens of a held-out solution, at most; more digits need more."},
     )
-    problems: int = field(default=1, metadata={"help": "Problems in a prompt, which are solved one after the other."})
+    quotient: int = field(
+        default=0, metadata={"help": "Of the longest division, which has that many subtractions; 0 asks no divisions."}
+    )
     direct: float = field(default=0.0, metadata={"help": "Share of the lessons that give the answer without steps."})
     seed: int = field(default=0, metadata={"help": "For weights, problems and sampling."})
     train_problems: int = field(default=4096, metadata={"help": "Rows of train.jsonl."})
@@ -64,7 +70,7 @@ class BuildArguments:
 
     @property
     def reward(self) -> Callable[..., list[float | None]]:
-        return arithmetic_reward if self.problems == 1 else sheet_reward
+        return division_reward if self.quotient else arithmetic_reward
 
     @property
     def positions(self) -> int:
@@ -110,32 +116,47 @@ def build_model(tokenizer: PreTrainedTokenizerFast, positions: int = 512) -> Qwe
     )
 
 
+def stream(
+    args: BuildArguments, seed: int, min_quotient: int = 1, held_out: bool = False
+) -> Iterator[Problem | Division]:
+    """What the model is taught and asked."""
+    if args.quotient:
+        return divisions(seed, min_quotient, args.quotient, held_out)
+    return problems(seed, args.operations, max_digits=args.max_digits, held_out=held_out)
+
+
 def prompts(args: BuildArguments, seed: int, count: int, held_out: bool) -> Dataset:
-    """`count` different problems, as `prompt` and `answer`."""
-    stream = sheets(args.problems, problems(seed, args.operations, max_digits=args.max_digits, held_out=held_out))
-    unique = dict.fromkeys(islice(stream, 2 * count))
-    return Dataset.from_list([asked.row for asked in islice(unique, count)])
+    """`count` different problems, as `prompt` and `answer`. Divisions are long: one quotient alone has too few."""
+    asked = stream(args, seed, max(1, args.quotient - 1), held_out)
+    unique = dict.fromkeys(islice(asked, 2 * count))
+    return Dataset.from_list([problem.row for problem in islice(unique, count)])
 
 
-def lessons(tokenizer: PreTrainedTokenizerFast, args: BuildArguments) -> list[dict[str, list[int]]]:
-    """Tokenized worked solutions; the loss covers only the solution, not the problem. Sheets are of all lengths."""
-    rng, count = random.Random(args.seed), args.max_steps * args.batch_size
-    stream = problems(args.seed, args.operations, max_digits=args.max_digits)
-    taught = list(islice(stream, count))
-    if args.problems > 1:
-        taught = [Sheet((first, *islice(stream, rng.randrange(args.problems)))) for first in taught]
-    solutions = [p.solution if rng.random() >= args.direct else p.direct_solution for p in taught]
-    texts = tokenizer([p.prompt + solution + "<eos>" for p, solution in zip(taught, solutions, strict=True)])[
-        "input_ids"
-    ]
-    lengths = [len(ids) for ids in tokenizer([problem.prompt for problem in taught])["input_ids"]]
-    return [{"input_ids": ids, "labels": [-100] * n + ids[n:]} for ids, n in zip(texts, lengths, strict=True)]
+class Lessons(torch.utils.data.Dataset):
+    """Tokenized worked solutions; the loss covers only the solution, not the problem. Divisions are of all lengths.
+
+    Each is written out when it is asked for: those of 1000 tokens would not fit into memory together.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, args: BuildArguments):
+        rng, self.tokenizer = random.Random(args.seed), tokenizer
+        self.problems = list(islice(stream(args, args.seed), args.max_steps * args.batch_size))
+        self.direct = [rng.random() < args.direct for _ in self.problems]
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        problem = self.problems[index]
+        solution = problem.direct_solution if self.direct[index] else problem.solution
+        asked, solved = self.tokenizer([problem.prompt, solution + "<eos>"])["input_ids"]
+        return {"input_ids": asked + solved, "labels": [-100] * len(asked) + solved}
 
 
 class StopAtAccuracy(TrainerCallback):
     """Samples held-out problems every 15 steps and stops at the target; keeps `accuracy`, the last value.
 
-    With several problems in a prompt it takes that much longer, and is done that much more rarely.
+    Divisions take much longer to sample, and are looked at every 45 steps.
     """
 
     def __init__(self, arguments: BuildArguments, dataset: Dataset, tokenizer: PreTrainedTokenizerFast):
@@ -144,7 +165,7 @@ class StopAtAccuracy(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         # Before step 300 the loss is too high for anything to be right.
-        if state.global_step % (15 * self.arguments.problems) == 0 and state.global_step >= 300:
+        if state.global_step % (45 if self.arguments.quotient else 15) == 0 and state.global_step >= 300:
             own = self.arguments
             self.accuracy = mean_reward(
                 model, self.tokenizer, self.dataset, own.reward, own.max_completion_length, seed=args.seed
@@ -178,7 +199,7 @@ def build(args: BuildArguments) -> float:
             dataloader_pin_memory=False,
             seed=args.seed,
         ),
-        train_dataset=lessons(tokenizer, args),
+        train_dataset=Lessons(tokenizer, args),
         data_collator=DataCollatorForSeq2Seq(tokenizer),
         processing_class=tokenizer,
         callbacks=[stop],

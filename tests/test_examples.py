@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_quant.cli.report import read_run
 from trl_quant.tasks import load_prompts
-from trl_quant.tasks.arithmetic import Problem, problems
+from trl_quant.tasks.arithmetic import Problem, divisions, problems
+from trl_quant.tasks.splits import is_held_out
 
 
 ROOT = Path(__file__).parents[1]
@@ -75,13 +76,32 @@ def test_the_longest_solution_fits():
 
 def test_only_solutions_are_learned():
     tokenizer = building.build_tokenizer()
-    rows = building.lessons(tokenizer, building.BuildArguments(max_steps=2, batch_size=4, seed=5))
+    rows = building.Lessons(tokenizer, building.BuildArguments(max_steps=2, batch_size=4, seed=5))
     assert len(rows) == 8
     for row, problem in zip(rows, problems(5, "+-", max_digits=3)):
         learned = [label for label in row["labels"] if label != -100]
         assert tokenizer.decode(row["input_ids"]) == problem.prompt + problem.solution + "<eos>"
         assert tokenizer.decode(learned) == problem.solution + "<eos>"
         assert len(row["labels"]) == len(row["input_ids"])
+
+
+@pytest.mark.parametrize("direct", [0.0, 0.5])
+def test_divisions_are_taught_at_all_lengths_and_asked_at_the_longest(direct):
+    tokenizer, args = building.build_tokenizer(2048), building.BuildArguments(quotient=6, max_steps=8, direct=direct)
+    rows = [
+        [tokenizer.decode(part) for part in (row["input_ids"], [label for label in row["labels"] if label != -100])]
+        for row in building.Lessons(tokenizer, args)
+    ]
+    written = 0
+    for (text, learned), division in zip(rows, divisions(args.seed, 1, 6)):
+        solutions = [division.solution + "<eos>", division.direct_solution + "<eos>"]
+        assert learned in solutions[: 1 + (direct > 0)] and text == division.prompt + learned
+        written += learned == solutions[0]
+    assert len(rows) == 512 and written / 512 == pytest.approx(1 - direct, abs=0.09 if direct else 0)
+    assert {learned.count(";") for _, learned in rows} == set(range(1, 7))
+    asked = {held_out: building.prompts(args, 1, 64, held_out) for held_out in (False, True)}
+    assert all({answer.count(";") + 1 for answer in rows["answer"]} == {5, 6} for rows in asked.values())
+    assert all(is_held_out(prompt) is held_out for held_out, rows in asked.items() for prompt in rows["prompt"])
 
 
 def test_problems_to_train_and_evaluate_on(built):
@@ -95,12 +115,12 @@ def test_problems_to_train_and_evaluate_on(built):
             assert Problem(a, op, b).held_out is held_out and str(Problem(a, op, b).answer) == answer
 
 
-@pytest.mark.parametrize(("problems", "end"), [(1, 330), (24, 1080)])
-def test_teaching_stops_at_the_target(monkeypatch, problems, end):
-    """At the third look, which sheets get more rarely."""
+@pytest.mark.parametrize(("quotient", "end"), [(0, 330), (24, 405)])
+def test_teaching_stops_at_the_target(monkeypatch, quotient, end):
+    """At the third look, which divisions get more rarely."""
     scores = iter([0.1, 0.34, 0.36])
     monkeypatch.setattr(building, "mean_reward", lambda *args, **kwargs: next(scores))
-    arguments = building.BuildArguments(target_accuracy=0.35, problems=problems)
+    arguments = building.BuildArguments(target_accuracy=0.35, quotient=quotient)
     stop = building.StopAtAccuracy(arguments, dataset=None, tokenizer=None)
     stopped_at = None
     for step in range(1, 1200):

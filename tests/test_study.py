@@ -12,7 +12,7 @@ import torch
 
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli.runs import Run, grouped, read_run
-from trl_quant.tasks.arithmetic import Problem, Sheet
+from trl_quant.tasks.arithmetic import Division, Problem
 
 
 ROOT = Path(__file__).parents[1]
@@ -54,10 +54,12 @@ def test_the_longest_solution_fits(digits):
     assert tokens <= Cell("", digits=digits).max_completion_length < tokens + 16
 
 
-def test_the_longest_sheet_fits():
-    problems = [Problem(999, op, 998 if op == "+" else 100) for op in "+-"] * 4
-    tokens = len(building.build_tokenizer()(Sheet(tuple(problems)).solution)["input_ids"]) + 1
-    assert tokens <= Cell("", problems=8).max_completion_length < tokens + 40
+@pytest.mark.parametrize("quotient", [1, 4, 24])
+def test_the_longest_division_fits(quotient):
+    tokenizer = building.build_tokenizer()
+    all_of_them = [Division(b * quotient + rest, b) for b in range(10, 100) for rest in (0, b - 1)]
+    tokens = max(map(len, tokenizer([division.solution + "<eos>" for division in all_of_them])["input_ids"]))
+    assert tokens <= Cell("", quotient=quotient).max_completion_length < tokens + 8
 
 
 def test_outliers_change_activations_and_no_output():

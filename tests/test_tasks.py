@@ -11,8 +11,8 @@ from datasets import Dataset
 from test_rewards import EXCERPT, arithmetic
 from tiny import tiny_model, tiny_tokenizer
 
-from trl_quant.tasks import load_prompts, sheet_reward
-from trl_quant.tasks.arithmetic import OPERATIONS, Problem, problems, sheets
+from trl_quant.tasks import division_reward, load_prompts
+from trl_quant.tasks.arithmetic import OPERATIONS, Division, Problem, divisions, problems
 from trl_quant.tasks.evaluate import mean_reward
 
 
@@ -132,20 +132,43 @@ def test_held_out_problems_are_never_taught():
     assert taught and held_out and not taught & held_out
 
 
+def test_divisions():
+    with pytest.raises(ValueError, match=r"min_quotient`=3, `max_quotient`=2.*at least 1, in order"):
+        next(divisions(0, 3, 2))
+    sample = list(islice(divisions(0, 2, 24), 500))
+    assert sample == list(islice(divisions(0, 2, 24), 500)) != list(islice(divisions(1, 2, 24), 500))
+    assert {division.a // division.b for division in sample} == set(range(2, 25))
+    for division in sample:
+        assert division.prompt == f"{division.a}%{division.b}=" and 10 <= division.b <= 99
+        *others, remainder = map(int, division.row["answer"].split(";"))
+        assert [*others, remainder] == [division.a - (i + 1) * division.b for i in range(division.a // division.b)]
+        assert remainder == eval(division.prompt.rstrip("="))
+        assert [replay(problem) for problem in division.problems] == [*others, remainder]
+        assert division_reward([division.solution], [division.row["answer"]]) == [1.0]
+    assert Division(130, 57).solution == (
+        "130-57=0-7-0=3b1 3-5-1=7b1 1-0-1=0b0 #### 73;73-57=3-7-0=6b1 7-5-1=1b0 #### 16;"
+    )
+    taught, held_out = (set(islice(divisions(0, 1, 4, held_out=h), 3000)) for h in (False, True))
+    assert taught and held_out and not taught & held_out
+
+
+def test_a_division_is_scored_difference_by_difference():
+    division = Division(200, 57)
+    answer = [division.row["answer"]]
+    assert answer == ["143;86;29"] and division_reward([division.direct_solution], answer) == [1.0]
+    first, second, third = division.direct_solution.split(";")[:-1]
+    slip = Division(210, 57).direct_solution.partition(";")[2]  # 10 too much in the first answer, and right from there
+    assert division_reward([f"200-57=#### 153;{slip}"], answer) == [0]
+    assert division_reward([f"{first};{second}0;{third};"], answer) == [2 / 3]
+    assert division_reward([f"{second};{first};{third};"], answer) == [1 / 3]  # each in its place
+    assert division_reward([f"{first};{second};{third}"], answer) == [2 / 3]  # the last one may have been cut
+    assert division_reward([f"{first};{second};"], answer) == [2 / 3]
+    assert division_reward([";".join(answer) + ";", "", division.prompt], answer * 3) == [0, 0, 0]
+    for more, share in ((third, 3 / 4), (f"{third};", 3 / 4), (";;", 3 / 5), (f"{third};" * 3, 3 / 6)):
+        assert division_reward([division.direct_solution + more], answer) == [share]
+
+
 # Accuracy
-
-
-def test_a_sheet_is_scored_problem_by_problem():
-    sheet = next(sheets(3, problems(0)))
-    assert sheet.prompt == ";".join(f"{p.a}{p.op}{p.b}" for p in sheet.problems) + "="
-    answer = [sheet.row["answer"]]
-    assert sheet_reward([sheet.solution], answer) == sheet_reward([sheet.direct_solution], answer) == [1.0]
-    first, second, third = sheet.direct_solution.split(";")[:-1]
-    assert sheet_reward([f"{first};{second}0;{third};"], answer) == [2 / 3]
-    assert sheet_reward([f"{second};{first};{third};"], answer) == [1 / 3]  # each in its place
-    assert sheet_reward([f"{first};{second};{third}"], answer) == [2 / 3]  # the last one may have been cut
-    assert sheet_reward([";".join(answer) + ";", "", sheet.prompt], answer * 3) == [0, 0, 0]
-    assert next(sheets(1, problems(0))) == next(problems(0))
 
 
 def test_mean_reward_samples_the_model():

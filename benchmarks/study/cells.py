@@ -8,6 +8,8 @@ Every question has, for each regime that it looks at, a cell in full precision, 
 from dataclasses import asdict, dataclass
 from itertools import product
 
+from trl_quant.tasks.arithmetic import Division
+
 
 # What distinguishes a cell from full precision in its regime; what else differs is the regime.
 TREATMENT = (
@@ -22,7 +24,7 @@ TREATMENT = (
 TASK = (
     "name",
     "digits",
-    "problems",
+    "quotient",
     "accuracy",
     "direct",
     "outliers",
@@ -46,7 +48,8 @@ class Cell:
 
     Attributes:
         digits (`int`): Of the longest operand; a solution has about 11 tokens for each.
-        problems (`int`): In a prompt; a completion solves one after the other.
+        quotient (`int`): Of the longest division by repeated subtraction, 40 to 50 tokens for each; 0 asks sums and
+            differences.
         accuracy (`float`): How often the model is right when training starts, at temperature 1.
         direct (`float`): How often it gives the answer at once, without the steps, when training starts.
         outliers (`float`): How much larger some channels of its activations are (`outliers.py`); a power of two.
@@ -66,7 +69,7 @@ class Cell:
     num_iterations: int = 1
     max_steps: int = 300
     digits: int = 3
-    problems: int = 1
+    quotient: int = 0
     accuracy: float = 0.33
     direct: float = 0.0
     outliers: float = 1.0
@@ -76,8 +79,10 @@ class Cell:
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens of the longest solution, rounded up to a multiple of 8; a sheet's repeat their problems."""
-        tokens = 11 * self.digits + 8 if self.problems == 1 else self.problems * (13 * self.digits + 6)
+        """Tokens of the longest solution, rounded up to a multiple of 8."""
+        tokens = 11 * self.digits + 8
+        if self.quotient:  # of the largest numbers; `####` is one token, and <eos> follows
+            tokens = len(Division(99 * self.quotient + 98, 99).solution.replace("####", "#")) + 1
         return -(-tokens // 8) * 8
 
     @property
@@ -88,8 +93,8 @@ class Cell:
     @property
     def taught(self) -> str:
         """Name of that model before it has outliers."""
-        sheet = f"{self.problems}-problems-" if self.problems > 1 else ""
-        return f"{sheet}{self.digits}-digits-{self.accuracy:g}" + (f"-direct-{self.direct:g}" if self.direct else "")
+        task = f"quotient-{self.quotient}" if self.quotient else f"{self.digits}-digits"
+        return f"{task}-{self.accuracy:g}" + (f"-direct-{self.direct:g}" if self.direct else "")
 
     def arguments(self) -> dict:
         """Of [`QuantGRPOConfig`]."""
@@ -127,7 +132,7 @@ OPTIMIZERS = {"adamw": {"learning_rate": 1e-4}, "sgd": {"optim": "sgd", "learnin
 SPREAD = {"outliers": 128, "learning_rate": 1e-4}
 ENDURING = SPREAD | {"max_steps": 900}
 LENGTHS = (3, 6, 12, 24)
-LONG = {"problems": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
+LONG = {"quotient": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
 
 QUESTIONS = {
     "regimes": Question(

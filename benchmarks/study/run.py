@@ -135,10 +135,10 @@ def model_jobs(cells: Sequence[Cell], output: Path) -> list[Job]:
             "target_accuracy": cell.accuracy,
             "max_digits": cell.digits,
             "max_completion_length": cell.max_completion_length,
-            "problems": cell.problems,
-            "eval_problems": max(64, 512 // cell.problems),
+            "quotient": cell.quotient,
+            "eval_problems": 64 if cell.quotient else 512,
             "direct": cell.direct,
-            "max_steps": round(300 * cell.digits / (1 - cell.direct)) * (1 if cell.problems == 1 else 4),
+            "max_steps": round((3000 if cell.quotient else 300 * cell.digits) / (1 - cell.direct)),
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         found[cell.taught] = Job(options["output_dir"], [sys.executable, str(EXAMPLE), *words], "eval.jsonl")

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli.report import write_whole
-from trl_quant.tasks import arithmetic_reward, load_prompts, sheet_reward
+from trl_quant.tasks import arithmetic_reward, division_reward, load_prompts
 from trl_quant.tasks.evaluate import mean_reward
 
 
@@ -89,7 +89,7 @@ def train(directory: Path, model: Path) -> None:
     arguments = {name: value for name, value in settings.items() if name in QuantGRPOConfig.__dataclass_fields__}
     if settings["use_vllm"]:
         arguments |= VLLM | {"vllm_max_model_length": 2 * settings["max_completion_length"]}
-    rank, reward = settings["lora_rank"], arithmetic_reward if settings["problems"] == 1 else sheet_reward
+    rank, reward = settings["lora_rank"], division_reward if settings["quotient"] else arithmetic_reward
     tokenizer, held_out = AutoTokenizer.from_pretrained(model), load_prompts(str(model / "eval.jsonl"))
     length = settings["max_completion_length"]
     trainer = QuantGRPOTrainer(

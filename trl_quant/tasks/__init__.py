@@ -2,7 +2,7 @@
 
 from .countdown import countdown_reward
 from .data import load_prompts
-from .rewards import REWARDS, arithmetic_reward, format_reward, gsm8k_reward, sheet_reward
+from .rewards import REWARDS, arithmetic_reward, division_reward, format_reward, gsm8k_reward
 from .sudoku import sudoku_reward
 
 
@@ -10,9 +10,9 @@ __all__ = [
     "REWARDS",
     "arithmetic_reward",
     "countdown_reward",
+    "division_reward",
     "format_reward",
     "gsm8k_reward",
     "load_prompts",
-    "sheet_reward",
     "sudoku_reward",
 ]

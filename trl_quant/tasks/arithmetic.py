@@ -8,10 +8,10 @@ first, one step per column: the digits, the incoming carry, the digit written, a
     904-88=    4-8-0=6b1 0-8-1=1b1 9-0-1=8b0 #### 816
     47*6=      7*6+0=2c4 4*6+4=8c2 #### 282
 
-A sheet asks several at once, whose solutions follow each other, each after its problem; that makes long completions
-out of short steps:
+A division takes the divisor away until less is left. Its solution is one difference after the other, each of which
+needs only the one before it; that makes long completions out of short steps:
 
-    347+588;47*6=   347+588=7+8+0=5c1 4+8+1=3c1 3+5+1=9c0 #### 935;47*6=7*6+0=2c4 4*6+4=8c2 #### 282;
+    130%57=    130-57=0-7-0=3b1 3-5-1=7b1 1-0-1=0b0 #### 73;73-57=3-7-0=6b1 7-5-1=1b0 #### 16;
 
 Pure Python, no model: `examples/build_arithmetic_model.py` teaches this to one.
 """
@@ -19,7 +19,6 @@ Pure Python, no model: `examples/build_arithmetic_model.py` teaches this to one.
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from .splits import is_held_out
 
@@ -83,35 +82,40 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Sheet:
-    """Several problems in one prompt."""
+class Division:
+    """`a % b`, by repeated subtraction, with `a >= b`."""
 
-    problems: tuple[Problem, ...]
+    a: int
+    b: int
+
+    @property
+    def problems(self) -> list[Problem]:
+        """The differences, as many as the quotient says."""
+        return [Problem(left, "-", self.b) for left in range(self.a, self.b - 1, -self.b)]
 
     @property
     def prompt(self) -> str:
-        return ";".join(problem.prompt.removesuffix("=") for problem in self.problems) + "="
+        return f"{self.a}%{self.b}="
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the division is for evaluation."""
+        return is_held_out(self.prompt)
 
     @property
     def row(self) -> dict:
-        """Of a dataset: the prompt, and what [`~tasks.sheet_reward`] compares with."""
+        """Of a dataset: the prompt, and what [`~tasks.division_reward`] compares with."""
         return {"prompt": self.prompt, "answer": ";".join(str(problem.answer) for problem in self.problems)}
 
     @property
     def direct_solution(self) -> str:
-        """Each problem and its answer, without steps."""
+        """Each difference and its answer, without steps."""
         return "".join(f"{problem.prompt}{problem.direct_solution};" for problem in self.problems)
 
     @property
     def solution(self) -> str:
-        """Each problem and its solution."""
+        """Each difference and its solution."""
         return "".join(f"{problem.prompt}{problem.solution};" for problem in self.problems)
-
-
-def sheets(count: int, stream: Iterator[Problem]) -> Iterator[Problem | Sheet]:
-    """Sheets of `count` problems of a stream; a single one is asked by itself."""
-    while taken := tuple(islice(stream, count)):
-        yield Sheet(taken) if count > 1 else taken[0]
 
 
 def digits(number: int) -> list[int]:
@@ -140,3 +144,20 @@ def problems(
         problem = Problem(a, op, b)
         if problem.held_out == held_out and problem.answer not in (a, b):
             yield problem
+
+
+def divisions(seed: int, min_quotient: int, max_quotient: int, held_out: bool = False) -> Iterator[Division]:
+    """An endless stream of divisions by two digits, the same for the same seed, all held out or none.
+
+    Divisors, quotients from `min_quotient` to `max_quotient`, and remainders are equally frequent.
+    """
+    if not 1 <= min_quotient <= max_quotient:
+        raise ValueError(
+            f"`min_quotient`={min_quotient}, `max_quotient`={max_quotient}: they must be at least 1, in order."
+        )
+    rng = random.Random(seed)
+    while True:
+        b = rng.randrange(10, 100)
+        division = Division(b * rng.randint(min_quotient, max_quotient) + rng.randrange(b), b)
+        if division.held_out == held_out:
+            yield division

@@ -67,25 +67,28 @@ def arithmetic_reward(completions, answer, prompts=None, **kwargs) -> list[float
     return _number_reward(completions, answer, prompts, last_number=False)
 
 
-def sheet_reward(completions, answer, **kwargs) -> list[float]:
-    """Share of a sheet's problems that are right: the n-th solution, up to its `;`, ends with `#### ` and the answer.
+def division_reward(completions, answer, **kwargs) -> list[float]:
+    """Share of a division's differences that are right: the n-th, up to its `;`, ends with `#### ` and the n-th answer.
+
+    A slip costs all that follow from it. Whatever is written after the last difference counts as wrong ones.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
-        answer (`list[str]`): the answers in their order, as [`~tasks.arithmetic.Sheet.row`] has them.
+        answer (`list[str]`): the answers in their order, as [`~tasks.arithmetic.Division.row`] has them.
 
     Example:
 
     ```python
-    >>> sheet_reward(["3+4=3+4+0=7c0 #### 7;9-5=9-5-0=3b0 #### 3;"], ["7;4"])
-    [0.5]
+    >>> completion = "25-12=5-2-0=3b0 2-1-0=1b0 #### 13;13-12=3-2-0=1b0 1-1-0=0b0 #### 1;"
+    >>> division_reward([completion, completion + "1-12="], ["13;1", "13;1"])
+    [1.0, 0.6666666666666666]
     ```
     """
     rewards = []
     for completion, gold in zip(completions, answer, strict=True):
-        solutions, answers = message_text(completion).split(";")[:-1], gold.split(";")
-        right = sum(text.rpartition("#### ")[1:] == ("#### ", one) for text, one in zip(solutions, answers))
-        rewards.append(right / len(answers))
+        (*written, rest), answers = message_text(completion).split(";"), gold.split(";")
+        right = sum(text.rpartition("#### ")[1:] == ("#### ", one) for text, one in zip(written, answers))
+        rewards.append(right / max(len(answers), len(written) + bool(rest)))
     return rewards
 
 
@@ -128,9 +131,9 @@ def format_reward(completions, **kwargs) -> list[float]:
 REWARDS = {
     "arithmetic": arithmetic_reward,
     "countdown": countdown_reward,
+    "division": division_reward,
     "format": format_reward,
     "gsm8k": gsm8k_reward,
-    "sheet": sheet_reward,
     "sudoku": sudoku_reward,
 }
 
