@@ -163,7 +163,7 @@ def test_noise_and_other_samplers(tmp_path):
         ),
         (
             {"precision": "fp8_block", "use_vllm": True, "vllm_mode": "server"},
-            "VLLM_USE_DEEP_GEMM=0, which cannot be seen",
+            "VLLM_USE_DEEP_GEMM_E8M0=0, which cannot be seen",
         ),
         ({"precision": "int4"}, "`train_precision`='int4'"),
         ({"precision": "fp8_tensor"}, "`train_precision`='fp8_tensor'"),
@@ -191,14 +191,16 @@ def test_an_adapter_with_dropout_is_refused_before_a_step(tmp_path):
 def test_an_environment_in_which_vllm_changes_the_weights(monkeypatch):
     """On Hopper DeepGEMM would quantize them again; set by hand to do so it is refused, else it is switched off."""
     given = {name: vllm.as_given for name, vllm in in_vllm().items() if vllm.as_given}
-    assert given == {"fp8_block": {"VLLM_USE_DEEP_GEMM": "0"}}
-    monkeypatch.delenv("VLLM_USE_DEEP_GEMM", raising=False)
+    assert given == {"fp8_block": {"VLLM_USE_DEEP_GEMM_E8M0": "0"}}
+    monkeypatch.delenv("VLLM_USE_DEEP_GEMM_E8M0", raising=False)
     multiply_as_given("fp8")
-    assert "VLLM_USE_DEEP_GEMM" not in os.environ
+    assert "VLLM_USE_DEEP_GEMM_E8M0" not in os.environ
     multiply_as_given("fp8_block")
-    assert os.environ["VLLM_USE_DEEP_GEMM"] == "0"
-    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
-    with pytest.raises(ValueError, match="`VLLM_USE_DEEP_GEMM`='1' in the environment has vLLM change the weights"):
+    assert os.environ["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "1")
+    with pytest.raises(
+        ValueError, match="`VLLM_USE_DEEP_GEMM_E8M0`='1' in the environment has vLLM change the weights"
+    ):
         multiply_as_given("fp8_block")
 
 

@@ -123,7 +123,7 @@ PRECISIONS: dict[str, Precision] = {
             online="fp8_per_block",
             fused_scale=True,
             wrong_kernels=("Marlin",),
-            as_given={"VLLM_USE_DEEP_GEMM": "0"},
+            as_given={"VLLM_USE_DEEP_GEMM_E8M0": "0"},
         ),
         unified=True,
         exact=True,
