@@ -178,13 +178,13 @@ CASES = [
     ),
     (
         findings.kl_grew,
-        [{"mismatch__kl_k3": climbing(1e-3, 3e-3)}, {"mismatch__kl_k3": climbing(1e-9, 9e-6)}],
+        [{"mismatch__kl_k3": climbing(1e-3, 3e-3)}, {"mismatch__kl_k3": climbing(1e-9, 9e-5)}],
         {"mismatch__kl_k3": climbing(1e-3, 1e-2)},
         "grew 8 times, from 0.001 to 0.008, rising since step 25",
     ),
     (
         findings.later_tokens_worse,
-        [POSITIONS, {"mismatch__by_position__0-15": 1e-3}, {name: 1e-7 * value for name, value in POSITIONS.items()}],
+        [POSITIONS, {"mismatch__by_position__0-15": 1e-3}, dict(zip(POSITIONS, (1e-6, 9e-5), strict=True))],
         POSITIONS | {"mismatch__by_position__256-": 6e-3},
         "Tokens from 256 on have 6 times the KL of the first 16",
     ),

@@ -14,6 +14,7 @@ from .runs import ENDS, KL, REWARD, Group, Run, moving_average
 
 
 POSITION = "mismatch/by_position/"
+ROUNDING = 1e-4  # nats a token: the KL that two BF16 programs have for the same weights, and a few flipped codes
 RISE = 1.5  # from start to end; what grew less did not rise
 
 
@@ -100,7 +101,7 @@ def _kl_since(run: Run, step: int) -> str:
     return f" while the KL grew {values[-1] / before[-1]:.0f} times"
 
 
-def kl_grew(run: Run, times: float = 3.0, floor: float = 1e-5) -> str | None:
+def kl_grew(run: Run, times: float = 3.0, floor: float = ROUNDING) -> str | None:
     """The mismatch grew to `times` its start; below `floor` it is rounding."""
     steps, values = smooth(run, KL)
     if not values or values[-1] < max(times * values[0], floor):
@@ -199,7 +200,7 @@ def alpha_full(run: Run, above: float = 0.95) -> str | None:
     return f"AIS applies its whole correction (alpha {value:.2f}): the mismatch is beyond what it was made for."
 
 
-def later_tokens_worse(run: Run, times: float = 5.0, floor: float = 1e-5) -> str | None:
+def later_tokens_worse(run: Run, times: float = 5.0, floor: float = ROUNDING) -> str | None:
     """The KL at the end of long completions, against that of their first tokens."""
     names = sorted(run.names(POSITION), key=position)
     names = [name for name in names if len(run.values(name)) >= ENDS]

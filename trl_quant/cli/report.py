@@ -85,7 +85,9 @@ def write_whole(path: str | Path, data: bytes) -> None:
 
 
 def check_output(path: str, *others: str) -> None:
-    """Raises `ValueError` for a file to write that is no chart, and not one of the `others`."""
+    """Raises `ValueError` for a file to write that is no chart and not one of the `others`, or a directory."""
+    if Path(path).is_dir():
+        raise ValueError(f"`--output`={path!r} is a directory. Name a file.")
     suffix, known = Path(path).suffix.removeprefix("."), [*Figure().canvas.get_supported_filetypes(), *others]
     if suffix and suffix not in known:
         raise ValueError(f"`--output`={path!r}: charts are written as {', '.join(sorted(known))}.")
