@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from run_logs import climbing, entries, log, noisy
 
 from trl_quant.cli.page import page
-from trl_quant.cli.panels import COLORS, TOPICS, chart, draw, logged
+from trl_quant.cli.panels import COLORS, POINTS, TOPICS, chart, draw, logged
 from trl_quant.cli.report import HEADER, plot, row
 from trl_quant.cli.runs import Group, Run, moving_average
 
@@ -54,6 +54,17 @@ def test_a_band_is_drawn_of_seeds_and_raw_values_of_a_single_run():
     ends = band.get_paths()[0].vertices[:, 1]
     assert (ends.min(), ends.max()) == pytest.approx((0.0, 0.75))
     assert lines["a"].get_color() != lines["b"].get_color() and lines["a"].get_marker() != lines["b"].get_marker()
+
+
+def test_averages_of_long_runs_are_drawn_at_fewer_steps():
+    """The last one included; single values, which jump, are all drawn."""
+    run = Run("a", entries(1001))
+    drawn, raw = sorted(axis_of("Reward", Group("a", [run])).lines, key=lambda line: len(line.get_xdata()))
+    averages = dict(zip(*run.series("reward"), strict=True))
+    averages = dict(zip(averages, moving_average(list(averages.values())), strict=True))
+    assert list(raw.get_ydata()) == run.values("reward")
+    assert 100 < len(drawn.get_xdata()) <= POINTS and drawn.get_xdata()[-1] == max(averages)
+    assert list(drawn.get_ydata()) == [averages[step] for step in drawn.get_xdata()]
 
 
 def test_metrics_of_a_panel_differ_in_their_lines():

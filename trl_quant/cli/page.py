@@ -148,10 +148,11 @@ def themed_svg(figure: Figure, salt: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'<svg[^>]*(viewBox="[^"]*")[^>]*>', r"<svg \1>", svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r"(?<=\d\.\d)\d+", "", svg)  # a tenth of a point, in paths of thousands
     svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
     for variable, (light, _) in COLORS.items():
         svg = svg.replace(light, f"var({variable})")
-    return svg.replace("\n", " ").strip()
+    return re.sub(r"\s+", " ", svg).strip()
 
 
 def _called(i: int, group: Group, place: str) -> str:

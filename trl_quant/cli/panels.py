@@ -32,6 +32,7 @@ COLORS = {
 INK, MUTED, GRID, *SERIES = (light for light, _ in COLORS.values())
 MARKERS = "os^DvP*X"
 STYLES = ("-", "--", ":", "-.")
+POINTS = 150  # of a line that is a moving average, at most
 DECADE = 10.0  # values further apart than this are drawn on a logarithmic scale, where the panel allows it
 
 
@@ -246,11 +247,19 @@ def _draw_steps(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[str, 
             steps, mean, low, high = group.band(metric, panel.smooth, size=panel.log)
             if not steps:
                 continue
+            all_steps = steps
+            if panel.smooth:  # a moving average says little new from one step to the next; the last value stays
+                every = -(-len(steps) // POINTS)
+                steps, mean, low, high = (
+                    values[(len(values) - 1) % every :: every] for values in (steps, mean, low, high)
+                )
             if len(group.runs) > 1:
                 axis.fill_between(steps, low, high, color=color, alpha=0.16, linewidth=0)
             elif len(metrics) == 1 and panel.smooth:
                 raw = group.runs[0].values(metric)
-                axis.plot(steps, [abs(x) for x in raw] if panel.log else raw, color=color, alpha=0.25, linewidth=0.7)
+                axis.plot(
+                    all_steps, [abs(x) for x in raw] if panel.log else raw, color=color, alpha=0.25, linewidth=0.7
+                )
             every = max(1, len(steps) // 6)
             marked = {"marker": marker_of(i), "markersize": 4, "markevery": (i * every // max(len(groups), 1), every)}
             axis.plot(steps, mean, color=color, linestyle=labels[label], linewidth=1.5, label=group.name, **marked)
