@@ -253,7 +253,7 @@ QUESTIONS = {
     "rollouts": Question(
         "Long completions of a weak model: sampled in FP8 and trained in BF16, or both in FP8?",
         (
-            Cell(FULL, is_correction="none", **LONG),
+            Cell(FULL, "bf16", None, "none", **LONG),
             *(Cell(f"fp8_block {name}", "fp8_block", None, name, **LONG) for name in ("none", "tis")),
             Cell("fp8_block unified", "fp8_block", "fp8_block", "none", **LONG),
         ),

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -66,6 +67,7 @@ class Job:
         if self.settings is not None:
             (self.directory / "settings.json").write_text(json.dumps(self.settings))
         own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        own["MASTER_PORT"] = str(free_port())  # runs that start together would look for one in the same order
         own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         if GPUS:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))
@@ -88,6 +90,12 @@ class Job:
             return f"killed by {signal.Signals(-code).name}"
         lines = [line for line in (self.directory / "output.txt").read_text().splitlines() if line.strip()]
         return next((line for line in reversed(lines) if "Error" in line), (lines or [f"exit status {code}"])[-1])
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def run(jobs: Sequence[Job], at_once: int, console: Console) -> dict[str, str]:

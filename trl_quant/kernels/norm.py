@@ -29,6 +29,13 @@ PROGRAMS = 528  # that share the tokens where a weight's gradient is added up: f
 
 
 @triton.jit
+def _inverse(x, features, eps):
+    """`1 / rms(x)` of each row. The order of a sum in FP64 does not show in FP32, whatever is compiled around it."""
+    precise = x.to(tl.float64)
+    return tl.rsqrt((tl.sum(precise * precise, axis=1) / features).to(tl.float32) + eps)
+
+
+@triton.jit
 def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, values_ptr, scale_ptr, rows, features, eps, least,
     CODE: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -44,7 +51,7 @@ def norm_kernel(
         total = rounded(x + wide(tl.load(residual_ptr + at, mask=mask, other=0.0)), dtype)
         tl.store(sum_ptr + at, total, mask=mask)
         x = wide(total)
-    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / features + eps)
+    inverse = _inverse(x, features, eps)
     weight = wide(tl.load(weight_ptr + col, mask=col < features, other=0.0))
     y = rounded(wide(rounded(x * inverse[:, None], dtype)) * weight, dtype)
     tl.store(y_ptr + at, y, mask=mask)
@@ -81,7 +88,7 @@ def gradient_kernel(
         at = row.to(tl.int64)[:, None] * features + col
         x = wide(tl.load(x_ptr + at, mask=mask, other=0.0))
         dy = wide(tl.load(dy_ptr + at, mask=mask, other=0.0))
-        inverse = tl.rsqrt(tl.sum(x * x, axis=1) / features + eps)[:, None]
+        inverse = _inverse(x, features, eps)[:, None]
         normed, d_normed = x * inverse, dy * weight
         along = (tl.sum(d_normed * normed, axis=1) / features)[:, None]
         tl.store(dx_ptr + at, rounded((d_normed - normed * along) * inverse, dtype), mask=mask)

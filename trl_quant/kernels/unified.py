@@ -53,8 +53,8 @@ def _times_inverse(x, scale, inverse):
     """`x / scale`, rounded once, of the rounded `1 / scale`; both must broadcast to x."""
     scale, inverse = tl.broadcast_to(scale, x.shape), tl.broadcast_to(inverse, x.shape)
     quotient = x * inverse
-    # The remainder with its sign turned twice, so that -0 stays -0
-    return tl.fma(-tl.fma(quotient, scale, -x), inverse, quotient)
+    # A zero keeps its sign
+    return tl.where(x == 0, x, tl.fma(tl.fma(-quotient, scale, x), inverse, quotient))
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row, rows, col,
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # codes of a single row, compiled as such, were wrong on an H200
 def groups_kernel(
     x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, words_t_ptr, scale_t_ptr, rows, cols, filled, least, BOTH: tl.constexpr
 ):
