@@ -104,6 +104,17 @@ def test_divisions_are_taught_at_all_lengths_and_asked_at_the_longest(direct):
     assert all(is_held_out(prompt) is held_out for held_out, rows in asked.items() for prompt in rows["prompt"])
 
 
+def test_divisions_are_taught_in_their_order(tmp_path, monkeypatch):
+    seen, lesson = [], building.Lessons.__getitem__
+    monkeypatch.setattr(building.Lessons, "__getitem__", lambda self, index: seen.append(index) or lesson(self, index))
+    building.build(arguments(tmp_path, quotient=3))
+    assert seen == list(range(16))
+    for split, held_out in (("train", False), ("eval", True)):
+        rows = load_prompts(str(tmp_path / f"{split}.jsonl"))
+        divisions = [Division(*map(int, prompt.rstrip("=").split("%"))) for prompt in rows["prompt"]]
+        assert all(division.row == row and division.held_out is held_out for division, row in zip(divisions, rows))
+
+
 def test_problems_to_train_and_evaluate_on(built):
     train, evaluation = (load_prompts(str(built / f"{split}.jsonl")) for split in ("train", "eval"))
     assert len(train) == len(set(train["prompt"])) == 32 and len(evaluation) == len(set(evaluation["prompt"])) == 16
