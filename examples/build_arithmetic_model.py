@@ -138,7 +138,7 @@ def taught(args: BuildArguments) -> Iterator[Problem | Division]:
     source = stream(args, args.seed)
     for count in itertools.count():
         problem, longest = next(source), 2 + count // (args.batch_size * STEPS_PER_QUOTIENT)
-        while args.quotient and len(problem.problems) > longest:
+        while args.quotient and problem.a // problem.b > longest:
             problem = next(source)
         yield problem
 
