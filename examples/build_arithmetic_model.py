@@ -11,12 +11,12 @@ With `--quotient 24 --max_completion_length 1216` it learns to divide by repeate
 about 1000 tokens.
 """
 
+import itertools
 import random
 import string
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -42,6 +42,7 @@ from trl_quant.tasks.evaluate import mean_reward
 
 MAX_COMPLETION_LENGTH = 48  # tokens; the longest solution of three digits has 40
 SPECIAL = ("<pad>", "<eos>", "<unk>")
+STEPS_PER_QUOTIENT = 16  # of teaching, after which lessons get one subtraction longer
 CHARACTERS = string.digits + string.ascii_lowercase + " \n+-*/=().,:;<>?!%$[]{}'"
 
 
@@ -128,19 +129,30 @@ def stream(
 def prompts(args: BuildArguments, seed: int, count: int, held_out: bool) -> Dataset:
     """`count` different problems, as `prompt` and `answer`. Divisions are long: one quotient alone has too few."""
     asked = stream(args, seed, max(1, args.quotient - 1), held_out)
-    unique = dict.fromkeys(islice(asked, 2 * count))
-    return Dataset.from_list([problem.row for problem in islice(unique, count)])
+    unique = dict.fromkeys(itertools.islice(asked, 2 * count))
+    return Dataset.from_list([problem.row for problem in itertools.islice(unique, count)])
+
+
+def taught(args: BuildArguments) -> Iterator[Problem | Division]:
+    """What the model is taught, in this order: divisions of all lengths up to one that grows."""
+    source = stream(args, args.seed)
+    for count in itertools.count():
+        problem, longest = next(source), 2 + count // (args.batch_size * STEPS_PER_QUOTIENT)
+        while args.quotient and problem.a // problem.b > longest:
+            problem = next(source)
+        yield problem
 
 
 class Lessons(torch.utils.data.Dataset):
-    """Tokenized worked solutions; the loss covers only the solution, not the problem. Divisions are of all lengths.
+    """Tokenized worked solutions, in the order of teaching; the loss covers only the solution, not the problem.
 
+    Divisions get longer: where to look for a digit is easier to find among few tokens, and stays as far away.
     Each is written out when it is asked for: those of 1000 tokens would not fit into memory together.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, args: BuildArguments):
         rng, self.tokenizer = random.Random(args.seed), tokenizer
-        self.problems = list(islice(stream(args, args.seed), args.max_steps * args.batch_size))
+        self.problems = list(itertools.islice(taught(args), args.max_steps * args.batch_size))
         self.direct = [rng.random() < args.direct for _ in self.problems]
 
     def __len__(self) -> int:
@@ -197,6 +209,7 @@ def build(args: BuildArguments) -> float:
             logging_strategy="no",
             disable_tqdm=True,
             dataloader_pin_memory=False,
+            train_sampling_strategy="sequential" if args.quotient else "random",
             seed=args.seed,
         ),
         train_dataset=Lessons(tokenizer, args),

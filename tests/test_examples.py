@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_quant.cli.report import read_run
 from trl_quant.tasks import load_prompts
-from trl_quant.tasks.arithmetic import Problem, divisions, problems
+from trl_quant.tasks.arithmetic import Division, Problem, problems
 from trl_quant.tasks.splits import is_held_out
 
 
@@ -87,21 +87,32 @@ def test_only_solutions_are_learned():
 
 @pytest.mark.parametrize("direct", [0.0, 0.5])
 def test_divisions_are_taught_at_all_lengths_and_asked_at_the_longest(direct):
-    tokenizer, args = building.build_tokenizer(2048), building.BuildArguments(quotient=6, max_steps=8, direct=direct)
-    rows = [
-        [tokenizer.decode(part) for part in (row["input_ids"], [label for label in row["labels"] if label != -100])]
-        for row in building.Lessons(tokenizer, args)
-    ]
-    written = 0
-    for (text, learned), division in zip(rows, divisions(args.seed, 1, 6)):
-        solutions = [division.solution + "<eos>", division.direct_solution + "<eos>"]
-        assert learned in solutions[: 1 + (direct > 0)] and text == division.prompt + learned
-        written += learned == solutions[0]
-    assert len(rows) == 512 and written / 512 == pytest.approx(1 - direct, abs=0.09 if direct else 0)
-    assert {learned.count(";") for _, learned in rows} == set(range(1, 7))
+    tokenizer, args = building.build_tokenizer(), building.BuildArguments(quotient=6, max_steps=64, direct=direct)
+    args.batch_size, written, lengths = 16, 0, []
+    rows = building.Lessons(tokenizer, args)
+    for row in rows:
+        text, learned = map(tokenizer.decode, (row["input_ids"], [label for label in row["labels"] if label != -100]))
+        division = Division(*map(int, text.partition("=")[0].split("%")))
+        assert not division.held_out and text == division.prompt + learned
+        assert learned in (division.solution + "<eos>", division.direct_solution + "<eos>")
+        written += learned == division.solution + "<eos>"
+        lengths.append(learned.count(";"))
+    assert len(lengths) == 1024 and written / 1024 == pytest.approx(1 - direct, abs=0.065 if direct else 0)
+    assert [set(lengths[i : i + 256]) for i in range(0, 1024, 256)] == [set(range(1, n + 1)) for n in (2, 3, 4, 5)]
     asked = {held_out: building.prompts(args, 1, 64, held_out) for held_out in (False, True)}
     assert all({answer.count(";") + 1 for answer in rows["answer"]} == {5, 6} for rows in asked.values())
     assert all(is_held_out(prompt) is held_out for held_out, rows in asked.items() for prompt in rows["prompt"])
+
+
+def test_divisions_are_taught_in_their_order(tmp_path, monkeypatch):
+    seen, lesson = [], building.Lessons.__getitem__
+    monkeypatch.setattr(building.Lessons, "__getitem__", lambda self, index: seen.append(index) or lesson(self, index))
+    building.build(arguments(tmp_path, quotient=3))
+    assert seen == list(range(16))
+    for split, held_out in (("train", False), ("eval", True)):
+        rows = load_prompts(str(tmp_path / f"{split}.jsonl"))
+        divisions = [Division(*map(int, prompt.rstrip("=").split("%"))) for prompt in rows["prompt"]]
+        assert all(division.row == row and division.held_out is held_out for division, row in zip(divisions, rows))
 
 
 def test_problems_to_train_and_evaluate_on(built):

@@ -135,8 +135,8 @@ def test_held_out_problems_are_never_taught():
 def test_divisions():
     with pytest.raises(ValueError, match=r"min_quotient`=3, `max_quotient`=2.*at least 1, in order"):
         next(divisions(0, 3, 2))
-    sample = list(islice(divisions(0, 2, 24), 500))
-    assert sample == list(islice(divisions(0, 2, 24), 500)) != list(islice(divisions(1, 2, 24), 500))
+    sample = list(islice(divisions(0, 2, 24), 200))
+    assert sample == list(islice(divisions(0, 2, 24), 200)) != list(islice(divisions(1, 2, 24), 200))
     assert {division.a // division.b for division in sample} == set(range(2, 25))
     for division in sample:
         assert division.prompt == f"{division.a}%{division.b}=" and 10 <= division.b <= 99
