@@ -1,6 +1,6 @@
-"""Two ranks, started as a user starts them: the launcher that tests call, and the script that it runs.
+"""Two ranks, started by the command that a user gives: the launcher that tests call, and the script that it runs.
 
-A launch spends most of its time on imports, so the script trains several cases in one process, one after another:
+Launcher and ranks are forks where there is no GPU (`warm`), and the script trains several cases one after another:
 
     accelerate launch --num_processes 2 tests/ranks.py DIRECTORY embedded-int8-full tp-int8-lora
 

@@ -4,7 +4,8 @@ Python processes that begin with everything imported: forks of one that imports 
 `run` and `Popen` stand in for `subprocess`'s, of commands that begin with `sys.executable`: most of the time of a test
 with processes of its own is theirs to import torch, TRL and vLLM, ten seconds each. torch's launcher in such a process
 forks its ranks too. Each has a memory and an environment of its own and can be killed. What forks cannot show is that
-a new interpreter gets to the same point: test_auto, test_examples and test_package have those.
+a new interpreter gets to the same point, and that no order depends on the seed of its hashes, which forks share:
+test_auto, test_examples and test_package start new ones.
 """
 
 import os
