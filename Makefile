@@ -31,7 +31,7 @@ test-oldest test-newest:
 # Every test that needs no GPU. Tests skip what is not installed, so what must be installed is imported first.
 suite: $(VENV)/.test
 	$(PY) -c "from vllm import LLM; import deepspeed, llmcompressor"
-	$(PY) -m pytest -m "not gpu" -n 2 --dist loadfile $(TEST_ARGS)
+	$(PY) -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests $(TEST_ARGS)

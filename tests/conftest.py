@@ -14,6 +14,12 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+def pytest_collection_modifyitems(items):
+    """Files with slow tests come first: started last, they would keep one of two processes busy alone."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def environment_is_restored():
     """vLLM engines leave RANK, MASTER_PORT and the like behind, which the next module's subprocesses must not see."""

@@ -6,6 +6,7 @@ norms' type swallows it.
 """
 
 import copy
+from collections.abc import Iterator, Sequence
 
 import torch
 from vllm import SamplingParams
@@ -44,21 +45,31 @@ def exact_logps(model, sequences: list[list[int]]) -> torch.Tensor:
     return logps.gather(-1, tokens[:, 1:, None]).flatten().cpu()
 
 
-def arrival(tmp_path, precision: str, wide_norms: bool, sigma: float, device: str, sampler=None, **model_settings):
-    """`(effective sigma, slope, engine)` of one strength of noise."""
-    if sampler is None:
-        model = policy(tmp_path / f"{precision}-{wide_norms}", **model_settings).to(device)
-        sampler = engine(model, precision, wide_norms=wide_norms)
-        sampler.sync_weights()
+def sampler_of(tmp_path, precision: str, wide_norms: bool, device: str, **model_settings):
+    model = policy(tmp_path / f"{precision}-{wide_norms}", **model_settings).to(device)
+    sampler = engine(model, precision, wide_norms=wide_norms)
+    sampler.sync_weights()
+    return sampler
+
+
+def arrivals(sampler, sigmas: Sequence[float]) -> Iterator[tuple[float, float]]:
+    """`(effective sigma, slope)` of each strength of noise, one laid after the other."""
     exact = copy.deepcopy(sampler.model).float()
-    sequences = prompts()
+    params, sequences = dict(exact.named_parameters()), prompts()
+    norms = {name: params[name].data for name in noised_norms(exact.config.model_type, params)}
     sampler.lay_noise(RolloutNoise())
     clean_engine, clean_exact = engine_logps(sampler.llm, sequences), exact_logps(exact, sequences)
-    sampler.lay_noise(RolloutNoise(sigma, SEED, STEP))
-    params = dict(exact.named_parameters())
-    for name in noised_norms(exact.config.model_type, params):
-        params[name].data = norm_noise(params[name].data, sigma, SEED, STEP, name)
-    ours = engine_logps(sampler.llm, sequences) - clean_engine
-    theirs = exact_logps(exact, sequences) - clean_exact
-    slope = (ours @ theirs / (theirs @ theirs)).item()
-    return sampler.effective_sigma, slope, sampler
+    for sigma in sigmas:
+        sampler.lay_noise(RolloutNoise(sigma, SEED, STEP))
+        for name, norm in norms.items():
+            params[name].data = norm_noise(norm, sigma, SEED, STEP, name)
+        ours = engine_logps(sampler.llm, sequences) - clean_engine
+        theirs = exact_logps(exact, sequences) - clean_exact
+        yield sampler.effective_sigma, (ours @ theirs / (theirs @ theirs)).item()
+
+
+def arrival(tmp_path, precision: str, wide_norms: bool, sigma: float, device: str, sampler=None, **model_settings):
+    """`(effective sigma, slope, engine)` of one strength of noise."""
+    sampler = sampler or sampler_of(tmp_path, precision, wide_norms, device, **model_settings)
+    ((effective, slope),) = arrivals(sampler, (sigma,))
+    return effective, slope, sampler

@@ -1,6 +1,6 @@
-"""Two ranks, started as a user starts them: the launcher that tests call, and the script that it runs.
+"""Two ranks, started by the command that a user gives: the launcher that tests call, and the script that it runs.
 
-A launch spends most of its time on imports, so the script trains several cases in one process, one after another:
+Launcher and ranks are forks where there is no GPU (`warm`), and the script trains several cases one after another:
 
     accelerate launch --num_processes 2 tests/ranks.py DIRECTORY embedded-int8-full tp-int8-lora
 
@@ -12,11 +12,11 @@ The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CA
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
+import warm
 
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
@@ -31,7 +31,7 @@ def on_two_ranks(configuration: str, path: Path, *cases: str) -> str:
     launcher += [] if torch.cuda.is_available() else ["--mixed_precision", "no"]
     command = [sys.executable, *launcher, __file__, path, *cases]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True)
+    done = warm.run(command, env=environment, capture_output=True)
     return f"{done.stdout}{done.stderr}\nThe ranks ended with {done.returncode}."
 
 

@@ -2,12 +2,14 @@
 
 import json
 import os
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from accelerate import Accelerator
 from tiny import save_tiny, tiny_model
 from training import config, make
@@ -20,7 +22,7 @@ from vllm_engines import GPU, SMALL, greedy, keep
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main as command
 from trl_quant.formats import quantize
-from trl_quant.rollout.vllm import auto
+from trl_quant.rollout.vllm import auto, trial
 from trl_quant.rollout.vllm.support import supported_precisions
 from trl_quant.rollout.vllm.trial import Speed, Trial
 
@@ -79,9 +81,9 @@ def test_the_sync_counts(bf16, nvfp4, length, choice, tmp_path, monkeypatch, cap
 
 def test_the_length_of_completions():
     """`max_tokens` among the arguments of generation takes the place of `max_completion_length` in TRL."""
-    trial = partial(Trial, "model", torch.float32, torch.float32, {}, True)
-    assert trial({"max_completion_length": 8}).length == 8
-    assert trial({"max_completion_length": 8, "generation_kwargs": {"max_tokens": 4}}).length == 4
+    of = partial(Trial, "model", torch.float32, torch.float32, {}, True)
+    assert of({"max_completion_length": 8}).length == 8
+    assert of({"max_completion_length": 8, "generation_kwargs": {"max_tokens": 4}}).length == 4
 
 
 def test_what_is_not_counted(tmp_path):
@@ -93,16 +95,16 @@ def test_what_is_not_counted(tmp_path):
     assert auto.uncounted(policy, accelerator, {})[1:] == ["dequantizing the policy's base"]
 
 
-def rank_of_two(rank, store, results):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    results[rank] = auto.from_main_process([f"of rank {rank}"])
-    torch.distributed.destroy_process_group()
-
-
 def test_all_ranks_take_one_choice(tmp_path):
-    results = torch.multiprocessing.Manager().dict()
-    torch.multiprocessing.spawn(rank_of_two, (tmp_path / "store", results), nprocs=2)
-    assert dict(results) == {0: ["of rank 0"], 1: ["of rank 0"]}
+    (script := tmp_path / "rank.py").write_text(
+        "import os, torch\n"
+        "from trl_quant.rollout.vllm import auto\n"
+        "torch.distributed.init_process_group('gloo')\n"
+        "print(auto.from_main_process(['of rank ' + os.environ['RANK']]))\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert warm.run([*launcher, script], capture_output=True).stdout == "['of rank 0']\n" * 2
     assert auto.from_main_process(["alone"]) == ["alone"]
 
 
@@ -125,14 +127,17 @@ def test_the_fastest_is_kept(tmp_path, monkeypatch, capfd):
     """Real engines are measured; the run trains with the choice, and a resumed one keeps it without measuring again."""
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
     measure, measured = auto.measure, {}
+    warm.ensure_running()
 
-    def remember(trial, precision):
-        """In processes of their own, which leave no files."""
+    def remember(asked, precision):
+        """In processes of their own, which leave no files; the first begins with nothing imported, as a user's."""
         with monkeypatch.context() as patch:
             patch.setattr("tempfile.tempdir", here := tempfile.mkdtemp())  # sockets have short names
             patch.chdir(here)
             patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-            measured[precision] = measure(trial, precision)
+            if measured:
+                patch.setattr(trial, "subprocess", warm)
+            measured[precision] = measure(asked, precision)
         os.rmdir(here)  # which is empty
         return measured[precision]
 
@@ -165,6 +170,7 @@ def test_the_fastest_is_kept(tmp_path, monkeypatch, capfd):
 def test_why_nothing_was_chosen(tmp_path, monkeypatch):
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
     monkeypatch.setattr(auto, "supported_precisions", lambda: {"int8": None, "fp8": "no kernel"})
+    monkeypatch.setattr(trial, "subprocess", warm)
     impossible = settings(tmp_path, vllm_engine_kwargs=SMALL | {"kv_cache_memory_bytes": 1})
     with pytest.raises(RuntimeError, match=r"'auto'.*no engine.*int8: .*memory"):
         make(QuantGRPOTrainer, impossible, model=model)

@@ -6,12 +6,12 @@ for one's own, and what was taken apart is read back.
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny, tiny_model
 
@@ -92,7 +92,7 @@ def test_a_killed_process_leaves_what_the_next_one_goes_on_from(source, tmp_path
         "quantizer, _ = dying(10, lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
         f"quantize_checkpoint({source!r}, {str(target)!r}, 'nvfp4', quantizer=quantizer, max_shard_bytes={SHARD})\n"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    assert warm.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
     work = tmp_path / "out/.q.part"
     finished = sorted((work / "result").glob("*.safetensors"))
     assert finished and not target.exists()
@@ -125,7 +125,7 @@ def test_two_processes_do_not_write_one_target(source, tmp_path):
     with unfinished(tmp_path / "q", {}) as result:
         (result / "x").write_text("mine")
         code = f"from trl_quant.formats.files import unfinished\nwith unfinished({str(tmp_path / 'q')!r}, {{}}): pass"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = warm.run([sys.executable, "-c", code], capture_output=True)
         assert "another process is writing" in done.stderr
     assert (tmp_path / "q/x").read_text() == "mine"
     with pytest.raises(ValueError, match="q exists"), unfinished(tmp_path / "q", {}):

@@ -6,12 +6,12 @@ a killed run leaves.
 import json
 import math
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_checkpoint_files import contents
@@ -323,7 +323,7 @@ def test_a_killed_export_goes_on(format, tmp_path):
 
     def run(how: str, output: Path) -> int:
         argv = ["export", "--adapter", str(path), "--format", format, "--output", str(output)]
-        return subprocess.run([sys.executable, "-c", KILLED, how, *argv]).returncode
+        return warm.run([sys.executable, "-c", KILLED, how, *argv]).returncode
 
     target, whole = tmp_path / "a/policy", tmp_path / "b/policy"
     assert run("finish", whole) == 0

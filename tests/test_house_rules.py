@@ -64,6 +64,7 @@ FOREIGN = {
     "vllm/_custom_ops.py": "_custom_ops",
     "vllm/model_executor/layers/attention/attention.py": """_k_scale _k_scale_float _q_scale _q_scale_float _v_scale
         _v_scale_float""",
+    "vllm/model_executor/models/registry.py": "_run_in_subprocess",
 }
 
 # Where precisions may be listed: the table, and what has a file or a kernel for each of them anyway

@@ -3,11 +3,11 @@
 import dataclasses
 import itertools
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
+import warm
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
@@ -107,7 +107,7 @@ def test_help_and_readmes_table_know_it(made_up):
         "print(C.__dataclass_fields__['rollout_precision'].metadata['help'])"
     )
     environment = os.environ | {"PYTHONPATH": "tests"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = warm.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment)
     assert "'ternary', or 'auto'" in done.stdout.replace(" or 'ternary'", " 'ternary'")
 
 

@@ -7,12 +7,12 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from datasets import Dataset
 from safetensors.torch import load_file
 from test_checkpoint_files import contents
@@ -155,7 +155,7 @@ def test_a_killed_calibration_is_not_repeated(text, tmp_path):
     def run(how: str, output: Path) -> int:
         argv = ["prepare", "--model", base, "--format", "mxfp4", "--awq", "--calibration", text, *FEW]
         argv += ["--output", str(output)]
-        return subprocess.run([sys.executable, "-c", code, how, *argv], env=environment).returncode
+        return warm.run([sys.executable, "-c", code, how, *argv], env=environment).returncode
 
     assert run("finish", tmp_path / "a/out") == 0
     assert run("kill", tmp_path / "b/out") == -signal.SIGKILL

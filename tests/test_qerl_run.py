@@ -9,13 +9,13 @@ import math
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import warm
 from peft import LoraConfig
 from test_dynamic_sampling import Record, check_generation, tokens
 from training import config, metrics, parameters
@@ -74,7 +74,7 @@ def model(tmp_path_factory) -> str:
 def runs(model, tmp_path_factory) -> dict[str, SimpleNamespace]:
     """One that nothing breaks, and one that is killed and resumed, each time in a process of its own."""
     path = tmp_path_factory.mktemp("runs")
-    subprocess.run([sys.executable, __file__, model, path], stdout=subprocess.DEVNULL, check=True)
+    warm.run([sys.executable, __file__, model, path], check=True)
     found = {"left": json.loads((path / "left.json").read_text())}
     for name in ("whole", "broken"):
         found[name] = SimpleNamespace(path=path / name, **torch.load(path / name / "run.pt", weights_only=False))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl.generation.vllm_generation as vllm_generation
+import warm
 from accelerate import Accelerator
 from tiny import save_tiny
 from training import config, lora, make
@@ -175,6 +176,8 @@ def test_two_ranks_of_their_own(model, tmp_path, monkeypatch):
     for left_over in Path("/dev/shm").glob("*-tp:*-cpushm_*"):  # of ranks that ended early, elsewhere
         left_over.unlink()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trial, "subprocess", warm)
+    warm.ensure_running()
     monkeypatch.setattr("tempfile.tempdir", short := tempfile.mkdtemp())  # sockets have short names
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)

@@ -1,13 +1,13 @@
 """An adapter beside the base in vLLM's layers: against vLLM's own adapters, merged weights, and the policy itself."""
 
 import os
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from peft import LoraConfig, get_peft_model
 
 
@@ -349,7 +349,7 @@ def run(case: str, path: Path, ranks: int = 1) -> list[torch.Tensor]:
     environment["VLLM_CACHE_ROOT"] = str(path / "cache")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, __file__, case, str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = warm.run(command, env=environment, capture_output=True)
     files = [path / f"{case}-{rank}.pt" for rank in range(ranks)]
     assert done.returncode == 0 and all(file.exists() for file in files), (done.stdout + done.stderr)[-3000:]
     scores = [torch.load(file) for file in files]

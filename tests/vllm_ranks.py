@@ -61,6 +61,7 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
     model = str(path.parent / "model")
     trainer = make(QuantGRPOTrainer, args, model=model, train_dataset=dataset(32), peft_config=peft_config)
     keep(trainer)
+    before = greedy(trainer.vllm_generation.llm)  # the checkpoint's, as vLLM loads it
     trainer.train()
     trainer.check_sync()
     ours = greedy(trainer.vllm_generation.llm)
@@ -68,7 +69,6 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
     trainer.accelerator.wait_for_everyone()
     options = {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
     theirs = greedy(fresh(saved(path, tuning, trainer.model), precision, path / "fresh", **options))
-    before = greedy(fresh(saved(path, None, trainer.model), precision, path / "before", **options))
     checks = [log["sync_check/logp_difference"] for log in trainer.state.log_history if "sync_check/bound" in log]
     state = json.loads((path / "out" / "checkpoint-3" / "rollout_state.json").read_text())
     return {
@@ -80,8 +80,8 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
     }
 
 
-def saved(path: Path, tuning: str | None, trained):
-    """The policy as the trainer saved it, in the dtype that it trained in; without a `tuning`, as it was before."""
+def saved(path: Path, tuning: str, trained):
+    """The policy as the trainer saved it, in the dtype that it trained in."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
