@@ -189,7 +189,7 @@ def test_an_adapter_with_dropout_is_refused_before_a_step(tmp_path):
 
 
 def test_an_environment_in_which_vllm_changes_the_weights(monkeypatch):
-    """On Hopper DeepGEMM would quantize them again; set by hand to do so it is refused, else it is switched off."""
+    """On Hopper DeepGEMM would quantize them again; set by hand to do so it is refused, else it is told not to."""
     given = {name: vllm.as_given for name, vllm in in_vllm().items() if vllm.as_given}
     assert given == {"fp8_block": {"VLLM_USE_DEEP_GEMM_E8M0": "0"}}
     monkeypatch.delenv("VLLM_USE_DEEP_GEMM_E8M0", raising=False)

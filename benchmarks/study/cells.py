@@ -130,6 +130,7 @@ ADAPTER = {"lora_rank": 16, "learning_rate": 3e-3}
 OPTIMIZERS = {"adamw": {"learning_rate": 1e-4}, "sgd": {"optim": "sgd", "learning_rate": 0.5}}
 # Full precision is stable; INT8 samples a completion of 34 tokens two to four nats away
 SPREAD = {"outliers": 128, "learning_rate": 1e-4}
+NEAR = {"learning_rate": 1e-4, "max_steps": 2}
 ENDURING = SPREAD | {"max_steps": 900}
 LENGTHS = (3, 6, 12, 24)
 LONG = {"quotient": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
@@ -179,6 +180,15 @@ QUESTIONS = {
             ),
             Cell("int8 unified", "int8", "int8", "none", **SPREAD),
         ),
+    ),
+    "distance": Question(
+        "How many nats are between policy and sampler, by precision, the larger some channels of the activations are?",
+        tuple(
+            Cell(f"{precision} channels x{outliers}", *sampled, outliers=outliers, **NEAR)
+            for precision, *sampled in ((FULL,), *((name, name, None, "none") for name in QUANTIZED))
+            for outliers in (1, 8, 32, 128, 512)
+        ),
+        ("Mismatch by position",),
     ),
     "endurance": Question(
         "The same, three times as long: what falls later, and what catches up with full precision?",
@@ -253,7 +263,7 @@ QUESTIONS = {
     "rollouts": Question(
         "Long completions of a weak model: sampled in FP8 and trained in BF16, or both in FP8?",
         (
-            Cell(FULL, "bf16", None, "none", **LONG),
+            Cell(FULL, **LONG),  # TRL's BF16 vLLM, and its correction
             *(Cell(f"fp8_block {name}", "fp8_block", None, name, **LONG) for name in ("none", "tis")),
             Cell("fp8_block unified", "fp8_block", "fp8_block", "none", **LONG),
         ),

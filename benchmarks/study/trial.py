@@ -89,6 +89,8 @@ def train(directory: Path, model: Path) -> None:
     arguments = {name: value for name, value in settings.items() if name in QuantGRPOConfig.__dataclass_fields__}
     if settings["use_vllm"]:
         arguments |= VLLM | {"vllm_max_model_length": 2 * settings["max_completion_length"]}
+        if settings["rollout_precision"] is None:  # TRL's vLLM
+            del arguments["vllm_engine_kwargs"]
     rank, reward = settings["lora_rank"], division_reward if settings["quotient"] else arithmetic_reward
     tokenizer, held_out = AutoTokenizer.from_pretrained(model), load_prompts(str(model / "eval.jsonl"))
     length = settings["max_completion_length"]

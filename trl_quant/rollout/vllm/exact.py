@@ -7,7 +7,7 @@ vLLM where a token's numbers do not depend on the tokens beside it, and its kern
 | norms, summed by other blocks of threads from 256 tokens on | [`layers.norm.rms_norm`] in their place |
 | keys split into parts, more of them the fewer sequences there are | one part, in graphs and out of them |
 | a common prefix, attended apart and merged | `disable_cascade_attn` |
-| DeepGEMM, which quantizes block-scaled weights again | `precisions.InVLLM.as_given` |
+| DeepGEMM's scales, for which block-scaled weights are quantized again | `precisions.InVLLM.as_given` |
 
 vLLM's own `VLLM_BATCH_INVARIANT` was not enough in 0.26 on Hopper, and is not needed. The norms' blocks are read from
 its sources, all else was seen.
