@@ -100,7 +100,7 @@ def test_all_ranks_take_one_choice(tmp_path):
         "import os, torch\n"
         "from trl_quant.rollout.vllm import auto\n"
         "torch.distributed.init_process_group('gloo')\n"
-        "print(auto.from_main_process(['of rank ' + os.environ['RANK']]))\n"
+        "os.write(1, f\"{auto.from_main_process(['of rank ' + os.environ['RANK']])}\\n\".encode())\n"  # in one piece
         "torch.distributed.destroy_process_group()\n"
     )
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

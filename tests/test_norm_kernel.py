@@ -56,7 +56,7 @@ def test_equals_its_twin(device, dtype, shape, adds):
 def test_codes_of_the_output(device, dtype, format):
     """Those of the quantizers, of the output in BF16; that has the same bits without, and after a sum."""
     least = products.LEAST_AMAX if format == "fp8_block" else products.LEAST_SCALE
-    for shape in (*SHAPES, (3, 260), (2, 4096)):
+    for shape in ((5, 96), (2, 3, 64), (3, 260), *([] if INTERPRETED else [(70, 1024), (70, 4096)])):
         x, residual, weight = inputs(shape, dtype, device)
         x[0] = 0
         y, _, codes = kernels.rms_norm(x, weight, 1e-5, None, format, torch.bfloat16, least)

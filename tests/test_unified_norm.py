@@ -19,7 +19,7 @@ from trl_quant.precisions import unified_flows
 from trl_quant.unified_flow import unify
 
 
-def fused(model) -> dict[str, FusedRMSNorm]:
+def fused_norms(model) -> dict[str, FusedRMSNorm]:
     return {name: module for name, module in model.named_modules() if isinstance(module, FusedRMSNorm)}
 
 
@@ -33,7 +33,7 @@ def test_each_knows_whom_it_feeds(family, lora):
     parameters = dict(model.named_parameters())
     unify(model, "int8", merged=True)
     assert all(param is parameters[name] for name, param in model.named_parameters())
-    found = fused(model)
+    found = fused_norms(model)
     if FAMILIES[family].offset:
         assert not found
         return
@@ -84,7 +84,7 @@ def test_codes_that_are_handed_over_are_the_ones_used(precision, trains, monkeyp
     ids = torch.arange(24).view(2, 12)
     expected, asked, quantized = model(ids).logits, [], []
 
-    def apply(x, weight, eps, format, dtype):
+    def fused(x, weight, eps, format, dtype):
         y = norms.rms_norm(x, weight, eps)[0]
         asked.append(format)
         if format is not None:
@@ -94,7 +94,7 @@ def test_codes_that_are_handed_over_are_the_ones_used(precision, trains, monkeyp
 
     here = SimpleNamespace(has_kernels=lambda x, format: True)
     monkeypatch.setattr(norms, "products", here)
-    monkeypatch.setattr(norms, "_Norm", SimpleNamespace(apply=apply))
+    monkeypatch.setattr(norms, "fused_rms_norm", fused)
     for name in ("quantize_input", "quantize_for_both"):
         of = getattr(products, name)
         monkeypatch.setattr(inputs, name, lambda *args, of=of: quantized.append(args[0].shape) or of(*args))
@@ -113,7 +113,7 @@ def test_without_kernels_or_feeding_layers():
     second.forward = second.forward
     unify(model, "int8")
     assert model.model.layers[1].input_layernorm is second
-    assert all(norm.feeds is None for norm in fused(model).values()) and len(fused(model)) > 4
+    assert all(norm.feeds is None for norm in fused_norms(model).values()) and len(fused_norms(model)) > 4
     other = copy.deepcopy(model)
     assert isinstance(other.model.layers[0].self_attn.q_proj, UnifiedLinear)
     with torch.no_grad():

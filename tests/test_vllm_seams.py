@@ -55,6 +55,8 @@ NAMES = {
     "vllm.platforms": "current_platform",
     "vllm.platforms.interface:Platform": "is_cpu",
     "vllm.entrypoints.openai": "api_server",
+    "vllm.model_executor.models": "registry",
+    "vllm.model_executor.models.registry": "_run_in_subprocess",
     # What the engine returns, and what a server tells of itself
     "vllm.outputs:RequestOutput": "outputs prompt_logprobs",
     "vllm.outputs:CompletionOutput": "logprobs token_ids",

@@ -65,6 +65,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     return _by_torch(total, weight, eps), total
 
 
+def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, format: str | None, dtype: torch.dtype) -> Tensor:
+    """
+    [`rms_norm`] by kernels, with gradients. With a `format`, a key of `FORMATS`, codes of the output in `dtype` are
+    made in the same pass, and [`inputs.quantized`] finds them where the columns' are not wanted.
+    """
+    return _Norm.apply(x, weight, eps, format, dtype)
+
+
 def _by_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
@@ -103,7 +111,7 @@ class FusedRMSNorm(nn.Module):
             format = self.feeds.format
             if not products.has_kernels(x, format) or (format == "fp8_block" and self.feeds.trains()):
                 format = None
-        return _Norm.apply(x, weight, self.variance_epsilon, format, dtype)
+        return fused_rms_norm(x, weight, self.variance_epsilon, format, dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
