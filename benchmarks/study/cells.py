@@ -112,7 +112,7 @@ class Question:
     Attributes:
         asks (`str`): What the table answers.
         cells (`tuple[Cell, ...]`): Its rows.
-        panels (`tuple[str, ...]`): Titles of the report's panels that its figure draws.
+        panels (`tuple[str, ...]`): Titles of the report's panels that its figure draws; without them it has no figure.
         metrics (`dict[str, str]`): Further columns of its table -> metric.
     """
 
@@ -184,11 +184,11 @@ QUESTIONS = {
     "distance": Question(
         "How many nats are between policy and sampler, by precision, the larger some channels of the activations are?",
         tuple(
-            Cell(f"{precision} channels x{outliers}", *sampled, outliers=outliers, **NEAR)
+            Cell(f"{precision} channels x{outliers:g}", *sampled, outliers=outliers, **NEAR)
             for precision, *sampled in ((FULL,), *((name, name, None, "none") for name in QUANTIZED))
-            for outliers in (1, 8, 32, 128, 512)
+            for outliers in (1.0, 8.0, 32.0, 128.0, 512.0)
         ),
-        ("Mismatch by position",),
+        panels=(),
     ),
     "endurance": Question(
         "The same, three times as long: what falls later, and what catches up with full precision?",

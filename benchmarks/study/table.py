@@ -204,10 +204,11 @@ def write(name: str, directory: Path, results: Path) -> str:
             for run in group.runs
         ]
     text, picture = markdown(question, rows), io.BytesIO()
-    figure(question, groups).savefig(picture, format="png", dpi=100)
     write_whole(results / f"{name}.json", json.dumps({"asks": question.asks, "cells": rows}).encode())
     write_whole(results / f"{name}.md", text.encode())
-    write_whole(results / f"{name}.png", picture.getvalue())
+    if question.panels:
+        figure(question, groups).savefig(picture, format="png", dpi=100)
+        write_whole(results / f"{name}.png", picture.getvalue())
     return text
 
 
