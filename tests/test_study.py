@@ -189,6 +189,12 @@ def test_stored_results_give_the_same_table_and_figure(study):
         assert len(before.collections) == len(after.collections)
 
 
+def test_a_question_without_panels_has_no_figure(study, monkeypatch):
+    monkeypatch.setitem(QUESTIONS, "made up", replace(QUESTIONS["made up"], panels=()))
+    text = table.write("made up", study, study.parent)
+    assert "| near | 3 |" in text and sorted(path.suffix for path in study.parent.glob("made up.*")) == [".json", ".md"]
+
+
 def test_the_figure_has_full_precision_beside_each_precision(study):
     groups = table.read(QUESTIONS["made up"], study)
     drawn = {title: {group.name for group in some} for title, some in table.facets(groups).items()}
