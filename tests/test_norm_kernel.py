@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from interpreter import INTERPRETED, on_devices, ptx_of, rerun, reruns
 
+from trl_quant.layers import inputs as inputs_of_layers
 from trl_quant.layers import norm as twin
 from trl_quant.layers import products
 from trl_quant.precisions import unified_flows
@@ -69,6 +70,23 @@ def test_codes_of_the_output(device, dtype, format):
         assert (codes.format, codes.shape, codes.dtype) == (twin.format, twin.shape, twin.dtype)
         assert codes.scale.shape == twin.scale.shape and torch.equal(codes.scale, twin.scale)
         assert torch.equal(codes.values.view(torch.uint8), twin.values.view(torch.uint8))
+
+
+@on_devices
+@pytest.mark.parametrize("format", unified_flows())
+def test_the_next_layer_finds_the_codes(device, format, monkeypatch):
+    """And makes those of the columns, which the norm has not, where scales are theirs."""
+    monkeypatch.setattr(products, "has_kernels", lambda x, format: True)
+    x, _, weight = inputs((5, 140), torch.bfloat16, device)
+    y = twin.fused_rms_norm(x.requires_grad_(), weight, 1e-5, format, torch.bfloat16)
+    expected = products.quantize_input(y, format), products.quantize_for_both(y)[1]
+    with monkeypatch.context() as no_quantizers:
+        no_quantizers.setattr(inputs_of_layers, "quantize_input", None)
+        rows, none = inputs_of_layers.quantized(y, y.dtype, format, both=False)
+    assert torch.equal(rows.values.view(torch.uint8), expected[0].values.view(torch.uint8)) and none is None
+    _, columns = inputs_of_layers.quantized(y, y.dtype, format, both=True)
+    right = expected[format == "fp8_block"]
+    assert torch.equal(columns.values.view(torch.uint8), right.values.view(torch.uint8))
 
 
 @on_devices

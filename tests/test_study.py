@@ -189,6 +189,36 @@ def test_stored_results_give_the_same_table_and_figure(study):
         assert len(before.collections) == len(after.collections)
 
 
+def test_runs_side_by_side_have_ports_of_their_own(tmp_path):
+    command = [sys.executable, "-c", "import os; open('port', 'w').write(os.environ['MASTER_PORT'])"]
+    ports = set()
+    for i in range(2):
+        job = runner.Job(tmp_path / str(i), ["env", "-C", str(tmp_path / str(i)), *command], "port")
+        assert job.start(i).wait() == 0 and job.finished
+        ports.add(int((job.directory / "port").read_text()))
+    assert len(ports) == 2 and min(ports) > 1023
+
+
+@pytest.mark.parametrize("cell", QUESTIONS["rollouts"].cells, ids=lambda cell: cell.name)
+def test_vllm_is_told_what_its_trainer_takes(cell, tmp_path, monkeypatch):
+    """In full precision it is TRL's, which takes no arguments of an engine."""
+
+    class Asked(Exception):
+        pass
+
+    def ask(args, **kwargs):
+        raise Asked(args.vllm_engine_kwargs, args.rollout_precision)
+
+    (tmp_path / "settings.json").write_text(json.dumps(cell.settings()))
+    monkeypatch.setattr(trial, "QuantGRPOTrainer", ask)
+    monkeypatch.setattr(trial.AutoTokenizer, "from_pretrained", lambda path: None)
+    monkeypatch.setattr(trial, "load_prompts", lambda path: None)
+    with pytest.raises(Asked) as asked:
+        trial.train(tmp_path, tmp_path)
+    given, precision = asked.value.args
+    assert (given is None) is (precision is None) and precision == cell.rollout_precision
+
+
 def test_a_question_without_panels_has_no_figure(study, monkeypatch):
     monkeypatch.setitem(QUESTIONS, "made up", replace(QUESTIONS["made up"], panels=()))
     text = table.write("made up", study, study.parent)

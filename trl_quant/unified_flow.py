@@ -76,9 +76,8 @@ def _fuse_norms(model: nn.Module) -> None:
         feeds = feeding_norms(family, (name for name, _ in model.named_parameters()))
     for name, norm in list(model.named_modules()):
         if _computes_as(norm, LlamaRMSNorm):
-            fed = [_base(model.get_submodule(linear)) for linear in feeds.get(f"{name}.weight", ())]
-            known = bool(fed) and all(isinstance(linear, UnifiedLinear) for linear in fed)
-            model.set_submodule(name, FusedRMSNorm(norm, fed[0] if known else None))
+            fed = feeds.get(f"{name}.weight")
+            model.set_submodule(name, FusedRMSNorm(norm, fed and _base(model.get_submodule(fed[0]))))
 
 
 def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
