@@ -1,13 +1,23 @@
 """
-What the kernels share: conversions of a tile's numbers, for compiled kernels and Triton's interpreter alike.
+What the kernels share: where they are launched, and conversions of a tile's numbers, for compiled kernels and Triton's
+interpreter alike.
 """
 
+from contextlib import nullcontext
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra import libdevice
 
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def on(x: Tensor):
+    """Makes the device of x current, since Triton launches there."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 @triton.jit

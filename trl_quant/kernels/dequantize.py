@@ -13,7 +13,6 @@ read the same way. Code times scale is rounded to FP32, then to the weight's typ
 come from a table.
 """
 
-from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 from trl_quant.formats import QuantizedTensor
 from trl_quant.formats.nf4 import NF4_GRID
 
-from .arithmetic import INTERPRETED, rounded
+from .arithmetic import INTERPRETED, on, rounded
 
 
 INPUTS = (torch.bfloat16, torch.float16)  # what `matmul` multiplies with
@@ -183,11 +182,6 @@ def _weight(q: QuantizedTensor) -> tuple[tuple, dict]:
     return (q.values, scale, shared, table), constants
 
 
-def _on(x: Tensor):
-    """Makes the device of x current, since Triton launches there."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
 def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     `q.dequantize(dtype)` on the GPU, with the same bits.
@@ -205,7 +199,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
     rows, cols = q.shape
     y = q.values.new_empty(rows, cols, dtype=dtype or q.dtype)
     grid = (triton.cdiv(cols, 256), triton.cdiv(rows, 16))
-    with _on(y):
+    with on(y):
         dequantize_kernel[grid](
             y, *tensors, rows, cols, q.scale.shape[1], q.scale.stride(0), ROWS=16, COLS=256, **constants
         )
@@ -246,7 +240,7 @@ def matmul(
 
     bucket = max(triton.next_power_of_2(tokens), 16)
     number = getattr(tl, str(q.dtype).removeprefix("torch."))
-    with _on(x):
+    with on(x):
         matmul_kernel[grid](
             x, y, bias, *tensors, tokens, bucket, rows, cols, q.scale.shape[1], q.scale.stride(0),
             FORWARD=transposed, NUMBER=number, **constants,

@@ -6,14 +6,12 @@ writes the tile with its 64 outputs side by side: the bits of a word's place and
 input and output by one reordering of axes.
 """
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arithmetic import INTERPRETED, rounded
+from .arithmetic import INTERPRETED, on, rounded
 
 
 TILES = 4  # of a program, one below the other
@@ -68,7 +66,7 @@ def numbers(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     outputs = words // 2
     y = torch.empty(rows * 16, outputs, dtype=dtype, device=values.device)
     grid = (outputs // 64, triton.cdiv(rows, TILES))
-    with torch.cuda.device(values.device) if values.is_cuda else nullcontext():
+    with on(values):
         numbers_kernel[grid](
             y, values, scale.view(torch.uint8), rows, outputs, values.stride(0), scale.stride(0),
             GROUP=rows * 16 // len(scale), E8M0=e8m0, TILES=TILES,

@@ -10,8 +10,6 @@ blocks of threads from 256 tokens on and adds up in another order. Its twin is [
 Codes and scales are those that the quantizers of [`trl_quant.kernels.unified`] make of the rounded output.
 """
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +18,7 @@ from torch import Tensor
 from trl_quant.formats import QuantizedTensor
 from trl_quant.formats.fp8 import BLOCK
 
-from .arithmetic import rounded, wide
+from .arithmetic import on, rounded, wide
 from .unified import group_codes, row_codes
 
 
@@ -105,11 +103,6 @@ def _tile(features: int) -> dict:
     return {"ROWS": rows, "COLS": cols, "num_warps": min(max(rows * cols // 512, 1), 16)}
 
 
-def _on(x: Tensor):
-    """Makes the device of x current, since Triton launches there."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
 def rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -142,7 +135,7 @@ def rms_norm(
         scale = values.new_empty(triton.cdiv(features, BLOCK) if grouped else 1, rows, dtype=torch.float32)
         codes = QuantizedTensor(format, values, scale.t() if grouped else scale.view(rows, 1), values.shape, dtype)
     if x.numel():
-        with _on(x):
+        with on(x):
             tile = _tile(features)
             norm_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
                 x, None if residual is None else residual.contiguous(), weight, y, total, values, scale,
@@ -162,6 +155,6 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, trains:
     programs = triton.cdiv(rows, tile["ROWS"])
     programs = min(programs, PROGRAMS) if trains else programs
     dw = torch.empty(programs, features, dtype=torch.float32, device=x.device) if trains else None
-    with _on(x):
+    with on(x):
         gradient_kernel[(programs,)](dy, x, weight, dx, dw, rows, features, eps, **tile)
     return dx, None if dw is None else dw.sum(0).to(weight.dtype)

@@ -19,8 +19,6 @@ Why the bits are equal, although a GPU's shortcuts are not IEEE:
 - Every rounding is explicit: no product feeds an addition, so no FMA can skip a rounding.
 """
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +26,7 @@ from torch import Tensor
 
 from trl_quant.formats import QuantizedTensor, checked, not_finite
 
-from .arithmetic import INTERPRETED, to_e4m3, to_int8, wide
+from .arithmetic import INTERPRETED, on, to_e4m3, to_int8, wide
 
 
 KERNELS = ("fp8", "fp8_tensor", "fp8_block", "int8", "nvfp4", "mxfp4")
@@ -333,11 +331,6 @@ def _global_scale(*tensors: Tensor) -> Tensor:
     return scale
 
 
-def _on(x: Tensor):
-    """Makes the device of x current, since Triton launches there."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
 def _input(x: Tensor, name: str) -> Tensor:
     checked(x, name, check=False)
     if name not in KERNELS:
@@ -354,7 +347,7 @@ def _input(x: Tensor, name: str) -> Tensor:
 def global_scale(*tensors: Tensor) -> Tensor:
     """[`trl_quant.formats.global_scale`] on the GPU, without synchronizing; NaN if a tensor holds NaN or infinity."""
     tensors = tuple(_input(x, "nvfp4") for x in tensors)
-    with _on(tensors[0]):
+    with on(tensors[0]):
         return _global_scale(*tensors)
 
 
@@ -375,7 +368,7 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
     x = _input(x, name)
     if global_scale is not None and name != "nvfp4":
         raise ValueError(f"global_scale: given for {name!r}, but only 'nvfp4' has one.")
-    with _on(x):
+    with on(x):
         match name:
             case "nvfp4":
                 global_scale = _global_scale(x) if global_scale is None else global_scale

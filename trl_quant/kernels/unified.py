@@ -18,8 +18,6 @@ remainder x - q s is exact in an FMA, and RN(q + r (x - q s)) is RN(x / s) (Mark
 FP32's least numbers wherever a code is not 0.
 """
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +26,7 @@ from torch import Tensor
 from trl_quant.formats import QuantizedTensor
 from trl_quant.formats.fp8 import BLOCK
 
-from .arithmetic import INTERPRETED, e4m3_word, rounded, silu, to_e4m3, to_int8, wide
+from .arithmetic import INTERPRETED, e4m3_word, on, rounded, silu, to_e4m3, to_int8, wide
 
 
 # Of `groups_kernel`, with `up` and without: what benchmarks/unified.py finds fastest on an H200
@@ -248,11 +246,6 @@ def numbers_kernel(
 # Launches
 
 
-def _on(x: Tensor):
-    """Makes the device of x current, since Triton launches there."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
 def _gated(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What a kernel reads and writes beside codes: x, and where there is `up` that and silu(x) up."""
     x = x.contiguous()
@@ -269,7 +262,7 @@ def rows(
     scale = x.new_empty(rows, 1, dtype=torch.float32)
     width = max(triton.next_power_of_2(cols), 16)
     height = max(4096 // width, 1)
-    with _on(x):
+    with on(x):
         rows_kernel[(triton.cdiv(rows, height),)](
             x, up, y, values, scale, rows, cols, least_scale,
             INT8=int8, ON_CUDA=on_cuda, ROWS=height, COLS=width, num_warps=4 if width <= 4096 else 8,
@@ -291,7 +284,7 @@ def groups(
         values_t = torch.empty(cols, filled, dtype=torch.float8_e4m3fn, device=x.device)
         words, scale_t = values_t.view(torch.int32), x.new_empty(filled // BLOCK, cols, dtype=torch.float32)
         columns = QuantizedTensor("fp8_block", values_t, scale_t.t(), values_t.shape, x.dtype)
-    with _on(x):
+    with on(x):
         groups_kernel[(triton.cdiv(cols, BLOCK), filled // BLOCK)](
             x,
             up,
@@ -330,7 +323,7 @@ def silu_mul_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     dy = dy.contiguous()
     d_gate, d_up = torch.empty_like(dy), torch.empty_like(dy)
     if dy.numel():
-        with _on(dy):
+        with on(dy):
             gradient_kernel[(triton.cdiv(dy.numel(), 2048),)](
                 dy, gate.contiguous(), up.contiguous(), d_gate, d_up, dy.numel(), BLOCK=2048
             )
@@ -343,7 +336,7 @@ def transpose(codes: Tensor) -> Tensor:
     if rows % 4:
         return codes.t().contiguous()
     y = codes.new_empty(cols, rows)
-    with _on(codes):
+    with on(codes):
         transpose_kernel[(triton.cdiv(cols, 128), triton.cdiv(rows, 128))](
             codes.contiguous().view(torch.uint8), y.view(torch.int32), rows, cols, num_warps=8
         )
@@ -355,7 +348,7 @@ def scale_sums(sums: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | No
     sums = sums.contiguous()
     rows, cols = sums.shape
     y = sums.new_empty(rows, cols, dtype=dtype)
-    with _on(sums):
+    with on(sums):
         sums_kernel[(triton.cdiv(cols, 256), triton.cdiv(rows, 16))](
             sums, y, x_scale, w_scale.float(), bias, rows, cols, ROWS=16, COLS=256
         )
@@ -367,7 +360,7 @@ def dequantize_rows(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     rows, cols = q.shape
     y = q.values.new_empty(rows, cols, dtype=dtype)
     if y.numel():
-        with _on(y):
+        with on(y):
             numbers_kernel[(triton.cdiv(cols, 256), triton.cdiv(rows, 16))](
                 q.values.contiguous().view(torch.uint8), q.scale.float().contiguous(), y, rows, cols,
                 INT8=q.format == "int8", ROWS=16, COLS=256,
