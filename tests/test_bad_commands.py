@@ -28,6 +28,7 @@ REFUSED_COMMANDS = [  # arguments -> exit code, what is printed
     (["train", "--model_name_or_path", "{tmp}/model", "--dataset_name", "{tmp}/bad.jsonl"], 1, "bad.jsonl' cannot be"),
     (["train", "--model_name_or_path", "{tmp}/run"], 1, "its tokenizer cannot be read"),
     (["report", "{tmp}/run", "--output", "{tmp}/chart.txt"], 1, "chart.txt': charts are written as"),
+    (["report", "{tmp}/run", "--output", "{tmp}/chart"], 1, "/chart': charts are written as"),
     (["report", "{tmp}/run", "--output", "{tmp}"], 1, "is a directory. Name a file."),
     (["report", "{tmp}/nowhere"], 1, "holds no run"),
     (["report", "{tmp}/run", "--output", "{tmp}/bad.yaml/chart.png"], 1, "bad.yaml"),

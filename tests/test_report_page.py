@@ -16,7 +16,7 @@ from run_logs import climbing, entries, log, noisy
 from trl_quant.cli.page import page
 from trl_quant.cli.panels import COLORS, POINTS, TOPICS, chart, draw, logged
 from trl_quant.cli.report import HEADER, plot, row
-from trl_quant.cli.runs import Group, Run, moving_average
+from trl_quant.cli.runs import Group, Run, grouped, moving_average
 
 
 ROOT = Path(__file__).parents[1]
@@ -263,6 +263,22 @@ def test_pictures_take_the_colours_of_the_page(text):
     fixed = set(re.findall(r"(?:fill|stroke|color): ?(#\w+)", body))
     assert not fixed, fixed
     assert not re.findall(r"<text(?![^>]*fill)[^>]*>", body)  # black by default
+
+
+def test_labels_of_an_axis_keep_their_digits(runs, text):
+    """The KL goes from 1e-3 to 1e-1 on a logarithmic axis; paths are short, and labels are not cut."""
+    axis = axis_of("Mismatch KL", *grouped(runs))
+    axis.figure.draw_without_rendering()
+    labels = [tick.get_text() for tick in axis.get_yticklabels() if 1e-3 <= float(tick.get_text()) <= 1e-1]
+    assert labels == ["0.001", "0.002", "0.005", "0.01", "0.02", "0.05", "0.1"]
+    shown = re.findall(r"<text[^>]*>([^<]*)</text>", text)
+    assert set(labels) <= {label.strip() for label in shown}
+    assert not re.findall(r' d="[^"]*\.\d\d', text)
+
+
+def test_steps_are_whole_numbers():
+    axis = axis_of("Reward", Group("a", [Run("a", log(reward=0.5)[:3])]))
+    assert all(step == int(step) for step in axis.get_xticks())
 
 
 def test_the_same_runs_give_the_same_page(runs, text):

@@ -148,7 +148,8 @@ def themed_svg(figure: Figure, salt: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'<svg[^>]*(viewBox="[^"]*")[^>]*>', r"<svg \1>", svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    svg = re.sub(r"(?<=\d\.\d)\d+", "", svg)  # a tenth of a point, in paths of thousands
+    # Paths of thousands of points, to a tenth of one
+    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(?<=\.\d)\d+", "", path[0]), svg)
     svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
     for variable, (light, _) in COLORS.items():
         svg = svg.replace(light, f"var({variable})")

@@ -264,6 +264,7 @@ def _draw_steps(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[str, 
             marked = {"marker": marker_of(i), "markersize": 4, "markevery": (i * every // max(len(groups), 1), every)}
             axis.plot(steps, mean, color=color, linestyle=labels[label], linewidth=1.5, label=group.name, **marked)
     axis.set(xlabel="step", ylabel=panel.unit)
+    axis.xaxis.get_major_locator().set_params(integer=True)
     return labels
 
 

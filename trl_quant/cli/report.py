@@ -68,7 +68,7 @@ def plot(runs: Sequence[Run], path: str | Path, titles: Collection[str] = ()) ->
 
         return write_whole(path, page(runs, HEADER, [row(run) for run in runs]).encode())
     file = io.BytesIO()
-    chart(runs, titles).savefig(file, format=suffix or "png", dpi=120)
+    chart(runs, titles).savefig(file, format=suffix, dpi=120)
     write_whole(path, file.getvalue())
 
 
@@ -89,7 +89,7 @@ def check_output(path: str, *others: str) -> None:
     if Path(path).is_dir():
         raise ValueError(f"`--output`={path!r} is a directory. Name a file.")
     suffix, known = Path(path).suffix.removeprefix("."), [*Figure().canvas.get_supported_filetypes(), *others]
-    if suffix and suffix not in known:
+    if suffix not in known:
         raise ValueError(f"`--output`={path!r}: charts are written as {', '.join(sorted(known))}.")
 
 
