@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trl_quant import QuantGRPOConfig
-from trl_quant.cli.runs import Run, grouped, read_run
+from trl_quant.cli.runs import Group, Run, grouped, read_run
 from trl_quant.tasks.arithmetic import Division, Problem
 
 
@@ -84,6 +84,14 @@ def test_seeds_are_repetitions_of_one_cell():
     cell, other = Cell("a", "fp8"), Cell("a", "fp8", learning_rate=1e-5)
     runs = [Run(f"a-seed{seed}", [], settings=replace(cell, seed=seed).settings()) for seed in (0, 1)]
     assert [len(group.runs) for group in grouped([*runs, Run("b", [], settings=other.settings())])] == [2, 1]
+
+
+def test_a_regime_knows_how_large_a_number_is_and_not_its_type():
+    cells = [Cell("a", outliers=128), Cell("b", outliers=128.0), Cell("c", outliers=64.0)]
+    one, same, other = (
+        table.regime(Group(cell.name, [Run(cell.name, [], settings=cell.settings())])) for cell in cells
+    )
+    assert one == same != other
 
 
 # Tables, against values computed by hand

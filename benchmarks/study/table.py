@@ -71,9 +71,9 @@ def differs(cell: dict, full: dict) -> bool | None:
     return apart and abs(cell["mean"] - full["mean"]) > full["largest"] - full["smallest"]
 
 
-def regime(group: Group) -> str:
-    """What a cell has in common with its cell in full precision."""
-    return json.dumps({k: v for k, v in group.settings.items() if k not in ("name", *TREATMENT)}, sort_keys=True)
+def regime(group: Group) -> frozenset:
+    """What a cell has in common with its cell in full precision, whether a number is written 128 or 128.0."""
+    return frozenset((k, v) for k, v in group.settings.items() if k not in ("name", *TREATMENT))
 
 
 def precision(group: Group) -> str | None:
