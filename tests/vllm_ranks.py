@@ -6,21 +6,34 @@ from pathlib import Path
 from ranks import on_two_ranks, results
 
 
-# mode -> (accelerate's configuration, tensor parallel size of the engine); `unified` trains in what it samples in
+# mode -> (accelerate's configuration, tensor parallel size of the engine); `unified` trains in what it samples in,
+# `exact` with the same kernels
 MODES = {
     "tp": ("ddp", 2),
     "dp": ("ddp", 1),
     "fsdp2": ("fsdp2", 1),
     "unified": ("fsdp2", 1),
+    "exact": ("ddp", 1),
     "zero2": ("zero2", 1),
     "zero3": ("zero3", 2),
 }
+
+
+GRAPHS = ("enforce_eager", "compilation_config")  # which `exact_rollouts` chooses
 
 
 def launch(mode: str, precision: str, tuning: str, path: Path) -> None:
     """Trains the policy in `path`/model on two ranks; both must end with the engine that they should have."""
     case = f"{mode}-{precision}-{tuning}"
     check(case, results(path, case, on_two_ranks(MODES[mode][0], path, case)))
+
+
+def launch_exact(precision: str, tuning: str, path: Path) -> None:
+    """Trains with `exact_rollouts` on two ranks: on both, no log-probability differs from its engine's by a bit."""
+    case = f"exact-{precision}-{tuning}"
+    for result in results(path, case, on_two_ranks(MODES["exact"][0], path, case)):
+        print(case, result, flush=True)
+        assert result["same"] == [1, 1, 1] and result["largest_difference"] == 0 < result["update_of_last_step"]
 
 
 def check(case: str, found: list[dict]) -> None:
@@ -47,11 +60,12 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
         use_vllm=True,
         vllm_mode="colocate",
         rollout_precision=precision,
-        train_precision=precision if mode == "unified" else None,
+        train_precision=precision if mode in ("unified", "exact") else None,
+        exact_rollouts=mode == "exact",
         vllm_tensor_parallel_size=size,
         vllm_gpu_memory_utilization=0.1,
         vllm_max_model_length=512,
-        vllm_engine_kwargs=SMALL,
+        vllm_engine_kwargs={k: v for k, v in SMALL.items() if mode != "exact" or k not in GRAPHS},
         max_steps=3,
         sync_check_steps=1,
         save_strategy="steps",
@@ -61,6 +75,8 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
     model = str(path.parent / "model")
     trainer = make(QuantGRPOTrainer, args, model=model, train_dataset=dataset(32), peft_config=peft_config)
     keep(trainer)
+    if mode == "exact":
+        return train_exactly(trainer, path)
     before = greedy(trainer.vllm_generation.llm)  # the checkpoint's, as vLLM loads it
     trainer.train()
     trainer.check_sync()
@@ -70,14 +86,29 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
     options = {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
     theirs = greedy(fresh(saved(path, tuning, trainer.model), precision, path / "fresh", **options))
     checks = [log["sync_check/logp_difference"] for log in trainer.state.log_history if "sync_check/bound" in log]
-    state = json.loads((path / "out" / "checkpoint-3" / "rollout_state.json").read_text())
     return {
         "mismatch": max(log.get("mismatch/kl_k3", 0) for log in trainer.state.log_history),
         "equals_trained": ours == theirs,
         "equals_untrained": ours == before,
         "checks": checks,
-        "update_of_last_step": state["drift"]["normalized_update"],
+        "update_of_last_step": last_update(path),
     }
+
+
+def train_exactly(trainer, path: Path) -> dict:
+    """One rank: three steps, and how far its engine's log-probabilities were from the policy's."""
+    trainer.train()
+    logged = [log for log in trainer.state.log_history if "mismatch/same_fraction" in log]
+    return {
+        "same": [log["mismatch/same_fraction"] for log in logged],
+        "largest_difference": max(log["sampling/sampling_logp_difference/max"] for log in logged),
+        "update_of_last_step": last_update(path),
+    }
+
+
+def last_update(path: Path) -> float:
+    state = json.loads((path / "out" / "checkpoint-3" / "rollout_state.json").read_text())
+    return state["drift"]["normalized_update"]
 
 
 def saved(path: Path, tuning: str, trained):

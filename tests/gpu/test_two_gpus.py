@@ -25,7 +25,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from tiny import save_tiny
 from training import config, dataset, make
 from vllm_engines import GPU_MODEL, SMALL, fresh, one_by_one, served
-from vllm_ranks import launch
+from vllm_ranks import launch, launch_exact
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats.checkpoint import quantize_checkpoint
@@ -102,6 +102,13 @@ def test_two_ranks(tmp_path, mode, precision, tuning):
         pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     save_tiny(tmp_path / "model", dtype=torch.bfloat16, **GPU_MODEL)
     launch(mode, precision, tuning, tmp_path)
+
+
+@pytest.mark.parametrize(("precision", "tuning"), [("int8", "lora"), ("fp8_block", "full")])
+def test_the_same_bits_on_two_ranks(tmp_path, precision, tuning):
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}  # of 128
+    save_tiny(tmp_path / "model", family="qwen2", dtype=torch.bfloat16, **GPU_MODEL | heads)
+    launch_exact(precision, tuning, tmp_path)
 
 
 @pytest.mark.parametrize("precision", SERVED)
