@@ -134,7 +134,7 @@ OPTIMIZERS = {"adamw": BRIEF, "sgd": BRIEF | {"optim": "sgd", "learning_rate": 0
 SPREAD = {"outliers": 128, "learning_rate": 1e-4}
 NEAR = {"learning_rate": 1e-4, "max_steps": 2}
 ENDURING = SPREAD | {"max_steps": 900}
-LENGTHS = (3, 6, 12, 24)
+LENGTHS = (3, 6, 12)
 LONG = {"quotient": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
 
 QUESTIONS = {
