@@ -294,6 +294,24 @@ def test_a_finished_run_is_not_repeated_and_a_failure_stops_no_other(tmp_path):
     assert starts(changed) == 2 and changed.finished and not (tmp_path / "fine" / "left.txt").exists()
 
 
+def test_a_run_that_another_question_finished_is_taken_over(tmp_path):
+    def named(question, name, settings, code=FINISH):
+        return job(tmp_path / question / name, code, {"name": name} | settings)
+
+    first = named("one", "full", {"rate": 1.0}, "(here / 'metrics.jsonl').write_text('its log')\n" + FINISH)
+    broken = named("one", "broken", {"rate": 3.0}, "pass")
+    runner.run([first, broken], 2, Console(quiet=True))
+    same = named("two", "the same", {"rate": 1})
+    others = [named("two", "faster", {"rate": 2.0}), named("two", "again", {"rate": 3.0})]
+    (tmp_path / "one" / "half").mkdir()
+    (tmp_path / "one" / "half" / "finished.json").write_text("{}")  # of a copy that was killed
+    runner.take_over([first, same, *others], tmp_path)
+    assert same.finished and not any(other.finished for other in others)
+    assert (same.directory / "metrics.jsonl").read_text() == "its log"
+    assert json.loads((same.directory / "settings.json").read_text())["name"] == "the same"
+    assert first.finished and starts(first) == 1 and not same.directory.with_suffix(".starts").exists()
+
+
 def test_runs_are_side_by_side_and_no_more_of_them(tmp_path):
     """Each of three waits for a second one to have started; the third has none but finds the files of the others."""
     code = (

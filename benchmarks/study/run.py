@@ -6,8 +6,9 @@ The study: which correction, in which precision, and when. Many small runs side 
     python benchmarks/study/run.py corrections --table --results benchmarks/results/study
 
 The questions are in `cells.py`. Each run has a directory, `OUTPUT/QUESTION/CELL-seedN`, that `trl-quant report` reads.
-Run it again after an interruption: finished runs are not repeated, killed ones start over. A run that fails leaves the
-others alone, and its output in `output.txt`. On a CPU a run has one thread; on GPUs the runs take turns.
+Run it again after an interruption: finished runs are not repeated, also of cells that another question has, killed ones
+start over. A run that fails leaves the others alone, and its output in `output.txt`. On a CPU a run has one thread; on
+GPUs the runs take turns.
 """
 
 import argparse
@@ -174,6 +175,24 @@ def trial_jobs(cells: Sequence[Cell], output: Path, question: str) -> list[Job]:
     return found
 
 
+def take_over(jobs: Sequence[Job], output: Path) -> None:
+    """Copies runs that another question has finished: the same cell is in several, if under another name."""
+
+    def work(settings: dict) -> frozenset:
+        return frozenset((key, value) for key, value in settings.items() if key != "name")
+
+    done = {
+        work(json.loads(path.read_text())): path.parent
+        for path in output.glob("*/*/settings.json")
+        if path.with_name("finished.json").is_file()
+    }
+    for job in jobs:
+        if (source := done.get(work(job.settings))) and not job.finished:
+            shutil.rmtree(job.directory, ignore_errors=True)
+            shutil.copytree(source, job.directory, ignore=shutil.ignore_patterns("settings.json"))
+            (job.directory / "settings.json").write_text(json.dumps(job.settings))  # last: it is finished with that
+
+
 def positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
@@ -207,7 +226,9 @@ def main(argv: list[str] | None = None) -> int:
             outlier_jobs([cell for cell in chosen if cell.taught not in failures], args.output), args.jobs, console
         )
         ready = [cell for cell in chosen if not {cell.taught, cell.model} & failures.keys()]
-        failures |= run(trial_jobs(ready, args.output, args.question), args.jobs, console)
+        trials = trial_jobs(ready, args.output, args.question)
+        take_over(trials, args.output)
+        failures |= run(trials, args.jobs, console)
     console.print(
         write(args.question, args.output / args.question, args.results or args.output), markup=False, soft_wrap=True
     )
