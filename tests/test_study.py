@@ -209,13 +209,13 @@ def test_runs_side_by_side_have_ports_of_their_own(tmp_path):
 
 @pytest.mark.parametrize("cell", QUESTIONS["rollouts"].cells, ids=lambda cell: cell.name)
 def test_vllm_is_told_what_its_trainer_takes(cell, tmp_path, monkeypatch):
-    """In full precision it is TRL's, which takes no arguments of an engine."""
+    """In full precision it is TRL's, which takes no arguments of an engine, and needs room beside others."""
 
     class Asked(Exception):
         pass
 
     def ask(args, **kwargs):
-        raise Asked(args.vllm_engine_kwargs, args.rollout_precision)
+        raise Asked(args.vllm_engine_kwargs, args.rollout_precision, args.vllm_gpu_memory_utilization)
 
     (tmp_path / "settings.json").write_text(json.dumps(cell.settings()))
     monkeypatch.setattr(trial, "QuantGRPOTrainer", ask)
@@ -223,8 +223,9 @@ def test_vllm_is_told_what_its_trainer_takes(cell, tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "load_prompts", lambda path: None)
     with pytest.raises(Asked) as asked:
         trial.train(tmp_path, tmp_path)
-    given, precision = asked.value.args
+    given, precision, share = asked.value.args
     assert (given is None) is (precision is None) and precision == cell.rollout_precision
+    assert share == (0.15 if precision is None else 0.05)
 
 
 def test_a_question_without_panels_has_no_figure(study, monkeypatch):
