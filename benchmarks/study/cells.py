@@ -128,7 +128,7 @@ CORRECTIONS = ("none", "coupled", "decoupled", "tis", "acr", "ais", "icepop", "g
 BRIEF = {"learning_rate": 1e-4, "max_steps": 100}  # three quarters of what full precision gains in 300 steps
 # With one update per generation acr is tis, and coupled's ratio never leaves w
 REUSE = BRIEF | {"num_iterations": 2}
-ADAPTER = BRIEF | {"lora_rank": 16, "learning_rate": 3e-3}
+ADAPTER = BRIEF | {"lora_rank": 16, "learning_rate": 1e-3}
 OPTIMIZERS = {"adamw": BRIEF, "sgd": BRIEF | {"optim": "sgd", "learning_rate": 0.1}}
 FASTER = {"adamw": 1.5e-4, "sgd": 0.225}  # by s and s squared, as the updates of what s = 1.5 scales
 # Full precision is stable; INT8 samples a completion of 34 tokens two to four nats away
