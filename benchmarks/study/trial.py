@@ -89,7 +89,7 @@ def train(directory: Path, model: Path) -> None:
     arguments = {name: value for name, value in settings.items() if name in QuantGRPOConfig.__dataclass_fields__}
     if settings["use_vllm"]:
         arguments |= VLLM | {"vllm_max_model_length": 2 * settings["max_completion_length"]}
-        if settings["rollout_precision"] is None:  # TRL's vLLM, which counts what others on the GPU allocate as its own
+        if settings["rollout_precision"] is None:  # TRL's vLLM, whose share must hold all that it allocates
             del arguments["vllm_engine_kwargs"]
             arguments["vllm_gpu_memory_utilization"] = 0.15
     rank, reward = settings["lora_rank"], division_reward if settings["quotient"] else arithmetic_reward
