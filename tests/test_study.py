@@ -307,10 +307,26 @@ def test_a_run_that_another_question_finished_is_taken_over(tmp_path):
     (tmp_path / "one" / "half").mkdir()
     (tmp_path / "one" / "half" / "finished.json").write_text("{}")  # of a copy that was killed
     runner.take_over([first, same, *others], tmp_path)
-    assert same.finished and not any(other.finished for other in others)
+    assert same.finished and not any(other.directory.exists() for other in others)
     assert (same.directory / "metrics.jsonl").read_text() == "its log"
     assert json.loads((same.directory / "settings.json").read_text())["name"] == "the same"
     assert first.finished and starts(first) == 1 and not same.directory.with_suffix(".starts").exists()
+
+
+def test_a_run_that_was_half_taken_over_is_not_finished(tmp_path, monkeypatch):
+    first, same = (job(tmp_path / question / "full", FINISH, {"name": "full"}) for question in ("one", "two"))
+    runner.run([first], 1, Console(quiet=True))
+
+    def killed(*args, copy=runner.shutil.copytree, **kwargs):
+        copy(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(runner.shutil, "copytree", killed)
+        runner.take_over([same], tmp_path)
+    assert same.directory.exists() and not same.finished
+    runner.take_over([same], tmp_path)
+    assert same.finished
 
 
 def test_runs_are_side_by_side_and_no_more_of_them(tmp_path):
@@ -386,6 +402,10 @@ def test_the_command_trains_and_writes_what_the_report_reads(built, monkeypatch,
     assert (built / "corrections.png").read_bytes()[:4] == b"\x89PNG"
     monkeypatch.setattr(trial, "train", None)  # nothing is left to do
     assert runner.main(["corrections", *chosen]) == 0
+    (cell,) = (cell for cell in QUESTIONS["corrections"].cells if cell.name == "mxfp4 tis")
+    monkeypatch.setitem(QUESTIONS, "another", Question("The same?", (replace(cell, name="mxfp4 renamed"),)))
+    assert runner.main(["another", "--seeds", "3", *chosen[chosen.index("--steps") :]]) == 0
+    assert "| mxfp4 renamed | 1 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
