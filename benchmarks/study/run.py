@@ -6,7 +6,7 @@ The study: which correction, in which precision, and when. Many small runs side 
     python benchmarks/study/run.py corrections --table --results benchmarks/results/study
 
 The questions are in `cells.py`. Each run has a directory, `OUTPUT/QUESTION/CELL-seedN`, that `trl-quant report` reads.
-Run it again after an interruption: finished runs are not repeated, nor those that another question has made; killed ones
+Run it again after an interruption: finished runs are not repeated, nor those that another question made; killed ones
 start over. A run that fails leaves the others alone, and its output in `output.txt`. On a CPU a run has one thread; on
 GPUs the runs take turns.
 """
