@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import trl.generation.vllm_generation as vllm_generation
 
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli.runs import Group, Run, grouped, read_run
@@ -208,24 +209,26 @@ def test_runs_side_by_side_have_ports_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("cell", QUESTIONS["rollouts"].cells, ids=lambda cell: cell.name)
-def test_vllm_is_told_what_its_trainer_takes(cell, tmp_path, monkeypatch):
-    """In full precision it is TRL's, which takes no arguments of an engine, and needs room beside others."""
+def test_vllm_is_told_the_same_in_every_cell(cell, tmp_path, monkeypatch):
+    """In full precision it is TRL's, which takes no arguments for it."""
+    told = {}
 
-    class Asked(Exception):
-        pass
-
-    def ask(args, **kwargs):
-        raise Asked(args.vllm_engine_kwargs, args.rollout_precision, args.vllm_gpu_memory_utilization)
+    def build(args, **kwargs):
+        told.update(args.vllm_engine_kwargs or {})
+        if args.rollout_precision is None:
+            assert args.vllm_engine_kwargs is None
+            vllm_generation.LLM(model="")
+        raise InterruptedError(args.rollout_precision)
 
     (tmp_path / "settings.json").write_text(json.dumps(cell.settings()))
-    monkeypatch.setattr(trial, "QuantGRPOTrainer", ask)
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **arguments: told.update(arguments), raising=False)
+    monkeypatch.setattr(trial, "QuantGRPOTrainer", build)
     monkeypatch.setattr(trial.AutoTokenizer, "from_pretrained", lambda path: None)
     monkeypatch.setattr(trial, "load_prompts", lambda path: None)
-    with pytest.raises(Asked) as asked:
+    with pytest.raises(InterruptedError, match=str(cell.rollout_precision)):
         trial.train(tmp_path, tmp_path)
-    given, precision, share = asked.value.args
-    assert (given is None) is (precision is None) and precision == cell.rollout_precision
-    assert share == (0.15 if precision is None else 0.05)
+    assert told.pop("model", None) == ("" if cell.rollout_precision is None else None)
+    assert told == trial.VLLM["vllm_engine_kwargs"]
 
 
 def test_a_question_without_panels_has_no_figure(study, monkeypatch):

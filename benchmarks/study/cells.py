@@ -156,6 +156,7 @@ QUESTIONS = {
             for lr, updates, digits, accuracy in product((5e-5, 2e-4, 6e-4), (1, 4), (3, 12), (0.1, 0.33))
             for name, precision, correction in ((FULL, None, None), ("mxfp4 none", "mxfp4", "none"))
         ),
+        ("Held-out reward",),
     ),
     "corrections": Question(
         "Which correction, in which precision of the sampler?",

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli.report import write_whole
+from trl_quant.rollout.seams import llm_with
 from trl_quant.tasks import arithmetic_reward, division_reward, load_prompts
 from trl_quant.tasks.evaluate import mean_reward
 
@@ -87,27 +89,28 @@ def train(directory: Path, model: Path) -> None:
     """Trains as [`~cells.Cell.settings`] in `directory` say, from `model`."""
     settings, start = json.loads((directory / "settings.json").read_text()), time.time()
     arguments = {name: value for name, value in settings.items() if name in QuantGRPOConfig.__dataclass_fields__}
+    engine = nullcontext()
     if settings["use_vllm"]:
         arguments |= VLLM | {"vllm_max_model_length": 2 * settings["max_completion_length"]}
-        if settings["rollout_precision"] is None:  # TRL's vLLM, whose share must hold all that it allocates
-            del arguments["vllm_engine_kwargs"]
-            arguments["vllm_gpu_memory_utilization"] = 0.15
+        if settings["rollout_precision"] is None:  # TRL takes no arguments for vLLM
+            engine = llm_with(**arguments.pop("vllm_engine_kwargs"))
     rank, reward = settings["lora_rank"], division_reward if settings["quotient"] else arithmetic_reward
     tokenizer, held_out = AutoTokenizer.from_pretrained(model), load_prompts(str(model / "eval.jsonl"))
     length = settings["max_completion_length"]
-    trainer = QuantGRPOTrainer(
-        model=str(model),
-        reward_funcs=reward,
-        args=QuantGRPOConfig(output_dir=str(directory), **QUIET | arguments),
-        train_dataset=load_prompts(str(model / "train.jsonl")),
-        peft_config=LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None,
-        callbacks=[
-            Log(
-                directory / "metrics.jsonl",
-                lambda policy: mean_reward(policy, tokenizer, held_out, reward, length),
-            )
-        ],
-    )
+    with engine:
+        trainer = QuantGRPOTrainer(
+            model=str(model),
+            reward_funcs=reward,
+            args=QuantGRPOConfig(output_dir=str(directory), **QUIET | arguments),
+            train_dataset=load_prompts(str(model / "train.jsonl")),
+            peft_config=LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None,
+            callbacks=[
+                Log(
+                    directory / "metrics.jsonl",
+                    lambda policy: mean_reward(policy, tokenizer, held_out, reward, length),
+                )
+            ],
+        )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     finished = environment() | {"seconds": round(time.time() - start)}
