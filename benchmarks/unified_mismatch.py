@@ -122,7 +122,7 @@ def main():
     parser.add_argument("--data", type=Path, required=True, help="a .jsonl with the columns 'question' and 'answer'")
     parser.add_argument("--model", type=Path, help="what this wrote before; trained if not given, or not there")
     parser.add_argument("--updates", type=int, default=500 if CUDA else 5, help="of the training on the texts")
-    parser.add_argument("--precisions", nargs="+", choices=in_vllm(), default=[*unified_flows()])
+    parser.add_argument("--precisions", nargs="+", choices=in_vllm(), default=[*unified_flows(), "nvfp4"])
     parser.add_argument("--completions", type=int, default=16 if CUDA else 4)
     parser.add_argument("--new_tokens", type=int, default=4096 if CUDA else 32)
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -137,10 +137,11 @@ def main():
     args.model = args.model or Path(tempfile.mkdtemp(), "model")
     if not (args.model / "model.safetensors").is_file():
         train(args)
+    trained = {*unified_flows(), *frozen_bases()}
     pairs = args.pairs or ["bf16/bf16"] + [
         f"{p}/{policy}"
         for p in args.precisions
-        for policy in ("bf16", *([p] if p in unified_flows() else []), *(["exact"] if p in exact_flows() else []))
+        for policy in ("bf16", *([p] if p in trained else []), *(["exact"] if p in exact_flows() else []))
     ]
     print(f"{machine()}, {args.completions} completions of {args.new_tokens} tokens, temperature {args.temperature:g}")
     print(
