@@ -40,6 +40,7 @@ from trl_quant.tasks.arithmetic import Division, Problem, divisions, problems
 from trl_quant.tasks.evaluate import mean_reward
 
 
+WIDTH = 128  # every quantization group and block fits into it
 MAX_COMPLETION_LENGTH = 48  # tokens; the longest solution of three digits has 40
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 STEPS_PER_QUOTIENT = 16  # of teaching, after which lessons get one subtraction longer
@@ -54,7 +55,12 @@ class BuildArguments:
     target_accuracy: float = field(default=0.33, metadata={"help": "Held-out accuracy at temperature 1 to stop at."})
     max_steps: int = field(default=900, metadata={"help": "Maximum number of training steps."})
     batch_size: int = field(default=64, metadata={"help": "Worked solutions per step."})
-    learning_rate: float = field(default=3e-3, metadata={"help": "AdamW's, constant after 20 warm-up steps."})
+    learning_rate: float = field(
+        default=3e-3,
+        metadata={"help": "AdamW's at 128 channels, constant after 20 warm-up steps; less with more, in proportion."},
+    )
+    hidden_size: int = field(default=WIDTH, metadata={"help": "Of the model; a multiple of 128."})
+    num_hidden_layers: int = field(default=2, metadata={"help": "Of the model."})
     operations: str = field(default="+-", metadata={"help": "Which of '+', '-' and '*' to teach."})
     max_digits: int = field(default=3, metadata={"help": "Digits of the longest operand."})
     max_completion_length: int = field(
@@ -97,16 +103,20 @@ def build_tokenizer(positions: int = 512) -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, positions: int = 512) -> Qwen3ForCausalLM:
-    """An untrained Qwen3 whose widths are multiples of 128, so that every quantization group and block fits."""
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, positions: int = 512, hidden_size: int = WIDTH, num_hidden_layers: int = 2
+) -> Qwen3ForCausalLM:
+    """An untrained Qwen3 whose widths are multiples of 128: 0.5M parameters, 110M with 1024 channels and 8 layers."""
+    if hidden_size % WIDTH:
+        raise ValueError(f"`hidden_size`={hidden_size} is not a multiple of {WIDTH}.")
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
+            hidden_size=hidden_size,
+            intermediate_size=3 * hidden_size,
+            num_hidden_layers=num_hidden_layers,
+            num_attention_heads=hidden_size // 64,
+            num_key_value_heads=hidden_size // 64,
             head_dim=64,
             max_position_embeddings=positions,
             tie_word_embeddings=False,
@@ -176,9 +186,9 @@ class StopAtAccuracy(TrainerCallback):
         self.accuracy = 0.0
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        # Before step 300 the loss is too high for anything to be right.
-        if state.global_step % (45 if self.arguments.quotient else 15) == 0 and state.global_step >= 300:
-            own = self.arguments
+        # Before step 300 the loss is too high for anything to be right; wider models need fewer steps.
+        own, step = self.arguments, state.global_step
+        if step % (45 if own.quotient else 15) == 0 and step >= 300 * WIDTH / own.hidden_size:
             self.accuracy = mean_reward(
                 model, self.tokenizer, self.dataset, own.reward, own.max_completion_length, seed=args.seed
             )
@@ -194,12 +204,12 @@ def build(args: BuildArguments) -> float:
     few = evaluation.select(range(min(256, len(evaluation))))
     stop = StopAtAccuracy(args, few, tokenizer)
     trainer = Trainer(
-        model=build_model(tokenizer, args.positions),
+        model=build_model(tokenizer, args.positions, args.hidden_size, args.num_hidden_layers),
         args=TrainingArguments(
             output_dir=args.output_dir,
             per_device_train_batch_size=args.batch_size,
             max_steps=args.max_steps,
-            learning_rate=args.learning_rate,
+            learning_rate=args.learning_rate * WIDTH / args.hidden_size,
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=20,
             adam_beta2=0.98,

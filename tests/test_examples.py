@@ -126,12 +126,30 @@ def test_problems_to_train_and_evaluate_on(built):
             assert Problem(a, op, b).held_out is held_out and str(Problem(a, op, b).answer) == answer
 
 
-@pytest.mark.parametrize(("quotient", "end"), [(0, 330), (24, 405)])
-def test_teaching_stops_at_the_target(monkeypatch, quotient, end):
-    """At the third look, which divisions get more rarely."""
+def test_a_wider_model_is_taught_in_smaller_steps(tmp_path, monkeypatch):
+    rates, trainer = [], building.Trainer
+
+    def taught(args, **others):
+        rates.append(args.learning_rate)
+        return trainer(args=args, **others)
+
+    monkeypatch.setattr(building, "Trainer", taught)
+    for name, width, layers in (("narrow", 128, 2), ("wide", 256, 3)):
+        building.build(arguments(tmp_path / name, hidden_size=width, num_hidden_layers=layers))
+        config = AutoModelForCausalLM.from_pretrained(tmp_path / name).config
+        assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (width, 3 * width, layers)
+    assert rates == [3e-3, 1.5e-3]
+    with pytest.raises(ValueError, match="`hidden_size`=200 is not a multiple of 128"):
+        building.build(arguments(tmp_path / "odd", hidden_size=200))
+    assert not (tmp_path / "odd").exists()
+
+
+@pytest.mark.parametrize(("quotient", "width", "end"), [(0, 128, 330), (24, 128, 405), (0, 1024, 75)])
+def test_teaching_stops_at_the_target(monkeypatch, quotient, width, end):
+    """At the third look, which divisions get more rarely and wide models earlier."""
     scores = iter([0.1, 0.34, 0.36])
     monkeypatch.setattr(building, "mean_reward", lambda *args, **kwargs: next(scores))
-    arguments = building.BuildArguments(target_accuracy=0.35, quotient=quotient)
+    arguments = building.BuildArguments(target_accuracy=0.35, quotient=quotient, hidden_size=width)
     stop = building.StopAtAccuracy(arguments, dataset=None, tokenizer=None)
     stopped_at = None
     for step in range(1, 1200):

@@ -24,7 +24,7 @@ import build_arithmetic_model as building  # noqa: E402
 import run as runner  # noqa: E402
 import table  # noqa: E402
 import trial  # noqa: E402
-from cells import QUESTIONS, Cell, Question  # noqa: E402
+from cells import QUESTIONS, SHAPES, Cell, Question  # noqa: E402
 from outliers import CHANNELS, add_outliers  # noqa: E402
 from rich.console import Console  # noqa: E402
 
@@ -61,6 +61,15 @@ def test_the_longest_division_fits(quotient):
     all_of_them = [Division(b * quotient + rest, b) for b in range(10, 100) for rest in (0, b - 1)]
     tokens = max(map(len, tokenizer([division.solution + "<eos>" for division in all_of_them])["input_ids"]))
     assert tokens <= Cell("", quotient=quotient).max_completion_length < tokens + 8
+
+
+def test_each_size_is_taught_a_model_of_its_own(tmp_path):
+    jobs = runner.model_jobs(QUESTIONS["scale"].cells, tmp_path)
+    assert [job.directory.name for job in jobs] == ["3-digits-0.33", "3-digits-0.33-512x6", "3-digits-0.33-1024x8"]
+    for job, shape in zip(jobs, SHAPES, strict=True):
+        given = dict(zip(job.command[2::2], job.command[3::2], strict=True))
+        assert (given["--hidden_size"], given["--num_hidden_layers"]) == tuple(map(str, shape))
+        assert given["--output_dir"] == str(job.directory)
 
 
 def test_outliers_change_activations_and_no_output():

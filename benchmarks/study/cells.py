@@ -29,6 +29,8 @@ TASK = (
     "direct",
     "outliers",
     "lora_rank",
+    "hidden_size",
+    "num_hidden_layers",
 )  # fields that are not the trainer's
 COMMON = {
     "per_device_train_batch_size": 128,
@@ -39,6 +41,9 @@ COMMON = {
     "scale_rewards": "group",
     "loss_type": "dapo",
 }
+
+
+SHAPES = ((128, 2), (512, 6), (1024, 8))  # channels and layers: 0.5M, 20M and 110M parameters
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class Cell:
         direct (`float`): How often it gives the answer at once, without the steps, when training starts.
         outliers (`float`): How much larger some channels of its activations are (`outliers.py`); a power of two.
         lora_rank (`int`): Of the adapter that is trained; 0 trains all weights.
+        hidden_size (`int`): Channels of the model, a multiple of 128.
+        num_hidden_layers (`int`): Layers of the model.
     """
 
     name: str
@@ -74,6 +81,8 @@ class Cell:
     direct: float = 0.0
     outliers: float = 1.0
     lora_rank: int = 0
+    hidden_size: int = 128
+    num_hidden_layers: int = 2
     use_vllm: bool = False
     seed: int = 0
 
@@ -94,7 +103,12 @@ class Cell:
     def taught(self) -> str:
         """Name of that model before it has outliers."""
         task = f"quotient-{self.quotient}" if self.quotient else f"{self.digits}-digits"
-        return f"{task}-{self.accuracy:g}" + (f"-direct-{self.direct:g}" if self.direct else "")
+        shape = f"-{self.hidden_size}x{self.num_hidden_layers}"
+        return (
+            f"{task}-{self.accuracy:g}"
+            + (f"-direct-{self.direct:g}" if self.direct else "")
+            + (shape if (self.hidden_size, self.num_hidden_layers) != SHAPES[0] else "")
+        )
 
     def arguments(self) -> dict:
         """Of [`QuantGRPOConfig`]."""
@@ -128,6 +142,8 @@ CORRECTIONS = ("none", "coupled", "decoupled", "tis", "acr", "ais", "icepop", "g
 BRIEF = {"learning_rate": 1e-4, "max_steps": 100}  # three quarters of what full precision gains in 300 steps
 # With one update per generation acr is tis, and coupled's ratio never leaves w
 REUSE = BRIEF | {"num_iterations": 2}
+# Of the sweep in `regimes`: full precision learns, MXFP4 samples end a completion of 99 tokens a nat away
+OFTEN = {"learning_rate": 2e-4, "num_iterations": 4, "digits": 12, "max_steps": 100}
 ADAPTER = BRIEF | {"lora_rank": 16, "learning_rate": 1e-3}
 OPTIMIZERS = {"adamw": BRIEF, "sgd": BRIEF | {"optim": "sgd", "learning_rate": 0.1}}
 FASTER = {"adamw": 1.5e-4, "sgd": 0.225}  # by s and s squared, as the updates of what s = 1.5 scales
@@ -167,6 +183,10 @@ QUESTIONS = {
                 for precision, correction in product(QUANTIZED, CORRECTIONS)
             ),
         ),
+    ),
+    "reuse": Question(
+        "Which correction, where four updates use a generation of long completions?",
+        (Cell(FULL, **OFTEN), *(Cell(f"mxfp4 {name}", "mxfp4", None, name, **OFTEN) for name in CORRECTIONS)),
     ),
     "cost": Question(
         "What does a correction cost where none is needed?",
@@ -277,6 +297,24 @@ QUESTIONS = {
             Cell("fp8_block unified", "fp8_block", "fp8_block", "none", **LONG),
         ),
         ("Held-out reward", "Mismatch by position"),
+    ),
+    "scale": Question(
+        "Does a larger model need a correction where a small one does?",
+        tuple(
+            Cell(
+                f"{name} {width}x{layers}",
+                *sampled,
+                hidden_size=width,
+                num_hidden_layers=layers,
+                **REUSE | {"learning_rate": 1e-4 * SHAPES[0][0] / width},
+            )
+            for width, layers in SHAPES
+            for name, *sampled in (
+                (FULL,),
+                ("fp8 none", "fp8", None, "none"),
+                *((f"nvfp4 {name}", "nvfp4", None, name) for name in ("none", "coupled", "tis")),
+            )
+        ),
     ),
     "length": Question(
         "How does the mismatch grow with position and length?",

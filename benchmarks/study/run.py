@@ -147,6 +147,8 @@ def model_jobs(cells: Sequence[Cell], output: Path) -> list[Job]:
             "quotient": cell.quotient,
             "eval_problems": 64 if cell.quotient else 512,
             "direct": cell.direct,
+            "hidden_size": cell.hidden_size,
+            "num_hidden_layers": cell.num_hidden_layers,
             "max_steps": round((3000 if cell.quotient else 300 * cell.digits) / (1 - cell.direct)),
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
