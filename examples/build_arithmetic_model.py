@@ -8,7 +8,7 @@ the held-out problems when sampling at temperature 1. `train.jsonl` and `eval.js
 written beside it; problems in `eval.jsonl` are never trained on. The same seed gives the same model.
 
 With `--quotient 24 --max_completion_length 1216` it learns to divide by repeated subtraction instead, in completions of
-about 1000 tokens.
+about 1000 tokens, with `--countdown 3 --max_completion_length 160` to search for an expression that makes a target.
 """
 
 import itertools
@@ -35,8 +35,9 @@ from transformers import (
 )
 from trl import TrlParser
 
-from trl_quant.tasks import arithmetic_reward, division_reward
+from trl_quant.tasks import arithmetic_reward, countdown_reward, division_reward
 from trl_quant.tasks.arithmetic import Division, Problem, divisions, problems
+from trl_quant.tasks.countdown import Search, searches
 from trl_quant.tasks.evaluate import mean_reward
 
 
@@ -70,6 +71,9 @@ class BuildArguments:
     quotient: int = field(
         default=0, metadata={"help": "Of the longest division, which has that many subtractions; 0 asks no divisions."}
     )
+    countdown: int = field(
+        default=0, metadata={"help": "How many numbers are given to make a target from, 3 or 4; 0 asks for none."}
+    )
     direct: float = field(default=0.0, metadata={"help": "Share of the lessons that give the answer without steps."})
     seed: int = field(default=0, metadata={"help": "For weights, problems and sampling."})
     train_problems: int = field(default=4096, metadata={"help": "Rows of train.jsonl."})
@@ -77,7 +81,8 @@ class BuildArguments:
 
     @property
     def reward(self) -> Callable[..., list[float | None]]:
-        return division_reward if self.quotient else arithmetic_reward
+        """That of the problems that are asked."""
+        return countdown_reward if self.countdown else division_reward if self.quotient else arithmetic_reward
 
     @property
     def positions(self) -> int:
@@ -129,8 +134,10 @@ def build_model(
 
 def stream(
     args: BuildArguments, seed: int, min_quotient: int = 1, held_out: bool = False
-) -> Iterator[Problem | Division]:
+) -> Iterator[Problem | Division | Search]:
     """What the model is taught and asked."""
+    if args.countdown:
+        return searches(seed, args.countdown, held_out)
     if args.quotient:
         return divisions(seed, min_quotient, args.quotient, held_out)
     return problems(seed, args.operations, max_digits=args.max_digits, held_out=held_out)
@@ -143,7 +150,7 @@ def prompts(args: BuildArguments, seed: int, count: int, held_out: bool) -> Data
     return Dataset.from_list([problem.row for problem in itertools.islice(unique, count)])
 
 
-def taught(args: BuildArguments) -> Iterator[Problem | Division]:
+def taught(args: BuildArguments) -> Iterator[Problem | Division | Search]:
     """What the model is taught, in this order: divisions of all lengths up to one that grows."""
     source = stream(args, args.seed)
     for count in itertools.count():

@@ -216,6 +216,33 @@ def test_all_numbers_or_some():
     assert score("<answer>5 + 5</answer>", nums=(5, 5, 9), target=10, use_all=[False]) == 1.0
 
 
+@pytest.mark.parametrize("numbers", [3, 4])
+def test_worked_solutions_of_a_search(numbers):
+    """Read as text: steps are right, use what is there, and only the last trial makes the target: the answer."""
+    held_out = set(islice((problem.prompt for problem in countdown.searches(1, numbers, held_out=True)), 300))
+    counts = Counter()
+    for problem in islice(countdown.searches(0, numbers), 900 // numbers**2):
+        nums, target = problem.prompt.rstrip("=").split(">")
+        *trials, answer = problem.solution.split(";")
+        for trial in trials:
+            left = Counter(map(int, nums.split(",")))
+            for step in trial.split(" "):
+                a, sign, b, result = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", step).groups()
+                assert Fraction(eval(f"Fraction({a}) {sign} Fraction({b})")) == int(result) > 0
+                left.subtract([int(a), int(b)])
+                assert min(left.values()) >= 0
+                left[int(result)] += 1
+            assert left.total() == 1
+            assert left[int(target)] == (trial is trials[-1])
+        assert answer == problem.direct_solution and problem.prompt not in held_out
+        row = {name: [value] for name, value in problem.row.items() if name != "prompt"}
+        for text in (problem.solution, problem.direct_solution):
+            assert countdown_reward([text], **row) == [1.0]
+        assert countdown_reward([problem.solution.rpartition("#")[0]], **row) == [0.0]
+        counts[len(trials)] += 1
+    assert max(counts) == countdown.TRIALS and len(counts) > 3
+
+
 def test_fractions_are_exact():
     assert score("<answer>8 / (3 - 8 / 3)</answer>", (8, 3, 8, 3), 24) == 1.0
     assert score("<answer>7 / 3 * 3 / 7 * 5</answer>", (7, 3, 3, 7, 5), 5) == 1.0

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import trl.generation.vllm_generation as vllm_generation
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli.runs import Group, Run, grouped, read_run
 from trl_quant.tasks.arithmetic import Division, Problem
+from trl_quant.tasks.countdown import searches
 
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +63,14 @@ def test_the_longest_division_fits(quotient):
     all_of_them = [Division(b * quotient + rest, b) for b in range(10, 100) for rest in (0, b - 1)]
     tokens = max(map(len, tokenizer([division.solution + "<eos>" for division in all_of_them])["input_ids"]))
     assert tokens <= Cell("", quotient=quotient).max_completion_length < tokens + 8
+
+
+@pytest.mark.parametrize("numbers", [3, 4])
+def test_the_longest_search_fits(numbers):
+    tokenizer = building.build_tokenizer()
+    solutions = [problem.solution + "<eos>" for problem in islice(searches(0, numbers), 300)]
+    tokens = max(map(len, tokenizer(solutions)["input_ids"]))
+    assert tokens <= Cell("", countdown=numbers).max_completion_length < tokens + 40
 
 
 def test_each_size_is_taught_a_model_of_its_own(tmp_path):

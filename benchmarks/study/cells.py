@@ -25,6 +25,7 @@ TASK = (
     "name",
     "digits",
     "quotient",
+    "countdown",
     "accuracy",
     "direct",
     "outliers",
@@ -55,6 +56,8 @@ class Cell:
         digits (`int`): Of the longest operand; a solution has about 11 tokens for each.
         quotient (`int`): Of the longest division by repeated subtraction, 40 to 50 tokens for each; 0 asks sums and
             differences.
+        countdown (`int`): How many numbers are given to search an expression of, 3 or 4, up to about 50 tokens for
+            each; 0 asks for none.
         accuracy (`float`): How often the model is right when training starts, at temperature 1.
         direct (`float`): How often it gives the answer at once, without the steps, when training starts.
         outliers (`float`): How much larger some channels of its activations are (`outliers.py`); a power of two.
@@ -77,6 +80,7 @@ class Cell:
     max_steps: int = 300
     digits: int = 3
     quotient: int = 0
+    countdown: int = 0
     accuracy: float = 0.33
     direct: float = 0.0
     outliers: float = 1.0
@@ -89,7 +93,7 @@ class Cell:
     @property
     def max_completion_length(self) -> int:
         """Tokens of the longest solution, rounded up to a multiple of 8."""
-        tokens = 11 * self.digits + 8
+        tokens = 52 * self.countdown or 11 * self.digits + 8
         if self.quotient:  # of the largest numbers; `####` is one token, and <eos> follows
             tokens = len(Division(99 * self.quotient + 98, 99).solution.replace("####", "#")) + 1
         return -(-tokens // 8) * 8
@@ -103,6 +107,7 @@ class Cell:
     def taught(self) -> str:
         """Name of that model before it has outliers."""
         task = f"quotient-{self.quotient}" if self.quotient else f"{self.digits}-digits"
+        task = f"countdown-{self.countdown}" if self.countdown else task
         shape = f"-{self.hidden_size}x{self.num_hidden_layers}"
         return (
             f"{task}-{self.accuracy:g}"
@@ -152,6 +157,7 @@ SPREAD = {"outliers": 128, "learning_rate": 1e-4}
 NEAR = {"learning_rate": 1e-4, "max_steps": 2}
 ENDURING = SPREAD | {"max_steps": 900}
 LENGTHS = (3, 6, 12)
+SEARCH = REUSE | {"countdown": 3}
 LONG = {"quotient": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
 
 QUESTIONS = {
@@ -314,6 +320,16 @@ QUESTIONS = {
                 ("fp8 none", "fp8", None, "none"),
                 *((f"nvfp4 {name}", "nvfp4", None, name) for name in ("none", "coupled", "tis")),
             )
+        ),
+    ),
+    "countdown": Question(
+        "And where the answer is searched for, and not computed?",
+        (
+            Cell(FULL, **SEARCH),
+            *(
+                Cell(f"{precision} {name}", precision, None, name, **SEARCH)
+                for precision, name in product(("fp8", "nvfp4", "mxfp4"), ("none", "coupled", "tis", "acr", "ais"))
+            ),
         ),
     ),
     "length": Question(

@@ -145,11 +145,12 @@ def model_jobs(cells: Sequence[Cell], output: Path) -> list[Job]:
             "max_digits": cell.digits,
             "max_completion_length": cell.max_completion_length,
             "quotient": cell.quotient,
+            "countdown": cell.countdown,
             "eval_problems": 64 if cell.quotient else 512,
             "direct": cell.direct,
             "hidden_size": cell.hidden_size,
             "num_hidden_layers": cell.num_hidden_layers,
-            "max_steps": round((3000 if cell.quotient else 300 * cell.digits) / (1 - cell.direct)),
+            "max_steps": round((3000 if cell.quotient or cell.countdown else 300 * cell.digits) / (1 - cell.direct)),
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         found[cell.taught] = Job(options["output_dir"], [sys.executable, str(EXAMPLE), *words], "eval.jsonl")

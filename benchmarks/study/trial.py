@@ -27,13 +27,15 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli.report import write_whole
 from trl_quant.rollout.seams import llm_with
-from trl_quant.tasks import arithmetic_reward, division_reward, load_prompts
+from trl_quant.tasks import load_prompts
 from trl_quant.tasks.evaluate import mean_reward
 
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
-from engines import machine
+from build_arithmetic_model import BuildArguments  # noqa: E402
+from engines import machine  # noqa: E402
 
 
 # What belongs to no cell: how a run logs
@@ -94,7 +96,8 @@ def train(directory: Path, model: Path) -> None:
         arguments |= VLLM | {"vllm_max_model_length": 2 * settings["max_completion_length"]}
         if settings["rollout_precision"] is None:  # TRL takes no arguments for vLLM
             engine = llm_with(**arguments.pop("vllm_engine_kwargs"))
-    rank, reward = settings["lora_rank"], division_reward if settings["quotient"] else arithmetic_reward
+    rank = settings["lora_rank"]
+    reward = BuildArguments(quotient=settings["quotient"], countdown=settings["countdown"]).reward
     tokenizer, held_out = AutoTokenizer.from_pretrained(model), load_prompts(str(model / "eval.jsonl"))
     length = settings["max_completion_length"]
     with engine:

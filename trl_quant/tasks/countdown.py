@@ -8,9 +8,15 @@ positive whole number, until one is left. What identifies a problem is its targe
 The verifier reads the last answer as Python's grammar does (`ast`), evaluates nothing but the four operations on whole
 numbers, and computes in exact fractions. So digits that are glued together, signs before numbers, powers, floor
 division and near misses are worth nothing.
+
+[`Search`] asks the same in few characters and has a worked solution, one trial after the other until one makes the
+target, which `examples/build_arithmetic_model.py` teaches to a model:
+
+    3,4,7>25=   4*3=12 12-7=5;4+3=7 7*7=49;7+4=11 11-3=8;7*3=21 21-4=17;7*4=28 28-3=25;#### (7*4)-3
 """
 
 import ast
+import itertools
 import operator
 import random
 import re
@@ -23,6 +29,7 @@ from .answers import final_answer
 from .splits import is_held_out
 
 
+TRIALS = 8  # of a worked solution, at most
 MAX_CHARACTERS = 256  # of an expression; six numbers of three digits and all their parentheses take 50
 _ALLOWED = re.compile(rf"[0-9+\-*/() ]{{1,{MAX_CHARACTERS}}}")
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -96,9 +103,58 @@ def _reachable(rng: random.Random, nums: Sequence[int]) -> int:
     left = list(nums)
     while len(left) > 1:
         b, a = sorted(left.pop(rng.randrange(len(left))) for _ in range(2))
-        results = [a + b, a * b] + ([a - b] if a > b else []) + ([a // b] if a % b == 0 else [])
-        left.append(rng.choice(results))
+        left.append(rng.choice([result for _, result in _results(a, b)]))
     return left[0]
+
+
+def _results(a: int, b: int) -> list[tuple[str, int]]:
+    """Operations on `a >= b` whose results are positive whole numbers."""
+    differences = [("-", a - b)] if a > b else []
+    return [("+", a + b), ("*", a * b), *differences, *([("/", a // b)] if a % b == 0 else [])]
+
+
+@dataclass(frozen=True)
+class Search(Problem):
+    """A problem in few characters, with a worked solution: the trials are in random order, the same for a problem."""
+
+    @property
+    def prompt(self) -> str:
+        return f"{','.join(map(str, self.nums))}>{self.target}="
+
+    @property
+    def direct_solution(self) -> str:
+        """`#### ` and the expression, without the search."""
+        return self._trials()[-1].rpartition(";")[2]
+
+    @property
+    def solution(self) -> str:
+        """The trials, of which the last makes the target, then `#### ` and its expression."""
+        return "".join(self._trials())
+
+    def _trials(self) -> list[str]:
+        ways = list(_ways([(number, str(number)) for number in self.nums]))
+        random.Random(self.prompt).shuffle(ways)
+        hit = next(i for i, (*_, value) in enumerate(ways) if value == self.target)
+        tried = [*ways[: min(hit, TRIALS - 1)], ways[hit]]
+        return [f"{' '.join(steps)};" for steps, _, _ in tried[:-1]] + [f"{' '.join(tried[-1][0])};#### {tried[-1][1]}"]
+
+
+def _ways(left: list[tuple[int, str]], steps: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str, int]]:
+    """Steps, expression and value of all ways to make one of the numbers in `left`, given with their expressions."""
+    if len(left) == 1:
+        yield steps, left[0][1][1:-1], left[0][0]
+    for i, j in itertools.combinations(range(len(left)), 2):
+        (a, above), (b, below) = sorted((left[i], left[j]), key=lambda term: -term[0])
+        rest = [term for k, term in enumerate(left) if k not in (i, j)]
+        for sign, result in _results(a, b):
+            step = f"{a}{sign}{b}={result}"
+            yield from _ways([*rest, (result, f"({above}{sign}{below})")], (*steps, step))
+
+
+def searches(seed: int, numbers: int = 3, held_out: bool = False) -> Iterator[Search]:
+    """An endless stream of problems of so many numbers from 1 to 9, the same for the same seed."""
+    for problem in problems(seed, numbers, numbers, max_number=9, held_out=held_out):
+        yield Search(problem.nums, problem.target)
 
 
 def value_of(expression: str) -> tuple[Fraction, Counter] | None:
