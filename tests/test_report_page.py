@@ -95,10 +95,12 @@ def test_positions_are_in_order_at_the_start_and_at_the_end():
             "mismatch__by_position__16-63": 2.0,
         }
     )
-    axis = axis_of("Mismatch by position", Group("a", [Run("a", logs)]))
+    full = Group("full precision", [Run("b", log(reward=1.0))])  # which has none, and no line
+    axis = axis_of("Mismatch by position", Group("a", [Run("a", logs)]), full)
     assert [label.get_text() for label in axis.get_xticklabels()] == ["0-15", "16-63", "1024-…"]
     values = {line.get_linestyle(): list(line.get_ydata()) for line in axis.lines}
     assert values == {"--": [3.0, 2.0, 3.0], "-": [38.0, 2.0, 3.0]}
+    assert {line.get_label() for line in axis.lines} == {"a"}
 
 
 def test_bars_are_means_in_their_unit():

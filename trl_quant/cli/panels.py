@@ -281,7 +281,8 @@ def _draw_position(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[st
                     at.append(x)
                     means.append(fmean(ends))
             look = {"color": color_of(i), "marker": marker_of(i), "markersize": 4, "linewidth": 1.5}
-            axis.plot(at, means, linestyle=style, label=group.name, **look)
+            if at:
+                axis.plot(at, means, linestyle=style, label=group.name, **look)
     axis.set_xticks(range(len(buckets)), [f"{bucket}…" if bucket.endswith("-") else bucket for bucket in buckets])
     axis.set(xlabel="token of the completion", ylabel=panel.unit)
     return {f"last {ENDS} steps": "-", f"first {ENDS}": "--"}
