@@ -385,16 +385,31 @@ def test_a_stopped_study_ends_its_runs_and_starts_them_over(tmp_path, monkeypatc
 # The command
 
 
-@pytest.fixture
-def built(tmp_path) -> Path:
-    """Where the study finds the model of its cells, untaught."""
-    model, tokenizer = tmp_path / "study" / "models" / Cell("").model, building.build_tokenizer()
+def untaught(study: Path, **asked) -> Path:
+    """Where the study finds the model of cells that ask this, untaught."""
+    model, tokenizer = study / "models" / Cell("", **asked).model, building.build_tokenizer()
     building.build_model(tokenizer).save_pretrained(model)
     tokenizer.save_pretrained(model)
     for split in ("train", "eval"):
-        rows = building.prompts(building.BuildArguments(), seed=0, count=8, held_out=split == "eval")
+        rows = building.prompts(building.BuildArguments(**asked), seed=0, count=8, held_out=split == "eval")
         rows.to_json(model / f"{split}.jsonl")
+    return model
+
+
+@pytest.fixture
+def built(tmp_path) -> Path:
+    untaught(tmp_path / "study")
     return tmp_path / "study"
+
+
+@pytest.mark.parametrize(("asked", "reward"), [({"countdown": 3}, "countdown"), ({"quotient": 2}, "division")])
+def test_each_problem_has_its_reward(tmp_path, asked, reward):
+    cell = Cell("a", "mxfp4", max_steps=1, **asked)
+    (tmp_path / "settings.json").write_text(json.dumps(cell.settings() | {"per_device_train_batch_size": 8}))
+    trial.train(tmp_path, untaught(tmp_path, **asked))
+    run = read_run(tmp_path)
+    assert run.status == "done" and run.values(f"rewards/{reward}_reward/mean") == [0.0]
+    assert 1 < run.values("completions/max_length")[0] <= cell.max_completion_length
 
 
 def test_the_command_trains_and_writes_what_the_report_reads(built, monkeypatch, capsys):
