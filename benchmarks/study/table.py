@@ -22,6 +22,7 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from statistics import fmean, stdev
+from textwrap import fill
 
 from cells import QUESTIONS, TREATMENT, Question
 from matplotlib.figure import Figure
@@ -136,7 +137,8 @@ def markdown(question: Question, rows: Sequence[dict]) -> str:
 
 def facets(groups: Sequence[Group]) -> dict[str, list[Group]]:
     """Title -> what is drawn together: the cells of one precision in one regime, beside full precision."""
-    changes = [name for name in differences(groups) if name not in ("name", "model", *TREATMENT)]
+    follows = ("name", "model", "max_completion_length")
+    changes = [name for name in differences(groups) if name not in (*follows, *TREATMENT)]
     found = {}
     for group in groups:
         if precision(group) is not None or len(groups) == 1:
@@ -158,7 +160,8 @@ def figure(question: Question, groups: Sequence[Group]) -> Figure:
     axes = drawn.subplots(rows, columns, squeeze=False).flatten()
     for axis, (title, panel, some) in zip(axes, pictures, strict=False):
         draw(axis, panel, some)
-        axis.set_title(f"{panel.title}, {title}", loc="left", fontsize="medium", pad=20 if axis.get_legend() else None)
+        heading = fill(f"{panel.title}, {title}", 72)
+        axis.set_title(heading, loc="left", fontsize="medium", pad=20 if axis.get_legend() else None)
         if own := axis.get_legend():
             axis.add_artist(own)
         handles, labels = axis.get_legend_handles_labels()
