@@ -79,6 +79,14 @@ class BuildArguments:
     train_problems: int = field(default=4096, metadata={"help": "Rows of train.jsonl."})
     eval_problems: int = field(default=512, metadata={"help": "Rows of eval.jsonl."})
 
+    def __post_init__(self):
+        if self.countdown not in (0, 3, 4):
+            raise ValueError(
+                f"`countdown`={self.countdown}: there are problems of 3 or 4 numbers, 0 asks none."
+            )
+        if self.countdown and self.quotient:
+            raise ValueError("`countdown` and `quotient` ask different problems: name one of them.")
+
     @property
     def reward(self) -> Callable[..., list[float | None]]:
         """That of the problems that are asked."""

@@ -144,6 +144,15 @@ def test_a_wider_model_is_taught_in_smaller_steps(tmp_path, monkeypatch):
     assert not (tmp_path / "odd").exists()
 
 
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [({"countdown": 2}, "`countdown`=2: there are problems of 3 or 4"), ({"countdown": 3, "quotient": 2}, "name one")],
+)
+def test_problems_that_are_not_asked(asked, says):
+    with pytest.raises(ValueError, match=says):
+        building.BuildArguments(**asked)
+
+
 @pytest.mark.parametrize(("quotient", "width", "end"), [(0, 128, 330), (24, 128, 405), (0, 1024, 75)])
 def test_teaching_stops_at_the_target(monkeypatch, quotient, width, end):
     """At the third look, which divisions get more rarely and wide models earlier."""

@@ -219,6 +219,8 @@ def test_all_numbers_or_some():
 @pytest.mark.parametrize("numbers", [3, 4])
 def test_worked_solutions_of_a_search(numbers):
     """Read as text: steps are right, use what is there, and only the last trial makes the target: the answer."""
+    known = countdown.Search((3, 4, 7), 25)
+    assert f"{known.prompt}   {known.solution}\n" in countdown.__doc__
     held_out = set(islice((problem.prompt for problem in countdown.searches(1, numbers, held_out=True)), 300))
     counts = Counter()
     for problem in islice(countdown.searches(0, numbers), 900 // numbers**2):

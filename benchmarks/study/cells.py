@@ -85,8 +85,8 @@ class Cell:
     direct: float = 0.0
     outliers: float = 1.0
     lora_rank: int = 0
-    hidden_size: int = 128
-    num_hidden_layers: int = 2
+    hidden_size: int = SHAPES[0][0]
+    num_hidden_layers: int = SHAPES[0][1]
     use_vllm: bool = False
     seed: int = 0
 
