@@ -81,9 +81,7 @@ class BuildArguments:
 
     def __post_init__(self):
         if self.countdown not in (0, 3, 4):
-            raise ValueError(
-                f"`countdown`={self.countdown}: there are problems of 3 or 4 numbers, 0 asks none."
-            )
+            raise ValueError(f"`countdown`={self.countdown}: there are problems of 3 or 4 numbers, 0 asks none.")
         if self.countdown and self.quotient:
             raise ValueError("`countdown` and `quotient` ask different problems: name one of them.")
 
