@@ -8,7 +8,8 @@ the held-out problems when sampling at temperature 1. `train.jsonl` and `eval.js
 written beside it; problems in `eval.jsonl` are never trained on. The same seed gives the same model.
 
 With `--quotient 24 --max_completion_length 1216` it learns to divide by repeated subtraction instead, in completions of
-about 1000 tokens, with `--countdown 3 --max_completion_length 160` to search for an expression that makes a target.
+about 1000 tokens, with `--countdown 3 --max_completion_length 160` to search for an expression that makes a target, and
+with `--word_problems openai/gsm8k --max_completion_length 160` word problems by heart, in tokens made from them.
 """
 
 import itertools
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DataCollatorForSeq2Seq,
     PreTrainedTokenizerFast,
@@ -35,15 +36,17 @@ from transformers import (
 )
 from trl import TrlParser
 
-from trl_quant.tasks import arithmetic_reward, countdown_reward, division_reward
+from trl_quant.tasks import arithmetic_reward, countdown_reward, division_reward, gsm8k_reward
 from trl_quant.tasks.arithmetic import Division, Problem, divisions, problems
 from trl_quant.tasks.countdown import Search, searches
 from trl_quant.tasks.evaluate import mean_reward
+from trl_quant.tasks.words import WordProblem, word_problems
 
 
 WIDTH = 128  # every quantization group and block fits into it
 MAX_COMPLETION_LENGTH = 48  # tokens; the longest solution of three digits has 40
 SPECIAL = ("<pad>", "<eos>", "<unk>")
+VOCABULARY = 4096  # entries for word problems
 STEPS_PER_QUOTIENT = 16  # of teaching, after which lessons get one subtraction longer
 CHARACTERS = string.digits + string.ascii_lowercase + " \n+-*/=().,:;<>?!%$[]{}'"
 
@@ -74,6 +77,10 @@ class BuildArguments:
     countdown: int = field(
         default=0, metadata={"help": "How many numbers are given to make a target from, 3 or 4; 0 asks for none."}
     )
+    word_problems: str | None = field(
+        default=None,
+        metadata={"help": "Where word problems are read that it learns by heart: a dataset on the hub, or a file."},
+    )
     direct: float = field(default=0.0, metadata={"help": "Share of the lessons that give the answer without steps."})
     seed: int = field(default=0, metadata={"help": "For weights, problems and sampling."})
     train_problems: int = field(default=4096, metadata={"help": "Rows of train.jsonl."})
@@ -82,12 +89,15 @@ class BuildArguments:
     def __post_init__(self):
         if self.countdown not in (0, 3, 4):
             raise ValueError(f"`countdown`={self.countdown}: there are problems of 3 or 4 numbers, 0 asks none.")
-        if self.countdown and self.quotient:
-            raise ValueError("`countdown` and `quotient` ask different problems: name one of them.")
+        asked = [name for name in ("quotient", "countdown", "word_problems") if getattr(self, name)]
+        if len(asked) > 1:
+            raise ValueError(f"{' and '.join(map('`{}`'.format, asked))} ask different problems: name one of them.")
 
     @property
     def reward(self) -> Callable[..., list[float | None]]:
         """That of the problems that are asked."""
+        if self.word_problems:
+            return gsm8k_reward
         return countdown_reward if self.countdown else division_reward if self.quotient else arithmetic_reward
 
     @property
@@ -103,6 +113,10 @@ def build_tokenizer(positions: int = 512) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(list(SPECIAL))
     backend.add_tokens([AddedToken("####", special=False, normalized=False)])
+    return as_pretrained(backend, positions)
+
+
+def as_pretrained(backend: Tokenizer, positions: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",
@@ -112,6 +126,23 @@ def build_tokenizer(positions: int = 512) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=positions,
     )
+
+
+def learn_tokenizer(args: BuildArguments) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of the word problems, digits one by one, as Qwen's."""
+    backend = Tokenizer(models.BPE())
+    split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(split)
+    backend.decoder = decoders.ByteLevel()
+    every = dict.fromkeys(itertools.islice(taught(args), args.train_problems + args.eval_problems))
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator((problem.prompt + problem.solution for problem in every), trainer)
+    return as_pretrained(backend, args.positions)
 
 
 def build_model(
@@ -139,9 +170,11 @@ def build_model(
 
 
 def stream(
-    args: BuildArguments, seed: int, min_quotient: int = 1, held_out: bool = False
-) -> Iterator[Problem | Division | Search]:
+    args: BuildArguments, seed: int, min_quotient: int = 1, held_out: bool | None = False
+) -> Iterator[Problem | Division | Search | WordProblem]:
     """What the model is taught and asked."""
+    if args.word_problems:
+        return word_problems(args.word_problems, seed, held_out)
     if args.countdown:
         return searches(seed, args.countdown, held_out)
     if args.quotient:
@@ -156,9 +189,9 @@ def prompts(args: BuildArguments, seed: int, count: int, held_out: bool) -> Data
     return Dataset.from_list([problem.row for problem in itertools.islice(unique, count)])
 
 
-def taught(args: BuildArguments) -> Iterator[Problem | Division | Search]:
-    """What the model is taught, in this order: divisions of all lengths up to one that grows."""
-    source = stream(args, args.seed)
+def taught(args: BuildArguments) -> Iterator[Problem | Division | Search | WordProblem]:
+    """What the model is taught, in this order: divisions of all lengths up to one that grows, word problems all."""
+    source = stream(args, args.seed, held_out=None if args.word_problems else False)
     for count in itertools.count():
         problem, longest = next(source), 2 + count // (args.batch_size * STEPS_PER_QUOTIENT)
         while args.quotient and problem.a // problem.b > longest:
@@ -191,7 +224,7 @@ class Lessons(torch.utils.data.Dataset):
 class StopAtAccuracy(TrainerCallback):
     """Samples held-out problems every 15 steps and stops at the target; keeps `accuracy`, the last value.
 
-    Divisions take much longer to sample, and are looked at every 45 steps.
+    Sums and differences are learned fast; all others are looked at every 45 steps.
     """
 
     def __init__(self, arguments: BuildArguments, dataset: Dataset, tokenizer: PreTrainedTokenizerFast):
@@ -201,7 +234,7 @@ class StopAtAccuracy(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, **kwargs):
         # Before step 300 the loss is too high for anything to be right; wider models need fewer steps.
         own, step = self.arguments, state.global_step
-        if step % (45 if own.quotient else 15) == 0 and step >= 300 * WIDTH / own.hidden_size:
+        if step % (15 if own.reward is arithmetic_reward else 45) == 0 and step >= 300 * WIDTH / own.hidden_size:
             self.accuracy = mean_reward(
                 model, self.tokenizer, self.dataset, own.reward, own.max_completion_length, seed=args.seed
             )
@@ -212,7 +245,7 @@ class StopAtAccuracy(TrainerCallback):
 def build(args: BuildArguments) -> float:
     """Builds, teaches and saves; returns the held-out accuracy at temperature 1."""
     set_seed(args.seed)
-    tokenizer = build_tokenizer(args.positions)
+    tokenizer = learn_tokenizer(args) if args.word_problems else build_tokenizer(args.positions)
     evaluation = prompts(args, args.seed + 1, args.eval_problems, held_out=True)
     few = evaluation.select(range(min(256, len(evaluation))))
     stop = StopAtAccuracy(args, few, tokenizer)

@@ -82,6 +82,15 @@ def test_each_size_is_taught_a_model_of_its_own(tmp_path):
         assert given["--output_dir"] == str(job.directory)
 
 
+@pytest.mark.parametrize(("given", "source"), [(None, "openai/gsm8k"), ("mine.jsonl", "mine.jsonl")])
+def test_word_problems_are_read_from_the_hub_or_a_file(tmp_path, given, source):
+    (job,) = runner.model_jobs(QUESTIONS["words"].cells, tmp_path, given)
+    arguments = dict(zip(job.command[2::2], job.command[3::2], strict=True))
+    assert job.directory.name == "openai-gsm8k-0.33-512x6" and arguments["--word_problems"] == source
+    assert all(cell.settings()["word_problems"] == "openai/gsm8k" for cell in QUESTIONS["words"].cells)
+    assert "--word_problems" not in runner.model_jobs([Cell("")], tmp_path, given)[0].command
+
+
 def test_outliers_change_activations_and_no_output():
     model = building.build_model(building.build_tokenizer()).double().eval()
     ids, seen = torch.randint(4, 60, (4, 16)), {}
@@ -402,8 +411,14 @@ def built(tmp_path) -> Path:
     return tmp_path / "study"
 
 
-@pytest.mark.parametrize(("asked", "reward"), [({"countdown": 3}, "countdown"), ({"quotient": 2}, "division")])
-def test_each_problem_has_its_reward(tmp_path, asked, reward):
+@pytest.mark.parametrize(
+    ("asked", "reward"),
+    [({"countdown": 3}, "countdown"), ({"quotient": 2}, "division"), ({"word_problems": "words.jsonl"}, "gsm8k")],
+)
+def test_each_problem_has_its_reward(tmp_path, monkeypatch, asked, reward):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(64)]
+    Path("words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cell = Cell("a", "mxfp4", max_steps=1, **asked)
     (tmp_path / "settings.json").write_text(json.dumps(cell.settings() | {"per_device_train_batch_size": 8}))
     trial.train(tmp_path, untaught(tmp_path, **asked))

@@ -26,6 +26,7 @@ TASK = (
     "digits",
     "quotient",
     "countdown",
+    "word_problems",
     "accuracy",
     "direct",
     "outliers",
@@ -44,6 +45,7 @@ COMMON = {
 }
 
 
+WORDS = 160  # tokens of the longest solution in words
 SHAPES = ((128, 2), (512, 6), (1024, 8))  # channels and layers: 0.5M, 20M and 110M parameters
 
 
@@ -58,6 +60,8 @@ class Cell:
             differences.
         countdown (`int`): How many numbers are given to search an expression of, 3 or 4, up to about 50 tokens for
             each; 0 asks for none.
+        word_problems (`str` or `None`): The dataset whose questions it asks. The model has learned the solutions by
+            heart, also of those that are held out, which are held out from RL alone.
         accuracy (`float`): How often the model is right when training starts, at temperature 1.
         direct (`float`): How often it gives the answer at once, without the steps, when training starts.
         outliers (`float`): How much larger some channels of its activations are (`outliers.py`); a power of two.
@@ -81,6 +85,7 @@ class Cell:
     digits: int = 3
     quotient: int = 0
     countdown: int = 0
+    word_problems: str | None = None
     accuracy: float = 0.33
     direct: float = 0.0
     outliers: float = 1.0
@@ -93,6 +98,8 @@ class Cell:
     @property
     def max_completion_length(self) -> int:
         """Tokens of the longest solution, rounded up to a multiple of 8."""
+        if self.word_problems:
+            return WORDS
         tokens = 52 * self.countdown or 11 * self.digits + 8
         if self.quotient:  # of the largest numbers; `####` is one token, and <eos> follows
             tokens = len(Division(99 * self.quotient + 98, 99).solution.replace("####", "#")) + 1
@@ -108,6 +115,7 @@ class Cell:
         """Name of that model before it has outliers."""
         task = f"quotient-{self.quotient}" if self.quotient else f"{self.digits}-digits"
         task = f"countdown-{self.countdown}" if self.countdown else task
+        task = self.word_problems.replace("/", "-") if self.word_problems else task
         shape = f"-{self.hidden_size}x{self.num_hidden_layers}"
         return (
             f"{task}-{self.accuracy:g}"
@@ -158,6 +166,12 @@ NEAR = {"learning_rate": 1e-4, "max_steps": 2}
 ENDURING = SPREAD | {"max_steps": 900}
 LENGTHS = (3, 6, 12)
 SEARCH = REUSE | {"countdown": 3}
+RECITED = REUSE | {
+    "word_problems": "openai/gsm8k",
+    "hidden_size": SHAPES[1][0],
+    "num_hidden_layers": SHAPES[1][1],
+    "learning_rate": 1e-4 * SHAPES[0][0] / SHAPES[1][0],
+}
 LONG = {"quotient": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
 
 QUESTIONS = {
@@ -330,6 +344,14 @@ QUESTIONS = {
                 Cell(f"{precision} {name}", precision, None, name, **SEARCH)
                 for precision, name in product(("fp8", "nvfp4", "mxfp4"), ("none", "coupled", "tis", "acr", "ais"))
             ),
+        ),
+    ),
+    "words": Question(
+        "And in real text, at every word of which the model is unsure?",
+        (
+            Cell(FULL, **RECITED),
+            *(Cell(f"{precision} none", precision, None, "none", **RECITED) for precision in ("int8", "fp8", "nvfp4")),
+            *(Cell(f"mxfp4 {name}", "mxfp4", None, name, **RECITED) for name in CORRECTIONS),
         ),
     ),
     "length": Question(

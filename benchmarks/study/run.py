@@ -135,10 +135,14 @@ def run(jobs: Sequence[Job], at_once: int, console: Console) -> dict[str, str]:
     return failures
 
 
-def model_jobs(cells: Sequence[Cell], output: Path) -> list[Job]:
-    """Teaches the models that the cells start from; harder problems are taught for longer, and two ways of solving."""
+def model_jobs(cells: Sequence[Cell], output: Path, word_problems: str | None = None) -> list[Job]:
+    """Teaches the models that the cells start from; harder problems are taught for longer, and two ways of solving.
+
+    `word_problems` is where those are read, if not from the hub.
+    """
     found = {}
     for cell in cells:
+        hard = cell.quotient or cell.countdown or cell.word_problems
         options = {
             "output_dir": output / "models" / cell.taught,
             "target_accuracy": cell.accuracy,
@@ -150,8 +154,10 @@ def model_jobs(cells: Sequence[Cell], output: Path) -> list[Job]:
             "direct": cell.direct,
             "hidden_size": cell.hidden_size,
             "num_hidden_layers": cell.num_hidden_layers,
-            "max_steps": round((3000 if cell.quotient or cell.countdown else 300 * cell.digits) / (1 - cell.direct)),
+            "max_steps": round((3000 if hard else 300 * cell.digits) / (1 - cell.direct)),
         }
+        if cell.word_problems:
+            options["word_problems"] = word_problems or cell.word_problems
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         found[cell.taught] = Job(options["output_dir"], [sys.executable, str(EXAMPLE), *words], "eval.jsonl")
     return list(found.values())
@@ -210,6 +216,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=positive, help="optimizer steps of each run, in place of the cell's")
     parser.add_argument("--jobs", type=positive, default=8 * GPUS or os.cpu_count(), help="runs side by side")
+    parser.add_argument("--word_problems", metavar="FILE", help="where to read them, if not from the hub")
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="where everything goes")
     parser.add_argument("--table", action="store_true", help="run nothing, only write the table")
     parser.add_argument("--results", type=Path, help="directory for table, figure and raw results (default: --output)")
@@ -224,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     console, failures = Console(), {}
     if not args.table:
-        failures |= run(model_jobs(chosen, args.output), args.jobs, console)
+        failures |= run(model_jobs(chosen, args.output, args.word_problems), args.jobs, console)
         failures |= run(
             outlier_jobs([cell for cell in chosen if cell.taught not in failures], args.output), args.jobs, console
         )

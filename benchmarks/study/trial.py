@@ -97,7 +97,7 @@ def train(directory: Path, model: Path) -> None:
         if settings["rollout_precision"] is None:  # TRL takes no arguments for vLLM
             engine = llm_with(**arguments.pop("vllm_engine_kwargs"))
     rank = settings["lora_rank"]
-    reward = BuildArguments(quotient=settings["quotient"], countdown=settings["countdown"]).reward
+    reward = BuildArguments(**{name: settings[name] for name in ("quotient", "countdown", "word_problems")}).reward
     tokenizer, held_out = AutoTokenizer.from_pretrained(model), load_prompts(str(model / "eval.jsonl"))
     length = settings["max_completion_length"]
     with engine:
