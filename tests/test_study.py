@@ -45,6 +45,7 @@ def test_cells_are_valid_and_have_full_precision_beside_them(name, tmp_path):
         assert table.regime(group) in full, cell
         config = QuantGRPOConfig(output_dir=str(tmp_path), **trial.QUIET | cell.arguments())
         assert config.learning_rate == cell.learning_rate and config.train_precision == cell.train_precision
+        assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 128
     facets = table.facets(groups)
     assert {group.settings["name"] for some in facets.values() for group in some} == {c.name for c in cells}
     assert not any("max_completion_length" in title for title in facets)  # which follows from what is asked

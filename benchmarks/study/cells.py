@@ -34,8 +34,8 @@ TASK = (
     "hidden_size",
     "num_hidden_layers",
 )  # fields that are not the trainer's
+COMPLETIONS = 128  # of a step
 COMMON = {
-    "per_device_train_batch_size": 128,
     "num_generations": 8,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 5,
@@ -82,6 +82,7 @@ class Cell:
     optim: str = "adamw_torch"
     num_iterations: int = 1
     max_steps: int = 300
+    gradient_accumulation_steps: int = 1
     digits: int = 3
     quotient: int = 0
     countdown: int = 0
@@ -126,7 +127,9 @@ class Cell:
     def arguments(self) -> dict:
         """Of [`QuantGRPOConfig`]."""
         own = {name: value for name, value in asdict(self).items() if name not in TASK}
-        return COMMON | own | {"max_completion_length": self.max_completion_length}
+        at_once = COMPLETIONS // self.gradient_accumulation_steps
+        asked = {"per_device_train_batch_size": at_once, "max_completion_length": self.max_completion_length}
+        return COMMON | own | asked
 
     def settings(self) -> dict:
         """All that the run depends on."""
@@ -171,6 +174,7 @@ RECITED = REUSE | {
     "hidden_size": SHAPES[1][0],
     "num_hidden_layers": SHAPES[1][1],
     "learning_rate": 1e-4 * SHAPES[0][0] / SHAPES[1][0],
+    "gradient_accumulation_steps": 4,  # at once they would take 11 GB
 }
 LONG = {"quotient": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
 
