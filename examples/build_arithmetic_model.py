@@ -81,6 +81,7 @@ class BuildArguments:
         default=None,
         metadata={"help": "Where word problems are read that it learns by heart: a dataset on the hub, or a file."},
     )
+    known: int = field(default=2048, metadata={"help": "How many word problems it learns."})
     direct: float = field(default=0.0, metadata={"help": "Share of the lessons that give the answer without steps."})
     seed: int = field(default=0, metadata={"help": "For weights, problems and sampling."})
     train_problems: int = field(default=4096, metadata={"help": "Rows of train.jsonl."})
@@ -134,7 +135,7 @@ def learn_tokenizer(args: BuildArguments) -> PreTrainedTokenizerFast:
     split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     backend.pre_tokenizer = pre_tokenizers.Sequence(split)
     backend.decoder = decoders.ByteLevel()
-    every = dict.fromkeys(itertools.islice(taught(args), args.train_problems + args.eval_problems))
+    every = dict.fromkeys(itertools.islice(taught(args), args.known))
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=list(SPECIAL),
@@ -174,7 +175,7 @@ def stream(
 ) -> Iterator[Problem | Division | Search | WordProblem]:
     """What the model is taught and asked."""
     if args.word_problems:
-        return word_problems(args.word_problems, seed, held_out)
+        return word_problems(args.word_problems, seed, held_out, args.known)
     if args.countdown:
         return searches(seed, args.countdown, held_out)
     if args.quotient:

@@ -87,7 +87,7 @@ def test_each_size_is_taught_a_model_of_its_own(tmp_path):
 def test_word_problems_are_read_from_the_hub_or_a_file(tmp_path, given, source):
     (job,) = runner.model_jobs(QUESTIONS["words"].cells, tmp_path, given)
     arguments = dict(zip(job.command[2::2], job.command[3::2], strict=True))
-    assert job.directory.name == "openai-gsm8k-0.33-512x6" and arguments["--word_problems"] == source
+    assert job.directory.name == "openai-gsm8k-0.33-256x4" and arguments["--word_problems"] == source
     assert all(cell.settings()["word_problems"] == "openai/gsm8k" for cell in QUESTIONS["words"].cells)
     assert "--word_problems" not in runner.model_jobs([Cell("")], tmp_path, given)[0].command
 

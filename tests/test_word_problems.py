@@ -75,6 +75,13 @@ def test_its_tokenizer_writes_every_text_and_digits_one_by_one(source):
     ]
 
 
+def test_the_first_ones_alone_may_be_asked(source, tmp_path):
+    few, every = ({p.question for p in islice(word_problems(source, 0, count=count), 80)} for count in (10, None))
+    assert len(few) == 10 < len(every) == 40 and all(f"Ann has {n} nuts" in " ".join(few) for n in range(10))
+    args = building.BuildArguments(word_problems=source, known=10)
+    assert {problem.question for problem in islice(building.taught(args), 40)} == few
+
+
 @pytest.mark.parametrize(
     ("rows", "says"),
     [

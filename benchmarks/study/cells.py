@@ -168,13 +168,13 @@ SPREAD = {"outliers": 128, "learning_rate": 1e-4}
 NEAR = {"learning_rate": 1e-4, "max_steps": 2}
 ENDURING = SPREAD | {"max_steps": 900}
 LENGTHS = (3, 6, 12)
-SEARCH = REUSE | {"countdown": 3}
+SEARCH = REUSE | {"countdown": 3, "accuracy": 0.1}
 RECITED = REUSE | {
     "word_problems": "openai/gsm8k",
-    "hidden_size": SHAPES[1][0],
-    "num_hidden_layers": SHAPES[1][1],
-    "learning_rate": 1e-4 * SHAPES[0][0] / SHAPES[1][0],
-    "gradient_accumulation_steps": 4,  # at once they would take 11 GB
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "learning_rate": 5e-5,
+    "gradient_accumulation_steps": 4,  # at once they would take gigabytes
 }
 LONG = {"quotient": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
 
@@ -357,7 +357,10 @@ QUESTIONS = {
         (
             Cell(FULL, **RECITED),
             *(Cell(f"{precision} none", precision, None, "none", **RECITED) for precision in ("int8", "fp8", "nvfp4")),
-            *(Cell(f"mxfp4 {name}", "mxfp4", None, name, **RECITED) for name in CORRECTIONS),
+            *(
+                Cell(f"mxfp4 {name}", "mxfp4", None, name, **RECITED)
+                for name in ("none", "coupled", "tis", "acr", "ais")
+            ),
         ),
     ),
     "length": Question(

@@ -50,13 +50,16 @@ class WordProblem:
         return f"#### {self.row['answer']}"
 
 
-def word_problems(source: str, seed: int, held_out: bool | None = None) -> Iterator[WordProblem]:
+def word_problems(
+    source: str, seed: int, held_out: bool | None = None, count: int | None = None
+) -> Iterator[WordProblem]:
     """An endless stream of problems, the same for the same seed: all of them in random order, then all in another.
 
     Args:
         source (`str`): as [`load_prompts`] takes it, with the columns `question` and `answer` (`openai/gsm8k`, say).
         seed (`int`): of the stream.
         held_out (`bool`, *optional*): problems for evaluation, or for training; by default both.
+        count (`int`, *optional*): of the problems that are read, the first ones; by default all.
 
     Raises:
         ValueError: no such problems.
@@ -70,7 +73,7 @@ def word_problems(source: str, seed: int, held_out: bool | None = None) -> Itera
         for question, solution in zip(rows["prompt"], solutions, strict=True)
         if len(solution) <= LONGEST and "#### " in solution
     ]
-    found = [problem for problem in found if held_out in (None, problem.held_out)]
+    found = [problem for problem in found[:count] if held_out in (None, problem.held_out)]
     if not found:
         raise ValueError(f"{source!r} has no solutions that end in '#### ' and an answer within {LONGEST} characters.")
     rng = random.Random(seed)
