@@ -9,7 +9,7 @@ written beside it; problems in `eval.jsonl` are never trained on. The same seed 
 
 With `--quotient 24 --max_completion_length 1216` it learns to divide by repeated subtraction instead, in completions of
 about 1000 tokens, with `--countdown 3 --max_completion_length 160` to search for an expression that makes a target, and
-with `--word_problems openai/gsm8k --max_completion_length 160` word problems by heart, in tokens made from them.
+with `--word_problems openai/gsm8k --max_completion_length 120` word problems by heart, in tokens made from them.
 """
 
 import itertools
@@ -81,7 +81,7 @@ class BuildArguments:
         default=None,
         metadata={"help": "Where word problems are read that it learns by heart: a dataset on the hub, or a file."},
     )
-    known: int = field(default=2048, metadata={"help": "How many word problems it learns."})
+    known: int = field(default=256, metadata={"help": "How many word problems it learns, and is asked again."})
     direct: float = field(default=0.0, metadata={"help": "Share of the lessons that give the answer without steps."})
     seed: int = field(default=0, metadata={"help": "For weights, problems and sampling."})
     train_problems: int = field(default=4096, metadata={"help": "Rows of train.jsonl."})
@@ -171,11 +171,11 @@ def build_model(
 
 
 def stream(
-    args: BuildArguments, seed: int, min_quotient: int = 1, held_out: bool | None = False
+    args: BuildArguments, seed: int, min_quotient: int = 1, held_out: bool = False
 ) -> Iterator[Problem | Division | Search | WordProblem]:
     """What the model is taught and asked."""
     if args.word_problems:
-        return word_problems(args.word_problems, seed, held_out, args.known)
+        return word_problems(args.word_problems, seed, args.known)
     if args.countdown:
         return searches(seed, args.countdown, held_out)
     if args.quotient:
@@ -184,15 +184,20 @@ def stream(
 
 
 def prompts(args: BuildArguments, seed: int, count: int, held_out: bool) -> Dataset:
-    """`count` different problems, as `prompt` and `answer`. Divisions are long: one quotient alone has too few."""
+    """`count` different problems, as `prompt` and `answer`. Divisions are long: one quotient alone has too few.
+
+    Word problems are as many as it knows, and come again.
+    """
     asked = stream(args, seed, max(1, args.quotient - 1), held_out)
+    if args.word_problems:
+        return Dataset.from_list([problem.row for problem in itertools.islice(asked, count)])
     unique = dict.fromkeys(itertools.islice(asked, 2 * count))
     return Dataset.from_list([problem.row for problem in itertools.islice(unique, count)])
 
 
 def taught(args: BuildArguments) -> Iterator[Problem | Division | Search | WordProblem]:
-    """What the model is taught, in this order: divisions of all lengths up to one that grows, word problems all."""
-    source = stream(args, args.seed, held_out=None if args.word_problems else False)
+    """What the model is taught, in this order: divisions of all lengths up to one that grows."""
+    source = stream(args, args.seed)
     for count in itertools.count():
         problem, longest = next(source), 2 + count // (args.batch_size * STEPS_PER_QUOTIENT)
         while args.quotient and problem.a // problem.b > longest:

@@ -45,7 +45,6 @@ def test_cells_are_valid_and_have_full_precision_beside_them(name, tmp_path):
         assert table.regime(group) in full, cell
         config = QuantGRPOConfig(output_dir=str(tmp_path), **trial.QUIET | cell.arguments())
         assert config.learning_rate == cell.learning_rate and config.train_precision == cell.train_precision
-        assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 128
     facets = table.facets(groups)
     assert {group.settings["name"] for some in facets.values() for group in some} == {c.name for c in cells}
     assert not any("max_completion_length" in title for title in facets)  # which follows from what is asked
@@ -87,7 +86,7 @@ def test_each_size_is_taught_a_model_of_its_own(tmp_path):
 def test_word_problems_are_read_from_the_hub_or_a_file(tmp_path, given, source):
     (job,) = runner.model_jobs(QUESTIONS["words"].cells, tmp_path, given)
     arguments = dict(zip(job.command[2::2], job.command[3::2], strict=True))
-    assert job.directory.name == "openai-gsm8k-0.33-256x4" and arguments["--word_problems"] == source
+    assert job.directory.name == "openai-gsm8k-0.33" and arguments["--word_problems"] == source
     assert all(cell.settings()["word_problems"] == "openai/gsm8k" for cell in QUESTIONS["words"].cells)
     assert "--word_problems" not in runner.model_jobs([Cell("")], tmp_path, given)[0].command
 
@@ -418,7 +417,7 @@ def built(tmp_path) -> Path:
 )
 def test_each_problem_has_its_reward(tmp_path, monkeypatch, asked, reward):
     monkeypatch.chdir(tmp_path)
-    rows = [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(64)]
+    rows = [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(256)]
     Path("words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cell = Cell("a", "mxfp4", max_steps=1, **asked)
     (tmp_path / "settings.json").write_text(json.dumps(cell.settings() | {"per_device_train_batch_size": 8}))

@@ -34,8 +34,8 @@ TASK = (
     "hidden_size",
     "num_hidden_layers",
 )  # fields that are not the trainer's
-COMPLETIONS = 128  # of a step
 COMMON = {
+    "per_device_train_batch_size": 128,
     "num_generations": 8,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 5,
@@ -45,7 +45,7 @@ COMMON = {
 }
 
 
-WORDS = 160  # tokens of the longest solution in words
+WORDS = 120  # tokens of the longest solution in words
 SHAPES = ((128, 2), (512, 6), (1024, 8))  # channels and layers: 0.5M, 20M and 110M parameters
 
 
@@ -60,8 +60,8 @@ class Cell:
             differences.
         countdown (`int`): How many numbers are given to search an expression of, 3 or 4, up to about 50 tokens for
             each; 0 asks for none.
-        word_problems (`str` or `None`): The dataset whose questions it asks. The model has learned the solutions by
-            heart, also of those that are held out, which are held out from RL alone.
+        word_problems (`str` or `None`): The dataset whose first questions it asks. The model has learned their
+            solutions by heart, and is judged by the same ones.
         accuracy (`float`): How often the model is right when training starts, at temperature 1.
         direct (`float`): How often it gives the answer at once, without the steps, when training starts.
         outliers (`float`): How much larger some channels of its activations are (`outliers.py`); a power of two.
@@ -82,7 +82,6 @@ class Cell:
     optim: str = "adamw_torch"
     num_iterations: int = 1
     max_steps: int = 300
-    gradient_accumulation_steps: int = 1
     digits: int = 3
     quotient: int = 0
     countdown: int = 0
@@ -127,9 +126,7 @@ class Cell:
     def arguments(self) -> dict:
         """Of [`QuantGRPOConfig`]."""
         own = {name: value for name, value in asdict(self).items() if name not in TASK}
-        at_once = COMPLETIONS // self.gradient_accumulation_steps
-        asked = {"per_device_train_batch_size": at_once, "max_completion_length": self.max_completion_length}
-        return COMMON | own | asked
+        return COMMON | own | {"max_completion_length": self.max_completion_length}
 
     def settings(self) -> dict:
         """All that the run depends on."""
@@ -169,13 +166,7 @@ NEAR = {"learning_rate": 1e-4, "max_steps": 2}
 ENDURING = SPREAD | {"max_steps": 900}
 LENGTHS = (3, 6, 12)
 SEARCH = REUSE | {"countdown": 3, "accuracy": 0.1}
-RECITED = REUSE | {
-    "word_problems": "openai/gsm8k",
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "learning_rate": 5e-5,
-    "gradient_accumulation_steps": 4,  # at once they would take gigabytes
-}
+RECITED = REUSE | {"word_problems": "openai/gsm8k"}
 LONG = {"quotient": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
 
 QUESTIONS = {

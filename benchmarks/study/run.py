@@ -150,7 +150,7 @@ def model_jobs(cells: Sequence[Cell], output: Path, word_problems: str | None = 
             "max_completion_length": cell.max_completion_length,
             "quotient": cell.quotient,
             "countdown": cell.countdown,
-            "eval_problems": 64 if cell.quotient else 256 if cell.word_problems else 512,
+            "eval_problems": 64 if cell.quotient else 512,
             "direct": cell.direct,
             "hidden_size": cell.hidden_size,
             "num_hidden_layers": cell.num_hidden_layers,
