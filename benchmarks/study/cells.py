@@ -205,6 +205,7 @@ QUESTIONS = {
             Cell(FULL, **OFTEN),
             *(Cell(f"mxfp4 {name}", "mxfp4", None, name, **OFTEN) for name in CORRECTIONS),
             Cell("mxfp4 tis, sequences", "mxfp4", None, "tis", importance_sampling_level="sequence", **OFTEN),
+            *(Cell(f"nvfp4 {name}", "nvfp4", None, name, **OFTEN) for name in ("none", "tis", "acr")),
         ),
     ),
     "cost": Question(
