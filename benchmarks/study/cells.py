@@ -201,12 +201,7 @@ QUESTIONS = {
     ),
     "reuse": Question(
         "Which correction, where four updates use a generation of long completions?",
-        (
-            Cell(FULL, **OFTEN),
-            *(Cell(f"mxfp4 {name}", "mxfp4", None, name, **OFTEN) for name in CORRECTIONS),
-            Cell("mxfp4 tis, sequences", "mxfp4", None, "tis", importance_sampling_level="sequence", **OFTEN),
-            *(Cell(f"nvfp4 {name}", "nvfp4", None, name, **OFTEN) for name in ("none", "tis", "acr")),
-        ),
+        (Cell(FULL, **OFTEN), *(Cell(f"mxfp4 {name}", "mxfp4", None, name, **OFTEN) for name in CORRECTIONS)),
     ),
     "cost": Question(
         "What does a correction cost where none is needed?",
