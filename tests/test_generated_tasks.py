@@ -219,7 +219,7 @@ def test_all_numbers_or_some():
 @pytest.mark.parametrize("numbers", [3, 4])
 def test_worked_solutions_of_a_search(numbers):
     """Read as text: steps are right, use what is there, and only the last trial makes the target: the answer."""
-    known = countdown.Search((3, 4, 7), 25)
+    known = countdown.Search((3, 4, 7), 19)
     assert f"{known.prompt}   {known.solution}\n" in countdown.__doc__
     held_out = set(islice((problem.prompt for problem in countdown.searches(1, numbers, held_out=True)), 300))
     counts = Counter()
@@ -243,6 +243,14 @@ def test_worked_solutions_of_a_search(numbers):
         assert countdown_reward([problem.solution.rpartition("#")[0]], **row) == [0.0]
         counts[len(trials)] += 1
     assert max(counts) == countdown.TRIALS and len(counts) > 3
+
+
+def test_a_search_goes_one_way_until_it_hits():
+    short, long = countdown.Search((3, 4, 7), 19), countdown.Search((3, 4, 7), 25)
+    assert (short.trials, long.trials) == (4, 14) and long.solution.startswith(short.solution.rpartition("#### ")[0])
+    assert long.solution.endswith(";7*3=21 21+4=25;#### (7*3)+4")
+    with pytest.raises(ValueError, match="'3,4,7>26=' has no solution"):
+        _ = countdown.Search((3, 4, 7), 26).solution
 
 
 def test_fractions_are_exact():

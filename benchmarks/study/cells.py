@@ -165,7 +165,7 @@ SPREAD = {"outliers": 128, "learning_rate": 1e-4}
 NEAR = {"learning_rate": 1e-4, "max_steps": 2}
 ENDURING = SPREAD | {"max_steps": 900}
 LENGTHS = (3, 6, 12)
-SEARCH = REUSE | {"countdown": 3, "accuracy": 0.1}
+SEARCH = REUSE | {"countdown": 3}
 RECITED = REUSE | {"word_problems": "openai/gsm8k"}
 LONG = {"quotient": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
 

@@ -12,7 +12,7 @@ division and near misses are worth nothing.
 [`Search`] asks the same in few characters and has a worked solution, one trial after the other until one makes the
 target, which `examples/build_arithmetic_model.py` teaches to a model:
 
-    3,4,7>25=   4*3=12 12-7=5;4+3=7 7*7=49;7+4=11 11-3=8;7*3=21 21-4=17;7*4=28 28-3=25;#### (7*4)-3
+    3,4,7>19=   4+3=7 7+7=14;4+3=7 7*7=49;4+3=7 7/7=1;4*3=12 12+7=19;#### (4*3)+7
 """
 
 import ast
@@ -115,7 +115,7 @@ def _results(a: int, b: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Search(Problem):
-    """A problem in few characters, with a worked solution: the trials are in random order, the same for a problem."""
+    """A problem in few characters, with a worked solution: trials in a fixed order, up to the one that hits."""
 
     @property
     def prompt(self) -> str:
@@ -131,12 +131,18 @@ class Search(Problem):
         """The trials, of which the last makes the target, then `#### ` and its expression."""
         return "".join(self._trials())
 
+    @property
+    def trials(self) -> int:
+        """How many its solution has."""
+        return len(self._trials())
+
     def _trials(self) -> list[str]:
-        ways = list(_ways([(number, str(number)) for number in self.nums]))
-        random.Random(self.prompt).shuffle(ways)
-        hit = next(i for i, (*_, value) in enumerate(ways) if value == self.target)
-        tried = [*ways[: min(hit, TRIALS - 1)], ways[hit]]
-        return [f"{' '.join(steps)};" for steps, _, _ in tried[:-1]] + [f"{' '.join(tried[-1][0])};#### {tried[-1][1]}"]
+        tried = []
+        for steps, expression, value in _ways([(number, str(number)) for number in self.nums]):
+            tried.append(f"{' '.join(steps)};")
+            if value == self.target:
+                return [*tried[:-1], f"{tried[-1]}#### {expression}"]
+        raise ValueError(f"{self.prompt!r} has no solution in positive whole numbers.")
 
 
 def _ways(left: list[tuple[int, str]], steps: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str, int]]:
@@ -152,9 +158,11 @@ def _ways(left: list[tuple[int, str]], steps: tuple[str, ...] = ()) -> Iterator[
 
 
 def searches(seed: int, numbers: int = 3, held_out: bool = False) -> Iterator[Search]:
-    """An endless stream of problems of so many numbers from 1 to 9, the same for the same seed."""
+    """An endless stream of problems of so many numbers from 1 to 9 and few trials, the same for the same seed."""
     for problem in problems(seed, numbers, numbers, max_number=9, held_out=held_out):
-        yield Search(problem.nums, problem.target)
+        search = Search(problem.nums, problem.target)
+        if search.trials <= TRIALS:
+            yield search
 
 
 def value_of(expression: str) -> tuple[Fraction, Counter] | None:
