@@ -9,7 +9,7 @@ written beside it; problems in `eval.jsonl` are never trained on. The same seed 
 
 With `--quotient 24 --max_completion_length 1216` it learns to divide by repeated subtraction instead, in completions of
 about 1000 tokens, with `--countdown 3 --max_completion_length 160` to search for an expression that makes a target, and
-with `--word_problems openai/gsm8k --max_completion_length 120` word problems by heart, in tokens made from them.
+with `--word_problems openai/gsm8k --max_completion_length 136` word problems by heart, in tokens made from them.
 """
 
 import itertools
@@ -81,7 +81,7 @@ class BuildArguments:
         default=None,
         metadata={"help": "Where word problems are read that it learns by heart: a dataset on the hub, or a file."},
     )
-    known: int = field(default=256, metadata={"help": "How many word problems it learns, and is asked again."})
+    known: int = field(default=512, metadata={"help": "How many word problems it learns, and is asked again."})
     direct: float = field(default=0.0, metadata={"help": "Share of the lessons that give the answer without steps."})
     seed: int = field(default=0, metadata={"help": "For weights, problems and sampling."})
     train_problems: int = field(default=4096, metadata={"help": "Rows of train.jsonl."})

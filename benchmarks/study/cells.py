@@ -45,7 +45,7 @@ COMMON = {
 }
 
 
-WORDS = 120  # tokens of the longest solution in words
+WORDS = 136  # tokens of the longest solution in words
 SHAPES = ((128, 2), (512, 6), (1024, 8))  # channels and layers: 0.5M, 20M and 110M parameters
 
 
@@ -165,7 +165,7 @@ SPREAD = {"outliers": 128, "learning_rate": 1e-4}
 NEAR = {"learning_rate": 1e-4, "max_steps": 2}
 ENDURING = SPREAD | {"max_steps": 900}
 LENGTHS = (3, 6, 12)
-SEARCH = REUSE | {"countdown": 3}
+SEARCH = REUSE | {"countdown": 3, "accuracy": 0.2}
 RECITED = REUSE | {"word_problems": "openai/gsm8k"}
 LONG = {"quotient": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
 
