@@ -157,12 +157,21 @@ def test_problems_that_are_not_asked(asked, says):
         building.BuildArguments(**asked)
 
 
-@pytest.mark.parametrize(("quotient", "width", "end"), [(0, 128, 330), (24, 128, 405), (0, 1024, 75)])
-def test_teaching_stops_at_the_target(monkeypatch, quotient, width, end):
-    """At the third look, which divisions get more rarely and wide models earlier."""
+@pytest.mark.parametrize(
+    ("asked", "end"),
+    [
+        ({}, 330),
+        ({"quotient": 24}, 405),
+        ({"countdown": 3}, 405),
+        ({"hidden_size": 1024}, 75),
+        ({"word_problems": "words.jsonl"}, 45),
+    ],
+)
+def test_teaching_stops_at_the_target(monkeypatch, asked, end):
+    """At the third look, which divisions and searches get more rarely, and wide models and texts earlier."""
     scores = iter([0.1, 0.34, 0.36])
     monkeypatch.setattr(building, "mean_reward", lambda *args, **kwargs: next(scores))
-    arguments = building.BuildArguments(target_accuracy=0.35, quotient=quotient, hidden_size=width)
+    arguments = building.BuildArguments(target_accuracy=0.35, **asked)
     stop = building.StopAtAccuracy(arguments, dataset=None, tokenizer=None)
     stopped_at = None
     for step in range(1, 1200):

@@ -45,7 +45,7 @@ COMMON = {
 }
 
 
-WORDS = 136  # tokens of the longest solution in words
+WORDS = 112  # tokens of the longest solution in words
 SHAPES = ((128, 2), (512, 6), (1024, 8))  # channels and layers: 0.5M, 20M and 110M parameters
 
 
