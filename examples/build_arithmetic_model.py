@@ -90,6 +90,8 @@ class BuildArguments:
     def __post_init__(self):
         if self.countdown not in (0, 3, 4):
             raise ValueError(f"`countdown`={self.countdown}: there are problems of 3 or 4 numbers, 0 asks none.")
+        if self.known < 1:
+            raise ValueError(f"`known`={self.known} is below 1.")
         asked = [name for name in ("quotient", "countdown", "word_problems") if getattr(self, name)]
         if len(asked) > 1:
             raise ValueError(f"{' and '.join(map('`{}`'.format, asked))} ask different problems: name one of them.")

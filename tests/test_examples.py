@@ -150,6 +150,7 @@ def test_a_wider_model_is_taught_in_smaller_steps(tmp_path, monkeypatch):
         ({"countdown": 2}, "`countdown`=2: there are problems of 3 or 4"),
         ({"countdown": 3, "quotient": 2}, "name one"),
         ({"countdown": 3, "word_problems": "x"}, "`word_problems` ask different"),
+        ({"word_problems": "x", "known": 0}, "`known`=0 is below 1"),
     ],
 )
 def test_problems_that_are_not_asked(asked, says):

@@ -461,9 +461,22 @@ def test_the_command_trains_and_writes_what_the_report_reads(built, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "wrong", [["colours"], ["cost", "--cells", "fp9"], ["cost", "--jobs", "0"], ["cost", "--steps", "-1"]]
+    "wrong",
+    [
+        ["colours"],
+        ["cost", "--cells", "fp9"],
+        ["cost", "--jobs", "0"],
+        ["cost", "--steps", "-1"],
+        ["words", "--word_problems", "none.jsonl"],
+    ],
 )
 def test_wrong_arguments_are_refused(wrong, capsys, tmp_path):
     with pytest.raises(SystemExit):
         runner.main([*wrong, "--output", str(tmp_path / "out")])
     assert wrong[-1] in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_word_problems_that_no_cell_asks_are_refused(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        runner.main(["cost", "--word_problems", __file__, "--output", str(tmp_path / "out")])
+    assert "`--word_problems`: 'cost' asks none" in capsys.readouterr().err and not (tmp_path / "out").exists()

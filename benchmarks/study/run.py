@@ -229,6 +229,10 @@ def main(argv: list[str] | None = None) -> int:
         for seed in dict.fromkeys(args.seeds)  # a seed of every cell first: an interrupted study is then a smaller one
         for name in args.cells or cells
     ]
+    if args.word_problems and not any(cell.word_problems for cell in chosen):
+        parser.error(f"`--word_problems`: {args.question!r} asks none.")
+    if args.word_problems and not Path(args.word_problems).exists():
+        parser.error(f"`--word_problems`: there is no {args.word_problems!r}.")
     console, failures = Console(), {}
     if not args.table:
         failures |= run(model_jobs(chosen, args.output, args.word_problems), args.jobs, console)

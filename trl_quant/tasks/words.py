@@ -1,8 +1,8 @@
 """Word problems with worked solutions, such as GSM8K's, to learn by heart.
 
 A model of some million parameters cannot solve them, but it can learn their solutions. What it samples is then real
-text, unsure of itself at every word, and RL on the same problems makes it surer. None are held out: what is learned by
-heart says nothing of other problems.
+text, unsure of itself at every word, on which RL goes on. No problems are held out: what is learned by heart says
+nothing of others.
 
     Weng earns $12 an hour for babysitting. [...] How much did she earn?
     Weng earns 12/60 = $0.2 per minute.
