@@ -417,7 +417,7 @@ def built(tmp_path) -> Path:
 )
 def test_each_problem_has_its_reward(tmp_path, monkeypatch, asked, reward):
     monkeypatch.chdir(tmp_path)
-    rows = [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(64)]
+    rows = [{"question": f"{n}+10000?", "answer": f"#### {n + 10000}"} for n in range(64)]  # by chance nobody is right
     Path("words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cell = Cell("a", "mxfp4", max_steps=1, **asked)
     (tmp_path / "settings.json").write_text(json.dumps(cell.settings() | {"per_device_train_batch_size": 8}))
