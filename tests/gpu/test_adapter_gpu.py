@@ -91,7 +91,8 @@ def test_under_vllms_compiler(tmp_path, precision):
         error, moved = (ours - theirs).abs().mean().item(), (ours - before).abs().mean().item()
         rounding = (others[0] - others[1]).abs().mean().item()
         print(f"{precision:>10} compiled: error {error:.5f}, merged {rounding:.5f}, the one before {moved:.5f}")
-        assert error < 1.5 * rounding and error < moved / 5
+        assert error < 1.5 * rounding
+        assert moved > 10 * error
         before = ours
 
 
