@@ -73,6 +73,17 @@ def test_the_longest_search_fits(numbers):
     assert tokens <= Cell("", countdown=numbers).max_completion_length < tokens + 40
 
 
+def test_the_longest_solution_in_words_fits():
+    found = (p / "shared/data/gsm8k/train.jsonl" for p in ROOT.parents if (p / "shared/data/gsm8k").is_dir())
+    if (source := next(found, None)) is None:
+        pytest.skip("needs GSM8K in shared/data/gsm8k")
+    args = building.BuildArguments(word_problems=str(source))
+    tokenizer = building.learn_tokenizer(args)
+    solutions = [problem.solution + "<eos>" for problem in islice(building.taught(args), args.known)]
+    tokens = max(map(len, tokenizer(solutions)["input_ids"]))
+    assert tokens <= Cell("", word_problems="openai/gsm8k").max_completion_length < tokens + 8
+
+
 def test_each_size_is_taught_a_model_of_its_own(tmp_path):
     jobs = runner.model_jobs(QUESTIONS["scale"].cells, tmp_path)
     assert [job.directory.name for job in jobs] == ["3-digits-0.33", "3-digits-0.33-512x6", "3-digits-0.33-1024x8"]
