@@ -489,5 +489,5 @@ def test_wrong_arguments_are_refused(wrong, capsys, tmp_path):
 
 def test_word_problems_that_no_cell_asks_are_refused(capsys, tmp_path):
     with pytest.raises(SystemExit):
-        runner.main(["cost", "--word_problems", __file__, "--output", str(tmp_path / "out")])
+        runner.main(["cost", "--table", "--word_problems", __file__, "--output", str(tmp_path / "out")])
     assert "`--word_problems`: 'cost' asks none" in capsys.readouterr().err and not (tmp_path / "out").exists()
