@@ -69,31 +69,53 @@ def test_pushes_under_cuda_graphs(tmp_path, precision):
     assert greedy(sampler.llm) == greedy(fresh(model.get_base_model(), precision, tmp_path / "base")) != seen[0]
 
 
-def test_under_vllms_compiler(tmp_path, precision):
-    """As without the compiler, after an engine alike but for the adapter has left its compiled model behind.
+CAPTURE = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
+# The compiled graph, with the kernels of the eager one in it
+SAME_KERNELS = {"custom_ops": ["all"], "pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}}
 
-    The compiler rounds otherwise, which moves codes: by how much, the same policy says that is merged into its base.
-    """
-    compiled = {**SMALL, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}}
-    model = adapted(tmp_path / "policy")
-    base = score(engine(model.get_base_model(), precision, engine_kwargs=compiled).llm)
-    sampler = engine(model, precision, lora_sync="adapter", engine_kwargs=compiled, sync_check_steps=1)
-    eager = engine(model, precision, lora_sync="adapter")
-    merged = [engine(model, precision, lora_sync="merge", engine_kwargs=kwargs) for kwargs in (compiled, SMALL)]
-    assert sampler.llm.llm_engine.vllm_config.compilation_config.mode > 0
-    before = base
+
+def compiled(**config) -> dict:
+    return {**SMALL, "compilation_config": CAPTURE | config}
+
+
+def distances(model, samplers, before):
+    """For each of two updates: the scores of the synced engines, and how far the first one's moved."""
     for seed in range(2):
         update(model, seed=seed, size=0.05)
-        for each in (sampler, eager, *merged):
+        for each in samplers:
             each.sync_weights()
-        print(f"{precision:>10} {sampler.check_sync()}")
-        ours, theirs, *others = (score(each.llm) for each in (sampler, eager, *merged))
-        error, moved = (ours - theirs).abs().mean().item(), (ours - before).abs().mean().item()
-        rounding = (others[0] - others[1]).abs().mean().item()
-        print(f"{precision:>10} compiled: error {error:.5f}, merged {rounding:.5f}, the one before {moved:.5f}")
+        scores = [score(each.llm) for each in samplers]
+        yield scores, apart(scores[0], before)
+        before = scores[0]
+
+
+def apart(a, b) -> float:
+    return (a - b).abs().mean().item()
+
+
+def test_under_vllms_compiler(tmp_path, precision):
+    """As without the compiler, after an engine alike but for the adapter has left its compiled model behind."""
+    model = adapted(tmp_path / "policy")
+    base = score(engine(model.get_base_model(), precision, engine_kwargs=compiled(**SAME_KERNELS)).llm)
+    sampler = engine(model, precision, lora_sync="adapter", engine_kwargs=compiled(**SAME_KERNELS), sync_check_steps=1)
+    eager = engine(model, precision, lora_sync="adapter")
+    assert sampler.llm.llm_engine.vllm_config.compilation_config.mode > 0
+    for (ours, theirs), moved in distances(model, (sampler, eager), base):
+        print(f"{precision:>10} compiled: error {apart(ours, theirs):.5f}, moved {moved:.5f}, {sampler.check_sync()}")
+        assert moved > 10 * apart(ours, theirs)
+
+
+def test_under_vllms_compiler_and_its_kernels(tmp_path, precision):
+    """The compiler's own kernels round otherwise, which moves codes: no more than where the adapter is merged."""
+    model = adapted(tmp_path / "policy")
+    base = score(engine(model.get_base_model(), precision, engine_kwargs=compiled()).llm)
+    kinds = [(sync, kwargs) for sync in ("adapter", "merge") for kwargs in (compiled(), SMALL)]
+    samplers = [engine(model, precision, lora_sync=sync, engine_kwargs=kwargs) for sync, kwargs in kinds]
+    for (ours, eager, merged, merged_eager), moved in distances(model, samplers, base):
+        error, rounding = apart(ours, eager), apart(merged, merged_eager)
+        print(f"{precision:>10} compiler's kernels: error {error:.5f}, merged {rounding:.5f}, moved {moved:.5f}")
         assert error < 1.5 * rounding
-        assert moved > 10 * error
-        before = ours
+        assert moved > 5 * error
 
 
 @pytest.mark.own_process
