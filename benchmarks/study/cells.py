@@ -165,7 +165,13 @@ SPREAD = {"outliers": 128, "learning_rate": 1e-4}
 NEAR = {"learning_rate": 1e-4, "max_steps": 2}
 ENDURING = SPREAD | {"max_steps": 900}
 LENGTHS = (3, 6, 12)
-SEARCH = REUSE | {"countdown": 3, "accuracy": 0.2}
+# Smaller models do not learn it
+SEARCH = REUSE | {
+    "countdown": 3,
+    "learning_rate": 2.5e-5,
+    "hidden_size": SHAPES[1][0],
+    "num_hidden_layers": SHAPES[1][1],
+}
 RECITED = REUSE | {"word_problems": "openai/gsm8k"}
 LONG = {"quotient": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
 
