@@ -53,10 +53,6 @@ def build(config_class=QuantGRPOConfig, **kwargs):
             ({"is_correction": "acr", "loss_type": loss}, ["is_correction", "'acr'", "loss_type", f"'{loss}'", "dapo"])
             for loss in ("vespo", "sapo", "cispo")
         ],
-        (
-            {"rollout_precision": "int8", "loss_type": "vespo"},
-            ["'acr'", "'vespo'", "'tis'"],
-        ),  # acr is the default there
         *[
             (
                 {"is_correction": name, "importance_sampling_level": "sequence"},
@@ -73,12 +69,17 @@ def test_refused(kwargs, words):
     assert not missing, str(error.value)
 
 
-def test_none_means_trl_without_a_quantized_rollout_and_acr_with_one():
+def test_none_means_trl_without_a_quantized_rollout_and_tis_with_one():
     assert build().is_correction == "trl"
     assert build(use_vllm=True).is_correction == "trl"
     for precision in ("bf16", *FORMATS):
-        assert build(rollout_precision=precision).is_correction == "acr"
+        assert build(rollout_precision=precision).is_correction == "tis"
     assert build(rollout_precision="int8", is_correction="trl").is_correction == "trl"
+    # As TRL's own it takes what `acr` refuses
+    for setting in ({"loss_type": "vespo"}, {"delta": 2.0}, {"importance_sampling_level": "sequence"}):
+        assert build(rollout_precision="int8", **setting).is_correction == "tis"
+        with pytest.raises(ValueError, match="acr"):
+            build(rollout_precision="int8", is_correction="acr", **setting)
 
 
 @pytest.mark.parametrize("correction", ["trl", *CORRECTIONS])

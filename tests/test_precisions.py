@@ -54,7 +54,7 @@ def build(**kwargs):
 
 
 def test_config_knows_it(made_up):
-    assert build(rollout_precision="ternary", use_vllm=True).is_correction == "acr"
+    assert build(rollout_precision="ternary", use_vllm=True).is_correction == "tis"
     with pytest.raises(ValueError, match=r"rollout_precision.*'ternary'"):
         build(rollout_precision="quaternary")
 

@@ -130,7 +130,7 @@ def test_script_with_the_embedded_engine(tmp_path, monkeypatch, problems):
     """As README says for other devices, without `use_vllm=True`; and the metrics that it logs are README's."""
     trainer = run_script(tmp_path, monkeypatch, problems, {"use_vllm=True, ": ""})
     check_trained(trainer, tmp_path)
-    assert trainer.args.is_correction == "acr" and trainer.args.rollout_precision == "fp8"
+    assert trainer.args.is_correction == "tis" and trainer.args.rollout_precision == "fp8"
     groups = ("mismatch/", "weights/")
     for entry in logged(trainer):
         names = {re.sub(r"by_position/.*", "by_position/a-b", name) for name in entry if name.startswith(groups)}
@@ -210,10 +210,6 @@ def test_values_exist():
             settings["rollout_precision"] = "int8"
         if value == "auto" or field == "lora_sync":
             settings |= {"use_vllm": True, "vllm_mode": "colocate"}
-        if field == "importance_sampling_level":
-            with pytest.raises(ValueError, match="importance_sampling_level"):
-                QuantGRPOConfig(**settings)
-            settings["is_correction"] = "tis"
         assert getattr(QuantGRPOConfig(**settings), field) == value
     table = README.partition("| `is_correction` |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
@@ -222,7 +218,7 @@ def test_values_exist():
 
 def test_defaults_are_those_that_are_told():
     quantized = {"rollout_precision": "int4", "use_cpu": True, "output_dir": "out"}
-    assert QuantGRPOConfig(**quantized).is_correction == "acr"
+    assert QuantGRPOConfig(**quantized).is_correction == "tis"
     assert [CORRECTIONS[name]().cap for name in ("tis", "acr", "ais", "dppo")] == [2, 2, 5, 10]
     assert CORRECTIONS["icepop"]() == CORRECTIONS["icepop"](low=0.5, high=5)
     assert CORRECTIONS["geometric"]().epsilon == 0.01

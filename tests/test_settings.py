@@ -32,7 +32,7 @@ def scored(trainer):
 
 def test_a_config_that_contradicts_the_class_is_refused(tmp_path):
     for given in (config(QuantGRPOConfig, tmp_path), config(QuantGRPOConfig, tmp_path, rollout_precision="int8")):
-        with pytest.raises(ValueError, match=r"`is_correction`='(trl|acr)', but AISGRPOTrainer runs 'ais'"):
+        with pytest.raises(ValueError, match=r"`is_correction`='(trl|tis)', but AISGRPOTrainer runs 'ais'"):
             make(AISGRPOTrainer, given)
     trainer = make(AISGRPOTrainer, config(QuantGRPOConfig, tmp_path, rollout_precision="int8", is_correction="ais"))
     assert (trainer.scale_rewards, trainer.loss_type) == ("none", "grpo")
@@ -76,7 +76,7 @@ def test_trls_trainer_with_our_config_is_told(tmp_path, caplog):
             ["`dppo_delta`=0.1", "'dppo'", "'icepop'"],
         ),
         ({"rollout_precision": "int8", "noise_stages": 5}, ["`noise_stages`=5", "`noise_schedule`"]),
-        ({"rollout_precision": "int8", "delta": 2.0}, ["'acr'", "`delta`=2.0", "'tis'"]),
+        ({"is_correction": "acr", "rollout_precision": "int8", "delta": 2.0}, ["'acr'", "`delta`=2.0", "'tis'"]),
         ({"lora_sync": "adapter", "use_vllm": True}, ["`lora_sync`='adapter'", "`rollout_precision`"]),
         ({"vllm_engine_kwargs": {"enforce_eager": True}, "use_vllm": True}, ["`vllm_engine_kwargs`"]),
         ({"sync_check_steps": 5, "rollout_precision": "int8"}, ["`sync_check_steps`=5", "use_vllm"]),
@@ -319,7 +319,7 @@ def run_to_step_2(path, **settings):
     [
         {"rollout_precision": "fp8"},
         {"rollout_precision": None},
-        {"is_correction": "tis"},
+        {"is_correction": "acr"},
         {"is_cap": 3.0},
         {"noise_schedule": "linear"},
     ],

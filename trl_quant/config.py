@@ -87,7 +87,7 @@ class QuantGRPOConfig(GRPOConfig):
             What a token of the quantized sampler is worth: `"trl"` (TRL's own importance sampling, governed by its
             `vllm_importance_sampling_*` arguments), or a key of [`~corrections.CORRECTIONS`]: `"none"`, `"coupled"`,
             `"decoupled"`, `"tis"`, `"acr"`, `"ais"`, `"icepop"`, `"geometric"`, `"trm"` or `"dppo"`. If `None`, `"trl"`
-            without a `rollout_precision` and `"acr"` with one.
+            without a `rollout_precision` and `"tis"` with one.
         scale_rewards (`str`, *optional*):
             As in TRL. If `None`, what the correction's method asks for: `"none"` with `ais`, else TRL's default.
         loss_type (`str`, *optional*):
@@ -195,7 +195,7 @@ class QuantGRPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": f"Correction of the mismatch between sampler and trainer: 'trl' (TRL's own), "
-            f"{listed(CORRECTIONS)}. If not set, 'trl' without a `rollout_precision`, 'acr' with one."
+            f"{listed(CORRECTIONS)}. If not set, 'trl' without a `rollout_precision`, 'tis' with one."
         },
     )
     scale_rewards: str | None = field(
@@ -308,7 +308,7 @@ class QuantGRPOConfig(GRPOConfig):
         if self.vllm_sleep_level is None:
             self.vllm_sleep_level = 1 if self.lora_sync == "adapter" else 2
         if self.is_correction is None:
-            self.is_correction = "trl" if self.rollout_precision is None else "acr"
+            self.is_correction = "trl" if self.rollout_precision is None else "tis"
         for name, value in self._method_settings().items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
