@@ -60,7 +60,13 @@ assert corrected[0.1, "acr"][0] <= corrected[0.1, "ais"][0] < 1
 """,
     "study": """
 from table import METRICS, cells_of
-assert found and len(shown) == len(found) + sum(bool(QUESTIONS[name].panels) for name in found)
+drawn = {name for name in found if QUESTIONS[name].panels}
+sweeps = {name for name in drawn if all(len(row["runs"]) == 1 for row in found[name][0])}
+assert "regimes" in sweeps and len(drawn - sweeps) > 5
+assert [value for value in shown if isinstance(value, dict)] == [
+    {"text/markdown": markdown(QUESTIONS[name], found[name][0])} for name in found if name not in sweeps
+]
+assert len(shown) == len(found) - len(sweeps) + len(drawn)
 for rows, groups in found.values():
     for row, again in zip(rows, cells_of(groups, METRICS), strict=True):
         assert (row["gain"], row["differs"]) == (again["gain"], again["differs"])
