@@ -53,6 +53,10 @@ def build(config_class=QuantGRPOConfig, **kwargs):
             ({"is_correction": "acr", "loss_type": loss}, ["is_correction", "'acr'", "loss_type", f"'{loss}'", "dapo"])
             for loss in ("vespo", "sapo", "cispo")
         ],
+        (
+            {"is_correction": "acr", "rollout_precision": "int8", "loss_type": "vespo"},
+            ["'acr'", "'vespo'", "'tis'"],
+        ),
         *[
             (
                 {"is_correction": name, "importance_sampling_level": "sequence"},
@@ -75,10 +79,10 @@ def test_none_means_trl_without_a_quantized_rollout_and_tis_with_one():
     for precision in ("bf16", *FORMATS):
         assert build(rollout_precision=precision).is_correction == "tis"
     assert build(rollout_precision="int8", is_correction="trl").is_correction == "trl"
-    # As TRL's own it takes what `acr` refuses
+    # It takes every option of TRL's that `acr` refuses
     for setting in ({"loss_type": "vespo"}, {"delta": 2.0}, {"importance_sampling_level": "sequence"}):
         assert build(rollout_precision="int8", **setting).is_correction == "tis"
-        with pytest.raises(ValueError, match="acr"):
+        with pytest.raises(ValueError, match=f"'acr'.*`{next(iter(setting))}`"):
             build(rollout_precision="int8", is_correction="acr", **setting)
 
 

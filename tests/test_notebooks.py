@@ -67,8 +67,12 @@ assert [value for value in shown if isinstance(value, dict)] == [
     {"text/markdown": markdown(QUESTIONS[name], found[name][0])} for name in found if name not in sweeps
 ]
 assert len(shown) == len(found) - len(sweeps) + len(drawn)
-for rows, groups in found.values():
+for name, (rows, groups) in found.items():
+    asked = {cell.name: cell.settings() for cell in QUESTIONS[name].cells}
     for row, again in zip(rows, cells_of(groups, METRICS), strict=True):
+        # What was run is what its command runs, `--seeds` and `--steps` aside
+        same = row["settings"].keys() & asked[row["name"]].keys() - {"seed", "max_steps"}
+        assert len(same) > 20 and {k: row["settings"][k] for k in same} == {k: asked[row["name"]][k] for k in same}
         assert (row["gain"], row["differs"]) == (again["gain"], again["differs"])
         assert row["metrics"]["reward"] == again["metrics"]["reward"]
 """,

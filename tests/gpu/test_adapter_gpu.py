@@ -115,7 +115,7 @@ def test_under_vllms_compiler_and_its_kernels(tmp_path, precision):
         error, rounding = apart(ours, eager), apart(merged, merged_eager)
         print(f"{precision:>10} compiler's kernels: error {error:.5f}, merged {rounding:.5f}, moved {moved:.5f}")
         assert error < 1.5 * rounding
-        assert moved > 5 * error
+        assert moved > 10 * error
 
 
 @pytest.mark.own_process
