@@ -7,17 +7,27 @@ engine keeps the fingerprint of what it was given and compares it before each ge
 
 | the stream of weights depends on | the fingerprint has |
 |---|---|
-| the values, however they were written | the exclusive or of their 8-byte words |
-| which parameters are tied | the place of each parameter's first name |
+| the values, however they were written | a checksum of each parameter |
+| the tree of modules, and which parameters are tied | names, shapes, types and the places of what occurs again |
 | adapters: active, disabled, merged, scaled | these settings of each adapted layer |
 
 PyTorch's version counters would cost less, but they miss writes through `.data`, which is how weights are usually
-averaged and how PEFT merges. Reading the values takes one pass over the memory.
+averaged and how PEFT merges. Reading the values takes one pass over the memory; on a GPU a Triton kernel reads all
+parameters at once.
+
+The checksum of the words `x_1, x_2, ...`, 8 bytes each, is
+
+    sum_i fold(x_i) * m_i  mod 2^64,    m_i = fold(i g mod 2^64) or 1,    fold(x) = x xor (x >> 32),
+
+where `g` is 2^64 over the golden ratio, rounded to an odd number. `fold` loses nothing and `m_i` is odd, so a change of
+one word always shows. `m_i` differs from word to word, so rows that are exchanged, negated or overwritten with a
+constant show as well, where a plain sum or an exclusive or would cancel out.
 """
 
 from collections.abc import Hashable
 
 import torch
+import torch.nn.functional as F
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
@@ -25,6 +35,10 @@ from torch.distributed.tensor import DTensor
 
 
 WORD = 8  # bytes
+GOLDEN = -7046029254386353131  # g as a signed integer
+LOW = 0xFFFFFFFF
+ADAPTED = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+PART = 2**16  # words that the twin of the kernel reads at once, which fit into a CPU's cache
 
 
 @torch.no_grad()
@@ -37,45 +51,81 @@ def fingerprint(model: nn.Module) -> Hashable:
         model (`nn.Module`): The policy, with or without PEFT's wrapper.
 
     Returns:
-        `Hashable`: Equal as long as values, ties and settings are.
+        `Hashable`: Equal as long as values, tree, ties and settings are.
     """
-    places: dict[nn.Parameter, int] = {}
-    names = [
-        (name, places.setdefault(param, len(places))) for name, param in model.named_parameters(remove_duplicate=False)
-    ]
-    hashes, rests = zip(*map(_hash, places), strict=True) if places else ((), ())
-    values = tuple(_numbers([value.view(torch.int64) for value in hashes])), tuple(_numbers(rests))
-    return tuple(names), values, tuple(_settings(module) for module in model.modules() if _is_adapted(module))
+    tree, params, layers = _read(model)
+    started = checksums([whole_words(param) for param in params])  # a GPU computes while the host goes on
+    shapes = tuple((param.shape, param.dtype) for param in params)
+    settings = tuple(_settings(layer) for layer in layers)
+    return tuple(tree), shapes, settings, tuple(tuple(sums.tolist()) for sums in started)
 
 
-def _hash(param: nn.Parameter) -> tuple[Tensor, Tensor]:
+def checksum(words: Tensor) -> Tensor:
     """
-    The exclusive or of an odd number of words, and the bytes that are left, fewer than two words. Of an even number of
-    words a constant would give zero, whatever the constant.
+    Args:
+        words (`Tensor` of shape (words,), int64): What to read.
+
+    Returns:
+        `Tensor` of shape (), int64: The checksum of the module's docstring.
     """
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, len(words), PART):
+        part = words[start : start + PART]
+        place = torch.arange(start + 1, start + 1 + len(part), device=words.device)
+        total += (_fold(part) * (_fold(place * GOLDEN) | 1)).sum()
+    return total
+
+
+def _fold(x: Tensor) -> Tensor:
+    return x ^ ((x >> 32) & LOW)
+
+
+def _read(model: nn.Module) -> tuple[list[Hashable], list[nn.Parameter], list[nn.Module]]:
+    """
+    The tree of a model: for each module the names of its children and parameters, then which parameter stands in each
+    place. With the parameters, each once, and the adapted layers. `named_parameters` and `modules` would take ten times
+    as long.
+    """
+    tree, places, layers, waiting = [], [], [], [model]
+    while waiting:
+        module = waiting.pop()
+        if module is None:
+            continue
+        tree += tuple(module._modules), tuple(module._parameters)
+        places += module._parameters.values()
+        waiting += module._modules.values()
+        if isinstance(module, ADAPTED):
+            layers.append(module)
+    params = {id(param): param for param in places if param is not None}
+    numbers = {key: number for number, key in enumerate(params)}
+    return tree + [numbers.get(id(param)) for param in places], list(params.values()), layers
+
+
+def whole_words(param: nn.Parameter) -> Tensor:
+    """What this rank holds of a parameter, contiguous, as whole words at an address that is one's multiple."""
     tensor = param.to_local() if isinstance(param, DTensor) else getattr(param, "ds_tensor", param)  # FSDP2, ZeRO-3
-    data = tensor.detach().contiguous().flatten().view(torch.uint8)
-    words = len(data) // WORD
-    end = WORD * (words - 1 + words % 2) if words else 0
-    if not end:
-        return torch.zeros((), dtype=torch.uint64, device=data.device), data
-    if data.storage_offset() % WORD:
-        data = data.clone()
-    return torch.hash_tensor(data[:end].view(torch.int64)), data[end:]
+    if tensor.is_contiguous() and tensor.nbytes % WORD == 0 and tensor.data_ptr() % WORD == 0:
+        return tensor
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return F.pad(data, (0, -len(data) % WORD))
 
 
-def _numbers(tensors: list[Tensor]) -> list[int]:
-    """The elements of all tensors. Each device is waited for once."""
+def checksums(tensors: list[Tensor]) -> list[Tensor]:
+    """The checksums of tensors, together for each device."""
     devices: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        devices.setdefault(tensor.device, []).append(tensor.reshape(-1))
-    return [number for parts in devices.values() for number in torch.cat(parts).tolist()]
+        devices.setdefault(tensor.device, []).append(tensor)
+    return [_on_one_device(held) for held in devices.values()]
 
 
-def _is_adapted(module: nn.Module) -> bool:
-    return isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+def _on_one_device(tensors: list[Tensor]) -> Tensor:
+    if tensors[0].is_cuda:
+        from ..kernels import checksum as kernels
+
+        return kernels.checksums(tensors)
+    return torch.stack([checksum(tensor.detach().reshape(-1).view(torch.int64)) for tensor in tensors])
 
 
-def _settings(module: BaseTunerLayer | AuxiliaryTrainingWrapper) -> Hashable:
-    scaling = tuple(sorted(getattr(module, "scaling", {}).items()))
-    return tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters), scaling
+def _settings(layer: BaseTunerLayer | AuxiliaryTrainingWrapper) -> Hashable:
+    scaling = tuple(sorted(getattr(layer, "scaling", {}).items()))
+    return tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters), scaling

@@ -1,0 +1,81 @@
+"""
+Milliseconds of the fingerprint by which an engine knows whether it still holds the policy's weights.
+
+    python benchmarks/fingerprint.py                 # 7B on a GPU, tiny on a CPU: all weights, and LoRA of rank 32
+    python benchmarks/fingerprint.py --size 0.5b --rounds 50
+
+A step takes one fingerprint after its sync, and one before each further generation. `fingerprint` is all of it;
+`host` is the reading of modules and settings alone, which goes on while a GPU reads the values; `values` is the
+reading of the values alone, with the bandwidth that it reaches.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import transformers
+from engines import CUDA, SHAPES, machine, model_directory, save
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trl_quant.rollout import fingerprint as room
+
+
+def milliseconds(run, rounds: int) -> list[float]:
+    times = []
+    for _ in range(rounds + 1):
+        if CUDA:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if CUDA:
+            torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - start))
+    return [round(spent, 3) for spent in times[1:]]
+
+
+def measure(size: str, rank: int, rounds: int) -> dict:
+    with torch.device("cuda" if CUDA else "cpu"):
+        config = AutoConfig.from_pretrained(model_directory(size))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        if rank:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False))
+    params = list(model.parameters())
+    tensors = [room.whole_words(param) for param in params]
+    with patch.object(room, "checksums", lambda tensors: []):
+        host = milliseconds(lambda: room.fingerprint(model), rounds)
+    return {
+        "rank": rank,
+        "parameters": len(params),
+        "bytes": sum(param.nbytes for param in params),
+        "fingerprint": milliseconds(lambda: room.fingerprint(model), rounds),
+        "host": host,
+        "values": milliseconds(lambda: [sums.tolist() for sums in room.checksums(tensors)], rounds),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--size", choices=SHAPES, default="7b" if CUDA else "tiny")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[0, 32], help="of LoRA; 0 for all weights")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    args = parser.parse_args()
+    results = []
+    print(f"{machine()}, Qwen2.5 {args.size}\nrank  parameters  fingerprint ms    host  values    TB/s", flush=True)
+    for rank in args.ranks:
+        found = measure(args.size, rank, args.rounds)
+        whole, host, values = (statistics.median(found[name]) for name in ("fingerprint", "host", "values"))
+        speed = found["bytes"] / values / 1e9
+        print(f"{rank:>4}{found['parameters']:>12}{whole:>16.2f}{host:>8.2f}{values:>8.2f}{speed:>8.2f}", flush=True)
+        results.append(found)
+    versions = {"transformers": transformers.__version__}
+    save(f"fingerprint-{args.size}", versions | {"arguments": vars(args), "results": results}, args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""
+Checksums of many tensors in one pass over the memory that they lie in. The twin is
+[`trl_quant.rollout.fingerprint.checksum`].
+
+| kernel            | one program handles                 | reads, writes                               |
+|-------------------|-------------------------------------|---------------------------------------------|
+| `checksum_kernel` | every n-th tile of all the tensors  | every word once; adds to a sum per tensor   |
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .arithmetic import on
+
+
+TILE = 1024  # words that a program reads at once
+PROGRAMS = 1056  # that share the tiles: eight for each multiprocessor of a Hopper
+GOLDEN = tl.constexpr(-7046029254386353131)  # of `fingerprint`
+LOW = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+def _folded(x):
+    """The upper half of each word laid on the lower one."""
+    return x ^ ((x >> 32) & LOW)
+
+
+@triton.jit
+def checksum_kernel(table_ptr, sums_ptr, tensors, programs, TILE: tl.constexpr):
+    """The table has a row for each tensor: its address, its words, and the tiles of all tensors up to its end."""
+    tile = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    first = tile * 0
+    for tensor in range(tensors):
+        end = tl.load(table_ptr + 3 * tensor + 2)
+        if tile < end:
+            address = tl.load(table_ptr + 3 * tensor).to(tl.pointer_type(tl.int64))
+            words = tl.load(table_ptr + 3 * tensor + 1)
+            total = tl.zeros((TILE,), tl.int64)
+            while tile < end:
+                place = (tile - first) * TILE + column
+                word = tl.load(address + place, mask=place < words, other=0)
+                total += _folded(word) * (_folded((place + 1) * GOLDEN) | 1)
+                tile += programs
+            tl.atomic_add(sums_ptr + tensor, tl.sum(total, axis=0))
+        first = end
+
+
+def checksums(tensors: list[Tensor]) -> Tensor:
+    """
+    Args:
+        tensors (`list[Tensor]`): Contiguous, on one device, each a whole number of 8-byte words at such an address.
+
+    Returns:
+        `Tensor` of shape (tensors,), int64, on that device: [`~rollout.fingerprint.checksum`] of each.
+    """
+    rows, end = [], 0
+    for tensor in tensors:
+        words = tensor.nbytes // 8
+        end += -(-words // TILE)
+        rows += [tensor.data_ptr(), words, end]
+    device = tensors[0].device
+    sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    if end:
+        programs = min(PROGRAMS, end)
+        with on(tensors[0]):
+            table = torch.tensor(rows, dtype=torch.int64, device=device)
+            checksum_kernel[(programs,)](table, sums, len(tensors), programs, TILE)
+    return sums
