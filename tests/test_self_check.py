@@ -1,6 +1,7 @@
 """The self-check passes correct engines and names the fault of each broken one."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from vllm_engines import FP8_CACHE, SMALL, engine, fp8_block_anywhere, policy, s
 from trl_quant.formats.checkpoint import quantize_checkpoint
 from trl_quant.layers import quantized
 from trl_quant.rollout import kv_cache, self_check
+from trl_quant.rollout.vllm import worker
 from trl_quant.rollout.vllm.adapter import linear_layers
 from trl_quant.rollout.weights import PolicyWeights
 
@@ -191,6 +193,129 @@ def test_skipped_adapter(synced):
         sampler.check_sync()
     sampler.sync_weights()
     sampler.check_sync()
+
+
+# What is not quantized: embeddings, norms, the head, biases
+
+
+@pytest.fixture(scope="module")
+def noised(tmp_path_factory):
+    """An engine that holds its norms in FP32, so that it can hold a small edit of one; its policy in FP32."""
+    return engine(policy(tmp_path_factory.mktemp("policy"), dtype=torch.float32), "int8", wide_norms=True)
+
+
+NORM, EMBEDDINGS = "model.layers.1.input_layernorm.weight", "model.embed_tokens.weight"
+
+
+def nudged(weight: torch.Tensor) -> torch.Tensor:
+    """A norm 1e-4 of itself larger; of embeddings one number of one row, by one step of its type."""
+    if weight.ndim == 1:
+        return weight * (1 + 1e-4)
+    row = weight.clone()
+    row[7, 3] *= 1 + (2**-7 if weight.dtype == torch.bfloat16 else 1e-4)
+    assert 0 < (row - weight)[7].norm() < 1e-2 * weight[7].norm()
+    return row
+
+
+def passes_without(sampler, monkeypatch) -> bool:
+    """Whether the check finds nothing where it looks at linear layers and log-probabilities alone."""
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler, "is_stale", lambda: False)
+        patched.setattr(sampler, "held_otherwise", lambda: None)
+        return sampler.check_sync()["sync_check/logp_difference"] > 0
+
+
+@pytest.mark.parametrize("name", [NORM, EMBEDDINGS])
+def test_a_small_edit_in_the_engine(noised, monkeypatch, name):
+    noised.sync_weights()
+    noised.check_sync()
+    (held,) = noised.llm.apply_model(partial(worker.parameters, names=[name]))
+    noised.llm.apply_model(partial(worker.write_parameters, values={name: nudged(held[name])}))
+    noised.llm.reset_prefix_cache()
+    assert passes_without(noised, monkeypatch)
+    with pytest.raises(RuntimeError, match=f"corrupted: the engine holds another `{name}` than the policy"):
+        noised.check_sync()
+    noised.sync_weights()
+    noised.check_sync()
+
+
+@pytest.mark.parametrize("name", [NORM, EMBEDDINGS])
+@pytest.mark.parametrize("data", [False, True], ids=["counted", "data"])
+def test_a_small_edit_in_the_policy(noised, monkeypatch, name, data):
+    noised.sync_weights()
+    param = noised.model.get_parameter(name)
+    before = param.detach().clone()
+    with torch.no_grad():
+        (param.data if data else param).copy_(nudged(param))
+    assert passes_without(noised, monkeypatch)
+    with pytest.raises(RuntimeError, match="stale: the policy's weights or adapters have changed since the last sync"):
+        noised.check_sync()
+    with torch.no_grad():
+        param.copy_(before)
+    noised.check_sync()
+
+
+@pytest.mark.parametrize("name", [NORM, EMBEDDINGS])
+def test_a_stream_that_brings_an_old_weight(noised, monkeypatch, name):
+    old = noised.model.get_parameter(name).detach().clone()
+    update(noised.model, seed=4, size=1e-3)
+    stream = noised._iter_named_params
+    with monkeypatch.context() as patched:
+        patched.setattr(noised, "_iter_named_params", lambda: ((n, old if n == name else t) for n, t in stream()))
+        noised.sync_weights()
+    assert passes_without(noised, monkeypatch)
+    with pytest.raises(RuntimeError, match=f"corrupted: the engine holds another `{name}` than the policy"):
+        noised.check_sync()
+    noised.sync_weights()
+    noised.check_sync()
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen2", False), ("gemma3", True), ("phi3", False)])
+def test_all_that_is_not_quantized_is_compared(tmp_path, family, tied):
+    """Each such weight of vLLM's model, by the policy's name of it: one number of it one step off."""
+    model = policy(tmp_path, family=family, tied=tied, dtype=torch.float32)
+    sampler = engine(model, "int8")
+    update(model, seed=1)
+    sampler.sync_weights()
+    assert sampler.held_otherwise() is None
+    own = dict(model.named_parameters())
+    (names,) = sampler.llm.apply_model(worker.parameter_names)
+    fused = [name for name in names if name.endswith("qkv_proj.bias")]
+    plain = [name for name in names if name in own and (own[name].ndim == 1 or "proj" not in name)]
+    assert len(plain) == len([n for n in own if "proj" not in n]) and len(fused) == 2 * (family == "qwen2")
+    for name in plain + fused:
+        (held,) = sampler.llm.apply_model(partial(worker.parameters, names=[name]))
+        other = held[name].clone()
+        other.view(-1)[5] *= 1 + 2**-7
+        sampler.llm.apply_model(partial(worker.write_parameters, values={name: other}))
+        assert sampler.held_otherwise() == name.replace("qkv_proj", "q_proj")
+        sampler.llm.apply_model(partial(worker.write_parameters, values=held))
+    assert sampler.held_otherwise() is None
+
+
+@pytest.mark.parametrize("name", [NORM, EMBEDDINGS])
+def test_a_small_edit_beside_an_adapter(synced, name):
+    """The base does not travel; the check compares it nevertheless."""
+    sampler = synced("int8", "adapter")
+    param = sampler.weights.base_model.get_parameter(name)
+    before = param.detach().clone()
+    (held,) = sampler.llm.apply_model(partial(worker.parameters, names=[name]))
+    sampler.llm.apply_model(partial(worker.write_parameters, values={name: nudged(held[name]) + 2**-6}))
+    with pytest.raises(RuntimeError, match=f"corrupted: the engine holds another `{name}` than the policy"):
+        sampler.check_sync()
+    sampler.llm.apply_model(partial(worker.write_parameters, values=held))
+    sampler.check_sync()
+    param.data.copy_(before + 2**-6)
+    with pytest.raises(RuntimeError, match="stale: the policy's weights or adapters have changed"):
+        sampler.check_sync()
+    with pytest.raises(ValueError, match=f"`lora_sync`='adapter' sends the adapter alone, and the policy's `{name}`"):
+        sampler.sync_weights()
+    param.data.copy_(before)
+    sampler.sync_weights()
+    sampler.check_sync()
+
+
+# Faults of a sync
 
 
 def test_weights_of_the_last_step(synced, monkeypatch):

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from .dynamic_sampling import check_dynamic_sampling
 from .formats.checkpoint import check_files
+from .layers import FrozenLinear
 from .norms import family_of
 from .rollout.vllm.support import (
     check_architecture,
@@ -55,6 +56,8 @@ def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs,
         check_version()
         if args.vllm_mode == "colocate":
             check_device(args.rollout_precision, args.vllm_enable_sleep_mode)
+    if not isinstance(model, str):
+        _check_untouched(args, model)
     if args.train_precision is not None:
         _check_trained(args, model, peft_config, others["quantization_config"])
     if any(value is not None for value in (args.rollout_precision, args.noise_schedule, args.uaq_scale)):
@@ -208,6 +211,22 @@ def number_of_experts(config: dict) -> int:
     if config.get("is_moe", True):
         found += [value for name, value in config.items() if EXPERTS.search(str(name)) and isinstance(value, int)]
     return max(found, default=0)
+
+
+def _check_untouched(args, model) -> None:
+    """What a trainer before this one did to a model in memory, and cannot be undone: its base in few bits, kernels."""
+    packed = {module.precision for module in model.modules() if isinstance(module, FrozenLinear)}
+    if packed and not args.holds_frozen_base:
+        raise ValueError(
+            f"`train_precision`={args.train_precision!r}, but the policy's base is held in "
+            f"{', '.join(map(repr, sorted(packed)))}, and its 16-bit weights are gone. Set `train_precision` to that, "
+            "or load the model again."
+        )
+    if not args.exact_rollouts and any(hasattr(module, "exact_attention") for module in model.modules()):
+        raise ValueError(
+            "`exact_rollouts`=False, but the policy computes with the kernels of another trainer's engine "
+            "(`exact_rollouts`=True). Load the model again."
+        )
 
 
 def _check_trained(args, model, peft_config, quantization_config) -> None:

@@ -18,7 +18,7 @@ from .frozen_base import on_frozen_base
 from .rollout import RolloutEngine, RolloutNoise, engine_of
 from .rollout.seams import exchanged
 from .scaling import apply_uaq, uaq_applied
-from .unified_flow import follow_engine, train_as_sampled
+from .unified_flow import check_flow, flow, follow_engine, restore, train_as_sampled
 
 
 class QuantGRPOTrainer(GRPOTrainer):
@@ -66,6 +66,8 @@ class QuantGRPOTrainer(GRPOTrainer):
         args.is_taken = True
         check_method(self, args, rollout_func)
         check_before_loading(**given | {"args": args})
+        if not isinstance(model, str):
+            restore(model)  # what a trainer before this one did to it
         args.rollout_precision = checkpoints.precision_before(args)
         correction = args.correction()
         self._correct = correction and partial(corrected, correction, level=args.importance_sampling_level)
@@ -79,10 +81,12 @@ class QuantGRPOTrainer(GRPOTrainer):
         self._engine = engine if isinstance(engine := getattr(self, "vllm_generation", None), RolloutEngine) else None
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
             apply_uaq(self.model, args.uaq_scale)
+        self._flow = flow(self.model)
 
     # Generate: what all ranks do together stands before the first turn; the turns of a rank are its own
 
     def _generate(self, prompts):
+        check_flow(self, self._flow)
         if self._engine is None:
             return super()._generate(prompts)
         with self.generation():

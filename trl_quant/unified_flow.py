@@ -65,8 +65,35 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
         if isinstance(getattr(layer, "base_layer", None), UnifiedLinear) and not isinstance(layer, UnifiedLoraLinear):
             _know_base(name, layer, merged)
         if _is_gated(layer):
-            layer.forward = partial(_gated, layer)
+            layer.forward = Gated(_gated, layer)
     _fuse_norms(base)
+
+
+def restore(model: nn.Module) -> None:
+    """Has a model compute in the types of its weights again, as before [`unify`], in place."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, UnifiedLoraLinear):
+            module.__class__ = Linear
+            del module.in_codes
+        if isinstance(vars(module).get("forward"), Gated):
+            del module.forward
+        if isinstance(module, UnifiedLinear | FusedRMSNorm):
+            model.set_submodule(name, module.plain())
+
+
+def flow(model: nn.Module) -> set[tuple]:
+    """What tells apart the ways in which [`unify`] has a model compute; empty for one that it did not touch."""
+    layers = {("layer", layer.precision, layer.rounds_to) for layer in unified_layers(model)}
+    return layers | {("adapter", m.in_codes) for m in model.modules() if isinstance(m, UnifiedLoraLinear)}
+
+
+def check_flow(trainer, before: set[tuple]) -> None:
+    """Raises `ValueError` where another trainer has the policy compute otherwise than it did `before`, by [`flow`]."""
+    if flow(trainer.model) != before:
+        raise ValueError(
+            f"`train_precision`={trainer.args.train_precision!r}, but another trainer that was built on this model "
+            "since has it compute otherwise. Build this trainer again, or load a model for each of the two."
+        )
 
 
 def _fuse_norms(model: nn.Module) -> None:
@@ -92,6 +119,10 @@ def _is_gated(module: nn.Module) -> bool:
     if not _computes_as(module, LlamaMLP) or not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
         return False
     return isinstance(_base(module.down_proj), UnifiedLinear)
+
+
+class Gated(partial):
+    """The forward pass that [`unify`] gives to an MLP."""
 
 
 @torch.compiler.disable  # as its layers

@@ -99,6 +99,12 @@ class FusedRMSNorm(nn.Module):
         self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
         self.train(norm.training)
         object.__setattr__(self, "feeds", feeds)  # another module's child
+        object.__setattr__(self, "norm", norm)  # whose parameters would count twice
+
+    def plain(self) -> nn.Module:
+        """The norm that this one stands for, around the weight of this one."""
+        self.norm.weight = self.weight
+        return self.norm.train(self.training)
 
     @torch.compiler.disable  # as the layers that it feeds
     def forward(self, x: Tensor) -> Tensor:

@@ -153,6 +153,13 @@ class UnifiedLinear(nn.Linear):
         layer.weight, layer.bias = linear.weight, linear.bias
         return layer.train(linear.training)
 
+    def plain(self) -> nn.Linear:
+        """The layer that computes in the weight's own type, around the same parameters."""
+        bias, dtype = self.bias is not None, self.weight.dtype
+        linear = nn.Linear(self.in_features, self.out_features, bias, device="meta", dtype=dtype)
+        linear.weight, linear.bias = self.weight, self.bias
+        return linear.train(self.training)
+
     def codes(self, delta: Callable[[], Tensor] | None = None, *of) -> QuantizedTensor:
         """
         The quantized weight: made once, and again after something wrote to what it is made of.

@@ -10,8 +10,14 @@ output off by up to one BF16 rounding, `y (1 + 2^-8 u)`, u uniform in [-1, 1], m
 
     d = mean |log p_jittered - log p_reference|        and the engine must stay within   SLACK * d + FLOOR.
 
-Weights that lag behind may differ by less than any such bound. Those are found by comparing what the policy holds with
-what was last sent to the engine: adapters in full, merged weights on the layers and rows that `WeightDrift` measures.
+Weights that lag behind may differ by less than any such bound. So three things are compared without one:
+
+| compared | with |
+|---|---|
+| the policy's adapters, or merged weights on the layers and rows that `WeightDrift` measures | the last sync's |
+| the policy's [`~fingerprint.fingerprint`], which has all of its weights and settings | the last sync's |
+| the embeddings, norms and biases that an engine in this process holds | the policy's, in the engine's type |
+
 The scales of a quantized KV cache are read, and compared with those of a fresh engine.
 """
 
@@ -97,7 +103,7 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
         `RuntimeError`: if the engine's weights are stale, corrupted, or those of the base model alone.
     """
     device, last = engine.accelerator.device, engine.last_check
-    lag = engine.update_since_sync()
+    lag, changed, other = engine.update_since_sync(), engine.is_stale(), engine.held_otherwise()
     block, longest = engine.limits()
     # Two blocks of the prefix cache and a part of a third, where the engine takes so many
     prompts = check_sequences(engine.tokenizer, min(max(2 * block + 32, 160), longest - NEW_TOKENS))
@@ -117,12 +123,16 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
     fault = None
     if lag > SAME:
         fault = f"stale: the policy has moved since the last sync, by {lag:.1e} of its norm"
+    elif changed:
+        fault = "stale: the policy's weights or adapters have changed since the last sync"
     elif engine.stale_cache:
         fault = "stale: the prefix cache still holds keys and values from before the last sync"
     elif (scale := _other_scale(engine)) is not None:
         fault = f"stale: {scale}"
     elif not difference <= bound:
         fault = _describe(engine, sequences, sampled, bound, last)
+    elif other is not None:
+        fault = f"corrupted: the engine holds another `{other}` than the policy"
     fault = next((found for found in gather_object([fault]) if found), None)
     if fault is not None:
         raise RuntimeError(

@@ -50,6 +50,8 @@ class SharedEngine(TransformersEngine):
     def sync_weights(self):
         """Brings back the clean norms and the settings of adapters; all else is the policy's."""
         policy = self.weights.base_model
+        if not self._is_around(policy):
+            self.copy = self.build_copy(policy)
         for name, module in policy.named_modules():
             if isinstance(module, BaseTunerLayer):
                 follow_adapters(self.copy.get_submodule(name), module)
@@ -57,6 +59,20 @@ class SharedEngine(TransformersEngine):
             self.copy.get_parameter(name).copy_(policy.get_parameter(name))
         self.forget_noise()
         self.mark_current()
+
+    def _is_around(self, policy: PreTrainedModel) -> bool:
+        """Whether the copy still has the policy's parameters and linear layers, which someone may have exchanged."""
+        copies = dict(self.copy.named_modules())
+        for path, module in policy.named_modules():
+            if ".lora_" in path:  # follows with the adapters
+                continue
+            copy = copies.get(path)
+            if type(copy) is not type(module) or (isinstance(module, nn.Linear) and copy is not module):
+                return False
+            for name, param in module.named_parameters(recurse=False):
+                if f"{path}.{name}" not in self._own and getattr(copy, name) is not param:
+                    return False
+        return True
 
 
 def follow_adapters(copy: BaseTunerLayer, layer: BaseTunerLayer) -> None:

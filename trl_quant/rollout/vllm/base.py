@@ -15,11 +15,13 @@ from transformers import PreTrainedConfig
 
 from ...formats import QuantizedTensor
 from ...formats.checkpoint import checkpoint_stream, checkpoint_tensors, is_quantizable
+from ...names import clean_name
 from ...precisions import PRECISIONS
 from ..base import RolloutEngine, RolloutNoise, count_layers
 from ..kv_cache import UNQUANTIZED, KVCache
+from ..seams import exchanged
 from ..weights import ties_embeddings
-from .support import brings_cache_scales, quantizers_on, unquantized_layers
+from .support import brings_cache_scales, quantized_layers, quantizers_on, unquantized_layers
 
 
 class VLLMBase(RolloutEngine):
@@ -168,6 +170,21 @@ class VLLMBase(RolloutEngine):
     def update_since_sync(self) -> float:
         """How far the policy has moved from what was last sent to the engine, relative to its norm. Collective."""
         return self.drift.since_sync(self._iter_named_params()).get("normalized_update", 0.0)
+
+    def unquantized(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights but those of the linear layers that the engine quantizes. Collective."""
+        layers = {clean_name(f"{name}.weight") for name in quantized_layers(self.weights.base_model)}
+        with exchanged(self.weights, unread=layers):
+            for name, tensor in self._iter_named_params():
+                if name not in layers:
+                    yield name, tensor
+
+    def held_otherwise(self) -> str | None:
+        """
+        The first of the [`unquantized`] weights, by its name, that the engine does not hold as the policy does; `None`
+        where all are equal, or cannot be read from here. Collective.
+        """
+        return None
 
     # Sync
 

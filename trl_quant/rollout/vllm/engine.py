@@ -5,16 +5,18 @@ the noise and the sleeping itself. vLLM is imported where it is used, so that th
 """
 
 import logging
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 from ...layers.exact import Kernels
 from ...noise import noised_norms
 from ...precisions import PRECISIONS
+from ..fingerprint import fingerprint
 from ..kv_cache import KVCache
 from ..seams import empty_cache, llm_with
 from ..weights import PolicyWeights
@@ -79,6 +81,8 @@ class VLLMEngine(VLLMBase):
         self.sleep_level = sleep_level if enable_sleep_mode else 0
         self._asleep: set[str] = set()  # vLLM's tags of what must be woken
         self.pushed: dict[str, Tensor] = {}
+        self._base: dict[str, Hashable] = {}  # what does not travel, as it was when the engine started
+        self._base_seen: Hashable = None
         # TRL knows sleep level 2 alone, which would lose an adapter's base: it is told that there is no sleep mode.
         super().__init__(*args, enable_sleep_mode=False, **kwargs)
 
@@ -113,6 +117,9 @@ class VLLMEngine(VLLMBase):
             )
         started = self.llm.llm_engine.vllm_config
         self.expect_caches(started.cache_config.cache_dtype, started.model_config.hf_config)
+        # Sharding, after this, leaves each rank other numbers: there the self-check alone compares
+        if self.lora_sync == "adapter" and not (self.weights.sharding.is_fsdp or self.weights.sharding.is_zero3):
+            self._base = self._base_fingerprints()
         self.rest()
 
     def _base_to_share(self) -> PolicyWeights | None:
@@ -156,6 +163,38 @@ class VLLMEngine(VLLMBase):
 
     # Sync
 
+    def sync_weights(self):
+        """As [`VLLMBase.sync_weights`]; `ValueError` where it would leave weights behind that changed."""
+        if self._base:
+            self._require_base()
+        super().sync_weights()
+
+    def _require_base(self) -> None:
+        """
+        Raises `ValueError` for a base beneath the adapter that is not the one that the engine started on and keeps.
+        What DeepSpeed does to it, rounding it to the type that the engine holds it in, changes nothing there.
+        """
+        if (seen := fingerprint(nn.ParameterList(self.weights.base().values()))) == self._base_seen:
+            return
+        now = self._base_fingerprints()
+        if changed := [name for name in now | self._base if now.get(name) != self._base.get(name)]:
+            raise ValueError(
+                f"`lora_sync`='adapter' sends the adapter alone, and the policy's `{changed[0]}` changed since the "
+                f"engine started ({len(changed)} of {len(now)} parameters of the base did). Use `lora_sync='merge'`."
+            )
+        self._base_seen = seen
+
+    def _base_fingerprints(self) -> dict[str, Hashable]:
+        """Of each parameter of the base, in the type that the engine loaded it in."""
+        return {
+            name: fingerprint(nn.ParameterList([nn.Parameter(self._as_loaded(param.detach()), requires_grad=False)]))
+            for name, param in self.weights.base().items()
+        }
+
+    def _as_loaded(self, tensor: Tensor) -> Tensor:
+        is_packed = not tensor.is_floating_point() or tensor.element_size() == 1  # codes and scales
+        return tensor if is_packed else tensor.to(self.checkpoint_dtype)
+
     def send(self) -> None:
         self._wake("weights")
         if self.lora_sync == "adapter":
@@ -184,6 +223,13 @@ class VLLMEngine(VLLMBase):
         now = self.weights.adapter()
         update = torch.stack([(now[name] - sent).norm() for name, sent in self.pushed.items()]).norm()
         return (update / torch.stack([sent.norm() for sent in self.pushed.values()]).norm()).item()
+
+    def held_otherwise(self) -> str | None:
+        from . import worker
+
+        dtype = self.llm.llm_engine.vllm_config.model_config.dtype
+        compare = partial(worker.held_otherwise, weights=self.unquantized(), dtype=dtype)
+        return self.llm.apply_model(compare)[0]
 
     # Noise
 

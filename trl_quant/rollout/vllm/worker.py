@@ -16,6 +16,7 @@ from vllm import _custom_ops as ops
 from vllm.config.load import LoadConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.utils import extract_layer_index
@@ -28,7 +29,7 @@ from ...precisions import PRECISIONS
 from ..kv_cache import FORMATS as CACHE_FORMATS
 from ..kv_cache import UNQUANTIZED, KVCache
 from . import one_copy
-from .adapter import decoder_in_vllm, hold_adapter, linear_layers
+from .adapter import decoder_in_vllm, hold_adapter, linear_layers, names_in_vllm, places
 from .support import quantizers_on
 
 
@@ -311,6 +312,49 @@ def kv_caches(model: nn.Module) -> dict[int, KVCache]:
         in_fp8, truncates = layer.query_quant is not None, layer._k_scale.is_cpu
         caches[extract_layer_index(layer.layer_name)] = KVCache(format, scales, in_fp8, truncates)
     return caches
+
+
+@torch.no_grad()
+def held_otherwise(model: nn.Module, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str | None:
+    """
+    One of the policy's `weights`, by its name there, that the model does not hold rounded to its own type, or before
+    that to `dtype`, which a reload does to norms in FP32; `None` if there is none. Compared are what both hold in the
+    same shape under one name (norms, embeddings, the head) and the biases of linear layers.
+    """
+    own, modules, biases, different = dict(model.named_parameters()), dict(model.named_modules()), {}, []
+    for name, tensor in weights:  # all of them in any case: gathering is collective
+        module, _, kind = name.rpartition(".")
+        ((_, theirs),) = names_in_vllm(model, [module])
+        held, layer = own.get(f"{theirs}.{kind}"), modules.get(theirs)
+        if layer is None or isinstance(layer, LinearBase):
+            if kind == "bias":
+                biases[module] = tensor
+            continue
+        if isinstance(layer, VocabParallelEmbedding) and held is not None:  # padded, and a part on each rank
+            rows = layer.shard_indices
+            tensor = tensor[rows.org_vocab_start_index : rows.org_vocab_end_index]
+            held = held[: len(tensor)]
+        if held is None or held.shape != tensor.shape:
+            continue
+        if not torch.equal(tensor.to(held), held) and not torch.equal(tensor.to(dtype).to(held), held):
+            different.append(name)
+    return next(iter(different + _other_biases(model, biases)), None)
+
+
+def _other_biases(model: nn.Module, biases: dict[str, Tensor]) -> list[str]:
+    """Those of the policy's biases, by the names of their layers there, that are not in the model's linear layers."""
+    joined, different = {}, []
+    for name, place in places(model, biases).items():
+        if place is not None:
+            layer, parts = place
+            joined.setdefault(layer, {})[parts.start] = name
+    for layer, names in joined.items():
+        names = [name for _, name in sorted(names.items())]
+        whole = torch.cat([biases[name].to(layer.bias) for name in names])
+        # Sorted, since Marlin's layers reorder theirs; a rank of several, which has a part, is not compared
+        if whole.shape == layer.bias.shape and not torch.equal(whole.sort()[0], layer.bias.sort()[0]):
+            different.append(f"{names[0]}.bias")
+    return different
 
 
 def parameters(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
