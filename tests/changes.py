@@ -1,0 +1,98 @@
+"""What changes a policy's weights, for the tests that its sampler follows: the same sequences for every engine."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from training import spread
+
+
+# A run whose best step is the first, and whose weights it ends with
+BEST = {
+    "max_steps": 3,
+    "learning_rate": 2e-2,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_reward",
+}
+STEPS = 16
+
+
+def move(model, size: float = 0.05, seed: int = 0, data: bool = False) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            change = size * torch.randn(param.shape, generator=generator).to(param)
+            (param.data if data else param).add_(change)
+
+
+def scale(model, factor: float) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", factor)
+
+
+def worse_each_step(completions, trainer_state, **kwargs) -> list[float]:
+    return [reward - trainer_state.global_step for reward in spread(completions)]
+
+
+def after_the_best(trainer) -> float:
+    """The mismatch of an evaluation after a run of `BEST`."""
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1") and trainer.state.global_step == 3
+    return trainer.evaluate()["eval_mismatch/kl_k3"]
+
+
+def interrupt(trainer) -> None:
+    """A training that Ctrl-C ends after its generation."""
+
+    def interrupted(completions, **kwargs):
+        raise KeyboardInterrupt
+
+    rewards, trainer.reward_funcs = trainer.reward_funcs, [interrupted]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    finally:
+        trainer.reward_funcs = rewards
+
+
+def changes(trainer, seed: int) -> Iterator[str]:
+    """
+    Makes a random sequence of weight edits, adapter switches, evaluations, interrupts, trainings and resumes, and
+    yields the name of each when it is made. The policy has two adapters, "default" and "other"; the trainer saves each
+    step.
+    """
+    rng, model = random.Random(seed), trainer.model
+    trainer.eval_dataset = trainer.train_dataset
+    actions = {
+        "edit": lambda: move(model, 0.02, rng.randrange(99)),
+        "edit data": lambda: move(model, 0.02, rng.randrange(99), data=True),
+        "switch": lambda: model.set_adapter(rng.choice(["default", "other"])),
+        "disable": lambda: model.base_model.disable_adapter_layers(),
+        "enable": lambda: model.base_model.enable_adapter_layers(),
+        "merge": lambda: model.merge_adapter(),
+        "unmerge": lambda: model.unmerge_adapter(),
+        "scale": lambda: scale(model, rng.random() + 0.5),
+        "train": trainer.train,
+        "interrupt": lambda: interrupt(trainer),
+        "resume": lambda: trainer.train(resume_from_checkpoint=True),
+        "evaluate": trainer.evaluate,
+    }
+    runs, made = {"train", "interrupt", "resume"}, set()
+    for _ in range(STEPS):
+        layer = next(m for m in model.modules() if hasattr(m, "merged_adapters"))
+        forbidden = {"disable", "switch", "scale"} | runs if layer.merged else {"unmerge"}
+        forbidden |= {"merge"} | runs if layer.disable_adapters else set()
+        forbidden |= set() if any(Path(trainer.args.output_dir).glob("checkpoint-*")) else {"resume"}
+        allowed = [name for name in actions if name not in forbidden]
+        name = rng.choice([name for name in allowed if name not in made] or allowed)
+        actions[name]()
+        made.add(name)
+        yield name
+    assert made >= runs | {"edit", "edit data", "switch", "evaluate"}
