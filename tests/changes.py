@@ -4,8 +4,11 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.utils.prune as prune
+from torch import nn
 from training import spread
 
 
@@ -46,6 +49,59 @@ def after_the_best(trainer) -> float:
     trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1") and trainer.state.global_step == 3
     return trainer.evaluate()["eval_mismatch/kl_k3"]
+
+
+class Double(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def replace(module, factor: float = 2.0) -> None:
+    module.weight = nn.Parameter(factor * module.weight.detach())
+
+
+def step(model) -> None:
+    """An optimizer of the user's own, on tokens of the user's own."""
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
+    model(ids, labels=ids).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.zero_grad()
+
+
+def prune_away(layer) -> None:
+    prune.l1_unstructured(layer, "weight", 0.5)
+    prune.remove(layer, "weight")
+
+
+def move_as_a_vector(model) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector + 0.02 * torch.sin(torch.arange(len(vector))), model.parameters())
+
+
+def exchange_layers(layers) -> None:
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+# What users do to a model beside training it, and any engine follows
+FOLLOWED = {
+    "a new norm": lambda model: replace(model.model.norm, 1.5),
+    "a new linear layer": lambda model: model.set_submodule(
+        "model.layers.0.mlp.down_proj", nn.Linear(256, 128, bias=False)
+    ),
+    "loaded by assignment": lambda model: model.load_state_dict(
+        {name: 1.1 * value for name, value in model.state_dict().items()}, assign=True
+    ),
+    "an optimizer step": step,
+    "pruned": lambda model: prune_away(model.model.layers[0].mlp.up_proj),
+    "as a vector": move_as_a_vector,
+    "through numpy": lambda model: np.multiply(
+        (x := model.model.layers[1].mlp.up_proj.weight.detach().numpy()), 1.5, out=x
+    ),
+    "other data": lambda model: setattr(
+        model.model.layers[0].mlp.gate_proj.weight, "data", 2 * model.model.layers[0].mlp.gate_proj.weight.data
+    ),
+    "layers in another order": lambda model: exchange_layers(model.model.layers),
+}
 
 
 def interrupt(trainer) -> None:
@@ -91,7 +147,8 @@ def changes(trainer, seed: int) -> Iterator[str]:
         forbidden |= {"merge"} | runs if layer.disable_adapters else set()
         forbidden |= set() if any(Path(trainer.args.output_dir).glob("checkpoint-*")) else {"resume"}
         allowed = [name for name in actions if name not in forbidden]
-        name = rng.choice([name for name in allowed if name not in made] or allowed)
+        back = ["unmerge"] if layer.merged else ["enable"] if layer.disable_adapters else allowed
+        name = rng.choice([name for name in allowed if name not in made] or back)
         actions[name]()
         made.add(name)
         yield name

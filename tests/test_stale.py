@@ -4,11 +4,24 @@ import copy
 
 import pytest
 import torch
-from changes import BEST, STEPS, after_the_best, changes, move, scale, worse_each_step
+import torch.nn.utils.parametrize as parametrize
+import torch.nn.utils.prune as prune
+from changes import (
+    BEST,
+    FOLLOWED,
+    STEPS,
+    Double,
+    after_the_best,
+    changes,
+    move,
+    replace,
+    scale,
+    worse_each_step,
+)
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from training import assert_same_run, config, dataset, make
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.rollout import TransformersEngine
@@ -264,6 +277,148 @@ def test_the_best_weights_are_sampled_from(tmp_path, monkeypatch, peft, settings
         by_step = after_the_best(trainers[1])
     print(f"{mismatch:.2e}, by step {by_step:.2e}")
     assert mismatch < 0.3 * by_step
+
+
+# What users do to a model beside training it
+
+COPY = {"rollout_precision": "int8"}
+OWN = {"rollout_precision": None, "train_precision": "int8"}
+both_engines = pytest.mark.parametrize("settings", [COPY, OWN], ids=["copy", "own"])
+
+
+def untie(model) -> None:
+    replace(model.lm_head)
+
+
+def widen(model) -> None:
+    model.resize_token_embeddings(384)
+
+
+def keep_one_layer(model) -> None:
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+
+
+def slower_rotation(model) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+REBUILT = {
+    "an untied head": untie,
+    "a larger vocabulary": widen,
+    "fewer layers": keep_one_layer,
+    "rotary frequencies": slower_rotation,
+    "rounded": lambda model: model.to(torch.bfloat16),
+}
+
+
+@both_engines
+@pytest.mark.parametrize("change", [*FOLLOWED, *REBUILT])
+def test_what_users_do(tmp_path, change, settings):
+    """The engine is the policy as closely as one that starts on it, which it was not before the change."""
+    trainer = trainer_of(tmp_path, tiny_model(seed=3), **settings)
+    before = sampled_from(trainer)
+    (FOLLOWED | REBUILT)[change](trainer.model)
+    after, policy = sampled_from(trainer), policy_of(trainer)
+    fresh = sampled_from(trainer_of(tmp_path, copy.deepcopy(trainer.model), **settings))
+    assert torch.equal(after, fresh)
+    assert settings == COPY or torch.equal(after, policy)
+    assert before.shape != policy.shape or apart(after, policy) < 0.9 * apart(before, policy)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: parametrize.register_parametrization(layer, "weight", Double()),
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: setattr(layer, "bias", torch.nn.Parameter(torch.ones(128))),
+    ],
+    ids=["parametrized", "pruned for now", "a new bias"],
+)
+def test_other_parameters(tmp_path, change):
+    """A copy that lacks them says so; an engine that computes with the policy's own layers has them."""
+    for settings in (COPY, OWN):
+        trainer = trainer_of(tmp_path, tiny_model(seed=3), **settings)
+        before = sampled_from(trainer)
+        change(trainer.model.model.layers[0].mlp.down_proj)
+        if settings == OWN:
+            assert torch.equal(sampled_from(trainer), policy_of(trainer)) and not torch.equal(
+                before, policy_of(trainer)
+            )
+            continue
+        with pytest.raises(RuntimeError, match=r"streams `model.layers.0.mlp.down_proj\..*`, which its copy .* lacks"):
+            sampled_from(trainer)
+
+
+def test_another_model(tmp_path):
+    trainer = trainer_of(tmp_path, tiny_model(seed=3))
+    model, trainer.model = trainer.model, tiny_model(seed=4)
+    with pytest.raises(ValueError, match=r"`trainer\.model` is another model than the trainer was built with"):
+        trainer.evaluate(trainer.train_dataset)
+    trainer.model = model
+    trainer.evaluate(trainer.train_dataset)
+
+
+@both_engines
+def test_gradients_that_are_switched_off_change_nothing(tmp_path, settings):
+    trainer = trainer_of(tmp_path, tiny_model(seed=3), **settings)
+    before = sampled_from(trainer)
+    trainer.model.requires_grad_(False)
+    assert torch.equal(sampled_from(trainer), before)
+
+
+def weighted(model) -> None:
+    model.add_weighted_adapter(["default", "other"], [0.7, 0.6], "sum", combination_type="cat")
+    model.set_adapter("sum")
+
+
+def deleted(model) -> None:
+    model.set_adapter("other")
+    model.delete_adapter("default")
+
+
+def loaded_adapter(model, path) -> None:
+    saved = adapted(seed=5)
+    saved.save_pretrained(path)
+    model.load_adapter(path, "loaded")
+    model.set_adapter("loaded")
+
+
+@both_engines
+@pytest.mark.parametrize("change", ["weighted", "deleted", "loaded"])
+def test_adapters_that_come_and_go(tmp_path, change, settings):
+    trainer = trainer_of(tmp_path / "run", adapted(), **settings)
+    before = sampled_from(trainer)
+    rounding = apart(before, policy_of(trainer))
+    changes = {"weighted": weighted, "deleted": deleted, "loaded": lambda model: loaded_adapter(model, tmp_path)}
+    changes[change](trainer.model)
+    after, policy = sampled_from(trainer), policy_of(trainer)
+    assert torch.equal(after, of_fresh_engine(trainer) if settings == COPY else policy)
+    assert apart(before, policy) > 4 * rounding and apart(after, policy) <= 2 * rounding
+
+
+class Writer(TrainerCallback):
+    """Writes weights at the end of each step, and evaluates before and after."""
+
+    def __init__(self):
+        self.trainer, self.seen = None, []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        for seed in range(2):
+            self.trainer.evaluate(self.trainer.train_dataset)
+            self.seen.append(
+                (self.trainer.vllm_generation.copy(IDS).logits.log_softmax(-1), of_fresh_engine(self.trainer))
+            )
+            move(model, 0.02, seed, data=True)
+
+
+def test_a_callback_that_writes_and_evaluates(tmp_path):
+    trainer = trainer_of(tmp_path, tiny_model(seed=3), max_steps=2)
+    trainer.add_callback(writer := Writer())
+    writer.trainer = trainer
+    trainer.train()
+    assert len(writer.seen) == 4 and all(torch.equal(*pair) for pair in writer.seen)
+    assert len({logits.sum().item() for logits, _ in writer.seen}) == 4
 
 
 # One trainer after another on one model

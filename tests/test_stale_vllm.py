@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from changes import BEST, STEPS, after_the_best, changes, move, worse_each_step
+import torch.nn.utils.parametrize as parametrize
+import torch.nn.utils.prune as prune
+from changes import BEST, FOLLOWED, STEPS, Double, after_the_best, changes, move, replace, worse_each_step
 from peft import get_peft_model
 from torch import nn
 from training import config, dataset, lora, make
@@ -153,3 +155,53 @@ def test_a_policy_trained_as_sampled(tmp_path, data, tuning):
             assert tuning == "merge" or torch.equal(layer.codes().values, made.values)
         seen.append(sampled)
     assert mean_difference(*seen) > 2 * bound
+
+
+def test_what_users_do(tmp_path):
+    """vLLM is within the check's bound of the policy after each, and was not before it."""
+    trainer = trainer_of(tmp_path, policy(tmp_path / "model", dtype=torch.float32))
+    before = sampled_from(trainer)
+    for name, change in FOLLOWED.items():
+        change(trainer.model)
+        now = sampled_from(trainer)
+        difference, bound = apart(trainer, *now)
+        stale, _ = apart(trainer, *before)
+        print(f"{name:24} {difference:.4f} < {bound:.4f}, before the change {stale:.4f}")
+        assert difference <= bound < stale, name
+        before = now
+
+
+OTHER = {
+    "an untied head": (lambda model: replace(model.lm_head), "gained lm_head.weight, and lost nothing"),
+    "a larger vocabulary": (lambda model: model.resize_token_embeddings(384), "gained a vocabulary of 384"),
+    "a new bias": (
+        lambda model: setattr(model.model.layers[0].mlp.down_proj, "bias", nn.Parameter(torch.ones(128))),
+        "gained model.layers.0.mlp.down_proj.bias, and lost nothing",
+    ),
+    "fewer layers": (
+        lambda model: setattr(model.model, "layers", model.model.layers[:1]),
+        "gained nothing, and lost model.layers.1",
+    ),
+    "parametrized": (
+        lambda model: parametrize.register_parametrization(model.model.layers[0].mlp.down_proj, "weight", Double()),
+        "gained model.layers.0.mlp.down_proj.parametrizations.weight.original, and lost",
+    ),
+    "pruned for now": (
+        lambda model: prune.l1_unstructured(model.model.layers[0].mlp.down_proj, "weight", 0.5),
+        "gained model.layers.0.mlp.down_proj.weight_orig, and lost model.layers.0.mlp.down_proj.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", OTHER)
+def test_another_model_than_vllm_was_started_for(tmp_path, change):
+    trainer = trainer_of(tmp_path, policy(tmp_path / "model", dtype=torch.float32))
+    sampled_from(trainer)
+    made, message = OTHER[change]
+    made(trainer.model)
+    with pytest.raises(ValueError, match=f"another model than the policy is now: it {message}"):
+        sampled_from(trainer)
+    if change == "parametrized":  # nothing was sent
+        parametrize.remove_parametrizations(trainer.model.model.layers[0].mlp.down_proj, "weight", False)
+        difference, bound = apart(trainer, *sampled_from(trainer))
+        assert difference <= bound

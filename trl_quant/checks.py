@@ -229,6 +229,16 @@ def _check_untouched(args, model) -> None:
         )
 
 
+def check_model(trainer, engine) -> None:
+    """Raises `ValueError` where `trainer.model` was exchanged, which its engine and optimizer do not follow."""
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # wrapped in place of the model
+    if engine is not None and not sharded and trainer.model is not engine.model:
+        raise ValueError(
+            "`trainer.model` is another model than the trainer was built with, and the engine samples from that one. "
+            "Load the weights into the first (`load_state_dict`), or build a trainer for the new one."
+        )
+
+
 def _check_trained(args, model, peft_config, quantization_config) -> None:
     """A base in few bits is frozen, so that there must be an adapter; not all ways to shard weights are known."""
     precision, frozen = args.train_precision, args.holds_frozen_base

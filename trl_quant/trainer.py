@@ -9,7 +9,7 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 
 from . import checkpoints, phases
-from .checks import check_before_loading, check_method, name_of
+from .checks import check_before_loading, check_method, check_model, name_of
 from .config import AISGRPOConfig, QuantGRPOConfig
 from .corrections.acr import rescued
 from .corrections.batch import corrected, counted, joined, sampling_metrics, write
@@ -87,6 +87,7 @@ class QuantGRPOTrainer(GRPOTrainer):
 
     def _generate(self, prompts):
         check_flow(self, self._flow)
+        check_model(self, self._engine)
         if self._engine is None:
             return super()._generate(prompts)
         with self.generation():

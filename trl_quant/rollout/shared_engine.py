@@ -61,17 +61,19 @@ class SharedEngine(TransformersEngine):
         self.mark_current()
 
     def _is_around(self, policy: PreTrainedModel) -> bool:
-        """Whether the copy still has the policy's parameters and linear layers, which someone may have exchanged."""
-        copies = dict(self.copy.named_modules())
-        for path, module in policy.named_modules():
+        """Whether the copy still has the policy's tensors and linear layers, which someone may have exchanged."""
+        modules, copies = dict(policy.named_modules()), dict(self.copy.named_modules())
+        if modules.keys() != copies.keys():
+            return False
+        for path, module in modules.items():
             if ".lora_" in path:  # follows with the adapters
                 continue
-            copy = copies.get(path)
+            copy = copies[path]
             if type(copy) is not type(module) or (isinstance(module, nn.Linear) and copy is not module):
                 return False
-            for name, param in module.named_parameters(recurse=False):
-                if f"{path}.{name}" not in self._own and getattr(copy, name) is not param:
-                    return False
+            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            if any(getattr(copy, name) is not part for name, part in own if f"{path}.{name}" not in self._own):
+                return False
         return True
 
 

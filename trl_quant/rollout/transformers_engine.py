@@ -25,6 +25,7 @@ from ..formats.checkpoint import MIXTURE
 from ..layers import QuantizedLinear, SampledLinear
 from ..noise import noised_norms
 from .base import RolloutEngine, count_layers
+from .vllm.support import differences
 from .weights import ties_embeddings
 
 
@@ -165,6 +166,14 @@ class TransformersEngine(RolloutEngine):
     def sync_weights(self):
         """Quantizes the policy's current weights into the copy, without noise; fills `sync_metrics`."""
         self.is_current = False  # until all weights are there
+        policy = self.weights.base_model
+        if differences(policy.config, self.copy.config) or ties_embeddings(policy) != ties_embeddings(self.copy):
+            self.copy = self.build_copy(policy)  # someone resized the vocabulary, or gave the head its own weight
+        buffers = dict(self.copy.named_buffers())
+        for name, buffer in policy.named_buffers():
+            if name in buffers:  # the policy's own, so that what is written to it acts at once
+                path, _, leaf = name.rpartition(".")
+                setattr(self.copy.get_submodule(path), leaf, buffer)
         linears = {
             f"{name}.weight": module
             for name, module in self.copy.named_modules()

@@ -116,9 +116,28 @@ class VLLMBase(RolloutEngine):
                 "weight for both. Train neither of the two by itself, save the untied model with "
                 "`tie_word_embeddings=False` and start from that, or sample with `use_vllm=False`."
             )
+        self._parameters_at_start = self._parameters()
         self.ignore = unquantized_layers(self.weights.base_model)
         self.travels_quantized = prepared or PRECISIONS[self.precision].travels_quantized
         self.quantizers = quantizers_on(self.accelerator.device)
+
+    def _parameters(self) -> set:
+        """What a vLLM model is built for: names of parameters, and how many tokens there are."""
+        vocabulary = f"a vocabulary of {self.weights.base_model.config.get_text_config().vocab_size}"
+        if self.weights.sharding.fsdp_version == 1:  # which joins parameters
+            return {vocabulary}
+        return {vocabulary, *self.weights.base()}
+
+    def _require_same_parameters(self) -> None:
+        """Raises `ValueError` for a policy that became another model."""
+        before, now = self._parameters_at_start, self._parameters()
+        if now != before:
+            added, missing = (", ".join(sorted(names)[:3]) or "nothing" for names in (now - before, before - now))
+            raise ValueError(
+                f"vLLM was started for another model than the policy is now: it gained {added}, and lost {missing}. "
+                "Undo what did that (a head that was tied or untied, a vocabulary that was resized, torch's "
+                "`parametrize` or `prune`), save the model and start from that, or sample with `use_vllm=False`."
+            )
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights under the names and in the layout that the engine loads. Collective."""
@@ -194,9 +213,11 @@ class VLLMBase(RolloutEngine):
         Gives the engine the policy's current weights, without noise; fills `sync_metrics`.
 
         Raises:
+            `ValueError`: for a policy that became another model.
             `RuntimeError`: if it fails, naming the tensor. vLLM cannot be used afterwards: its model is half loaded.
         """
         self.require_alive()
+        self._require_same_parameters()
         self.streaming = "the first tensor"
         try:
             self.send()
