@@ -170,11 +170,14 @@ def test_adapters_of_a_policy_trained_as_sampled(tmp_path, change, lora_sync):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_policy_trained_as_sampled(tmp_path, change):
+@pytest.mark.parametrize("by_hand", [False, True], ids=["trainer", "engine"])
+def test_a_policy_trained_as_sampled(tmp_path, change, by_hand):
     """Trainer and engine quantize weights anew that were written past PyTorch's counters."""
     trainer = trainer_of(tmp_path, tiny_model(seed=3), rollout_precision=None, train_precision="int8")
     before = sampled_from(trainer)
     change(trainer)
+    if by_hand:
+        trainer.vllm_generation.sync_weights()
     after = sampled_from(trainer)
     assert torch.equal(after, policy_of(trainer)) and not torch.equal(after, before)
 

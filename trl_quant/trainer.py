@@ -137,7 +137,6 @@ class QuantGRPOTrainer(GRPOTrainer):
         is_new_step = self.state.global_step != self._last_loaded_step
         if is_new_step or self._engine.is_stale():
             metrics = self._engine.sync_metrics
-            self._engine.weights.forget_codes()
             with profiling_context(self, "sync_weights"):
                 self._engine.sync_weights()
             if not is_new_step:

@@ -50,6 +50,7 @@ class SharedEngine(TransformersEngine):
     def sync_weights(self):
         """Brings back the clean norms and the settings of adapters; all else is the policy's."""
         policy = self.weights.base_model
+        self.weights.forget_codes()
         if not self._is_around(policy):
             self.copy = self.build_copy(policy)
         for name, module in policy.named_modules():

@@ -166,6 +166,7 @@ class TransformersEngine(RolloutEngine):
     def sync_weights(self):
         """Quantizes the policy's current weights into the copy, without noise; fills `sync_metrics`."""
         self.is_current = False  # until all weights are there
+        self.weights.forget_codes()
         policy = self.weights.base_model
         if differences(policy.config, self.copy.config) or ties_embeddings(policy) != ties_embeddings(self.copy):
             self.copy = self.build_copy(policy)  # someone resized the vocabulary, or gave the head its own weight

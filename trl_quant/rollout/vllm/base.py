@@ -218,6 +218,7 @@ class VLLMBase(RolloutEngine):
         """
         self.require_alive()
         self._require_same_parameters()
+        self.weights.forget_codes()
         self.streaming = "the first tensor"
         try:
             self.send()
