@@ -25,7 +25,6 @@ from ..formats.checkpoint import MIXTURE
 from ..layers import QuantizedLinear, SampledLinear
 from ..noise import noised_norms
 from .base import RolloutEngine, count_layers
-from .vllm.support import differences
 from .weights import ties_embeddings
 
 
@@ -100,7 +99,6 @@ class TransformersEngine(RolloutEngine):
         if isinstance(self.processing_class, ProcessorMixin):
             # A sampled image token would have no image behind it.
             self.sampling.setdefault("suppress_tokens", [policy.config.image_token_id])
-        self._policy_dtype = self.weights.gathered_dtype or policy.get_input_embeddings().weight.dtype
         self.copy = self.build_copy(policy)
 
     def _sampling_options(self) -> dict:
@@ -123,13 +121,21 @@ class TransformersEngine(RolloutEngine):
             **self.generation_kwargs,
         }
 
+    def _kind(self, policy: PreTrainedModel) -> tuple:
+        """What a copy of a policy depends on beside its weights: type, ties and sizes, which users may change."""
+        dtype, config = policy.get_input_embeddings().weight.dtype, policy.config.get_text_config()
+        sizes = config.vocab_size, config.num_hidden_layers
+        return self.weights.gathered_dtype or dtype, ties_embeddings(policy), *sizes
+
     def build_copy(self, policy: PreTrainedModel) -> PreTrainedModel:
         """The model that samples, of the policy's architecture, whose weights a sync brings."""
         config = copy.deepcopy(policy.config)
         if hasattr(config, "quantization_config"):  # a 4-bit base of bitsandbytes is streamed dequantized
             del config.quantization_config
+        self._copied = self._kind(policy)
+        policy_dtype, is_tied = self._copied[:2]
         default_dtype = torch.get_default_dtype()
-        torch.set_default_dtype(self._policy_dtype)
+        torch.set_default_dtype(policy_dtype)
         try:
             # The class itself rather than `from_config`, which would shard the copy under ZeRO-3.
             with torch.device(self.accelerator.device), no_init_weights(), warnings.catch_warnings():
@@ -139,7 +145,7 @@ class TransformersEngine(RolloutEngine):
             torch.set_default_dtype(default_dtype)
         model.tie_weights()
         head = model.get_output_embeddings()
-        if head is not None and not ties_embeddings(policy):
+        if head is not None and not is_tied:
             head.weight = nn.Parameter(torch.empty_like(head.weight))  # the stream brings one of its own
         model.requires_grad_(False).eval()
 
@@ -150,7 +156,7 @@ class TransformersEngine(RolloutEngine):
                 f"cannot run in `rollout_precision`={self.precision!r}. Leave it unset: TRL generates."
             )
         mixed = self.accelerator.mixed_precision
-        dtype = torch.bfloat16 if mixed == "bf16" or self._policy_dtype == torch.bfloat16 else torch.float32
+        dtype = torch.bfloat16 if mixed == "bf16" or policy_dtype == torch.bfloat16 else torch.float32
         logger.info(
             "The embedded engine samples in %s: %d linear layers.", self.precision, count_layers(model, self.precision)
         )
@@ -168,8 +174,8 @@ class TransformersEngine(RolloutEngine):
         self.is_current = False  # until all weights are there
         self.weights.forget_codes()
         policy = self.weights.base_model
-        if differences(policy.config, self.copy.config) or ties_embeddings(policy) != ties_embeddings(self.copy):
-            self.copy = self.build_copy(policy)  # someone resized the vocabulary, or gave the head its own weight
+        if self._kind(policy) != self._copied:
+            self.copy = self.build_copy(policy)
         buffers = dict(self.copy.named_buffers())
         for name, buffer in policy.named_buffers():
             if name in buffers:  # the policy's own, so that what is written to it acts at once
