@@ -330,7 +330,9 @@ def test_what_users_do(tmp_path, change, settings):
     if settings == COPY:
         expected = sampled_from(trainer_of(tmp_path, copy.deepcopy(trainer.model), **settings))
     assert torch.equal(after, expected)
-    assert before.shape != policy.shape or apart(after, policy) < 0.9 * apart(before, policy)
+    assert not torch.equal(before, after)
+    if change != "rounded" and before.shape == policy.shape:  # rounding to BF16 is less than to INT8
+        assert apart(after, policy) < 0.9 * apart(before, policy)
 
 
 @pytest.mark.parametrize(
@@ -349,9 +351,8 @@ def test_other_parameters(tmp_path, change):
         before = sampled_from(trainer)
         change(trainer.model.model.layers[0].mlp.down_proj)
         if settings == OWN:
-            assert torch.equal(sampled_from(trainer), policy_of(trainer)) and not torch.equal(
-                before, policy_of(trainer)
-            )
+            policy = policy_of(trainer)
+            assert torch.equal(sampled_from(trainer), policy) and not torch.equal(before, policy)
             continue
         with pytest.raises(RuntimeError, match=r"streams `model.layers.0.mlp.down_proj\..*`, which its copy .* lacks"):
             sampled_from(trainer)
