@@ -180,7 +180,7 @@ class TransformersEngine(RolloutEngine):
         for name, buffer in policy.named_buffers():
             if name in buffers:  # the policy's own, so that what is written to it acts at once
                 path, _, leaf = name.rpartition(".")
-                setattr(self.copy.get_submodule(path), leaf, buffer)
+                setattr(self.copy.get_submodule(path), leaf, buffer.to(self.accelerator.device))
         linears = {
             f"{name}.weight": module
             for name, module in self.copy.named_modules()

@@ -59,6 +59,7 @@ class VLLMBase(RolloutEngine):
         self._non_finite: dict[str, Tensor] = {}
         super().__init__(*args, **kwargs)
         self.drift.quantizer = self.quantizers["quantizer"]
+        self._parameters_at_start = self._parameters()
 
     # For the engines to fill in, beside `read_norms` and `write_norms`
 
@@ -116,7 +117,6 @@ class VLLMBase(RolloutEngine):
                 "weight for both. Train neither of the two by itself, save the untied model with "
                 "`tie_word_embeddings=False` and start from that, or sample with `use_vllm=False`."
             )
-        self._parameters_at_start = self._parameters()
         self.ignore = unquantized_layers(self.weights.base_model)
         self.travels_quantized = prepared or PRECISIONS[self.precision].travels_quantized
         self.quantizers = quantizers_on(self.accelerator.device)

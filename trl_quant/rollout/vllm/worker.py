@@ -345,7 +345,7 @@ def _other_biases(model: nn.Module, biases: dict[str, Tensor]) -> list[str]:
     """Those of the policy's biases, by the names of their layers there, that are not in the model's linear layers."""
     joined, different = {}, []
     for name, place in places(model, biases).items():
-        if place is not None:
+        if place is not None and place[0].bias is not None:
             layer, parts = place
             joined.setdefault(layer, {})[parts.start] = name
     for layer, names in joined.items():
