@@ -82,14 +82,14 @@ def test_an_adapter_follows_and_its_base_is_refused(tmp_path):
         difference, bound = apart(trainer, *now)
         assert difference <= bound < apart(trainer, *before)[0]
         before = now
-    own = trainer.vllm_generation.weights.base()
+    own = dict(trainer.vllm_generation.weights.outside_base())
     for name in ("layers.1.mlp.down_proj", "layers.0.self_attn.q_proj", "layers.1.input_layernorm", "embed_tokens"):
         name = f"model.{name}.weight"
-        kept = own[name].detach().clone()
-        own[name].data.view(-1)[3] += 0.1
+        kept = own[name].clone()
+        own[name].view(-1)[3] += 0.1
         with pytest.raises(ValueError, match=f"the policy's `{name}` changed since .*lora_sync='merge'"):
             trainer.train()
-        own[name].data.copy_(kept)
+        own[name].copy_(kept)
         assert apart(trainer, *sampled_from(trainer))[0] <= bound
     trainer.model.get_base_model().to(torch.bfloat16)  # the type that the engine holds: nothing changes there
     sampled_from(trainer)

@@ -133,17 +133,12 @@ class PolicyWeights:
             if isinstance(module, UnifiedLinear):
                 module.forget()
 
-    def base(self) -> dict[str, nn.Parameter]:
-        """The parameters beneath the adapters, as they are held here."""
-        own = self.model.named_parameters()
-        return {clean_name(name): param for name, param in own if not self._is_adapters(name)}
-
     def outside_base(self) -> Iterator[tuple[str, Tensor]]:
         """What is neither a frozen layer's weight nor an adapter's: embeddings, norms, the head, biases."""
         packed = {id(tensor) for _, module in self.frozen() for tensor in module.packed()[:3]}
-        for name, param in self.base().items():
-            if id(param) not in packed:
-                yield name, param.data
+        for name, param in self.model.named_parameters():
+            if id(param) not in packed and not self._is_adapters(name):
+                yield clean_name(name), param.data
 
     @property
     def base_model(self) -> PreTrainedModel:

@@ -59,7 +59,7 @@ class VLLMBase(RolloutEngine):
         self._non_finite: dict[str, Tensor] = {}
         super().__init__(*args, **kwargs)
         self.drift.quantizer = self.quantizers["quantizer"]
-        self._parameters_at_start = self._parameters()
+        self._built_for = self._kind_of_model()
 
     # For the engines to fill in, beside `read_norms` and `write_norms`
 
@@ -121,16 +121,16 @@ class VLLMBase(RolloutEngine):
         self.travels_quantized = prepared or PRECISIONS[self.precision].travels_quantized
         self.quantizers = quantizers_on(self.accelerator.device)
 
-    def _parameters(self) -> set:
+    def _kind_of_model(self) -> set:
         """What a vLLM model is built for: names of parameters, and how many tokens there are."""
         vocabulary = f"a vocabulary of {self.weights.base_model.config.get_text_config().vocab_size}"
         if self.weights.sharding.fsdp_version == 1:  # which joins parameters
             return {vocabulary}
-        return {vocabulary, *self.weights.base()}
+        return {vocabulary, *dict(self.weights.outside_base())}
 
-    def _require_same_parameters(self) -> None:
+    def _require_same_model(self) -> None:
         """Raises `ValueError` for a policy that became another model."""
-        before, now = self._parameters_at_start, self._parameters()
+        before, now = self._built_for, self._kind_of_model()
         if now != before:
             added, missing = (", ".join(sorted(names)[:3]) or "nothing" for names in (now - before, before - now))
             raise ValueError(
@@ -217,7 +217,7 @@ class VLLMBase(RolloutEngine):
             `RuntimeError`: if it fails, naming the tensor. vLLM cannot be used afterwards: its model is half loaded.
         """
         self.require_alive()
-        self._require_same_parameters()
+        self._require_same_model()
         self.weights.forget_codes()
         self.streaming = "the first tensor"
         try:

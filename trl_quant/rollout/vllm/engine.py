@@ -174,7 +174,8 @@ class VLLMEngine(VLLMBase):
         Raises `ValueError` for a base beneath the adapter that is not the one that the engine started on and keeps.
         What DeepSpeed does to it, rounding it to the type that the engine holds it in, changes nothing there.
         """
-        if (seen := fingerprint(nn.ParameterList(self.weights.base().values()))) == self._base_seen:
+        base = dict(self.weights.outside_base())
+        if (seen := _fingerprint(*base.values())) == self._base_seen:
             return
         now = self._base_fingerprints()
         if changed := [name for name in now | self._base if now.get(name) != self._base.get(name)]:
@@ -185,15 +186,11 @@ class VLLMEngine(VLLMBase):
         self._base_seen = seen
 
     def _base_fingerprints(self) -> dict[str, Hashable]:
-        """Of each parameter of the base, in the type that the engine loaded it in."""
+        """Of each parameter of the base, in the type that the engine loaded it in; frozen layers never change."""
         return {
-            name: fingerprint(nn.ParameterList([nn.Parameter(self._as_loaded(param.detach()), requires_grad=False)]))
-            for name, param in self.weights.base().items()
+            name: _fingerprint(tensor.to(self.checkpoint_dtype) if tensor.is_floating_point() else tensor)
+            for name, tensor in self.weights.outside_base()
         }
-
-    def _as_loaded(self, tensor: Tensor) -> Tensor:
-        is_packed = not tensor.is_floating_point() or tensor.element_size() == 1  # codes and scales
-        return tensor if is_packed else tensor.to(self.checkpoint_dtype)
 
     def send(self) -> None:
         self._wake("weights")
@@ -298,6 +295,10 @@ class VLLMEngine(VLLMBase):
     def limits(self) -> tuple[int, int]:
         config = self.llm.llm_engine.vllm_config
         return config.cache_config.block_size, config.model_config.max_model_len
+
+
+def _fingerprint(*tensors: Tensor) -> Hashable:
+    return fingerprint(nn.ParameterList([nn.Parameter(tensor, requires_grad=False) for tensor in tensors]))
 
 
 def _holding(held: dict, given: dict) -> dict:
