@@ -163,6 +163,10 @@ class RolloutEngine(VLLMGeneration):
         Whether the policy's weights changed since the last sync, for whatever reason: an optimizer step, averaged
         weights that an evaluation swaps in, `load_state_dict`, an adapter that was switched. Collective: true on all
         ranks if it is on one.
+
+        Hooks, and numbers that a module computes with beside its parameters and buffers (a norm's epsilon), are no
+        weights: engines have those of the config. vLLM makes buffers, such as rotary frequencies, from it as well. The
+        self-check finds such a change where it moves log-probabilities by more than its bound.
         """
         changed = torch.tensor(float(self.held != fingerprint(self.weights.model)), device=self.accelerator.device)
         return self.accelerator.reduce(changed, "sum").item() > 0
