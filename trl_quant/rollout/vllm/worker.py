@@ -317,9 +317,9 @@ def kv_caches(model: nn.Module) -> dict[int, KVCache]:
 @torch.no_grad()
 def held_otherwise(model: nn.Module, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str | None:
     """
-    One of the policy's `weights`, by its name there, that the model does not hold rounded to its own type, or before
-    that to `dtype`, which a reload does to norms in FP32; `None` if there is none. Compared are what both hold in the
-    same shape under one name (norms, embeddings, the head) and the biases of linear layers.
+    One of the policy's `weights`, by its name there, that the model, whose type is `dtype`, does not hold; `None` if
+    there is none. Compared are what both hold in the same shape under one name (norms, embeddings, the head) and the
+    biases of linear layers.
     """
     own, modules, biases, different = dict(model.named_parameters()), dict(model.named_modules()), {}, []
     for name, tensor in weights:  # all of them in any case: gathering is collective
@@ -334,11 +334,16 @@ def held_otherwise(model: nn.Module, weights: Iterable[tuple[str, Tensor]], dtyp
             rows = layer.shard_indices
             tensor = tensor[rows.org_vocab_start_index : rows.org_vocab_end_index]
             held = held[: len(tensor)]
-        if held is None or held.shape != tensor.shape:
-            continue
-        if not torch.equal(tensor.to(held), held) and not torch.equal(tensor.to(dtype).to(held), held):
+        if held is not None and held.shape == tensor.shape and not _are_same(held, tensor, dtype):
             different.append(name)
     return next(iter(different + _other_biases(model, biases)), None)
+
+
+def _are_same(held: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the model's `held` is the policy's `tensor` rounded, or each was loaded from the same checkpoint."""
+    if torch.equal(tensor.to(held), held) or torch.equal(tensor.to(dtype).to(held), held):  # norms in FP32 hold BF16
+        return True
+    return held.element_size() <= tensor.element_size() and torch.equal(held.to(tensor), tensor)  # as a policy in FP16
 
 
 def _other_biases(model: nn.Module, biases: dict[str, Tensor]) -> list[str]:
