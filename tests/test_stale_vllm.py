@@ -95,7 +95,6 @@ def test_an_adapter_follows_and_its_base_is_refused(tmp_path):
     sampled_from(trainer)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_changes(tmp_path, seed):
     """Within the check's bound of the policy of that moment, which what was sampled before the change often is not."""
