@@ -16,6 +16,7 @@ from .corrections.batch import corrected, counted, joined, sampling_metrics, wri
 from .dynamic_sampling import dynamically_sampled
 from .frozen_base import on_frozen_base
 from .rollout import RolloutEngine, RolloutNoise, engine_of
+from .rollout.rollout_func import CheckedRollout
 from .rollout.seams import exchanged
 from .scaling import apply_uaq, uaq_applied
 from .unified_flow import follow_engine, train_as_sampled
@@ -66,6 +67,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         args.is_taken = True
         check_method(self, args, rollout_func)
         check_before_loading(**given | {"args": args})
+        given["rollout_func"] = rollout_func and CheckedRollout(rollout_func)
         args.rollout_precision = checkpoints.precision_before(args)
         correction = args.correction()
         self._correct = correction and partial(corrected, correction, level=args.importance_sampling_level)
