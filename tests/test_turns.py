@@ -8,6 +8,7 @@ sleep mode on a CPU: where an engine sleeps here, a stand-in notes it, and at le
 import faulthandler
 import json
 import os
+import re
 import sys
 from collections import Counter
 from importlib.util import find_spec
@@ -330,6 +331,18 @@ def test_without_an_engine_a_rollout_func_may_leave_logprobs_out(tmp_path, caplo
     )
     assert trainer._generate(["a"] * 2)[1] == [[65, 257]] * 2
     assert "did not ask" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
+def test_a_policy_that_is_broken_is_blamed_by_name(tmp_path, name):
+    trainer = make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, rollout_precision="int8"))
+    trainer.model.get_parameter(name).data.view(-1)[3] = float("nan")
+    trainer.model.model.layers[1].input_layernorm.weight.data[0] = float("inf")  # not the first, if it is a norm's
+    first = name if "embed" in name else "model.layers.1.input_layernorm.weight"
+    with pytest.raises(
+        RuntimeError, match=f"failed at step 0: the policy's `{re.escape(first)}` holds NaN or infinity"
+    ):
+        trainer._generate(["a"] * 4)
 
 
 # What is logged of a sync

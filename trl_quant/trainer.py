@@ -123,7 +123,9 @@ class QuantGRPOTrainer(GRPOTrainer):
             if checkpoints.is_lost(error):  # `train` tells of a lost rank
                 raise
             step, go_on = self.state.global_step, checkpoints.how_to_go_on(self.args.output_dir)
-            message = f"The {self._engine.precision} rollout engine failed at step {step}. {go_on} Cause: {error}"
+            broken = self._engine.weights.first_non_finite()
+            why = f": the policy's `{broken}` holds NaN or infinity" if broken else ""
+            message = f"The {self._engine.precision} rollout engine failed at step {step}{why}. {go_on} Cause: {error}"
             raise RuntimeError(message) from error
 
     def _sync(self) -> None:

@@ -15,6 +15,7 @@ what was last sent to the engine: adapters in full, merged weights on the layers
 The scales of a quantized KV cache are read, and compared with those of a fresh engine.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -123,13 +124,17 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
         fault = f"stale: {scale}"
     elif not difference <= bound:
         fault = _describe(engine, sequences, sampled, bound, last)
-    fault = next((found for found in gather_object([fault]) if found), None)
     if fault is not None:
-        raise RuntimeError(
+        fault = (
             f"The {engine.precision} vLLM engine does not sample from the policy. Its weights are {fault}. Its "
             f"log-probabilities differ from the policy's by {difference:.4f} nats a token on average; the format "
             f"explains up to {bound:.4f}."
         )
+    if not math.isfinite(difference) and (broken := engine.weights.first_non_finite()) is not None:
+        fault = f"The policy itself is broken, not the engine: its `{broken}` holds NaN or infinity."
+    fault = next((found for found in gather_object([fault]) if found), None)
+    if fault is not None:
+        raise RuntimeError(fault)
     return {"sync_check/logp_difference": difference, "sync_check/bound": bound}
 
 
