@@ -270,11 +270,13 @@ def test_special_tokens_in_generation_kwargs():
 
 def test_a_stop_string_ends_a_completion_and_nothing_follows():
     plain, tokenizer = drawn({}), tiny_tokenizer()
-    letter = next(text for text in map(tokenizer.decode, plain[0][1:]) if text.isascii() and text.isprintable())
+    texts = [tokenizer.decode(ids) for ids in plain]
+    row, letter = next((i, c) for i, text in enumerate(texts) for c in text[1:5] if c.isalnum() and text.isascii())
     stopped = drawn({"stop_strings": [letter]})
     texts = [tokenizer.decode(ids) for ids in stopped]
-    assert texts[0].endswith(letter) and all(letter not in text[: -len(letter)] for text in texts)
-    assert len(stopped[0]) < LENGTH and tokenizer.pad_token_id not in stopped[0]
+    assert texts[row].endswith(letter) and stopped[row] == plain[row][: len(stopped[row])] != plain[row]
+    assert sum(letter in text for text in texts) > 1 and all(letter not in text[: -len(letter)] for text in texts)
+    assert not any(tokenizer.pad_token_id in ids for ids in stopped if tokenizer.decode(ids).endswith(letter))
 
 
 # All that the libraries have is judged: an option of a new version fails here

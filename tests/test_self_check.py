@@ -253,7 +253,7 @@ def test_a_policy_that_is_no_number_is_not_the_engines_fault(synced):
         weight.data[2] = float("nan")
         sampler.sync_weights()
         with pytest.raises(
-            RuntimeError, match="The policy itself is broken, not the engine: its `model.layers.1.post_a"
+            RuntimeError, match=r"The policy itself is broken, not the engine: its `model\.layers\.1\.post_a"
         ):
             sampler.check_sync()
     finally:

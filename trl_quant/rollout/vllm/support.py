@@ -144,7 +144,7 @@ def check_sampling_parameters(generation_kwargs: dict, mode: str, max_tokens: in
     tried = {name: value for name, value in generation_kwargs.items() if name not in apart}
     try:
         SamplingParams(**{"max_tokens": max_tokens} | tried)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # vLLM has errors of its own for this
         raise ValueError(f"`generation_kwargs`={generation_kwargs!r} are refused by vLLM: {error}") from error
 
 
