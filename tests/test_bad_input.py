@@ -11,6 +11,7 @@ from trl import GRPOConfig, SFTConfig
 
 from trl_quant import QuantGRPOConfig
 from trl_quant.checks import check_before_loading
+from trl_quant.tasks import REWARDS
 
 
 INT8 = {"rollout_precision": "int8"}
@@ -269,6 +270,35 @@ REFUSED_REWARDS = [
 @pytest.mark.parametrize(("reward", "says"), REFUSED_REWARDS, ids=[says for _, says in REFUSED_REWARDS])
 def test_what_is_no_reward_is_refused(reward, says):
     refused(lambda: check(reward_funcs=reward), says)
+
+
+REFUSED_TRUTHS = [  # a reward of ours, and columns that it can compare with nowhere
+    ("gsm8k", {"answer": ["seven", "3 or 4"]}, "gsm8k_reward can compare with none of the first"),
+    ("arithmetic", {"answer": [None, "1 234"]}, "One has answer='1 234'"),
+    ("countdown", {"nums": [["x"], ["y"]], "target": ["7", "7"]}, "One has nums=['x'], target='7'"),
+    ("countdown", {"nums": [["3"], ["4"]], "target": ["seven", None]}, "target='seven'"),
+    ("sudoku", {"puzzle": ["1 2 3 4", "5" * 16]}, "One has puzzle='1 2 3 4'"),
+    ("strict_math", {"answer": ["", " "]}, "strict_math_reward can compare with none"),
+]
+ACCEPTED_TRUTHS = [
+    ("gsm8k", {"answer": ["seven", "7"]}),
+    ("gsm8k", {"answer": [None, None]}),  # another reward's rows
+    ("countdown", {"nums": ["3 4", "3 4"], "target": ["7", "7.0"]}),
+    ("sudoku", {"puzzle": ["1__4_41__14_4__1"] * 2}),
+    ("strict_math", {"answer": [None, r"\text{Evelyn}"]}),
+]
+
+
+@pytest.mark.parametrize(("task", "columns", "says"), REFUSED_TRUTHS, ids=[says for *_, says in REFUSED_TRUTHS])
+def test_a_ground_truth_that_cannot_be_read_is_refused(task, columns, says):
+    data = prompts("a", "b", **columns)
+    refused(lambda: check(train_dataset=data, reward_funcs=[spread, REWARDS[task]]), says)
+    check(train_dataset=data, reward_funcs=lambda completions, **kwargs: [0.0] * len(completions))
+
+
+@pytest.mark.parametrize(("task", "columns"), ACCEPTED_TRUTHS, ids=str)
+def test_a_ground_truth_that_can_be_read_is_accepted(task, columns):
+    check(train_dataset=prompts("a", "b", **columns), reward_funcs=REWARDS[task])
 
 
 def test_rewards_are_accepted():

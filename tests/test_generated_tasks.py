@@ -278,6 +278,67 @@ def test_copying_the_prompt_is_worth_nothing(task):
         assert REWARDS[task](completions=copied, **columns) == [0.0] * 50
 
 
+WRITTEN = [
+    (3, 4, 7),
+    ("3", "4", "7"),
+    (3.0, "4.0", "7.0"),
+    ("3,4", "7"),
+    ("[3, 4]", "7.0"),
+    ("['3', '4']", 7),
+    ("3 4", "7"),
+]
+
+
+@pytest.mark.parametrize("written", WRITTEN, ids=str)
+def test_ways_to_write_a_countdown_row(written):
+    """As JSON, CSV and people write numbers: what is right and what is wrong stays so."""
+    *nums, target = written
+    nums = nums[0] if len(nums) == 1 else list(nums)
+    answers = ["#### 3+4", "#### 4-3", "#### 7", "#### 3+4+0"]
+    assert countdown_reward(answers, [nums] * 4, [target] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_what_a_countdown_row_may_say():
+    rows = {"nums": [3, 4, 5], "target": "7"}
+    said = [False, "False", "false", 0, True, "True", None]
+    columns = {name: [value] * len(said) for name, value in rows.items()}
+    assert countdown_reward(["#### 3+4"] * len(said), use_all=said, **columns) == [1.0] * 4 + [0.0] * 3
+    # Targets that are negative or no whole number can be reached; numbers that are cannot be written
+    assert countdown_reward(["#### 3-5", "#### 3/6"], [["3", "5"], ["3", "6"]], ["-2", "0.5"]) == [1.0, 1.0]
+    unreadable = [
+        ([-3, 5], 2),
+        (["a"], 7),
+        (5, 7),
+        ([3.5], 7),
+        ([3], "seven"),
+        ([3], float("nan")),
+        ([3], "7%"),
+        ("", 7),
+    ]
+    nums, targets = zip(*unreadable, strict=True)
+    assert countdown_reward(["#### 3"] * len(nums), nums, targets) == [None] * len(nums)
+
+
+def test_ways_to_write_a_sudoku():
+    lines = ["1 _ _ 4", "_ 4 1 _", "_ 1 4 _", "4 _ _ 1"]
+    ways = [
+        "\n".join(lines),
+        lines,
+        "".join(lines),
+        "\n".join(lines).replace("_", "0"),
+        "".join(lines).replace("_", "."),
+    ]
+    ways += [[[int(c) if c != "_" else blank for c in line.split()] for line in lines] for blank in (None, 0)]
+    solved = "1 2 3 4\n3 4 1 2\n2 1 4 3\n4 3 2 1"
+    for puzzle in ways:
+        other = "1 3 2 4\n2 4 1 3\n3 1 4 2\n4 2 3 1"  # the rules hold, and so does every given cell
+        moved = "2 1 3 4\n3 4 1 2\n1 2 4 3\n4 3 2 1"  # the rules hold, and a given cell does not
+        answers = [f"<answer>{grid}</answer>" for grid in (solved, other, moved, solved.replace("\n", ""))]
+        expected = [1.0, 1.0, 0.0, 0.0] if sudoku.is_solved(moved.replace(" ", "").replace("\n", "")) else None
+        assert sudoku_reward(answers, [puzzle] * 4) == expected, puzzle
+    assert sudoku_reward(["1"] * 3, [[1, 2], [lines], "5" * 16]) == [None, 0.0, None]
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from([*"02357+-*/()", "14", " "]), min_size=1, max_size=9).map("".join))
 def test_any_expression_is_worth_what_python_says(text):

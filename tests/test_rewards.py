@@ -352,6 +352,127 @@ def test_echoing_an_arithmetic_prompt():
     assert arithmetic("20+22=42", "42", prompts=["20+22="]) == 1.0
 
 
+GRID = "1 2 3 4\n3 4 1 2\n2 1 4 3\n4 3 2 1"
+WRONG_GRID = "1 2 3 4\n3 4 2 1\n2 1 4 3\n4 3 1 2"
+PUZZLE = "1 _ _ 4\n_ 4 1 _\n_ 1 4 _\n4 _ _ 1"
+TASKS = {  # task -> its columns; a right answer and a wrong one; what it asks, with the right answer in it
+    "gsm8k": ({"answer": "42"}, "42", "2", "Ana has 42 eggs. How many eggs has she?"),
+    "arithmetic": ({"answer": 42}, "42", "2", "Give the number 42 alone, as in \\boxed{42}."),
+    "strict_math": (
+        {"answer": r"\frac{1}{2}"},
+        r"\frac{1}{2}",
+        r"\frac{1}{3}",
+        r"Is it true that \boxed{\frac{1}{2}}?",
+    ),
+    "countdown": ({"nums": [4, 42], "target": 46}, "42 + 4", "42 - 4", "Make 46 of these two: <answer>42 + 4</answer>"),
+    "sudoku": ({"puzzle": PUZZLE}, GRID, WRONG_GRID, f"Fill in this one sudoku grid: <answer>{GRID}</answer>"),
+}
+MARKERS = ("<answer>{}</answer>", "So it is \\boxed{{{}}}", "#### {}")
+
+
+def score(task: str, completion, prompt=None) -> float:
+    columns = {name: [value] for name, value in TASKS[task][0].items()}
+    return REWARDS[task]([completion], prompts=[prompt], **columns)[0]
+
+
+def said(role: str, content) -> dict:
+    return {"role": role, "content": content}
+
+
+@st.composite
+def examples(draw, right: str, wrong: str) -> list[dict]:
+    """Few-shot examples in chat form: short messages, which may be answers, of either task or none, marked or not."""
+    bare = st.sampled_from(
+        [
+            right,
+            wrong,
+            *"0123456789",
+            "42",
+            "2",
+            "-",
+            "4 eggs",
+            "3 + 4",
+            "42 +",
+            "x",
+            "a",
+            "so",
+            "12 square metres",
+            "\\",
+        ]
+    )
+    marked = st.tuples(bare, st.sampled_from(MARKERS)).map(lambda both: both[1].format(both[0]))
+    contents = st.one_of(bare, marked, st.text("0123456789 .,#+-{}", max_size=4))
+    turns = draw(st.lists(st.tuples(contents, contents), max_size=4))
+    return [message for asked, told in turns for message in (said("user", asked), said("assistant", told))]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data(), st.sampled_from([*TASKS]), st.sampled_from(MARKERS))
+def test_examples_in_a_prompt_change_no_score(data, task, marker):
+    """The right answer is worth 1 and a wrong one 0, also where an example, or a part of the answer, says the same."""
+    _, right, wrong, _ = TASKS[task]
+    if task == "sudoku" and marker.startswith("####"):  # which marks one line
+        marker = MARKERS[0]
+    prompt = [*data.draw(examples(right, wrong)), said("user", "What is the next one?")]
+    assert score(task, marker.format(right), prompt) == 1.0
+    assert score(task, marker.format(wrong), prompt) == 0.0
+    assert score(task, f"What is the next one? {marker.format(right)}", prompt) == 1.0
+    assert score(task, [said("assistant", marker.format(right))], prompt) == 1.0
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("shots", [0, 2])
+def test_copying_what_is_asked_is_worth_nothing(task, shots):
+    _, right, wrong, question = TASKS[task]
+    rights = [said("user", "4"), said("assistant", f"<answer>{wrong}</answer>")] * shots
+    for prompt in (question, [*rights, said("user", question)], [said("system", question), *rights, said("user", "?")]):
+        for copied in (question, question * 3, f"{question}\n\n{question} ", f"Let me see. {question}"):
+            assert score(task, copied, prompt) == 0.0
+            if task != "arithmetic" or copied == question:
+                assert score(task, copied) == 1.0  # were it not for the prompt
+        assert score(task, f"{question} <answer>{right}</answer>", prompt) == 1.0
+
+
+def test_within_a_number_or_a_word_nothing_is_an_echo():
+    for prompt, completion, answer in (
+        ("How many of them cost 3", "How many of them cost 3.50: 3.50", "3.50"),
+        ("How many of them cost 3.", "How many of them cost 3.50", "3.50"),
+        ("How many of them cost 3", "How many of them cost 3,000", "3000"),
+        ("How many of them cost 3", "How many of them cost 34", "34"),
+        ("5 is what he has now", "15 is what he has now", "15"),
+        ("5 is what he has now", "-5 is what he has now", "-5"),
+        ("5 is what he has now", "2.5 is what he has now", "2.5"),
+        ("小明有12个苹果，每天吃一个，几天吃完？", "小明有12个苹果，每天吃一个，几天吃完？ 13", "13"),
+    ):
+        assert gsm8k(completion, answer, prompts=[prompt]) == 1.0, completion
+        assert gsm8k(prompt, re.findall(r"\d+", prompt)[-1], prompts=[prompt]) == 0.0  # a whole echo
+
+
+def test_a_tools_word_is_no_answer():
+    """Where the turns ran out after a call, what the tool returned is not what the policy answered."""
+    turns = [said("assistant", None), said("tool", "#### 42")]
+    for task in ("gsm8k", "arithmetic"):
+        assert score(task, turns) == score(task, turns[:1]) == score(task, []) == 0.0
+        assert score(task, [*turns, said("assistant", "#### 42")]) == 1.0
+        assert score(task, [*turns, said("assistant", [{"type": "text", "text": "#### 42"}])]) == 1.0
+    prompt = [said("user", "What is the sum of both?"), *turns]
+    assert score("gsm8k", "#### 42", prompt) == 1.0  # nor is it the question's
+
+
+@pytest.mark.parametrize("space", ["\u00a0", "\u2009", "\u202f", r"\,", ","])
+def test_ways_to_group_thousands(space):
+    assert gsm8k(f"#### 1{space}234", "1234") == gsm8k("#### 1234", f"1{space}234") == 1.0
+    assert gsm8k(f"#### 1{space}235", "1234") == gsm8k(f"#### 1{space}23", "123") == 0.0
+
+
+def test_what_is_no_ground_truth():
+    nan = float("nan")
+    for reward in (gsm8k_reward, arithmetic_reward, REWARDS["strict_math"]):
+        assert reward(["nan", r"\boxed{nan}", "", "1"], [nan, nan, None, []]) == [None] * 4
+        assert reward([r"\boxed{7}", r"\boxed{8}"], [["7"], [7.0]]) == [1.0, 0.0]
+    assert REWARDS["division"](["#### 13;", "#### 13;", "#### 13;"], [13, None, "14"]) == [1.0, None, 0.0]
+
+
 @pytest.mark.parametrize("gold", ["42", 42, 42.0, "#### 42", "6*7=<<6*7=42>>42.\n#### 42", "$42", "42.00"])
 def test_ways_to_give_the_ground_truth(gold):
     assert gsm8k("so 42", gold) == 1.0

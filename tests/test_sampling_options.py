@@ -14,8 +14,14 @@ from transformers.generation.utils import GenerationMixin
 from trl_quant import QuantGRPOConfig
 from trl_quant.corrections import CORRECTIONS, CorrectionInputs
 from trl_quant.rollout import TransformersEngine
-from trl_quant.rollout.sampling_options import BOTH, TRANSFORMERS, VLLM, biasing_options
-from trl_quant.rollout.transformers_engine import UNSUPPORTED_GENERATION_KWARGS
+from trl_quant.rollout.sampling_options import (
+    BOTH,
+    TRANSFORMERS,
+    TWINS,
+    UNSUPPORTED_GENERATION_KWARGS,
+    VLLM,
+    biasing_options,
+)
 
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -46,7 +52,12 @@ ACTING = {
     "bad_words": ["a", "b", "c", "d", "e", "f", "g"],
     "temperature": 0.7,
 }
-HARMLESS = {"seed": 3, "stop": ["x"], "max_tokens": 5, "ignore_eos": True}
+HARMLESS = {
+    "embedded": {"stop_strings": ["x"], "max_new_tokens": 5, "eos_token_id": 3, "pad_token_id": 0, "num_beams": 1},
+    "vllm": {"stop": ["x"], "max_tokens": 5, "ignore_eos": True},
+    "server": {"stop": ["x"], "max_tokens": 5, "ignore_eos": True, "seed": 3},
+}
+HARMLESS["trl"] = HARMLESS["vllm"]
 
 
 def build(**kwargs):
@@ -113,8 +124,9 @@ def is_told(caplog, **kwargs) -> bool:
 
 SAMPLERS = {
     "embedded": ({"rollout_precision": "int8"}, TRANSFORMERS),
-    "vllm": ({"rollout_precision": "int8", "use_vllm": True}, VLLM),
-    "trl": ({"use_vllm": True}, VLLM),  # of TRL's own sampler the same holds
+    "vllm": ({"rollout_precision": "int8", "use_vllm": True, "vllm_mode": "colocate"}, VLLM),
+    "server": ({"rollout_precision": "int8", "use_vllm": True, "vllm_mode": "server"}, VLLM),
+    "trl": ({"use_vllm": True, "vllm_mode": "colocate"}, VLLM),  # of TRL's own sampler the same holds
 }
 
 
@@ -133,7 +145,7 @@ def test_a_run_that_biases_the_ratio_is_told(sampler, caplog):
     for name, neutral in known.items():
         for value in (None, *neutral):
             assert not is_told(caplog, **settings, generation_kwargs={name: value}), (name, value)
-    assert not is_told(caplog, **settings, generation_kwargs=HARMLESS)
+    assert not is_told(caplog, **settings, generation_kwargs=HARMLESS[sampler])
 
 
 def test_without_a_sampler_of_another_kind_nothing_is_told(caplog):
@@ -147,6 +159,123 @@ def test_what_is_set_elsewhere():
     assert biasing_options(build(**vllm, vllm_engine_kwargs=given)) == given
     assert biasing_options(build(**vllm, temperature=0.7, generation_kwargs={"temperature": 0.7})) == {}
     assert biasing_options(build(**vllm, generation_kwargs={"repetition_penalty": 1.0, "bad_words": []})) == {}
+
+
+# What the engine in use does not take is refused, with what it calls the same
+
+EMBEDDED, COLOCATED, SERVED, TRLS = (SAMPLERS[name][0] for name in ("embedded", "vllm", "server", "trl"))
+REFUSED = [  # settings, generation_kwargs -> what the message says
+    (EMBEDDED, {"min_tokens": 3}, "'min_tokens' (there it is 'min_new_tokens')"),
+    (EMBEDDED, {"stop": ["x"]}, "'stop' (there it is 'stop_strings')"),
+    (EMBEDDED, {"n": 2}, "has 'n', which transformers' `generate`"),
+    (EMBEDDED, {"seed": 1}, "has 'seed', which transformers'"),
+    (EMBEDDED, {"logprobs": 3}, "has 'logprobs', which transformers'"),
+    ({}, {"max_tokens": 3}, "'max_tokens' (there it is 'max_new_tokens')"),
+    (EMBEDDED, {"num_beams": 2}, "vLLM has none of these options either"),
+    (EMBEDDED, {"penalty_alpha": 0.6}, "['penalty_alpha']"),
+    (EMBEDDED, {"token_healing": True}, "['token_healing']"),
+    (EMBEDDED, {"return_dict_in_generate": True}, "['return_dict_in_generate']"),
+    (EMBEDDED, {"do_sample": False}, "['do_sample']"),
+    (EMBEDDED, {"temperature": "0.7"}, "`generation_kwargs['temperature']`='0.7' must be a finite number"),
+    (EMBEDDED, {"top_p": 1.5}, "`generation_kwargs['top_p']`=1.5 is out of range. It must be <= 1"),
+    (EMBEDDED, {"min_p": -1}, "`generation_kwargs['min_p']`=-1 is out of range"),
+    (COLOCATED, {"top_k": 2.5}, "`generation_kwargs['top_k']`=2.5 must be an integer"),
+    (COLOCATED, {"temperature": -1}, "`generation_kwargs['temperature']`=-1 is out of range"),
+    (EMBEDDED, [1], "`generation_kwargs`=[1] must be a dict"),
+    (TRLS, "top_k", "`generation_kwargs`='top_k' must be a dict"),
+    (COLOCATED, {"n": 2}, "must not hold 'n': TRL samples `num_generations`"),
+    (SERVED, {"logprobs": 5}, "must not hold 'logprobs'"),
+    (COLOCATED, {"seed": 3}, "a group would be one completion"),
+]
+REFUSED_BY_VLLM = [
+    (
+        COLOCATED,
+        {"min_new_tokens": 3},
+        "'min_new_tokens' (there it is 'min_tokens'), which vLLM in `vllm_mode`='colocate'",
+    ),
+    (SERVED, {"min_new_tokens": 3}, "'min_new_tokens' (there it is 'min_tokens'), which vLLM in `vllm_mode`='server'"),
+    (TRLS, {"min_new_tokens": 3}, "'min_tokens'"),
+    (COLOCATED, {"num_beams": 2}, "has 'num_beams', which vLLM"),
+    (COLOCATED, {"eos_token_id": 3}, "(there it is 'stop_token_ids')"),
+    (SERVED, {"detokenize": False}, "has 'detokenize', which vLLM in `vllm_mode`='server'"),
+    (COLOCATED, {"min_tokens": 9999}, "min_tokens must be less than or equal to max_tokens"),
+    (COLOCATED, {"stop": 3}, "`generation_kwargs`={'stop': 3} are refused by vLLM"),
+]
+
+
+def refuses(settings, given, says):
+    with pytest.raises(ValueError) as error:
+        build(**settings, generation_kwargs=given)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(("settings", "given", "says"), REFUSED, ids=str)
+def test_what_an_engine_does_not_take_is_refused(settings, given, says):
+    refuses(settings, given, says)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("settings", "given", "says"), REFUSED_BY_VLLM, ids=str)
+def test_what_vllm_does_not_take_is_refused(settings, given, says):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    refuses(settings, given, says)
+
+
+def test_their_neighbours_are_accepted():
+    assert TWINS.keys() <= vars(GenerationConfig()).keys()
+    for name, neutral in UNSUPPORTED_GENERATION_KWARGS.items():
+        for value in (None, *neutral):
+            build(**EMBEDDED, generation_kwargs={name: value})
+    build(**EMBEDDED, generation_kwargs={"temperature": 0, "top_k": -1, "max_time": 60, "use_cache": False})
+    build(**COLOCATED, generation_kwargs={"temperature": 0, "min_tokens": 200, "structured_outputs": {"regex": "a"}})
+    build(**SERVED, generation_kwargs='{"min_tokens": 3, "vllm_xargs": {"a": 1}}')
+    build(generation_kwargs={"num_beams": 2})  # TRL's own sampling asks for no log-probabilities
+
+
+def test_a_regular_expression_acts_in_vllm_alone():
+    with pytest.raises(ValueError, match="`vllm_structured_outputs_regex`='a' acts only with vLLM"):
+        build(**EMBEDDED, vllm_structured_outputs_regex="a")
+
+
+# ... and what it takes acts, as in TRL without vLLM
+
+
+def drawn(generation_kwargs: dict) -> list[list[int]]:
+    engine = TransformersEngine(
+        policy(),
+        Accelerator(cpu=True),
+        tiny_tokenizer(),
+        precision="bf16",
+        max_completion_length=LENGTH,
+        generation_kwargs=generation_kwargs,
+    )
+    torch.manual_seed(0)
+    _, completions, logps, _ = engine.generate([PROMPT] * 64, None, 1)
+    assert [len(ids) for ids in completions] == [len(row) for row in logps]
+    return completions
+
+
+def test_special_tokens_in_generation_kwargs():
+    """Another end cuts a completion there and leaves those without it as they were; padding is no part of any."""
+    plain = drawn({})
+    for given in ({"pad_token_id": 3}, {"bos_token_id": 4}, {"do_sample": True}, {"top_k": -1}, {"top_p": None}):
+        assert drawn(given) == plain
+    end = plain[0][1]
+    assert any(257 in ids for ids in cut(plain, end))  # the usual end ends as well
+    for given in (end, [end]):
+        assert drawn({"eos_token_id": given, "pad_token_id": 3}) == cut(plain, end) != plain
+
+
+def test_a_stop_string_ends_a_completion_and_nothing_follows():
+    plain, tokenizer = drawn({}), tiny_tokenizer()
+    tokens = [token for ids in plain for token in ids[1:-1]]
+    letter = next(token for token in tokens if "A" <= tokenizer.decode([token]) <= "Z")  # in no special token's name
+    assert drawn({"stop_strings": [tokenizer.decode([letter])]}) == cut(plain, letter) != plain
+
+
+def cut(completions: list[list[int]], token: int) -> list[list[int]]:
+    """Each up to the first of these tokens."""
+    return [ids[: ids.index(token) + 1] if token in ids else ids for ids in completions]
 
 
 # All that the libraries have is judged: an option of a new version fails here

@@ -366,8 +366,26 @@ def test_zeroed_layer(synced, precision, layer):
 def test_not_a_number(synced):
     sampler = synced()
     sampler.llm.apply_model(lambda model: model.model.norm.weight.data.fill_(float("nan")))
-    with pytest.raises((RuntimeError, ValueError)):
+    with pytest.raises((RuntimeError, ValueError)) as error:
         sampler.check_sync()
+    assert "policy itself" not in str(error.value)
+
+
+def test_a_policy_that_is_no_number_is_not_the_engines_fault(synced):
+    sampler = synced("bf16")
+    weight = sampler.model.get_parameter("model.layers.1.post_attention_layernorm.weight")
+    clean = weight.data.clone()
+    try:
+        weight.data[2] = float("nan")
+        sampler.sync_weights()
+        with pytest.raises(
+            RuntimeError, match=r"The policy itself is broken, not the engine: its `model\.layers\.1\.post_a"
+        ):
+            sampler.check_sync()
+    finally:
+        weight.data.copy_(clean)
+    sampler.sync_weights()
+    sampler.check_sync()
 
 
 def test_adapter_not_applied(synced):

@@ -204,7 +204,7 @@ PATHS = {
         llm_engine.step llm_engine.vllm_config.cache_config.block_size
         llm_engine.vllm_config.cache_config.cache_dtype llm_engine.vllm_config.model_config.hf_config
         llm_engine.vllm_config.compilation_config.mode llm_engine.vllm_config.model_config.dtype
-        llm_engine.vllm_config.model_config.max_model_len""",
+        llm_engine.vllm_config.model_config.max_model_len request_counter.counter""",
     "worker": "get_model model_runner.attn_groups model_runner.sampler reload_weights vllm_config.model_config.dtype",
     "model": """config.tie_word_embeddings lm_head.quant_method.process_weights_after_loading lm_head.weight
         load_weights""",

@@ -25,7 +25,7 @@ from .rollout.vllm.support import (
     prepared_precisions,
 )
 from .tasks.data import check_prompts
-from .tasks.rewards import check_reward
+from .tasks.rewards import check_reward, check_truths
 
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,8 @@ def _check_rewards(reward_funcs, train_dataset) -> None:
     for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         if not isinstance(reward, str | Module) and reward is not None and columns is not None:
             check_reward(reward, columns)
+            if isinstance(train_dataset, Dataset) and train_dataset.format["type"] != "custom":
+                check_truths(reward, train_dataset.with_format(None))
 
 
 def _check_turns(args, tools, environment_factory) -> None:

@@ -6,16 +6,24 @@ Everything here is checked when the configuration is built, before any model is 
 import logging
 from dataclasses import fields
 
+from transformers import GenerationConfig
+
 from .corrections import CORRECTIONS
 from .corrections.trl import TRL
 from .noise import SCHEDULES
 from .precisions import PRECISIONS, exact_flows, in_vllm, train_precisions
 from .rollout import VLLM_MODES
 from .rollout.kv_cache import UNQUANTIZED
-from .rollout.sampling_options import biasing_options
-from .rollout.vllm.support import check_engine_kwargs
+from .rollout.sampling_options import (
+    FIELDS,
+    UNSUPPORTED_GENERATION_KWARGS,
+    biasing_options,
+    check_supported,
+    not_taken,
+)
+from .rollout.vllm.support import check_engine_kwargs, check_sampling_parameters
 from .scaling import check_scale
-from .values import BOUNDS, CHOICES, CLIPPED_LOSSES, check_at_least, check_bounds, check_choice, listed
+from .values import BOUNDS, CHOICES, CLIPPED_LOSSES, check_at_least, check_bounds, check_choice, check_type, listed
 
 
 logger = logging.getLogger(__name__)
@@ -74,6 +82,7 @@ def check_consistent(args) -> None:
         _check_vespo(args)
     if args.is_correction != "trl":
         _check_trl_correction(args)
+    _check_generation_kwargs(args)
     if args.use_vllm or args.rollout_precision is not None:
         _check_sampler(args)
 
@@ -95,6 +104,25 @@ def _check_hyperparameters(args):
             f"`uaq_scale`={args.uaq_scale!r} cannot be combined with `sync_ref_model=True`, which would mix scaled "
             "weights with the reference model's unscaled ones. Unset one of the two."
         )
+
+
+def _check_generation_kwargs(args):
+    """What `generation_kwargs` hold must be an option of the engine that samples, of a value that it takes."""
+    check_type("generation_kwargs", args.generation_kwargs or {}, dict)
+    given = {name: value for name, value in (args.generation_kwargs or {}).items() if value is not None}
+    for name in (name for name in FIELDS if name in given):
+        called = f"generation_kwargs[{name!r}]"
+        check_type(called, given[name], int if name == "top_k" else float)
+        if name in BOUNDS and (name, given[name]) != ("temperature", 0):  # which takes the likeliest token
+            check_bounds(name, given[name], called)
+    if args.use_vllm:
+        return check_sampling_parameters(given, args.vllm_mode, args.max_completion_length)
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    if args.rollout_precision is not None:
+        check_supported(given)
+        known -= UNSUPPORTED_GENERATION_KWARGS.keys() - given.keys()
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(not_taken("transformers' `generate`, which samples without vLLM,", unknown, known))
 
 
 def _check_sampler(args):
@@ -162,6 +190,7 @@ def _check_rollout(args):
 
 def _check_vllm(args):
     if not args.use_vllm:
+        _refuse_set(args, ("vllm_structured_outputs_regex",), "vLLM, and `use_vllm=False`")
         return _refuse_set(args, (*VLLM_FIELDS, "sync_check_steps"), "vLLM, and `use_vllm=False`")
     check_choice("vllm_model_impl", args.vllm_model_impl, MODEL_IMPLS)
     length = args.vllm_max_model_length

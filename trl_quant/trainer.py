@@ -16,6 +16,7 @@ from .corrections.batch import corrected, counted, joined, sampling_metrics, wri
 from .dynamic_sampling import dynamically_sampled
 from .frozen_base import on_frozen_base
 from .rollout import RolloutEngine, RolloutNoise, engine_of
+from .rollout.rollout_func import CheckedRollout
 from .rollout.seams import exchanged
 from .scaling import apply_uaq, uaq_applied
 from .unified_flow import check_flow, flow, follow_engine, restore, train_as_sampled
@@ -68,6 +69,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         check_before_loading(**given | {"args": args})
         if not isinstance(model, str):
             restore(model)  # what a trainer before this one did to it
+        given["rollout_func"] = rollout_func and CheckedRollout(rollout_func)
         args.rollout_precision = checkpoints.precision_before(args)
         correction = args.correction()
         self._correct = correction and partial(corrected, correction, level=args.importance_sampling_level)
@@ -126,7 +128,9 @@ class QuantGRPOTrainer(GRPOTrainer):
             if checkpoints.is_lost(error):  # `train` tells of a lost rank
                 raise
             step, go_on = self.state.global_step, checkpoints.how_to_go_on(self.args.output_dir)
-            message = f"The {self._engine.precision} rollout engine failed at step {step}. {go_on} Cause: {error}"
+            broken = self._engine.weights.first_non_finite()
+            why = f": the policy's `{broken}` holds NaN or infinity" if broken else ""
+            message = f"The {self._engine.precision} rollout engine failed at step {step}{why}. {go_on} Cause: {error}"
             raise RuntimeError(message) from error
 
     def _sync(self) -> None:

@@ -74,9 +74,9 @@ def check_at_least(name: str, value: float | None, bound: float, strict: bool = 
         raise ValueError(f"`{name}`={value!r} is out of range. It must be {'>' if strict else '>='} {bound}.")
 
 
-def check_bounds(name: str, value: float | None) -> None:
-    """Raises `ValueError` for a field in [`BOUNDS`] that is out of them."""
+def check_bounds(name: str, value: float | None, called: str | None = None) -> None:
+    """Raises `ValueError` for a field in [`BOUNDS`] that is out of them; the message calls it `called`, or its name."""
     bound, strict, most = BOUNDS[name]
-    check_at_least(name, value, bound, strict)
+    check_at_least(called or name, value, bound, strict)
     if value is not None and value > most:
-        raise ValueError(f"`{name}`={value!r} is out of range. It must be <= {most}.")
+        raise ValueError(f"`{called or name}`={value!r} is out of range. It must be <= {most}.")

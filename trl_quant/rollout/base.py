@@ -91,9 +91,12 @@ class RolloutEngine(VLLMGeneration):
         self.is_current = False
         self.held: Hashable = None
         self._is_generating = False
+        self._turns = 0
         self.effective_sigma = 0.0
         self._laid = RolloutNoise()  # the noise that the norms carry
         self._clean_norms: dict[str, Tensor] = {}
+        given = kwargs.pop("generation_kwargs", None) or {}
+        kwargs["generation_kwargs"] = {name: value for name, value in given.items() if value is not None}  # not given
         super().__init__(model, accelerator, *args, **kwargs)
         self.drift = WeightDrift(self.weights.trained(), precision)
 
@@ -132,6 +135,7 @@ class RolloutEngine(VLLMGeneration):
         and no turn has anything left to do with other ranks. A generation within another is a part of that one.
         """
         if self._is_generating:
+            self._turns += 1
             yield
             return
         self.prepare()
@@ -141,6 +145,10 @@ class RolloutEngine(VLLMGeneration):
         finally:
             self._is_generating = False
         self.rest()
+
+    def requests(self) -> int | None:
+        """How often it was asked to sample within generations; `None` where others may ask unseen."""
+        return self._turns
 
     def prepare(self) -> None:
         """Makes the engine ready to sample: the policy's weights, with the noise of this generation. Collective."""

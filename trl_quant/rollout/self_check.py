@@ -21,6 +21,7 @@ Weights that lag behind may differ by less than any such bound. So three things 
 The scales of a quantized KV cache are read, and compared with those of a fresh engine.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -133,13 +134,17 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
         fault = _describe(engine, sequences, sampled, bound, last)
     elif other is not None:
         fault = f"corrupted: the engine holds another `{other}` than the policy"
-    fault = next((found for found in gather_object([fault]) if found), None)
     if fault is not None:
-        raise RuntimeError(
+        fault = (
             f"The {engine.precision} vLLM engine does not sample from the policy. Its weights are {fault}. Its "
             f"log-probabilities differ from the policy's by {difference:.4f} nats a token on average; the format "
             f"explains up to {bound:.4f}."
         )
+    if not math.isfinite(difference) and (broken := engine.weights.first_non_finite()) is not None:
+        fault = f"The policy itself is broken, not the engine: its `{broken}` holds NaN or infinity."
+    fault = next((found for found in gather_object([fault]) if found), None)
+    if fault is not None:
+        raise RuntimeError(fault)
     return {"sync_check/logp_difference": difference, "sync_check/bound": bound}
 
 

@@ -14,6 +14,7 @@ from transformers import (
     MinPLogitsWarper,
     PreTrainedModel,
     ProcessorMixin,
+    StopStringCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -25,23 +26,11 @@ from ..formats.checkpoint import MIXTURE
 from ..layers import QuantizedLinear, SampledLinear
 from ..noise import noised_norms
 from .base import RolloutEngine, count_layers
+from .sampling_options import check_supported
 from .weights import ties_embeddings
 
 
 logger = logging.getLogger(__name__)
-
-# Sampling options that transformers applies after our log-probabilities are taken, or that are no sampling at all.
-UNSUPPORTED_GENERATION_KWARGS = (
-    "assistant_early_exit",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "num_beams",
-    "num_return_sequences",
-    "prompt_lookup_num_tokens",
-    "top_h",
-    "typical_p",
-    "watermarking_config",
-)
 
 
 class _SampledLogps(LogitsProcessor):
@@ -103,14 +92,7 @@ class TransformersEngine(RolloutEngine):
 
     def _sampling_options(self) -> dict:
         """TRL's generation arguments, with `generation_kwargs` on top, in `GenerationConfig`'s names."""
-        unsupported = [name for name in UNSUPPORTED_GENERATION_KWARGS if self.generation_kwargs.get(name) is not None]
-        if not self.generation_kwargs.get("do_sample", True):
-            unsupported.append("do_sample")
-        if unsupported:
-            raise ValueError(
-                f"`generation_kwargs` has {unsupported}, which the embedded engine cannot sample with: it must know "
-                "the probability that each token is drawn with. Remove them, or use `use_vllm=True`."
-            )
+        check_supported(self.generation_kwargs)
         return {
             "temperature": self.temperature,
             "top_k": self.top_k,
@@ -257,17 +239,11 @@ class TransformersEngine(RolloutEngine):
         processors = _warpers(options, device)
         processors.append(sampled)
         tokenizer = self.tokenizer
-        eos_token_ids = _eos_token_ids(self.model.generation_config, tokenizer)
-        config = GenerationConfig(
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=eos_token_ids,
-            disable_compile=True,
-            **options,
-        )
+        # As in TRL, which ends a completion at one of these, whatever `generation_kwargs` name beside them
+        ends = [*_eos_token_ids(self.model.generation_config, tokenizer), *_listed(options.pop("eos_token_id", None))]
+        own = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id, "disable_compile": True}
+        drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "eos_token_id": ends}
+        config = GenerationConfig(**own | options | drawn)
         self.copy.generation_config = config
 
         input_ids = _left_padded(prompts, tokenizer.pad_token_id, device)
@@ -292,8 +268,12 @@ class TransformersEngine(RolloutEngine):
         completions = sequences[:, longest:]
         logps = torch.stack(sampled.logps, dim=1).tolist()
 
-        is_eos = torch.isin(completions, torch.tensor(eos_token_ids, device=device))
-        lengths = torch.where(is_eos.any(1), is_eos.int().argmax(1) + 1, completions.shape[1]).tolist()
+        is_end = torch.isin(completions, torch.tensor(ends, device=device))
+        if "stop_strings" in options:
+            stopped = StopStringCriteria(tokenizer, options["stop_strings"])
+            lengths = range(longest + 1, sequences.shape[1] + 1)
+            is_end |= torch.stack([stopped(sequences[:, :length], None) for length in lengths], dim=1)
+        lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, completions.shape[1]).tolist()
         completion_ids = [ids[:n] for ids, n in zip(completions.tolist(), lengths, strict=True)]
         logprobs = [[[logp] for logp in row[:n]] for row, n in zip(logps, lengths, strict=True)]
         return prompts, completion_ids, logprobs, [[[token] for token in ids] for ids in completion_ids]
@@ -313,7 +293,7 @@ def _warpers(options: dict, device: torch.device) -> LogitsProcessorList:
         processors.append(_Likeliest())
     elif temperature != 1.0:
         processors.append(TemperatureLogitsWarper(temperature))
-    if top_k:
+    if top_k and top_k != -1:  # which is none in vLLM
         processors.append(TopKLogitsWarper(top_k))
     if top_p < 1.0:
         processors.append(TopPLogitsWarper(top_p))
@@ -324,6 +304,8 @@ def _warpers(options: dict, device: torch.device) -> LogitsProcessorList:
 
 def _eos_token_ids(generation_config: GenerationConfig, tokenizer) -> list[int]:
     """Every token that ends a completion: the tokenizer's and all that the model declares."""
-    declared = generation_config.eos_token_id
-    declared = [] if declared is None else [declared] if isinstance(declared, int) else declared
-    return list(dict.fromkeys([tokenizer.eos_token_id, *declared]))
+    return list(dict.fromkeys([tokenizer.eos_token_id, *_listed(generation_config.eos_token_id)]))
+
+
+def _listed(token_ids: int | list[int] | None) -> list[int]:
+    return [] if token_ids is None else [token_ids] if isinstance(token_ids, int) else list(token_ids)

@@ -140,6 +140,14 @@ class PolicyWeights:
             if id(param) not in packed and not self._is_adapters(name):
                 yield clean_name(name), param.data
 
+    def first_non_finite(self) -> str | None:
+        """Name of the first parameter that holds NaN or infinity, in what this rank has of it. Not collective."""
+        for name, param in self.model.named_parameters():
+            local = param.to_local() if isinstance(param, DTensor) else param
+            if local.is_floating_point() and not local.detach().float().isfinite().all():
+                return name if self._is_adapters(name) else clean_name(name)
+        return None
+
     @property
     def base_model(self) -> PreTrainedModel:
         """The policy without PEFT's wrapper."""

@@ -22,16 +22,19 @@ question is right by itself, and 72 is neither `144/2` nor `72%`. Regular expres
 at most, so that the comparison is fast and bounded and works on any thread.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
-from math import gcd
 
 
 TAIL_CHARACTERS = 4096  # only the end of a completion is searched, so cost does not grow with length
 NUMBER_CHARACTERS = 64  # longer than any number worth comparing
 MAX_EXPONENT = 30  # 1e999999999 must not be expanded
+TOOLS = ("tool", "function")  # roles of messages that the policy did not write
+INSTRUCTING = ("system", "developer")
+ASKING_WORDS = 4  # what a user sends with fewer words, and without a question mark, may be an answer: 12 square metres
 # Units that may follow a number without a space, or that are a single letter
 _UNITS = "mm|cm|km|m|kg|mg|g|ml|mL|l|L|oz|lb|lbs|ft|in|yd|mi|mph|kph|h|hr|hrs|min|s|sec|am|pm|AM|PM|st|nd|rd|th"
 
@@ -64,6 +67,10 @@ _UNKNOWN = re.compile(rf"(?<!{_LETTER}){_LETTER}(?!{_LETTER}|\s+{_LETTER}{{2}})"
 _OPERATED = re.compile(r"[-+*/^]|\\(?:frac|cdot|times|div|sqrt)")
 # Words and what stands between them: no operator, command or bracket of an expression
 _WORDS = re.compile(r"""(?:[^\W\d_]|[\s.,:;'"’()$€£¥₹¢&]|(?<=[^\W\d_])-(?=[^\W\d_]{2})|/(?=[^\W\d_]{2}))*""")
+# A word of a question: none of LaTeX or of a tag. In Chinese and Japanese each character counts.
+_ASKING_WORD = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]|(?<![\\<\w])(?<!</)[^\W\d_]{2,}")
+# A place inside a word or a number with its sign, its separators and what makes another one of it
+_INSIDE = re.compile(r"(?<=\w)(?=\w)|(?<=\d[.,/])(?=\d)|(?<=\d)(?=[.,/]\d|[%^!])|(?<=[-−$.])(?=\d)")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\s*\{")
 _HASHES = re.compile(r"####([^#\n]*)")
@@ -77,7 +84,8 @@ _REWRITES = (
     (re.compile(rf"{_FRACTION}(\d)\s*(\d)(?!\s*\d)"), r"\1/\2"),
     (re.compile(rf"{_FRACTION}(\d)\s*\{{\s*(\d+)\s*\}}(?!\s*\d)"), r"\1/\2"),
     (re.compile(rf"{_FRACTION}\{{\s*(-?\d+)\s*\}}\s*(\d)(?!\s*\d)"), r"\1/\2"),
-    (re.compile(r"(?<=\d)(?:\{,\}|\\,|,?\\!,?)(?=\d{3})"), ","),  # LaTeX's ways to write 1,234
+    # LaTeX's ways to write 1,234, and the spaces that are no end of a word
+    (re.compile(r"(?<=\d)(?:\{,\}|\\,|,?\\!,?|[\u00a0\u2009\u202f])(?=\d{3})"), ","),
     (re.compile(rf"{_TEXT}\s*\{{([^{{}}\d]*)\}}\s*\^\s*(?:\d|\{{\d\}})"), r" \1 "),  # square metres
     (re.compile(rf"{_TEXT}\s*\{{([^{{}}]*)\}}"), r" \1 "),
     (re.compile(r"\\boxed\s*\{([^{}]*)\}"), r" \1 "),
@@ -93,29 +101,64 @@ _REWRITES = (
 
 
 def message_text(completion: str | Sequence[dict] | None) -> str:
-    """The text of a plain completion, or of the last message of a conversational one, with text parts joined."""
+    """
+    The text of a plain completion, or of the last message of a conversational one, with text parts joined. Where a
+    tool had the last word, as when the turns ran out, the policy answered nothing.
+    """
     if completion is None or isinstance(completion, str):
         return completion or ""
-    content = completion[-1].get("content") if completion else None
+    return "" if not completion or completion[-1].get("role") in TOOLS else _content(completion[-1])
+
+
+def _content(message: dict) -> str:
+    content = message.get("content")
     if isinstance(content, str) or content is None:
         return content or ""
-    return "".join(part.get("text") or "" for part in content)
+    return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
 
 
-def _messages(prompt: str | Sequence[dict] | None) -> list[str]:
-    return [prompt] if isinstance(prompt, str) else [message_text([message]) for message in prompt or []]
+def truth_text(answer) -> str:
+    """A ground truth as text: a number as it is written, a list of one as that one; empty for `None` and NaN."""
+    if isinstance(answer, list) and len(answer) == 1:
+        return truth_text(answer[0])
+    return "" if answer is None or (isinstance(answer, float) and math.isnan(answer)) else str(answer)
+
+
+def _messages(prompt: str | Sequence[dict] | None) -> list[dict]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
 
 
 def without_echo(text: str, prompt: str | Sequence[dict] | None) -> str:
-    """A completion's text less the messages of its prompt, wherever they are repeated word for word."""
-    for message in filter(None, map(str.strip, _messages(prompt))):
-        text = text.replace(message, " ")
+    """
+    A completion's text less what its prompt asks, wherever that is repeated word for word: copying a question, or an
+    instruction that shows a marker, answers nothing.
+
+    A message is an echo only where it cannot be the answer itself. Messages of few-shot examples can: the right answer
+    may be what the assistant said in an example (`#### 4`) or what a user sent (`4`, `3 + 4`, a grid). So the message
+    must ask something, and stand as a whole: within a number or a word nothing is removed.
+    """
+    for question in sorted(filter(None, map(_question, _messages(prompt))), key=len, reverse=True):
+        if question in text:
+            text = re.sub(f"(?:{re.escape(question)})+", _unless_glued, text)
     return text
+
+
+def _question(message: dict) -> str | None:
+    """What a message asks, with its content stripped; `None` if it may be an answer: of another role, or too short."""
+    text, role = _content(message).strip(), message.get("role")
+    words = len(_ASKING_WORD.findall(text))
+    asks = role == "user" and (words >= ASKING_WORDS or (words > 0 and text.endswith(("?", "？"))))
+    return text if asks or (role in INSTRUCTING and words > 0) else None
+
+
+def _unless_glued(echo: re.Match) -> str:
+    glued = any(_INSIDE.match(echo.string, edge) for edge in echo.span())
+    return echo.group() if glued else " "
 
 
 def without_percent(number: str, prompt: str | Sequence[dict] | None) -> str:
     """A canonical number less its percent sign where the prompt speaks of percentages, so that it may ask for one."""
-    asked = any("%" in message or "percent" in message.lower() for message in _messages(prompt))
+    asked = any("%" in text or "percent" in text.lower() for text in map(_content, _messages(prompt)))
     return number.removesuffix("%") if asked else number
 
 
@@ -258,7 +301,7 @@ def same_number(gold: str, answer: str) -> bool:
     if answer.endswith("%") and not gold.endswith("%"):
         return False
     top, _, bottom = answer.strip("-%").partition("/")
-    reduced = not bottom or (int(bottom) > 1 and gcd(int(top), int(bottom)) == 1)
+    reduced = not bottom or (int(bottom) > 1 and math.gcd(int(top), int(bottom)) == 1)
     return reduced and _value(gold) == _value(answer)
 
 

@@ -21,11 +21,11 @@ import operator
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from .answers import final_answer
+from .answers import final_answer, single_number, truth_text
 from .splits import is_held_out
 
 
@@ -190,13 +190,13 @@ def countdown_reward(completions, nums, target, use_all=None, prompts=None, **kw
     Args:
         completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row; the answer stands in
             `<answer>`, `\boxed{}` or after `####`.
-        nums (`list[list[int]]`): the numbers of each row.
-        target (`list[int]`): what they are to make.
+        nums (`list[list[int]]`): the numbers of each row; a file may hold them as texts, or in one: `"[3, 25, 7]"`.
+        target (`list[int]`): what they are to make, as a number or as text.
         use_all (`list[bool]`, *optional*): whether each number must be used, or may be; by default it must.
-        prompts (`list`, *optional*): the prompts, as TRL passes them; a repeated prompt is ignored.
+        prompts (`list`, *optional*): the prompts, as TRL passes them; a repeated question is ignored.
 
     Returns:
-        `list[float | None]`: `None` where a row has no numbers or no target.
+        `list[float | None]`: `None` where a row has no target, or numbers that are not whole and positive.
     """
     rows = len(completions)
     columns = (completions, nums, target, use_all or [True] * rows, prompts or [None] * rows)
@@ -204,12 +204,27 @@ def countdown_reward(completions, nums, target, use_all=None, prompts=None, **kw
 
 
 def _score(completion, nums, target, use_all, prompt) -> float | None:
-    if not nums or target is None:
+    given, target = _given(nums), _number_of(target)
+    if not given or target is None:
         return None
     answer = final_answer(completion, prompt)
     found = None if answer is None else value_of(answer.strip())
     if found is None:
         return 0.0
     value, used = found
-    given = Counter(nums)
-    return float(value == target and (used == given if use_all is not False else used <= given))
+    some = str(use_all).lower() in ("false", "0", "0.0")
+    return float(value == target and (used <= given if some else used == given))
+
+
+def _given(nums) -> Counter | None:
+    """How often a row has each number; `None` where one of them cannot be written without a sign or a fraction."""
+    if isinstance(nums, str):
+        nums = re.findall(r"[^\s,;\[\]()'\"]+", nums)
+    found = [_number_of(number) for number in nums] if isinstance(nums, Iterable) else []
+    fine = all(number is not None and number >= 0 and number.denominator == 1 for number in found)
+    return Counter(found) if fine else None
+
+
+def _number_of(value) -> Fraction | None:
+    found = single_number(truth_text(value))
+    return None if found is None or found.endswith("%") else Fraction(found)

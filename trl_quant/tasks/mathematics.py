@@ -22,7 +22,15 @@ by a signal after five seconds, so its scores are to be taken on the main thread
 import re
 from collections.abc import Callable
 
-from .answers import extract_answer, final_answer, message_text, same_number, without_echo, without_percent
+from .answers import (
+    extract_answer,
+    final_answer,
+    message_text,
+    same_number,
+    truth_text,
+    without_echo,
+    without_percent,
+)
 from .expressions import literal, same_answer
 
 
@@ -38,8 +46,8 @@ def strict_math_reward(completions, answer=None, solution=None, prompts=None, **
         answer (`list[str]`, *optional*): the ground truth: LaTeX, with or without `$` and `\boxed{}`, or a number. A
             list of texts has several parts, all of which are asked for.
         solution (`list[str]`, *optional*): the ground truth of a dataset without `answer`.
-        prompts (`list`, *optional*): the prompts, as TRL passes them; a repeated prompt is ignored, and a percent sign
-            is right where they speak of percentages.
+        prompts (`list`, *optional*): the prompts, as TRL passes them; a repeated question is ignored, and a percent
+            sign is right where they speak of percentages.
 
     Returns:
         `list[float | None]`: `None` where a row has no ground truth, or one of more than 512 characters.
@@ -64,7 +72,7 @@ def lenient_math_reward(completions, answer, prompts=None, **kwargs) -> list[flo
         completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
         answer (`list[str]`): the ground truth: LaTeX, with or without `$` and `\boxed{}`, or a number. A list of texts
             has several parts, all of which are asked for.
-        prompts (`list`, *optional*): the prompts; a repeated prompt is ignored.
+        prompts (`list`, *optional*): the prompts; a repeated question is ignored.
 
     Returns:
         `list[float | None]`: `None` where a row has no ground truth.
@@ -77,7 +85,7 @@ math_reward = lenient_math_reward  # its older name
 
 def _truth(answer) -> str:
     """What a row asks for, as one text; an empty one for nothing."""
-    text = ", ".join(map(str, answer)) if isinstance(answer, list) else "" if answer is None else str(answer)
+    text = ", ".join(map(truth_text, answer)) if isinstance(answer, list) else truth_text(answer)
     return (final_answer(text) or text).strip()
 
 

@@ -5,12 +5,13 @@ Every reward of a number guarantees these scores, whatever the policy writes:
 | completion | score | why |
 |---|---|---|
 | empty, `None`, a message without text | 0 | nothing was answered |
+| a conversation in which a tool had the last word | 0 | the policy wrote no answer |
 | very long | as its last 4096 characters | bounded cost; the answer belongs at the end |
 | two different answers in markers of one kind | the last one counts | only one is final: see below |
 | several numbers in one marker (`5 or 6`, `3 + 4`) | 0 | a hedge, or the question itself |
 | a quotient, an expression (`144/2`, `72!`, `72x`), `not 72`, `71 = 72` | 0 | not 72 written out |
 | `72%` | 0 | unless the ground truth has the sign, or the prompt speaks of percentages |
-| the prompt repeated word for word | as if it were absent | copying the question earns nothing |
+| what the prompt asks, repeated word for word | as if it were absent | copying the question earns nothing |
 | a row without a single number as ground truth | `None` | TRL leaves the row out of this reward |
 
 Since only the last of several answers counts, listing candidates gains nothing over naming one. Scoring such
@@ -22,6 +23,8 @@ order. [`trl_quant.tasks.mathematics`] has the rewards for answers that are more
 import inspect
 from collections.abc import Callable, Sequence
 
+from datasets import Dataset
+
 from .answers import (
     TAIL_CHARACTERS,
     extract_answer,
@@ -29,10 +32,12 @@ from .answers import (
     message_text,
     same_number,
     single_number,
+    truth_text,
     without_echo,
     without_percent,
 )
 from .countdown import countdown_reward
+from .data import SCANNED_ROWS
 from .mathematics import strict_math_reward
 from .sudoku import sudoku_reward
 
@@ -41,7 +46,7 @@ def _number_reward(completions, answer, prompts, last_number: bool) -> list[floa
     prompts = [None] * len(completions) if prompts is None else prompts
     rewards = []
     for completion, gold, prompt in zip(completions, answer, prompts, strict=True):
-        gold = None if gold is None else single_number(str(gold).rpartition("####")[2])
+        gold = single_number(truth_text(gold).rpartition("####")[2])
         found = extract_answer(without_echo(message_text(completion), prompt), last_number)
         found = found and without_percent(found, prompt)
         rewards.append(None if gold is None else float(found is not None and same_number(gold, found)))
@@ -58,7 +63,7 @@ def arithmetic_reward(completions, answer, prompts=None, **kwargs) -> list[float
     Args:
         completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
         answer (`list[str | int | float]`): the ground truth.
-        prompts (`list`, *optional*): the prompts, as TRL passes them; a repeated prompt is ignored.
+        prompts (`list`, *optional*): the prompts, as TRL passes them; a repeated question is ignored.
 
     Returns:
         `list[float | None]`: `None` where `answer` holds no single number.
@@ -73,7 +78,7 @@ def arithmetic_reward(completions, answer, prompts=None, **kwargs) -> list[float
     return _number_reward(completions, answer, prompts, last_number=False)
 
 
-def division_reward(completions, answer, **kwargs) -> list[float]:
+def division_reward(completions, answer, **kwargs) -> list[float | None]:
     """Share of a division's differences that are right: the n-th, up to its `;`, ends with `#### ` and the n-th answer.
 
     A slip costs all that follow from it. Whatever is written after the last difference counts as wrong ones.
@@ -81,6 +86,9 @@ def division_reward(completions, answer, **kwargs) -> list[float]:
     Args:
         completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
         answer (`list[str]`): the answers in their order, as [`~tasks.arithmetic.Division.row`] has them.
+
+    Returns:
+        `list[float | None]`: `None` where a row has no answer.
 
     Example:
 
@@ -92,6 +100,9 @@ def division_reward(completions, answer, **kwargs) -> list[float]:
     """
     rewards = []
     for completion, gold in zip(completions, answer, strict=True):
+        if not (gold := truth_text(gold)):
+            rewards.append(None)
+            continue
         (*written, rest), answers = message_text(completion).split(";"), gold.split(";")
         right = sum(text.rpartition("#### ")[1:] == ("#### ", one) for text, one in zip(written, answers))
         rewards.append(right / max(len(answers), len(written) + bool(rest)))
@@ -110,7 +121,7 @@ def gsm8k_reward(completions, answer, prompts=None, **kwargs) -> list[float | No
     Args:
         completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
         answer (`list[str]`): the ground truth, a GSM8K solution that ends in `#### 72`, or a bare number.
-        prompts (`list`, *optional*): the prompts, as TRL passes them; a repeated prompt is ignored.
+        prompts (`list`, *optional*): the prompts, as TRL passes them; a repeated question is ignored.
 
     Returns:
         `list[float | None]`: `None` where `answer` holds no single number.
@@ -172,3 +183,23 @@ def check_reward(reward: Callable, columns: Sequence[str]) -> None:
             f"`reward_funcs`: {name}{signature} cannot be called as a reward: {error}. It gets {', '.join(given)}, by "
             "name; `**kwargs` takes those that it does not use."
         ) from error
+
+
+def check_truths(reward: Callable, dataset: Dataset) -> None:
+    """Raises `ValueError` where a reward of ours can compare with none of a dataset's rows, as TRL would not tell.
+
+    Rows without any of the reward's columns are another task's. Only the first `SCANNED_ROWS` are read.
+    """
+    if reward not in REWARDS.values():
+        return
+    names = [name for name in inspect.signature(reward).parameters if name in dataset.column_names]
+    rows = dataset.select_columns(names)[:SCANNED_ROWS] if names else {}
+    rows = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
+    rows = [row for row in rows if any(value is not None for value in row.values())]
+    columns = {name: [row[name] for row in rows] for name in names}
+    if rows and set(reward(completions=[""] * len(rows), **columns)) == {None}:
+        found = ", ".join(f"{name}={value!r}" for name, value in rows[0].items())
+        raise ValueError(
+            f"`reward_funcs`: {reward.__name__} can compare with none of the first "
+            f"{SCANNED_ROWS} rows of `train_dataset`. One has {found:.200}. Its docstring says what these columns hold."
+        )

@@ -11,6 +11,7 @@ or fewer. What is held out is the grid: no puzzle for evaluation has the solutio
 """
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -121,8 +122,9 @@ def sudoku_reward(completions, puzzle, prompts=None, **kwargs) -> list[float | N
     Args:
         completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row; the answer stands in
             `<answer>` or `\boxed{}`, in four lines (`####` marks a single line, so it cannot hold a grid).
-        puzzle (`list[str]`): four lines of four cells, with `_` for a blank one. Each of its solutions counts.
-        prompts (`list`, *optional*): the prompts, as TRL passes them; a repeated prompt is ignored.
+        puzzle (`list[str]`): 16 cells, row by row, with `_`, `.` or 0 for a blank one; or rows, as lists or as texts,
+            where `None` is blank too. Each of its solutions counts.
+        prompts (`list`, *optional*): the prompts, as TRL passes them; a repeated question is ignored.
 
     Returns:
         `list[float | None]`: `None` where a row has no such puzzle.
@@ -132,16 +134,22 @@ def sudoku_reward(completions, puzzle, prompts=None, **kwargs) -> list[float | N
 
 
 def _score(completion, puzzle, prompt) -> float | None:
-    cells = _cells(puzzle, DIGITS + BLANK)
-    if cells is None:
+    cells = re.sub(r"\s", "", _as_text(puzzle)).translate(str.maketrans("0.", 2 * BLANK))
+    if len(cells) != 16 or not set(cells) <= set(DIGITS + BLANK):
         return None
-    grid = _cells(final_answer(completion, prompt), DIGITS)
+    grid = _filled(final_answer(completion, prompt))
     kept = grid is not None and all(given in (BLANK, cell) for given, cell in zip(cells, grid, strict=True))
     return float(kept and is_solved(grid))
 
 
-def _cells(text: str | None, allowed: str) -> str | None:
-    """The 16 cells of four lines, spaces aside; `None` if they are anything else."""
+def _as_text(puzzle) -> str:
+    if isinstance(puzzle, list | tuple):
+        return "".join(map(_as_text, puzzle))
+    return BLANK if puzzle is None else str(puzzle)
+
+
+def _filled(text: str | None) -> str | None:
+    """The 16 digits of four lines, spaces aside; `None` if they are anything else."""
     rows = [line.replace(" ", "") for line in (text or "").strip().splitlines()]
-    fine = len(rows) == 4 and all(len(row) == 4 and set(row) <= set(allowed) for row in rows)
+    fine = len(rows) == 4 and all(len(row) == 4 and set(row) <= set(DIGITS) for row in rows)
     return "".join(rows) if fine else None

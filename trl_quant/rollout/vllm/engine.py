@@ -267,6 +267,10 @@ class VLLMEngine(VLLMBase):
 
     # Generate
 
+    def requests(self) -> int:
+        """Also what is asked of vLLM itself (`llm.generate`, `llm.chat`)."""
+        return super().requests() + self.llm.request_counter.counter
+
     def sampling(self) -> AbstractContextManager:
         return sampling_lean(self)
 

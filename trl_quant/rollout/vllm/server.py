@@ -174,6 +174,9 @@ class VLLMServerEngine(VLLMBase):
             self.vllm_client.reset_prefix_cache()
         self.accelerator.wait_for_everyone()
 
+    def requests(self) -> None:
+        """Whoever has the address may ask the server."""
+
     # Self-check
 
     def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:

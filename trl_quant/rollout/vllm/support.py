@@ -21,6 +21,7 @@ from ...norms import family_of
 from ...precisions import PRECISIONS, InVLLM, in_vllm
 from ..kv_cache import FORMATS as CACHE_FORMATS
 from ..kv_cache import UNQUANTIZED
+from ..sampling_options import not_taken
 
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,12 @@ RESERVED = {
     "distributed_executor_backend": "the trainer, which launches the workers",
     "logprobs_mode": "the trainer, which needs `'processed_logprobs'`",
     "seed": "the trainer's `seed`",
+}
+
+# Sampling parameters that are settled, and how
+SET_BY_TRL = {
+    "n": "TRL samples `num_generations` completions of each prompt",
+    "logprobs": "the trainer needs the log-probability of the drawn token alone",
 }
 
 
@@ -110,6 +117,35 @@ def check_engine_kwargs(kwargs: dict) -> None:
                 f"`vllm_engine_kwargs` has {unknown}, which vLLM does not take. Allowed are the fields of "
                 f"`vllm.EngineArgs`: {', '.join(sorted(known - RESERVED.keys()))}."
             )
+
+
+def check_sampling_parameters(generation_kwargs: dict, mode: str, max_tokens: int) -> None:
+    """Raises `ValueError` for `generation_kwargs` that vLLM lacks, that TRL sets itself, or with impossible values."""
+    for name, instead in SET_BY_TRL.items():
+        if name in generation_kwargs:
+            raise ValueError(f"`generation_kwargs` must not hold {name!r}: {instead}.")
+    if "seed" in generation_kwargs and mode == "colocate":
+        raise ValueError(
+            f"`generation_kwargs` has 'seed'={generation_kwargs['seed']!r}, with which vLLM draws all completions of a "
+            "prompt from the same random numbers: a group would be one completion. Set the run's `seed`."
+        )
+    if not generation_kwargs or not is_vllm_available():
+        return
+    from vllm import SamplingParams
+
+    known = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - SET_BY_TRL.keys()
+    if mode == "server":
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+        known = (known & CompletionRequest.model_fields.keys()) | {"vllm_xargs"}
+    if unknown := [name for name in generation_kwargs if name not in known]:
+        raise ValueError(not_taken(f"vLLM in `vllm_mode`={mode!r}", unknown, known))
+    apart = ("structured_outputs", "vllm_xargs")  # which TRL and the server make objects of
+    tried = {name: value for name, value in generation_kwargs.items() if name not in apart}
+    try:
+        SamplingParams(**{"max_tokens": max_tokens} | tried)
+    except Exception as error:  # vLLM has errors of its own for this
+        raise ValueError(f"`generation_kwargs`={generation_kwargs!r} are refused by vLLM: {error}") from error
 
 
 def supported_precisions() -> dict[str, str | None]:
