@@ -10,6 +10,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterable
+from functools import partial
 from importlib import metadata
 from ipaddress import ip_address
 from pathlib import Path
@@ -21,12 +22,13 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import AutoConfig
 
+from ...limits import finished_within
 from ...noise import noised_norms
 from ...precisions import PRECISIONS, in_vllm
 from ..kv_cache import FORMATS as CACHE_FORMATS
 from ..kv_cache import UNQUANTIZED, KVCache
-from ..seams import client_that
 from .base import VLLMBase
+from .client import Client, stranger
 from .support import (
     check_version,
     differences,
@@ -41,6 +43,7 @@ from .support import (
 logger = logging.getLogger(__name__)
 
 BACKEND = "trl_quant"  # of `transfer.py`
+PATIENCE = 5.0  # seconds for an answer to a question that takes a server none
 
 
 class VLLMServerEngine(VLLMBase):
@@ -53,7 +56,7 @@ class VLLMServerEngine(VLLMBase):
 
     def _init_vllm(self):
         check_version()
-        with client_that(self._check_server):
+        with client_built(partial(Client, seconds=self.request_timeout, check=self._check_server)):
             super()._init_vllm()
         facts = [None]
         if self.accelerator.is_main_process:
@@ -87,7 +90,7 @@ class VLLMServerEngine(VLLMBase):
             )
         try:
             info = client.get_server_info()
-        except RuntimeError as error:
+        except Exception as error:
             raise ValueError(f"{error} It must be started so:\n\n{command}\n") from error
         served = info["model_config"]
         wrong = []
@@ -116,7 +119,7 @@ class VLLMServerEngine(VLLMBase):
             found = " or ".join(map(repr, sorted(precisions))) or repr(served["quantization"])
             wrong.append(f"the precision {found}, and `rollout_precision`={self.precision!r}")
         if outside and not wrong:
-            towers = _ask_workers(client, "quantized_outside", layers=quantized_layers(policy))[0]
+            towers = client.ask_workers("quantized_outside", layers=quantized_layers(policy))[0]
             if towers:
                 wrong.append(
                     f"{len(towers)} quantized linear layers outside of the language model, such as "
@@ -150,6 +153,7 @@ class VLLMServerEngine(VLLMBase):
         if self.accelerator.is_main_process:
             self.vllm_client.update_named_params(self._weight_metadata, self.stream())
             self.vllm_client.reset_prefix_cache()
+            self.vllm_client.mark_sync()
         else:
             for _ in self.stream():  # takes part in the gathering
                 pass
@@ -192,19 +196,11 @@ class VLLMServerEngine(VLLMBase):
     def read_caches(self) -> list[dict[int, KVCache]]:
         if not self.accelerator.is_main_process:
             return []
-        workers = _ask_workers(self.vllm_client, "read_caches")
+        workers = self.vllm_client.ask_workers("read_caches")
         return [{index: KVCache(**fields) for index, fields in worker} for worker in workers]
 
     def limits(self) -> tuple[int, int]:
         return self._limits
-
-
-def _ask_workers(client, method: str, **arguments) -> list:
-    """What a method of [`~transfer.WorkerExtension`] returns in each of the server's workers."""
-    question = {"method": method, "kwargs": arguments}
-    answer = client.session.post(f"{client.base_url}/collective_rpc", json=question)
-    answer.raise_for_status()
-    return answer.json()["results"]
 
 
 def server_url(args) -> str:
@@ -217,28 +213,40 @@ def wait_for_server(args, model: str) -> None:
     Waits for the server, up to `vllm_server_timeout` seconds, as TRL's client does: before the model is loaded.
 
     Raises:
-        `ValueError`: for an address that is none.
+        `ValueError`: for an address that is none, or at which something else answers.
         `ConnectionError`: if the server did not answer, with the command that starts it.
     """
     url, deadline = server_url(args), time.monotonic() + args.vllm_server_timeout
     while True:
+        is_vllm = True
         try:
-            status = requests.get(f"{url}/health", timeout=5).status_code
-            if status == 200:
-                return
+            health = partial(requests.get, f"{url}/health", timeout=PATIENCE)
+            status = finished_within(PATIENCE, lambda: "", health).status_code  # a byte a second resets `timeout`
             reason = f"it answers `/health` with status {status}"
+            if status == 200:
+                found = stranger(url, PATIENCE)
+                if found is None:
+                    return
+                is_vllm, reason = False, found
         except requests.RequestException as error:
             if isinstance(error, ValueError):
                 raise ValueError(f"`vllm_server_base_url`={url!r} is no address of a server: {error}") from error
             reason = type(error).__name__
+        except TimeoutError:
+            reason = f"it did not answer `/health` within {PATIENCE:g} seconds"
         left = deadline - time.monotonic()
-        if left <= 0:
+        if left <= 0 or not is_vllm:
             config = _read_config(model, args.trust_remote_code)
             options = {"trust_remote_code": args.trust_remote_code, "wide_norms": args.noise_schedule is not None}
             if config is not None and config.get_text_config() is not config:  # it reads more than text
                 policy = skeleton(config, args.trust_remote_code)
                 options["outside"] = outside_decoder(policy, config.architectures or [], "auto")
             command = serve_command(model, args.rollout_precision, url, **options)
+            if not is_vllm:
+                raise ValueError(
+                    f"`vllm_server_base_url`={url!r} is no `vllm serve`: {reason}. Give the address and port of one, or "
+                    f"start it so:\n\n{command}\n"
+                )
             raise ConnectionError(
                 f"The vLLM server at {url} can't be reached, after `vllm_server_timeout`={args.vllm_server_timeout:g} "
                 f"seconds: {reason}. Start it so:\n\n{command}\n"
