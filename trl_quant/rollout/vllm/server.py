@@ -27,6 +27,7 @@ from ...noise import noised_norms
 from ...precisions import PRECISIONS, in_vllm
 from ..kv_cache import FORMATS as CACHE_FORMATS
 from ..kv_cache import UNQUANTIZED, KVCache
+from ..seams import client_built
 from .base import VLLMBase
 from .client import Client, stranger
 from .support import (
@@ -83,9 +84,10 @@ class VLLMServerEngine(VLLMBase):
         command = serve_command(model, self.precision, client.base_url, **options)
         if is_exposed(client.base_url):
             logger.warning(
-                "The vLLM server at %s takes new weights and calls of its workers from anyone who reaches it: its "
-                "development endpoints ask for no key, also with `--api-key`. Let only this machine reach the port, "
-                "by a firewall or an SSH tunnel to a server with `--host 127.0.0.1`.",
+                "The vLLM server at %s takes new weights and calls of its workers from anyone who reaches it, and runs "
+                "their code (`/init_weight_transfer_engine` unpickles what it finds at an address that the caller "
+                "names): its development endpoints ask for no key, also with `--api-key`. Let only this machine reach "
+                "the port, by a firewall or an SSH tunnel to a server with `--host 127.0.0.1`.",
                 client.base_url,
             )
         try:
@@ -244,8 +246,8 @@ def wait_for_server(args, model: str) -> None:
             command = serve_command(model, args.rollout_precision, url, **options)
             if not is_vllm:
                 raise ValueError(
-                    f"`vllm_server_base_url`={url!r} is no `vllm serve`: {reason}. Give the address and port of one, or "
-                    f"start it so:\n\n{command}\n"
+                    f"`vllm_server_base_url`={url!r} is no `vllm serve`: {reason}. Give the address of one, or start "
+                    f"it so:\n\n{command}\n"
                 )
             raise ConnectionError(
                 f"The vLLM server at {url} can't be reached, after `vllm_server_timeout`={args.vllm_server_timeout:g} "
@@ -305,8 +307,10 @@ def serve_command(
     host = "127.0.0.1" if _is_local(parts.hostname) else parts.hostname
     port = f" --port {parts.port}" if parts.port not in (None, 8000) else ""
     lines.append(
-        "# VLLM_SERVER_DEV_MODE=1 lets whoever reaches the port replace the weights and call the workers. `--api-key` "
-        "guards /v1 and not these endpoints, and TRL sends none: close the port to others, by `--host` or a firewall."
+        "# VLLM_SERVER_DEV_MODE=1 lets whoever reaches the port replace the weights, call the workers and run code: "
+        "`/init_weight_transfer_engine` unpickles what it finds at an address that the caller names. `--api-key` "
+        "guards /v1 and not these endpoints, and TRL sends none: let the trainer alone reach the port (README, "
+        "Security)."
     )
     lines.append(
         f"VLLM_SERVER_DEV_MODE=1 {serve} {model}{quantization} --dtype bfloat16 --logprobs-mode processed_logprobs "
