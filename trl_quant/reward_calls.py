@@ -104,12 +104,12 @@ class RewardCalls:
     def _rewards(self, name: str, returned, arguments: dict) -> list[float | None]:
         """The rewards as numbers, which TRL counts; `ValueError` for what is none or not finite."""
         count = len(arguments["prompts"])
-        if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__iter__"):
+        rewards = _listed(returned)
+        if rewards is None:
             raise ValueError(
                 f"{self._at(name)} returned {_short(returned)} ({type(returned).__name__}). It must return a list of "
                 f"{count} numbers, one for each completion. {self._go_on()}"
             )
-        rewards = returned.tolist() if isinstance(returned, Tensor) else list(returned)
         if len(rewards) != count:  # told by TRL
             return rewards
         return [self._reward(name, row, reward, arguments) for row, reward in enumerate(rewards)]
@@ -152,6 +152,16 @@ class RewardCalls:
                 f"{self.trainer.state.global_step}, returned {rewards[row, column].item()} for row {row} of all ranks' "
                 f"{len(rewards)}. A reward must be finite. {self._go_on()}"
             )
+
+
+def _listed(returned) -> list | None:
+    """What a reward function returned as a list, `None` for what is none or has no order."""
+    if isinstance(returned, str | bytes | Mapping | Set):
+        return None
+    try:
+        return list(returned.tolist() if isinstance(returned, Tensor) else returned)
+    except TypeError:  # a single number among others
+        return None
 
 
 def _number(reward) -> float | None:
