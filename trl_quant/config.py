@@ -92,9 +92,9 @@ class QuantGRPOConfig(GRPOConfig):
             to take new weights. After that the run ends with an error that says what was asked, and can be resumed.
             If `None`, it waits for ever.
         reward_timeout (`float`, *optional*, defaults to `1800.0`):
-            Seconds that a call of a reward function may take. After that the run ends with an error that names the
-            function, and can be resumed. A function that hangs in C, where Python cannot interrupt it, ends the process
-            a minute later. If `None`, it waits for ever.
+            Seconds that a call of a reward function or a tool may take. After that the run ends with an error that
+            names the function, and can be resumed; of a tool the model is told. A function that hangs in C, where
+            Python cannot interrupt it, ends the process a minute later. If `None`, it waits for ever.
         resume_with_changes (`bool`, *optional*, defaults to `False`):
             Whether a run may go on from a checkpoint that was trained with other settings of the rollout copy, its
             correction or its noise. Each difference is logged. By default it is refused.
@@ -214,7 +214,7 @@ class QuantGRPOConfig(GRPOConfig):
     )
     reward_timeout: float | None = field(
         default=1800.0,
-        metadata={"help": "Seconds that a call of a reward function may take before the run ends."},
+        metadata={"help": "Seconds that a call of a reward function or a tool may take."},
     )
     resume_with_changes: bool = field(
         default=False,

@@ -11,9 +11,11 @@ Python handles signals between two of its instructions. A call that hangs in C a
 cannot be interrupted; nor can code that swallows every interrupt. After `GRACE` seconds the process says so and ends,
 since a run that ended can be resumed and a run that waits cannot.
 
-[`finished_within`] is for what may run in a thread of its own, from any thread: a request to a server.
+[`finished_within`] is for what may run in a thread of its own, from any thread: a request to a server;
+[`awaited_within`] for a coroutine.
 """
 
+import asyncio
 import faulthandler
 import logging
 import os
@@ -21,7 +23,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
@@ -186,3 +188,13 @@ def finished_within(seconds: float | None, message: Callable[[], str], call: Cal
     if not wait([result], seconds).done:
         raise TimeoutError(message())
     return result.result()
+
+
+async def awaited_within(seconds: float | None, message: Callable[[], str], awaitable: Awaitable) -> Any:
+    """What `awaitable` gives; a `TimeoutError` after `seconds`, also where it refuses to be cancelled."""
+    task = asyncio.ensure_future(awaitable)
+    done, _ = await asyncio.wait([task], timeout=seconds)
+    if not done:
+        task.cancel()
+        raise TimeoutError(message())
+    return task.result()

@@ -3,10 +3,10 @@
 TRL calls a run's functions in the process that trains and takes what they return. One that hangs would hang the run, on
 one rank all ranks; an infinite reward makes every weight NaN. Here each function is wrapped for the time of
 `GRPOTrainer._calculate_rewards`. A reward of `None` keeps its meaning for TRL: this function says nothing of the
-completion, which the others score; so does NaN, of which the log tells once for each function.
+completion, which the others score; so does NaN, of which the log tells once for each function. A run's tools have the
+same limit.
 """
 
-import asyncio
 import functools
 import logging
 import math
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoints import how_to_go_on
-from .limits import time_limit
+from .limits import awaited_within, time_limit
 from .rollout.seams import exchanged, is_async
 
 
@@ -60,13 +60,10 @@ class RewardCalls:
             @functools.wraps(function)
             async def call(**arguments):
                 self.running.add(name)
-                task = asyncio.ensure_future(self._awaited(name, function, arguments))
-                done, _ = await asyncio.wait([task], timeout=self.seconds)
-                if not done:
-                    task.cancel()
-                    raise TimeoutError(self._too_long(name))
+                awaited = self._awaited(name, function, arguments)
+                returned = await awaited_within(self.seconds, lambda: self._too_long(name), awaited)
                 self.running.discard(name)
-                return self._rewards(name, task.result(), arguments)
+                return self._rewards(name, returned, arguments)
         else:
 
             @functools.wraps(function)
@@ -152,6 +149,27 @@ class RewardCalls:
                 f"{self.trainer.state.global_step}, returned {rewards[row, column].item()} for row {row} of all ranks' "
                 f"{len(rewards)}. A reward must be finite. {self._go_on()}"
             )
+
+
+def limited_tool(tool: Callable, seconds: float | None) -> Callable:
+    """A tool whose call ends within `seconds`, with an error that TRL gives to the model as that of any tool."""
+
+    def told() -> str:
+        return f"The tool {tool.__name__!r} did not return within `reward_timeout`={seconds:g} seconds."
+
+    if is_async(tool):
+
+        @functools.wraps(tool)
+        async def call(*args, **kwargs):
+            return await awaited_within(seconds, told, tool(*args, **kwargs))
+    else:
+
+        @functools.wraps(tool)
+        def call(*args, **kwargs):
+            with time_limit(seconds, told):
+                return tool(*args, **kwargs)
+
+    return call
 
 
 def _listed(returned) -> list | None:

@@ -15,7 +15,7 @@ from .corrections.acr import rescued
 from .corrections.batch import corrected, counted, joined, sampling_metrics, write
 from .dynamic_sampling import dynamically_sampled
 from .frozen_base import on_frozen_base
-from .reward_calls import RewardCalls
+from .reward_calls import RewardCalls, limited_tool
 from .rollout import RolloutEngine, RolloutNoise, engine_of
 from .rollout.seams import exchanged
 from .scaling import apply_uaq, uaq_applied
@@ -65,6 +65,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         if not isinstance(args, QuantGRPOConfig):
             args = own(f"{model_name.split('/')[-1]}-GRPO") if args is None else own.from_grpo(args)
         args.is_taken = True
+        given["tools"] = tools and [limited_tool(tool, args.reward_timeout) for tool in tools]
         check_method(self, args, rollout_func)
         check_before_loading(**given | {"args": args})
         args.rollout_precision = checkpoints.precision_before(args)
