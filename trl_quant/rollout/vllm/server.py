@@ -53,7 +53,14 @@ class VLLMServerEngine(VLLMBase):
 
     BF16 tensors travel to BF16 and online FP8 servers; INT8, NVFP4 and MXFP4 servers, started on a prepared
     checkpoint, get codes and scales.
+
+    Parameters:
+        request_timeout (`float` or `None`, *optional*): Seconds that the server may take to answer a request.
     """
+
+    def __init__(self, *args, request_timeout: float | None = None, **kwargs):
+        self.request_timeout = request_timeout
+        super().__init__(*args, **kwargs)
 
     def _init_vllm(self):
         check_version()
