@@ -81,7 +81,8 @@ class Limit:
                     break
                 time.sleep(0.001)
         finally:
-            Limit.active.remove(self)
+            if self in Limit.active:
+                Limit.active.remove(self)
 
     def _watch(self) -> None:
         with self._changed:
@@ -138,9 +139,9 @@ def time_limit(seconds: float | None, message: Callable[[], str]) -> Iterator[No
 def _interrupting(seconds: float, message: Callable[[], str]) -> Iterator[None]:
     limit, cause = Limit(seconds, message), None
     before = signal.signal(SIGNAL, _handle)
-    limit.start()
     try:
         try:
+            limit.start()
             yield
         finally:
             limit.ended = True
