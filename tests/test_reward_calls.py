@@ -198,9 +198,15 @@ def test_too_few_rewards_are_told_by_trl(tmp_path):
         run(tmp_path, lambda completions, **kwargs: [1.0, 2.0, 3.0])
 
 
-@pytest.mark.parametrize(
-    "kind", [list, tuple, iter, np.array, torch.tensor, lambda r: torch.tensor(r, dtype=torch.float64)]
-)
+def column(rewards):
+    return torch.tensor(rewards)[:, None]
+
+
+def double(rewards):
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter, np.array, torch.tensor, double, column])
 def test_numbers_of_any_kind_are_rewards(tmp_path, kind):
     given = run(tmp_path, lambda completions, **kwargs: kind(spread(completions)), max_steps=2)
     assert_same_run(given, run(tmp_path, lambda completions, **kwargs: spread(completions), max_steps=2))

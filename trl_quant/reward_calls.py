@@ -177,7 +177,7 @@ def _listed(returned) -> list | None:
     if isinstance(returned, str | bytes | Mapping | Set):
         return None
     try:
-        return list(returned.tolist() if isinstance(returned, Tensor) else returned)
+        return returned.tolist() if isinstance(returned, Tensor) and returned.dim() == 1 else list(returned)
     except TypeError:  # a single number among others
         return None
 
