@@ -164,10 +164,10 @@ def without(name):
     return changed(lambda content: content.pop(name))
 
 
-def refused(tmp_path, url, server, faults, **options) -> str:
-    """The error of a run whose server is faulty from the first sample on."""
+def refused(tmp_path, url, server, faults, seconds=60.0, **options) -> str:
+    """The error of a run whose server is faulty from the first sample on, and has these seconds from then on."""
     trainer = trainer_of(tmp_path, url, server.model, "bf16", max_steps=2, **options)
-    Proxy.faults = faults
+    trainer.vllm_generation.vllm_client.seconds, Proxy.faults = seconds, faults
     with pytest.raises(RuntimeError) as error:
         trainer.train()
     return str(error.value)
@@ -176,9 +176,12 @@ def refused(tmp_path, url, server, faults, **options) -> str:
 @pytest.mark.parametrize("fault", [silent, trickling, trickling_headers])
 @pytest.mark.parametrize("path", [SAMPLES, WORKERS, "/update_weights", "/reset_prefix_cache"])
 def test_a_server_that_does_not_answer_in_time(tmp_path, server, proxy, fault, path):
-    text = refused(tmp_path, proxy, server, {path: fault}, vllm_request_timeout=2.0)
-    assert f"The vLLM server at {proxy} did not answer `POST {path}` within `vllm_request_timeout`=2 seconds" in text
+    text = refused(tmp_path, proxy, server, {path: fault}, 4.0)
+    assert f"The vLLM server at {proxy} did not answer `POST {path}` within `vllm_request_timeout`=4 seconds" in text
     assert "failed at step 0" in text and "start again" in text
+    assert ("in the middle of an update: start it again" in text) is (path == "/update_weights")
+    if path == "/update_weights":
+        requests.post(f"{server.url}/finish_weight_update").raise_for_status()
 
 
 @pytest.mark.parametrize(
@@ -198,8 +201,7 @@ def test_a_server_that_does_not_answer_in_time(tmp_path, server, proxy, fault, p
     ],
 )
 def test_answers_that_are_not_whole(tmp_path, server, proxy, path, fault, words):
-    options = {"sync_check_steps": 0, "vllm_request_timeout": 60.0}
-    text = refused(tmp_path, proxy, server, {path: fault}, **options)
+    text = refused(tmp_path, proxy, server, {path: fault}, sync_check_steps=0)
     assert words in text and proxy.removeprefix("http://127.0.0.1:") in text and "failed at step 0" in text
 
 
@@ -246,8 +248,13 @@ SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "learning_r
 
 
 def test_a_stopped_server_and_a_resume(tmp_path, server, monkeypatch):
-    after_the_third_sync(monkeypatch, lambda: server.send(signal.SIGSTOP))
-    trainer = trainer_of(tmp_path, server.url, server.model, "bf16", vllm_request_timeout=3.0, **SAVING)
+    trainer = trainer_of(tmp_path, server.url, server.model, "bf16", **SAVING)
+
+    def stop():
+        trainer.vllm_generation.vllm_client.seconds = 3.0
+        server.send(signal.SIGSTOP)
+
+    after_the_third_sync(monkeypatch, stop)
     try:
         with pytest.raises(RuntimeError) as error:
             trainer.train()

@@ -116,8 +116,13 @@ class Client(VLLMClient):
 
     def update_named_params(self, metadata, named_params) -> None:
         self.require_token()  # a restarted server would not take part
-        with self._transfer("take the weights"):
-            super().update_named_params(metadata, named_params)
+        try:
+            with self._transfer("take the weights"):
+                super().update_named_params(metadata, named_params)
+        except Exception as error:
+            raise RuntimeError(
+                f"{error} The server may wait in the middle of an update: start it again before a run goes on with it."
+            ) from error
 
     def _transfer(self, what: str) -> AbstractContextManager:
         def told() -> str:

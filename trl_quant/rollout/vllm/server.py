@@ -99,6 +99,8 @@ class VLLMServerEngine(VLLMBase):
             )
         try:
             info = client.get_server_info()
+        except TimeoutError:
+            raise
         except Exception as error:
             raise ValueError(f"{error} It must be started so:\n\n{command}\n") from error
         served = info["model_config"]
