@@ -224,6 +224,7 @@ def test_without_a_limit_a_slow_server_is_waited_for(tmp_path, server, proxy):
     )
     Proxy.faults = {}
     trainer = trainer_of(tmp_path, proxy, server.model, "bf16", max_steps=1, vllm_request_timeout=None)
+    assert trainer.vllm_generation.vllm_client.seconds is None
     Proxy.faults = {SAMPLES: slow}
     trainer.train()
     assert len([log for log in metrics(trainer) if "loss" in log]) == 1
@@ -249,6 +250,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "learning_r
 
 def test_a_stopped_server_and_a_resume(tmp_path, server, monkeypatch):
     trainer = trainer_of(tmp_path, server.url, server.model, "bf16", **SAVING)
+    assert trainer.vllm_generation.vllm_client.seconds == 1800  # as the field says
 
     def stop():
         trainer.vllm_generation.vllm_client.seconds = 3.0
