@@ -125,7 +125,7 @@ def test_limits_in_one_another():
             with time_limit(60, lambda: "the inner"):
                 sleeps()
         except Interrupted as interrupted:
-            assert str(interrupted) == "the outer"
+            assert interrupted.limit.message() == "the outer"
             raise
     assert isinstance(error.value.__cause__, Interrupted)
 

@@ -56,6 +56,11 @@ def hides_its_errors(completions, **kwargs):
             continue
 
 
+def hangs_while_it_is_read(completions, **kwargs):
+    yield 1.0
+    time.sleep(60)
+
+
 async def never_finishes(completions, **kwargs):
     await asyncio.Event().wait()
 
@@ -82,6 +87,7 @@ class Judge:
     [
         (blocks_on_a_lock, "blocks_on_a_lock"),
         (hides_its_errors, "hides_its_errors"),
+        (hangs_while_it_is_read, "hangs_while_it_is_read"),
         (never_finishes, "never_finishes"),
         (refuses_to_be_cancelled, "refuses_to_be_cancelled"),
         (blocks_the_loop, "blocks_the_loop"),

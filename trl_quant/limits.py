@@ -44,7 +44,7 @@ class Interrupted(BaseException):
 
     def __init__(self, limit: "Limit"):
         self.limit = limit
-        super().__init__(limit.message())
+        super().__init__(f"interrupted after {limit.seconds:g} seconds")
 
 
 class Limit:

@@ -69,8 +69,7 @@ class RewardCalls:
             @functools.wraps(function)
             def call(**arguments):
                 with time_limit(self.seconds, lambda: self._too_long(name)), self._exit_refused(name):
-                    returned = function(**arguments)
-                return self._rewards(name, returned, arguments)
+                    return self._rewards(name, function(**arguments), arguments)  # a generator runs in there
 
         return call
 
@@ -96,7 +95,10 @@ class RewardCalls:
         return f"{self._at(name)} did not return within `reward_timeout`={self.seconds:g} seconds. {self._go_on()}"
 
     def _too_long_together(self) -> str:
-        return self._too_long("', '".join(sorted(self.running)) or "of another rank")
+        if self.running:
+            return self._too_long("', '".join(sorted(self.running)))
+        step = self.trainer.state.global_step
+        return f"The rewards of another rank, at step {step}, did not come in time. {self._go_on()}"
 
     def _rewards(self, name: str, returned, arguments: dict) -> list[float | None]:
         """The rewards as numbers, which TRL counts; `ValueError` for what is none or not finite."""
