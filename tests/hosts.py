@@ -78,7 +78,11 @@ class Host:
             time.sleep(0.01)
 
     def ip(self, *arguments) -> None:
-        subprocess.run(["nsenter", f"--net={self.namespace}", "ip", *map(str, arguments)], check=True)
+        subprocess.run(self.inside("ip", *arguments), check=True)
+
+    def inside(self, *command) -> list[str]:
+        """A command as this host runs it."""
+        return ["nsenter", f"--net={self.namespace}", *map(str, command)]
 
     def launch(self, arguments: list[str], directory: Path) -> Launched:
         """Starts `accelerate launch` with these arguments in a directory, to which what it prints is written too."""

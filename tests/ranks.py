@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -118,6 +119,28 @@ def train_in_precision(precision: str, tuning: str, path: Path) -> dict:
     return {"log": metrics(trainer)[:3], "weights": sums, "moved": moved, "codes": len(codes), "stale": stale}
 
 
+def train_with_a_reward(hangs: bool, precision: str, path: Path) -> dict:
+    """Four steps, the third with a reward that hangs on the first rank, or what a resumed run has left of them."""
+    from training import config, dataset, make, spread
+
+    from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+
+    def hangs_at_two(completions, trainer_state, **kwargs) -> list[float]:
+        if hangs and trainer_state.global_step == 2 and os.environ["RANK"] == "0":
+            time.sleep(600)
+        return spread(completions)
+
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "reward_timeout": 3.0, "ddp_timeout": 60}
+    args = config(QuantGRPOConfig, path / "out", rollout_precision=precision, **settings)
+    options = {"model": str(path / "model"), "train_dataset": dataset(32), "reward_funcs": hangs_at_two}
+    trainer, error = make(QuantGRPOTrainer, args, **options), None
+    try:
+        trainer.train(resume_from_checkpoint=not hangs)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return {"error": error, "steps": [log["step"] for log in trainer.state.log_history if "loss" in log]}
+
+
 def run(path: Path, case: str) -> None:
     """One rank of one case."""
     mode, precision, tuning = case.split("-")
@@ -129,6 +152,8 @@ def run(path: Path, case: str) -> None:
         found = train_in_passes(precision, tuning, path / case)
     elif mode == "trained":
         found = train_in_precision(precision, tuning, path / case)
+    elif mode in ("hanging", "resuming"):
+        found = train_with_a_reward(mode == "hanging", precision, path)
     elif mode == "sharded":
         from fsdp_ranks import train
 

@@ -6,6 +6,9 @@ run has eight steps and saves.
 
 import json
 import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +16,7 @@ import pytest
 import torch
 from hosts import ROOT, Host, missing, two_hosts
 from safetensors.torch import load_file
-from test_readme import called
+from test_readme import README, called
 from tiny import save_tiny
 from training import metrics
 from transformers import TrainerState
@@ -119,6 +122,70 @@ def assert_same(left: Path, right: Path) -> None:
     (steps, weights), (others, theirs) = result(left), result(right)
     assert steps == others and len(steps) == 8 and len({entry["reward"] for entry in steps}) > 4
     assert weights.keys() == theirs.keys() and all(torch.equal(weights[name], theirs[name]) for name in weights)
+
+
+SERVER = "import http.server as h; h.HTTPServer(('{address}', 8000), h.SimpleHTTPRequestHandler).serve_forever()"
+
+
+@contextmanager
+def listening(host: Host, address: str, *before: str):
+    """Something that listens at port 8000 of an address, on a host, started by a command that begins so."""
+    process = subprocess.Popen(host.inside(*before, sys.executable, "-c", SERVER.format(address=address)))
+    try:
+        while not reaches(host, address, *before):
+            assert process.poll() is None
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def reaches(host: Host, address: str, *before: str) -> bool:
+    """Whether a connection to port 8000 of an address comes about from a host, in a command that begins so."""
+    code = f"import socket; socket.create_connection(({address!r}, 8000), 2)"
+    return not subprocess.run(host.inside(*before, sys.executable, "-c", code), capture_output=True).returncode
+
+
+def test_a_namespace_keeps_others_out(pair):
+    """README's commands. Nobody outside reaches the port: no other host, and no other process of the same one."""
+    server, other = pair
+    made = [["ip", *words] for words in called("ip") if "rollouts" in words and "exec" not in words]
+    assert len(made) == 2, made
+    inside = ("ip", "netns", "exec", "rollouts")
+    assert " ".join(inside) in README
+    try:
+        for command in made:
+            subprocess.run(server.inside(*command), check=True)
+        for address in ("127.0.0.1", "0.0.0.0"):
+            with listening(server, address, *inside):
+                assert reaches(server, "127.0.0.1", *inside)
+                assert not any(reaches(host, at) for host in pair for at in ("127.0.0.1", server.address))
+        with listening(server, "0.0.0.0"):  # without the namespace
+            assert reaches(server, "127.0.0.1") and reaches(other, server.address)
+            assert not reaches(server, server.address, *inside)  # nor does anything get out
+    finally:
+        subprocess.run(["ip", "netns", "delete", "rollouts"], check=True)
+
+
+def test_a_firewall_keeps_others_out(pair):
+    """README's commands, on a server whose training nodes are 10.0.0.1 and 10.0.0.2: a third address is kept out."""
+    if not shutil.which("nft"):
+        pytest.skip("needs the command `nft`")
+    server, trainer = pair
+    with listening(server, server.address):
+        trainer.ip("address", "add", "10.0.0.3/24", "dev", "eth0")
+        trainer.ip("route", "add", f"{server.address}/32", "dev", "eth0", "src", "10.0.0.3")
+        assert reaches(trainer, server.address)
+        for words in called("nft"):
+            subprocess.run(server.inside("nft", *words), check=True)
+        try:
+            assert not reaches(trainer, server.address)
+            trainer.ip("route", "change", f"{server.address}/32", "dev", "eth0", "src", "10.0.0.2")
+            assert reaches(trainer, server.address)
+        finally:
+            subprocess.run(server.inside("nft", "delete", "table", "inet", "rollouts"), check=True)
+            trainer.ip("route", "delete", f"{server.address}/32")
+            trainer.ip("address", "delete", "10.0.0.3/24", "dev", "eth0")
 
 
 def test_a_killed_host_and_a_disk_for_each(pair, tmp_path):

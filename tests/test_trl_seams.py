@@ -19,6 +19,7 @@ from packaging.version import Version
 from tiny import tiny_model
 from training import config, dataset, make
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_quant import QuantGRPOTrainer
@@ -39,6 +40,7 @@ SIGNATURES = [
     (GRPOTrainer._generate, "prompts"),
     (GRPOTrainer._generate_single_turn, "prompt_ids images multimodal_fields num_generations has_tool_images"),
     (GRPOTrainer._generate_and_score_completions, "inputs"),
+    (GRPOTrainer._calculate_rewards, "inputs prompts completions completion_ids_list"),
     (GRPOTrainer._compute_loss, "model inputs"),
     (GRPOTrainer._save_checkpoint, "model trial"),
     (VLLMGeneration.__init__, ENGINE),
@@ -47,6 +49,9 @@ SIGNATURES = [
     (VLLMGeneration.generate, "prompts images num_generations profiler"),
     (VLLMGeneration._iter_named_params, ""),
     (VLLMGeneration._fix_param_name_to_vllm, "name extra_prefixes"),
+    (VLLMClient.check_server, "total_timeout retry_interval"),
+    (VLLMClient.init_communicator, "device"),
+    (VLLMClient.update_named_params, "metadata named_params"),
 ]
 
 
@@ -112,6 +117,14 @@ def test_versions():
 @pytest.mark.parametrize(("function", "names"), SIGNATURES, ids=lambda value: getattr(value, "__qualname__", ""))
 def test_signatures(function, names):
     assert list(inspect.signature(function).parameters)[1:] == names.split()
+
+
+def test_trls_client_sends_with_its_session():
+    """Every request but that of `check_server`, which is limited by itself."""
+    source = inspect.getsource(VLLMClient)
+    assert "self.session = requests.Session()" in source
+    assert source.count("requests.get(") == 1 == inspect.getsource(VLLMClient.check_server).count("requests.get(")
+    assert "requests.post(" not in source
 
 
 def test_our_trainer_takes_what_trls_takes():

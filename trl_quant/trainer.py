@@ -15,6 +15,7 @@ from .corrections.acr import rescued
 from .corrections.batch import corrected, counted, joined, sampling_metrics, write
 from .dynamic_sampling import dynamically_sampled
 from .frozen_base import on_frozen_base
+from .reward_calls import RewardCalls, limited_tool
 from .rollout import RolloutEngine, RolloutNoise, engine_of
 from .rollout.rollout_func import CheckedRollout
 from .rollout.seams import exchanged
@@ -65,6 +66,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         if not isinstance(args, QuantGRPOConfig):
             args = own(f"{model_name.split('/')[-1]}-GRPO") if args is None else own.from_grpo(args)
         args.is_taken = True
+        given["tools"] = tools and [limited_tool(tool, args.reward_timeout) for tool in tools]
         check_method(self, args, rollout_func)
         check_before_loading(**given | {"args": args})
         if not isinstance(model, str):
@@ -80,6 +82,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         fields = {"model_init_kwargs": base.pop("model_init_kwargs", args.model_init_kwargs)}
         with engine_of(args, partial(train_as_sampled, self), partial(follow_engine, self), **fields):
             super().__init__(**given | {"args": args} | base)
+        self._reward_calls = RewardCalls(self)
         self._engine = engine if isinstance(engine := getattr(self, "vllm_generation", None), RolloutEngine) else None
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
             apply_uaq(self.model, args.uaq_scale)
@@ -160,6 +163,14 @@ class QuantGRPOTrainer(GRPOTrainer):
             raise ValueError("`check_sync` checks vLLM engines: set `use_vllm=True` and a `rollout_precision`.")
         self._sync()
         return self._engine.check_sync()
+
+    # Reward: each function in its time, each number finite
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        with self._reward_calls.watched():
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._reward_calls.check_gathered(rewards)
+        return rewards
 
     # Correct: what the tokens of the quantized sampler are worth
 

@@ -2,6 +2,7 @@
 
 import math
 from numbers import Integral, Real
+from threading import TIMEOUT_MAX
 from typing import get_args
 
 
@@ -31,6 +32,8 @@ BOUNDS = {
     "geometric_epsilon": (0.0, True, 1.0),
     "trm_delta": (0.0, True, math.inf),
     "dppo_delta": (0.0, True, 1.0),
+    "reward_timeout": (0.0, True, TIMEOUT_MAX),
+    "vllm_request_timeout": (0.0, True, TIMEOUT_MAX),
 }
 # Losses that clip the policy ratio between two bounds; only these have an upper bound that ACR can widen.
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")

@@ -58,6 +58,8 @@ def engine_of(args, loaded: Callable[[], None], built: Callable[[object], None],
             options["sync_check_steps"] = args.sync_check_steps
         else:
             fields |= {"use_vllm": True, "vllm_mode": "embedded"}
+        if name == "server":
+            options["request_timeout"] = args.vllm_request_timeout
         if name == "colocate":
             options |= {
                 "engine_kwargs": args.vllm_engine_kwargs,

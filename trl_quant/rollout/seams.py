@@ -5,7 +5,7 @@
 | `grpo_trainer.VLLMGeneration` | the construction of a trainer | TRL looks its engine up there |
 | fields of the trainer's arguments | the same | TRL corrects for its sampler only where `use_vllm` holds |
 | `vllm_generation.LLM` | the construction of an engine | TRL leaves no room for further arguments of vLLM |
-| `vllm_generation.VLLMClient` | the same | a server is checked before the client joins its workers |
+| `vllm_generation.VLLMClient` | the same | a server is checked before its workers are joined, and its answers after |
 | `profiling.ProfilingContext` | a training | TRL tells its times to trackers alone |
 | `vllm_generation.extract_logprobs` | a generation | vLLM hands out log-probabilities as numbers, not as objects |
 | `utils._ChunkedLogProbFunction` | a forward pass | the engine's log-probabilities, with the gradients of TRL's |
@@ -53,17 +53,9 @@ def llm_with(**arguments: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def client_that(checks: Callable[[Any], None]) -> Iterator[None]:
-    """Context in which TRL builds a client that calls `checks` with itself before it joins the server's workers."""
-
-    class CheckedClient(vllm_generation.VLLMClient):
-        def init_communicator(self, device=0):
-            checks(self)
-            super().init_communicator(device)
-
-    with exchanged(vllm_generation, VLLMClient=CheckedClient):
-        yield
+def client_built(client: Callable) -> AbstractContextManager:
+    """Context in which TRL's generation builds `client` in place of its own client of a server."""
+    return exchanged(vllm_generation, VLLMClient=client)
 
 
 def extracting_with(extract: Callable) -> AbstractContextManager:
@@ -108,3 +100,8 @@ def phases_timed(add: Callable[[str, float], None]) -> Iterator[None]:
 def empty_cache() -> None:
     """TRL's: gives memory that torch holds for later back to the device."""
     vllm_generation.empty_cache()
+
+
+def is_async(function: Callable) -> bool:
+    """TRL's: whether a call of a reward function or a tool is to be awaited."""
+    return trl_utils.is_async_callable(function)

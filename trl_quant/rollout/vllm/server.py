@@ -10,6 +10,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterable
+from functools import partial
 from importlib import metadata
 from ipaddress import ip_address
 from pathlib import Path
@@ -21,12 +22,14 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import AutoConfig
 
+from ...limits import finished_within
 from ...noise import noised_norms
 from ...precisions import PRECISIONS, in_vllm
 from ..kv_cache import FORMATS as CACHE_FORMATS
 from ..kv_cache import UNQUANTIZED, KVCache
-from ..seams import client_that
+from ..seams import client_built
 from .base import VLLMBase
+from .client import Client, stranger
 from .support import (
     check_version,
     differences,
@@ -41,6 +44,7 @@ from .support import (
 logger = logging.getLogger(__name__)
 
 BACKEND = "trl_quant"  # of `transfer.py`
+PATIENCE = 5.0  # seconds for an answer to a question that takes a server none
 
 
 class VLLMServerEngine(VLLMBase):
@@ -49,11 +53,18 @@ class VLLMServerEngine(VLLMBase):
 
     BF16 tensors travel to BF16 and online FP8 servers; INT8, NVFP4 and MXFP4 servers, started on a prepared
     checkpoint, get codes and scales.
+
+    Parameters:
+        request_timeout (`float` or `None`, *optional*): Seconds that the server may take to answer a request.
     """
+
+    def __init__(self, *args, request_timeout: float | None = None, **kwargs):
+        self.request_timeout = request_timeout
+        super().__init__(*args, **kwargs)
 
     def _init_vllm(self):
         check_version()
-        with client_that(self._check_server):
+        with client_built(partial(Client, seconds=self.request_timeout, check=self._check_server)):
             super()._init_vllm()
         facts = [None]
         if self.accelerator.is_main_process:
@@ -80,14 +91,17 @@ class VLLMServerEngine(VLLMBase):
         command = serve_command(model, self.precision, client.base_url, **options)
         if is_exposed(client.base_url):
             logger.warning(
-                "The vLLM server at %s takes new weights and calls of its workers from anyone who reaches it: its "
-                "development endpoints ask for no key, also with `--api-key`. Let only this machine reach the port, "
-                "by a firewall or an SSH tunnel to a server with `--host 127.0.0.1`.",
+                "The vLLM server at %s takes new weights and calls of its workers from anyone who reaches it, and runs "
+                "their code (`/init_weight_transfer_engine` unpickles what it finds at an address that the caller "
+                "names): its development endpoints ask for no key, also with `--api-key`. Let only this machine reach "
+                "the port, by a firewall or an SSH tunnel to a server with `--host 127.0.0.1`.",
                 client.base_url,
             )
         try:
             info = client.get_server_info()
-        except RuntimeError as error:
+        except TimeoutError:
+            raise
+        except Exception as error:
             raise ValueError(f"{error} It must be started so:\n\n{command}\n") from error
         served = info["model_config"]
         wrong = []
@@ -116,7 +130,7 @@ class VLLMServerEngine(VLLMBase):
             found = " or ".join(map(repr, sorted(precisions))) or repr(served["quantization"])
             wrong.append(f"the precision {found}, and `rollout_precision`={self.precision!r}")
         if outside and not wrong:
-            towers = _ask_workers(client, "quantized_outside", layers=quantized_layers(policy))[0]
+            towers = client.ask_workers("quantized_outside", layers=quantized_layers(policy))[0]
             if towers:
                 wrong.append(
                     f"{len(towers)} quantized linear layers outside of the language model, such as "
@@ -150,6 +164,7 @@ class VLLMServerEngine(VLLMBase):
         if self.accelerator.is_main_process:
             self.vllm_client.update_named_params(self._weight_metadata, self.stream())
             self.vllm_client.reset_prefix_cache()
+            self.vllm_client.mark_sync()
         else:
             for _ in self.stream():  # takes part in the gathering
                 pass
@@ -195,19 +210,11 @@ class VLLMServerEngine(VLLMBase):
     def read_caches(self) -> list[dict[int, KVCache]]:
         if not self.accelerator.is_main_process:
             return []
-        workers = _ask_workers(self.vllm_client, "read_caches")
+        workers = self.vllm_client.ask_workers("read_caches")
         return [{index: KVCache(**fields) for index, fields in worker} for worker in workers]
 
     def limits(self) -> tuple[int, int]:
         return self._limits
-
-
-def _ask_workers(client, method: str, **arguments) -> list:
-    """What a method of [`~transfer.WorkerExtension`] returns in each of the server's workers."""
-    question = {"method": method, "kwargs": arguments}
-    answer = client.session.post(f"{client.base_url}/collective_rpc", json=question)
-    answer.raise_for_status()
-    return answer.json()["results"]
 
 
 def server_url(args) -> str:
@@ -220,28 +227,40 @@ def wait_for_server(args, model: str) -> None:
     Waits for the server, up to `vllm_server_timeout` seconds, as TRL's client does: before the model is loaded.
 
     Raises:
-        `ValueError`: for an address that is none.
+        `ValueError`: for an address that is none, or at which something else answers.
         `ConnectionError`: if the server did not answer, with the command that starts it.
     """
     url, deadline = server_url(args), time.monotonic() + args.vllm_server_timeout
     while True:
+        is_vllm = True
         try:
-            status = requests.get(f"{url}/health", timeout=5).status_code
-            if status == 200:
-                return
+            health = partial(requests.get, f"{url}/health", timeout=PATIENCE)
+            status = finished_within(PATIENCE, lambda: "", health).status_code  # a byte a second resets `timeout`
             reason = f"it answers `/health` with status {status}"
+            if status == 200:
+                found = stranger(url, PATIENCE)
+                if found is None:
+                    return
+                is_vllm, reason = False, found
         except requests.RequestException as error:
             if isinstance(error, ValueError):
                 raise ValueError(f"`vllm_server_base_url`={url!r} is no address of a server: {error}") from error
             reason = type(error).__name__
+        except TimeoutError:
+            reason = f"it did not answer `/health` within {PATIENCE:g} seconds"
         left = deadline - time.monotonic()
-        if left <= 0:
+        if left <= 0 or not is_vllm:
             config = _read_config(model, args.trust_remote_code)
             options = {"trust_remote_code": args.trust_remote_code, "wide_norms": args.noise_schedule is not None}
             if config is not None and config.get_text_config() is not config:  # it reads more than text
                 policy = skeleton(config, args.trust_remote_code)
                 options["outside"] = outside_decoder(policy, config.architectures or [], "auto")
             command = serve_command(model, args.rollout_precision, url, **options)
+            if not is_vllm:
+                raise ValueError(
+                    f"`vllm_server_base_url`={url!r} is no `vllm serve`: {reason}. Give the address of one, or start "
+                    f"it so:\n\n{command}\n"
+                )
             raise ConnectionError(
                 f"The vLLM server at {url} can't be reached, after `vllm_server_timeout`={args.vllm_server_timeout:g} "
                 f"seconds: {reason}. Start it so:\n\n{command}\n"
@@ -300,8 +319,10 @@ def serve_command(
     host = "127.0.0.1" if _is_local(parts.hostname) else parts.hostname
     port = f" --port {parts.port}" if parts.port not in (None, 8000) else ""
     lines.append(
-        "# VLLM_SERVER_DEV_MODE=1 lets whoever reaches the port replace the weights and call the workers. `--api-key` "
-        "guards /v1 and not these endpoints, and TRL sends none: close the port to others, by `--host` or a firewall."
+        "# VLLM_SERVER_DEV_MODE=1 lets whoever reaches the port replace the weights, call the workers and run code: "
+        "`/init_weight_transfer_engine` unpickles what it finds at an address that the caller names. `--api-key` "
+        "guards /v1 and not these endpoints, and TRL sends none: let the trainer alone reach the port (README, "
+        "Security)."
     )
     lines.append(
         f"VLLM_SERVER_DEV_MODE=1 {serve} {model}{quantization} --dtype bfloat16 --logprobs-mode processed_logprobs "

@@ -51,6 +51,15 @@ class NCCLTransfer(ReloadBracket, NCCLWeightTransferEngine):
 class WorkerExtension:
     """Names this module on vLLM's command line; its methods become the worker's."""
 
+    sync_token: str | None = None  # of the sync whose weights the worker holds
+
+    def keep_token(self, token: str) -> None:
+        """Keeps the token of a sync, for as long as this process has its weights."""
+        self.sync_token = token
+
+    def kept_token(self) -> str | None:
+        return self.sync_token
+
     def read_caches(self) -> list[tuple]:
         """[`~worker.kv_caches`] as JSON can hold it: `(layer, fields)`."""
         return [(index, asdict(cache)) for index, cache in kv_caches(self.get_model()).items()]
