@@ -5,7 +5,8 @@ the noise and the sleeping itself. vLLM is imported where it is used, so that th
 """
 
 import logging
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -19,7 +20,7 @@ from ..kv_cache import KVCache
 from ..seams import empty_cache, llm_with
 from ..weights import PolicyWeights
 from .base import VLLMBase
-from .sampling import sampling_lean
+from .sampling import nothing_left_behind, sampling_lean
 from .support import (
     RANK_ON_CPU,
     adapter_arguments,
@@ -224,8 +225,10 @@ class VLLMEngine(VLLMBase):
 
     # Generate
 
-    def sampling(self) -> AbstractContextManager:
-        return sampling_lean(self)
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        with nothing_left_behind(self.llm), sampling_lean(self):
+            yield
 
     def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
         from vllm import SamplingParams
@@ -233,9 +236,10 @@ class VLLMEngine(VLLMBase):
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         # Greedily, which leaves the random state of the run's samples alone
         continuing = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, logprobs=0)
-        sampled = self.llm.generate(inputs, continuing, use_tqdm=False)
         scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-        scored = self.llm.generate(inputs, scoring, use_tqdm=False)
+        with nothing_left_behind(self.llm):
+            sampled = self.llm.generate(inputs, continuing, use_tqdm=False)
+            scored = self.llm.generate(inputs, scoring, use_tqdm=False)
         sequences, logps = [], []
         for ids, continued, prompt in zip(prompts, sampled, scored, strict=True):
             completion = continued.outputs[0]
