@@ -37,6 +37,10 @@ class QuantGRPOTrainer(GRPOTrainer):
     ... )
     >>> trainer.train()
     ```
+
+    A step whose loss or gradient is not finite ends the run before the optimizer takes it, and no checkpoint is saved
+    whose weights are not finite (see [`finite`]). Where an engine of vLLM's is not needed any more, as in a notebook,
+    `del trainer; gc.collect()` frees its memory.
     """
 
     config_class = QuantGRPOConfig

@@ -89,13 +89,15 @@ class VLLMEngine(VLLMBase):
         check_device(self.precision, self.sleep_level > 0)
         if self.weights.unified(self.precision):
             multiply_as_given(self.precision)
-        from . import one_copy, worker  # also registers the loader
+        from . import lifetime, one_copy, worker  # also registers the loader
 
-        with llm_with(**self._llm_arguments()), one_copy.lending(self._base_to_share()):
+        arguments = self._llm_arguments()
+        with lifetime.starting(), llm_with(**arguments), one_copy.lending(self._base_to_share()):
             try:
                 super()._init_vllm()
             except (RuntimeError, ValueError, MemoryError) as error:
                 raise _start_error(error, self.precision, self.model.name_or_path) from error
+        lifetime.ends_with(self, self.llm)
 
         layers = quantized_layers(self.weights.base_model)
         (kernels,) = self.llm.apply_model(partial(worker.check_kernels, precision=self.precision, layers=layers))
