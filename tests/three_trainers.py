@@ -1,11 +1,14 @@
 """What happens in a notebook: trainers with vLLM one after another in one process, under one name or deleted between.
 
+The second one finds a standard output that is no file, as in a notebook, and the last one none.
+
     python tests/three_trainers.py DIRECTORY rebound|deleted
 
 prints as JSON, on its last line, what each trainer did.
 """
 
 import gc
+import io
 import json
 import os
 import sys
@@ -40,7 +43,9 @@ if __name__ == "__main__":
     path, deleted, done = Path(sys.argv[1]), sys.argv[2] == "deleted", []
     save_tiny(path / "model", dtype=torch.bfloat16)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    for precision, fails in TRAINERS:
+    output = sys.stdout
+    outputs = (output, io.StringIO(), output, output, None)
+    for (precision, fails), sys.stdout in zip(TRAINERS, outputs, strict=True):
         models = []
         try:
             trainer = trainer_of(path, precision, fails)
@@ -55,4 +60,5 @@ if __name__ == "__main__":
         found["left"] = sum(model() is not None for model in models)
         found["ranks"] = [name for name in names if name in os.environ]
         done.append(found)
+    sys.stdout = output
     print("\n" + json.dumps(done))

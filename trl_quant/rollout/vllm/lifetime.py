@@ -12,9 +12,10 @@ Two things of the first engine would break the second trainer:
 
 import gc
 import os
+import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 from ..seams import empty_cache
 
@@ -30,11 +31,24 @@ def starting() -> Iterator[None]:
     gc.collect()
     before = {name: os.environ.get(name) for name in OF_LAUNCHERS}
     try:
-        yield
+        with _file_as_output():
+            yield
     finally:
         for name in OF_LAUNCHERS:
             os.environ.pop(name, None)
         os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+@contextmanager
+def _file_as_output() -> Iterator[None]:
+    """Context with a file as standard output: vLLM asks for its number, and a notebook's or a test's may have none."""
+    try:
+        sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            yield
+    else:
+        yield
 
 
 def ends_with(owner: object, llm) -> None:
