@@ -5,7 +5,8 @@ Launcher and ranks are forks where there is no GPU (`warm`), and the script trai
     accelerate launch --num_processes 2 tests/ranks.py DIRECTORY embedded-int8-full tp-int8-lora
 
 A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `passes` the same with and without a
-scoring pass, `trained` the same in a `train_precision`, `sharded` is in `fsdp_ranks`, the others in `vllm_ranks`.
+scoring pass, `trained` the same in a `train_precision`, `broken` the same with steps that are not finite, `sharded` is
+in `fsdp_ranks`, the others in `vllm_ranks`.
 The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CASE/rank-N.json.
 """
 
@@ -14,6 +15,7 @@ import os
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -141,6 +143,42 @@ def train_with_a_reward(hangs: bool, precision: str, path: Path) -> dict:
     return {"error": error, "steps": [log["step"] for log in trainer.state.log_history if "loss" in log]}
 
 
+def train_broken(precision: str, tuning: str, path: Path) -> dict:
+    """Three steps, in the second of which something becomes NaN on the second rank alone; what became of the run."""
+    from broken import Broken
+    from safetensors.torch import load_file
+    from training import config, dataset, make
+
+    from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+
+    found, second = {}, os.environ["RANK"] == "1"
+    for place in ("gradient", "loss", "weight"):
+        settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+        args = config(QuantGRPOConfig, path / place, rollout_precision=precision, **settings)
+        callbacks = [Broken(2, place=place)] if second and place == "weight" else []
+        model = str(path.parent / "model")
+        trainer = make(QuantGRPOTrainer, args, model=model, train_dataset=dataset(32), callbacks=callbacks)
+        if second and place != "weight":  # NaN has a gradient that is NaN, and a constant has none
+            trainer.compute_loss = partial(_broken_loss, trainer, trainer.compute_loss, place)
+        try:
+            trainer.train()
+            error = "none"
+        except RuntimeError as raised:
+            error = str(raised)
+        (saved,) = (path / place).glob("checkpoint-*")
+        finite = all(tensor.isfinite().all() for tensor in load_file(saved / "model.safetensors").values())
+        steps = trainer.state.global_step
+        found[place] = {"error": error, "steps": steps, "checkpoints": [saved.name], "finite": bool(finite)}
+    return found
+
+
+def _broken_loss(trainer, compute, place, *args, **kwargs) -> torch.Tensor:
+    loss = compute(*args, **kwargs)
+    if trainer.state.global_step != 1:
+        return loss
+    return loss * torch.nan if place == "gradient" else loss + torch.inf
+
+
 def run(path: Path, case: str) -> None:
     """One rank of one case."""
     mode, precision, tuning = case.split("-")
@@ -154,6 +192,8 @@ def run(path: Path, case: str) -> None:
         found = train_in_precision(precision, tuning, path / case)
     elif mode in ("hanging", "resuming"):
         found = train_with_a_reward(mode == "hanging", precision, path)
+    elif mode == "broken":
+        found = train_broken(precision, tuning, path / case)
     elif mode == "sharded":
         from fsdp_ranks import train
 

@@ -1,8 +1,14 @@
 """The command line: a foreseen error is one line and an exit code, and any other keeps its traceback."""
 
+import io
+import os
+import subprocess
+import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
+import torch
 from tiny import tiny_tokenizer
 
 from trl_quant import QuantGRPOConfig
@@ -54,6 +60,57 @@ def test_a_foreseen_error_is_one_line(argv, code, says, tmp_path, capsys):
         assert str(error.value.code).startswith("error: ") and says in error.value.code
     else:
         assert error.value.code == 2 and says in printed and len(printed.splitlines()) < 8
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "says"),
+    [
+        (["--rollout_precison", "int8"], 2, "did you mean --rollout_precision?"),
+        (["--rollout_precision", "fp9"], 1, "`rollout_precision`='fp9' is unknown"),
+        (["--is_cap", "0.5"], 1, "`is_cap`=0.5 is out of range"),
+    ],
+)
+def test_what_is_wrong_comes_before_what_the_machine_lacks(wrong, code, says, capsys):
+    """BF16 is refused on a CPU unless `use_cpu` is set; by itself that is what is told."""
+    for argv, expected in ((wrong, says), ([], "" if torch.cuda.is_available() else "use_cpu")):
+        with pytest.raises(SystemExit) as error:
+            main(["train", "--model_name_or_path", "nowhere/at/all", *argv])
+        assert expected in str(error.value.code) + capsys.readouterr().err
+        if argv:
+            assert (error.value.code == 2) == (code == 2)
+
+
+@pytest.mark.parametrize("output", ["missing", "closed", "ascii"])
+@pytest.mark.parametrize("argv", [["--version"], ["train", "--help"], ["report", "nowhere"]])
+def test_an_unusual_standard_output(output, argv, monkeypatch):
+    ascii = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", {"missing": None, "closed": closed, "ascii": ascii}[output])
+    with pytest.raises(SystemExit) as error:
+        main(argv)
+    assert not error.value.code or "`runs`='nowhere' holds no run" in error.value.code
+    if output == "ascii" and "--help" in argv:
+        ascii.flush()
+        assert b"--rollout_precision" in ascii.buffer.getvalue()
+
+
+@pytest.mark.parametrize("command", ["from trl_quant import QuantGRPOTrainer", "main(['train', '--help'])"])
+def test_a_torchvision_of_another_build_is_named(tmp_path, command):
+    """As its import ends beside a torch without CUDA; transformers says that `TrainingArguments` cannot be imported."""
+    for path, text in {
+        "torchvision/__init__.py": "raise RuntimeError('operator torchvision::nms does not exist')",
+        "torchvision-0.28.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0+cu130\n",
+    }.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    code = f"from trl_quant.cli import main; {command}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    said = done.stderr.strip().splitlines()[-1]
+    assert "rror: torchvision cannot be imported" in said and "torchvision::nms does not exist" in said
 
 
 def test_an_error_that_nobody_foresaw_keeps_its_traceback(monkeypatch):

@@ -55,7 +55,7 @@ FOREIGN = {
     "accelerate/commands/launch.py": "_validate_launch_command",
     "transformers/generation/utils.py": "_get_logits_processor",
     "transformers/modeling_utils.py": "_supports_sdpa",
-    "transformers/trainer.py": "_get_output_dir _save_checkpoint _save_optimizer_and_scheduler",
+    "transformers/trainer.py": "_get_grad_norm _get_output_dir _save_checkpoint _save_optimizer_and_scheduler",
     "peft/tuners/lora/config.py": "_register_custom_module",
     "trl/trainer/grpo_trainer.py": """_compute_loss _generate _generate_and_score_completions _generate_single_turn
         _get_per_token_logps_and_entropies _last_loaded_step _calculate_rewards _logs _metrics _pending_extra_logs

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -400,6 +401,35 @@ def test_a_stopped_study_ends_its_runs_and_starts_them_over(tmp_path, monkeypatc
     assert done.finished and not again.finished
     assert runner.run([done, again], 1, Console(quiet=True)) == {}
     assert (starts(done), starts(again)) == (1, 2) and again.finished and not pid.exists()
+
+
+def test_a_killed_study_leaves_nothing_that_runs(tmp_path, capsys):
+    """While it runs, a second one in its directory is refused; once it is killed, its run has ended with it."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(STUDY)!r})\nimport run\nfrom pathlib import Path\n"
+        f"path = Path({str(tmp_path)!r})\n"
+        'there = \'import os, time; open("pid", "w").write(str(os.getpid())); time.sleep(600)\'\n'
+        "command = ['env', '-C', str(path / 'slow'), sys.executable, '-S', '-c', there]\n"
+        "with run.alone_in(path):\n    run.run([run.Job(path / 'slow', command, 'done')], 1, run.Console(quiet=True))"
+    )
+    study, pid = subprocess.Popen([sys.executable, "-c", code]), tmp_path / "slow" / "pid"
+    try:
+        while not (pid.is_file() and pid.read_text()):
+            assert study.poll() is None
+            time.sleep(0.05)
+        with pytest.raises(SystemExit) as refused:
+            runner.main(["cost", "--output", str(tmp_path)])
+        assert str(refused.value).startswith(f"`--output`: another process runs the study in {tmp_path}.")
+    finally:
+        study.kill()
+        study.wait()
+    ended = Path("/proc", pid.read_text(), "stat")
+    for _ in range(200):
+        if left := ended.exists() and " Z " not in ended.read_text():
+            time.sleep(0.05)
+    assert not left
+    with runner.alone_in(tmp_path):
+        assert [path.name for path in (tmp_path / "slow").iterdir() if path.name != "output.txt"] == ["pid"]
 
 
 # The command

@@ -256,6 +256,78 @@ def test_the_engine_is_as_before(sampler, monkeypatch, fails):
     assert gc.isenabled() and [getattr(place, name) for place, name in places] == before
 
 
+# What a generation that breaks off leaves behind: nothing
+
+
+PLACES = {  # where it breaks off, and after how many calls
+    "before a step": ("llm.llm_engine.step", 2, True),
+    "after a step": ("llm.llm_engine.step", 2, False),
+    "before the model": ("core.model_executor.execute_model", 0, True),  # blocks of the prompts count as cached
+    "before the sampling": ("core.model_executor.sample_tokens", 3, True),
+    "after the sampling": ("core.model_executor.sample_tokens", 3, False),
+    "between the prompts": ("core.scheduler.add_request", 5, True),
+    "as tokens arrive": ("llm.llm_engine.output_processor.process_outputs", 3, False),
+}
+
+
+def break_off(sampler, monkeypatch, place: str, error: type[BaseException]) -> None:
+    """Has the engine raise `error` once, at that place."""
+    path, calls, before = PLACES[place]
+    *parts, name = path.split(".")
+    owner = sampler.llm.llm_engine.engine_core.engine_core if parts[0] == "core" else sampler.llm
+    for part in parts[1:]:
+        owner = getattr(owner, part)
+    original, seen = getattr(owner, name), []
+
+    def breaking(*args, **kwargs):
+        seen.append(1)
+        if len(seen) == calls + 1 and before:
+            raise error
+        result = original(*args, **kwargs)
+        if len(seen) == calls + 1:
+            raise error
+        return result
+
+    monkeypatch.setattr(owner, name, breaking)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_generation_that_breaks_off(sampler, monkeypatch, place, error):
+    """The next one has its own completions alone, and they are those of an engine in which nothing broke."""
+    sampler.generation_kwargs = {}
+    others = [[(11 * i + 5) % 250 for i in range(n)] for n in (200, 126, 3) for _ in range(4)]
+    torch.manual_seed(5)
+    sampler.llm.reset_prefix_cache()
+    whole = sampler.generate(others, None, 4)
+    sampler.llm.reset_prefix_cache()
+    sampler.generate(PROMPTS, None, 4)  # writes other keys and values where the next prompts come
+    sampler.llm.reset_prefix_cache()
+    with monkeypatch.context() as patch:
+        break_off(sampler, patch, place, error)
+        with pytest.raises(error):
+            sampler.generate(others, None, 4)
+    assert not sampler.llm.llm_engine.has_unfinished_requests()
+    torch.manual_seed(5)
+    assert sampler.generate(others, None, 4) == whole and len(whole[1]) == len(others)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_self_check_that_breaks_off(sampler, monkeypatch, place):
+    sampler.llm.reset_prefix_cache()
+    prompts = [[(11 * i + 5) % 250 for i in range(n)] for n in (200, 126, 3)]
+    sequences, logps = sampler.logps(prompts, 4)
+    sampler.llm.reset_prefix_cache()
+    sampler.logps(PROMPTS[::4], 4)
+    sampler.llm.reset_prefix_cache()
+    with monkeypatch.context() as patch:
+        break_off(sampler, patch, place if place != "between the prompts" else "before a step", KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sampler.logps(prompts, 4)
+    again, scored = sampler.logps(prompts, 4)
+    assert again == sequences and all(map(torch.equal, scored, logps))
+
+
 @pytest.mark.parametrize("statistics", [False, True])
 def test_statistics_are_of_each_token(tmp_path, monkeypatch, statistics):
     """Where vLLM keeps them, it sees every token; where not, a completion once."""

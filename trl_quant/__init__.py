@@ -19,7 +19,24 @@ __all__ = [*_PUBLIC, "__version__"]
 def __getattr__(name: str):
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name], __name__), name)
+    try:
+        return getattr(importlib.import_module(_PUBLIC[name], __name__), name)
+    except ImportError as error:
+        raise blamed(error) from error
+
+
+def blamed(error: ImportError) -> ImportError:
+    """The error, or one that names torchvision where it is the cause, which transformers' message does not."""
+    cause = error
+    while cause is not None:
+        if "torchvision" in str(cause):
+            return ImportError(
+                f"torchvision cannot be imported, and transformers needs it wherever it is installed: {cause}. It is "
+                "of another build than torch (such as one for CUDA beside torch for CPUs): install the one that "
+                "belongs to torch, or uninstall it."
+            )
+        cause = cause.__cause__ or cause.__context__
+    return error
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
-from .consistency import check_consistent
+from .consistency import check_consistent, check_values
 from .corrections import ACR, AIS, CORRECTIONS, DPPO, TIS, TRM, CorrectionInputs, CorrectionOutput, Geometric, IcePop
 from .corrections.trl import TRL
 from .noise import SCHEDULES, sigma
@@ -307,6 +307,7 @@ class QuantGRPOConfig(GRPOConfig):
 
     def __post_init__(self):
         self._check_types()
+        check_values(self)  # before transformers refuses what this machine lacks
         self._resolve()
         self._join_ranks_on_cpus()
         super().__post_init__()

@@ -34,8 +34,8 @@ ATTENTION = ("backend", "flash_attn_max_num_splits_for_cuda_graph")  # what `exa
 VLLM_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # of the colocated engine
 
 
-def check_consistent(args) -> None:
-    """Raises `ValueError` for fields that are out of range or do not fit together; warns of those that do little."""
+def check_values(args) -> None:
+    """Raises `ValueError` for a field that is out of range, whatever this machine has."""
     check_choice("train_precision", args.train_precision, train_precisions())
     check_choice("rollout_precision", args.rollout_precision, (*PRECISIONS, "auto"))
     check_choice("lora_sync", args.lora_sync, LORA_SYNCS)
@@ -63,6 +63,9 @@ def check_consistent(args) -> None:
             "The noise decays: it must start at least as large as it ends."
         )
 
+
+def check_consistent(args) -> None:
+    """Raises `ValueError` for fields that do not fit together; warns of those that do little."""
     if args.holds_frozen_base and args.uaq_scale is not None:
         raise ValueError(
             f"`uaq_scale`={args.uaq_scale!r} scales 16-bit weights, and `train_precision`={args.train_precision!r} "

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
@@ -14,6 +15,7 @@ from .config import AISGRPOConfig, QuantGRPOConfig
 from .corrections.acr import rescued
 from .corrections.batch import corrected, counted, joined, sampling_metrics, write
 from .dynamic_sampling import dynamically_sampled
+from .finite import check_step, check_trained
 from .frozen_base import on_frozen_base
 from .reward_calls import RewardCalls, limited_tool
 from .rollout import RolloutEngine, RolloutNoise, engine_of
@@ -37,12 +39,17 @@ class QuantGRPOTrainer(GRPOTrainer):
     ... )
     >>> trainer.train()
     ```
+
+    A step whose loss or gradient is not finite ends the run before the optimizer takes it, and no checkpoint is saved
+    whose weights are not finite (see [`finite`]). Where an engine of vLLM's is not needed any more, as in a notebook,
+    `del trainer; gc.collect()` frees its memory.
     """
 
     config_class = QuantGRPOConfig
     _engine: RolloutEngine | None = None  # where samples come from, if not from TRL itself
     runs: list[str] = []  # the run that this is, last, and those that it goes on from
     _batch: dict | None = None  # what the loss is computed of, while it is
+    _step_loss: Tensor | float = 0.0  # of the micro-batches of this step until now
 
     def __init__(
         self,
@@ -225,7 +232,20 @@ class QuantGRPOTrainer(GRPOTrainer):
             # TRL clamps the ratio to [1 - epsilon_low, 1 + epsilon_high]; near 1 both subtractions are exact.
             self.epsilon_low, self.epsilon_high = 1 - batch["clip_low"], batch["clip_high"] - 1
 
-    # Checkpoints: only complete ones count, and a model is scaled once
+    # Step: taken where loss and gradient are finite
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._step_loss = self._step_loss + loss
+        return loss
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        loss, self._step_loss = self._step_loss, 0.0
+        check_step(self, loss, norm)
+        return norm
+
+    # Checkpoints: only complete and finite ones count, and a model is scaled once
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint is True:
@@ -236,13 +256,17 @@ class QuantGRPOTrainer(GRPOTrainer):
             if self._engine is not None:
                 self._engine.load_state_dict(state)
         self.runs = checkpoints.new_run(state.get("runs", []))
+        self._step_loss = 0.0
         with checkpoints.others_lost(self), phases.logged(self, self._engine and self._log_values):
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            check_trained(self)
+        return output
 
     def _get_train_sampler(self, dataset=None):
         return checkpoints.same_after_resume(super()._get_train_sampler(dataset))
 
     def _save_checkpoint(self, model, trial):
+        check_trained(self)
         state = checkpoints.recorded(self)
         if self._engine is not None:
             state |= self._engine.state_dict()  # collective

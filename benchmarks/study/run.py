@@ -7,11 +7,14 @@ The study: which correction, in which precision, and when. Many small runs side 
 
 The questions are in `cells.py`. Each run has a directory, `OUTPUT/QUESTION/CELL-seedN`, that `trl-quant report` reads.
 Run it again after an interruption: finished runs are not repeated, nor those that another question made; killed ones
-start over. A run that fails leaves the others alone, and its output in `output.txt`. On a CPU a run has one thread; on
+start over. Runs end with the process that started them, also where it is killed, and a second one in the same OUTPUT is
+refused. A run that fails leaves the others alone, and its output in `output.txt`. On a CPU a run has one thread; on
 GPUs the runs take turns.
 """
 
 import argparse
+import ctypes
+import fcntl
 import json
 import os
 import shutil
@@ -20,7 +23,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,6 +38,8 @@ from table import write
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "build_arithmetic_model.py"
 GPUS = torch.cuda.device_count()
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,9 @@ class Job:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))
             own["CUDA_VISIBLE_DEVICES"] = visible.split(",")[place % GPUS]
         with (self.directory / "output.txt").open("w") as output:
-            return subprocess.Popen(self.command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | own)
+            return subprocess.Popen(
+                self.command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | own, preexec_fn=end_with_parent
+            )
 
     @property
     def step(self) -> int:
@@ -91,6 +99,24 @@ class Job:
             return f"killed by {signal.Signals(-code).name}"
         lines = [line for line in (self.directory / "output.txt").read_text().splitlines() if line.strip()]
         return next((line for line in reversed(lines) if "Error" in line), (lines or [f"exit status {code}"])[-1])
+
+
+def end_with_parent() -> None:
+    """Has Linux kill this process when its parent ends, in whatever way. Others leave it to itself."""
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextmanager
+def alone_in(output: Path) -> Iterator[None]:
+    """Context in which no other process of this program works in `output`: it would empty directories that are used."""
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"`--output`: another process runs the study in {output}. Wait for it, or take another directory.")
+        yield
 
 
 def free_port() -> int:
@@ -202,6 +228,16 @@ def take_over(jobs: Sequence[Job], output: Path) -> None:
             (job.directory / "settings.json").write_text(json.dumps(job.settings))  # last: it is finished with that
 
 
+def run_cells(cells: Sequence[Cell], args: argparse.Namespace, console: Console) -> dict[str, str]:
+    """Runs what `cells` need and they themselves, as far as they are missing; returns why, by name, of what failed."""
+    failures = run(model_jobs(cells, args.output, args.word_problems), args.jobs, console)
+    failures |= run(outlier_jobs([c for c in cells if c.taught not in failures], args.output), args.jobs, console)
+    ready = [cell for cell in cells if not {cell.taught, cell.model} & failures.keys()]
+    trials = trial_jobs(ready, args.output, args.question)
+    take_over(trials, args.output)
+    return failures | run(trials, args.jobs, console)
+
+
 def positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
@@ -235,14 +271,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"`--word_problems`: there is no {args.word_problems!r}.")
     console, failures = Console(), {}
     if not args.table:
-        failures |= run(model_jobs(chosen, args.output, args.word_problems), args.jobs, console)
-        failures |= run(
-            outlier_jobs([cell for cell in chosen if cell.taught not in failures], args.output), args.jobs, console
-        )
-        ready = [cell for cell in chosen if not {cell.taught, cell.model} & failures.keys()]
-        trials = trial_jobs(ready, args.output, args.question)
-        take_over(trials, args.output)
-        failures |= run(trials, args.jobs, console)
+        with alone_in(args.output):
+            failures = run_cells(chosen, args, console)
     console.print(
         write(args.question, args.output / args.question, args.results or args.output), markup=False, soft_wrap=True
     )

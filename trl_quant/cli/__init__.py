@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from trl_quant import __version__
+from trl_quant import __version__, blamed
 
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ LIBRARIES = ("trl_quant", "trl", "transformers", "datasets", "huggingface_hub", 
 
 def main(argv: list[str] | None = None) -> None:
     """Runs `trl_quant.cli.<command>.main` with the arguments that follow the command."""
+    _make_writable()
     parser = argparse.ArgumentParser(
         prog="trl-quant",
         description="Reinforcement learning for language models with quantized rollouts.",
@@ -55,6 +56,8 @@ def plain_errors() -> Iterator[None]:
     except (ValueError, ImportError, OSError, RuntimeError) as error:
         if not _is_foreseen(error):
             raise
+        if isinstance(error, ImportError):
+            error = blamed(error)
         _drop_lost_output()
         sys.exit("error: " + "\n".join(printable(line) for line in str(error).split("\n")))
 
@@ -82,6 +85,14 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def _make_writable() -> None:
+    """Standard output may be missing, closed, or know ASCII alone; what it cannot take is dropped or escaped."""
+    if sys.stdout is None or sys.stdout.closed:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    elif hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _drop_lost_output() -> None:

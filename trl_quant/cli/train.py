@@ -111,7 +111,7 @@ class Parser(TrlParser):
     """TRL's parser, whose help shows the options in groups: first what is ours."""
 
     def __init__(self):
-        self.titles, self.groups = _titles(), {}
+        self.titles, self.groups, self.misnamed = _titles(), {}, []
         super().__init__(
             (TrainArguments, QuantGRPOConfig, ModelConfig),
             prog="trl-quant train",
@@ -125,6 +125,17 @@ class Parser(TrlParser):
         self.groups = self.groups or {title: self.add_argument_group(title) for title in self.titles.values()}
         title = self.titles.get(options.get("dest") or names[0].removeprefix("--"))
         return self.groups.get(title, super()).add_argument(*names, **options)
+
+    def set_defaults_with_config(self, **config) -> list[str]:
+        self.misnamed += super().set_defaults_with_config(**config)
+        return self.misnamed
+
+    def parse_args_into_dataclasses(self, args=None, **options):
+        """Names unknown options first: a config may be refused for what this machine lacks."""
+        if unknown := self.misnamed + self.parse_known_args(args)[1]:
+            close = get_close_matches(unknown[0], [f"--{name}" for name in self.titles], n=1)
+            self.error(f"unknown arguments: {' '.join(unknown)}" + (f" (did you mean {close[0]}?)" if close else ""))
+        return super().parse_args_into_dataclasses(args, **options)
 
 
 def _titles() -> dict[str, str]:
@@ -148,20 +159,16 @@ def parse_args(
         # accelerate does not pass `use_cpu` on to the processes it starts, and without it each would train by itself.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     parser, argv = Parser(), sys.argv[1:] if argv is None else list(argv)
-    misnamed = parser.set_defaults_with_config(**recipe or {})
+    parser.set_defaults_with_config(**recipe or {})
     if recipe:
         parser.prog, parser.usage = os.path.basename(sys.argv[0]), "%(prog)s [--config FILE.yaml] [options]"
     argv = [part for given in argv for part in (given.split("=", 1) if given.startswith("--config=") else [given])]
     if any(part == "--config" and after.startswith("--") for part, after in zip(argv, [*argv[1:], "--"])):
         parser.error("argument --config: expected a YAML file")
     try:
-        *parsed, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
+        parsed = parser.parse_args_and_config(argv)
     except YAMLError as error:
         raise ValueError(f"`--config`: not a YAML file: {error}") from error
-    if unknown := misnamed + unknown:
-        options = [f"--{name}" for name in parser.titles]
-        close = get_close_matches(unknown[0], options, n=1)
-        parser.error(f"unknown arguments: {' '.join(unknown)}" + (f" (did you mean {close[0]}?)" if close else ""))
     if parsed[2].model_name_or_path is None:
         raise ValueError("`model_name_or_path`=None: name the model to train, a hub id or a directory.")
     return tuple(parsed)

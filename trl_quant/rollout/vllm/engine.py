@@ -5,8 +5,8 @@ the noise and the sleeping itself. vLLM is imported where it is used, so that th
 """
 
 import logging
-from collections.abc import Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -21,7 +21,7 @@ from ..kv_cache import KVCache
 from ..seams import empty_cache, llm_with
 from ..weights import PolicyWeights
 from .base import VLLMBase
-from .sampling import sampling_lean
+from .sampling import nothing_left_behind, sampling_lean
 from .support import (
     RANK_ON_CPU,
     adapter_arguments,
@@ -92,13 +92,15 @@ class VLLMEngine(VLLMBase):
         check_device(self.precision, self.sleep_level > 0)
         if self.weights.unified(self.precision):
             multiply_as_given(self.precision)
-        from . import one_copy, worker  # also registers the loader
+        from . import lifetime, one_copy, worker  # also registers the loader
 
-        with llm_with(**self._llm_arguments()), one_copy.lending(self._base_to_share()):
+        arguments = self._llm_arguments()
+        with lifetime.starting(), llm_with(**arguments), one_copy.lending(self._base_to_share()):
             try:
                 super()._init_vllm()
             except (RuntimeError, ValueError, MemoryError) as error:
                 raise _start_error(error, self.precision, self.model.name_or_path) from error
+        lifetime.ends_with(self, self.llm)
 
         layers = quantized_layers(self.weights.base_model)
         (kernels,) = self.llm.apply_model(partial(worker.check_kernels, precision=self.precision, layers=layers))
@@ -271,8 +273,10 @@ class VLLMEngine(VLLMBase):
         """Also what is asked of vLLM itself (`llm.generate`, `llm.chat`)."""
         return super().requests() + self.llm.request_counter.counter
 
-    def sampling(self) -> AbstractContextManager:
-        return sampling_lean(self)
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        with nothing_left_behind(self.llm), sampling_lean(self):
+            yield
 
     def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
         from vllm import SamplingParams
@@ -280,9 +284,10 @@ class VLLMEngine(VLLMBase):
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         # Greedily, which leaves the random state of the run's samples alone
         continuing = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, logprobs=0)
-        sampled = self.llm.generate(inputs, continuing, use_tqdm=False)
         scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-        scored = self.llm.generate(inputs, scoring, use_tqdm=False)
+        with nothing_left_behind(self.llm):
+            sampled = self.llm.generate(inputs, continuing, use_tqdm=False)
+            scored = self.llm.generate(inputs, scoring, use_tqdm=False)
         sequences, logps = [], []
         for ids, continued, prompt in zip(prompts, sampled, scored, strict=True):
             completion = continued.outputs[0]

@@ -57,6 +57,28 @@ def sampling_lean(engine) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def nothing_left_behind(llm) -> Iterator[None]:
+    """
+    Context in which vLLM's `llm` is asked for completions. An error or Ctrl-C in it leaves nothing of them in the
+    engine: vLLM would finish them with the next ones and hand out both, and would serve keys and values from its prefix
+    cache that a step which broke off never computed.
+    """
+    try:
+        yield
+    except BaseException:
+        from . import worker
+
+        engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        core.abort_requests(list(core.scheduler.requests))  # also those that were not handed over whole
+        if core.batch_queue:  # steps that a GPU works on
+            core.batch_queue.clear()
+        llm.collective_rpc(worker.forget_step)
+        llm.reset_prefix_cache()
+        raise
+
+
 class SampledLogps:
     """In place of vLLM's `LogprobsLists`, whose slices are arrays: log-probabilities of the sampled tokens, in nats."""
 

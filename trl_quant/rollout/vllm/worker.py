@@ -378,3 +378,8 @@ def write_parameters(model: nn.Module, values: dict[str, Tensor]) -> None:
     own = dict(model.named_parameters())
     for name, value in values.items():
         own[name].copy_(value)
+
+
+def forget_step(worker) -> None:
+    """Forgets a step that broke off between the model and the sampling, which vLLM would insist on finishing."""
+    worker.model_runner.execute_model_state = None
