@@ -25,7 +25,7 @@ from ..formats.checkpoint import MIXTURE
 from ..layers import QuantizedLinear, SampledLinear
 from ..noise import noised_norms
 from .base import RolloutEngine, count_layers
-from .weights import ties_embeddings
+from .weights import default_dtype, ties_embeddings
 
 
 logger = logging.getLogger(__name__)
@@ -127,19 +127,15 @@ class TransformersEngine(RolloutEngine):
         config = copy.deepcopy(policy.config)
         if hasattr(config, "quantization_config"):  # a 4-bit base of bitsandbytes is streamed dequantized
             del config.quantization_config
-        default_dtype = torch.get_default_dtype()
-        torch.set_default_dtype(self._policy_dtype)
-        try:
-            # The class itself rather than `from_config`, which would shard the copy under ZeRO-3.
-            with torch.device(self.accelerator.device), no_init_weights(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                model = type(policy)(config)
-        finally:
-            torch.set_default_dtype(default_dtype)
+        # The class itself rather than `from_config`, which would shard the copy under ZeRO-3.
+        quiet, device = warnings.catch_warnings(action="ignore"), torch.device(self.accelerator.device)
+        with quiet, device, default_dtype(self._policy_dtype), no_init_weights():
+            model = type(policy)(config)
         model.tie_weights()
         head = model.get_output_embeddings()
-        if head is not None and not ties_embeddings(policy):
-            head.weight = nn.Parameter(torch.empty_like(head.weight))  # the stream brings one of its own
+        if head is not None:  # tied as the policy's, whatever the config says
+            tied = ties_embeddings(policy)
+            head.weight = model.get_input_embeddings().weight if tied else nn.Parameter(torch.empty_like(head.weight))
         model.requires_grad_(False).eval()
 
         decoder = model.get_decoder()
@@ -235,20 +231,23 @@ class TransformersEngine(RolloutEngine):
                 "The embedded rollout engine got `images` without the processor's `multimodal_fields`, as from "
                 "a tool that returns images. Use `use_vllm=True` there."
             )
+        known = self.copy.get_input_embeddings().num_embeddings
+        if (largest := max(map(max, prompts))) >= known:
+            raise ValueError(f"A prompt has the token {largest}, and the model has embeddings of {known} tokens.")
         device = self.accelerator.device
         options = dict(self.sampling)
         sampled = _SampledLogps()
         processors = _warpers(options, device)
         processors.append(sampled)
         tokenizer = self.tokenizer
-        eos_token_ids = _eos_token_ids(self.model.generation_config, tokenizer)
+        eos_token_ids = self.eos_token_ids
         config = GenerationConfig(
             do_sample=True,
             temperature=1.0,
             top_k=0,
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=eos_token_ids,
+            eos_token_id=eos_token_ids or None,
             disable_compile=True,
             **options,
         )
@@ -304,10 +303,3 @@ def _warpers(options: dict, device: torch.device) -> LogitsProcessorList:
     if min_p:
         processors.append(MinPLogitsWarper(min_p))
     return processors
-
-
-def _eos_token_ids(generation_config: GenerationConfig, tokenizer) -> list[int]:
-    """Every token that ends a completion: the tokenizer's and all that the model declares."""
-    declared = generation_config.eos_token_id
-    declared = [] if declared is None else [declared] if isinstance(declared, int) else declared
-    return list(dict.fromkeys([tokenizer.eos_token_id, *declared]))
