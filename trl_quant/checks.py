@@ -76,8 +76,8 @@ def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs,
             _check_norms(config, model, args, peft_config)
     if args.beta != 0 and peft_config is None and not name_of(model) and not is_peft_model(model):
         raise ValueError(
-            f"`beta`={args.beta} needs a reference model, which TRL loads from where the policy was loaded, and this one "
-            "was built in memory. Save it and pass the directory, or set `beta=0`."
+            f"`beta`={args.beta} needs a reference model, which TRL loads from where the policy was loaded, and this "
+            "policy was built in memory. Save it and pass the directory, or set `beta=0`."
         )
     for start in (model, (args.vllm_engine_kwargs or {}).get("model")):
         if isinstance(start, str) and Path(start).is_dir():

@@ -327,7 +327,7 @@ def numbers(linear: nn.Linear) -> dict[str, Tensor]:
 
 
 def dequantized(linear: nn.Linear) -> Tensor:
-    """The weight that a 4- or 8-bit layer of bitsandbytes stands for. PEFT leaves an 8-bit layer another one on CPUs."""
+    """The weight that a 4- or 8-bit layer of bitsandbytes stands for. On CPUs PEFT replaces 8-bit ones."""
     weight = linear.weight
     try:
         return dequantize_module_weight(linear).data
@@ -353,8 +353,8 @@ def fault_of(weights: PolicyWeights) -> str | None:
         return NO_WEIGHTS.format(model.active_peft_config.peft_type.value)
     if isinstance(weights.base_model.get_output_embeddings(), TrainableTokensWrapper):
         return (
-            "its head is tied to embeddings with `trainable_token_indices`, and TRL's loss cannot read a head that PEFT "
-            "wraps. Untie the model first (`tie_word_embeddings=False`), or train the tokens without PEFT."
+            "its head is tied to embeddings with `trainable_token_indices`, and TRL's loss cannot read a head that "
+            "PEFT wraps. Untie the model first (`tie_word_embeddings=False`), or train the tokens without PEFT."
         )
     for path, module in model.named_modules():
         added = [name for name, bias in getattr(module, "lora_bias", {}).items() if bias]
