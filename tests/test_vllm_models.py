@@ -4,7 +4,7 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import FAMILIES, save_tiny
+from tiny import FAMILIES, save_tiny, tiny_tokenizer
 from training import config, lora, make
 from transformers import AutoModelForCausalLM
 
@@ -143,8 +143,6 @@ def test_the_directory_that_the_message_asks_for(tmp_path):
     model = policy(tmp_path / "model", dtype=torch.float32)
     resized(model)
     model.save_pretrained(tmp_path / "saved")
-    model.config.tokenizer_class = None
-    from tiny import tiny_tokenizer
 
     tiny_tokenizer().save_pretrained(tmp_path / "saved")
     trainer = trainer_of(tmp_path, model, vllm_engine_kwargs=SMALL | {"model": str(tmp_path / "saved")})

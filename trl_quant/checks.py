@@ -43,9 +43,9 @@ def name_of(model) -> str:
     if isinstance(model, str):
         return model
     if not isinstance(model, Module) or not hasattr(model, "config"):
-        given = repr(model) if isinstance(model, int | float | None) else f"a {type(model).__name__}"
+        given = repr(model) if len(repr(model)) < 100 else f"{type(model).__name__}(...)"
         raise ValueError(
-            f"`model` is {given}. It must be a name or a directory, as a string, or a model of transformers."
+            f"`model`={given} must be a name, a directory or a model of transformers; a directory is given as a string."
         )
     return getattr(model.config, "name_or_path", None) or ""
 

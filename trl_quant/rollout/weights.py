@@ -329,6 +329,8 @@ def numbers(linear: nn.Linear) -> dict[str, Tensor]:
 def dequantized(linear: nn.Linear) -> Tensor:
     """The weight that a 4- or 8-bit layer of bitsandbytes stands for. On CPUs PEFT replaces 8-bit ones."""
     weight = linear.weight
+    if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
+        linear.state_dict()  # which takes it back from the layout that an evaluation multiplies in
     try:
         return dequantize_module_weight(linear).data
     finally:
