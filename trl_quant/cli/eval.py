@@ -35,7 +35,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..checkpoints import ROLLOUT_STATE_NAME
 from ..formats.files import INDEX, TOKENIZER, told_if_full, write_whole
-from ..names import clean_name
 from ..rollout import RolloutEngine
 from ..tasks.benchmarks import BENCHMARKS, load_questions
 from ..tasks.data import as_conversations, token_ids
