@@ -198,9 +198,10 @@ def _read_config(model, args, **options):
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
     except (OSError, ValueError) as error:
-        if Path(model).is_dir():
-            what = "is a directory without a config.json that transformers reads"
-        else:
+        what = "cannot be read"
+        if Path(model).is_dir() and not Path(model, "config.json").is_file():
+            what = "is a directory without a config.json"
+        elif isinstance(error, OSError) and not Path(model).is_dir():
             what = "is no directory here, and no model that the hub, or what is stored of it here, gives"
         raise ValueError(f"`model`={model!r} {what}: {error}") from error
 
