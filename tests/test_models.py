@@ -293,18 +293,22 @@ def test_adapters_that_are_merged_are_not_trained(tmp_path):
 
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
 def test_a_base_of_bitsandbytes(tmp_path, bits):
-    """A sync leaves its layers as they are: they compute the same before and after it."""
+    """A sync leaves 8-bit layers as they are. Of 4-bit ones bitsandbytes may change the layout, after an evaluation."""
     pytest.importorskip("bitsandbytes")
     config = transformers.BitsAndBytesConfig(**{bits: True})
     path = written(tmp_path, dtype=torch.bfloat16)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, quantization_config=config, device_map="cpu")
     trainer = trainer_of(tmp_path / "out", model, peft_config=lora())
+    assert mismatch(trainer) < 1e-2
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
-        before = trainer.model(ids).logits
+        before = trainer.model.eval()(ids).logits
+        weight = trainer.model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.base_layer").weight
+        if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
+            refused(trainer.vllm_generation.sync_weights, "bitsandbytes has laid the 4-bit base out", "8 or 16 bits")
+            return
         trainer.vllm_generation.sync_weights()
         assert torch.equal(trainer.model(ids).logits, before)
-    assert mismatch(trainer) < 1e-2
 
 
 def test_a_reference_of_a_model_in_memory(tmp_path):

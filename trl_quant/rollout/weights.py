@@ -330,7 +330,10 @@ def dequantized(linear: nn.Linear) -> Tensor:
     """The weight that a 4- or 8-bit layer of bitsandbytes stands for. On CPUs PEFT replaces 8-bit ones."""
     weight = linear.weight
     if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
-        linear.state_dict()  # which takes it back from the layout that an evaluation multiplies in
+        raise ValueError(
+            "bitsandbytes has laid the 4-bit base out for AVX-512 in a forward pass of an evaluation, and it cannot be "
+            "read exactly any more. Load the base in 8 or 16 bits on this CPU, or use a GPU."
+        )
     try:
         return dequantize_module_weight(linear).data
     finally:
