@@ -515,7 +515,7 @@ def test_weights_that_are_not_finite_have_no_score(argv, tmp_path, samples, name
     with torch.no_grad():
         model.get_parameter(name).view(-1)[5] = value
     model.save_pretrained(argv[1])
-    with pytest.raises(SystemExit, match=f"`MODEL`: its {name} holds NaN or infinity"):
+    with pytest.raises(SystemExit, match=f"its weight `{name}` holds NaN or infinity"):
         main([*argv, *samples])
     assert not (tmp_path / "out.json").exists()
 

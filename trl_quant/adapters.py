@@ -118,11 +118,16 @@ class UnifiedLoraLinear(Linear):
 
 def delta_weight(layer: BaseTunerLayer, adapter: str) -> Tensor:
     """PEFT's `get_delta_weight`, less its pass over the product of B and A where scaling B is the same bit for bit."""
-    if isinstance(layer, LoraLayer) and layer.lora_B[adapter].weight.dtype == torch.float32:
+    if is_plain(layer) and layer.lora_B[adapter].weight.dtype == torch.float32:
         scaling = layer.scaling[adapter]
         if math.frexp(scaling)[0] == 0.5:  # a power of two
             return (layer.lora_B[adapter].weight * scaling) @ layer.lora_A[adapter].weight
     return layer.get_delta_weight(adapter)
+
+
+def is_plain(layer: BaseTunerLayer) -> bool:
+    """Whether a layer's adapters are products of two layers, B and A: AdaLoRA's are parameters, with a diagonal."""
+    return isinstance(layer, LoraLayer) and isinstance(layer.lora_B, nn.ModuleDict)
 
 
 def _is(module: nn.Module, kind: type[nn.Module]) -> bool:

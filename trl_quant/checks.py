@@ -4,17 +4,21 @@ import logging
 import re
 from pathlib import Path
 
+import transformers
 from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn import Module
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from .dynamic_sampling import check_dynamic_sampling
 from .formats.checkpoint import check_files
 from .layers import FrozenLinear
 from .norms import family_of
+from .rollout.tokenizer import check_tokenizer
 from .rollout.vllm.support import (
+    ARCHITECTURE,
     check_architecture,
     check_device,
     check_exact,
@@ -24,6 +28,7 @@ from .rollout.vllm.support import (
     differences,
     prepared_precisions,
 )
+from .rollout.weights import NO_WEIGHTS
 from .tasks.data import check_prompts
 from .tasks.rewards import check_reward, check_truths
 
@@ -39,7 +44,10 @@ def name_of(model) -> str:
     if isinstance(model, str):
         return model
     if not isinstance(model, Module) or not hasattr(model, "config"):
-        raise ValueError(f"`model`={model!r} must be a name, a directory or a model of transformers.")
+        given = repr(model) if len(repr(model)) < 100 else f"{type(model).__name__}(...)"
+        raise ValueError(
+            f"`model`={given} must be a name, a directory or a model of transformers; a directory is given as a string."
+        )
     return getattr(model.config, "name_or_path", None) or ""
 
 
@@ -63,9 +71,17 @@ def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs,
     if any(value is not None for value in (args.rollout_precision, args.noise_schedule, args.uaq_scale)):
         config = _read_config(model, args)
         if args.rollout_precision is not None:
+            _check_kind(config, model)
+            _check_adapter(peft_config)
+            _check_tokenizer(config, others.get("processing_class"), train_dataset)
             _check_policy(config, args, others["quantization_config"])
         if args.noise_schedule is not None or args.uaq_scale is not None:
             _check_norms(config, model, args, peft_config)
+    if args.beta != 0 and peft_config is None and not name_of(model) and not is_peft_model(model):
+        raise ValueError(
+            f"`beta`={args.beta} needs a reference model, which TRL loads from where the policy was loaded, and this "
+            "policy was built in memory. Save it and pass the directory, or set `beta=0`."
+        )
     for start in (model, (args.vllm_engine_kwargs or {}).get("model")):
         if isinstance(start, str) and Path(start).is_dir():
             check_files(start)
@@ -133,6 +149,18 @@ def _check_turns(args, tools, environment_factory) -> None:
         )
 
 
+def check_trainable(model: Module) -> None:
+    """Raises `ValueError` for a model of which nothing would be trained."""
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError(
+            "No parameter of the policy requires a gradient, so that nothing would be trained, as after "
+            "`merge_and_unload()`, `disable_adapter_layers()` or `PeftModel.from_pretrained(...)` without "
+            "`is_trainable=True`. Pass a `peft_config`, or call `model.requires_grad_(True)`."
+        )
+    if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
+        raise ValueError("The policy's adapters are merged into it and would not be trained. Call `unmerge_adapter()`.")
+
+
 def _wait_for_server(args, model: str) -> None:
     from .rollout.vllm.server import wait_for_server
 
@@ -165,8 +193,60 @@ def check_method(trainer, args, rollout_func) -> None:
 def _read_config(model, args, **options):
     if not isinstance(model, str):
         return model.config
-    options |= {name: value for name, value in (args.model_init_kwargs or {}).items() if name == "revision" and value}
-    return AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
+    given = args.model_init_kwargs or {}
+    options |= {name: given[name] for name in ("revision", *ARCHITECTURE) if given.get(name) is not None}
+    if Path(model, "adapter_config.json").is_file() and not Path(model, "config.json").is_file():
+        raise ValueError(
+            f"`model`={model!r} is an adapter without its base. Load both, with "
+            "`peft.AutoPeftModelForCausalLM.from_pretrained(model, is_trainable=True)`, and pass what that returns."
+        )
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
+    except (OSError, ValueError) as error:
+        what = "cannot be read"
+        if Path(model).is_dir() and not Path(model, "config.json").is_file():
+            what = "is a directory without a config.json"
+        elif isinstance(error, OSError) and not Path(model).is_dir():
+            what = "is no directory here, and no model that the hub, or what is stored of it here, gives"
+        raise ValueError(f"`model`={model!r} {what}: {error}") from error
+
+
+def _check_kind(config, model) -> None:
+    """A policy has a head that gives the next token, and parameters of its own."""
+    if isinstance(model, str):
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+    else:
+        kind = type(model.get_base_model() if is_peft_model(model) else model)
+    if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and not kind.can_generate():
+        raise ValueError(
+            f"The policy is a {kind.__name__}, which generates no text. Load it with `AutoModelForCausalLM`, or train "
+            "another checkpoint."
+        )
+
+
+def _check_adapter(peft_config) -> None:
+    """Engines are given weights: an adapter must change the model's, in the layers that its config describes."""
+    if getattr(peft_config, "is_prompt_learning", False) or getattr(peft_config, "is_adaption_prompt", False):
+        raise ValueError(f"`peft_config`: {NO_WEIGHTS.format(type(peft_config).__name__)}")
+    if getattr(peft_config, "layer_replication", None):
+        raise ValueError(
+            f"`peft_config`: `layer_replication`={peft_config.layer_replication!r} makes a model of more layers than "
+            "its config describes, by which engines are built. Unset it, or leave `rollout_precision` unset."
+        )
+
+
+def _check_tokenizer(config, processing_class, train_dataset) -> None:
+    """A tokenizer that is given; one that TRL reads from the model's directory is checked when the engine is built."""
+    if processing_class is None:
+        return
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    check_tokenizer(tokenizer, config.get_text_config().vocab_size)
+    template = getattr(processing_class, "chat_template", None) or tokenizer.chat_template
+    if template is None and isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), list):
+        raise ValueError(
+            "`train_dataset` has conversations, and the tokenizer has no chat template to write them with. Set "
+            "`tokenizer.chat_template`, or use prompts that are plain text."
+        )
 
 
 def _check_policy(config, args, quantization_config) -> None:
@@ -192,17 +272,32 @@ def _check_policy(config, args, quantization_config) -> None:
     if not args.use_vllm or args.vllm_mode != "colocate":
         return
     check_head_size(config)
-    check_architecture(config, args.vllm_model_impl)
     if args.exact_rollouts:
         check_exact(config)
-    if (start := (args.vllm_engine_kwargs or {}).get("model")) is None:
-        return
+    given = (args.vllm_engine_kwargs or {}).get("model")
+    start = config.name_or_path if given is None else given
+    instead = (
+        "Save the model, without adapters, and its tokenizer, and name the directory in "
+        "`vllm_engine_kwargs={'model': ...}`, or sample with `use_vllm=False`"
+    )
+    if not start:
+        raise ValueError(f"The policy was built in memory, and vLLM starts from a directory. {instead}.")
     try:
-        engine = AutoConfig.from_pretrained(start, trust_remote_code=args.trust_remote_code)
+        revision = getattr(config, "_commit_hash", None) if given is None else None
+        engine = AutoConfig.from_pretrained(start, revision=revision, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError, TypeError) as error:
+        if given is None:
+            raise ValueError(
+                f"The policy was loaded from {start!r}, where vLLM finds no config: {error}. {instead}."
+            ) from error
         raise ValueError(f"`vllm_engine_kwargs` has 'model'={start!r}, which cannot be read: {error}") from error
     if differ := differences(config, engine):
+        if given is None:
+            raise ValueError(
+                f"The policy is no longer what {start!r} holds, from which vLLM starts: {differ}. {instead}."
+            )
         raise ValueError(f"`vllm_engine_kwargs` has 'model'={start!r}, another model than the policy: {differ}.")
+    check_architecture(engine, args.vllm_model_impl)
     if args.rollout_precision != "auto":
         check_prepared(engine, args.rollout_precision)
 

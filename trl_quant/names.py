@@ -5,7 +5,8 @@ import re
 
 # FSDP, torch.compile, activation checkpointing; then what PEFT inserts where it wraps a layer or saves a whole one.
 _INSERTED = re.compile(
-    r"_fsdp_wrapped_module\.|_orig_mod\.|_checkpoint_wrapped_module\.|modules_to_save\.[^.]+\.|\.base_layer(?=\.|$)"
+    r"_fsdp_wrapped_module\.|_orig_mod\.|_checkpoint_wrapped_module\."
+    r"|\.modules_to_save\.[^.]+(?=\.|$)|\.token_adapter(?=\.|$)|\.base_layer(?=\.|$)"
 )
 
 

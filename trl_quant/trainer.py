@@ -10,7 +10,7 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 
 from . import checkpoints, phases
-from .checks import check_before_loading, check_method, check_model, name_of
+from .checks import check_before_loading, check_method, check_model, check_trainable, name_of
 from .config import AISGRPOConfig, QuantGRPOConfig
 from .corrections.acr import rescued
 from .corrections.batch import corrected, counted, joined, sampling_metrics, write
@@ -248,6 +248,7 @@ class QuantGRPOTrainer(GRPOTrainer):
     # Checkpoints: only complete and finite ones count, and a model is scaled once
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        check_trainable(self.model)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = checkpoints.checkpoint_to_resume(self.args.output_dir)
         state = {}

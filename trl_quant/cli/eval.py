@@ -35,7 +35,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..checkpoints import ROLLOUT_STATE_NAME
 from ..formats.files import INDEX, TOKENIZER, told_if_full, write_whole
-from ..names import clean_name
 from ..rollout import RolloutEngine
 from ..tasks.benchmarks import BENCHMARKS, load_questions
 from ..tasks.data import as_conversations, token_ids
@@ -99,7 +98,6 @@ def main(argv: list[str] | None = None) -> None:
             kwargs = {"enable_prefix_caching": False, **kwargs}
         args.num_completions = args.batch_size
         engine = build_engine(args, trained, tokenizer, longest, kwargs, top_p=args.top_p)
-        check_finite(engine)
         answer(engine, tokenizer, questions, prompts, args, answers)
     result = summarize(answers.rows, len(questions), samples, args.max_completion_length)
     result = {"task": args.task, **result, "settings": settings, "machine": machine(), "versions": versions()}
@@ -172,15 +170,6 @@ def check_same(path: Path, found: dict, settings: dict) -> None:
 
 def _is_result(found: dict | None) -> bool:
     return found is not None and all(name in found for name in RESULT) and isinstance(found["settings"], dict)
-
-
-def check_finite(engine: RolloutEngine) -> None:
-    """Raises `ValueError` for a model with a weight that is not finite: all of its answers would be wrong."""
-    for name, weight in engine.model.named_parameters():
-        if weight.is_floating_point() and not weight.isfinite().all():
-            raise ValueError(
-                f"`MODEL`: its {clean_name(name)} holds NaN or infinity, so no answer would mean anything."
-            )
 
 
 def check_length(args: argparse.Namespace, trained: Trained, longest: int) -> None:

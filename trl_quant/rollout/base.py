@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -26,7 +27,8 @@ from ..noise import noised_norms, norm_noise
 from .drift import WeightDrift
 from .fingerprint import fingerprint
 from .seams import exchanged
-from .weights import PolicyWeights
+from .tokenizer import check_tokenizer
+from .weights import PolicyWeights, fault_of
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,15 @@ class RolloutEngine(VLLMGeneration):
     """
 
     def __init__(
-        self, model, accelerator, *args, precision: str, wide_norms: bool = False, uaq_scale: float = 1.0, **kwargs
+        self,
+        model,
+        accelerator,
+        processing_class,
+        *args,
+        precision: str,
+        wide_norms: bool = False,
+        uaq_scale: float = 1.0,
+        **kwargs,
     ):
         self.precision = precision
         self.wide_norms, self.uaq_scale = wide_norms, uaq_scale
@@ -97,7 +107,11 @@ class RolloutEngine(VLLMGeneration):
         self._clean_norms: dict[str, Tensor] = {}
         given = kwargs.pop("generation_kwargs", None) or {}
         kwargs["generation_kwargs"] = {name: value for name, value in given.items() if value is not None}  # not given
-        super().__init__(model, accelerator, *args, **kwargs)
+        vocabulary = self.weights.base_model.config.get_text_config().vocab_size
+        check_tokenizer(getattr(processing_class, "tokenizer", processing_class), vocabulary)
+        if fault := next(filter(None, gather_object([fault_of(self.weights)])), None):
+            raise ValueError(f"`rollout_precision`={precision!r} cannot sample from the policy: {fault}")
+        super().__init__(model, accelerator, processing_class, *args, **kwargs)
         self.drift = WeightDrift(self.weights.trained(), precision)
 
     def _iter_named_params(self):
@@ -115,6 +129,13 @@ class RolloutEngine(VLLMGeneration):
     @property
     def tokenizer(self):
         return getattr(self.processing_class, "tokenizer", self.processing_class)
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Every token that ends a completion: the tokenizer's, if it has one, and all that the model declares."""
+        declared = self.model.generation_config.eos_token_id
+        declared = declared if isinstance(declared, list) else [declared]
+        return list(dict.fromkeys(token for token in (self.tokenizer.eos_token_id, *declared) if token is not None))
 
     # Checkpoints
 
@@ -203,7 +224,7 @@ class RolloutEngine(VLLMGeneration):
             return
         self._clean_norms = self._clean_norms or self.read_norms()
         # The noise is keyed by the policy's names, which vLLM may map to others in the same order.
-        keys = noised_norms(self.weights.model_type, self.weights.names())
+        keys = noised_norms(self.weights.model_type, self.weights.parameters())
         sigma = noise.sigma * self.uaq_scale
         noised = {
             name: norm_noise(clean, sigma, noise.seed, noise.step, key, noise.draw)

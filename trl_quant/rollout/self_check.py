@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from ..formats.checkpoint import FUSED
 from ..layers import EngineWeight, FrozenLinear, quantized_linear, vllm_linear
+from ..names import clean_name
 from ..precisions import PRECISIONS
 from .kv_cache import KVCache, attending_to
 from .weights import PolicyWeights, base_layer
@@ -167,6 +168,11 @@ def _describe(engine, sequences: list[list[int]], sampled: list[Tensor], bound: 
     prompts = [len(ids) - NEW_TOKENS - 1 for ids in sequences]
     if last is not None and all(torch.equal(a[:n], b[:n]) for a, b, n in zip(sampled, last["logps"], prompts)):
         return "stale: the engine computes what it computed before the last syncs"
+    if engine.lora_sync == "adapter":
+        return (
+            "corrupted: neither the policy's, nor those of a sync before. With `lora_sync='adapter'` the engine keeps "
+            "the base that it started on: where that is not the policy's, use `lora_sync='merge'`"
+        )
     return "corrupted: neither the policy's, nor those of a sync before"
 
 
@@ -201,17 +207,16 @@ class Reference:
     def _stand_ins(self, adapted: bool, rounding: "Rounding | None") -> dict[str, nn.Module]:
         """What each linear layer of the decoder computes in the engine, by the layer's place in the policy."""
         policy, engine = self.weights.base_model, self.engine
-        layers = {n: m for n, m in policy.named_modules() if isinstance(m, BaseTunerLayer | nn.Linear)}
         inside = set(policy.get_decoder().modules())
+        layers = {name: layer for name, layer in self.weights.linears().items() if layer in inside}
+        named = {clean_name(name): layer for name, layer in layers.items()}
         merged = adapted and engine.lora_sync == "merge"
         fuses = PRECISIONS[engine.precision].vllm.fused_scale
         stand_ins = {}
         for name, layer in layers.items():
-            if layer not in inside or ".base_layer" in name or ".lora_" in name:
-                continue
-            parent, _, leaf = name.rpartition(".")
+            parent, _, leaf = clean_name(name).rpartition(".")
             fused = next((group for group in FUSED if fuses and leaf in group), (leaf,))
-            group = [layers[f"{parent}.{part}"] for part in fused]
+            group = [named[f"{parent}.{part}"] for part in fused]
             group = group if merged else [base_layer(part) for part in group]
             stand_in = EngineLayer(engine, group, fused.index(leaf), rounding)
             keeps_adapter = adapted and not merged and isinstance(layer, BaseTunerLayer)

@@ -27,7 +27,7 @@ from ..layers import QuantizedLinear, SampledLinear
 from ..noise import noised_norms
 from .base import RolloutEngine, count_layers
 from .sampling_options import check_supported
-from .weights import ties_embeddings
+from .weights import default_dtype, ties_embeddings
 
 
 logger = logging.getLogger(__name__)
@@ -116,19 +116,15 @@ class TransformersEngine(RolloutEngine):
             del config.quantization_config
         self._copied = self._kind(policy)
         policy_dtype, is_tied = self._copied[:2]
-        default_dtype = torch.get_default_dtype()
-        torch.set_default_dtype(policy_dtype)
-        try:
-            # The class itself rather than `from_config`, which would shard the copy under ZeRO-3.
-            with torch.device(self.accelerator.device), no_init_weights(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                model = type(policy)(config)
-        finally:
-            torch.set_default_dtype(default_dtype)
+        # The class itself rather than `from_config`, which would shard the copy under ZeRO-3.
+        quiet, device = warnings.catch_warnings(action="ignore"), torch.device(self.accelerator.device)
+        with quiet, device, default_dtype(policy_dtype), no_init_weights():
+            model = type(policy)(config)
         model.tie_weights()
         head = model.get_output_embeddings()
-        if head is not None and not is_tied:
-            head.weight = nn.Parameter(torch.empty_like(head.weight))  # the stream brings one of its own
+        if head is not None:  # tied as the policy's, whatever the config says
+            own = model.get_input_embeddings().weight if is_tied else nn.Parameter(torch.empty_like(head.weight))
+            head.weight = own
         model.requires_grad_(False).eval()
 
         decoder = model.get_decoder()
@@ -233,6 +229,9 @@ class TransformersEngine(RolloutEngine):
                 "The embedded rollout engine got `images` without the processor's `multimodal_fields`, as from "
                 "a tool that returns images. Use `use_vllm=True` there."
             )
+        known = self.copy.get_input_embeddings().num_embeddings
+        if (largest := max(map(max, prompts))) >= known:
+            raise ValueError(f"A prompt has the token {largest}, and the model has embeddings of {known} tokens.")
         device = self.accelerator.device
         options = dict(self.sampling)
         sampled = _SampledLogps()
@@ -240,9 +239,9 @@ class TransformersEngine(RolloutEngine):
         processors.append(sampled)
         tokenizer = self.tokenizer
         # As in TRL, which ends a completion at one of these, whatever `generation_kwargs` name beside them
-        ends = [*_eos_token_ids(self.model.generation_config, tokenizer), *_listed(options.pop("eos_token_id", None))]
+        ends = [*self.eos_token_ids, *_listed(options.pop("eos_token_id", None))]
         own = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id, "disable_compile": True}
-        drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "eos_token_id": ends}
+        drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "eos_token_id": ends or None}
         config = GenerationConfig(**own | options | drawn)
         self.copy.generation_config = config
 
@@ -300,11 +299,6 @@ def _warpers(options: dict, device: torch.device) -> LogitsProcessorList:
     if min_p:
         processors.append(MinPLogitsWarper(min_p))
     return processors
-
-
-def _eos_token_ids(generation_config: GenerationConfig, tokenizer) -> list[int]:
-    """Every token that ends a completion: the tokenizer's and all that the model declares."""
-    return list(dict.fromkeys([tokenizer.eos_token_id, *_listed(generation_config.eos_token_id)]))
 
 
 def _listed(token_ids: int | list[int] | None) -> list[int]:

@@ -4,6 +4,7 @@ They are read under DDP, FSDP2, ZeRO-3 and PEFT. Reading sharded weights gathers
 must read the same weights in the same order. Nothing here writes to the policy.
 """
 
+import copy
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,16 +12,16 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
-from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 from trl.distributed import DistributedBackend
 
-from ..adapters import UnifiedLoraLinear, delta_weight
+from ..adapters import UnifiedLoraLinear, delta_weight, is_plain
 from ..formats import QuantizedTensor
 from ..layers import FrozenLinear, UnifiedLinear
 from ..names import clean_name
@@ -136,9 +137,9 @@ class PolicyWeights:
     def outside_base(self) -> Iterator[tuple[str, Tensor]]:
         """What is neither a frozen layer's weight nor an adapter's: embeddings, norms, the head, biases."""
         packed = {id(tensor) for _, module in self.frozen() for tensor in module.packed()[:3]}
-        for name, param in self.model.named_parameters():
-            if id(param) not in packed and not self._is_adapters(name):
-                yield clean_name(name), param.data
+        for name, param in self.parameters().items():
+            if id(param) not in packed:
+                yield name, param.data
 
     def first_non_finite(self) -> str | None:
         """Name of the first parameter that holds NaN or infinity, in what this rank has of it. Not collective."""
@@ -151,7 +152,8 @@ class PolicyWeights:
     @property
     def base_model(self) -> PreTrainedModel:
         """The policy without PEFT's wrapper."""
-        return self.model.get_base_model() if self.has_adapters else self.model
+        model = getattr(self.model, "_orig_mod", self.model)  # of `torch.compile`
+        return model.get_base_model() if self.has_adapters else model
 
     @property
     def model_type(self) -> str:
@@ -163,9 +165,22 @@ class PolicyWeights:
         """Whether a parameter must be gathered to be read (FSDP2, ZeRO-3)."""
         return self.sharding.is_zero3 or self.sharding.fsdp_version == 2
 
-    def names(self) -> list[str]:
-        """Clean names of the model's own parameters, in order; those of adapters come along under theirs."""
-        return [clean_name(name) for name, _ in self.model.named_parameters()]
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's own parameters by their clean names, in order, without those of adapters."""
+        named = self.model.named_parameters()
+        return {clean_name(name): param for name, param in named if not self._is_adapters(name)}
+
+    def linears(self) -> dict[str, nn.Module]:
+        """The linear layers in use, with the adapters that wrap them, by their places in the unwrapped policy."""
+        adapted, found = None, {}
+        for path, module in self.base_model.named_modules():
+            if (adapted is not None and path.startswith(adapted)) or self._is_adapters(f"{path}."):
+                continue
+            if isinstance(module, BaseTunerLayer):
+                adapted = f"{path}."
+            if isinstance(base_layer(module), nn.Linear):
+                found[path] = module
+        return found
 
     def trained(self) -> list[str]:
         """Names of the weights of linear layers that training moves."""
@@ -203,7 +218,7 @@ class PolicyWeights:
     def dense(self, module: nn.Module, param: nn.Parameter) -> Tensor:
         """`param` of `module` in full; a 4- or 8-bit base of bitsandbytes is dequantized."""
         full = self.full(param)
-        return full if full.is_floating_point() else dequantize_module_weight(module).data
+        return full if full.is_floating_point() else dequantized(module)
 
     def of_linear(self, layer: nn.Module) -> Tensor:
         """The weight (out, in) of a linear layer, with the adapters that wrap it."""
@@ -236,8 +251,12 @@ class PolicyWeights:
             try:
                 for module, name, param in own:
                     setattr(module, name, nn.Parameter(param.data.clone() if module is base else param.data, False))
-                layer.merge()
-                return {name: param.data for name, param in base.named_parameters()}
+                with default_dtype(torch.float32):  # vLLM's reload, which reads this, has another
+                    layer.merge()
+                merged = layer.get_base_layer()
+                if merged is not base:  # LN tuning exchanges the two
+                    layer.unmerge()
+                return {name: param.data for name, param in merged.named_parameters()}
             finally:
                 layer.merged_adapters.clear()
                 for module, name, param in own:
@@ -245,12 +264,11 @@ class PolicyWeights:
 
     def adapter(self) -> dict[str, Tensor]:
         """A and B of each adapted layer by PEFT's names; B times the adapter's scale, which may differ by layer."""
-        tensors = {}
+        tensors, (adapter,) = {}, self.model.active_adapters
         for name, layer in self.model.named_modules():
-            if isinstance(layer, BaseTunerLayer):
+            if isinstance(layer, BaseTunerLayer) and adapter in layer.lora_A:
                 if layer.merged:
                     raise ValueError("`lora_sync`='adapter' with a merged adapter: call `unmerge_adapter()` first.")
-                (adapter,) = layer.active_adapters
                 a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
                 name = f"base_model.model.{clean_name(name)}"
                 with self.gathered([a, b]):
@@ -258,6 +276,17 @@ class PolicyWeights:
                     scaling = 0.0 if layer.disable_adapters else layer.scaling[adapter]
                     tensors[f"{name}.lora_B.weight"] = self.full(b) * scaling
         return tensors
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Context in which torch makes tensors of `dtype`. vLLM's own, below 0.30, leaves it so after an error."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def adapters_beside(layer: BaseTunerLayer) -> list[str]:
@@ -302,7 +331,21 @@ def numbers(linear: nn.Linear) -> dict[str, Tensor]:
     if isinstance(linear, FrozenLinear):
         return {"weight": linear.dequantize()} | ({} if linear.bias is None else {"bias": linear.bias.data})
     own = {name: param.data for name, param in linear.named_parameters()}
-    return own if own["weight"].is_floating_point() else own | {"weight": dequantize_module_weight(linear).data}
+    return own if own["weight"].is_floating_point() else own | {"weight": dequantized(linear)}
+
+
+def dequantized(linear: nn.Linear) -> Tensor:
+    """The weight that a 4- or 8-bit layer of bitsandbytes stands for. On CPUs PEFT replaces 8-bit ones."""
+    weight = linear.weight
+    if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
+        raise ValueError(
+            "bitsandbytes has laid the 4-bit base out for AVX-512 in a forward pass of an evaluation, and it cannot be "
+            "read exactly any more. Load the base in 8 or 16 bits on this CPU, or use a GPU."
+        )
+    try:
+        return dequantize_module_weight(linear).data
+    finally:
+        linear.weight = weight
 
 
 def is_sum(layer: BaseTunerLayer) -> bool:
@@ -310,7 +353,79 @@ def is_sum(layer: BaseTunerLayer) -> bool:
     if isinstance(layer.get_base_layer(), FrozenLinear):
         return True
     weight = layer.get_base_layer().weight
-    if not isinstance(layer, LoraLayer):
+    if not is_plain(layer):
         return not weight.is_floating_point()  # PEFT cannot merge other adapters into a copy of a 4- or 8-bit base
     plain = isinstance(layer.get_base_layer(), nn.Linear) and not layer.lora_variant
     return plain and all(a in layer.lora_A and not layer.lora_bias.get(a, False) for a in layer.active_adapters)
+
+
+def fault_of(weights: PolicyWeights) -> str | None:
+    """Why no engine could sample from a policy as it is, seen from this rank; `None` where engines can."""
+    model = weights.model
+    if weights.has_adapters and getattr(model.active_peft_config, "is_prompt_learning", False):
+        return NO_WEIGHTS.format(model.active_peft_config.peft_type.value)
+    if isinstance(weights.base_model.get_output_embeddings(), TrainableTokensWrapper):
+        return (
+            "its head is tied to embeddings with `trainable_token_indices`, and TRL's loss cannot read a head that "
+            "PEFT wraps. Untie the model first (`tie_word_embeddings=False`), or train the tokens without PEFT."
+        )
+    for path, module in model.named_modules():
+        added = [name for name, bias in getattr(module, "lora_bias", {}).items() if bias]
+        if isinstance(module, BaseTunerLayer) and added and module.get_base_layer().bias is None:
+            return f"the adapter's `lora_bias` adds a bias to `{clean_name(path)}`, which has none. Set it to False."
+    for name, param in model.named_parameters():
+        own = param.to_local() if isinstance(param, DTensor) else getattr(param, "ds_tensor", param)  # FSDP2, ZeRO-3
+        if own.dtype == torch.float64:
+            return f"`{clean_name(name)}` is in float64, which no format takes. Load it in float32 or bfloat16."
+        if own.is_floating_point() and own.element_size() > 1 and not _is_finite(own.detach()):
+            return (
+                f"its weight `{clean_name(name)}` holds NaN or infinity, so that nothing it computes has a meaning. "
+                "The fault is the policy's: load or save it again, or take an earlier checkpoint."
+            )
+    return _unlike_config(weights.base_model)
+
+
+NO_WEIGHTS = (
+    "an adapter of the kind {} is no change of the policy's weights, and weights are all that engines are given. Use "
+    "LoRA or another adapter that is merged into them, or leave `rollout_precision` unset: TRL generates."
+)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.is_meta or not tensor.numel():  # of a rank that is given its weights later, or holds no part of them
+        return True
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())
+
+
+def _unlike_config(policy: PreTrainedModel) -> str | None:
+    """What tells a policy's modules from those that its config describes, by which engines are built."""
+    with torch.device("meta"), no_init_weights():
+        described = type(policy)(copy.deepcopy(policy.config))
+    expected = {name: tuple(param.shape) for name, param in described.named_parameters(remove_duplicate=False)}
+    found = {clean_name(name): shape for name, shape in _shapes(policy)}
+    instead = "Engines are built by the config: change `config` with the model, and save both together."
+    if missing := [name for name in expected if name not in found]:
+        return f"it has no `{missing[0]}`, and its config describes one. {instead}"
+    if added := [name for name in found if name not in expected]:
+        return f"it has `{added[0]}`, which its config does not describe. {instead}"
+    for name, shape in found.items():
+        if shape is not None and shape != expected[name]:
+            return f"its `{name}` has the shape {shape}, and its config describes {expected[name]}. {instead}"
+    return None
+
+
+def _shapes(policy: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...] | None]]:
+    """A policy's parameters, without adapters; their shapes where they are not packed."""
+    adapted = None
+    for path, module in policy.named_modules():
+        if ".original_module" in path or (adapted is not None and path.startswith(adapted)):
+            continue
+        if isinstance(module, BaseTunerLayer):
+            adapted = f"{path}."
+        layer = base_layer(module)
+        if isinstance(layer, FrozenLinear):
+            yield from ((f"{path}.{name}", None) for name in ("weight", *(() if layer.bias is None else ("bias",))))
+            continue
+        for name, param in layer.named_parameters(recurse=False):
+            shape = tuple(getattr(param, "ds_shape", param.shape))
+            yield (f"{path}.{name}" if path else name), shape if param.is_floating_point() else None

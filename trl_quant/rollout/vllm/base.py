@@ -58,6 +58,9 @@ class VLLMBase(RolloutEngine):
         self._failure: str | None = None
         self._non_finite: dict[str, Tensor] = {}
         super().__init__(*args, **kwargs)
+        if not self.generation_kwargs.get("ignore_eos"):  # vLLM knows those of its own checkpoint alone
+            given = self.generation_kwargs.get("stop_token_ids") or []
+            self.generation_kwargs = self.generation_kwargs | {"stop_token_ids": [*given, *self.eos_token_ids]}
         self.drift.quantizer = self.quantizers["quantizer"]
         self._built_for = self._kind_of_model()
 
@@ -110,12 +113,19 @@ class VLLMBase(RolloutEngine):
         """Settles which layers travel quantized: none to an engine that quantizes what it gets."""
         policy = self.weights.base_model
         count_layers(policy, self.precision)
-        if policy.config.get_text_config().tie_word_embeddings and not ties_embeddings(policy):
+        ties = policy.config.get_text_config().tie_word_embeddings
+        if ties and not ties_embeddings(policy):
             raise ValueError(
                 "The policy's head has a weight of its own (`modules_to_save`, LoRA on the embeddings or the head, or "
                 "it was untied in memory), but its config says `tie_word_embeddings`, and vLLM would sample with one "
                 "weight for both. Train neither of the two by itself, save the untied model with "
                 "`tie_word_embeddings=False` and start from that, or sample with `use_vllm=False`."
+            )
+        if not ties and ties_embeddings(policy):
+            raise ValueError(
+                "The policy's head has the weight of its embeddings, but its config says `tie_word_embeddings=False`, "
+                "and vLLM would wait for a weight of the head. Set `config.tie_word_embeddings=True`, save the model "
+                "and start from that, or sample with `use_vllm=False`."
             )
         self.ignore = unquantized_layers(self.weights.base_model)
         self.travels_quantized = prepared or PRECISIONS[self.precision].travels_quantized

@@ -105,6 +105,8 @@ class VLLMEngine(VLLMBase):
         layers = quantized_layers(self.weights.base_model)
         (kernels,) = self.llm.apply_model(partial(worker.check_kernels, precision=self.precision, layers=layers))
         logger.info("vLLM samples in %s: %s.", self.precision, kernels)
+        biased = [name.removesuffix(".bias") for name in self.weights.parameters() if name.endswith(".bias")]
+        self.llm.apply_model(partial(worker.check_biases, layers=biased))
         if self.exact:
             from . import exact
 
@@ -136,15 +138,18 @@ class VLLMEngine(VLLMBase):
 
     def _llm_arguments(self) -> dict:
         """What is added to TRL's arguments of `LLM`, or replaces them."""
-        start = self.engine_kwargs.get("model", self.model.name_or_path)
-        config = AutoConfig.from_pretrained(start, trust_remote_code=self.trust_remote_code)
+        arguments = dict(self.engine_kwargs)
+        if "model" not in arguments and (commit := getattr(self.model.config, "_commit_hash", None)):
+            arguments.setdefault("revision", commit)  # of the hub, that the policy was loaded from
+        start, revision = arguments.get("model", self.model.name_or_path), arguments.get("revision")
+        config = AutoConfig.from_pretrained(start, revision=revision, trust_remote_code=self.trust_remote_code)
         check_architecture(config, self.model_impl)
         self.checkpoint_dtype = config.dtype or torch.bfloat16
         prepared = check_prepared(config, self.precision)
         # An engine that quantized the policy's BF16 weights itself would have scales in FP32
         self.plan_stream(prepared or bool(self.weights.unified(self.precision)))
         entry = PRECISIONS[self.precision]
-        arguments = {"dtype": "bfloat16", "quantization": entry.vllm.online, **self.engine_kwargs}
+        arguments = {"dtype": "bfloat16", "quantization": entry.vllm.online, **arguments}
         arguments["enable_sleep_mode"] = self.sleep_level > 0
         outside = outside_decoder(self.weights.base_model, config.architectures or [], self.model_impl)
         if self.on_cpu and self.tensor_parallel_size > 1:
@@ -334,6 +339,11 @@ def _cached_blocks(llm) -> int:
 def _start_error(error: Exception, precision: str, model: str) -> Exception:
     """The error of an engine that did not start, with what would help."""
     message = f"vLLM did not start {model} with `rollout_precision`={precision!r}: {error}"
+    if "'lm_head'" in str(error):
+        return ValueError(
+            f"{message}\nvLLM's model has no head of its own, and the policy has one (`tie_word_embeddings=False`). "
+            "Sample with `use_vllm=False`."
+        )
     if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
         return RuntimeError(message)
     return ValueError(

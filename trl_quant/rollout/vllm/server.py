@@ -175,7 +175,7 @@ class VLLMServerEngine(VLLMBase):
 
     def read_norms(self) -> dict[str, Tensor]:
         """From the policy, whose names the server knows."""
-        params = dict(zip(self.weights.names(), self.model.parameters(), strict=True))
+        params = self.weights.parameters()
         clean = {}
         for name in noised_norms(self.weights.model_type, params):
             with self.weights.gathered([params[name]]):

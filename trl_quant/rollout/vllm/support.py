@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 VLLM_VERSIONS = ("0.26", "0.34")  # at least, below
 RANK_ON_CPU = "trl_quant.rollout.vllm.cpu_ranks.RankOnCPU"  # vLLM's `worker_cls` where CPU ranks are one engine
-# Fields of a config that two checkpoints of one model have in common, quantized or not
+# What a model computes, by the fields of its config: two checkpoints of one model have it in common, quantized or not
 ARCHITECTURE = (
     "model_type",
     "vocab_size",
@@ -37,7 +37,21 @@ ARCHITECTURE = (
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+    "layer_types",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
 )
+# LoRA's initializations that leave the base as it was
+KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 EXACT_HEADS = 128  # dimensions that FlashAttention 3 sums in the same tiles in decoding and over a whole sequence
 
@@ -259,7 +273,7 @@ def unquantized_layers(policy: torch.nn.Module) -> list[str]:
     """Names of the linear layers outside of the decoder (the head, a vision tower), which stay as they are."""
     inside = set(policy.get_decoder().modules())
     layers = {name: module for name, module in policy.named_modules() if isinstance(module, torch.nn.Linear)}
-    return [clean_name(name) for name, module in layers.items() if module not in inside]
+    return list(dict.fromkeys(clean_name(name) for name, module in layers.items() if module not in inside))
 
 
 def quantized_layers(policy: torch.nn.Module) -> list[str]:
@@ -395,6 +409,11 @@ def adapter_arguments(model, given: dict) -> dict[str, dict[str, int]]:
         raise ValueError(
             f"`lora_sync`='adapter': the engine does not run an adapter's `bias`={config.bias!r}. {instead}"
         )
+    if config.init_lora_weights not in KEEPS_BASE:
+        raise ValueError(
+            f"`lora_sync`='adapter': `init_lora_weights`={config.init_lora_weights!r} changes the base that the "
+            f"adapter stands on, and the engine has it as it was saved. {instead}"
+        )
     if idle := [name for name in given if "lora" in name]:
         raise ValueError(
             f"`vllm_engine_kwargs` has {idle}, which act on vLLM's own adapters alone; `lora_sync`='adapter' holds the "
@@ -402,13 +421,13 @@ def adapter_arguments(model, given: dict) -> dict[str, dict[str, int]]:
         )
     decoder, ranks = set(model.get_base_model().get_decoder().modules()), {}
     for name, layer in model.named_modules():
-        if not isinstance(layer, BaseTunerLayer):
+        if not isinstance(layer, BaseTunerLayer) or adapter not in layer.r:
             continue
         if layer not in decoder or not isinstance(layer.get_base_layer(), torch.nn.Linear):
             raise ValueError(
                 f"`lora_sync`='adapter' takes adapters of the decoder's linear layers, not `{name}`. {instead}"
             )
-        if layer.lora_variant:
+        if adapter in layer.lora_variant:
             variant = type(layer.lora_variant[adapter]).__name__
             raise ValueError(f"`lora_sync`='adapter': the engine does not run PEFT's `{variant}`. {instead}")
         ranks[clean_name(name)] = layer.r[adapter]

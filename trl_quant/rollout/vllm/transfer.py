@@ -13,8 +13,8 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
+from ..weights import default_dtype
 from .worker import (
-    default_dtype,
     keep_onednn_scales,
     kv_caches,
     plain_tensors,

@@ -7,7 +7,7 @@ works around was measured on vLLM 0.26 (CUDA) and 0.31 (CPU).
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -28,6 +28,7 @@ from ...noise import noised_norms
 from ...precisions import PRECISIONS
 from ..kv_cache import FORMATS as CACHE_FORMATS
 from ..kv_cache import UNQUANTIZED, KVCache
+from ..weights import default_dtype
 from . import one_copy
 from .adapter import decoder_in_vllm, hold_adapter, linear_layers, names_in_vllm, places
 from .support import quantizers_on
@@ -141,6 +142,16 @@ def check_kernels(model: nn.Module, precision: str, layers: Iterable[str]) -> st
     return ", ".join(f"{count} x {description}" for description, count in counts.items())
 
 
+def check_biases(model: nn.Module, layers: Iterable[str]) -> None:
+    """Raises `ValueError` where vLLM's model has no bias for one of the policy's `layers`, which have one."""
+    lacking = [name for name, place in places(model, layers).items() if place and place[0].bias is None]
+    if lacking:
+        raise ValueError(
+            f"vLLM's {type(model).__name__} has no bias in {len(lacking)} layers where the policy has one, such as "
+            f"`{lacking[0]}`, and would sample without it. Set `use_vllm=False` to sample from the embedded engine."
+        )
+
+
 def _describe(layer: LinearBase) -> str:
     method, kernel = _method(layer)
     return f"{type(method).__name__} ({type(kernel).__name__})" if kernel else type(method).__name__
@@ -155,17 +166,6 @@ def _runs_in(precision: str, method: object, kernel: object) -> bool:
     # compressed-tensors' methods run several formats, which the strategy of the weights tells apart
     strategy = getattr(method, "strategy", None)
     return strategy is None or strategy == FORMATS[entry.format].scheme.weights["strategy"]
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context in which torch makes tensors of `dtype`. vLLM's own, below 0.30, leaves it so after an error."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
