@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from .checkpoints import how_to_go_on
+from .rollout.weights import is_finite, local_part
 
 
 def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None) -> None:
@@ -55,26 +56,21 @@ def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None) -> N
 
 def check_trained(trainer: Trainer) -> None:
     """Raises `RuntimeError`, on all ranks, where a trained weight or optimizer state is not finite. Collective."""
-    mine = [name for name, tensor in _trained(trainer) if not tensor.isfinite().all()]
+    mine = [name for name, tensor in _trained(trainer) if not is_finite(tensor)]
     if found := [name for names in gather_object([mine]) for name in names]:
         others = f", as {len(found) - 1} other tensors" if len(found) > 1 else ""
         raise RuntimeError(
             f"{found[0]} is not finite after step {trainer.state.global_step}{others}. The run stops here and does not "
-            f"save it. "
-            f"{how_to_go_on(trainer.args.output_dir)}"
+            f"save it. {how_to_go_on(trainer.args.output_dir)}"
         )
 
 
 def _trained(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """This rank's part of the trained weights and of the optimizer's state, in floating point, with their names."""
+    """This rank's part of the trained weights and of the optimizer's state, with their names."""
     for name, param in trainer.model.named_parameters():
         if param.requires_grad:
-            yield f"`{name}`", _local(param)
+            yield f"`{name}`", local_part(param)
     for i, state in enumerate(trainer.optimizer.state.values()):
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                yield f"the optimizer's {name!r} of parameter {i}", _local(value)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)  # FSDP2, ZeRO-3
+            if isinstance(value, Tensor):
+                yield f"the optimizer's {name!r} of parameter {i}", local_part(value)

@@ -31,7 +31,8 @@ import torch.nn.functional as F
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from .weights import local_part
 
 
 WORD = 8  # bytes
@@ -103,10 +104,10 @@ def _read(model: nn.Module) -> tuple[list[Hashable], list[nn.Parameter], list[nn
 
 def whole_words(param: nn.Parameter) -> Tensor:
     """What this rank holds of a parameter, contiguous, as whole words at an address that is one's multiple."""
-    tensor = param.to_local() if isinstance(param, DTensor) else getattr(param, "ds_tensor", param)  # FSDP2, ZeRO-3
+    tensor = local_part(param)
     if tensor.is_contiguous() and tensor.nbytes % WORD == 0 and tensor.data_ptr() % WORD == 0:
         return tensor
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = tensor.contiguous().reshape(-1).view(torch.uint8)
     return F.pad(data, (0, -len(data) % WORD))
 
 
@@ -123,7 +124,7 @@ def _on_one_device(tensors: list[Tensor]) -> Tensor:
         from ..kernels import checksum as kernels
 
         return kernels.checksums(tensors)
-    return torch.stack([checksum(tensor.detach().reshape(-1).view(torch.int64)) for tensor in tensors])
+    return torch.stack([checksum(tensor.reshape(-1).view(torch.int64)) for tensor in tensors])
 
 
 def _settings(layer: BaseTunerLayer | AuxiliaryTrainingWrapper) -> Hashable:

@@ -144,8 +144,7 @@ class PolicyWeights:
     def first_non_finite(self) -> str | None:
         """Name of the first parameter that holds NaN or infinity, in what this rank has of it. Not collective."""
         for name, param in self.model.named_parameters():
-            local = param.to_local() if isinstance(param, DTensor) else param
-            if local.is_floating_point() and not local.detach().float().isfinite().all():
+            if not is_finite(local_part(param)):
                 return name if self._is_adapters(name) else clean_name(name)
         return None
 
@@ -374,14 +373,13 @@ def fault_of(weights: PolicyWeights) -> str | None:
         if isinstance(module, BaseTunerLayer) and added and module.get_base_layer().bias is None:
             return f"the adapter's `lora_bias` adds a bias to `{clean_name(path)}`, which has none. Set it to False."
     for name, param in model.named_parameters():
-        own = param.to_local() if isinstance(param, DTensor) else getattr(param, "ds_tensor", param)  # FSDP2, ZeRO-3
-        if own.dtype == torch.float64:
+        if param.dtype == torch.float64:
             return f"`{clean_name(name)}` is in float64, which no format takes. Load it in float32 or bfloat16."
-        if own.is_floating_point() and own.element_size() > 1 and not _is_finite(own.detach()):
-            return (
-                f"its weight `{clean_name(name)}` holds NaN or infinity, so that nothing it computes has a meaning. "
-                "The fault is the policy's: load or save it again, or take an earlier checkpoint."
-            )
+    if broken := weights.first_non_finite():
+        return (
+            f"its weight `{broken}` holds NaN or infinity, so that nothing it computes has a meaning. The fault is the "
+            "policy's: load or save it again, or take an earlier checkpoint."
+        )
     return _unlike_config(weights.base_model)
 
 
@@ -391,10 +389,16 @@ NO_WEIGHTS = (
 )
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    if tensor.is_meta or not tensor.numel():  # of a rank that is given its weights later, or holds no part of them
+def local_part(param: Tensor) -> Tensor:
+    """What this rank holds of a parameter that FSDP2 or ZeRO-3 may have sharded; the parameter itself otherwise."""
+    return param.to_local() if isinstance(param, DTensor) else getattr(param, "ds_tensor", param)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity; true of codes, and of what has no values on this rank."""
+    if not tensor.is_floating_point() or tensor.element_size() == 1 or tensor.is_meta or not tensor.numel():
         return True
-    return bool(torch.stack(tensor.aminmax()).isfinite().all())
+    return bool(torch.stack(tensor.detach().aminmax()).isfinite().all())
 
 
 def _unlike_config(policy: PreTrainedModel) -> str | None:
