@@ -74,6 +74,10 @@ NAMES = {
     "vllm.v1.worker.gpu_worker:Worker": "model_runner reload_weights",
     "vllm.v1.worker.cpu_worker": "CPUWorker",
     "vllm.v1.worker.cpu_worker:CPUWorker": "distributed_init_method",
+    # Embeddings, of which a rank has rows
+    "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding": "shard_indices",
+    "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbeddingShardIndices": """org_vocab_end_index
+        org_vocab_start_index""",
     # Linear layers, by the classes that run them (`precisions.PRECISIONS`)
     f"{LINEAR}:LinearBase": "input_size params_dtype prefix quant_method requires_unquantized_input tp_rank tp_size",
     f"{LINEAR}:UnquantizedLinearMethod": "process_weights_after_loading",
