@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
+from tiny import tiny_model
 from training import dataset, spread
 from trl import GRPOConfig, SFTConfig
 
@@ -241,6 +242,16 @@ def test_data_for_evaluation():
 
 def test_an_environment_may_own_the_prompts_and_the_reward():
     check(train_dataset=prompts([said("user", "")]), environment_factory=object, reward_funcs=None)
+
+
+def test_completions_beyond_the_context_are_told(caplog):
+    model = tiny_model()
+    context = model.config.max_position_embeddings
+    for length, told in ((context - 1, False), (context, True)):
+        settings = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": length}
+        caplog.clear()
+        check(model=model, args=build(**INT8, **settings))
+        assert (f"`max_completion_length`={length} leaves no room" in caplog.text) == told
 
 
 def test_too_few_prompts_for_one_generation():

@@ -269,6 +269,14 @@ def _check_policy(config, args, quantization_config) -> None:
             f"`rollout_precision`={args.rollout_precision!r}, but {config.model_type} is an encoder with a decoder. "
             "The engines run decoders alone."
         )
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(context, int) and args.max_completion_length >= context:
+        logger.warning(
+            "`max_completion_length`=%d leaves no room for a prompt in the policy's context of %d tokens "
+            "(`max_position_embeddings`): beyond it samples are cut, or the policy was never trained for their places.",
+            args.max_completion_length,
+            context,
+        )
     if not args.use_vllm or args.vllm_mode != "colocate":
         return
     check_head_size(config)
