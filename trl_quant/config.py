@@ -307,10 +307,14 @@ class QuantGRPOConfig(GRPOConfig):
 
     def __post_init__(self):
         self._check_types()
-        check_values(self)  # before transformers refuses what this machine lacks
         self._resolve()
         self._join_ranks_on_cpus()
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError:
+            check_values(self)  # what is wrong comes before what this machine lacks
+            raise
+        check_values(self)
         check_consistent(self)
 
     def _join_ranks_on_cpus(self):

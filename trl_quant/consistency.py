@@ -42,8 +42,6 @@ def check_values(args) -> None:
     check_choice("vllm_sleep_level", args.vllm_sleep_level, (1, 2))
     check_choice("is_correction", args.is_correction, ("trl", *CORRECTIONS))
     check_choice("noise_schedule", args.noise_schedule, SCHEDULES)
-    for name, allowed in CHOICES.items():
-        check_choice(name, getattr(args, name), allowed)
     check_choice("vllm_mode", args.vllm_mode, VLLM_MODES)
     check_at_least("is_cap", args.is_cap, 1.0)
     check_at_least("ais_delta", args.ais_delta, 0.0, strict=True)
@@ -66,6 +64,8 @@ def check_values(args) -> None:
 
 def check_consistent(args) -> None:
     """Raises `ValueError` for fields that do not fit together; warns of those that do little."""
+    for name, allowed in CHOICES.items():
+        check_choice(name, getattr(args, name), allowed)
     if args.holds_frozen_base and args.uaq_scale is not None:
         raise ValueError(
             f"`uaq_scale`={args.uaq_scale!r} scales 16-bit weights, and `train_precision`={args.train_precision!r} "

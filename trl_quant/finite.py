@@ -70,7 +70,8 @@ def _trained(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     for name, param in trainer.model.named_parameters():
         if param.requires_grad:
             yield f"`{name}`", local_part(param)
-    for i, state in enumerate(trainer.optimizer.state.values()):
+    states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()  # none before the first training
+    for i, state in enumerate(states):
         for name, value in state.items():
             if isinstance(value, Tensor):
                 yield f"the optimizer's {name!r} of parameter {i}", local_part(value)
