@@ -46,8 +46,8 @@ NAMES = {
         model_loader_extra_config quantization quantization_config seed skip_tokenizer_init tensor_parallel_size
         trust_remote_code worker_cls""",
     "vllm:ModelRegistry": "get_supported_archs",
-    "vllm:SamplingParams": """detokenize ignore_eos logprobs max_tokens prompt_logprobs skip_reading_prefix_cache
-        temperature""",
+    "vllm:SamplingParams": """__struct_fields__ detokenize ignore_eos logprobs max_tokens prompt_logprobs
+        skip_reading_prefix_cache temperature""",
     "vllm.engine.arg_utils": "AsyncEngineArgs",
     "vllm.entrypoints.serve.dev.server_info.api_router": "PydanticVllmConfig",
     "vllm.v1.attention.backends.cpu_attn": "CPUAttentionBackend",
@@ -55,6 +55,7 @@ NAMES = {
     "vllm.platforms": "current_platform",
     "vllm.platforms.interface:Platform": "is_cpu",
     "vllm.entrypoints.openai": "api_server",
+    "vllm.entrypoints.openai.completion.protocol": "CompletionRequest",
     "vllm.model_executor.models": "registry",
     "vllm.model_executor.models.registry": "_run_in_subprocess",
     # What the engine returns, and what a server tells of itself
@@ -201,7 +202,10 @@ CALLS = {
 
 # Where things stand in a live engine
 PATHS = {
-    "llm": """llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+    "llm": """llm_engine.abort_request llm_engine.output_processor.request_states
+        llm_engine.engine_core.engine_core.abort_requests llm_engine.engine_core.engine_core.batch_queue
+        llm_engine.engine_core.engine_core.scheduler.requests
+        llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
         llm_engine.engine_core.engine_core.scheduler.block_size
         llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.empty_kv_cache_blocks
         llm_engine.log_stats llm_engine.model_config.model llm_engine.output_processor.process_outputs
@@ -209,7 +213,8 @@ PATHS = {
         llm_engine.vllm_config.cache_config.cache_dtype llm_engine.vllm_config.model_config.hf_config
         llm_engine.vllm_config.compilation_config.mode llm_engine.vllm_config.model_config.dtype
         llm_engine.vllm_config.model_config.max_model_len request_counter.counter""",
-    "worker": "get_model model_runner.attn_groups model_runner.sampler reload_weights vllm_config.model_config.dtype",
+    "worker": """get_model model_runner.attn_groups model_runner.execute_model_state model_runner.sampler reload_weights
+        vllm_config.model_config.dtype""",
     "model": """config.tie_word_embeddings lm_head.quant_method.process_weights_after_loading lm_head.weight
         load_weights""",
 }

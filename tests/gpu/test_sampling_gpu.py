@@ -8,7 +8,7 @@ ones and those of a seed of each request.
 
 import pytest
 import torch
-from test_vllm_sampling import PROMPTS, cached, is_lean, reasons, sampled
+from test_vllm_sampling import PLACES, PROMPTS, break_off, cached, is_lean, reasons, sampled
 from vllm_engines import GPU_MODEL, engine, policy
 
 
@@ -69,3 +69,18 @@ def test_completions_that_end_early(sampler):
     right, shifted = torch.cat(right).mean(), torch.cat(shifted).mean()
     print(f"\nfrom vLLM's own scores {right:.4f} nats, from those of the next tokens {shifted:.4f}")
     assert right < 0.1 * shifted
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_generation_that_breaks_off(sampler, monkeypatch, place):
+    """Steps of it may still be under way on the GPU; the next generation has its own completions alone."""
+    sampler.generation_kwargs = {"temperature": 0, "ignore_eos": True}
+    sampler.llm.reset_prefix_cache()
+    whole = sampler.generate(APART, None, 4)
+    sampler.llm.reset_prefix_cache()
+    with monkeypatch.context() as patch:
+        break_off(sampler, patch, place, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sampler.generate(APART, None, 4)
+    assert not sampler.llm.llm_engine.has_unfinished_requests()
+    assert sampler.generate(APART, None, 4) == whole and len(whole[1]) == len(APART)
