@@ -42,7 +42,7 @@ RUNS = {  # name -> (arguments of the run, of its trainer)
     "merge": ({"vllm_gpu_memory_utilization": 0.25}, {"peft_config": lora}),
     "adapter": ({"lora_sync": "adapter", "generation_kwargs": {"stop": ["<"]}}, {"peft_config": lora}),
 }
-OWN = {"max_tokens", "min_tokens", "ignore_eos"}  # what a trial samples in its own way
+OWN = {"max_tokens", "min_tokens", "ignore_eos", "stop_token_ids"}  # a trial ends completions in its own way
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,8 @@ def test_noise_equals_the_embedded_engines_and_comes_off(tmp_path):
 def test_noise_counts_its_norms(tmp_path, monkeypatch):
     sampler = engine(policy(tmp_path / "policy"), "bf16")
     sampler.noise = RolloutNoise(sigma=0.05)
-    monkeypatch.setattr(sampler.weights, "names", lambda: [f"model.layers.0.{n}.weight" for n in NORMS])
+    few = [f"model.layers.0.{n}.weight" for n in NORMS]
+    monkeypatch.setattr("trl_quant.rollout.base.noised_norms", lambda model_type, names: few)
     with pytest.raises(ValueError, match=r"zip\(\) argument"):
         sampler.generate([[1, 2, 3]], None, 1)
 

@@ -64,7 +64,7 @@ def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs,
         check_version()
         if args.vllm_mode == "colocate":
             check_device(args.rollout_precision, args.vllm_enable_sleep_mode)
-    if not isinstance(model, str):
+    if isinstance(model, Module):
         _check_untouched(args, model)
     if args.train_precision is not None:
         _check_trained(args, model, peft_config, others["quantization_config"])

@@ -384,6 +384,7 @@ class QuantGRPOConfig(GRPOConfig):
                     "`%s`=%r, as the method of `is_correction`=%r has it.", name, value, config.is_correction
                 )
                 setattr(config, name, value)
+        check_values(config)
         check_consistent(config)
         return config
 

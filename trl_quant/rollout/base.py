@@ -107,8 +107,9 @@ class RolloutEngine(VLLMGeneration):
         self._clean_norms: dict[str, Tensor] = {}
         given = kwargs.pop("generation_kwargs", None) or {}
         kwargs["generation_kwargs"] = {name: value for name, value in given.items() if value is not None}  # not given
-        vocabulary = self.weights.base_model.config.get_text_config().vocab_size
-        check_tokenizer(getattr(processing_class, "tokenizer", processing_class), vocabulary)
+        if processing_class is not None:
+            vocabulary = self.weights.base_model.config.get_text_config().vocab_size
+            check_tokenizer(getattr(processing_class, "tokenizer", processing_class), vocabulary)
         if fault := next(filter(None, gather_object([fault_of(self.weights)])), None):
             raise ValueError(f"`rollout_precision`={precision!r} cannot sample from the policy: {fault}")
         super().__init__(model, accelerator, processing_class, *args, **kwargs)

@@ -145,7 +145,7 @@ class PolicyWeights:
         """Name of the first parameter that holds NaN or infinity, in what this rank has of it. Not collective."""
         for name, param in self.model.named_parameters():
             if not is_finite(local_part(param)):
-                return name if self._is_adapters(name) else clean_name(name)
+                return clean_name(name)
         return None
 
     @property

@@ -122,7 +122,9 @@ class VLLMEngine(VLLMBase):
         started = self.llm.llm_engine.vllm_config
         self.expect_caches(started.cache_config.cache_dtype, started.model_config.hf_config)
         # Sharding, after this, leaves each rank other numbers: there the self-check alone compares
-        if self.lora_sync == "adapter" and not (self.weights.sharding.is_fsdp or self.weights.sharding.is_zero3):
+        is_sharded = self.weights.sharding.is_fsdp or self.weights.sharding.is_zero3
+        is_on_trial = next(self.model.parameters()).is_meta  # and gets its numbers after this
+        if self.lora_sync == "adapter" and not is_sharded and not is_on_trial:
             self._base = self._base_fingerprints()
         self.rest()
 

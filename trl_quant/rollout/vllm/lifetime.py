@@ -27,13 +27,13 @@ _ended: list = []  # vLLM's clients of engines that gave their memory back; coll
 @contextmanager
 def starting() -> Iterator[None]:
     """Context in which an engine starts, after those that nothing holds any more have ended."""
-    gc.unfreeze()  # vLLM freezes what exists when an engine starts, older trainers included
     gc.collect()
     before = {name: os.environ.get(name) for name in OF_LAUNCHERS}
     try:
         with _file_as_output():
             yield
     finally:
+        gc.unfreeze()  # vLLM froze what exists now, and a frozen trainer would never be collected
         for name in OF_LAUNCHERS:
             os.environ.pop(name, None)
         os.environ.update({name: value for name, value in before.items() if value is not None})
