@@ -19,8 +19,10 @@ SET ?= default
 VENV := .venv$(filter-out -default,-$(SET))
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-# Of 25000 modules that are installed few are ever imported: Python compiles those when they are.
+# Of 25000 modules that are installed few are ever imported: Python compiles those when they are, and keeps what it
+# compiled, which this variable would forbid. Every process that a test starts would compile them again.
 QUICKLY := install -q --no-compile
+export PYTHONDONTWRITEBYTECODE =
 INSTALL := $(PIP) $(QUICKLY) -c requirements/$(SET).txt
 # vLLM's CUDA build where there is an NVIDIA GPU, its CPU build elsewhere.
 CUDA := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')

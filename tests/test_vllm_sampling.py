@@ -16,6 +16,7 @@ from vllm_engines import SMALL, engine, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.rollout.sampling_options import VLLM
+from trl_quant.rollout.vllm import worker
 from trl_quant.rollout.vllm.sampling import BlocksWithRoom, extract_logprobs
 
 
@@ -310,6 +311,8 @@ def test_a_generation_that_breaks_off(sampler, monkeypatch, place, error):
     assert not sampler.llm.llm_engine.has_unfinished_requests()
     torch.manual_seed(5)
     assert sampler.generate(others, None, 4) == whole and len(whole[1]) == len(others)
+    (held,) = sampler.llm.collective_rpc(worker.forget_step)
+    assert len(held) <= len(others), "the worker still holds requests of an earlier generation"
 
 
 @pytest.mark.parametrize("place", PLACES)

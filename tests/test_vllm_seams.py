@@ -204,6 +204,7 @@ CALLS = {
 PATHS = {
     "llm": """llm_engine.abort_request llm_engine.output_processor.request_states
         llm_engine.engine_core.engine_core.abort_requests llm_engine.engine_core.engine_core.batch_queue
+        llm_engine.engine_core.engine_core.scheduler.finished_req_ids
         llm_engine.engine_core.engine_core.scheduler.requests
         llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
         llm_engine.engine_core.engine_core.scheduler.block_size
@@ -213,8 +214,8 @@ PATHS = {
         llm_engine.vllm_config.cache_config.cache_dtype llm_engine.vllm_config.model_config.hf_config
         llm_engine.vllm_config.compilation_config.mode llm_engine.vllm_config.model_config.dtype
         llm_engine.vllm_config.model_config.max_model_len request_counter.counter""",
-    "worker": """get_model model_runner.attn_groups model_runner.execute_model_state model_runner.sampler reload_weights
-        vllm_config.model_config.dtype""",
+    "worker": """get_model model_runner.attn_groups model_runner.execute_model_state model_runner.requests
+        model_runner.sampler reload_weights vllm_config.model_config.dtype""",
     "model": """config.tie_word_embeddings lm_head.quant_method.process_weights_after_loading lm_head.weight
         load_weights""",
 }

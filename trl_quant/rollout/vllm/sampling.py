@@ -74,7 +74,8 @@ def nothing_left_behind(llm) -> Iterator[None]:
         core.abort_requests(list(core.scheduler.requests))  # also those that were not handed over whole
         if core.batch_queue:  # steps that a GPU works on
             core.batch_queue.clear()
-        llm.collective_rpc(worker.forget_step)
+        held, *_ = llm.collective_rpc(worker.forget_step)
+        core.scheduler.finished_req_ids.update(held)  # which the next step tells the workers
         llm.reset_prefix_cache()
         raise
 

@@ -380,6 +380,12 @@ def write_parameters(model: nn.Module, values: dict[str, Tensor]) -> None:
         own[name].copy_(value)
 
 
-def forget_step(worker) -> None:
-    """Forgets a step that broke off between the model and the sampling, which vLLM would insist on finishing."""
-    worker.model_runner.execute_model_state = None
+def forget_step(worker) -> list[str]:
+    """
+    Forgets a step that broke off between the model and the sampling, which vLLM would insist on finishing. Returns the
+    requests that the worker holds: some may have ended long ago, since the step that would have told it broke off.
+    """
+    runner = worker.model_runner
+    runner.execute_model_state = None
+    states = getattr(runner, "req_states", None)  # of vLLM's second model runner
+    return list(runner.requests if states is None else states.req_id_to_index)
