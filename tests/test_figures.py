@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import pytest
 
@@ -49,6 +49,22 @@ def test_mismatches_are_those_that_were_measured():
         assert f"{PRECISIONS[name].mismatch:.1e}" == f"{mean:.1e}"
         written = f"{mean:.1e}".replace("e-0", "e-")
         assert re.search(rf"^\| `{name}` \| {written} ", BENCHMARKS, re.MULTILINE)
+
+
+# A sync
+
+
+def test_the_fingerprint():
+    """Medians of what was measured, in ms; the bandwidth in TB/s."""
+    full, lora = read(f"fingerprint-7b-{H200}")["results"]
+    assert (full["rank"], lora["rank"], lora["parameters"]) == (0, 32, 731)
+    values, host = median(full["values"]), median(lora["host"])
+    for words in (
+        *(f"{median(run['fingerprint']):.1f} ms with" for run in (full, lora)),
+        f"{full['bytes'] / values / 1e9:.1f} TB/s in {values:.1f} ms",
+        f"731 parameters and their modules in {host:.1f} ms",
+    ):
+        assert words in BENCHMARKS
 
 
 # Sampling alone
