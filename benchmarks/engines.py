@@ -163,7 +163,7 @@ def build(
     from trl.generation.vllm_generation import VLLMGeneration
 
     from trl_quant.rollout import VLLMEngine
-    from trl_quant.rollout.seams import llm_with
+    from trl_quant.trl_seams import llm_with
 
     arguments = START | {"disable_log_stats": True} | arguments
     if tokenizer is None:

@@ -155,7 +155,7 @@ def adapters(args, results: dict, deadline: float) -> None:
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import Linear
 
-    from trl_quant.adapters import with_frozen_layers
+    from trl_quant.policy.adapters import with_frozen_layers
 
     print(f"\nforward and backward with an FP32 adapter of rank {args.rank}, under BF16 autocast")
     ways = ("PEFT, BF16", "PEFT, frozen", "joined")

@@ -53,11 +53,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.frozen_base import BITSANDBYTES
 from trl_quant.layers import FrozenLinear
+from trl_quant.policy.frozen import BITSANDBYTES
 from trl_quant.precisions import frozen_bases
-from trl_quant.rollout.seams import llm_with
 from trl_quant.rollout.vllm.support import quantized_layers
+from trl_quant.trl_seams import llm_with
 
 
 GB = 10**9

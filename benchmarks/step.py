@@ -62,7 +62,7 @@ def make_trainer(args, tokenizer):
     from trl import GRPOConfig, GRPOTrainer
 
     from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-    from trl_quant.rollout.seams import llm_with
+    from trl_quant.trl_seams import llm_with
 
     (size,), (correction,) = args.sizes, args.corrections
     completions, new = map(max, zip(*args.completions, strict=True))

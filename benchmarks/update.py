@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.frozen_base import BITSANDBYTES
+from trl_quant.policy.frozen import BITSANDBYTES
 from trl_quant.precisions import train_precisions
 
 

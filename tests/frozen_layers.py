@@ -5,8 +5,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from trl_quant.adapters import FrozenLoraLinear, with_frozen_layers
 from trl_quant.layers import FrozenLinear, frozen_precisions
+from trl_quant.policy.adapters import FrozenLoraLinear, with_frozen_layers
 
 
 DTYPES = [torch.bfloat16, torch.float32]

@@ -11,8 +11,8 @@ from peft.tuners.lora import Linear as PeftLinear
 from tiny import tiny_model
 from torch import nn
 
-from trl_quant.adapters import FrozenLoraLinear, with_frozen_layers
 from trl_quant.layers import FrozenLinear, frozen_lora_linear
+from trl_quant.policy.adapters import FrozenLoraLinear, with_frozen_layers
 
 
 def by_peft(layer: FrozenLoraLinear):
@@ -28,7 +28,7 @@ def joined(monkeypatch) -> list:
         calls.append(args)
         return frozen_lora_linear(*args)
 
-    monkeypatch.setattr("trl_quant.adapters.frozen_lora_linear", counted)
+    monkeypatch.setattr("trl_quant.policy.adapters.frozen_lora_linear", counted)
     return calls
 
 

@@ -12,7 +12,13 @@ import torch.distributed as dist
 import warm
 from accelerate import PartialState
 
-from trl_quant.checkpoints import check_same_files, checkpoint_to_resume, how_to_go_on, on_every_rank, precision_before
+from trl_quant.trainers.checkpoints import (
+    check_same_files,
+    checkpoint_to_resume,
+    how_to_go_on,
+    on_every_rank,
+    precision_before,
+)
 
 
 def write(disk: Path, step: int, *files: str, whole: bool = True, precision: str | None = None) -> None:

@@ -13,10 +13,11 @@ from tiny import VOCAB_SIZE, save_tiny
 from training import config, make
 from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, checkpoints
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli.report import read_run
-from trl_quant.formats.checkpoint import quantization_config
 from trl_quant.rollout.vllm.support import differences
+from trl_quant.storage.layout import quantization_config
+from trl_quant.trainers import checkpoints
 
 
 # What needs the model's config.json
@@ -73,8 +74,8 @@ ACCEPTED_POLICIES = [
 
 @pytest.mark.parametrize(("settings", "model", "says"), REFUSED_POLICIES, ids=range(len(REFUSED_POLICIES)))
 def test_a_policy_that_no_engine_samples_from_is_refused(settings, model, says, written, monkeypatch):
-    monkeypatch.setattr("trl_quant.checks.check_version", lambda: None)
-    monkeypatch.setattr("trl_quant.checks.check_device", lambda *args: None)
+    monkeypatch.setattr("trl_quant.config.preflight.check_version", lambda: None)
+    monkeypatch.setattr("trl_quant.config.preflight.check_device", lambda *args: None)
     with pytest.raises(ValueError) as error:
         check(written(**model), build(**settings, num_generations=4, per_device_train_batch_size=4))
     message = str(error.value)

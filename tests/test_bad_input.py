@@ -11,7 +11,7 @@ from training import dataset, spread
 from trl import GRPOConfig, SFTConfig
 
 from trl_quant import QuantGRPOConfig
-from trl_quant.checks import check_before_loading
+from trl_quant.config.preflight import check_before_loading
 from trl_quant.tasks import REWARDS
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny, tiny_model
 
 from trl_quant.formats import FORMATS, global_scale, quantize
-from trl_quant.formats.checkpoint import (
+from trl_quant.storage.files import fingerprint, unfinished
+from trl_quant.storage.layout import (
     check_files,
     checkpoint_tensors,
     dense,
@@ -28,7 +29,6 @@ from trl_quant.formats.checkpoint import (
     storable,
     stored_format,
 )
-from trl_quant.formats.files import fingerprint, unfinished
 
 
 SHARD = 100_000  # bytes, several files for a tiny model
@@ -90,7 +90,7 @@ def test_a_killed_process_leaves_what_the_next_one_goes_on_from(source, tmp_path
         "import os, signal, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_checkpoint_files import dying\n"
-        "from trl_quant.formats.checkpoint import quantize_checkpoint\n"
+        "from trl_quant.storage.layout import quantize_checkpoint\n"
         "quantizer, _ = dying(10, lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
         f"quantize_checkpoint({source!r}, {str(target)!r}, 'nvfp4', quantizer=quantizer, max_shard_bytes={SHARD})\n"
     )
@@ -126,7 +126,7 @@ def test_work_of_other_settings_is_not_used(source, change, tmp_path):
 def test_two_processes_do_not_write_one_target(source, tmp_path):
     with unfinished(tmp_path / "q", {}) as result:
         (result / "x").write_text("mine")
-        code = f"from trl_quant.formats.files import unfinished\nwith unfinished({str(tmp_path / 'q')!r}, {{}}): pass"
+        code = f"from trl_quant.storage.files import unfinished\nwith unfinished({str(tmp_path / 'q')!r}, {{}}): pass"
         done = warm.run([sys.executable, "-c", code], capture_output=True)
         assert "another process is writing" in done.stderr
     assert (tmp_path / "q/x").read_text() == "mine"

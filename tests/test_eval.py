@@ -285,7 +285,7 @@ def test_what_the_model_is_asked(argv, tmp_path, monkeypatch, chat):
 
 def test_a_run_is_evaluated_in_its_precision(argv, tmp_path):
     """Its newest whole checkpoint, an adapter, whose change is seen in the answers."""
-    from trl_quant.checkpoints import write_rollout_state
+    from trl_quant.trainers.checkpoints import write_rollout_state
 
     base = AutoModelForCausalLM.from_pretrained(save_known(tmp_path / "base"))
     config = lora()

@@ -16,20 +16,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_quant import QuantGRPOConfig
-from trl_quant.exact_flow import compute_exactly
-from trl_quant.layers.exact import (
-    ExactAttention,
-    Kernels,
-    Packed,
-    Unrotated,
-    flash_attention,
-    log_probs,
-    log_softmax,
-)
+from trl_quant.layers.exact import ExactAttention, Kernels, Packed, Unrotated, flash_attention, log_probs, log_softmax
 from trl_quant.layers.norm import FusedRMSNorm, rms_norm
-from trl_quant.norms import FAMILIES
+from trl_quant.models.norms import FAMILIES
+from trl_quant.policy.exact import compute_exactly
+from trl_quant.policy.unified import unify
 from trl_quant.rollout.vllm.support import check_exact
-from trl_quant.unified_flow import unify
 
 
 EXACT_FAMILIES = [name for name, family in FAMILIES.items() if not family.offset]
@@ -374,7 +366,7 @@ def test_a_trainer_follows_its_engine(tmp_path, monkeypatch):
     from training import config, make, metrics
     from vllm_engines import SMALL, keep
 
-    import trl_quant.checks as checks
+    import trl_quant.config.preflight as checks
     from trl_quant import QuantGRPOTrainer
     from trl_quant.rollout.vllm import exact
 

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main as command
 from trl_quant.formats import FORMATS, global_scale, quantize
-from trl_quant.formats.checkpoint import dense, quantize_checkpoint
 from trl_quant.scaling import apply_uaq, scalings
+from trl_quant.storage.layout import dense, quantize_checkpoint
 
 
 BF16 = torch.bfloat16
@@ -298,7 +298,7 @@ def test_shared_heads_are_refused(tmp_path):
 KILLED = """
 import os, signal, sys
 from trl_quant.cli import main
-from trl_quant.cli.adapter import Adapter
+from trl_quant.storage.adapter import Adapter
 from trl_quant.formats import files
 
 files.SHARD_BYTES = 100_000

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import global_scale
-from trl_quant.formats.checkpoint import checkpoint_stream, quantize_checkpoint
-from trl_quant.frozen_base import FrozenBaseConfig, Packer, freeze
 from trl_quant.layers import FrozenLinear
-from trl_quant.rollout.self_check import EngineLayer, Reference, mean_difference, policy_logps
-from trl_quant.rollout.weights import PolicyWeights
+from trl_quant.policy.frozen import FrozenBaseConfig, Packer, freeze
+from trl_quant.rollout.stream import PolicyWeights
+from trl_quant.rollout.verify.self_check import EngineLayer, Reference, mean_difference, policy_logps
+from trl_quant.storage.layout import checkpoint_stream, quantize_checkpoint
 
 
 pytestmark = pytest.mark.isa

@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trl_quant.formats import FORMATS, global_scale, quantize
-from trl_quant.formats.checkpoint import checkpoint_tensors
 from trl_quant.layers import FrozenLinear, frozen, frozen_lora_linear
+from trl_quant.storage.layout import checkpoint_tensors
 
 
 # The layer

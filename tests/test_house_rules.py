@@ -24,24 +24,23 @@ MAX_LINES = 500
 
 # Who may import what not everyone may; `...` stands for any file
 RESTRICTED = {
-    "trl": ("trainer.py", "config.py", "checkpoints.py", "rollout/...", "cli/..."),
+    "trl": ("trainers/...", "config/...", "rollout/...", "trl_seams.py", "cli/..."),
     "vllm": ("rollout/vllm/...", "rollout/vllm_server_worker.py"),
     "triton": ("kernels/...",),
-    "llmcompressor": ("scaling/modifier.py", "cli/awq.py"),
+    "llmcompressor": ("scaling/modifier.py", "storage/awq.py"),
 }
 # Pure rooms: the libraries beside the standard one and the files of ours that they may import
 PURE = {
     "formats/...": ({"torch"}, ("formats/...",)),
     "corrections/...": ({"torch"}, ("corrections/...",)),
-    "noise/...": ({"torch"}, ("noise/...", "norms.py", "names.py")),
-    "norms.py": ({"torch"}, ("names.py",)),
-    "names.py": (set(), ()),
+    "noise/...": ({"torch"}, ("noise/...", "models/...")),
+    "models/...": ({"torch"}, ("models/...",)),
     "precisions.py": ({"torch"}, ("formats/...",)),
     "layers/...": ({"torch"}, ("layers/...", "formats/...", "precisions.py")),
     "kernels/...": ({"torch", "triton"}, ("kernels/...", "formats/...")),
 }
 # What they may import on top of that inside a function, for those who call it
-LAZY = {"formats/files.py": ({"safetensors"}, ()), "layers/...": ({"triton"}, ("kernels/...",))}
+LAZY = {"layers/...": ({"triton"}, ("kernels/...",))}
 
 # Private names of other libraries that we use, by the file that has them
 FOREIGN = {
@@ -188,10 +187,10 @@ def test_restricted_imports(sources):
 def test_pure_rooms_import_little(sources):
     none(impure_imports(sources))
     made_up = {
-        "trl_quant/formats/x.py": "import numpy, torch, math\nfrom . import fp8\nfrom ..norms import n\n",
-        "trl_quant/formats/files.py": "import safetensors\ndef f():\n    import safetensors.torch, numpy\n",
+        "trl_quant/formats/x.py": "import numpy, torch, math\nfrom . import fp8\nfrom ..models.norms import n\n",
+        "trl_quant/storage/files.py": "import safetensors\ndef f():\n    import safetensors.torch, numpy\n",
         "trl_quant/corrections/x.py": "from trl_quant import formats\nfrom .base import check\n",
-        "trl_quant/noise/x.py": "from ..norms import n\nfrom .gaussian import g\n",
+        "trl_quant/noise/x.py": "from ..models.norms import n\nfrom .gaussian import g\n",
         "trl_quant/precisions.py": "from .formats import FORMATS\nfrom .config import C\n",
         "trl_quant/layers/x.py": "from ..precisions import P\nfrom ..kernels import k\ndef f():\n"
         "    from ..kernels.quantize import q\n    from ..rollout import r\n",
@@ -199,9 +198,7 @@ def test_pure_rooms_import_little(sources):
     }
     assert [line.partition(";")[0].removeprefix("trl_quant/") for line in impure_imports(made_up)] == [
         "formats/x.py:1 imports numpy",
-        "formats/x.py:3 imports trl_quant.norms",
-        "formats/files.py:1 imports safetensors",
-        "formats/files.py:3 imports numpy",
+        "formats/x.py:3 imports trl_quant.models.norms",
         "corrections/x.py:1 imports trl_quant.formats",
         "precisions.py:2 imports trl_quant.config",
         "layers/x.py:2 imports trl_quant.kernels",
@@ -223,7 +220,7 @@ def test_what_an_import_loads():
     """
     steps = {
         "trl_quant": ({"trl_quant"}, {"triton", "trl", "vllm"}),
-        "trl_quant.formats, trl_quant.corrections, trl_quant.noise, trl_quant.norms, trl_quant.precisions, "
+        "trl_quant.formats, trl_quant.corrections, trl_quant.noise, trl_quant.models.norms, trl_quant.precisions, "
         "trl_quant.layers": ({"torch"}, {"transformers", "trl", "trl_quant.kernels", "vllm"}),
         "trl_quant.config": ({"trl", "transformers"}, {"trl.trainer.grpo_trainer", "trl_quant.trainer", "vllm"}),
     }

@@ -7,7 +7,7 @@ import torch
 from tiny import FAMILIES, tiny_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_quant.rollout.kv_cache import FORMATS, KVCache, attending_to
+from trl_quant.rollout.verify.kv_cache import FORMATS, KVCache, attending_to
 
 
 NAMES = ("_q_scale", "_k_scale", "_v_scale")

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from trl_quant import limits
-from trl_quant.limits import Interrupted, finished_within, time_limit
+from trl_quant.rollout import limits
+from trl_quant.rollout.limits import Interrupted, finished_within, time_limit
 
 
 def message() -> str:

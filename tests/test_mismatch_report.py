@@ -15,13 +15,13 @@ from tiny import save_tiny, tiny_tokenizer
 from training import lora
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from trl_quant.checkpoints import write_rollout_state
 from trl_quant.cli import main
 from trl_quant.cli.mismatch import Trained, about_operators, build_engine, chart, described, measure, parser
 from trl_quant.corrections.diagnostics import POSITIONS
 from trl_quant.layers import EngineWeight
 from trl_quant.rollout import SharedEngine, TransformersEngine
-from trl_quant.rollout.activations import Comparison
+from trl_quant.rollout.verify.activations import Comparison
+from trl_quant.trainers.checkpoints import write_rollout_state
 
 
 pytestmark = pytest.mark.isa

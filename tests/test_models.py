@@ -13,8 +13,8 @@ from tiny import EOS, FAMILIES, PAD, save_tiny, tiny_model, tiny_tokenizer
 from training import config, dataset, lora, make
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.checks import check_before_loading
-from trl_quant.rollout.weights import PolicyWeights, default_dtype
+from trl_quant.config.preflight import check_before_loading
+from trl_quant.rollout.stream import PolicyWeights, default_dtype
 
 
 def trainer_of(path, model, **options) -> QuantGRPOTrainer:

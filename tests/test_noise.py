@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import FAMILIES, tiny_model
 
+from trl_quant.models.norms import FAMILIES as SUPPORTED
+from trl_quant.models.norms import family_of, feeding_norms
 from trl_quant.noise import SCHEDULES, noised_norms, norm_noise, sigma
-from trl_quant.norms import FAMILIES as SUPPORTED
-from trl_quant.norms import family_of, feeding_norms
 
 
 PAPER = {"stages": 10, "sigma_start": 1e-2, "sigma_end": 5e-4}

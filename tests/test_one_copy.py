@@ -16,10 +16,10 @@ from training import config, lora, make, metrics, parameters
 from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.adapters import with_frozen_layers
 from trl_quant.formats import global_scale
-from trl_quant.frozen_base import freeze
 from trl_quant.layers import FrozenLinear, frozen, frozen_lora_linear, marlin
+from trl_quant.policy.adapters import with_frozen_layers
+from trl_quant.policy.frozen import freeze
 from trl_quant.rollout.vllm import one_copy
 
 

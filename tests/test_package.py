@@ -107,9 +107,23 @@ def test_installed_package_imports_away_from_the_checkout(environment, tmp_path)
     # -I: neither the working directory nor PYTHONPATH is searched
     first, *names = run(environment / "python", "-I", "-c", code, cwd=tmp_path).splitlines()
     assert Path(first).is_relative_to(environment.parent) and ROOT not in Path(first).parents
-    assert "QuantGRPOTrainer <class 'trl_quant.trainer.QuantGRPOTrainer'>" in names
+    assert "QuantGRPOTrainer <class 'trl_quant.trainers.grpo.QuantGRPOTrainer'>" in names
 
 
 def test_installed_command(environment, tmp_path):
     text = run(environment / "trl-quant", "--help", cwd=tmp_path)
     assert all(command in text for command in ("prepare", "train", "report"))
+
+
+def test_earlier_paths_lead_to_the_same_classes():
+    """Paths that other people's code and command lines hold, among them a checkpoint's pickled arguments."""
+    import trl_quant
+    from trl_quant import config, rollout, trainer
+    from trl_quant.rollout import vllm_server_worker
+
+    for name in ("QuantGRPOTrainer", "AISGRPOTrainer"):
+        assert getattr(trainer, name) is getattr(trl_quant, name)
+    for name in ("QuantGRPOConfig", "AISGRPOConfig"):
+        assert getattr(config, name) is getattr(trl_quant, name)
+    assert rollout.TransformersEngine.__name__ == "TransformersEngine" and rollout.VLLMEngine.__name__ == "VLLMEngine"
+    assert vllm_server_worker.WorkerExtension.__name__ == "WorkerExtension"

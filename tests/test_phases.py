@@ -8,7 +8,7 @@ import trl.extras.profiling as profiling
 from trl.extras.profiling import ProfilingContext
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.rollout import seams
+from trl_quant import trl_seams as seams
 
 
 @pytest.fixture

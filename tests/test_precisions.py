@@ -16,12 +16,12 @@ from torch import Tensor
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli import main as command
 from trl_quant.formats import FORMATS, Format, Scheme
-from trl_quant.formats.checkpoint import quantize_checkpoint
 from trl_quant.formats.common import Parts
 from trl_quant.layers import QuantizedLinear
 from trl_quant.precisions import PRECISIONS, InVLLM, Precision, in_vllm, markdown
 from trl_quant.rollout import TransformersEngine
 from trl_quant.rollout.vllm.support import prepared_precisions, supported_precisions
+from trl_quant.storage.layout import quantize_checkpoint
 
 
 class Ternary(Format):

@@ -25,7 +25,7 @@ from transformers import (
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main as command
-from trl_quant.formats.checkpoint import check_files, checkpoint_stream, linear_layers, quantize_checkpoint
+from trl_quant.storage.layout import check_files, checkpoint_stream, linear_layers, quantize_checkpoint
 
 
 ATTENTION, MLP = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}

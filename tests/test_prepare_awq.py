@@ -20,9 +20,9 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from trl_quant.cli import main as command
-from trl_quant.cli.perplexity import become_quantized, perplexities, perplexity
-from trl_quant.cli.text import token_sequences
-from trl_quant.formats.checkpoint import dense, quantize_checkpoint, storable
+from trl_quant.storage.layout import dense, quantize_checkpoint, storable
+from trl_quant.storage.perplexity import become_quantized, perplexities, perplexity
+from trl_quant.storage.text import token_sequences
 
 
 TEXT = "The quick brown fox jumps over the lazy dog. What is 7 times 6? 42. "

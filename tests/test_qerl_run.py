@@ -23,9 +23,9 @@ from training import config, metrics, parameters
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.checkpoints import last_complete_checkpoint
-from trl_quant.frozen_base import FrozenBaseConfig
+from trl_quant.policy.frozen import FrozenBaseConfig
 from trl_quant.tasks import arithmetic_reward, load_prompts
+from trl_quant.trainers.checkpoints import last_complete_checkpoint
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

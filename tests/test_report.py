@@ -12,10 +12,11 @@ from rich.console import Console
 from run_logs import climbing, entries, log, noisy, write_jsonl, write_state
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.cli import findings, main
-from trl_quant.cli.panels import logged
+from trl_quant.cli import main
 from trl_quant.cli.report import named, table, write_whole
-from trl_quant.cli.runs import Group, Run, differences, grouped, moving_average, read_run
+from trl_quant.report import findings
+from trl_quant.report.panels import logged
+from trl_quant.report.runs import Group, Run, differences, grouped, moving_average, read_run
 
 
 ROOT = Path(__file__).parents[1]

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from run_logs import entries, log, write_jsonl, write_state
 
 from trl_quant.cli import main, plain, printable
-from trl_quant.cli.findings import findings, later_tokens_worse, not_a_number, verdict
-from trl_quant.cli.page import page
-from trl_quant.cli.panels import chart, logged
 from trl_quant.cli.report import HEADER, row, write_whole
-from trl_quant.cli.runs import LARGEST, Group, Run, differences, grouped, moving_average, read_run
+from trl_quant.report.findings import findings, later_tokens_worse, not_a_number, verdict
+from trl_quant.report.page import page
+from trl_quant.report.panels import chart, logged
+from trl_quant.report.runs import LARGEST, Group, Run, differences, grouped, moving_average, read_run
 
 
 HUGE = 10**400

@@ -13,10 +13,10 @@ from matplotlib import image
 from matplotlib.figure import Figure
 from run_logs import climbing, entries, log, noisy
 
-from trl_quant.cli.page import page
-from trl_quant.cli.panels import COLORS, POINTS, TOPICS, chart, draw, logged
 from trl_quant.cli.report import HEADER, plot, row
-from trl_quant.cli.runs import Group, Run, grouped, moving_average
+from trl_quant.report.page import page
+from trl_quant.report.panels import COLORS, POINTS, TOPICS, chart, draw, logged
+from trl_quant.report.runs import Group, Run, grouped, moving_average
 
 
 ROOT = Path(__file__).parents[1]

@@ -12,8 +12,9 @@ from training import config, dataset, lora, make, parameters
 from training import metrics as all_metrics
 from transformers import TrainerCallback
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, checkpoints
-from trl_quant.checkpoints import (
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.trainers import checkpoints
+from trl_quant.trainers.checkpoints import (
     checkpoint_to_resume,
     last_complete_checkpoint,
     read_rollout_state,

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from trl_quant.formats import quantize
-from trl_quant.norms import family_of, feeding_norms
+from trl_quant.models.norms import family_of, feeding_norms
 from trl_quant.scaling import apply_uaq, uaq_applied
 from trl_quant.scaling.uaq import scale_norms
 

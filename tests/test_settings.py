@@ -11,10 +11,10 @@ from training import config, dataset, make, metrics
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import AISGRPOConfig, AISGRPOTrainer, QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.checkpoints import precision_before, read_initial_weights, read_rollout_state
 from trl_quant.corrections import CORRECTIONS, CorrectionInputs
 from trl_quant.corrections.trl import TRL
 from trl_quant.rollout import RolloutNoise, TransformersEngine
+from trl_quant.trainers.checkpoints import precision_before, read_initial_weights, read_rollout_state
 
 
 def build(config_class=QuantGRPOConfig, **kwargs):

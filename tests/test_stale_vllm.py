@@ -15,9 +15,9 @@ from vllm_engines import SMALL, fresh, greedy, keep, policy
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import quantize
+from trl_quant.policy.unified import unified_layers
 from trl_quant.rollout import VLLMEngine
-from trl_quant.rollout.self_check import FLOOR, SLACK, Reference, check_sequences, mean_difference
-from trl_quant.unified_flow import unified_layers
+from trl_quant.rollout.verify.self_check import FLOOR, SLACK, Reference, check_sequences, mean_difference
 
 
 pytestmark = pytest.mark.vllm

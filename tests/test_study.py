@@ -14,7 +14,7 @@ import torch
 import trl.generation.vllm_generation as vllm_generation
 
 from trl_quant import QuantGRPOConfig
-from trl_quant.cli.runs import Group, Run, grouped, read_run
+from trl_quant.report.runs import Group, Run, grouped, read_run
 from trl_quant.tasks.arithmetic import Division, Problem
 from trl_quant.tasks.countdown import searches
 

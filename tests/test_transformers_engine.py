@@ -11,8 +11,8 @@ from training import lora
 from trl_quant.formats import FORMATS, fake_quantize_activation, quantize
 from trl_quant.noise import norm_noise
 from trl_quant.rollout import RolloutNoise, TransformersEngine
-from trl_quant.rollout.base import WeightDrift
-from trl_quant.rollout.weights import PolicyWeights
+from trl_quant.rollout.stream import PolicyWeights
+from trl_quant.rollout.trl_adapter import WeightDrift
 
 
 pytestmark = pytest.mark.isa
@@ -220,7 +220,7 @@ def test_a_parameter_is_streamed_without_a_look_at_the_whole_model(monkeypatch):
     """Whether PEFT wraps a policy is found out once: accelerate walks through all modules for it."""
     policy = get_peft_model(tiny_model(seed=3), lora())
     weights, asked = PolicyWeights(policy, Accelerator(cpu=True)), []
-    monkeypatch.setattr("trl_quant.rollout.weights.is_peft_model", lambda model: asked.append(model) or True)
+    monkeypatch.setattr("trl_quant.rollout.stream.is_peft_model", lambda model: asked.append(model) or True)
     names = [name for name, _ in weights]
     assert (
         not asked and not any("lora" in name for name in names) and len(names) == len(list(tiny_model().parameters()))

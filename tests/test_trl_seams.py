@@ -23,7 +23,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_quant import QuantGRPOTrainer
-from trl_quant.values import CLIPPED_LOSSES
+from trl_quant.config.values import CLIPPED_LOSSES
 
 
 LOW, HIGH = 0.2, 0.28

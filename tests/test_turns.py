@@ -27,7 +27,7 @@ from training import PROMPTS, config, dataset, make, metrics, parameters
 from trl import GRPOConfig
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.rollout import self_check
+from trl_quant.rollout.verify import self_check
 
 
 # Every message as in ChatML, calls of tools in front of the content

@@ -10,8 +10,8 @@ from torch import nn
 
 from trl_quant.layers import UnifiedLinear, gated, inputs
 from trl_quant.layers.products import quantize_for_both, quantize_input
+from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows
-from trl_quant.unified_flow import unify
 
 
 every_precision = pytest.mark.parametrize("precision", unified_flows())
@@ -39,7 +39,9 @@ def tokens(mlp, dtype: torch.dtype) -> torch.Tensor:
 def test_the_same_bits_and_gradients(precision, dtype, monkeypatch):
     ours, theirs = mlp_of(precision, dtype)
     x, used = tokens(ours, dtype), []
-    monkeypatch.setattr("trl_quant.unified_flow.silu_mul", lambda *args: used.append(args[2:]) or gated.silu_mul(*args))
+    monkeypatch.setattr(
+        "trl_quant.policy.unified.silu_mul", lambda *args: used.append(args[2:]) or gated.silu_mul(*args)
+    )
     found = [gradients(mlp, x, *mlp.parameters()) for mlp in (ours, theirs)]
     assert used == [(precision, True)]
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
@@ -85,7 +87,7 @@ def test_codes_that_are_handed_over_are_the_ones_used(precision, monkeypatch):
         return y
 
     made = []
-    monkeypatch.setattr("trl_quant.unified_flow.silu_mul", with_codes)
+    monkeypatch.setattr("trl_quant.policy.unified.silu_mul", with_codes)
     for function in (quantize_input, quantize_for_both):
         counted = lambda *args, of=function: made.append(of) or of(*args)  # noqa: E731
         monkeypatch.setattr(inputs, function.__name__, counted)

@@ -10,12 +10,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trl_quant.adapters import UnifiedLoraLinear
 from trl_quant.formats import quantize
 from trl_quant.layers import UnifiedLinear, unified
 from trl_quant.layers.products import product, quantize_for_both, quantize_input
+from trl_quant.policy.adapters import UnifiedLoraLinear
+from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows
-from trl_quant.unified_flow import unify
 
 
 every_precision = pytest.mark.parametrize("precision", unified_flows())

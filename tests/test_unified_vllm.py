@@ -11,13 +11,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.adapters import delta_weight
 from trl_quant.formats import quantize
 from trl_quant.layers import UnifiedLinear
-from trl_quant.rollout import weights
+from trl_quant.policy.adapters import delta_weight
+from trl_quant.policy.unified import unify
+from trl_quant.rollout import stream as weights
 from trl_quant.rollout.vllm import engine as room
 from trl_quant.rollout.vllm.support import unquantized_layers
-from trl_quant.unified_flow import unify
 
 
 pytestmark = pytest.mark.vllm

@@ -13,11 +13,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import _custom_ops as ops
 from vllm_engines import SMALL, engine, fp8_block_anywhere, fresh, greedy, policy, update
 
-from trl_quant.formats.checkpoint import quantize_checkpoint
 from trl_quant.noise import norm_noise
 from trl_quant.rollout import RolloutNoise, TransformersEngine, VLLMEngine
 from trl_quant.rollout.vllm.support import quantized_layers
 from trl_quant.rollout.vllm.worker import check_kernels, linear_layers
+from trl_quant.storage.layout import quantize_checkpoint
 
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -75,7 +75,7 @@ def test_noise_counts_its_norms(tmp_path, monkeypatch):
     sampler = engine(policy(tmp_path / "policy"), "bf16")
     sampler.noise = RolloutNoise(sigma=0.05)
     few = [f"model.layers.0.{n}.weight" for n in NORMS]
-    monkeypatch.setattr("trl_quant.rollout.base.noised_norms", lambda model_type, names: few)
+    monkeypatch.setattr("trl_quant.rollout.trl_adapter.noised_norms", lambda model_type, names: few)
     with pytest.raises(ValueError, match=r"zip\(\) argument"):
         sampler.generate([[1, 2, 3]], None, 1)
 

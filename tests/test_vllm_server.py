@@ -29,10 +29,10 @@ from vllm.entrypoints.serve.dev.server_info.api_router import PydanticVllmConfig
 from vllm_engines import FP8_CACHE, fresh, one_by_one, served
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.formats.checkpoint import quantize_checkpoint
 from trl_quant.rollout.vllm import server as vllm_server
 from trl_quant.rollout.vllm import worker as vllm_worker
 from trl_quant.rollout.vllm.server import serve_command
+from trl_quant.storage.layout import quantize_checkpoint
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

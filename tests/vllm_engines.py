@@ -30,10 +30,10 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-from trl_quant.formats.checkpoint import quantize_checkpoint
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout import VLLMEngine
-from trl_quant.rollout.self_check import Reference, check_sequences, mean_difference
+from trl_quant.rollout.verify.self_check import Reference, check_sequences, mean_difference
+from trl_quant.storage.layout import quantize_checkpoint
 
 
 # Each engine on a CPU looks through all modules for Triton kernels to replace, half a second; the first has found them

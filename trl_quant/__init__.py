@@ -8,9 +8,9 @@ __version__ = "0.1.0"
 # name -> module. Loaded when asked for: TRL loads vLLM where it is installed, and `formats` needs torch alone.
 _PUBLIC = {
     "AISGRPOConfig": ".config",
-    "AISGRPOTrainer": ".trainer",
+    "AISGRPOTrainer": ".trainers.grpo",
     "QuantGRPOConfig": ".config",
-    "QuantGRPOTrainer": ".trainer",
+    "QuantGRPOTrainer": ".trainers.grpo",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

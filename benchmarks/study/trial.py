@@ -26,9 +26,9 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli.report import write_whole
-from trl_quant.rollout.seams import llm_with
 from trl_quant.tasks import load_prompts
 from trl_quant.tasks.evaluate import mean_reward
+from trl_quant.trl_seams import llm_with
 
 
 ROOT = Path(__file__).parents[2]

@@ -23,9 +23,9 @@ from trl.trainer.utils import add_fused_lm_head
 from vllm_engines import GPU_MODEL, GPU_RUN, SLEEPING, SMALL, engine, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.exact_flow import compute_exactly
+from trl_quant.policy.exact import compute_exactly
+from trl_quant.policy.unified import unify
 from trl_quant.precisions import exact_flows
-from trl_quant.unified_flow import unify
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]

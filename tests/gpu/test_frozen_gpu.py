@@ -102,7 +102,7 @@ def test_the_numbers_are_not_kept():
 def test_lora_equals_peft(precision, autocast):
     """FP32 adapters on a BF16 base, no farther from the exact gradients than PEFT's layer under autocast."""
     peft = pytest.importorskip("peft")
-    from trl_quant.adapters import with_frozen_layers
+    from trl_quant.policy.adapters import with_frozen_layers
 
     config = with_frozen_layers(peft.LoraConfig(r=32, target_modules=["0"], init_lora_weights=False))
     model = peft.get_peft_model(nn.Sequential(layer_of(precision, SHAPES[0])), config)

@@ -16,7 +16,7 @@ from vllm import _custom_ops as ops
 from vllm_engines import GPU_MODEL, GPU_RUN, SMALL, keep, set_scale, unrounded
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.rollout.kv_cache import FORMATS, KVCache
+from trl_quant.rollout.verify.kv_cache import FORMATS, KVCache
 from trl_quant.rollout.vllm.support import supported_precisions
 
 

@@ -16,10 +16,10 @@ from peft import LoraConfig, get_peft_model
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm_engines import GPU_MODEL, PROMPTS, SLEEPING, engine, greedy, policy, update
 
-from trl_quant.adapters import with_frozen_layers
-from trl_quant.frozen_base import freeze
 from trl_quant.layers import FrozenLinear
 from trl_quant.noise import noised_norms
+from trl_quant.policy.adapters import with_frozen_layers
+from trl_quant.policy.frozen import freeze
 from trl_quant.rollout import RolloutNoise
 from trl_quant.rollout.vllm import one_copy
 

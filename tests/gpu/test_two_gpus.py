@@ -28,8 +28,8 @@ from vllm_engines import GPU_MODEL, SMALL, fresh, one_by_one, served
 from vllm_ranks import launch, launch_exact
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.formats.checkpoint import quantize_checkpoint
 from trl_quant.precisions import PRECISIONS
+from trl_quant.storage.layout import quantize_checkpoint
 
 
 pytestmark = [

@@ -17,8 +17,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from test_one_copy_gpu import LORA, logps, sampled
 from vllm_engines import GPU_MODEL, engine, policy, update
 
+from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows
-from trl_quant.unified_flow import unify
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]

@@ -33,12 +33,12 @@ from rich.table import Table
 from transformers import AutoConfig, PreTrainedTokenizerBase, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..checkpoints import ROLLOUT_STATE_NAME
-from ..formats.files import INDEX, TOKENIZER, told_if_full, write_whole
 from ..rollout import RolloutEngine
+from ..storage.files import INDEX, TOKENIZER, told_if_full, write_whole
 from ..tasks.benchmarks import BENCHMARKS, load_questions
 from ..tasks.data import as_conversations, token_ids
 from ..tasks.estimates import LEVEL, estimates
+from ..trainers.checkpoints import ROLLOUT_STATE_NAME
 from . import plain
 from .mismatch import Trained, add_engine_options, build_engine, resolve_engine
 

@@ -18,18 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..formats import FORMATS
-from ..formats.checkpoint import (
-    check_target,
-    dense,
-    fused_layer,
-    quantization_config,
-    quantized,
-    rewrite_checkpoint,
-    rounded,
-    storable,
-    stored_format,
-)
-from ..formats.files import (
+from ..storage.files import (
     TOKENIZER,
     Tensors,
     Transform,
@@ -40,6 +29,17 @@ from ..formats.files import (
     read_tensors,
     unfinished,
     weight_files,
+)
+from ..storage.layout import (
+    check_target,
+    dense,
+    fused_layer,
+    quantization_config,
+    quantized,
+    rewrite_checkpoint,
+    rounded,
+    storable,
+    stored_format,
 )
 
 
@@ -102,12 +102,12 @@ def main(argv: list[str] | None = None) -> None:
 
     import torch
 
-    from ..checkpoints import read_rollout_state
     from ..rollout.vllm.support import quantizers_on
+    from ..storage.adapter import load_adapter
+    from ..storage.card import write_card
+    from ..storage.source import find_source
+    from ..trainers.checkpoints import read_rollout_state
     from . import progress_bar
-    from .adapter import load_adapter
-    from .card import write_card
-    from .source import find_source
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = find_source(model, revision, args.trust_remote_code)
@@ -191,7 +191,7 @@ def measure(
     Reads an exported checkpoint again and compares what changed with the adapter.
 
     Args:
-        adapter ([`~cli.adapter.Adapter`]): What was merged.
+        adapter ([`~storage.adapter.Adapter`]): What was merged.
         heads (`dict[str, Stored]`): The base's tensors.
         numbers (`list[Transform]`): From them to the numbers of the checkpoint that has no adapter: Q(W).
         fold (`list[Transform]`): Of these, the ones that scale weights, and so the adapter.
@@ -263,8 +263,8 @@ def _dtype(config: dict):
 
 def _adapter_and_base(args: argparse.Namespace) -> tuple[Path | None, str, str | None]:
     """The adapter's directory, if there is one; name and revision of the base."""
-    from ..checkpoints import last_complete_checkpoint
-    from .adapter import CONFIG, read_adapter_config
+    from ..storage.adapter import CONFIG, read_adapter_config
+    from ..trainers.checkpoints import last_complete_checkpoint
 
     if args.adapter is None:
         return None, args.model, args.revision
@@ -288,7 +288,7 @@ def _adapter_and_base(args: argparse.Namespace) -> tuple[Path | None, str, str |
 
 def _rows(args: argparse.Namespace, source, path: Path | None, scale: float | None, stored: str | None) -> list:
     """The card's table."""
-    from .card import describe
+    from ..storage.card import describe
 
     rows = [("base" if path is not None else "source", describe(source) + (f", in {stored}" if stored else ""))]
     if path is not None:
@@ -302,7 +302,7 @@ def _rows(args: argparse.Namespace, source, path: Path | None, scale: float | No
 
 def _summary(args: argparse.Namespace, source, path: Path | None, scale: float | None) -> str:
     """The card's first sentence."""
-    from .card import describe
+    from ..storage.card import describe
 
     done = ["a LoRA adapter merged into it"] if path is not None else []
     done += [f"UAQ's scale {scale} undone"] if scale is not None else []

@@ -5,7 +5,7 @@
 
 The engine samples a few completions of a model, or of a run's newest whole checkpoint, whose settings are the defaults
 here; the trainer scores their tokens; and both compute each sequence in one pass, in which their activations are
-compared operator by operator (`trl_quant.rollout.activations`).
+compared operator by operator (`trl_quant.rollout.verify.activations`).
 """
 
 import argparse
@@ -28,18 +28,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from trl.trainer.utils import selective_log_softmax
 
 from .. import rollout
-from ..adapters import with_frozen_layers
-from ..checkpoints import how_to_go_on, last_complete_checkpoint, read_rollout_state
 from ..corrections import CorrectionInputs
 from ..corrections.diagnostics import diagnose, rollout_ratio
-from ..frozen_base import BITSANDBYTES, freeze
+from ..policy.adapters import with_frozen_layers
+from ..policy.frozen import BITSANDBYTES, freeze
+from ..policy.unified import checkpoint_dtype, unify
 from ..precisions import PRECISIONS, frozen_bases, in_vllm, train_precisions
-from ..rollout.activations import Comparison, Point
-from ..rollout.self_check import check_sequences
+from ..rollout.verify.activations import Comparison, Point
+from ..rollout.verify.self_check import check_sequences
 from ..rollout.vllm.support import check_device, check_engine_kwargs
 from ..tasks import load_prompts
 from ..tasks.data import check_prompts, token_ids
-from ..unified_flow import checkpoint_dtype, unify
+from ..trainers.checkpoints import how_to_go_on, last_complete_checkpoint, read_rollout_state
 from . import plain
 from .report import check_output, write_figure, write_whole
 

@@ -12,9 +12,9 @@ import argparse
 import json
 from pathlib import Path
 
-from ..formats.checkpoint import check_target, quantization_config, quantized, rewrite_checkpoint, storable
-from ..formats.files import fingerprint, read_config, unfinished
 from ..precisions import PRECISIONS
+from ..storage.files import fingerprint, read_config, unfinished
+from ..storage.layout import check_target, quantization_config, quantized, rewrite_checkpoint, storable
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,11 +55,11 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     from ..rollout.vllm.support import quantizers_on
+    from ..storage.awq import check_awq, smooth_checkpoint
+    from ..storage.card import write_card
+    from ..storage.perplexity import perplexities
+    from ..storage.source import find_source, kinds
     from . import progress_bar
-    from .awq import check_awq, smooth_checkpoint
-    from .card import write_card
-    from .perplexity import perplexities
-    from .source import find_source, kinds
 
     if args.awq:
         check_awq(args.format)
@@ -125,7 +125,7 @@ def _sequences(args: argparse.Namespace, source) -> tuple[list, list, object]:
         return [], [], None
     from transformers import AutoConfig, AutoTokenizer
 
-    from .text import token_sequences
+    from ..storage.text import token_sequences
 
     text_config = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust).get_text_config()
     most = getattr(text_config, "max_position_embeddings", None) or args.calibration_length
@@ -158,7 +158,7 @@ def _used(samples: int, length: int, data: str) -> str:
 
 
 def _summary(args: argparse.Namespace, source) -> str:
-    from .card import describe
+    from ..storage.card import describe
 
     text = f"{describe(source)}, with the linear layers of its decoder in {args.format}; by `trl-quant prepare`."
     if args.awq:

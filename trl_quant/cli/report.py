@@ -3,8 +3,8 @@
     trl-quant report runs/int4-none runs/int4-ais --output runs/report.html --output runs/report.png
     trl-quant report --mismatch runs/int4-ais --output runs/mismatch.png
 
-A run is a directory with the files of `trl_quant.cli.runs`; runs whose recorded settings differ in the seed alone are
-drawn as one band. With `--mismatch` it reports where the activations of one run's trainer and engine part
+A run is a directory with the files of `trl_quant.report.runs`; runs whose recorded settings differ in the seed alone
+are drawn as one band. With `--mismatch` it reports where the activations of one run's trainer and engine part
 (`trl_quant.cli.mismatch`).
 """
 
@@ -22,10 +22,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..report.findings import findings, verdict
+from ..report.panels import chart
+from ..report.runs import ENDS, KL, REWARD, Run, directory_name, grouped, read_run
 from . import plain
-from .findings import findings, verdict
-from .panels import chart
-from .runs import ENDS, KL, REWARD, Run, directory_name, grouped, read_run
 
 
 # TRL's name for the weight that multiplies a token's loss, after caps and interpolation; 1 without correction.
@@ -64,7 +64,7 @@ def table(runs: Sequence[Run]) -> Table:
 def plot(runs: Sequence[Run], path: str | Path, titles: Collection[str] = ()) -> None:
     """Writes the page, or [`~panels.chart`] (of panels with `titles`) as what `path` ends in."""
     if Path(path).suffix == ".html":
-        from .page import page
+        from ..report.page import page
 
         write_whole(path, page(runs, HEADER, [row(run) for run in runs]).encode())
     else:

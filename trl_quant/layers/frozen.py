@@ -372,7 +372,8 @@ class FrozenLinear(nn.Linear):
         if name == "weight":
             raise AttributeError(
                 f"{type(self).__name__} has no `weight`, but codes and scales: `dequantize()` gives the numbers, in a "
-                "tensor of their own. PEFT takes the layer with `trl_quant.adapters.with_frozen_layers(peft_config)`."
+                "tensor of their own. PEFT takes the layer with "
+                "`trl_quant.policy.adapters.with_frozen_layers(peft_config)`."
             )
         return super().__getattr__(name)
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..norms import feeding_norms
+from ..models.norms import feeding_norms
 
 
 def noised_norms(model_type: str, names: Iterable[str]) -> list[str]:

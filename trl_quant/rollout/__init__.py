@@ -11,10 +11,10 @@ from functools import partial
 
 # name -> module
 _PUBLIC = {
-    "RolloutEngine": ".base",
-    "RolloutNoise": ".base",
-    "SharedEngine": ".shared_engine",
-    "TransformersEngine": ".transformers_engine",
+    "RolloutEngine": ".trl_adapter",
+    "RolloutNoise": ".trl_adapter",
+    "SharedEngine": ".embedded.shared_base",
+    "TransformersEngine": ".embedded.transformers_engine",
     "VLLMBase": ".vllm.base",
     "VLLMEngine": ".vllm.engine",
     "VLLMServerEngine": ".vllm.server",
@@ -43,7 +43,7 @@ def engine_of(args, loaded: Callable[[], None], built: Callable[[object], None],
     the trainer's models are, and `built`, with the engine. Without a `rollout_precision` it builds TRL's own. There
     `fields` of `args` have other values; on exit `args` and TRL are as they were.
     """
-    from .seams import trainer_builds
+    from ..trl_seams import trainer_builds
 
     engine = None
     if args.rollout_precision is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from .base import RolloutEngine
+from .trl_adapter import RolloutEngine
 
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..names import clean_name
-from ..norms import family_of, feeding_norms
+from ..models.names import clean_name
+from ..models.norms import family_of, feeding_norms
 
 
 # Where `s` may lie. FP16 is the narrowest type of 16 bits, normal from 2^-14 to 2^16. Linear weights are about 0.02 in
@@ -95,7 +95,7 @@ def scalings(model_type: str, names: Iterable[str], scale: float) -> dict[str, C
         same shape and type.
 
     Raises:
-        `ValueError`: for a scale outside [`SCALES`], or as in [`~norms.feeding_norms`].
+        `ValueError`: for a scale outside [`SCALES`], or as in [`~models.norms.feeding_norms`].
     """
     check_scale(scale)
     offset = family_of(model_type).offset

@@ -22,15 +22,7 @@ by a signal after five seconds, so its scores are to be taken on the main thread
 import re
 from collections.abc import Callable
 
-from .answers import (
-    extract_answer,
-    final_answer,
-    message_text,
-    same_number,
-    truth_text,
-    without_echo,
-    without_percent,
-)
+from .answers import extract_answer, final_answer, message_text, same_number, truth_text, without_echo, without_percent
 from .expressions import literal, same_answer
 
 

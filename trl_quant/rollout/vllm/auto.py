@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from ...precisions import PRECISIONS
-from ..weights import PolicyWeights
+from ..stream import PolicyWeights
 from .engine import VLLMEngine
 from .support import adapter_arguments, check_architecture, prepared_precisions, supported_precisions
 from .trial import Speed, Trial, measure

@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...formats import QuantizedTensor
-from ...formats.checkpoint import checkpoint_stream, checkpoint_tensors, is_quantizable
-from ...names import clean_name
+from ...models.names import clean_name
 from ...precisions import PRECISIONS
-from ..base import RolloutEngine, RolloutNoise, count_layers
-from ..kv_cache import UNQUANTIZED, KVCache
-from ..seams import exchanged
-from ..weights import ties_embeddings
+from ...storage.layout import checkpoint_stream, checkpoint_tensors, is_quantizable
+from ...trl_seams import exchanged
+from ..stream import ties_embeddings
+from ..trl_adapter import RolloutEngine, RolloutNoise, count_layers
+from ..verify.kv_cache import UNQUANTIZED, KVCache
 from .support import brings_cache_scales, quantized_layers, quantizers_on, unquantized_layers
 
 
@@ -256,8 +256,8 @@ class VLLMBase(RolloutEngine):
     # Self-check
 
     def check_sync(self, quick: bool = False) -> dict[str, float]:
-        """Compares the engine with the policy now, both without noise; see [`~rollout.self_check.self_check`]."""
-        from ..self_check import self_check
+        """Compares engine and policy now, both without noise: [`~rollout.verify.self_check.self_check`]."""
+        from ..verify.self_check import self_check
 
         self.ensure_ready()
         self.lay_noise(RolloutNoise())

@@ -22,7 +22,7 @@ from uuid import uuid4
 import requests
 from trl.generation.vllm_client import VLLMClient
 
-from ...limits import finished_within, time_limit
+from ..limits import finished_within, time_limit
 
 
 SHOWN = 200  # characters of an answer in a message

@@ -16,10 +16,10 @@ from transformers import AutoConfig
 from ...layers.exact import Kernels
 from ...noise import noised_norms
 from ...precisions import PRECISIONS
+from ...trl_seams import empty_cache, llm_with
 from ..fingerprint import fingerprint
-from ..kv_cache import KVCache
-from ..seams import empty_cache, llm_with
-from ..weights import PolicyWeights
+from ..stream import PolicyWeights
+from ..verify.kv_cache import KVCache
 from .base import VLLMBase
 from .sampling import nothing_left_behind, sampling_lean
 from .support import (

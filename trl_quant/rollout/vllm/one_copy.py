@@ -27,8 +27,8 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
 from ...layers import FrozenLinear
 from ...layers.marlin import TILE_OUT
-from ..seams import exchanged
-from ..weights import PolicyWeights
+from ...trl_seams import exchanged
+from ..stream import PolicyWeights
 from .adapter import names_in_vllm, places
 from .support import two_copies
 

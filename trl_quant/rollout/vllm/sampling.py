@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from ..seams import exchanged, extracting_with
+from ...trl_seams import exchanged, extracting_with
 
 
 # Sampling parameters with which completions are looked at as text, by vLLM or by the user

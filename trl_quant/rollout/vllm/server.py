@@ -22,12 +22,12 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import AutoConfig
 
-from ...limits import finished_within
 from ...noise import noised_norms
 from ...precisions import PRECISIONS, in_vllm
-from ..kv_cache import FORMATS as CACHE_FORMATS
-from ..kv_cache import UNQUANTIZED, KVCache
-from ..seams import client_built
+from ...trl_seams import client_built
+from ..limits import finished_within
+from ..verify.kv_cache import FORMATS as CACHE_FORMATS
+from ..verify.kv_cache import UNQUANTIZED, KVCache
 from .base import VLLMBase
 from .client import Client, stranger
 from .support import (

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trl.import_utils import is_vllm_available
 
 from ...formats import FORMATS
-from ...formats.checkpoint import quantization_config
-from ...names import clean_name
-from ...norms import family_of
+from ...models.names import clean_name
+from ...models.norms import family_of
 from ...precisions import PRECISIONS, InVLLM, in_vllm
-from ..kv_cache import FORMATS as CACHE_FORMATS
-from ..kv_cache import UNQUANTIZED
+from ...storage.layout import quantization_config
 from ..sampling_options import not_taken
+from ..verify.kv_cache import FORMATS as CACHE_FORMATS
+from ..verify.kv_cache import UNQUANTIZED
 
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from ..weights import default_dtype
+from ..stream import default_dtype
 from .worker import (
     keep_onednn_scales,
     kv_caches,

@@ -23,12 +23,12 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import set_weight_attrs
 
 from ...formats import FORMATS, quantize
-from ...formats.checkpoint import checkpoint_stream
 from ...noise import noised_norms
 from ...precisions import PRECISIONS
-from ..kv_cache import FORMATS as CACHE_FORMATS
-from ..kv_cache import UNQUANTIZED, KVCache
-from ..weights import default_dtype
+from ...storage.layout import checkpoint_stream
+from ..stream import default_dtype
+from ..verify.kv_cache import FORMATS as CACHE_FORMATS
+from ..verify.kv_cache import UNQUANTIZED, KVCache
 from . import one_copy
 from .adapter import decoder_in_vllm, hold_adapter, linear_layers, names_in_vllm, places
 from .support import quantizers_on
@@ -41,7 +41,7 @@ class QuantizingLoader(DefaultModelLoader):
     quantizes while reading, one tensor at a time; then prepares it for what it is to hold besides its weights. A base
     that the trainer lends is taken over instead; see [`one_copy`].
 
-    `model_loader_extra_config` may have the arguments of [`~formats.checkpoint.checkpoint_stream`] and the `device` to
+    `model_loader_extra_config` may have the arguments of [`~storage.layout.checkpoint_stream`] and the `device` to
     quantize on; `wide_norms`, see [`widen_norms`]; `adapter`, ranks by the names of the policy's layers, see
     [`~adapter.hold_adapter`]; `exact`, see [`exact`]; and `load_format`, that of another loader of vLLM's which reads
     the weights instead.

@@ -1,0 +1,385 @@
+"""What can be known to fail before a model is loaded."""
+
+import logging
+import re
+from pathlib import Path
+
+import transformers
+from accelerate import PartialState
+from accelerate.utils import is_peft_model
+from datasets import Dataset, IterableDataset
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.nn import Module
+from transformers import AutoConfig, PreTrainedModel
+
+from ..layers import FrozenLinear
+from ..models.norms import family_of
+from ..rollout.stream import NO_WEIGHTS
+from ..rollout.tokenizer import check_tokenizer
+from ..rollout.vllm.support import (
+    ARCHITECTURE,
+    check_architecture,
+    check_device,
+    check_exact,
+    check_head_size,
+    check_prepared,
+    check_version,
+    differences,
+    prepared_precisions,
+)
+from ..storage.layout import check_files
+from ..tasks.data import check_prompts
+from ..tasks.rewards import check_reward, check_truths
+from ..trainers.dynamic_sampling import check_dynamic_sampling
+
+
+logger = logging.getLogger(__name__)
+
+# What configs of transformers call the number of experts that a router chooses from
+EXPERTS = re.compile(r"(^|_)(num|n)_(local_|routed_)?experts$")
+
+
+def name_of(model) -> str:
+    """The name that a model is, or was loaded by; `ValueError` for what is no model."""
+    if isinstance(model, str):
+        return model
+    if not isinstance(model, Module) or not hasattr(model, "config"):
+        given = repr(model) if len(repr(model)) < 100 else f"{type(model).__name__}(...)"
+        raise ValueError(
+            f"`model`={given} must be a name, a directory or a model of transformers; a directory is given as a string."
+        )
+    return getattr(model.config, "name_or_path", None) or ""
+
+
+def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs, peft_config, **others) -> None:
+    """Raises `ValueError` or `ImportError` for a trainer's arguments that do not fit together, or this machine."""
+    if others["environment_factory"] is None:  # else prompts and rewards may come from there
+        _check_data(args, train_dataset, eval_dataset)
+        if others["rollout_func"] is None:
+            _check_rewards(reward_funcs, train_dataset)
+    tools, rollout_func, environments = map(others.get, ("tools", "rollout_func", "environment_factory"))
+    check_dynamic_sampling(args, train_dataset, tools, rollout_func, environments)
+    if args.use_vllm and args.rollout_precision is not None:
+        _check_turns(args, tools, environments)
+        check_version()
+        if args.vllm_mode == "colocate":
+            check_device(args.rollout_precision, args.vllm_enable_sleep_mode)
+    if isinstance(model, Module):
+        _check_untouched(args, model)
+    if args.train_precision is not None:
+        _check_trained(args, model, peft_config, others["quantization_config"])
+    if any(value is not None for value in (args.rollout_precision, args.noise_schedule, args.uaq_scale)):
+        config = _read_config(model, args)
+        if args.rollout_precision is not None:
+            _check_kind(config, model)
+            _check_adapter(peft_config)
+            _check_tokenizer(config, others.get("processing_class"), train_dataset)
+            _check_policy(config, args, others["quantization_config"])
+        if args.noise_schedule is not None or args.uaq_scale is not None:
+            _check_norms(config, model, args, peft_config)
+    if args.beta != 0 and peft_config is None and not name_of(model) and not is_peft_model(model):
+        raise ValueError(
+            f"`beta`={args.beta} needs a reference model, which TRL loads from where the policy was loaded, and this "
+            "policy was built in memory. Save it and pass the directory, or set `beta=0`."
+        )
+    for start in (model, (args.vllm_engine_kwargs or {}).get("model")):
+        if isinstance(start, str) and Path(start).is_dir():
+            check_files(start)
+    if args.use_vllm and args.rollout_precision is not None and args.vllm_mode == "server":
+        _wait_for_server(args, getattr(model, "name_or_path", model))
+
+
+def _check_data(args, train_dataset, eval_dataset) -> None:
+    if train_dataset is None:
+        raise ValueError("`train_dataset` is required unless an `environment_factory` is provided.")
+    if not isinstance(train_dataset, Dataset | IterableDataset):
+        split = "; take one of its splits" if isinstance(train_dataset, dict) else ""
+        raise ValueError(
+            f"`train_dataset` is a {type(train_dataset).__name__}{split}. It must be a `datasets.Dataset` or "
+            "`datasets.IterableDataset`."
+        )
+    check_prompts("train_dataset", train_dataset)
+    prompts = args.generation_batch_size // args.num_generations
+    if isinstance(train_dataset, Dataset) and len(train_dataset) < prompts:
+        raise ValueError(
+            f"`train_dataset` has {len(train_dataset)} prompts, fewer than one generation takes, {prompts} "
+            f"(`generation_batch_size`={args.generation_batch_size} / `num_generations`={args.num_generations}): "
+            "nothing would be trained. Lower `generation_batch_size`, or add prompts."
+        )
+    if isinstance(train_dataset, IterableDataset) and args.accelerator_config.dispatch_batches:
+        raise ValueError(
+            "Iterable datasets require `dispatch_batches=False`, and `accelerator_config` sets it to True."
+        )
+    if isinstance(train_dataset, IterableDataset) and args.max_steps <= 0:
+        raise ValueError(f"`max_steps`={args.max_steps}, but a stream has no length: set the number of steps.")
+    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
+    for name, dataset in evaluated.items():
+        if isinstance(dataset, Dataset | IterableDataset):
+            check_prompts("eval_dataset" if name is None else f"eval_dataset[{name!r}]", dataset)
+
+
+def _check_rewards(reward_funcs, train_dataset) -> None:
+    columns = train_dataset.column_names
+    for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        if not isinstance(reward, str | Module) and reward is not None and columns is not None:
+            check_reward(reward, columns)
+            if isinstance(train_dataset, Dataset) and train_dataset.format["type"] != "custom":
+                check_truths(reward, train_dataset.with_format(None))
+
+
+def _check_turns(args, tools, environment_factory) -> None:
+    """With tools each process takes as many turns as it needs, and TRL has some processes take each turn together."""
+    if not tools and environment_factory is None:
+        return
+    given = "`tools`" if tools else "`environment_factory`"
+    why = (
+        "TRL gathers the prompts of every turn from {} and cuts the completions into parts of equal size. Where they "
+        "call tools in different numbers they wait for each other for ever, or get each other's completions."
+    )
+    processes = PartialState().num_processes
+    if args.vllm_mode == "server" and processes > 1:
+        raise ValueError(
+            f"{given} with `vllm_mode`='server' on {processes} processes: {why.format('all processes')} Use "
+            "`vllm_mode='colocate'`, or one process."
+        )
+    if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1:
+        raise ValueError(
+            f"{given} with `vllm_tensor_parallel_size`={args.vllm_tensor_parallel_size}: "
+            f"{why.format('the processes of an engine')} Use `vllm_tensor_parallel_size=1`."
+        )
+
+
+def check_trainable(model: Module) -> None:
+    """Raises `ValueError` for a model of which nothing would be trained."""
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError(
+            "No parameter of the policy requires a gradient, so that nothing would be trained, as after "
+            "`merge_and_unload()`, `disable_adapter_layers()` or `PeftModel.from_pretrained(...)` without "
+            "`is_trainable=True`. Pass a `peft_config`, or call `model.requires_grad_(True)`."
+        )
+    if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
+        raise ValueError("The policy's adapters are merged into it and would not be trained. Call `unmerge_adapter()`.")
+
+
+def _wait_for_server(args, model: str) -> None:
+    from ..rollout.vllm.server import wait_for_server
+
+    if PartialState().is_main_process:  # the only one that talks to it
+        wait_for_server(args, model)
+
+
+def check_method(trainer, args, rollout_func) -> None:
+    """Raises `ValueError` for a config that contradicts the trainer's class, and says where a correction cannot act."""
+    method = trainer.config_class.__dataclass_fields__["is_correction"].default
+    if method is not None and args.is_correction != method:
+        raise ValueError(
+            f"`is_correction`={args.is_correction!r}, but {type(trainer).__name__} runs {method!r}. Pass a "
+            f"`{trainer.config_class.__name__}`, or use `QuantGRPOTrainer`."
+        )
+    if args.is_correction in ("trl", "none") or args.use_vllm or args.rollout_precision is not None:
+        return
+    if rollout_func is not None:
+        raise ValueError(
+            f"`is_correction`={args.is_correction!r} with a `rollout_func` needs `use_vllm=True`: without it TRL's "
+            "loss takes no weights. Set `is_correction='none'`, or `use_vllm=True`."
+        )
+    logger.warning(
+        "`is_correction`=%r does nothing in this run, whose samples come from the policy itself. Set "
+        "`rollout_precision` or `use_vllm=True`.",
+        args.is_correction,
+    )
+
+
+def _read_config(model, args, **options):
+    if not isinstance(model, str):
+        return model.config
+    given = args.model_init_kwargs or {}
+    options |= {name: given[name] for name in ("revision", *ARCHITECTURE) if given.get(name) is not None}
+    if Path(model, "adapter_config.json").is_file() and not Path(model, "config.json").is_file():
+        raise ValueError(
+            f"`model`={model!r} is an adapter without its base. Load both, with "
+            "`peft.AutoPeftModelForCausalLM.from_pretrained(model, is_trainable=True)`, and pass what that returns."
+        )
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
+    except (OSError, ValueError) as error:
+        what = "cannot be read"
+        if Path(model).is_dir() and not Path(model, "config.json").is_file():
+            what = "is a directory without a config.json"
+        elif isinstance(error, OSError) and not Path(model).is_dir():
+            what = "is no directory here, and no model that the hub, or what is stored of it here, gives"
+        raise ValueError(f"`model`={model!r} {what}: {error}") from error
+
+
+def _check_kind(config, model) -> None:
+    """A policy has a head that gives the next token, and parameters of its own."""
+    if isinstance(model, str):
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+    else:
+        kind = type(model.get_base_model() if is_peft_model(model) else model)
+    if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and not kind.can_generate():
+        raise ValueError(
+            f"The policy is a {kind.__name__}, which generates no text. Load it with `AutoModelForCausalLM`, or train "
+            "another checkpoint."
+        )
+
+
+def _check_adapter(peft_config) -> None:
+    """Engines are given weights: an adapter must change the model's, in the layers that its config describes."""
+    if getattr(peft_config, "is_prompt_learning", False) or getattr(peft_config, "is_adaption_prompt", False):
+        raise ValueError(f"`peft_config`: {NO_WEIGHTS.format(type(peft_config).__name__)}")
+    if getattr(peft_config, "layer_replication", None):
+        raise ValueError(
+            f"`peft_config`: `layer_replication`={peft_config.layer_replication!r} makes a model of more layers than "
+            "its config describes, by which engines are built. Unset it, or leave `rollout_precision` unset."
+        )
+
+
+def _check_tokenizer(config, processing_class, train_dataset) -> None:
+    """A tokenizer that is given; one that TRL reads from the model's directory is checked when the engine is built."""
+    if processing_class is None:
+        return
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    check_tokenizer(tokenizer, config.get_text_config().vocab_size)
+    template = getattr(processing_class, "chat_template", None) or tokenizer.chat_template
+    if template is None and isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), list):
+        raise ValueError(
+            "`train_dataset` has conversations, and the tokenizer has no chat template to write them with. Set "
+            "`tokenizer.chat_template`, or use prompts that are plain text."
+        )
+
+
+def _check_policy(config, args, quantization_config) -> None:
+    """The engines stream a dense 16-bit policy; what vLLM starts on must be the same model."""
+    quantization_config = quantization_config or (args.model_init_kwargs or {}).get("quantization_config")
+    trained = args.holds_frozen_base or getattr(quantization_config, "dequantize", False)
+    if prepared_precisions(config) is not None and not trained:
+        raise ValueError(
+            f"The policy {config.name_or_path!r} is quantized already (`quantization_config` in config.json). Train "
+            "the 16-bit checkpoint, or this one under LoRA with `train_precision`; vLLM may start on this one, with "
+            "`vllm_engine_kwargs={'model': ...}`."
+        )
+    if (experts := number_of_experts(config.to_dict())) > 1:
+        raise ValueError(
+            f"`rollout_precision`={args.rollout_precision!r}, but the policy is a mixture of {experts} experts, which "
+            "no engine here samples from. Leave `rollout_precision` unset: TRL generates."
+        )
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"`rollout_precision`={args.rollout_precision!r}, but {config.model_type} is an encoder with a decoder. "
+            "The engines run decoders alone."
+        )
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(context, int) and args.max_completion_length >= context:
+        logger.warning(
+            "`max_completion_length`=%d leaves no room for a prompt in the policy's context of %d tokens "
+            "(`max_position_embeddings`): beyond it samples are cut, or the policy was never trained for their places.",
+            args.max_completion_length,
+            context,
+        )
+    if not args.use_vllm or args.vllm_mode != "colocate":
+        return
+    check_head_size(config)
+    if args.exact_rollouts:
+        check_exact(config)
+    given = (args.vllm_engine_kwargs or {}).get("model")
+    start = config.name_or_path if given is None else given
+    instead = (
+        "Save the model, without adapters, and its tokenizer, and name the directory in "
+        "`vllm_engine_kwargs={'model': ...}`, or sample with `use_vllm=False`"
+    )
+    if not start:
+        raise ValueError(f"The policy was built in memory, and vLLM starts from a directory. {instead}.")
+    try:
+        revision = getattr(config, "_commit_hash", None) if given is None else None
+        engine = AutoConfig.from_pretrained(start, revision=revision, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError, TypeError) as error:
+        if given is None:
+            raise ValueError(
+                f"The policy was loaded from {start!r}, where vLLM finds no config: {error}. {instead}."
+            ) from error
+        raise ValueError(f"`vllm_engine_kwargs` has 'model'={start!r}, which cannot be read: {error}") from error
+    if differ := differences(config, engine):
+        if given is None:
+            raise ValueError(
+                f"The policy is no longer what {start!r} holds, from which vLLM starts: {differ}. {instead}."
+            )
+        raise ValueError(f"`vllm_engine_kwargs` has 'model'={start!r}, another model than the policy: {differ}.")
+    check_architecture(engine, args.vllm_model_impl)
+    if args.rollout_precision != "auto":
+        check_prepared(engine, args.rollout_precision)
+
+
+def number_of_experts(config: dict) -> int:
+    """The most experts that a model's config, or one inside it, tells of; 0 for a dense model."""
+    found = [number_of_experts(value) for value in config.values() if isinstance(value, dict)]
+    if config.get("is_moe", True):
+        found += [value for name, value in config.items() if EXPERTS.search(str(name)) and isinstance(value, int)]
+    return max(found, default=0)
+
+
+def _check_untouched(args, model) -> None:
+    """What a trainer before this one did to a model in memory, and cannot be undone: its base in few bits, kernels."""
+    packed = {module.precision for module in model.modules() if isinstance(module, FrozenLinear)}
+    if packed and not args.holds_frozen_base:
+        raise ValueError(
+            f"`train_precision`={args.train_precision!r}, but the policy's base is held in "
+            f"{', '.join(map(repr, sorted(packed)))}, and its 16-bit weights are gone. Set `train_precision` to that, "
+            "or load the model again."
+        )
+    if not args.exact_rollouts and any(hasattr(module, "exact_attention") for module in model.modules()):
+        raise ValueError(
+            "`exact_rollouts`=False, but the policy computes with the kernels of another trainer's engine "
+            "(`exact_rollouts`=True). Load the model again."
+        )
+
+
+def check_model(trainer, engine) -> None:
+    """Raises `ValueError` where `trainer.model` was exchanged, which its engine and optimizer do not follow."""
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # wrapped in place of the model
+    if engine is not None and not sharded and trainer.model is not engine.model:
+        raise ValueError(
+            "`trainer.model` is another model than the trainer was built with, and the engine samples from that one. "
+            "Load the weights into the first (`load_state_dict`), or build a trainer for the new one."
+        )
+
+
+def _check_trained(args, model, peft_config, quantization_config) -> None:
+    """A base in few bits is frozen, so that there must be an adapter; not all ways to shard weights are known."""
+    precision, frozen = args.train_precision, args.holds_frozen_base
+    if not frozen and (quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {})):
+        raise ValueError(
+            f"`train_precision`={precision!r} trains 16- or 32-bit weights, and a `quantization_config` holds others. "
+            "Unset one of the two."
+        )
+    if frozen and peft_config is None and (isinstance(model, str) or not is_peft_model(model)):
+        raise ValueError(
+            f"`train_precision`={precision!r} freezes the policy's base, and there is no adapter to train: pass a "
+            "`peft_config`."
+        )
+    zero3 = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
+    if zero3 or args.fsdp_version == 1 or (frozen and args.fsdp_version is not None):
+        raise ValueError(
+            f"`train_precision`={precision!r} with {'ZeRO-3' if zero3 else f'FSDP{args.fsdp_version}'}, which shards "
+            "weights that must be "
+            + (
+                "held whole. Use DDP or ZeRO-2: the base takes a quarter of the memory and is not sharded."
+                if frozen
+                else "quantized whole. Use FSDP2 (`fsdp_version: 2`), DDP or ZeRO-2."
+            )
+        )
+
+
+def _check_norms(config, model, args, peft_config) -> None:
+    """The noise and the scaling must know which norms feed which layers; the scaling, that nobody scaled before."""
+    family_of(config.get_text_config().model_type)
+    applied = getattr(config, "uaq_scale", None)
+    if args.uaq_scale is None:
+        return
+    if applied is not None and applied != args.uaq_scale:
+        raise ValueError(f"`uaq_scale`={args.uaq_scale}, but the model was already scaled by {applied}.")
+    if applied is None and (peft_config is not None or (not isinstance(model, str) and is_peft_model(model))):
+        raise ValueError(
+            f"`uaq_scale`={args.uaq_scale} scales the base model, which a saved adapter does not contain. Scale "
+            "the base once with `trl_quant.scaling.apply_uaq`, save it, and train the adapter on that."
+        )

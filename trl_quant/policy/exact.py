@@ -1,0 +1,75 @@
+"""
+The policy computed with its engine's kernels (`exact_rollouts`): what of a model of transformers is exchanged.
+
+| of the policy | becomes | because the engine |
+|---|---|---|
+| embeddings | rounded to BF16, so that the residual stream is | adds and rounds in BF16 |
+| norms | [`~layers.norm.FusedRMSNorm`] | is given the same kernel |
+| rotary embeddings, attention | [`~layers.exact.ExactAttention`], as transformers calls attention | has these |
+| TRL's fused head | [`~trl_seams.exact_log_probs`] | takes a log-softmax of whole rows |
+
+Its linear layers compute in the engine's format before ([`policy.unified`]). Names, types and what is saved stay.
+"""
+
+from functools import partial
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
+
+from ..layers.exact import ExactAttention, Kernels, Unrotated
+from ..layers.norm import FusedRMSNorm
+from ..trl_seams import exact_log_probs, scoring_with
+
+
+ATTENTION = "trl_quant_exact"  # transformers' name for it
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """[`~layers.exact.ExactAttention`] as transformers calls it; `ValueError` for a step of cached generation."""
+    if query.shape[2] != key.shape[2]:
+        raise ValueError("A policy with `exact_rollouts`=True computes whole sequences: have its engine generate.")
+    return module.exact_attention(query, key, value, attention_mask, scaling, sliding_window), None
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # (B, S), or `None` without padding
+
+
+def compute_exactly(model: nn.Module, kernels: Kernels) -> None:
+    """
+    Has a model compute with an engine's kernels, in place.
+
+    Args:
+        model (`nn.Module`): A causal language model of transformers, with or without an adapter of PEFT, and with TRL's
+            fused head.
+        kernels ([`~layers.exact.Kernels`]): The engine's.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    decoder, attention = base.get_decoder(), ExactAttention(kernels)
+    for name, module in list(decoder.named_modules()):
+        if type(module).__name__.endswith("RMSNorm") and not isinstance(module, FusedRMSNorm):
+            module = FusedRMSNorm(module)
+            decoder.set_submodule(name, module)
+        if isinstance(module, FusedRMSNorm):
+            module.rounds = True
+        elif hasattr(module, "scaling") and hasattr(module, "o_proj"):
+            module.exact_attention = attention
+    decoder.rotary_emb = Unrotated(kernels.rotated)
+    base.set_attn_implementation(ATTENTION)
+    base.get_input_embeddings().register_forward_hook(lambda module, args, output: output.to(kernels.dtype))
+    base.forward = partial(_scored, base.forward, exact_log_probs(kernels.score))
+
+
+def _scored(forward, function, *args, **kwargs):
+    with scoring_with(function):
+        return forward(*args, **kwargs)

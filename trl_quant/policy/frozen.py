@@ -1,0 +1,270 @@
+"""
+The policy's base in 4 bits, frozen under a LoRA adapter (QeRL): how a policy comes to hold it.
+
+    policy = Q(W) + B A                    the decoder's linear layers; Q(W) is loaded once and never changes
+
+[`FrozenBaseConfig`] is a `quantization_config` of transformers. `from_pretrained` then packs a 16-bit checkpoint layer
+by layer while it reads it, or takes the packed tensors of one that `trl-quant prepare` wrote. What a vLLM engine
+quantizes from the same checkpoint has the same codes and scales. `nf4` is bitsandbytes' own (QLoRA).
+"""
+
+import logging
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..formats import FORMATS, global_scale
+from ..layers import FrozenLinear
+from ..precisions import PRECISIONS
+from ..rollout.vllm.support import check_prepared, quantized_layers
+from ..storage.layout import FUSED, is_quantizable
+from .adapters import with_frozen_layers
+
+
+logger = logging.getLogger(__name__)
+
+METHOD = "trl_quant"
+BITSANDBYTES = "nf4"  # the baseline, which has kernels of its own
+
+
+@register_quantization_config(METHOD)
+class FrozenBaseConfig(QuantizationConfigMixin):
+    """
+    The `quantization_config` with which transformers loads a frozen base.
+
+    Parameters:
+        precision (`str`): Key of `PRECISIONS`: `"nvfp4"` or `"mxfp4"`.
+        checkpoint_dtype (`str`, *optional*, defaults to `"bfloat16"`):
+            Type of the checkpoint's weights, in which scales are computed and to which numbers are rounded.
+        prepared (`list[str]`, *optional*):
+            For a checkpoint that holds packed weights: names of the linear layers that it leaves as they are.
+    """
+
+    def __init__(self, precision: str, checkpoint_dtype: str = "bfloat16", prepared: list[str] | None = None, **kwargs):
+        self.quant_method = METHOD
+        self.precision, self.checkpoint_dtype, self.prepared = precision, checkpoint_dtype, prepared
+
+
+@register_quantizer(METHOD)
+class FrozenBaseQuantizer(HfQuantizer):
+    """Puts a [`~layers.FrozenLinear`] in the place of each linear layer of the decoder as its weight is read."""
+
+    def __init__(self, quantization_config: FrozenBaseConfig, **kwargs):
+        super().__init__(quantization_config, **kwargs)
+        config = quantization_config
+        self.packer = Packer(config.precision, getattr(torch, config.checkpoint_dtype))
+        self.layers: set[str] = set()
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def update_device_map(self, device_map):
+        """A policy that is trained lies on one device."""
+        if device_map is None or isinstance(device_map, str):
+            return {"": torch.cuda.current_device()} if torch.cuda.is_available() else None
+        return device_map
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs):
+        prepared = self.quantization_config.prepared
+        if prepared is None:
+            self.layers = set(quantized_layers(model))
+            return
+        for name in quantized_layers(model):
+            linear = model.get_submodule(name)
+            if is_quantizable(f"{name}.weight", linear.weight, prepared):
+                packed = FrozenLinear(
+                    linear.in_features,
+                    linear.out_features,
+                    linear.bias is not None,
+                    self.packer.precision,
+                    self.packer.dtype,
+                    device="meta",
+                )
+                model.set_submodule(name, packed)
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs) -> bool:
+        name, _, kind = param_name.rpartition(".")
+        return kind == "weight" and name in self.layers
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        if self.param_needs_quantization(model, param_name):
+            return FORMATS[PRECISIONS[self.packer.precision].format].bits / 8
+        return super().param_element_size(model, param_name, param)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Pack(self.packer)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs):
+        self.packer.finish(model)
+        for module in model.modules():
+            if isinstance(module, FrozenLinear):
+                module.requires_grad_(False)
+        keep_from_ddp(model)
+        return model
+
+
+class _Pack(ConversionOps):
+    """Takes the weight of one layer out of the stream of a checkpoint; nothing is left to be set afterwards."""
+
+    def __init__(self, packer: "Packer"):
+        self.packer = packer
+
+    def convert(self, input_dict, model=None, missing_keys=None, **kwargs):
+        for name, tensors in input_dict.items():
+            weight = tensors[0] if isinstance(tensors, list) else tensors
+            self.packer.take(model, name.removesuffix(".weight"), weight)
+            missing_keys.discard(name)
+        return {}
+
+
+class Packer:
+    """
+    Packs a model's linear layers one after the other. Layers that an engine fuses and that share a scale (NVFP4) wait
+    for each other, as in [`~storage.layout.checkpoint_stream`].
+
+    Parameters:
+        precision (`str`): Key of `PRECISIONS`.
+        dtype (`torch.dtype`): Type of the weights, in which scales are computed and to which numbers are rounded.
+    """
+
+    def __init__(self, precision: str, dtype: torch.dtype):
+        self.precision, self.dtype = precision, dtype
+        self.shares_scale = FORMATS[PRECISIONS[precision].format].shares_scale
+        self.waiting: dict[tuple[str, tuple[str, ...]], dict[str, Tensor]] = {}
+
+    def take(self, model: nn.Module, name: str, weight: Tensor) -> None:
+        """Packs `weight` (out, in) of the layer called `name`, at once or with those that it shares a scale with."""
+        parent, _, leaf = name.removesuffix(".base_layer").rpartition(".")
+        group = next((fused for fused in FUSED if self.shares_scale and leaf in fused), (leaf,))
+        waiting = self.waiting.setdefault((parent, group), {})
+        waiting[name] = weight.to(self.dtype)
+        if len(waiting) == sum(hasattr(model.get_submodule(parent), part) for part in group):
+            self._pack(model, self.waiting.pop((parent, group)))
+
+    def finish(self, model: nn.Module) -> None:
+        """Packs what still waits."""
+        for group in self.waiting.values():
+            self._pack(model, group)
+        self.waiting.clear()
+
+    def _pack(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
+        shared = {"global_scale": global_scale(*weights.values())} if self.shares_scale else {}
+        for name, weight in weights.items():
+            linear = model.get_submodule(name)
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            try:
+                packed = FrozenLinear.from_linear(linear, self.precision, **shared)
+            except ValueError as error:
+                raise ValueError(f"{name}.weight: {error}") from error
+            model.set_submodule(name, packed)
+
+
+@torch.no_grad()
+def freeze(model: nn.Module, precision: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    """
+    Packs the base of a model that is loaded already, in place and one layer after the other.
+
+    Args:
+        model (`nn.Module`): A model of transformers, with or without an adapter of PEFT.
+        precision (`str`): Key of `PRECISIONS`.
+        dtype (`torch.dtype`, *optional*): Type that weights are rounded to first: the checkpoint's.
+    """
+    packer = Packer(precision, dtype)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for name in quantized_layers(base):
+        if ".lora_" not in name and not isinstance(base.get_submodule(name), FrozenLinear):
+            packer.take(base, name, base.get_submodule(name).weight)
+    packer.finish(base)
+    keep_from_ddp(base)
+
+
+def keep_from_ddp(model: nn.Module) -> None:
+    """Has DDP not send the packed weights at its start: every rank loaded the same, and gloo cannot send E4M3."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
+    kinds = {name for layer in layers for name, _ in model.get_submodule(layer).named_parameters() if "weight" in name}
+    places = [f"base_model.model.{layer.removesuffix('.base_layer')}" for layer in layers]  # below PEFT's wrapper
+    model._ddp_params_and_buffers_to_ignore = [
+        f"{place}{wrapped}.{kind}" for place in places for wrapped in ("", ".base_layer") for kind in kinds
+    ]
+
+
+def on_frozen_base(args, model, quantization_config, peft_config, **others) -> dict:
+    """
+    What a trainer's arguments become with a `train_precision`.
+
+    Args:
+        args ([`QuantGRPOConfig`]): The run's configuration.
+        model (`str` or [`~transformers.PreTrainedModel`]): The policy; one that is loaded already is packed in place.
+        quantization_config: The trainer's.
+        peft_config ([`~peft.LoraConfig`] or `None`): The trainer's.
+        others: Not used.
+
+    Returns:
+        `dict`: `quantization_config`, `peft_config`, and the `model_init_kwargs` of `args`, in place of those given.
+
+    Raises:
+        `ValueError`: for a policy that is quantized otherwise.
+    """
+    precision, init = args.train_precision, dict(args.model_init_kwargs or {})
+    if quantization_config is not None or "quantization_config" in init:
+        raise ValueError(
+            f"`train_precision`={precision!r} and a `quantization_config` both say what the base is held in. Unset one."
+        )
+    if precision == BITSANDBYTES:
+        if not isinstance(model, str) and not getattr(model, "is_loaded_in_4bit", False):
+            raise ValueError(
+                f"`train_precision`={precision!r} is bitsandbytes', which quantizes while it loads: pass the model's "
+                "name, or a model that was loaded with a `BitsAndBytesConfig`."
+            )
+        quantization_config = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
+        new = {"quantization_config": quantization_config if isinstance(model, str) else None}
+        return new | {"peft_config": peft_config, "model_init_kwargs": args.model_init_kwargs}
+    if isinstance(model, str):
+        options = {name: init[name] for name in ("revision",) if init.get(name)}
+        config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
+        prepared = None
+        if check_prepared(config, precision, "train_precision"):
+            prepared = list(dict(config.quantization_config)["ignore"])
+            del config.quantization_config
+            init["config"] = config
+        dtype = str(config.dtype or torch.bfloat16).removeprefix("torch.")
+        quantization_config = FrozenBaseConfig(precision, dtype, prepared)
+    else:
+        _freeze_loaded(model, precision)
+    return {
+        "quantization_config": quantization_config,
+        "peft_config": peft_config and with_frozen_layers(peft_config),
+        "model_init_kwargs": init or args.model_init_kwargs,
+    }
+
+
+def _freeze_loaded(model: PreTrainedModel, precision: str) -> None:
+    packed = {module.precision for module in model.modules() if isinstance(module, FrozenLinear)}
+    if packed - {precision}:
+        raise ValueError(
+            f"`train_precision`={precision!r}, but the policy's base is held in {', '.join(map(repr, packed))}."
+        )
+    if not packed and getattr(model, "is_quantized", False):
+        raise ValueError(
+            f"`train_precision`={precision!r}, but the policy is quantized otherwise. Pass the name of its 16-bit "
+            "checkpoint."
+        )
+    if not packed:
+        checkpoint = AutoConfig.from_pretrained(model.name_or_path) if model.name_or_path else model.config
+        freeze(model, precision, checkpoint.dtype or torch.bfloat16)
+        logger.info("The policy's base was packed to %s in place.", precision)

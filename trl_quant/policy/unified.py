@@ -1,0 +1,215 @@
+"""
+The policy trained in the numbers that sample from it (Jet-RL, arXiv:2601.14243): how a policy comes to compute so.
+
+    policy = Q(W), or Q(W + s B A)         the decoder's linear layers, in trainer and engine alike
+
+[`unify`] puts a [`~layers.UnifiedLinear`] around the weights that each layer has. Norms and the MLPs' activations are
+computed with the quantizers that follow them; they, the embeddings and the head stay as precise as they are, and so do
+the names and types of all that is trained and saved. FSDP2 shards those weights as any other; each rank quantizes what
+it gathers.
+"""
+
+import logging
+from functools import partial
+
+import torch
+from accelerate.utils import broadcast
+from peft.tuners.lora import Linear
+from torch import Tensor, nn
+from transformers import AutoConfig, TrainerCallback
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from ..layers import UnifiedLinear
+from ..layers.gated import silu_mul
+from ..layers.norm import FusedRMSNorm
+from ..layers.products import multiplies
+from ..models.norms import FAMILIES, feeding_norms
+from ..precisions import PRECISIONS, unified_flows
+from ..rollout.vllm.support import quantized_layers
+from .adapters import UnifiedLoraLinear
+from .exact import compute_exactly
+
+
+logger = logging.getLogger(__name__)
+
+
+def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: torch.dtype | None = None) -> None:
+    """
+    Has the decoder's linear layers compute as an engine in `precision` does, in place.
+
+    Args:
+        model (`nn.Module`): A model of transformers, with or without an adapter of PEFT.
+        precision (`str`): Key of `PRECISIONS`: `"fp8_block"`, `"fp8"` or `"int8"`.
+        merged (`bool`, *optional*, defaults to `False`):
+            Whether LoRA adapters are quantized with the weights that they belong to. Else they stay beside them.
+        rounds_to (`torch.dtype`, *optional*): As in [`~layers.UnifiedLinear`].
+
+    Raises:
+        `ValueError`: for layers that are quantized otherwise, and adapters that cannot be merged at each step.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for name in quantized_layers(base):
+        linear = base.get_submodule(name)
+        if ".lora_" in name or isinstance(linear, UnifiedLinear):
+            continue
+        if type(linear) is not nn.Linear:
+            raise ValueError(
+                f"`train_precision`={precision!r} trains 16- or 32-bit weights, and `{name}` is a "
+                f"{type(linear).__name__}. Load the model without a `quantization_config`."
+            )
+        layer = UnifiedLinear.from_linear(linear, precision)
+        layer.rounds_to = rounds_to
+        base.set_submodule(name, layer)
+    for name, layer in base.named_modules():
+        if isinstance(getattr(layer, "base_layer", None), UnifiedLinear) and not isinstance(layer, UnifiedLoraLinear):
+            _know_base(name, layer, merged)
+        if _is_gated(layer):
+            layer.forward = Gated(_gated, layer)
+    _fuse_norms(base)
+
+
+def restore(model: nn.Module) -> None:
+    """Has a model compute in the types of its weights again, as before [`unify`], in place."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, UnifiedLoraLinear):
+            module.__class__ = Linear
+            del module.in_codes
+        if isinstance(vars(module).get("forward"), Gated):
+            del module.forward
+        if isinstance(module, UnifiedLinear | FusedRMSNorm):
+            model.set_submodule(name, module.plain())
+
+
+def flow(model: nn.Module) -> set[tuple]:
+    """What tells apart the ways in which [`unify`] has a model compute; empty for one that it did not touch."""
+    layers = {("layer", layer.precision, layer.rounds_to) for layer in unified_layers(model)}
+    return layers | {("adapter", m.in_codes) for m in model.modules() if isinstance(m, UnifiedLoraLinear)}
+
+
+def check_flow(trainer, before: set[tuple]) -> None:
+    """Raises `ValueError` where another trainer has the policy compute otherwise than it did `before`, by [`flow`]."""
+    if flow(trainer.model) != before:
+        raise ValueError(
+            f"`train_precision`={trainer.args.train_precision!r}, but another trainer that was built on this model "
+            "since has it compute otherwise. Build this trainer again, or load a model for each of the two."
+        )
+
+
+def _fuse_norms(model: nn.Module) -> None:
+    """Puts a [`~layers.norm.FusedRMSNorm`] around each norm of Llama's kind, which knows the layers that it feeds."""
+    config, feeds = getattr(model, "config", None), {}
+    if config is not None and (family := config.get_text_config().model_type) in FAMILIES:
+        feeds = feeding_norms(family, (name for name, _ in model.named_parameters()))
+    for name, norm in list(model.named_modules()):
+        if _computes_as(norm, LlamaRMSNorm):
+            fed = feeds.get(f"{name}.weight")
+            model.set_submodule(name, FusedRMSNorm(norm, fed and _base(model.get_submodule(fed[0]))))
+
+
+def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module computes what transformers' `kind` does, which each family has in the same words."""
+    ours, theirs = (getattr(each.forward, "__code__", None) for each in (type(module), kind))
+    same = ours is not None and (ours.co_code, ours.co_names) == (theirs.co_code, theirs.co_names)
+    return same and "forward" not in vars(module)
+
+
+def _is_gated(module: nn.Module) -> bool:
+    """Whether a module computes `down_proj(silu(gate_proj(x)) * up_proj(x))`."""
+    if not _computes_as(module, LlamaMLP) or not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
+        return False
+    return isinstance(_base(module.down_proj), UnifiedLinear)
+
+
+class Gated(partial):
+    """The forward pass that [`unify`] gives to an MLP."""
+
+
+@torch.compiler.disable  # as its layers
+def _gated(mlp: nn.Module, x: Tensor) -> Tensor:
+    down = _base(mlp.down_proj)
+    if not isinstance(down, UnifiedLinear):  # someone exchanged it since
+        return type(mlp).forward(mlp, x)
+    return mlp.down_proj(silu_mul(mlp.gate_proj(x), mlp.up_proj(x), down.precision, down.trains()))
+
+
+def _base(layer: nn.Module) -> nn.Module:
+    return getattr(layer, "base_layer", layer)
+
+
+def _know_base(name: str, layer: nn.Module, merged: bool) -> None:
+    """Has PEFT's layer know what its base computes in, and quantize the adapter with it where that is `merged`."""
+    plain = type(layer) is Linear and not layer.lora_variant and not any(layer.lora_bias.values())
+    if merged and (not plain or any(type(dropout) is not nn.Identity for dropout in layer.lora_dropout.values())):
+        raise ValueError(
+            f"`train_precision`: the adapter of `{name}` is more than a product of B and A (dropout, a bias, DoRA or "
+            "another method), and cannot be quantized with the weight at each step. Use plain LoRA with "
+            "`lora_dropout=0`, or with vLLM in colocate mode `lora_sync='adapter'`."
+        )
+    if type(layer) is Linear:
+        layer.__class__ = UnifiedLoraLinear  # nothing else of PEFT's layer changes
+        layer.in_codes = merged
+
+
+def unified_layers(model: nn.Module) -> list[UnifiedLinear]:
+    """The layers that compute as an engine does."""
+    return [module for module in model.modules() if isinstance(module, UnifiedLinear)]
+
+
+def checkpoint_dtype(name: str, trust_remote_code: bool = False) -> torch.dtype:
+    """Type of the weights that an engine starts on and quantizes, whatever type a trainer loads them to."""
+    return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).dtype or torch.bfloat16
+
+
+class WeightsMoved(TrainerCallback):
+    """Has the layers quantize their weights again after each optimizer step, whatever way the optimizer wrote them."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        for layer in unified_layers(model):
+            layer.forget()
+
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        in_codes = [m.base_layer for m in model.modules() if isinstance(m, UnifiedLoraLinear) and m.in_codes]
+        for layer in (*in_codes, *(layer for layer in unified_layers(model) if layer.weight.requires_grad)):
+            layer.forget()
+
+
+def hand_out(model: nn.Module, device: torch.device) -> None:
+    """Gives each rank a model's weights, which FSDP's `cpu_ram_efficient_loading` has the first one alone read."""
+    for param in model.parameters():
+        param.data = broadcast(param.data.to(device)).to(param.device)
+
+
+def train_as_sampled(trainer) -> None:
+    """Has a trainer whose models are loaded train in its `train_precision`, its reference policy included."""
+    args, reference = trainer.args, getattr(trainer, "ref_model", None)
+    if reference is not None and args.fsdp_version == 2:
+        hand_out(reference, trainer.accelerator.device)  # TRL shards it as it is, other than accelerate the policy
+    if args.train_precision not in unified_flows():
+        return
+    merged, rounds_to = args.lora_sync == "merge", None
+    if not merged:
+        start = (args.vllm_engine_kwargs or {}).get("model", trainer.model.name_or_path)
+        rounds_to = checkpoint_dtype(start, args.trust_remote_code)
+    device = trainer.accelerator.device
+    if device.type == "cuda" and not multiplies(PRECISIONS[args.train_precision].format, device):
+        logger.warning(
+            "This device does not multiply in `train_precision`=%r: the policy's layers multiply rounded numbers in "
+            "BF16, slower than without it, and not what vLLM computes.",
+            args.train_precision,
+        )
+    unify(trainer.model, args.train_precision, merged, rounds_to)
+    trainer.add_callback(WeightsMoved())
+    if reference is not None:
+        unify(reference, args.train_precision)
+        for layer in unified_layers(reference):
+            layer.moves_unseen = args.sync_ref_model
+
+
+def follow_engine(trainer, engine) -> None:
+    """Has a trainer's models, the reference policy too, compute with its engine's kernels, under `exact_rollouts`."""
+    if trainer.args.exact_rollouts:
+        for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+            if not trainer.args.bf16 and next(model.parameters()).dtype != engine.kernels.dtype:
+                raise ValueError("`exact_rollouts`=True computes in BF16: set `bf16=True`, or load the model in BF16.")
+            compute_exactly(model, engine.kernels)

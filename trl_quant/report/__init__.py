@@ -1,0 +1,1 @@
+"""What the logs of training runs say: runs, findings, panels, pages."""

@@ -1,0 +1,357 @@
+"""What a report draws: panels by topic, each only where one of its metrics was logged.
+
+Colour and marker tell settings apart, the style of a line tells the metrics of one panel apart. A line is the mean over
+seeds of moving averages, a band their range; a single run also shows its raw values, faintly.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from ..cli import printable
+from .findings import POSITION, buckets
+from .runs import ENDS, KL, REWARD, TOKENS_PER_SECOND, Group, Run, grouped
+
+
+# CSS variable -> colour on white, on near black: told apart in any colour vision, contrast 3 and more (text: 4.5)
+COLORS = {
+    "--ink": ("#1b1f24", "#e6e9ed"),
+    "--muted": ("#59636e", "#a3adb8"),
+    "--grid": ("#d5dae0", "#3a424c"),
+    "--s0": ("#4124df", "#21beff"),
+    "--s1": ("#e06314", "#cc5519"),
+    "--s2": ("#1e8f5d", "#76816a"),
+    "--s3": ("#7731a6", "#aa4998"),
+    "--s4": ("#752c00", "#f7d336"),
+    "--s5": ("#8c89a8", "#c8dfd9"),
+}
+INK, MUTED, GRID, *SERIES = (light for light, _ in COLORS.values())
+MARKERS = "os^DvP*X"
+STYLES = ("-", "--", ":", "-.")
+POINTS = 150  # of a line that is a moving average, at most
+DECADE = 10.0  # values further apart than this are drawn on a logarithmic scale, where the panel allows it
+
+
+@dataclass(frozen=True)
+class Panel:
+    """
+    One picture.
+
+    Attributes:
+        title, note (`str`): What it shows; what to look for.
+        unit (`str`): Of the values.
+        lines (`dict[str, str]`): Label -> metric.
+        log (`bool`): Whether a logarithmic scale makes sense; values are then drawn by their size.
+        smooth (`bool`): Whether lines are moving averages.
+        kind (`str`): `"steps"`, `"position"` (by position in the completion), or `"bars"` (means over the run).
+        prefix (`str`): Metrics that begin so are its lines, in place of `lines`.
+        scale (`float`): From what is logged to `unit`, of bars.
+    """
+
+    title: str
+    note: str
+    unit: str
+    lines: dict[str, str]
+    log: bool = False
+    smooth: bool = True
+    kind: str = "steps"
+    prefix: str = ""
+    scale: float = 1.0
+
+    def metrics(self, runs: Sequence[Run]) -> dict[str, str]:
+        """Label -> metric of what was logged."""
+        lines = self.lines
+        if self.prefix:
+            names = list(dict.fromkeys(name for run in runs for name in run.names(self.prefix)))
+            if self.kind == "position":
+                names = buckets(names)
+            lines = {name.removeprefix(self.prefix): name for name in names}
+        return {label: metric for label, metric in lines.items() if any(run.values(metric) for run in runs)}
+
+
+TOPICS = {
+    "Learning": (
+        Panel("Reward", "Training reward.", "reward", {"reward": REWARD}),
+        Panel(
+            "Held-out reward",
+            "Each evaluation.",
+            "reward",
+            {"reward": "eval_reward", "accuracy": "eval_accuracy"},
+            smooth=False,
+        ),
+        Panel(
+            "Entropy",
+            "Of the trainer's and of the sampler's distribution. At 0 nothing is explored.",
+            "nats",
+            {"trainer": "entropy", "sampler": "mismatch/entropy"},
+        ),
+        Panel(
+            "Groups and lengths that teach nothing",
+            "Groups in which all rewards are the same; completions cut off at the longest length.",
+            "share",
+            {"same rewards": "frac_reward_zero_std", "cut off": "completions/clipped_ratio"},
+        ),
+        Panel("Completion length", "Mean.", "tokens", {"length": "completions/mean_length"}),
+        Panel("Gradient norm", "Before clipping.", "norm", {"norm": "grad_norm"}, log=True),
+    ),
+    "Mismatch": (
+        Panel(
+            "Mismatch KL",
+            "KL(sampler to policy). k1, by its size, is noisier; far from k3, the sampler leaves tokens out.",
+            "nats per token",
+            {"k3": KL, "k1": "mismatch/kl_k1"},
+            log=True,
+        ),
+        Panel(
+            "Mismatch by position",
+            "KL (k3) of early and late tokens of a completion, at the end of the run and (dashed) at its start.",
+            "nats per token",
+            {},
+            log=True,
+            kind="position",
+            prefix=POSITION,
+        ),
+        Panel("Largest weight", "Before the cap.", "weight", {"max w": "mismatch/max_weight"}, log=True),
+        Panel("Effective sample size", "What weighting leaves of the samples.", "share", {"ESS": "mismatch/ess_ratio"}),
+    ),
+    "Correction": (
+        Panel(
+            "Weight of a token",
+            "What multiplies its loss, after caps and interpolation.",
+            "weight",
+            {
+                "mean": "sampling/importance_sampling_ratio/mean",
+                "smallest": "sampling/importance_sampling_ratio/min",
+                "largest": "sampling/importance_sampling_ratio/max",
+            },
+            log=True,
+        ),
+        Panel(
+            "AIS's alpha and its parts",
+            "How much of the correction is applied: reliable weights (ESS), size of the mismatch, penalty on variance.",
+            "0 to 1",
+            {"alpha": "ais/alpha", "ESS": "ais/alpha_ess", "mismatch": "ais/alpha_mis", "variance": "ais/alpha_var"},
+        ),
+        Panel(
+            "Capped and dropped tokens",
+            "At the cap, dropped by the correction, or without a log-probability.",
+            "share of tokens",
+            {
+                "capped": "mismatch/cap_fraction",
+                "dropped": "mismatch/dropped_fraction",
+                "unscored": "mismatch/unscored_fraction",
+            },
+        ),
+        Panel(
+            "Clipping",
+            "Tokens that the loss clips below and above; those that only a wider bound keeps.",
+            "share of tokens",
+            {"low": "clip_ratio/low_mean", "high": "clip_ratio/high_mean", "rescued": "mismatch/rescued_fraction"},
+        ),
+    ),
+    "Noise and weights": (
+        Panel(
+            "Noise on the norms",
+            "What was asked for and what arrived.",
+            "sigma",
+            {"arrived": "noise/effective_sigma", "asked for": "noise/sigma"},
+            log=True,
+            smooth=False,
+        ),
+        Panel(
+            "Update against quantization error",
+            "Change of the weights over one sync and since the run's first one, and the format's rounding.",
+            "relative to the weights",
+            {
+                "update": "weights/normalized_update",
+                "since the start": "weights/normalized_total_update",
+                "quantization": "weights/normalized_quantization_error",
+            },
+            log=True,
+        ),
+        Panel(
+            "What of an update arrives",
+            "Codes that it changes; cosine of the copy's change and the policy's.",
+            "0 to 1",
+            {"codes changed": "weights/codes_changed", "cosine": "weights/update_cosine"},
+        ),
+        Panel(
+            "Self-check",
+            "Engine against policy, and the bound at which a run stops.",
+            "nats",
+            {"difference": "sync_check/logp_difference", "bound": "sync_check/bound"},
+            log=True,
+        ),
+    ),
+    "Time and memory": (
+        Panel("Time of a step", "Sampling included.", "seconds", {"step": "step_time"}),
+        Panel(
+            "Time per phase",
+            "Of a step, on average. Preparing the inputs holds sync, sampling and scoring; no phase the backward pass.",
+            "seconds",
+            {},
+            kind="bars",
+            prefix="profiling/",
+        ),
+        Panel("Tokens per second", "Prompts and completions.", "tokens/s", {"tokens": TOKENS_PER_SECOND}),
+        Panel(
+            "Memory",
+            "What training added (`skip_memory_metrics=False`): kept to its end, and the peak above that.",
+            "GiB",
+            {
+                "GPU": "train_mem_gpu_alloc_delta",
+                "GPU peak": "train_mem_gpu_peaked_delta",
+                "CPU": "train_mem_cpu_alloc_delta",
+                "CPU peak": "train_mem_cpu_peaked_delta",
+            },
+            kind="bars",
+            scale=2.0**-30,
+        ),
+    ),
+}
+
+
+def logged(groups: Sequence[Group]) -> dict[str, list[Panel]]:
+    """Topic -> the panels that have something to show; topics without any are left out."""
+    runs = [run for group in groups for run in group.runs]
+    found = {topic: [panel for panel in panels if panel.metrics(runs)] for topic, panels in TOPICS.items()}
+    return {topic: panels for topic, panels in found.items() if panels}
+
+
+# Drawing
+
+
+def draw(axis: Axes, panel: Panel, groups: Sequence[Group]) -> None:
+    """One panel, with a legend of its line styles where it has several."""
+    labels = {"steps": _draw_steps, "position": _draw_position, "bars": _draw_bars}[panel.kind](axis, panel, groups)
+    if panel.kind != "bars":
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        _scale(axis, panel.log)
+    axis.grid(color=GRID, linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color(MUTED)
+    axis.tick_params(colors=INK, labelsize=9)
+    for label in (axis.xaxis.label, axis.yaxis.label):
+        label.set(color=INK, size=9)
+    if len(labels) > 1:
+        handles = [Line2D([], [], color=INK, linestyle=style, label=label) for label, style in labels.items()]
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4, "borderpad": 0, "frameon": False}
+        axis.legend(handles=handles, labelcolor=INK, fontsize=9, handlelength=2, columnspacing=1, **place)
+
+
+def _draw_steps(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[str, str]:
+    metrics = panel.metrics([run for group in groups for run in group.runs])
+    labels = dict(zip(metrics, STYLES, strict=False))
+    for i, group in enumerate(groups):
+        color = color_of(i)
+        for label, metric in metrics.items():
+            steps, mean, low, high = group.band(metric, panel.smooth, size=panel.log)
+            if not steps:
+                continue
+            if panel.smooth:  # a moving average says little new from one step to the next; the last value stays
+                every = -(-len(steps) // POINTS)
+                steps, mean, low, high = (
+                    values[(len(values) - 1) % every :: every] for values in (steps, mean, low, high)
+                )
+            if len(group.runs) > 1:
+                axis.fill_between(steps, low, high, color=color, alpha=0.16, linewidth=0)
+            elif len(metrics) == 1 and panel.smooth:
+                all_steps, raw = group.runs[0].series(metric)
+                axis.plot(
+                    all_steps, [abs(x) for x in raw] if panel.log else raw, color=color, alpha=0.25, linewidth=0.7
+                )
+            every = max(1, len(steps) // 6)
+            marked = {"marker": marker_of(i), "markersize": 4, "markevery": (i * every // max(len(groups), 1), every)}
+            axis.plot(steps, mean, color=color, linestyle=labels[label], linewidth=1.5, label=group.name, **marked)
+    axis.set(xlabel="step", ylabel=panel.unit)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    return labels
+
+
+def _draw_position(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[str, str]:
+    metrics = panel.metrics([run for group in groups for run in group.runs])
+    for i, group in enumerate(groups):
+        for early, style in ((True, "--"), (False, "-")):
+            at, means = [], []
+            for x, metric in enumerate(metrics.values()):
+                ends = [run.first(metric) if early else run.last(metric) for run in group.runs]
+                ends = [end for end in ends if end is not None]
+                if ends:
+                    at.append(x)
+                    means.append(fmean(ends))
+            look = {"color": color_of(i), "marker": marker_of(i), "markersize": 4, "linewidth": 1.5}
+            if at:
+                axis.plot(at, means, linestyle=style, label=group.name, **look)
+    axis.set_xticks(range(len(metrics)), [f"{bucket}…" if bucket.endswith("-") else bucket for bucket in metrics])
+    axis.set(xlabel="token of the completion", ylabel=panel.unit)
+    return {f"last {ENDS} steps": "-", f"first {ENDS}": "--"}
+
+
+def _draw_bars(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[str, str]:
+    metrics = panel.metrics([run for group in groups for run in group.runs])
+    height = 0.8 / len(groups)
+    for i, group in enumerate(groups):
+        for y, metric in enumerate(metrics.values()):
+            means = [panel.scale * fmean(values) for run in group.runs if (values := run.values(metric))]
+            if means:
+                mean = fmean(means)
+                spread = [[mean - min(means)], [max(means) - mean]] if len(means) > 1 else None
+                at = y + (i - (len(groups) - 1) / 2) * height
+                axis.barh(at, mean, height * 0.9, xerr=spread, color=color_of(i), ecolor=INK, label=group.name)
+    labels = [printable(label.rpartition(".")[2].strip("_").replace("_", " ")) for label in metrics]
+    axis.set_yticks(range(len(metrics)), labels, parse_math=False)
+    axis.invert_yaxis()
+    axis.set(xlabel=panel.unit)
+    return {}
+
+
+def _scale(axis: Axes, log: bool) -> None:
+    """A logarithmic scale where it makes sense and the lines span more than a decade."""
+    values = [y for line in axis.lines for y in line.get_ydata()]
+    values += [y for band in axis.collections for path in band.get_paths() for y in path.vertices[:, 1]]
+    positive = [y for y in values if y > 0]
+    if not any(values):
+        axis.set_ylim(0, 1)
+    if not log or not positive or max(positive) <= DECADE * min(positive):
+        return
+    axis.set_yscale("log")
+    axis.set_ylim(min(positive) / 1.5, max(positive) * 1.5)  # zeros have no place there
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if max(positive) > 1000 * min(positive) else (1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_locator(NullLocator())
+
+
+def color_of(i: int) -> str:
+    return SERIES[i % len(SERIES)]
+
+
+def marker_of(i: int) -> str:
+    return MARKERS[i % len(MARKERS)]
+
+
+def chart(runs: Sequence[Run], titles: Collection[str] = ()) -> Figure:
+    """All panels, or those with one of `titles`, as one picture with one legend."""
+    groups = grouped(runs)
+    panels = [panel for found in logged(groups).values() for panel in found if not titles or panel.title in titles]
+    columns = min(4, max(1, len(panels)))
+    rows = max(1, -(-len(panels) // columns))
+    figure = Figure(figsize=(4.6 * columns, 3.2 * rows + 0.5), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis, panel in zip(axes, panels, strict=False):
+        draw(axis, panel, groups)
+        axis.set_title(panel.title, loc="left", fontsize="medium", pad=20 if axis.get_legend() else None)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    handles = [Line2D([], [], color=color_of(i), marker=marker_of(i)) for i in range(len(groups))]
+    labels = [f"setting {i}" for i in range(len(groups))]
+    legend = figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False)
+    # Set afterwards: names may begin with "_", which hides a label, and hold "$", which begins a formula
+    for text, group in zip(legend.get_texts(), groups, strict=True):
+        text.set(text=printable(group.name), parse_math=False)
+    return figure

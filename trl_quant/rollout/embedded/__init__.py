@@ -1,0 +1,1 @@
+"""Engines that sample with transformers, in the trainer's process."""

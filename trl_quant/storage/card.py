@@ -1,0 +1,67 @@
+"""The model card of a checkpoint that `trl-quant` wrote: what was done to what, in a README.md."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+from trl_quant import __version__
+
+from .layout import LAYOUT_VERSION
+from .source import Source
+
+
+FRONT_MATTER = re.compile(r"---\n.*?\n---\n", re.DOTALL)
+
+
+def describe(source: Source) -> str:
+    """A checkpoint's name and revision."""
+    return f"`{source.name}`" + (f", revision `{source.revision}`" if source.revision else "")
+
+
+def versions() -> str:
+    """Of what computed the checkpoint."""
+    return (
+        f"trl_quant {__version__}, torch {torch.__version__}, transformers {transformers.__version__}; layout of "
+        f"compressed-tensors {LAYOUT_VERSION}"
+    )
+
+
+def write_card(result: Path, name: str, source: Source, summary: str, rows: Sequence[tuple[str, str]]) -> None:
+    """
+    Writes README.md: a summary, a table, how to serve it. The source's card follows, and its metadata stay.
+
+    Args:
+        result (`Path`): The checkpoint.
+        name (`str`): What it is called.
+        source ([`~storage.source.Source`]): What it was made from.
+        summary (`str`): One sentence or several.
+        rows (`Sequence[tuple[str, str]]`): The table.
+    """
+    card = source.path / "README.md"
+    old = card.read_text(errors="replace") if card.is_file() else ""
+    found = FRONT_MATTER.match(old)
+    metadata = found[0] if found else ""
+    if not found and source.revision is not None:  # a directory's name means nothing on the hub
+        metadata = f"---\nbase_model: {source.name}\n---\n"
+    body = old[len(found[0]) :].strip() if found else old.strip()
+    cells = [(key, value.replace("|", r"\|")) for key, value in rows]
+    table = "\n".join(f"| {key} | {value} |" for key, value in cells)
+    text = f"""{metadata}# {name}
+
+{summary}
+
+| | |
+|---|---|
+{table}
+| versions | {versions()} |
+
+```bash
+vllm serve {name} --host 127.0.0.1 --dtype bfloat16
+```
+"""
+    if body:
+        text += f"\n---\n\nThe card of {source.name}:\n\n{body}\n"
+    (result / "README.md").write_text(text)

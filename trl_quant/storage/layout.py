@@ -1,0 +1,447 @@
+"""
+compressed-tensors' checkpoint layout: the tensors that store a quantized weight, their names, and the
+`quantization_config` that describes them to transformers and vLLM.
+
+| format     | `x.weight` becomes                                                                      |
+|------------|-----------------------------------------------------------------------------------------|
+| fp8        | `x.weight` E4M3 (out, in), `x.weight_scale` (out, 1)                                    |
+| fp8_tensor | `x.weight` E4M3 (out, in), `x.weight_scale` (1,)                                        |
+| fp8_block  | `x.weight` E4M3 (out, in), `x.weight_scale` (ceil(out / 128), ceil(in / 128))           |
+| int8       | `x.weight` int8 (out, in), `x.weight_scale` (out, 1)                                    |
+| int4       | `x.weight_packed` int32 (out, in / 8), `x.weight_scale` (out, in / 128), `x.weight_shape` |
+| nvfp4      | `x.weight_packed` uint8 (out, in / 2), `x.weight_scale` E4M3 (out, in / 16), `x.weight_global_scale`
+(1,) |
+| mxfp4      | `x.weight_packed` uint8 (out, in / 2), `x.weight_scale` uint8 (out, in / 32)            |
+
+Scales listed without a dtype have the weight's dtype. nf4 has no such layout: bitsandbytes quantizes at load time.
+
+[`checkpoint_stream`] feeds a running engine, one tensor at a time. NVFP4 looks ahead: layers that an engine fuses share
+a global scale, so they are held until the last one arrives. On disk ([`rewrite_checkpoint`]) a fused layer is read
+together, and what is done to it is a function from its tensors to those of the copy: [`quantized`], [`dense`],
+[`rounded`].
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..formats import FORMATS, Format, QuantizedTensor, quantize
+from ..formats.common import Parts
+from ..formats.nvfp4 import global_scale
+from .files import (
+    CODE,
+    FILES,
+    INDEX,
+    Tensors,
+    Transform,
+    check_files,
+    check_target,
+    copy_files,
+    fingerprint,
+    read_config,
+    read_heads,
+    rewrite_weights,
+    unfinished,
+    weight_files,
+)
+
+
+__all__ = [
+    "CODE",
+    "FILES",
+    "FUSED",
+    "HEAD",
+    "INDEX",
+    "LAYOUT_VERSION",
+    "MIXTURE",
+    "check_files",
+    "check_target",
+    "checkpoint_stream",
+    "checkpoint_tensors",
+    "dense",
+    "fused_layer",
+    "is_quantizable",
+    "linear_layers",
+    "quantization_config",
+    "quantize_checkpoint",
+    "quantized",
+    "read_quantized",
+    "rewrite_checkpoint",
+    "rounded",
+    "storable",
+    "stored_format",
+]
+
+
+LAYOUT_VERSION = "0.19.0"  # the compressed-tensors version that defines these names and bytes
+HEAD = ("lm_head",)
+EMBEDDINGS = re.compile(r"(.*\.)?(\w*embed\w*|wte|wpe)$")
+# Routers and experts of a mixture of experts. A quantized router sends tokens to other experts.
+MIXTURE = re.compile(r"(.*\.)?(gate|shared_expert_gate|\w*router(\.\w+)?|experts(\.\w+)+)\.weight$")
+# Layers of one parent module that engines fuse
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SUFFIXES = ("", "_packed", "_scale", "_global_scale", "_shape")  # of a weight's name, where it is quantized
+
+
+def storable() -> list[str]:
+    """Names of the formats that have a layout in compressed-tensors."""
+    return [name for name, format in FORMATS.items() if format.scheme is not None]
+
+
+def _arguments(given: dict, dynamic: bool = False) -> dict:
+    """compressed-tensors' `QuantizationArgs`; like it, writes out every field."""
+    return {
+        "symmetric": True,
+        "group_size": None,
+        "block_structure": None,
+        "dynamic": dynamic,
+        "actorder": None,
+        "scale_dtype": None,
+        "zp_dtype": None,
+        "observer": None if dynamic else "memoryless_minmax",
+        "observer_kwargs": {},
+        **given,
+    }
+
+
+def quantization_config(format: str, ignore: Iterable[str] = HEAD) -> dict:
+    """
+    The `quantization_config` entry of config.json.
+
+    Args:
+        format (`str`): Any format but nf4.
+        ignore (`Iterable[str]`, *optional*): Linear layers to leave unquantized, as in [`is_quantizable`].
+
+    Raises:
+        ValueError: The format has no layout in compressed-tensors.
+    """
+    compressor, weights, inputs = _layout(format).scheme
+    group = {
+        "targets": ["Linear"],
+        "weights": _arguments(weights),
+        "input_activations": None if inputs is None else _arguments(inputs, dynamic=True),
+        "output_activations": None,
+        "format": compressor,
+    }
+    config = {
+        "quant_method": "compressed-tensors",
+        "version": LAYOUT_VERSION,
+        "format": compressor,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "sparsity_config": {},
+        "transform_config": {},
+    }
+    return json.loads(json.dumps(config))  # a copy, so that edits never reach the format's scheme
+
+
+def is_quantizable(name: str, tensor: Tensor, ignore: Iterable[str] = HEAD) -> bool:
+    """
+    Whether the tensor `name` is a linear layer's weight to quantize: a floating-point matrix called `*.weight`, not an
+    embedding, with its module not in `ignore`. Entries of `ignore` are module names, or regular expressions after
+    `re:`.
+    """
+    module, _, kind = name.rpartition(".")
+    if kind != "weight" or tensor.ndim != 2 or not tensor.is_floating_point() or EMBEDDINGS.match(module):
+        return False
+    return not any(re.match(i[3:], module) if i.startswith("re:") else i == module for i in ignore)
+
+
+def checkpoint_tensors(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
+    """
+    The tensors that store one quantized weight.
+
+    Args:
+        name (`str`): Name of the weight, `*.weight`.
+        q ([`QuantizedTensor`]): The quantized weight, a matrix.
+
+    Raises:
+        ValueError: Not a matrix called `*.weight`, a format without layout, or rows that do not fill the format's
+        groups.
+    """
+    layout = _layout(q.format)
+    if not name.endswith(".weight") or len(q.shape) != 2:
+        raise ValueError(
+            f"name: {name!r} with shape {tuple(q.shape)}; only a matrix called '*.weight' has this layout."
+        )
+    if q.shape[-1] % layout.group:
+        raise ValueError(
+            f"{name}: {q.shape[-1]} inputs, but {q.format!r} is stored for multiples of {layout.group} only."
+        )
+    stored = layout.stored(Parts(q.values, q.scale, q.global_scale), q.shape)
+    return {f"{name}{suffix}": tensor for suffix, tensor in stored.items()}
+
+
+def checkpoint_stream(
+    tensors: Iterable[tuple[str, Tensor]],
+    format: str,
+    ignore: Iterable[str] = HEAD,
+    quantizer: Callable[..., QuantizedTensor] = quantize,
+    shared_scale: Callable[..., Tensor] = global_scale,
+) -> Iterator[tuple[str, Tensor]]:
+    """
+    Quantizes a stream of `(name, tensor)` in its own order, one weight at a time; other tensors pass through
+    unchanged.
+
+    For nvfp4, the weights of a fused layer are held until all have arrived or the stream ends, so the source must not
+    modify a tensor after yielding it.
+
+    Args:
+        tensors (`Iterable`): Names and tensors, in any order.
+        format (`str`): Any format but nf4.
+        ignore (`Iterable[str]`, *optional*): As in [`is_quantizable`].
+        quantizer (`Callable`, *optional*): [`quantize`] or a function with its signature.
+        shared_scale (`Callable`, *optional*): [`global_scale`] or a function with its signature, for nvfp4.
+
+    Raises:
+        ValueError: Same as [`quantize`] and [`checkpoint_tensors`], with the tensor's name; for a mixture of experts.
+    """
+    shares_scale = _layout(format).shares_scale
+    ignore = tuple(ignore)
+    waiting: dict[tuple[str, tuple[str, ...]], dict[str, Tensor]] = {}
+
+    def emit(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        shared = {"global_scale": shared_scale(*weights.values())} if shares_scale else {}
+        for name, weight in weights.items():
+            try:
+                q = quantizer(weight, format, **shared)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            yield from checkpoint_tensors(name, q).items()
+
+    for name, tensor in tensors:
+        if not is_quantizable(name, tensor, ignore):
+            yield name, tensor
+            continue
+        _refuse_mixture(name)
+        parent, _, layer = name.removesuffix(".weight").rpartition(".")
+        fused = next((group for group in FUSED if layer in group), None)
+        if not shares_scale or fused is None:
+            yield from emit({name: tensor})
+            continue
+        group = waiting.setdefault((parent, fused), {})
+        group[name] = tensor
+        if len(group) == len(fused):
+            yield from emit(waiting.pop((parent, fused)))
+    for group in waiting.values():
+        yield from emit(group)
+
+
+def fused_layer(name: str) -> str:
+    """The module of a tensor or, for those that an engine fuses, one name for all of them."""
+    module = name.rpartition(".")[0]
+    parent, _, layer = module.rpartition(".")
+    fused = next((group for group in FUSED if layer in group), None)
+    return module if fused is None else f"{parent}.{'+'.join(fused)}"
+
+
+def quantized(format: str, ignore: Iterable[str] = HEAD, **quantizers: Callable) -> Transform:
+    """A fused layer's tensors as they are stored in `format`; arguments as in [`checkpoint_stream`]."""
+    ignore = tuple(ignore)
+    return lambda tensors: dict(checkpoint_stream(tensors.items(), format, ignore, **quantizers))
+
+
+def rounded(
+    format: str,
+    ignore: Iterable[str] = HEAD,
+    quantizer: Callable[..., QuantizedTensor] = quantize,
+    shared_scale: Callable[..., Tensor] = global_scale,
+) -> Transform:
+    """A fused layer's tensors with the weights rounded to `format`, nf4 included, and dequantized again."""
+    ignore = tuple(ignore)
+
+    def transform(tensors: Tensors) -> Tensors:
+        weights = {name: tensor for name, tensor in tensors.items() if is_quantizable(name, tensor, ignore)}
+        shared = {}
+        if weights and FORMATS[format].shares_scale:
+            shared = {"global_scale": shared_scale(*weights.values())}
+        return tensors | {name: quantizer(w, format, **shared).dequantize() for name, w in weights.items()}
+
+    return transform
+
+
+def dense(format: str, dtype: torch.dtype) -> Transform:
+    """A fused layer's tensors, stored in `format`, with the weights dequantized to `dtype`."""
+
+    def transform(tensors: Tensors) -> Tensors:
+        weights = {f"{n}.weight": q.dequantize(dtype) for n, q in read_quantized(tensors, format, dtype).items()}
+        stored = tuple(f"{name}{suffix}" for name in weights for suffix in SUFFIXES)
+        return {name: tensor for name, tensor in tensors.items() if name not in stored} | weights
+
+    return transform
+
+
+def read_quantized(tensors: Tensors, format: str, dtype: torch.dtype) -> dict[str, QuantizedTensor]:
+    """
+    The quantized weights among the tensors of a checkpoint: what [`checkpoint_tensors`] took apart.
+
+    Args:
+        tensors (`dict[str, torch.Tensor]`): Tensors by name, all of a layer.
+        format (`str`): The checkpoint's, from [`stored_format`].
+        dtype (`torch.dtype`): The type of the weight before it was quantized, which not every layout tells.
+
+    Returns:
+        `dict[str, QuantizedTensor]`: by the name of the layer.
+    """
+    _layout(format)
+    found = {}
+    for name, scale in tensors.items():
+        if not name.endswith(".weight_scale"):
+            continue
+        weight = name.removesuffix("_scale")
+        parts = {suffix: tensors.get(f"{weight}{suffix}") for suffix in SUFFIXES}
+        packed = parts["_packed"]
+        values = parts[""] if packed is None else packed.view(torch.uint8)
+        shape = (len(values), values.shape[1] * (1 if packed is None else 2))
+        if parts["_shape"] is not None:
+            shape = parts["_shape"].tolist()
+        q = QuantizedTensor(format, values, scale, torch.Size(shape), dtype, parts["_global_scale"])
+        found[weight.removesuffix(".weight")] = q
+    return found
+
+
+def stored_format(config: dict) -> str | None:
+    """
+    The format of the checkpoint that a config.json belongs to; `None` for one that is not quantized.
+
+    Raises:
+        ValueError: Quantized otherwise than [`quantize_checkpoint`] does it.
+    """
+    found = config.get("quantization_config")
+    if found is None:
+        return None
+    groups = list((found.get("config_groups") or {}).values())
+    for name in storable():
+        (expected,) = quantization_config(name)["config_groups"].values()
+        keys = ("num_bits", "type", "strategy", "group_size", "symmetric", "actorder")
+        if groups and all(
+            group.get("format") == expected["format"]
+            and (group.get("input_activations") is None) == (expected["input_activations"] is None)
+            and all((group.get("weights") or {}).get(key) == expected["weights"][key] for key in keys)
+            for group in groups
+        ):
+            return name
+    raise ValueError(
+        f"source: its quantization_config ({found.get('quant_method')}, {found.get('format')}) is none that "
+        f"`trl-quant prepare` writes; allowed: {', '.join(storable())}."
+    )
+
+
+def rewrite_checkpoint(
+    source: str | Path,
+    result: Path,
+    transform: Transform,
+    config: dict,
+    device: torch.device | str = "cpu",
+    max_shard_bytes: int | None = None,
+    with_code: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """
+    Writes a changed copy of a checkpoint, the weights of a fused layer at a time; memory holds one file of the result.
+    Files that are whole already are kept (see [`~files.unfinished`]).
+
+    Args:
+        source (`str` or `Path`): Directory with config.json and safetensors, one file or shards with an index.
+        result (`Path`): Directory to write in.
+        transform (`Callable`): [`quantized`], [`dense`], [`rounded`], or several after one another.
+        config (`dict`): The copy's config.json.
+        device (`torch.device` or `str`, *optional*): Where to compute.
+        max_shard_bytes (`int`, *optional*): Maximum size of a weight file in 16 bits, unless one layer is larger.
+        with_code (`bool`, *optional*): Whether to copy the checkpoint's Python files.
+        progress (`Callable`, *optional*): Called with the bytes of each layer that is finished.
+    """
+    copy_files(Path(source), result, with_code)
+    heads = read_heads(weight_files(Path(source)))
+    rewrite_weights(heads, result, transform, fused_layer, device, max_shard_bytes, progress)
+    (result / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    format: str,
+    ignore: Iterable[str] = HEAD,
+    quantizer: Callable[..., QuantizedTensor] = quantize,
+    shared_scale: Callable[..., Tensor] = global_scale,
+    device: torch.device | str = "cpu",
+    max_shard_bytes: int | None = None,
+    with_code: bool = False,
+) -> Path:
+    """
+    Writes a quantized copy of a local safetensors checkpoint. The target appears whole or not at all; what a killed
+    call had finished is used by the next one with the same source and arguments.
+
+    Args:
+        source (`str` or `Path`): Directory with config.json and safetensors, one file or shards with an index.
+        target (`str` or `Path`): Directory to create; must not exist.
+        format (`str`): Any format but nf4.
+        ignore (`Iterable[str]`, *optional*): As in [`is_quantizable`].
+        quantizer, shared_scale (`Callable`, *optional*): As in [`checkpoint_stream`].
+        device (`torch.device` or `str`, *optional*): Where to quantize.
+        max_shard_bytes, with_code (*optional*): As in [`rewrite_checkpoint`].
+
+    Returns:
+        `Path`: The target.
+
+    Raises:
+        ValueError: `target` exists, or as in [`linear_layers`], [`checkpoint_stream`] and [`~files.unfinished`].
+    """
+    ignore = tuple(ignore)
+    scheme = quantization_config(format, ignore)
+    check_target(target)
+    linear_layers(source, ignore)
+    config = read_config(Path(source)) | {"quantization_config": scheme}
+    settings = {"source": fingerprint(source), "scheme": scheme, "max_shard_bytes": max_shard_bytes, "code": with_code}
+    transform = quantized(format, ignore, quantizer=quantizer, shared_scale=shared_scale)
+    with unfinished(target, settings) as result:
+        rewrite_checkpoint(source, result, transform, config, device, max_shard_bytes, with_code)
+    return Path(target)
+
+
+def linear_layers(source: str | Path, ignore: Iterable[str] = HEAD) -> tuple[list[str], list[str]]:
+    """
+    Names of the linear layers of a checkpoint: those that [`quantize_checkpoint`] quantizes, and those in `ignore`.
+    Reads no more than the heads of the files, which tell whether a file is whole.
+
+    Raises:
+        ValueError: No such checkpoint, already quantized, a file that is not whole, a mixture of experts, or nothing to
+        quantize.
+    """
+    source, ignore = Path(source), tuple(ignore)
+    if (old := read_config(source).get("quantization_config")) is not None:
+        raise ValueError(
+            f"source: {source} is already quantized ({old.get('quant_method')}); give the 16-bit checkpoint."
+        )
+    layers, left = [], []
+    for name, stored in read_heads(weight_files(source)).items():
+        if name.endswith((".weight_packed", ".weight_scale")):
+            raise ValueError(f"source: {stored.file.name} holds {name}, so it is already quantized.")
+        if is_quantizable(name, stored.like, ignore):
+            _refuse_mixture(name)
+            layers.append(name.removesuffix(".weight"))
+        elif is_quantizable(name, stored.like, ()):
+            left.append(name.removesuffix(".weight"))
+    if not layers:
+        raise ValueError(f"source: {source} has no linear layers to quantize (left as they are: {left or 'none'}).")
+    return layers, left
+
+
+def _refuse_mixture(name: str) -> None:
+    if MIXTURE.match(name):
+        raise ValueError(f"{name}: a router or an expert; mixture-of-experts models cannot be quantized yet.")
+
+
+def _layout(format: str) -> type[Format]:
+    """The format called `format`; `ValueError` if it has no layout."""
+    if format not in storable():
+        known = "has no layout in compressed-tensors" if format in FORMATS else "is not a format"
+        raise ValueError(f"format: {format!r} {known}; allowed: {', '.join(storable())}.")
+    return FORMATS[format]

@@ -1,0 +1,82 @@
+"""
+Perplexity of a checkpoint before and after, with one model in memory: the weights of the second take the first's place.
+"""
+
+import gc
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..formats import fake_quantize_activation
+from .files import read_heads, read_tensors, weight_files
+from .layout import fused_layer, read_quantized
+
+
+def perplexities(
+    source: Path, result: Path, format: str, sequences: Sequence[Sequence[int]], device: str, trust: bool
+) -> tuple[float, float]:
+    """
+    Perplexity of a 16-bit checkpoint and of its quantized copy, which is computed from `formats`' numbers.
+
+    Args:
+        source, result (`Path`): The two checkpoints.
+        format (`str`): The copy's.
+        sequences (`Sequence[Sequence[int]]`): Tokens, (sequences, length).
+        device (`str`): Where to compute.
+        trust (`bool`): Whether the checkpoint's own Python may run.
+    """
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust).to(device).eval()
+    before = perplexity(model, sequences)
+    become_quantized(model, result, format)
+    after = perplexity(model, sequences)
+    del model
+    gc.collect()
+    return before, after
+
+
+@torch.no_grad()
+def perplexity(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> float:
+    """`exp` of the mean negative log-probability of each token after the first of its sequence, in FP32."""
+    total = count = 0
+    for sequence in sequences:
+        ids = torch.tensor([sequence], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        for scores, targets in zip(logits.split(256), ids[0, 1:].split(256), strict=True):
+            total += F.cross_entropy(scores.float(), targets, reduction="sum").item()
+            count += len(targets)
+    if math.isnan(total):
+        raise ValueError(f"{type(model).__name__} computes NaN instead of log-probabilities, so it has no perplexity.")
+    return torch.tensor(total / count, dtype=torch.double).exp().item()  # infinite where `math.exp` raises
+
+
+@torch.no_grad()
+def become_quantized(model: PreTrainedModel, checkpoint: Path, format: str) -> None:
+    """
+    Gives a model the weights of a quantized checkpoint, dequantized to the model's type, and rounds the inputs of its
+    linear layers where the format does.
+
+    Raises:
+        ValueError: The model calls the checkpoint's tensors otherwise.
+    """
+    heads = read_heads(weight_files(checkpoint))
+    own = dict(model.named_parameters(remove_duplicate=False))
+    units: dict[str, list[str]] = {}
+    for name in heads:
+        units.setdefault(fused_layer(name), []).append(name)
+    for names in units.values():
+        tensors = read_tensors(heads, names, model.device)
+        layers = read_quantized(tensors, format, model.dtype)
+        numbers = {f"{layer}.weight": q.dequantize() for layer, q in layers.items()}
+        others = {name: tensor for name, tensor in tensors.items() if name in own and name not in numbers}
+        if strangers := [name for name in numbers if name not in own]:
+            raise ValueError(f"{type(model).__name__} has no {strangers[0]}, so no perplexity can be computed.")
+        for name, tensor in (numbers | others).items():
+            own[name].copy_(tensor)
+        for layer in layers:
+            model.get_submodule(layer).register_forward_pre_hook(
+                lambda _, inputs: (fake_quantize_activation(inputs[0], format, check=False), *inputs[1:])
+            )

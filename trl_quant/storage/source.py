@@ -1,0 +1,90 @@
+"""What `trl-quant prepare` and `trl-quant export` read: a checkpoint on disk or on the hub, and its linear layers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from ..rollout.vllm.support import quantized_layers, skeleton, unquantized_layers
+from .files import Stored, check_links, read_heads, weight_files
+from .layout import CODE, FILES, INDEX, linear_layers
+
+
+@dataclass(frozen=True)
+class Source:
+    """
+    A checkpoint.
+
+    Attributes:
+        path (`Path`): Its directory.
+        name (`str`): What a model card calls it: its id on the hub, or the name of its directory.
+        revision (`str` or `None`): Its commit on the hub.
+        trust (`bool`): Whether its own Python may run.
+    """
+
+    path: Path
+    name: str
+    revision: str | None
+    trust: bool
+
+    @property
+    def heads(self) -> dict[str, Stored]:
+        """Its tensors."""
+        return read_heads(weight_files(self.path))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its weights."""
+        return sum(stored.nbytes for stored in self.heads.values())
+
+    def skeleton(self):
+        """Its model, without memory for the weights."""
+        return skeleton(AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust), self.trust)
+
+    def ignored(self) -> list[str]:
+        """Names of the linear layers outside of the decoder, which are never quantized."""
+        return unquantized_layers(self.skeleton())
+
+    def layers(self) -> tuple[list[str], list[str]]:
+        """
+        Names of the linear layers to quantize, and of those to leave.
+
+        Raises:
+            ValueError: Something would be quantized that is no linear layer of the decoder, or as in
+            [`~storage.layout.linear_layers`].
+        """
+        policy = self.skeleton()
+        decoder = set(quantized_layers(policy))
+        chosen, left = linear_layers(self.path, unquantized_layers(policy))
+        if strangers := [name for name in chosen if name not in decoder]:
+            raise ValueError(
+                f"source: `{strangers[0]}` ({len(strangers)} such) is no linear layer in the decoder of "
+                f"{type(policy).__name__}, and only those can be quantized."
+            )
+        return chosen, left
+
+
+def find_source(model: str, revision: str | None, trust: bool, option: str = "--revision") -> Source:
+    """
+    The checkpoint called `model`, a directory or an id on the hub, from where it is downloaded without other files.
+
+    Raises:
+        ValueError: A revision of a directory, or as in [`~storage.files.check_links`].
+    """
+    if Path(model).is_dir():
+        if revision is not None:
+            raise ValueError(f"`{option}` {revision}, but {model} is a directory, which has no revisions.")
+        check_links(model)
+        return Source(Path(model), Path(model).resolve().name, None, trust)
+    from huggingface_hub import snapshot_download
+
+    needed = [*FILES, INDEX, "model*.safetensors", *([CODE] if trust else [])]
+    path = Path(snapshot_download(model, revision=revision, allow_patterns=needed, ignore_patterns="*/*"))
+    check_links(path)
+    commit = path.name if path.parent.name == "snapshots" else None
+    return Source(path, model, commit or revision, trust)
+
+
+def kinds(names: list[str]) -> str:
+    """What layers are called in their modules, each name once."""
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))

@@ -1,0 +1,1 @@
+"""TRL's trainers with quantized rollouts, and what they share."""

@@ -1,0 +1,446 @@
+"""What a checkpoint holds beside TRL's, which one is whole, and what must match when a run goes on from it."""
+
+import errno
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
+from torch.utils.data import Sampler
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..precisions import in_vllm
+from ..storage.files import is_full, read_heads, read_json
+
+
+logger = logging.getLogger(__name__)
+
+ROLLOUT_STATE_NAME = "rollout_state.json"
+SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(safetensors|bin)")
+# As transformers and accelerate name them: one file, one per rank, or a directory under FSDP
+OPTIMIZER = re.compile(r"optimizer\.(pt|bin)|optimizer_\d+|optimizer\.pt_.*|rank\d+-of-\d+-optimizer\.pt")
+RANDOM = re.compile(r"rng_state(_\d+)?\.pth")
+COPY_IT = "Copy the newest whole one to every host, or have all hosts share `output_dir`."
+INITIAL_WEIGHTS_NAME = "initial_weights.pt"  # no .safetensors: vLLM loads all of those in a directory
+
+
+def last_complete_checkpoint(output_dir: str) -> str | None:
+    """
+    The newest checkpoint in `output_dir` whose weights were written to their end, or `None`. A run may need more to go
+    on from it (see [`last_to_resume`]).
+    """
+    whole = [path for path in _checkpoints(output_dir) if _has_whole_weights(path)]
+    return os.fspath(whole[-1]) if whole else None
+
+
+def last_to_resume(output_dir: str) -> str | None:
+    """The newest checkpoint in `output_dir` that a run can go on from, or `None`."""
+    whole = [path for path in _checkpoints(output_dir) if _is_whole(path)]
+    return os.fspath(whole[-1]) if whole else None
+
+
+def _checkpoints(output_dir: str) -> list[Path]:
+    """By their steps."""
+    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step_of(path).isdecimal()]
+    return sorted(found, key=_number_of)
+
+
+def _step_of(path: Path) -> str:
+    return path.name.rpartition("-")[2]
+
+
+def _number_of(path: Path) -> int:
+    return int(_step_of(path))
+
+
+def _is_whole(path: Path) -> bool:
+    return _has_whole_weights(path) and not _lacking(path)
+
+
+def _has_whole_weights(path: Path) -> bool:
+    """
+    The trainer state is written last: a run that was killed, or whose disk was full, while saving leaves a directory
+    without a readable one. One that was killed while deleting may leave no weights or a part of them, and hosts other
+    than the first have none with `save_on_each_node`: transformers writes a model on rank 0 alone.
+    """
+    try:
+        json.loads((path / TRAINER_STATE_NAME).read_text())
+        read_heads(sorted(path.glob("*.safetensors")))
+        parts = {name for index in path.glob("*.index.json") for name in read_json(index)["weight_map"].values()}
+        if any(not (path / name).is_file() for name in parts):
+            return False
+        shards = {file.name for file in path.iterdir() if SHARD.fullmatch(file.name)}
+        weights = {file.name for file in path.iterdir() if file.is_dir() or file.suffix in (".safetensors", ".bin")}
+        return shards <= parts and bool(weights - {TRAINING_ARGS_NAME})
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _lacking(path: Path) -> list[str]:
+    """What a run needs to go on from a checkpoint beside weights, and does not find; empty with `save_only_model`."""
+    if _saved_only_model(path):
+        return []
+    names = {file.name for file in path.iterdir() if file.suffix not in (".pt", ".pth") or zipfile.is_zipfile(file)}
+    deepspeed = any(name.startswith("global_step") for name in names)  # holds the optimizer, and may the scheduler
+    needed = {} if deepspeed else {"optimizer": OPTIMIZER, "scheduler": re.compile(re.escape(SCHEDULER_NAME))}
+    needed["random state"] = RANDOM
+    return [what for what, pattern in needed.items() if not any(map(pattern.fullmatch, names))]
+
+
+def _saved_only_model(path: str | Path) -> bool:
+    return _arguments(path).get("save_only_model") is True
+
+
+def _arguments(path: str | Path) -> dict:
+    try:
+        return read_rollout_state(path).get("arguments", {})
+    except ValueError:  # told where it is needed
+        return {}
+
+
+def _runs_of(path: str | Path) -> list[str]:
+    """The run that wrote a checkpoint, last, and those that it went on from; empty where an older version wrote it."""
+    try:
+        return read_rollout_state(path).get("runs", [])
+    except ValueError:
+        return []
+
+
+def new_run(before: list[str]) -> list[str]:
+    """The name of a run that begins now, after those that it goes on from. Collective."""
+    return [*before, gather_object([uuid4().hex[:8]])[0]]
+
+
+def _check_one_run(output_dir: str, found: list[Path]) -> None:
+    """
+    Raises `ValueError` where a directory holds checkpoints of runs that did not go on from one another: the newest by
+    its step is then the one of the run that got furthest, which may be the other one.
+    """
+    runs = [_runs_of(path) for path in found]
+    unknown = [_number_of(path) for path, names in zip(found, runs, strict=True) if not names]
+    known = [_number_of(path) for path, names in zip(found, runs, strict=True) if names]
+    line = next((names for names in reversed(runs) if names), [])
+    strangers = any(names and names[-1] not in line for names in runs)
+    if strangers or (unknown and known and max(unknown) > min(known)):
+        listed = ", ".join(
+            f"{path.name} (run {names[-1] if names else 'unknown'})" for path, names in zip(found, runs, strict=True)
+        )
+        raise ValueError(
+            f"`resume_from_checkpoint`=True, but {output_dir} holds checkpoints of several runs: {listed}. Name the "
+            f"one to go on from, as in `train(resume_from_checkpoint={os.fspath(found[0])!r})`, and give each run an "
+            "`output_dir` of its own."
+        )
+
+
+def rotate(output_dir: str, step: int, limit: int | None, best: str | None, runs: list[str]) -> None:
+    """
+    Deletes the oldest checkpoints beyond `limit`, as transformers does, but by their steps: a clock that went back
+    makes the new ones look old. Those beyond `step` were left when the run resumed before them, and go first. Another
+    run's are not counted and not deleted.
+    """
+    if limit is None or limit <= 0:
+        return
+    own = [path for path in _checkpoints(output_dir) if not _runs_of(path) or _runs_of(path)[-1] in runs]
+    own.sort(key=lambda path: (_number_of(path) <= step, _number_of(path)))
+    kept = {path.name for path in own if _number_of(path) == step or (best and path.name == Path(best).name)}
+    surplus = len(own) - max(limit, len(kept))
+    for path in [path for path in own if path.name not in kept][: max(surplus, 0)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def checkpoint_to_resume(output_dir: str) -> str:
+    """
+    The newest checkpoint that is whole on every host; each looks in its own `output_dir`, which they may share.
+    Collective.
+
+    Raises:
+        `ValueError`: on every rank, where there is none, or where it may be another run's.
+    """
+    mine = [path.name for path in _checkpoints(output_dir) if _is_whole(path)]
+    found = gather_object([(platform.node(), mine)])
+    if common := [name for name in mine if all(name in names for _, names in found)]:
+        with on_every_rank():
+            _check_one_run(output_dir, [Path(output_dir, name) for name in common])
+        return os.path.join(output_dir, common[-1])
+    refused = "`resume_from_checkpoint`=True, but"
+    if not any(names for _, names in found):
+        raise ValueError(f"{refused} there is nothing to resume. {how_to_go_on(output_dir)}")
+    where = _told([f"{host} has {', '.join(names) or 'none'}" for host, names in found])
+    raise ValueError(f"{refused} no checkpoint in {output_dir} is whole on every host: {where}. {COPY_IT}")
+
+
+def _told(by_rank: list[str | None]) -> str:
+    """What ranks say, in one sentence: that of each host once, with its first rank."""
+    first = {}
+    for rank, said in enumerate(by_rank):
+        if said is not None:
+            first.setdefault(said, rank)
+    return "; ".join(f"{said} (rank {rank})" for said, rank in first.items())
+
+
+@contextmanager
+def on_every_rank() -> Iterator[None]:
+    """
+    Context whose `ValueError` on one rank is raised on all of them: alone, it would leave the others waiting for that
+    rank. Collective.
+    """
+    fault = None
+    try:
+        yield
+    except ValueError as error:
+        fault = error
+    faults = gather_object([fault and str(fault)])
+    if fault is not None:
+        raise fault
+    for rank, other in enumerate(faults):
+        if other is not None:
+            raise ValueError(f"Rank {rank}: {other}")
+
+
+def check_whole(checkpoint: str) -> None:
+    """Raises `ValueError` for a directory to resume from that is no checkpoint, or half of one."""
+    path = Path(checkpoint)
+    if not _is_whole(path):
+        wrong = "was not written to its end" if path.is_dir() else "is no directory"
+        if _has_whole_weights(path):
+            wrong = f"lacks its {' and '.join(_lacking(path))}"
+        raise ValueError(f"`resume_from_checkpoint`={checkpoint!r} {wrong}. {how_to_go_on(os.fspath(path.parent))}")
+
+
+def how_to_go_on(output_dir: str) -> str:
+    """Where a run that failed can go on, as far as this host can see."""
+    checkpoint = last_to_resume(output_dir)
+    if checkpoint is not None:
+        return f"The last whole checkpoint is {checkpoint}; continue with `train(resume_from_checkpoint=True)`."
+    if os.environ.get("GROUP_RANK", "0") != "0":  # torchrun's number of this host
+        return (
+            f"There is no whole checkpoint in {output_dir} on this host, {platform.node()}, but the first host saves "
+            "them: copy its last one here and continue with `train(resume_from_checkpoint=True)`."
+        )
+    if weights := last_complete_checkpoint(output_dir):
+        return (
+            f"No checkpoint in {output_dir} can be resumed. {weights} holds a model, but lacks its "
+            f"{' and '.join(_lacking(Path(weights)))}: begin a new run from it, with `model={weights!r}`."
+        )
+    if halves := [path.name for path in _checkpoints(output_dir)]:
+        names = ", ".join(halves)
+        return f"There is no whole checkpoint in {output_dir}; not written to the end: {names}. Delete and start again."
+    return f"There is no checkpoint in {output_dir}; start again."
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error is that of a collective operation in which another rank no longer took part."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+@contextmanager
+def others_lost(trainer: Trainer) -> Iterator[None]:
+    """Context in which a rank that has lost another one says so, and where the run can go on."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        args, step = trainer.args, trainer.state.global_step
+        raise RuntimeError(
+            f"Rank {args.process_index} ({platform.node()}) lost another rank at step {step}: it ended, or did not "
+            f"answer for `ddp_timeout`={args.ddp_timeout} seconds. What it printed says why. "
+            f"{how_to_go_on(args.output_dir)} Cause: {error}"
+        ) from error
+
+
+@contextmanager
+def saving(checkpoint: str) -> Iterator[None]:
+    """Context in which a full disk is told with its directory, the space left, and where the run can go on."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        directory = Path(checkpoint).parent
+        free = shutil.disk_usage(directory).free if directory.is_dir() else 0
+        if not is_full(error) and not (isinstance(error, RuntimeError) and free < 2**20):  # torch.save does not say why
+            raise
+        raise OSError(
+            errno.ENOSPC,
+            f"No space left while saving {checkpoint}: {free / 2**20:.1f} MiB are free in {directory}. Delete that "
+            f"checkpoint and make room, or set `save_total_limit`. {how_to_go_on(str(directory))}",
+        ) from error
+
+
+def precision_before(args) -> str | None:
+    """
+    A run's `rollout_precision`, in which that of the checkpoint it is asked to resume from takes the place of `"auto"`.
+    Collective where it does: a host without the checkpoint takes what the others read.
+
+    Raises:
+        `ValueError`: if vLLM does not run it.
+    """
+    resume = args.resume_from_checkpoint
+    if args.rollout_precision != "auto" or not resume or str(resume).lower() == "false":
+        return args.rollout_precision
+    checkpoint = last_to_resume(args.output_dir) if str(resume).lower() == "true" else resume
+    with on_every_rank():
+        mine = read_rollout_state(checkpoint or "").get("settings", {}).get("rollout_precision")
+    precision = next(filter(None, gather_object([mine])), None)
+    if precision is not None and precision not in in_vllm():
+        raise ValueError(
+            f"`rollout_precision`='auto' takes the precision of the checkpoint {checkpoint}, {precision!r}, which vLLM "
+            f"does not run. Allowed: {', '.join(map(repr, in_vllm()))}; or set `use_vllm=False` and name it."
+        )
+    return precision or args.rollout_precision
+
+
+def recorded(trainer: Trainer) -> dict:
+    """What a checkpoint says of its run: the settings that a resume compares, and all arguments for who reads it."""
+    arguments = {"model": getattr(trainer.model, "name_or_path", None)} | trainer.args.to_sanitized_dict()
+    return {"settings": trainer.args.training_settings(), "arguments": arguments, "runs": trainer.runs}
+
+
+def write_rollout_state(checkpoint: str | Path, state: dict) -> None:
+    """Writes what the engine must find again, before the rest of the checkpoint is written."""
+    Path(checkpoint).mkdir(parents=True, exist_ok=True)
+    plain = {name: value for name, value in state.items() if name != "initial_weights"}
+    (Path(checkpoint) / ROLLOUT_STATE_NAME).write_text(json.dumps(plain))
+    if tensors := state.get("initial_weights"):
+        torch.save({name: tensor.cpu() for name, tensor in tensors.items()}, Path(checkpoint, INITIAL_WEIGHTS_NAME))
+
+
+def read_initial_weights(checkpoint: str | Path) -> dict[str, torch.Tensor] | None:
+    """The part of the weights that a run was started with which its engine keeps; `None` where it is not known."""
+    path = Path(checkpoint, INITIAL_WEIGHTS_NAME)
+    if not path.is_file():
+        return None
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ValueError(f"{path} is not whole: {error}. Resume from another checkpoint, or start again.") from error
+
+
+def read_rollout_state(checkpoint: str | Path) -> dict:
+    """What the engine of a checkpoint left, empty for a checkpoint of another trainer."""
+    return _read(Path(checkpoint, ROLLOUT_STATE_NAME))
+
+
+def _read(path: Path) -> dict:
+    """A JSON file's object, empty where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not whole: {error}. Resume from another checkpoint, or start again.") from error
+
+
+def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
+    """
+    What the engine of a checkpoint left.
+
+    Raises:
+        `ValueError`: for a checkpoint that is not whole, or was trained otherwise than this run trains.
+    """
+    with on_every_rank():
+        check_whole(checkpoint)
+        check_uaq(checkpoint, uaq_scale)
+        state = read_rollout_state(checkpoint)
+        before = args.plain_settings() | state.get("settings", {})  # an older one does not know the newest fields
+        check_settings(checkpoint, before, args.training_settings(), args.resume_with_changes)
+        initial = read_initial_weights(checkpoint)
+    tell_changes(checkpoint, state.get("arguments", {}), args.inherited_settings())
+    if _saved_only_model(checkpoint):
+        logger.warning(
+            "%s was saved with `save_only_model`: optimizer, learning rate schedule and random state begin anew.",
+            checkpoint,
+        )
+    check_same_files(checkpoint)
+    if initial is None and state.get("drift", True) and args.rollout_precision is not None:
+        logger.warning(
+            "The checkpoint %s has no %s, so the weights that its run was started with are not known: "
+            "`weights/normalized_total_update` is not logged.",
+            checkpoint,
+            INITIAL_WEIGHTS_NAME,
+        )
+    return state | {"initial_weights": initial}
+
+
+def check_same_files(checkpoint: str | Path) -> None:
+    """
+    Raises `ValueError` where hosts with disks of their own have different parts of a checkpoint. Under FSDP rank 0
+    alone saves the optimizer, and a host without it would not take part in loading it.
+    """
+    mine = {path.name for path in Path(checkpoint).iterdir() if not path.name.startswith("rng_state")}
+    found = gather_object([(platform.node(), mine)])
+    whole = set().union(*(names for _, names in found))
+    lacking = _told(
+        [f"{host} lacks {', '.join(sorted(whole - names))}" if names != whole else None for host, names in found]
+    )
+    if lacking:
+        raise ValueError(f"{checkpoint} is not the same on every host: {lacking}. {COPY_IT}")
+
+
+def check_settings(checkpoint: str | Path, before: dict, now: dict, changes_allowed: bool) -> None:
+    """
+    Compares what changes the training's mathematics with what the checkpoint was trained with.
+
+    Args:
+        before, now (`dict`): See [`~config.QuantGRPOConfig.training_settings`].
+        changes_allowed (`bool`): Whether differences are logged, not refused.
+    """
+    changed = {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
+    if not changed:
+        return
+    differences = ", ".join(f"`{name}`: {old!r} -> {new!r}" for name, (old, new) in changed.items())
+    if not changes_allowed:
+        raise ValueError(
+            f"The checkpoint {checkpoint} was trained with other settings than this run has: {differences}. Resume "
+            "with the same ones, or set `resume_with_changes=True`."
+        )
+    logger.warning("Resuming %s with changed settings: %s.", checkpoint, differences)
+
+
+def tell_changes(checkpoint: str | Path, before: dict, now: dict) -> None:
+    """Warns of settings of TRL's and transformers' own that differ from those of the checkpoint's run."""
+    now = json.loads(json.dumps(now))
+    changed = {name: (before[name], value) for name, value in now.items() if name in before and before[name] != value}
+    if changed:
+        differences = ", ".join(f"`{name}`: {old!r} -> {new!r}" for name, (old, new) in changed.items())
+        logger.warning("Resuming %s with other settings than it was trained with: %s.", checkpoint, differences)
+
+
+def check_uaq(checkpoint: str | Path, applied: float | None) -> None:
+    """Raises `ValueError` for a checkpoint whose weights were scaled otherwise than those of this run."""
+    path = Path(checkpoint) / "config.json"
+    if path.is_file() and (recorded := _read(path).get("uaq_scale")) != applied:
+        raise ValueError(
+            f"The checkpoint {checkpoint} was trained with `uaq_scale`={recorded}, this run has `uaq_scale`={applied}. "
+            "Resume with the same value."
+        )
+
+
+def same_after_resume(sampler: Sampler | None) -> Sampler | None:
+    """
+    Has TRL's sampler take the order of any epoch as an unbroken run does. By itself it draws one epoch's order after
+    the other, so that a run which resumes in a later epoch would take that of the first again.
+    """
+    if getattr(sampler, "shuffle", False) and getattr(sampler, "seed", None) is not None:
+        sampler.set_epoch = partial(_set_epoch, sampler)
+    return sampler
+
+
+def _set_epoch(sampler: Sampler, epoch: int) -> None:
+    sampler.generator.manual_seed(sampler.seed)
+    for _ in range(epoch):
+        torch.randperm(sampler.num_samples, generator=sampler.generator)

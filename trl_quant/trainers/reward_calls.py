@@ -1,0 +1,201 @@
+"""What is asked of a call of a reward function: it ends in time, and gives one finite number for each completion.
+
+TRL calls a run's functions in the process that trains and takes what they return. One that hangs would hang the run, on
+one rank all ranks; an infinite reward makes every weight NaN. Here each function is wrapped for the time of
+`GRPOTrainer._calculate_rewards`. A reward of `None` keeps its meaning for TRL: this function says nothing of the
+completion, which the others score; so does NaN, of which the log tells once for each function. A run's tools have the
+same limit.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..rollout.limits import awaited_within, time_limit
+from ..trl_seams import exchanged, is_async
+from .checkpoints import how_to_go_on
+
+
+logger = logging.getLogger(__name__)
+
+LARGEST = torch.finfo(torch.float32).max  # TRL holds rewards in float32, in which a larger one is infinite
+SHOWN = 80  # characters of a prompt and of a completion in a message
+
+
+class RewardCalls:
+    """
+    The calls of a trainer's reward functions, with the limit `reward_timeout`.
+
+    Attributes:
+        told (`set[str]`): Functions whose NaN was told of.
+        running (`set[str]`): Asynchronous functions that have not come back.
+    """
+
+    def __init__(self, trainer):
+        self.trainer, self.seconds = trainer, trainer.args.reward_timeout
+        self.told: set[str] = set()
+        self.running: set[str] = set()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Context in which the trainer's functions are wrapped. Reward models are left as they are."""
+        trainer, functions = self.trainer, []
+        self.running.clear()
+        for name, function in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
+            functions.append(function if isinstance(function, nn.Module) else self._wrapped(name, function))
+        # TRL waits for all asynchronous functions together; one that blocks their event loop is interrupted by nobody
+        waits = self.seconds is not None and any(map(is_async, functions))
+        seconds = self.seconds * (len(functions) + 1) if waits else None
+        with exchanged(trainer, reward_funcs=functions), time_limit(seconds, self._too_long_together):
+            yield
+
+    def _wrapped(self, name: str, function: Callable) -> Callable:
+        if is_async(function):
+
+            @functools.wraps(function)
+            async def call(**arguments):
+                self.running.add(name)
+                awaited = self._awaited(name, function, arguments)
+                returned = await awaited_within(self.seconds, lambda: self._too_long(name), awaited)
+                self.running.discard(name)
+                return self._rewards(name, returned, arguments)
+        else:
+
+            @functools.wraps(function)
+            def call(**arguments):
+                with time_limit(self.seconds, lambda: self._too_long(name)), self._exit_refused(name):
+                    return self._rewards(name, function(**arguments), arguments)  # a generator runs in there
+
+        return call
+
+    async def _awaited(self, name: str, function: Callable, arguments: dict):
+        with self._exit_refused(name):
+            return await function(**arguments)
+
+    @contextmanager
+    def _exit_refused(self, name: str) -> Iterator[None]:
+        """A `sys.exit` in a reward, as in code that it runs, would end the training as if it were done."""
+        try:
+            yield
+        except SystemExit as error:
+            raise RuntimeError(f"{self._at(name)} ended the process: it raised {error!r}. {self._go_on()}") from error
+
+    def _at(self, name: str) -> str:
+        return f"The reward function {name!r}, at step {self.trainer.state.global_step},"
+
+    def _go_on(self) -> str:
+        return how_to_go_on(self.trainer.args.output_dir)
+
+    def _too_long(self, name: str) -> str:
+        return f"{self._at(name)} did not return within `reward_timeout`={self.seconds:g} seconds. {self._go_on()}"
+
+    def _too_long_together(self) -> str:
+        if self.running:
+            return self._too_long("', '".join(sorted(self.running)))
+        step = self.trainer.state.global_step
+        return f"The rewards of another rank, at step {step}, did not come in time. {self._go_on()}"
+
+    def _rewards(self, name: str, returned, arguments: dict) -> list[float | None]:
+        """The rewards as numbers, which TRL counts; `ValueError` for what is none or not finite."""
+        count = len(arguments["prompts"])
+        rewards = _listed(returned)
+        if rewards is None:
+            raise ValueError(
+                f"{self._at(name)} returned {_short(returned)} ({type(returned).__name__}). It must return a list of "
+                f"{count} numbers, one for each completion. {self._go_on()}"
+            )
+        if len(rewards) != count:  # told by TRL
+            return rewards
+        return [self._reward(name, row, reward, arguments) for row, reward in enumerate(rewards)]
+
+    def _reward(self, name: str, row: int, reward, arguments: dict) -> float | None:
+        if reward is None:
+            return None
+        number = _number(reward)
+        if number is None or abs(number) > LARGEST:
+            wrong = "no number" if number is None else "not finite"
+            raise ValueError(
+                f"{self._at(name)} returned {_short(reward)} for row {row}, which is {wrong}: prompt "
+                f"{_short(arguments['prompts'][row])}, completion {_short(arguments['completions'][row])}. A reward is "
+                f"a finite number, or None where the function does not apply. {self._go_on()}"
+            )
+        if math.isnan(number) and name not in self.told:
+            self.told.add(name)
+            logger.warning(
+                "%s returned NaN for row %d. TRL takes it as None: the function does not apply, and the others alone "
+                "score the completion %s. Return None where that is meant. This is said once.",
+                self._at(name),
+                row,
+                _short(arguments["completions"][row]),
+            )
+        return number
+
+    def check_gathered(self, rewards: Tensor) -> None:
+        """
+        Raises `ValueError` for what a reward model returned that is not finite. On every rank.
+
+        Args:
+            rewards (`torch.Tensor` of shape `(completions of all ranks, reward functions)`): As TRL gathers them.
+        """
+        models = torch.tensor([isinstance(function, nn.Module) for function in self.trainer.reward_funcs])
+        wrong = ~rewards.isfinite() & models.to(rewards.device)
+        if wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"The reward model {self.trainer.reward_func_names[column]!r}, at step "
+                f"{self.trainer.state.global_step}, returned {rewards[row, column].item()} for row {row} of all ranks' "
+                f"{len(rewards)}. A reward must be finite. {self._go_on()}"
+            )
+
+
+def limited_tool(tool: Callable, seconds: float | None) -> Callable:
+    """A tool whose call ends within `seconds`, with an error that TRL gives to the model as that of any tool."""
+
+    def told() -> str:
+        return f"The tool {tool.__name__!r} did not return within `reward_timeout`={seconds:g} seconds."
+
+    if is_async(tool):
+
+        @functools.wraps(tool)
+        async def call(*args, **kwargs):
+            return await awaited_within(seconds, told, tool(*args, **kwargs))
+    else:
+
+        @functools.wraps(tool)
+        def call(*args, **kwargs):
+            with time_limit(seconds, told):
+                return tool(*args, **kwargs)
+
+    return call
+
+
+def _listed(returned) -> list | None:
+    """What a reward function returned as a list, `None` for what is none or has no order."""
+    if isinstance(returned, str | bytes | Mapping | Set):
+        return None
+    try:
+        return returned.tolist() if isinstance(returned, Tensor) and returned.dim() == 1 else list(returned)
+    except TypeError:  # a single number among others
+        return None
+
+
+def _number(reward) -> float | None:
+    """What `float` makes of a reward: of a bool, of NumPy's and torch's scalars too. `None` for what is no number."""
+    if isinstance(reward, str | bytes):
+        return None
+    try:
+        return float(reward)
+    except OverflowError:  # of an integer
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _short(value) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
