@@ -17,7 +17,7 @@ MASK = 2**64 - 1
 def by_hand(words: list[int]) -> int:
     """The docstring's sum, with Python's integers."""
     golden = (isqrt(5 << 128) - (1 << 64)) // 2  # 2^64 (sqrt(5) - 1) / 2
-    fold = lambda x: x ^ (x >> 32)  # noqa: E731
+    fold = lambda x: x ^ (x >> 31)  # noqa: E731
     total = sum(fold(x & MASK) * (fold(i * golden & MASK) | 1) for i, x in enumerate(words, 1)) & MASK
     return total - 2**64 if total >> 63 else total
 
@@ -79,9 +79,10 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("size", [64, 63])  # whole words in each row, and not
-def test_edits(edit, size):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_edits(edit, size, dtype):
     """Every edit shows, and what undoes it too."""
-    model = torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.LayerNorm(size)).to(torch.bfloat16)
+    model = torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.LayerNorm(size)).to(dtype)
     before, saved = fingerprint(model), model[0].weight.data.clone()
     assert fingerprint(model) == before
     EDITS[edit](model[0].weight.data)

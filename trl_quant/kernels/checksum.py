@@ -18,13 +18,13 @@ from .arithmetic import on
 TILE = 1024  # words that a program reads at once
 PROGRAMS = 1056  # that share the tiles: eight for each multiprocessor of a Hopper
 GOLDEN = tl.constexpr(-7046029254386353131)  # of `fingerprint`
-LOW = tl.constexpr(0xFFFFFFFF)
+LOW = tl.constexpr(0x1FFFFFFFF)
 
 
 @triton.jit
 def _folded(x):
-    """The upper half of each word laid on the lower one."""
-    return x ^ ((x >> 32) & LOW)
+    """The upper 33 bits of each word laid on the lower ones."""
+    return x ^ ((x >> 31) & LOW)
 
 
 @triton.jit

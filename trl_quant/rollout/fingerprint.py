@@ -17,11 +17,13 @@ parameters at once.
 
 The checksum of the words `x_1, x_2, ...`, 8 bytes each, is
 
-    sum_i fold(x_i) * m_i  mod 2^64,    m_i = fold(i g mod 2^64) or 1,    fold(x) = x xor (x >> 32),
+    sum_i fold(x_i) * m_i  mod 2^64,    m_i = fold(i g mod 2^64) or 1,    fold(x) = x xor (x >> 31),
 
 where `g` is 2^64 over the golden ratio, rounded to an odd number. `fold` loses nothing and `m_i` is odd, so a change of
 one word always shows. `m_i` differs from word to word, so rows that are exchanged, negated or overwritten with a
-constant show as well, where a plain sum or an exclusive or would cancel out.
+constant show as well, where a plain sum or an exclusive or would cancel out. `fold` shifts by 31 bits, since a shift by
+32 would lay the sign of one float32 on the sign of the next: if both changed, only the highest bit of `fold(x)` would,
+and the changes of two such words would cancel out.
 """
 
 from collections.abc import Hashable
@@ -37,7 +39,7 @@ from .stream import local_part
 
 WORD = 8  # bytes
 GOLDEN = -7046029254386353131  # g as a signed integer
-LOW = 0xFFFFFFFF
+LOW = 0x1FFFFFFFF
 ADAPTED = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 PART = 2**16  # words that the twin of the kernel reads at once, which fit into a CPU's cache
 
@@ -78,7 +80,7 @@ def checksum(words: Tensor) -> Tensor:
 
 
 def _fold(x: Tensor) -> Tensor:
-    return x ^ ((x >> 32) & LOW)
+    return x ^ ((x >> 31) & LOW)
 
 
 def _read(model: nn.Module) -> tuple[list[Hashable], list[nn.Parameter], list[nn.Module]]:
