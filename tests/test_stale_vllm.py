@@ -131,11 +131,6 @@ def test_the_best_weights_are_sampled_from(tmp_path, monkeypatch, peft):
     assert found["follows"] < 0.3 * found["by step"]
 
 
-def sees_small_changes(engine) -> bool:
-    """Whether the CPU's INT8 products are exact; where they saturate (no VNNI), the bound is some times wider."""
-    return max(engine.product_errors.values()) < 2**-7
-
-
 @pytest.mark.parametrize("tuning", ["full", "merge", "adapter"])
 @pytest.mark.parametrize("data", [False, True], ids=["counted", "data"])
 def test_a_policy_trained_as_sampled(tmp_path, data, tuning):
@@ -148,7 +143,7 @@ def test_a_policy_trained_as_sampled(tmp_path, data, tuning):
     engine, seen = trainer.vllm_generation, []
     for seed in range(2):
         adapter_alone = [param for name, param in model.named_parameters() if "lora_" in name]
-        move(nn.ParameterList(adapter_alone) if tuning == "adapter" else model, 0.02, seed, data)
+        move(nn.ParameterList(adapter_alone) if tuning == "adapter" else model, 0.05, seed, data, keep=0.7)
         sequences, sampled = sampled_from(trainer)
         difference, bound = apart(trainer, sequences, sampled)
         assert difference <= bound
@@ -158,21 +153,27 @@ def test_a_policy_trained_as_sampled(tmp_path, data, tuning):
             made = quantize(engine.weights.of_linear(layer) if tuning == "full" else layer.weight, "int8")
             assert tuning == "merge" or torch.equal(layer.codes().values, made.values)
         seen.append(sampled)
-    assert mean_difference(*seen) > (2 * bound if sees_small_changes(engine) else 0.5)  # nats
+    moved = mean_difference(*seen)
+    print(f"{difference:.4f} < {bound:.4f}, moved by {moved:.4f}")
+    assert moved > 2 * bound
 
 
 def test_what_users_do(tmp_path):
-    """vLLM is within the check's bound of the policy after each, and was not before it."""
+    """
+    vLLM is within the check's bound of the policy after each, and was far outside it before. All start from the same
+    weights, since the bound grows with the weights.
+    """
     trainer = trainer_of(tmp_path, policy(tmp_path / "model", dtype=torch.float32, tied=False))
+    start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     before = sampled_from(trainer)
     for name, change in FOLLOWED.items():
+        trainer.model.load_state_dict(start)
         change(trainer.model)
         now = sampled_from(trainer)
         difference, bound = apart(trainer, *now)
         stale, _ = apart(trainer, *before)
         print(f"{name:24} {difference:.4f} < {bound:.4f}, before the change {stale:.4f}")
-        assert difference <= bound and (stale > bound or not sees_small_changes(trainer.vllm_generation)), name
-        before = now
+        assert difference <= bound and stale > 2 * bound, name
 
 
 OTHER = {
