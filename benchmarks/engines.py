@@ -148,10 +148,6 @@ def save_start(model) -> None:
         save_file(tensors, Path(model.name_or_path, "model.safetensors"), {"format": "pt"})
 
 
-def byte_tokenizer(text: str, add_special_tokens: bool = False) -> dict:
-    return {"input_ids": list(text.encode())}
-
-
 def build(
     kind: str, model, max_seqs: int, new_tokens: int, length: int, lora_sync: str = "merge", tokenizer=None, **arguments
 ):
@@ -160,6 +156,7 @@ def build(
     Without a tokenizer it has no text.
     """
     from accelerate import Accelerator
+    from transformers import ByT5Tokenizer
     from trl.generation.vllm_generation import VLLMGeneration
 
     from trl_quant.rollout import VLLMEngine
@@ -168,7 +165,7 @@ def build(
     arguments = START | {"disable_log_stats": True} | arguments
     if tokenizer is None:
         arguments["skip_tokenizer_init"] = True
-        tokenizer = byte_tokenizer
+        tokenizer = ByT5Tokenizer()  # of bytes, without a file
     settings = {
         "mode": "colocate",
         "max_model_length": length,
@@ -190,21 +187,21 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
+def seconds(run: Callable[[], object]) -> float:
+    """Of one call, until the GPU has done it."""
+    wait()
+    begin = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - begin
+
+
 def call_seconds(run: Callable[[], object], budget: float = 0.03) -> float:
     """Of one call as a trainer makes it, launches included: the mean of as many as fit into `budget` seconds."""
     run()
     run()
-    wait()
-    begin = time.perf_counter()
-    run()
-    wait()
-    count = min(max(int(budget / (time.perf_counter() - begin)), 2), 100)
-    wait()
-    begin = time.perf_counter()
-    for _ in range(count):
-        run()
-    wait()
-    return (time.perf_counter() - begin) / count
+    count = min(max(int(budget / seconds(run)), 2), 100)
+    return seconds(lambda: [run() for _ in range(count)]) / count
 
 
 class Clock:

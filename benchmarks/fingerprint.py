@@ -11,29 +11,21 @@ reading of the values alone, with the bandwidth that it reaches.
 
 import argparse
 import statistics
-import time
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import transformers
-from engines import CUDA, SHAPES, machine, model_directory, save
+from engines import CUDA, SHAPES, machine, model_directory, save, seconds
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_quant.rollout import fingerprint as room
 
 
 def milliseconds(run, rounds: int) -> list[float]:
-    times = []
-    for _ in range(rounds + 1):
-        if CUDA:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        if CUDA:
-            torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - start))
-    return [round(spent, 3) for spent in times[1:]]
+    """Of each call of `run`, after a warm-up call."""
+    run()
+    return [round(1000 * seconds(run), 3) for _ in range(rounds)]
 
 
 def measure(size: str, rank: int, rounds: int) -> dict:

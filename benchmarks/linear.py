@@ -45,7 +45,7 @@ def shapes_of(size: str) -> dict[str, tuple[int, int]]:
     return {"q,o": (hidden, hidden), "k,v": (kv, hidden), "gate,up": (inner, hidden), "down": (hidden, inner)}
 
 
-def seconds(calls: list, budget: float = 0.03) -> float:
+def replayed_seconds(calls: list, budget: float = 0.03) -> float:
     """GPU time of one call, the mean over a CUDA graph of all of them, best of several replays."""
     for call in calls[:2]:
         call()  # compiles, tunes
@@ -124,7 +124,7 @@ def products(args, results: dict, deadline: float) -> None:
                         try:
                             calls = layer.calls(way, x, forward)
                             given = calls[0]()
-                            took = seconds(calls if tokens <= 4096 else calls[:2])
+                            took = replayed_seconds(calls if tokens <= 4096 else calls[:2])
                             moved = layer.bytes[way] + x.nbytes + given.nbytes
                             limit = max(moved / bandwidth, 2 * tokens * shape[0] * shape[1] / FLOPS)
                             row[way] = {"s": took, "limit": limit / took, "dB": sqnr(given, right)}

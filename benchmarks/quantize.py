@@ -12,10 +12,10 @@ the rounds, with results allocated anew each time, as in a sync; `nvfp4 given sc
 import argparse
 import json
 import platform
-import time
 from pathlib import Path
 
 import torch
+from engines import seconds
 
 from trl_quant import formats
 
@@ -27,18 +27,10 @@ SHAPES = {  # Qwen2.5: (out, in) of the linear layers in one decoder layer, and 
 }
 
 
-def seconds(run, rounds: int, cuda: bool) -> float:
-    """Best time of one call of `run`, after a warm-up call."""
-    times = []
-    for _ in range(rounds + 1):
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+def best(run, rounds: int) -> float:
+    """Seconds of the fastest call of `run`, after a warm-up call."""
+    run()
+    return min(seconds(run) for _ in range(rounds))
 
 
 def quantizing(quantize, weights: list[torch.Tensor], name: str, scale: torch.Tensor | None):
@@ -66,7 +58,7 @@ def main():
     weights = [torch.randn(shape, device=args.device, dtype=dtype) * 0.02 for _ in range(layers) for shape in shapes]
     read = sum(w.nbytes for w in weights)
 
-    copy = seconds(lambda: [w.clone() for w in weights], args.rounds, cuda)
+    copy = best(lambda: [w.clone() for w in weights], args.rounds)
     copy_rate = 2 * read / copy / 1e9
     print(f"{machine}, torch {torch.__version__}, {len(weights)} weights, {read / 1e9:.2f} GB of {args.dtype}")
     print(f"copy: {copy * 1e3:.2f} ms, {copy_rate:.0f} GB/s read and written")
@@ -87,9 +79,9 @@ def main():
         moved *= layers
         row: dict[str, float | None] = {"bytes": moved, "kernel_s": None, "torch_s": None}
         if kernels is not None and name in kernels.KERNELS:
-            row["kernel_s"] = seconds(quantizing(kernels.quantize, weights, name, scale), args.rounds, cuda)
+            row["kernel_s"] = best(quantizing(kernels.quantize, weights, name, scale), args.rounds)
         if not args.no_torch:
-            row["torch_s"] = seconds(quantizing(formats.quantize, weights, name, scale), min(args.rounds, 2), cuda)
+            row["torch_s"] = best(quantizing(formats.quantize, weights, name, scale), min(args.rounds, 2))
         label = f"{name} given scale" if given else name
         results["formats"][label] = row
         print(line(label, row, copy_rate))

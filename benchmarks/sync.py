@@ -12,24 +12,25 @@ sync, and one before each further generation. Extra memory is the peak above wha
 
 import argparse
 import statistics
-import time
 from functools import partial
 from pathlib import Path
 
 import torch
-from engines import CUDA, PRECISIONS, SHAPES, build, in_own_process, machine, model_directory, policy, report, save
+from engines import (
+    CUDA,
+    PRECISIONS,
+    SHAPES,
+    build,
+    in_own_process,
+    machine,
+    model_directory,
+    policy,
+    report,
+    save,
+    seconds,
+)
 
 from trl_quant.rollout.fingerprint import fingerprint
-
-
-def seconds(run) -> float:
-    if CUDA:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    if CUDA:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def measure(kind: str, size: str, lora: int, rounds: int) -> dict:
