@@ -12,7 +12,7 @@ import torch
 import trl.generation.vllm_generation as vllm_generation
 import warm
 from accelerate import Accelerator
-from tiny import save_tiny
+from tiny import save_tiny, tiny_tokenizer
 from training import config, lora, make
 from transformers import AutoModelForCausalLM
 
@@ -42,7 +42,7 @@ RUNS = {  # name -> (arguments of the run, of its trainer)
     "merge": ({"vllm_gpu_memory_utilization": 0.25}, {"peft_config": lora}),
     "adapter": ({"lora_sync": "adapter", "generation_kwargs": {"stop": ["<"]}}, {"peft_config": lora}),
 }
-OWN = {"max_tokens", "min_tokens", "ignore_eos", "stop_token_ids"}  # a trial ends completions in its own way
+OWN = {"max_tokens", "min_tokens", "ignore_eos"}  # what a trial samples in its own way
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,9 @@ def test_the_engine_on_trial_is_the_runs(name, model, tmp_path, monkeypatch):
     engine_tried, samplings_tried = recorder.take()
 
     assert engine_tried == engine and engine["max_num_batched_tokens"] == 4096 and engine["max_num_seqs"] == 8
+    assert sampling.pop("stop_token_ids") == [tiny_tokenizer().eos_token_id]
     for sampling_tried in samplings_tried:
+        assert sampling_tried.pop("stop_token_ids") == []  # a trial ends at no token
         assert {n for n in sampling if sampling[n] != sampling_tried[n]} <= OWN and sampling_tried["ignore_eos"]
     assert {s["max_tokens"] for s in samplings_tried} == {1, trial.NEW_TOKENS}
     assert streamed(tried) == streamed(run)
