@@ -442,33 +442,51 @@ def run_rank(path: Path, engine: str) -> None:
 # What TRL cannot do
 
 
+IN_A_SERVER = {"rollout_precision": "int8", "use_vllm": True, "vllm_mode": "server"}
+
+
+def without_a_model(path, monkeypatch, settings: dict, given: dict, processes: int) -> QuantGRPOTrainer:
+    """A trainer whose model does not exist."""
+    args = config(QuantGRPOConfig, path, **IN_A_SERVER | settings)
+    monkeypatch.setattr(PartialState(), "num_processes", processes)
+    return make(QuantGRPOTrainer, args, model="no/such-model", **given)
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("settings", "given", "processes", "says"),
+    ("settings", "given", "says"),
     [
-        ({"vllm_mode": "server"}, {"tools": [note]}, 2, "`tools` with `vllm_mode`='server' on 2 processes"),
+        ({}, {"tools": [note]}, "`tools` with `vllm_mode`='server' on 2 processes"),
+        ({}, {"environment_factory": object}, "`environment_factory` with `vllm_mode`='server'"),
         (
-            {"vllm_mode": "server"},
-            {"environment_factory": object},
-            2,
-            "`environment_factory` with `vllm_mode`='server'",
+            {"vllm_mode": "colocate", "vllm_tensor_parallel_size": 2},
+            {"tools": [note]},
+            "`tools` with `vllm_tensor_parallel_size`=2",
         ),
-        ({"vllm_tensor_parallel_size": 2}, {"tools": [note]}, 2, "`tools` with `vllm_tensor_parallel_size`=2"),
-        ({"vllm_mode": "server"}, {"tools": [note]}, 1, None),
-        ({"vllm_mode": "server"}, {"tools": []}, 2, None),
-        ({}, {"tools": [note]}, 2, None),
-        ({"rollout_precision": None, "vllm_mode": "server"}, {"tools": [note]}, 2, None),
     ],
 )
-def test_turns_that_ranks_would_take_together_are_refused(tmp_path, monkeypatch, settings, given, processes, says):
-    """Before a model is loaded, or looked for; with anything else the model is what is missing."""
-    settings = {"rollout_precision": "int8", "vllm_mode": "colocate"} | settings
-    args = config(QuantGRPOConfig, tmp_path, use_vllm=True, **settings)
-    monkeypatch.setattr(PartialState(), "num_processes", processes)
-    with pytest.raises((ValueError, OSError)) as refusal:
-        make(QuantGRPOTrainer, args, model="no/such-model", **given)
-    waits = "wait for each other" in str(refusal.value)
-    assert waits and says in str(refusal.value) if says else not waits and "huggingface.co" in str(refusal.value)
+def test_turns_that_ranks_would_take_together_are_refused(tmp_path, monkeypatch, settings, given, says):
+    """Before a model is loaded, or looked for."""
+    with pytest.raises(ValueError, match=re.escape(says)) as refusal:
+        without_a_model(tmp_path, monkeypatch, settings, given, processes=2)
+    assert "wait for each other" in str(refusal.value)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("settings", "given", "processes", "error"),
+    [
+        ({}, {"tools": [note]}, 1, ValueError),
+        ({}, {"tools": []}, 2, ValueError),
+        ({"vllm_mode": "colocate"}, {"tools": [note]}, 2, ValueError),
+        ({"rollout_precision": None}, {"tools": [note]}, 2, OSError),  # as TRL says it
+    ],
+)
+def test_other_turns_are_not_refused(tmp_path, monkeypatch, settings, given, processes, error):
+    """The model is what is missing."""
+    with pytest.raises(error, match=re.escape("huggingface.co")) as refusal:
+        without_a_model(tmp_path, monkeypatch, settings, given, processes)
+    assert "wait for each other" not in str(refusal.value)
 
 
 if __name__ == "__main__":
