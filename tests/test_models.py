@@ -37,7 +37,7 @@ def refused(call, *words) -> None:
     assert not [word for word in words if word not in str(error.value)], str(error.value)
 
 
-# Adapters: what engines get is what PEFT merges
+# Adapters: engines get the weights that PEFT merges
 
 ADAPTERS = {
     "LoRA on the embeddings": lambda: LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]),
@@ -60,7 +60,7 @@ ADAPTERS = {
 
 
 def adapted(kind: str, model=None) -> peft.PeftModel:
-    """A policy whose adapter does something, after a training would have moved it."""
+    """A policy whose adapter acts, as if it had been trained."""
     torch.manual_seed(2)
     model = get_peft_model(model or tiny_model("qwen2", tied=False), ADAPTERS[kind]())
     with torch.no_grad():
@@ -72,7 +72,7 @@ def adapted(kind: str, model=None) -> peft.PeftModel:
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_engines_get_what_peft_merges(kind):
-    """Also while vLLM reloads, when torch makes tensors of another type; the policy stays as it was, bit for bit."""
+    """Also while vLLM reloads, when torch's default type is BF16. The policy keeps its bits."""
     model = adapted(kind)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     modules = dict(model.named_modules())
@@ -96,14 +96,14 @@ def test_a_training_samples_from_them(tmp_path, kind):
 
 
 def test_tokens_of_a_tied_model_are_refused(tmp_path):
-    """TRL multiplies with the head's own weight and bias, and PEFT wraps the head there."""
+    """PEFT wraps the head of such a model, while TRL multiplies with the head's own weight and bias."""
     model = adapted("tokens beside LoRA", tiny_model("qwen2", tied=True))
     refused(lambda: trainer_of(tmp_path, model), "`trainable_token_indices`", "Untie the model")
 
 
 @pytest.mark.parametrize("several", [False, True])
 def test_a_norm_that_is_trained_whole_is_noised(tmp_path, several):
-    """The engine's norm is the trained one with noise, also where another adapter has one of its own."""
+    """The engine adds noise to the norm of the active adapter, also where another adapter trains that norm too."""
     whole = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["input_layernorm"], init_lora_weights=False)
     model = get_peft_model(tiny_model(), whole)
     if several:
@@ -127,7 +127,7 @@ REFUSED_ADAPTERS = [
 @pytest.mark.parametrize(("adapter", "words"), REFUSED_ADAPTERS, ids=[words[0] for _, words in REFUSED_ADAPTERS])
 def test_adapters_that_are_no_change_of_weights(tmp_path, adapter, words):
     refused(lambda: trainer_of(tmp_path, str(written(tmp_path)), peft_config=adapter()), "`peft_config`", *words)
-    if adapter().peft_type == "PREFIX_TUNING":  # on a model that is wrapped already
+    if adapter().peft_type == "PREFIX_TUNING":  # PEFT has wrapped this model already
         model = get_peft_model(tiny_model(), adapter())
         refused(lambda: trainer_of(tmp_path, model), "PREFIX_TUNING", "weights")
 
@@ -293,7 +293,7 @@ def test_adapters_that_are_merged_are_not_trained(tmp_path):
 
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
 def test_a_base_of_bitsandbytes(tmp_path, bits):
-    """A sync leaves 8-bit layers as they are. Of 4-bit ones bitsandbytes may change the layout, after an evaluation."""
+    """A sync leaves 8-bit layers as they are; bitsandbytes may change the layout of 4-bit layers at an evaluation."""
     pytest.importorskip("bitsandbytes")
     config = transformers.BitsAndBytesConfig(**{bits: True})
     path = written(tmp_path, dtype=torch.bfloat16)
@@ -332,7 +332,7 @@ def test_nothing_to_train(tmp_path, how):
     if how == "disabled":
         model = get_peft_model(tiny_model(), lora())
         model.base_model.disable_adapter_layers()
-    trainer = trainer_of(tmp_path, model)  # which may evaluate
+    trainer = trainer_of(tmp_path, model)  # may evaluate the model
     refused(trainer.train, "No parameter of the policy requires a gradient", "merge_and_unload")
 
 
@@ -361,7 +361,7 @@ REFUSED_TOKENIZERS = [
 
 @pytest.mark.parametrize(("made", "words"), REFUSED_TOKENIZERS, ids=[words[0] for _, words in REFUSED_TOKENIZERS])
 def test_a_tokenizer_that_does_not_fit(tmp_path, made, words):
-    """Refused before the model is loaded, which has no weights here, or before an engine is built."""
+    """Refused before the model, which has no weights here, is loaded, or before an engine is built."""
     model = str(written(tmp_path, ("*.safetensors",)))
     refused(lambda: trainer_of(tmp_path, model, processing_class=made()), *words)
     made().save_pretrained(written(tmp_path))
@@ -390,7 +390,7 @@ def lengths(trainer) -> list[int]:
 
 
 def test_every_end_of_a_completion_ends_it(tmp_path):
-    """Those that the model has in memory, whatever the tokenizer's; without any, completions have full length."""
+    """A completion ends at each end token of the model in memory; without any it has full length."""
     model = tiny_model()
     model.generation_config.eos_token_id = list(range(200))
     some = lengths(trainer_of(tmp_path, model))
@@ -405,7 +405,7 @@ def test_other_tokenizers_train(tmp_path, changes):
 
 
 def test_nothing_is_asked_of_trls_own_runs(tmp_path):
-    """Without a `rollout_precision` there is no engine that the model must suit."""
+    """Without a `rollout_precision` no engine restricts the model."""
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     given = dict.fromkeys(("environment_factory", "rollout_func", "quantization_config"))
     args = config(QuantGRPOConfig, tmp_path)

@@ -1,4 +1,4 @@
-"""Sampling options that bias the ratio: each does, in what the engines return, and a run that sets one is told."""
+"""Sampling options that bias the ratio: engines show it in what they return, and a run that sets one is warned."""
 
 import ast
 import inspect
@@ -26,7 +26,7 @@ from trl_quant.rollout.sampling_options import (
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 LENGTH = 12
-# A value of each option that acts on a tiny model
+# For each option a value that acts on a tiny model
 ACTING = {
     "top_p": 0.9,
     "top_k": 20,
@@ -65,7 +65,7 @@ def build(**kwargs):
 
 
 def policy():
-    """One that ends now and then, so that options which forbid an end act, and that rounding to BF16 leaves alone."""
+    """A model that often samples the end token, so that options which forbid it act, with weights that BF16 holds."""
     model = tiny_model(seed=1, tied=False)
     for param in model.parameters():
         param.data = param.data.bfloat16().float()
@@ -74,7 +74,7 @@ def policy():
 
 
 def sampled(generation_kwargs: dict | None = None, batch: int = 64, **fields) -> CorrectionInputs:
-    """What the embedded engine draws in BF16 at temperature 1, and the policy's own score of it."""
+    """Samples of the embedded engine in BF16 at temperature 1, with its log-probabilities and the policy's."""
     options = {"max_completion_length": LENGTH, "generation_kwargs": generation_kwargs} | fields
     model = policy()
     engine = TransformersEngine(model, Accelerator(cpu=True), tiny_tokenizer(), precision="bf16", **options)
@@ -96,7 +96,7 @@ def mismatch(inputs: CorrectionInputs) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def plain() -> float:
-    """Mean size of log w with nothing between sampler and policy."""
+    """Mean size of log w where sampler and policy are the same."""
     return mismatch(sampled())["mismatch/abs_logp_diff"]
 
 
@@ -111,7 +111,7 @@ def test_each_option_biases_the_ratio_of_the_embedded_engine(name, plain):
 
 
 def test_what_is_told_of_the_repetition_penalty():
-    """With nothing quantized AIS corrects in full: the size of log w is above its delta, 0.02."""
+    """AIS corrects in full, though nothing is quantized: the size of log w exceeds its delta, 0.02."""
     found = mismatch(sampled(repetition_penalty=1.3))
     assert found["mismatch/abs_logp_diff"] > 0.02 and found["ais/alpha_mis"] == 1
 
@@ -126,7 +126,7 @@ SAMPLERS = {
     "embedded": ({"rollout_precision": "int8"}, TRANSFORMERS),
     "vllm": ({"rollout_precision": "int8", "use_vllm": True, "vllm_mode": "colocate"}, VLLM),
     "server": ({"rollout_precision": "int8", "use_vllm": True, "vllm_mode": "server"}, VLLM),
-    "trl": ({"use_vllm": True, "vllm_mode": "colocate"}, VLLM),  # of TRL's own sampler the same holds
+    "trl": ({"use_vllm": True, "vllm_mode": "colocate"}, VLLM),  # TRL's own sampler
 }
 
 
@@ -134,7 +134,7 @@ SAMPLERS = {
 def test_a_run_that_biases_the_ratio_is_told(sampler, caplog):
     settings, known = SAMPLERS[sampler]
     assert not is_told(caplog, **settings)
-    assert not is_told(caplog, **settings, temperature=0.6)  # the trainer scores at it too
+    assert not is_told(caplog, **settings, temperature=0.6)  # the trainer scores at this temperature too
     for name in known.keys() & ACTING.keys() | {"temperature"}:
         assert is_told(caplog, **settings, generation_kwargs={name: ACTING[name]}), name
         assert f"`{name}`={ACTING[name]!r}" in caplog.text
@@ -161,7 +161,7 @@ def test_what_is_set_elsewhere():
     assert biasing_options(build(**vllm, generation_kwargs={"repetition_penalty": 1.0, "bad_words": []})) == {}
 
 
-# What the engine in use does not take is refused, with what it calls the same
+# An engine refuses an option that it lacks, and names its own option of the same meaning
 
 EMBEDDED, COLOCATED, SERVED, TRLS = (SAMPLERS[name][0] for name in ("embedded", "vllm", "server", "trl"))
 REFUSED = [  # settings, generation_kwargs -> what the message says
@@ -229,7 +229,7 @@ def test_their_neighbours_are_accepted():
     build(**EMBEDDED, generation_kwargs={"temperature": 0, "top_k": -1, "max_time": 60, "use_cache": False})
     build(**COLOCATED, generation_kwargs={"temperature": 0, "min_tokens": 200, "structured_outputs": {"regex": "a"}})
     build(**SERVED, generation_kwargs='{"min_tokens": 3, "vllm_xargs": {"a": 1}}')
-    build(generation_kwargs={"num_beams": 2})  # TRL's own sampling asks for no log-probabilities
+    build(generation_kwargs={"num_beams": 2})  # allowed: TRL's own sampling reads no log-probabilities
 
 
 def test_a_regular_expression_acts_in_vllm_alone():
@@ -237,7 +237,7 @@ def test_a_regular_expression_acts_in_vllm_alone():
         build(**EMBEDDED, vllm_structured_outputs_regex="a")
 
 
-# ... and what it takes acts, as in TRL without vLLM
+# The options that the embedded engine takes act as in TRL without vLLM
 
 
 def drawn(generation_kwargs: dict) -> list[list[int]]:
@@ -256,12 +256,12 @@ def drawn(generation_kwargs: dict) -> list[list[int]]:
 
 
 def test_special_tokens_in_generation_kwargs():
-    """Another end cuts a completion there and leaves those without it as they were; padding is no part of any."""
+    """Another end token cuts completions that have it and changes no others. Padding is part of no completion."""
     plain = drawn({})
     for given in ({"pad_token_id": 3}, {"bos_token_id": 4}, {"do_sample": True}, {"top_k": -1}, {"top_p": None}):
         assert drawn(given) == plain
     end = plain[0][1]
-    assert any(257 in ids for ids in cut(plain, end))  # the usual end ends as well
+    assert any(257 in ids for ids in cut(plain, end))  # the usual end token acts as well
     for given in (end, [end]):
         assert drawn({"eos_token_id": given, "pad_token_id": 3}) == cut(plain, end) != plain
 
@@ -269,27 +269,27 @@ def test_special_tokens_in_generation_kwargs():
 def test_a_stop_string_ends_a_completion_and_nothing_follows():
     plain, tokenizer = drawn({}), tiny_tokenizer()
     tokens = [token for ids in plain for token in ids[1:-1]]
-    letter = next(token for token in tokens if "A" <= tokenizer.decode([token]) <= "Z")  # in no special token's name
+    letter = next(token for token in tokens if "A" <= tokenizer.decode([token]) <= "Z")  # not in a special token
     assert drawn({"stop_strings": [tokenizer.decode([letter])]}) == cut(plain, letter) != plain
 
 
 def cut(completions: list[list[int]], token: int) -> list[list[int]]:
-    """Each up to the first of these tokens."""
+    """Each completion up to the first `token`."""
     return [ids[: ids.index(token) + 1] if token in ids else ids for ids in completions]
 
 
-# All that the libraries have is judged: an option of a new version fails here
+# Each option of the libraries is known here, so an option of a new version fails
 
 
 def test_every_logits_processor_of_transformers_is_judged():
-    """The options that `generate` makes processors of are known to bias the ratio, are refused, or do nothing to it."""
+    """Each option that `generate` makes a processor of biases the ratio, is refused, or leaves the ratio alone."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(GenerationMixin._get_logits_processor)))
     names = {
         node.attr
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "generation_config"
     }
-    # What settings of other options are read with; NaN that becomes a number; a constant added to all
+    # They are read beside other options, turn NaN into a number, or add a constant to all logits
     harmless = {"_eos_token_tensor", "do_sample", "max_length", "use_cache", "remove_invalid_values"}
     harmless |= {"renormalize_logits"}
     judged = {*TRANSFORMERS, "temperature", *UNSUPPORTED_GENERATION_KWARGS, *harmless}
@@ -300,12 +300,13 @@ def test_every_logits_processor_of_transformers_is_judged():
 @pytest.mark.vllm
 def test_every_sampling_parameter_of_vllm_is_judged():
     vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
-    # How many, when they end, the random numbers, what is returned and how; `extra_args` are of custom processors
+    # They set how many completions there are, when they end, the random state, or what is returned and how. Custom
+    # processors read `extra_args`.
     harmless = """n seed stop stop_token_ids ignore_eos max_tokens repetition_detection watermarking extra_args
         logprobs prompt_logprobs prompt_logprob_token_ids prompt_logprob_start logprob_token_ids flat_logprobs
         detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind
         stream_interval skip_clone skip_reading_prefix_cache routed_experts_prompt_start output_text_buffer_length"""
     fields = {name for name in vllm.SamplingParams.__struct_fields__ if not name.startswith("_")}
     assert fields - {*VLLM, "temperature", *harmless.split()} == set()
-    newer = {"thinking_token_budget", "trace_decode_token_ids"}  # than the oldest version
+    newer = {"thinking_token_budget", "trace_decode_token_ids"}  # than the oldest vLLM
     assert VLLM.keys() - fields - {"logits_processors"} <= newer

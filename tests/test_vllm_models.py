@@ -26,7 +26,7 @@ def adapted(path, adapter: peft.PeftConfig, **options) -> peft.PeftModel:
 
 
 def assert_samples_from(model, precision: str, path, **options) -> None:
-    """An engine after syncs is a fresh one on what PEFT merges, bit for bit, and passes the self-check."""
+    """After syncs an engine has the bits of one that starts on the weights that PEFT merges, and passes the check."""
     sampler = engine(model, precision, **options)
     for seed in (1, 2):
         update(model, seed, size=0.05)
@@ -67,7 +67,7 @@ def test_adapters(tmp_path, kind):
 
 
 def test_one_of_the_layers_that_are_quantized_as_one(tmp_path, monkeypatch):
-    """The self-check finds the layer that is trained whole beside those that it shares scales with."""
+    """The self-check knows a layer that is trained whole beside the layers that share its scale."""
     fp8_block_anywhere(monkeypatch)
     adapter = LoraConfig(r=4, target_modules=["q_proj", "gate_proj"], modules_to_save=["k_proj", "up_proj"])
     assert_samples_from(adapted(tmp_path / "model", adapter), "fp8_block", tmp_path)
@@ -91,7 +91,7 @@ def test_an_adapter_that_changed_its_base_is_not_synced_alone(tmp_path, start):
     refused(lambda: engine(model, "int8", lora_sync="adapter"), f"`init_lora_weights`='{start}'", "'merge'")
 
 
-# Models that are not what vLLM starts from
+# Models that differ from the checkpoint that vLLM starts from
 
 
 def trainer_of(path, model, **options) -> QuantGRPOTrainer:
@@ -169,7 +169,7 @@ def test_a_model_without_a_directory(tmp_path):
 
 
 def test_biases_that_vllm_lacks(tmp_path):
-    """vLLM's Qwen3 takes those of q, k and v, and skips the one of the output."""
+    """vLLM's Qwen3 loads the biases of q, k and v, and skips that of the output."""
     model = policy(tmp_path / "model", attention_bias=True)
     refused(lambda: engine(model, "bf16"), "no bias in 2 layers", "o_proj", "use_vllm=False")
     assert_samples_from(policy(tmp_path / "llama", family="llama", attention_bias=True), "bf16", tmp_path)
@@ -190,7 +190,7 @@ def test_a_head_that_was_tied_in_memory(tmp_path):
 
 
 def test_every_end_of_a_completion_ends_it(tmp_path):
-    """Those that the model has in memory, which vLLM does not read; `ignore_eos` goes on over them."""
+    """A completion ends at each end token of the model in memory, though vLLM reads only those on disk."""
     model = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path / "model", dtype=torch.bfloat16))
     model.generation_config.eos_token_id = list(range(200))
     prompts = [[5, 6, 7]] * 32

@@ -1,4 +1,4 @@
-"""Sampling without what nobody reads: the samples are vLLM's own, bit for bit, and text is made where it is needed."""
+"""Lean sampling in vLLM leaves out what nobody reads: the samples keep their bits, and text is made where needed."""
 
 import gc
 import math
@@ -13,6 +13,7 @@ from training import config, lora, make, metrics
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm_engines import SMALL, engine, keep, policy, update
+from vllm_sampling import PLACES, PROMPTS, broken_off, cached, is_lean, reasons, sampled
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.rollout.sampling_options import VLLM
@@ -21,46 +22,6 @@ from trl_quant.rollout.vllm.sampling import BlocksWithRoom, extract_logprobs
 
 
 pytestmark = pytest.mark.vllm
-# Of 200, 126 and 3 tokens, each four times: past, up to and before the end of a cache block of 128
-PROMPTS = [[(7 * i + 3) % 250 for i in range(n)] for n in (200, 126, 3) for _ in range(4)]
-
-
-def sampled(sampler, prompts=PROMPTS, plain=False, torch_seed=5, **generation_kwargs):
-    """What TRL gets for `prompts`, and vLLM's completions; `plain` as vLLM does by itself."""
-    seen, generate = [], sampler.llm.generate
-
-    def spy(inputs, sampling_params, **kwargs):
-        outputs = generate(inputs, sampling_params=sampling_params, **kwargs)
-        seen.append((sampling_params, outputs))
-        return outputs
-
-    torch.manual_seed(torch_seed)
-    sampler.generation_kwargs = generation_kwargs
-    sampler.llm.generate = spy
-    own, sampler.sampling = sampler.sampling, nullcontext if plain else sampler.sampling
-    try:
-        sampler.llm.reset_prefix_cache()
-        found = sampler.generate(prompts, None, 4)
-    finally:
-        sampler.llm.generate, sampler.sampling = generate, own
-    return found, seen
-
-
-def reasons(seen) -> list[tuple]:
-    """Why completions ended."""
-    outputs = [output for _, outputs in seen for output in outputs]
-    return [(output.prompt_token_ids, c.finish_reason, c.stop_reason) for output in outputs for c in output.outputs]
-
-
-def is_lean(seen) -> bool:
-    """Whether all log-probabilities are numbers. vLLM's own are not."""
-    completions = [completion for _, outputs in seen for output in outputs for completion in output.outputs]
-    return all(isinstance(logp, float) for completion in completions for logp in completion.logprobs)
-
-
-def cached(sampler) -> int:
-    pool = sampler.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    return len(pool.cached_block_hash_to_block)
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +36,18 @@ OPTIONS = {
     "truncated": {"top_p": 0.8, "top_k": 20},
     "stop_token_ids": {"stop_token_ids": list(range(0, 250, 17))},  # completions of many lengths
     "min_tokens": {"min_tokens": 3, "ignore_eos": True},
-    "ends with a block": {"max_tokens": 3, "ignore_eos": True},  # 126 and the first two are read, the third is not
+    # of 128 tokens: vLLM reads the prompt of 126 and two tokens more, not the third
+    "ends with a block": {"max_tokens": 3, "ignore_eos": True},
     "penalties": {"frequency_penalty": 0.5},
     "greedy": {"temperature": 0},
-    "seeds": {"seed": 3},  # of each request, in place of torch's random state
+    "seeds": {"seed": 3},  # each request has its own random state, in place of torch's
     "seeds, truncated": {"seed": 3, "top_p": 0.8},
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_samples_are_vllms(sampler, option):
-    """Ids, log-probabilities and the blocks that the prefix cache has afterwards."""
+    """Lean sampling has vLLM's ids and log-probabilities, and leaves the same blocks in the prefix cache."""
     kwargs = OPTIONS[option]
     lean, ends = sampled(sampler, **kwargs)
     blocks = cached(sampler)
@@ -103,7 +65,7 @@ def test_the_samples_are_vllms(sampler, option):
         assert sampled(sampler, **kwargs | {"seed": 4})[0] != lean
 
 
-# Each in `sampling_options.VLLM`, beside what it needs to act
+# Options of `sampling_options.VLLM`, each with the others that it needs to act
 BIASING = {
     "top_p": {"top_p": 0.8},
     "repetition_penalty": {"repetition_penalty": 3.0},
@@ -117,7 +79,7 @@ BIASING = {
 
 
 def distance(sampler, **generation_kwargs) -> float:
-    """Mean size of log w: of what is sampled, with what the policy says at temperature 1."""
+    """Mean size of log w: the policy's log-probability at temperature 1 less the sampler's."""
     (prompts, completions, logps, _), _ = sampled(sampler, PROMPTS[-4:], **generation_kwargs | {"max_tokens": 60})
     found = []
     for prompt, ids, row in zip(prompts, completions, logps):
@@ -129,8 +91,8 @@ def distance(sampler, **generation_kwargs) -> float:
 
 def test_options_that_are_said_to_bias_the_ratio_do(tmp_path):
     """
-    vLLM returns the log-probability that a token was drawn with, after all of them. In BF16, since INT8 products are
-    far off where a CPU has no VNNI.
+    vLLM returns the log-probability with which it drew a token, after all options. The test runs in BF16, since INT8
+    products are far off on a CPU without VNNI.
     """
     sampler = engine(policy(tmp_path / "policy"), "bf16", max_completion_length=140, max_num_seqs=12)
     sampler.sync_weights()
@@ -143,7 +105,7 @@ def test_options_that_are_said_to_bias_the_ratio_do(tmp_path):
 
 
 def test_a_full_cache(tmp_path):
-    """With room for a few completions at a time, others are put off and start again."""
+    """Where the cache holds a few completions at a time, vLLM puts others off and starts them again."""
     kwargs = {"engine_kwargs": SMALL | {"num_gpu_blocks_override": 7}, "max_completion_length": 140}
     sampler = engine(policy(tmp_path / "policy"), "int8", max_num_seqs=12, **kwargs)
     manager = sampler.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
@@ -174,7 +136,7 @@ def test_with_an_adapter_and_after_a_sync(tmp_path):
 
 
 def test_every_token_has_a_block(sampler, monkeypatch):
-    """Asked of vLLM's own tables, at every token; and vLLM is asked for blocks no more often than they fill up."""
+    """vLLM's own tables have a block for each token, though vLLM is asked for one only when the last is full."""
     manager = sampler.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     allocate, calls = BlocksWithRoom.allocate, []
     asked = []
@@ -232,7 +194,7 @@ def test_a_regex_needs_text(sampler):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_engine_is_as_before(sampler, monkeypatch, fails):
-    """After a generation, and after one that broke."""
+    """After a generation, and after one that failed."""
     core = sampler.llm.llm_engine.engine_core.engine_core
     places = [(core.scheduler.kv_cache_manager, name) for name in ("allocate_slots", "cache_blocks")]
     places += [(sampler.llm.llm_engine.output_processor, "process_outputs"), (sampler, "generation_kwargs")]
@@ -257,58 +219,23 @@ def test_the_engine_is_as_before(sampler, monkeypatch, fails):
     assert gc.isenabled() and [getattr(place, name) for place, name in places] == before
 
 
-# What a generation that breaks off leaves behind: nothing
-
-
-PLACES = {  # where it breaks off, and after how many calls
-    "before a step": ("llm.llm_engine.step", 2, True),
-    "after a step": ("llm.llm_engine.step", 2, False),
-    "before the model": ("core.model_executor.execute_model", 0, True),  # blocks of the prompts count as cached
-    "before the sampling": ("core.model_executor.sample_tokens", 3, True),
-    "after the sampling": ("core.model_executor.sample_tokens", 3, False),
-    "between the prompts": ("core.scheduler.add_request", 5, True),
-    "as tokens arrive": ("llm.llm_engine.output_processor.process_outputs", 3, False),
-}
-
-
-def break_off(sampler, monkeypatch, place: str, error: type[BaseException]) -> None:
-    """Has the engine raise `error` once, at that place."""
-    path, calls, before = PLACES[place]
-    *parts, name = path.split(".")
-    owner = sampler.llm.llm_engine.engine_core.engine_core if parts[0] == "core" else sampler.llm
-    for part in parts[1:]:
-        owner = getattr(owner, part)
-    original, seen = getattr(owner, name), []
-
-    def breaking(*args, **kwargs):
-        seen.append(1)
-        if len(seen) == calls + 1 and before:
-            raise error
-        result = original(*args, **kwargs)
-        if len(seen) == calls + 1:
-            raise error
-        return result
-
-    monkeypatch.setattr(owner, name, breaking)
+# A generation that breaks off leaves nothing behind
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_generation_that_breaks_off(sampler, monkeypatch, place, error):
-    """The next one has its own completions alone, and they are those of an engine in which nothing broke."""
+    """The next generation has no completion of it, and is that of an engine in which nothing failed."""
     sampler.generation_kwargs = {}
     others = [[(11 * i + 5) % 250 for i in range(n)] for n in (200, 126, 3) for _ in range(4)]
     torch.manual_seed(5)
     sampler.llm.reset_prefix_cache()
     whole = sampler.generate(others, None, 4)
     sampler.llm.reset_prefix_cache()
-    sampler.generate(PROMPTS, None, 4)  # writes other keys and values where the next prompts come
+    sampler.generate(PROMPTS, None, 4)  # overwrites the keys and values of `others`
     sampler.llm.reset_prefix_cache()
-    with monkeypatch.context() as patch:
-        break_off(sampler, patch, place, error)
-        with pytest.raises(error):
-            sampler.generate(others, None, 4)
-    assert not sampler.llm.llm_engine.has_unfinished_requests()
+    with broken_off(sampler, monkeypatch, place, error):
+        sampler.generate(others, None, 4)
     torch.manual_seed(5)
     assert sampler.generate(others, None, 4) == whole and len(whole[1]) == len(others)
     (held,) = sampler.llm.collective_rpc(worker.forget_step)
@@ -323,17 +250,16 @@ def test_a_self_check_that_breaks_off(sampler, monkeypatch, place):
     sampler.llm.reset_prefix_cache()
     sampler.logps(PROMPTS[::4], 4)
     sampler.llm.reset_prefix_cache()
-    with monkeypatch.context() as patch:
-        break_off(sampler, patch, place if place != "between the prompts" else "before a step", KeyboardInterrupt)
-        with pytest.raises(KeyboardInterrupt):
-            sampler.logps(prompts, 4)
+    place = "before a step" if place == "between the prompts" else place  # there are three prompts
+    with broken_off(sampler, monkeypatch, place, KeyboardInterrupt):
+        sampler.logps(prompts, 4)
     again, scored = sampler.logps(prompts, 4)
     assert again == sequences and all(map(torch.equal, scored, logps))
 
 
 @pytest.mark.parametrize("statistics", [False, True])
 def test_statistics_are_of_each_token(tmp_path, monkeypatch, statistics):
-    """Where vLLM keeps them, it sees every token; where not, a completion once."""
+    """vLLM sees every token where it keeps statistics, and each completion once where it does not."""
     sampler = engine(policy(tmp_path), "int8", engine_kwargs=SMALL | {"disable_log_stats": not statistics})
     processor, seen = sampler.llm.llm_engine.output_processor, []
     process = processor.process_outputs
@@ -355,7 +281,7 @@ def test_unscored_tokens():
 
 @pytest.mark.parametrize("lora_sync", ["merge", "adapter"])
 def test_through_the_trainer(tmp_path, lora_sync):
-    """Two runs with and without: the same numbers in every metric."""
+    """Two runs, with and without lean sampling, have the same numbers in every metric."""
     model, logs = save_tiny(tmp_path / "model", dtype=torch.bfloat16), []
     for plain in (False, True):
         settings = {"use_vllm": True, "rollout_precision": "int8", "vllm_engine_kwargs": SMALL, "max_steps": 2}

@@ -8,8 +8,8 @@ ones and those of a seed of each request.
 
 import pytest
 import torch
-from test_vllm_sampling import PLACES, PROMPTS, break_off, cached, is_lean, reasons, sampled
 from vllm_engines import GPU_MODEL, engine, policy
+from vllm_sampling import PLACES, PROMPTS, broken_off, cached, is_lean, reasons, sampled
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
@@ -78,9 +78,6 @@ def test_a_generation_that_breaks_off(sampler, monkeypatch, place):
     sampler.llm.reset_prefix_cache()
     whole = sampler.generate(APART, None, 4)
     sampler.llm.reset_prefix_cache()
-    with monkeypatch.context() as patch:
-        break_off(sampler, patch, place, KeyboardInterrupt)
-        with pytest.raises(KeyboardInterrupt):
-            sampler.generate(APART, None, 4)
-    assert not sampler.llm.llm_engine.has_unfinished_requests()
+    with broken_off(sampler, monkeypatch, place, KeyboardInterrupt):
+        sampler.generate(APART, None, 4)
     assert sampler.generate(APART, None, 4) == whole and len(whole[1]) == len(APART)
