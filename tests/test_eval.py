@@ -2,13 +2,13 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
+from known_model import CHANCES, QUESTIONS, command, result, rows, save_known, write
 from peft import get_peft_model
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_tiny, tiny_tokenizer
 from training import lora
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -26,11 +26,6 @@ def fresh_accelerator(tmp_path):
 
 
 # Questions
-
-
-def write(path: Path, *rows: dict) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_the_hubs_datasets_are_what_is_documented(monkeypatch):
@@ -78,34 +73,6 @@ def test_questions_from_files(tmp_path):
 # A model of which each token's chances are known from the token before
 
 
-CHANCES = {"a": {"3": 0.6, "4": 0.3, "5": 0.06, "6": 0.04}, "b": {"7": 0.5, "8": 0.3, "9": 0.2}, "c": {"1": 1.0}}
-QUESTIONS = [{"prompt": f"{i}{name}", "answer": likely} for i in range(2) for name, likely in zip("abc", "371")]
-
-
-def save_known(path: Path, chat: bool = False) -> str:
-    """A model without attention: the last token, one-hot, decides. A digit ends the text."""
-    model = tiny_model("qwen3", tied=False, hidden_size=384, num_hidden_layers=1)
-    token = {text: tiny_tokenizer()(text)["input_ids"][0] for text in "abc0123456789"}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.zero_()
-        model.model.norm.weight.fill_(1.0)
-        model.model.embed_tokens.weight.copy_(torch.eye(320, 384))
-        logits = torch.full((320, 384), -30.0)
-        for before, chances in CHANCES.items():
-            for after, chance in chances.items():
-                logits[token[after], token[before]] = math.log(chance)
-        logits[257, [token[digit] for digit in "0123456789"]] = 30.0
-        model.lm_head.weight.copy_(logits / math.sqrt(384))
-    model.save_pretrained(path)
-    tokenizer = tiny_tokenizer()
-    if not chat:
-        tokenizer.chat_template = None
-    tokenizer.save_pretrained(path)
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def known(tmp_path_factory) -> str:
     return save_known(tmp_path_factory.mktemp("known") / "model")
@@ -113,18 +80,7 @@ def known(tmp_path_factory) -> str:
 
 @pytest.fixture
 def argv(known, tmp_path) -> list[str]:
-    data = write(tmp_path / "data.jsonl", *QUESTIONS)
-    options = {"task": "jsonl", "data": data, "output": tmp_path / "out.json", "max_completion_length": 4}
-    options |= {"dtype": "float32", "batch_size": 16}
-    return ["eval", known, *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
-
-
-def result(tmp_path: Path, name: str = "out") -> dict:
-    return json.loads((tmp_path / f"{name}.json").read_text())
-
-
-def rows(tmp_path: Path, name: str = "out") -> list[dict]:
-    return [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()][1:]
+    return command(known, tmp_path)
 
 
 def test_greedy(argv, tmp_path, capsys):
@@ -400,109 +356,6 @@ def test_vllm(argv, tmp_path, monkeypatch):
     assert (tmp_path / "out.jsonl").read_text() == whole
 
 
-# Files that are not an evaluation's own
-
-
-@pytest.fixture
-def unloaded(monkeypatch):
-    """No model may be loaded."""
-    monkeypatch.setattr(evaluation, "build_engine", lambda *args, **kwargs: pytest.fail("a model was loaded"))
-
-
-def refused(argv, directory: Path, says: str) -> None:
-    """With one line, and every file as it was."""
-    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-    with pytest.raises(SystemExit) as error:
-        main(argv)
-    assert str(error.value.code).startswith("error: ") and says in error.value.code and "\n" not in error.value.code
-    assert before == {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("output", ["data.json", "link.json", "sub/../data.json"])
-@pytest.mark.parametrize("data", ["data.json", "data.jsonl"])
-def test_the_data_is_never_the_output(argv, tmp_path, output, data, unloaded):
-    """Nor are the answers beside the output."""
-    write(tmp_path / data, *QUESTIONS)
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "link.json").symlink_to(tmp_path / data)
-    (tmp_path / "link.jsonl").symlink_to(tmp_path / data)
-    says = ", which is `--data`, or lies in it"
-    refused([*argv, "--data", str(tmp_path / data), "--output", str(tmp_path / output)], tmp_path, says)
-
-
-def test_an_output_among_the_data_is_refused(argv, tmp_path, unloaded):
-    (tmp_path / "questions").mkdir()
-    write(tmp_path / "questions/train.jsonl", *QUESTIONS)
-    output = tmp_path / "questions/out.json"
-    refused([*argv, "--data", str(tmp_path / "questions"), "--output", str(output)], tmp_path, "or lies in it")
-
-
-MODELS_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"]
-MODELS_FILES += ["adapter_config.json", "trainer_state.json", "rollout_state.json", "model.safetensors.index.json"]
-
-
-@pytest.mark.parametrize("name", MODELS_FILES)
-def test_a_file_of_the_model_is_never_the_output(argv, tmp_path, name, unloaded):
-    """Whether it is there, or would change the model by being there."""
-    argv[1] = save_known(tmp_path / "model")
-    refused([*argv, "--output", str(tmp_path / "model" / name)], tmp_path, ", which is a file of the model")
-
-
-def test_a_result_may_lie_beside_the_model(argv, tmp_path):
-    argv[1] = save_known(tmp_path / "model")
-    argv += ["--output", str(tmp_path / "model/eval.json")]
-    main(argv)
-    before = (tmp_path / "model/eval.json").read_text()
-    main(argv)
-    assert (tmp_path / "model/eval.json").read_text() == before
-
-
-@pytest.mark.parametrize("text", ["", "mine", "[]", "{}", '{"task": "gsm8k", "metrics": {}}', '{"settings": 1}'])
-def test_an_output_that_is_no_result_is_kept(argv, tmp_path, text, unloaded):
-    (tmp_path / "out.json").write_text(text)
-    refused(argv, tmp_path, "out.json is there, but is no result of an evaluation")
-
-
-def test_a_directory_is_no_output(argv, tmp_path, unloaded):
-    (tmp_path / "out.json").mkdir()
-    refused(argv, tmp_path, ", which is no file")
-
-
-def test_a_result_without_its_answers_is_kept_for_what_it_says(argv, tmp_path):
-    main(argv)
-    (tmp_path / "out.jsonl").unlink()
-    refused([*argv, "--seed", "1"], tmp_path, "out.json holds answers of another evaluation (seed: 0 there, 1 here)")
-    main(argv)
-    assert len(rows(tmp_path)) == 6
-
-
-@pytest.mark.parametrize("name", ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json"])
-def test_answers_of_another_template_or_config_are_refused(argv, tmp_path, name, monkeypatch):
-    """A changed one is told from one that was written again, which is the same."""
-    argv[1] = save_known(tmp_path / "model", chat=True)
-    main(argv)
-    file = tmp_path / "model" / name
-    text = file.read_text()
-    file.write_text(text)
-    main(argv)
-    changed = json.dumps(json.loads(text) | {"new": 1}) if "config" in name else text + "\n"
-    file.write_text(changed)
-    monkeypatch.setattr(evaluation, "build_engine", lambda *args, **kwargs: pytest.fail("a model was loaded"))
-    refused(argv, tmp_path, "configs: '")
-
-
-def test_prompts_of_another_template_are_refused(argv, tmp_path, unloaded, monkeypatch):
-    """Wherever it came from, as from the hub, whose files are not looked at."""
-    answers = evaluation.describe
-    monkeypatch.setattr(evaluation, "CONFIGS", ())
-    with pytest.raises(pytest.fail.Exception):
-        main(argv)
-    monkeypatch.setattr(
-        evaluation, "describe", lambda args, trained, questions, prompts: answers(args, trained, questions, prompts[1:])
-    )
-    refused(argv, tmp_path, "(prompts_digest: '")
-
-
 # Models that compute nothing
 
 
@@ -541,52 +394,3 @@ def test_an_engine_that_tells_no_number_has_no_score(argv, tmp_path, monkeypatch
     )
     with pytest.raises(SystemExit, match="`MODEL` computes log-probabilities that are not finite"):
         main(argv)
-
-
-# A disk that becomes full
-
-
-@pytest.mark.parametrize("when", ["header", "answers", "result"])
-def test_a_full_disk_is_told_and_what_is_there_stays(argv, tmp_path, monkeypatch, when):
-    """In one line; the same command goes on to the same result."""
-    full = OSError(28, "No space left on device")
-    if when == "answers":
-        argv += ["--batch_size", "4"]
-        monkeypatch.setattr(evaluation.Answers, "add", raising_after(evaluation.Answers.add, 1, full, tmp_path))
-    else:
-        write_text, calls = Path.write_text, []
-
-        def write(self, text, **options):
-            calls.append(self)
-            if len(calls) == (1 if when == "header" else 2):
-                write_text(self, text[:5])
-                raise full
-            return write_text(self, text, **options)
-
-        monkeypatch.setattr(Path, "write_text", write)
-    with pytest.raises(SystemExit) as error:
-        main(argv)
-    code = str(error.value.code)
-    assert "No space left while writing" in code and "goes on from there" in code and "\n" not in code
-    assert not (tmp_path / "out.json").exists() and not [*tmp_path.glob("*.begun")]
-    monkeypatch.undo()
-    assert when == "header" or len(rows(tmp_path)) == {"answers": 4, "result": 6}[when]
-    main(argv)
-    assert result(tmp_path)["metrics"]["accuracy"]["value"] == 1 and len(rows(tmp_path)) == 6
-
-
-def raising_after(add, times: int, error: OSError, directory: Path):
-    """An `Answers.add` whose file is on a disk that is full after as many batches."""
-    calls = []
-
-    class Full(type(directory)):
-        def open(self, *args, **kwargs):
-            raise error
-
-    def adding(self, rows):
-        calls.append(1)
-        if len(calls) > times:
-            self.path = Full(self.path)
-        add(self, rows)
-
-    return adding

@@ -1,6 +1,7 @@
 """NaN and infinity: the run stops at that step, and the last good checkpoint stays, from which it can go on."""
 
 import functools
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -171,3 +172,15 @@ def test_all_ranks_stop_together(found, configuration, place):
         assert "not finite" in said["error"] and "checkpoint-1; continue with" in said["error"]
         assert said["steps"] == (2 if place == "weight" else 1)
         assert said["checkpoints"] == ["checkpoint-1"] and said["finite"]
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
+def test_a_policy_that_is_broken_is_blamed_by_name(tmp_path, name):
+    trainer = make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, rollout_precision="int8"))
+    trainer.model.get_parameter(name).data.view(-1)[3] = float("nan")
+    trainer.model.model.layers[1].input_layernorm.weight.data[0] = float("inf")  # not the first, if it is a norm's
+    first = name if "embed" in name else "model.layers.1.input_layernorm.weight"
+    with pytest.raises(
+        RuntimeError, match=f"failed at step 0: the policy's `{re.escape(first)}` holds NaN or infinity"
+    ):
+        trainer._generate(["a"] * 4)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from test_rewards import EXCERPT, arithmetic
+from scores import arithmetic
+from test_gsm8k_solutions import EXCERPT
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_quant.tasks import division_reward, load_prompts

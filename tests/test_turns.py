@@ -273,80 +273,6 @@ def test_a_rollout_func_finds_the_engine_ready(tmp_path, monkeypatch):
     assert events == once * 2 and found == [expected] * 2  # all rewards are equal, and nothing is learned
 
 
-def answer(prompts, **others) -> dict:
-    one = {"prompt_ids": [1], "completion_ids": [65, 257], "logprobs": [-1.0, -1.0]} | others
-    return {name: value if value is None else [value] * len(prompts) for name, value in one.items()}
-
-
-def without(name: str):
-    return lambda prompts: {key: rows for key, rows in answer(prompts).items() if key != name}
-
-
-BAD_ROLLOUTS = [  # what a `rollout_func` returns for its prompts, and what is said of it
-    (lambda prompts: answer(prompts, logprobs=None), "`rollout_func` returned 'logprobs'=None"),
-    (without("logprobs"), r"without \['logprobs'\]"),
-    (without("prompt_ids"), r"without \['prompt_ids'\]"),
-    (lambda prompts: [answer(prompts)], "returned a list. It must return a dict"),
-    (lambda prompts: None, "returned a NoneType"),
-    (lambda prompts: answer(prompts[1:]), "returned 3 entries of 'prompt_ids' for 4 prompts"),
-    (lambda prompts: answer(prompts) | {"logprobs": [[-1.0, -1.0]]}, "returned 1 entries of 'logprobs' for 4 prompts"),
-    (lambda prompts: answer(prompts, logprobs=[-1.0]), r"row 0 of 'logprobs' has the shape \(1,\)"),
-    (lambda prompts: answer(prompts, logprobs=[[-1.0], [-1.0]]), r"row 0 of 'logprobs' has the shape \(2, 1\)"),
-    (lambda prompts: answer(prompts, logprobs=[-1.0, None]), "row 0 of 'logprobs' holds what is no number"),
-    (lambda prompts: answer(prompts, logprobs=[-1.0, float("nan")]), "row 0 of 'logprobs' holds NaN"),
-    (lambda prompts: answer(prompts, env_mask=[1, 0, 1]), r"row 0 of 'env_mask' has the shape \(3,\)"),
-    (lambda prompts: answer(prompts) | {"completion_ids": 3}, "returned a int of 'completion_ids'"),
-]
-
-
-@pytest.mark.parametrize(("returned", "says"), BAD_ROLLOUTS, ids=[says for _, says in BAD_ROLLOUTS])
-def test_a_rollout_func_that_returns_something_else_is_told(tmp_path, returned, says):
-    args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", num_generations=4)
-    trainer = make(QuantGRPOTrainer, args, rollout_func=lambda prompts, trainer: returned(prompts))
-    with pytest.raises(ValueError, match=says):
-        trainer._generate(["a"] * 4)
-
-
-def test_a_rollout_func_that_samples_by_itself_is_told_once(tmp_path, caplog):
-    """As a warning: also a function that asks the engine now and then is right."""
-
-    def own(prompts, trainer):
-        return answer(prompts, env_mask=[1, 0])
-
-    def asks(prompts, trainer):
-        ids, completions, logps, _ = trainer.vllm_generation.generate([[1, 2]] * len(prompts), None, 1)
-        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[x for (x,) in row] for row in logps]}
-
-    for rollout, told in ((asks, 0), (own, 1)):
-        args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", max_steps=2)
-        trainer = make(QuantGRPOTrainer, args, rollout_func=rollout)
-        caplog.clear()
-        trainer.train()
-        assert caplog.text.count("`rollout_func` did not ask the rollout engine") == told
-
-
-def test_without_an_engine_a_rollout_func_may_leave_logprobs_out(tmp_path, caplog):
-    trainer = make(
-        QuantGRPOTrainer,
-        config(QuantGRPOConfig, tmp_path),
-        rollout_func=lambda prompts, trainer: answer(prompts, logprobs=None),
-    )
-    assert trainer._generate(["a"] * 2)[1] == [[65, 257]] * 2
-    assert "did not ask" not in caplog.text
-
-
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
-def test_a_policy_that_is_broken_is_blamed_by_name(tmp_path, name):
-    trainer = make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, rollout_precision="int8"))
-    trainer.model.get_parameter(name).data.view(-1)[3] = float("nan")
-    trainer.model.model.layers[1].input_layernorm.weight.data[0] = float("inf")  # not the first, if it is a norm's
-    first = name if "embed" in name else "model.layers.1.input_layernorm.weight"
-    with pytest.raises(
-        RuntimeError, match=f"failed at step 0: the policy's `{re.escape(first)}` holds NaN or infinity"
-    ):
-        trainer._generate(["a"] * 4)
-
-
 # What is logged of a sync
 
 
@@ -489,12 +415,7 @@ def test_other_turns_are_not_refused(tmp_path, monkeypatch, settings, given, pro
     assert "wait for each other" not in str(refusal.value)
 
 
-if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        (Path(sys.argv[1]) / name).mkdir(exist_ok=True)
-        run_rank(Path(sys.argv[1]) / name, name)
-    sys.stdout.flush()
-    os._exit(0)
+# A tool that hangs
 
 
 def hanging() -> str:
@@ -520,3 +441,11 @@ def test_a_tool_that_hangs_is_told_to_the_model(tmp_path, monkeypatch, tool):
     with_tools(tmp_path, None, 2, tool, reads, reward_timeout=0.1, max_steps=1, rollout_precision="int8").train()
     error = {"error": "The tool 'note' did not return within `reward_timeout`=0.1 seconds."}
     assert len(told) == 8 and set(told) == {str(error)}
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        (Path(sys.argv[1]) / name).mkdir(exist_ok=True)
+        run_rank(Path(sys.argv[1]) / name, name)
+    sys.stdout.flush()
+    os._exit(0)
