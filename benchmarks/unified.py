@@ -31,6 +31,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trl_quant.formats import quantize
+from trl_quant.formats.fp8 import FP8Block
 from trl_quant.layers import UnifiedLinear, products
 from trl_quant.layers.gated import silu_mul
 from trl_quant.layers.norm import FusedRMSNorm
@@ -185,7 +186,7 @@ def passes_of(tokens: int, features: int) -> dict:
     from trl_quant.kernels import unified as kernels
 
     x, up, dy, y = (bfloat16(tokens, features) for _ in range(4))
-    codes, small = products.quantize_input(x, "fp8_block").values, products.LEAST_AMAX
+    codes, small = products.quantize_input(x, "fp8_block").values, FP8Block.least_amax
     ways = ({"num_warps": 4}, {"num_warps": 8}, {"num_warps": 16}, {"num_warps": 16, "maxnreg": 64})
 
     def launched(way: dict, both: bool, up: torch.Tensor | None):
@@ -215,7 +216,7 @@ def passes_of(tokens: int, features: int) -> dict:
             )
     for format in ("fp8", "int8"):
         calls[format] = 3, lambda format=format: products.quantize_input(x, format)
-        rows = lambda format=format: kernels.rows(x, format, products.LEAST_SCALE, True, up)  # noqa: E731
+        rows = lambda format=format: kernels.rows(x, format, True, up)  # noqa: E731
         calls[f"silu, {format}"] = 7, rows
         apart = lambda format=format: products.quantize_input(F.silu(x) * up, format)  # noqa: E731
         calls[f"silu, {format}: torch's, then codes"] = 7, apart

@@ -142,8 +142,8 @@ def test_a_cpu_tensor_is_refused():
 LAYOUTS = {
     "nvfp4": ("e2m1", 16, "*u8 *fp32 -"),
     "mxfp4": ("e2m1", 32, "*u8 - -"),
-    "nf4": ("nf4", 64, "*fp32 - *fp32"),
-    "int4": ("int4", 128, "*i16 - -"),
+    "nf4": ("table", 64, "*fp32 - *fp32"),
+    "int4": ("integers", 128, "*i16 - -"),
 }
 
 

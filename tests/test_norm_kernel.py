@@ -6,6 +6,7 @@ import pytest
 import torch
 from interpreter import INTERPRETED, on_devices, ptx_of, rerun, reruns
 
+from trl_quant.formats.fp8 import FP8Block
 from trl_quant.layers import inputs as inputs_of_layers
 from trl_quant.layers import norm as twin
 from trl_quant.layers import products
@@ -56,16 +57,15 @@ def test_equals_its_twin(device, dtype, shape, adds):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_codes_of_the_output(device, dtype, format):
     """Those of the quantizers, of the output in BF16; that has the same bits without, and after a sum."""
-    least = products.LEAST_AMAX if format == "fp8_block" else products.LEAST_SCALE
     for shape in ((5, 96), (2, 3, 64), (3, 260), *([] if INTERPRETED else [(70, 1024), (70, 4096)])):
         x, residual, weight = inputs(shape, dtype, device)
         x[0] = 0
-        y, _, codes = kernels.rms_norm(x, weight, 1e-5, None, format, torch.bfloat16, least)
+        y, _, codes = kernels.rms_norm(x, weight, 1e-5, None, format, torch.bfloat16)
         assert torch.equal(y, kernels.rms_norm(x, weight, 1e-5)[0])
         added, total, _ = kernels.rms_norm(x, weight, 1e-5, residual)
-        assert torch.equal(added, kernels.rms_norm(total, weight, 1e-5, None, format, torch.bfloat16, least)[0])
+        assert torch.equal(added, kernels.rms_norm(total, weight, 1e-5, None, format, torch.bfloat16)[0])
         flat = y.flatten(0, -2).to(torch.bfloat16)
-        by = {"fp8": products.quantize_fp8, "fp8_block": lambda y: products.quantize_groups(y, least)}
+        by = {"fp8": products.quantize_fp8, "fp8_block": lambda y: products.quantize_groups(y, FP8Block.least_amax)}
         twin = by.get(format, lambda y: products.quantize_int8(y, True))(flat)
         assert (codes.format, codes.shape, codes.dtype) == (twin.format, twin.shape, twin.dtype)
         assert codes.scale.shape == twin.scale.shape and torch.equal(codes.scale, twin.scale)
@@ -80,7 +80,7 @@ def test_the_next_layer_finds_the_codes(device, format, monkeypatch):
     x, _, weight = inputs((5, 140), torch.bfloat16, device)
     y = twin.fused_rms_norm(x.requires_grad_(), weight, 1e-5, format, torch.bfloat16)
     by = {"int8": lambda y: products.quantize_int8(y, True), "fp8": products.quantize_fp8}
-    both = products.quantize_groups_for_both(y.detach(), products.LEAST_AMAX)
+    both = products.quantize_groups_for_both(y.detach(), FP8Block.least_amax)
     expected = by.get(format, lambda y: both[0])(y.detach()), both[1]
     with monkeypatch.context() as no_quantizers:
         no_quantizers.setattr(inputs_of_layers, "quantize_input", None)
@@ -126,7 +126,8 @@ def test_a_token_gets_the_same_bits_in_any_batch(device):
 def test_reads_and_writes_16_bytes_at_once(format):
     kind = {None: "-", "int8": "*i8"}.get(format, "*fp8e4nv")
     types = f"*bf16 *bf16 *bf16 *bf16 *bf16 {kind} {'*fp32' if format else '-'} i32 i32 fp32 fp32"
-    constants = {"CODE": tl.bfloat16, "FORMAT": format, "ROWS": 1, "COLS": 4096}
+    traits = {"GROUPED": format == "fp8_block", "INT8": format == "int8"}
+    constants = {"CODE": tl.bfloat16, **traits, "ROWS": 1, "COLS": 4096}
     code = ptx_of(kernels.norm_kernel, types, constants, num_warps=8)
     assert len(re.findall(r"ld\.global\.v4\.b32", code)) >= 6 and len(re.findall(r"st\.global\.v4\.b32", code)) >= 4
     if format:

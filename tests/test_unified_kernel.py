@@ -14,6 +14,7 @@ from reference_formats import bits, make
 
 from trl_quant.formats import QuantizedTensor
 from trl_quant.formats import quantize as quantize_weight
+from trl_quant.formats.fp8 import FP8Block
 from trl_quant.layers import inputs as inputs_of_layers
 from trl_quant.layers import products
 from trl_quant.layers.gated import silu_mul
@@ -62,7 +63,7 @@ def test_in_the_interpreter():
 def test_int8_rows(on_cuda, kind, device):
     for dtype, shape in product(DTYPES, SHAPES):
         x = inputs(kind, dtype, shape).to(device)
-        ours = kernels.quantize_rows(x, "int8", products.LEAST_SCALE, on_cuda)
+        ours = kernels.quantize_rows(x, "int8", on_cuda)
         assert_equal(ours, products.quantize_int8(x, on_cuda))
 
 
@@ -70,7 +71,7 @@ def test_int8_rows(on_cuda, kind, device):
 def test_the_two_inverses_of_int8_differ(device):
     """Not a distinction without a difference: 127 / amax, and the inverse of amax / 127."""
     x = inputs("random", torch.bfloat16, (256, 256)).to(device)
-    codes = [kernels.quantize_rows(x, "int8", products.LEAST_SCALE, on_cuda).values for on_cuda in (True, False)]
+    codes = [kernels.quantize_rows(x, "int8", on_cuda).values for on_cuda in (True, False)]
     assert 0 < (codes[0] != codes[1]).float().mean() < 0.05
 
 
@@ -79,12 +80,12 @@ def test_the_two_inverses_of_int8_differ(device):
 def test_fp8_rows(kind, device):
     for dtype, shape in product(DTYPES, SHAPES):
         x = inputs(kind, dtype, shape).to(device)
-        assert_equal(kernels.quantize_rows(x, "fp8", products.LEAST_SCALE, True), products.quantize_fp8(x))
+        assert_equal(kernels.quantize_rows(x, "fp8", True), products.quantize_fp8(x))
 
 
 @on_devices
 @pytest.mark.parametrize(
-    ("kind", "least"), [*((kind, products.LEAST_AMAX) for kind in KINDS), ("small", products.LEAST_GRADIENT)]
+    ("kind", "least"), [*((kind, FP8Block.least_amax) for kind in KINDS), ("small", products.LEAST_GRADIENT)]
 )
 def test_groups(kind, least, device):
     for dtype, shape in product(DTYPES, SHAPES):
@@ -100,7 +101,7 @@ def test_views_are_read_as_they_are(device):
     x = inputs("random", torch.bfloat16, (300, 260)).to(device)
     for view in (x.t(), x[:, 3:130], x[5:40]):
         assert_equal(kernels.quantize_groups(view, 1e-10), products.quantize_groups(view, 1e-10))
-        assert_equal(kernels.quantize_rows(view, "fp8", products.LEAST_SCALE, True), products.quantize_fp8(view))
+        assert_equal(kernels.quantize_rows(view, "fp8", True), products.quantize_fp8(view))
 
 
 @on_devices
@@ -152,13 +153,13 @@ def test_silu_of_a_gate_and_codes(dtype, device):
     for shape in SHAPES[:4]:
         gate, up = gated(dtype, shape, device)
         for format, twin in (("int8", lambda y: products.quantize_int8(y, True)), ("fp8", products.quantize_fp8)):
-            q, y = kernels.rows(gate, format, products.LEAST_SCALE, True, up)
+            q, y = kernels.rows(gate, format, True, up)
             assert_equal(q, twin(y))
         torch.testing.assert_close(y, F.silu(gate) * up, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-7)
         for both in (False, True):
-            row, column, again = kernels.groups(gate, products.LEAST_AMAX, both, up)
+            row, column, again = kernels.groups(gate, FP8Block.least_amax, both, up)
             assert torch.equal(again, y)
-            twins = products.quantize_groups_for_both(y, products.LEAST_AMAX)
+            twins = products.quantize_groups_for_both(y, FP8Block.least_amax)
             for ours, theirs in zip((row, column)[: 1 + both], twins, strict=False):
                 assert_equal(ours, theirs)
 
@@ -179,7 +180,7 @@ def test_the_next_layer_finds_the_codes(precision, device, monkeypatch):
         elif precision == "fp8":
             twins = 2 * (products.quantize_fp8(y),)
         else:
-            twins = products.quantize_groups_for_both(y, products.LEAST_AMAX)
+            twins = products.quantize_groups_for_both(y, FP8Block.least_amax)
         assert_equal(rows, twins[0])
         assert (columns is not None) is both
         if both:
@@ -192,7 +193,7 @@ def test_silu_of_every_number(device):
     """Of all BF16 numbers, on a GPU bit for bit; elsewhere NumPy's exponential may put one on the other side."""
     gate = torch.arange(2**16).to(torch.int16).view(torch.bfloat16).to(device)
     gate = gate[gate.isfinite()].view(-1, 255)
-    y = kernels.rows(gate, "fp8", products.LEAST_SCALE, True, torch.ones_like(gate))[1]
+    y = kernels.rows(gate, "fp8", True, torch.ones_like(gate))[1]
     assert (y != F.silu(gate)).sum() <= (0 if device == "cuda" else 2)
 
 

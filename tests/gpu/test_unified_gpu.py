@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from trl_quant.formats import QuantizedTensor, quantize
+from trl_quant.formats.fp8 import FP8Block
 from trl_quant.layers import UnifiedLinear, products
 from trl_quant.layers.gated import silu_mul
 from trl_quant.precisions import unified_flows
@@ -69,7 +70,7 @@ def test_inputs_equal_the_twins(shape, dtype):
     twins = {"fp8": products.quantize_fp8(x), "int8": products.quantize_int8(x, on_cuda=True)}
     for format, twin in twins.items():
         assert differing(products.quantize_input(x.cuda(), format), twin.values, twin.scale) == 0, format
-    for amax in (products.LEAST_GRADIENT, products.LEAST_AMAX):
+    for amax in (products.LEAST_GRADIENT, FP8Block.least_amax):
         twins = products.quantize_groups_for_both(x, amax)
         for ours, twin in zip(products.quantize_for_both(x.cuda(), amax), twins, strict=True):
             assert ours.shape == twin.shape and differing(ours, twin.values, twin.scale) == 0
@@ -87,7 +88,7 @@ def test_every_pair_of_bf16_mantissas():
         [mantissas[:, None, None].expand(128, 9, 1), x[: 9 * 113].view(1, 9, 113).expand(128, 9, 113)], 2
     )
     groups = torch.nn.functional.pad(groups, (0, 14)).flatten(1).bfloat16()
-    twin = products.quantize_groups(groups, products.LEAST_AMAX)
+    twin = products.quantize_groups(groups, FP8Block.least_amax)
     assert differing(products.quantize_input(groups.cuda(), "fp8_block"), twin.values, twin.scale) == 0
 
 

@@ -121,8 +121,7 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
     elif fmt.shares_scale:
         parts = fmt.quantize(x, global_scale)
     else:
-        shared = ", ".join(repr(key) for key, value in FORMATS.items() if value.shares_scale)
-        raise ValueError(f"global_scale: given for {name!r}, but only {shared} has one.")
+        raise no_global_scale(name)
     return QuantizedTensor(name, parts.values, parts.scale, x.shape, x.dtype, parts.global_scale)
 
 
@@ -149,6 +148,11 @@ def fake_quantize_activation(x: Tensor, name: str, check: bool = True) -> Tensor
     """`quantize_activation(x, name).dequantize()` if the format quantizes activations, else `x` itself."""
     q = quantize_activation(x, name, check)
     return x if q is None else q.dequantize()
+
+
+def no_global_scale(name: str) -> ValueError:
+    shared = ", ".join(repr(key) for key, value in FORMATS.items() if value.shares_scale)
+    return ValueError(f"global_scale: given for {name!r}, but only {shared} has one.")
 
 
 def not_finite(x: Tensor) -> ValueError:

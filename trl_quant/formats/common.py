@@ -47,6 +47,11 @@ class Format:
         bits (`float`): Stored bits per value, scales included, for a large bfloat16 weight.
         max (`float`): Largest magnitude on the grid.
         activations (`str` or `None`): Block of a layer input that shares a scale; `None` if inputs stay 16-bit.
+        grouped (`bool`): Whether a layer input has a scale for each group of values, not one for a token or tensor.
+        least_amax (`float`):
+            Least maximum of the values that share a scale, in a layer input that vLLM's kernels quantize.
+        integers (`bool`): Whether codes are integers.
+        table (`tuple[float, ...]` or `None`): The values of the codes 0, 1, ... where no formula gives them.
         group (`int`): Inputs per scale if checkpoints store whole groups only; else 1.
         per_row (`bool`): Whether each row has one scale, so that codes can be multiplied first and scaled afterwards.
         shares_scale (`bool`): Whether `quantize` takes a global scale; layers that an engine fuses must share it.
@@ -56,6 +61,10 @@ class Format:
     bits: float
     max: float
     activations: str | None = None
+    grouped: bool = False
+    least_amax: float = 0.0
+    integers: bool = False
+    table: tuple[float, ...] | None = None
     group: int = 1
     per_row: bool = False
     shares_scale: bool = False

@@ -53,6 +53,7 @@ class FP8(Format):
     bits = 8.0
     max = E4M3_MAX
     activations = "token"
+    least_amax = 2.0**-9
     per_row = True
     scheme = Scheme(
         "float-quantized",
@@ -99,6 +100,8 @@ class FP8Block(Format):
     bits = 8.0
     max = E4M3_MAX
     activations = "group"
+    grouped = True
+    least_amax = 1e-10
     scheme = Scheme(
         "float-quantized",
         {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [BLOCK, BLOCK]},

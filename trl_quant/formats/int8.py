@@ -27,6 +27,7 @@ class INT8(Format):
     bits = 8.0
     max = 127.5
     activations = "token"
+    integers = True
     per_row = True
     scheme = Scheme(
         "int-quantized",

@@ -51,6 +51,7 @@ class NF4(Format):
 
     bits = 4 + 32 / BLOCK
     max = 1.0
+    table = NF4_GRID
 
     @staticmethod
     def quantize(x: Tensor) -> Parts:

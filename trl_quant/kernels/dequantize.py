@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trl_quant.formats import QuantizedTensor
-from trl_quant.formats.nf4 import NF4_GRID
+from trl_quant.formats import FORMATS, QuantizedTensor
 
 from .arithmetic import INTERPRETED, on, rounded
 
@@ -72,12 +71,12 @@ def _numbers(
     byte = (first // 2 + tl.arange(0, COLS // 2))[None, :]
     mask = inside & (byte < groups * (GROUP // 2))
     packed = tl.load(values_ptr + start * (GROUP // 2) + byte, mask=mask, other=0).to(tl.int32)
-    if CODES == "nf4":  # the first of two codes in the high four bits
+    if CODES == "table":  # the first of two codes in the high four bits
         code = tl.reshape(tl.join(packed >> 4, packed & 0xF), (row.shape[0], COLS))
         number = tl.load(table_ptr + code)
     else:
         code = tl.reshape(tl.join(packed & 0xF, packed >> 4), (row.shape[0], COLS))
-        if CODES == "int4":
+        if CODES == "integers":
             number = (code - 8).to(tl.float32)
         else:
             number = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * 2.0**126
@@ -159,8 +158,8 @@ def matmul_kernel(
 
 
 @cache
-def _nf4_grid(device: torch.device) -> Tensor:
-    return torch.tensor(NF4_GRID, device=device)
+def _on_device(table: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(table, device=device)
 
 
 def _weight(q: QuantizedTensor) -> tuple[tuple, dict]:
@@ -172,11 +171,12 @@ def _weight(q: QuantizedTensor) -> tuple[tuple, dict]:
         )
     if not q.values.is_cuda and not INTERPRETED:
         raise ValueError(f"q: on {q.device}, but a kernel needs a CUDA device. Use `QuantizedTensor.dequantize`.")
-    codes = {q.format: q.format, "nvfp4": "e2m1", "mxfp4": "e2m1"}[q.format]
+    fmt = FORMATS[q.format]
+    codes = "integers" if fmt.integers else "e2m1" if fmt.table is None else "table"
     scale = q.scale
     if scale.dtype in (torch.float8_e4m3fn, torch.bfloat16):  # some GPUs cannot read the one, the interpreter the other
         scale = scale.view(torch.uint8 if scale.dtype.itemsize == 1 else torch.int16)
-    table = _nf4_grid(q.device) if codes == "nf4" else None
+    table = None if fmt.table is None else _on_device(fmt.table, q.device)
     constants = {"CODES": codes, "GROUP": 2 * q.values.shape[1] // q.scale.shape[1]}
     shared = None if q.global_scale is None else q.global_scale.float()
     return (q.values, scale, shared, table), constants

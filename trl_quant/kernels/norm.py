@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trl_quant.formats import QuantizedTensor
+from trl_quant.formats import FORMATS, QuantizedTensor
 from trl_quant.formats.fp8 import BLOCK
 
 from .arithmetic import on, rounded, wide
@@ -36,9 +36,9 @@ def _inverse(x, features, eps):
 @triton.jit
 def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, values_ptr, scale_ptr, rows, features, eps, least,
-    CODE: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CODE: tl.constexpr, GROUPED: tl.constexpr, INT8: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of (tokens, features). Codes are made of the output rounded to the type CODE."""
+    """Rows of (tokens, features). With `values_ptr`, the output is rounded to the type CODE and quantized."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
     mask = (row < rows)[:, None] & (col < features)
@@ -53,9 +53,9 @@ def norm_kernel(
     weight = wide(tl.load(weight_ptr + col, mask=col < features, other=0.0))
     y = rounded(wide(rounded(x * inverse[:, None], dtype)) * weight, dtype)
     tl.store(y_ptr + at, y, mask=mask)
-    if FORMAT is not None:
+    if values_ptr is not None:
         y = wide(rounded(wide(y), CODE))
-        if FORMAT == "fp8_block":
+        if GROUPED:
             groups: tl.constexpr = COLS // 128
             codes, scale = group_codes(tl.reshape(y, (ROWS * groups, 128)), least)
             codes, scale = tl.reshape(codes, (ROWS, COLS)), tl.reshape(scale, (ROWS, groups))
@@ -63,7 +63,7 @@ def norm_kernel(
             inside = (row < rows)[:, None] & (group < tl.cdiv(features, 128))
             tl.store(scale_ptr + group.to(tl.int64) * rows + row[:, None], scale, mask=inside)
         else:
-            codes, scale = row_codes(y, least, FORMAT == "int8", True)
+            codes, scale = row_codes(y, least, INT8, True)
             tl.store(scale_ptr + row, scale, mask=row < rows)
         tl.store(values_ptr + at, codes, mask=mask)
 
@@ -110,16 +110,14 @@ def rms_norm(
     residual: Tensor | None = None,
     format: str | None = None,
     dtype: torch.dtype | None = None,
-    least: float = 0.0,
 ) -> tuple[Tensor, Tensor, QuantizedTensor | None]:
     """
     [`trl_quant.layers.norm.rms_norm`], and the codes of its output where there is a `format`.
 
     Args:
         x, weight, eps, residual: As there.
-        format (`str`, *optional*): "fp8_block", "fp8" or "int8", quantized as [`trl_quant.layers.products`] does.
+        format (`str`, *optional*): Key of `FORMATS`, in which [`trl_quant.layers.products`] quantizes the output.
         dtype (`torch.dtype`, *optional*): What the output is rounded to before it is quantized.
-        least (`float`, *optional*): The least scale of a token ("fp8") or maximum of a group ("fp8_block").
 
     Returns:
         `tuple`: output, sum, and codes (tokens, features) or `None`.
@@ -129,9 +127,11 @@ def rms_norm(
     rows = x.numel() // features
     total = x if residual is None else torch.empty_like(x)
     codes = values = scale = None
+    least, grouped, int8 = 0.0, False, False
     if format is not None:
-        grouped, kind = format == "fp8_block", torch.int8 if format == "int8" else torch.float8_e4m3fn
-        values = torch.empty(rows, features, dtype=kind, device=x.device)
+        fmt = FORMATS[format]
+        least, grouped, int8 = fmt.least_amax, fmt.grouped, fmt.integers
+        values = torch.empty(rows, features, dtype=torch.int8 if int8 else torch.float8_e4m3fn, device=x.device)
         scale = values.new_empty(triton.cdiv(features, BLOCK) if grouped else 1, rows, dtype=torch.float32)
         codes = QuantizedTensor(format, values, scale.t() if grouped else scale.view(rows, 1), values.shape, dtype)
     if x.numel():
@@ -140,7 +140,7 @@ def rms_norm(
             norm_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
                 x, None if residual is None else residual.contiguous(), weight, y, total, values, scale,
                 rows, features, eps, least,
-                CODE=getattr(tl, str(dtype or x.dtype).removeprefix("torch.")), FORMAT=format, **tile,
+                CODE=getattr(tl, str(dtype or x.dtype).removeprefix("torch.")), GROUPED=grouped, INT8=int8, **tile,
             )  # fmt: skip
     return y, total, codes
 

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trl_quant.formats import QuantizedTensor, checked, not_finite
+from trl_quant.formats import FORMATS, QuantizedTensor, checked, no_global_scale, not_finite
 
 from .arithmetic import INTERPRETED, on, to_e4m3, to_int8, wide
 
@@ -262,7 +262,7 @@ def _fp4_kernel(
 
 
 def _rows(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    cols, int8 = x.shape[-1], name == "int8"
+    cols, int8 = x.shape[-1], FORMATS[name].integers
     rows = x.numel() // cols
     values = torch.empty_like(x, dtype=torch.int8 if int8 else torch.float8_e4m3fn)
     scale = x.new_empty(*x.shape[:-1], 1)
@@ -339,8 +339,8 @@ def _input(x: Tensor, name: str) -> Tensor:
         )
     if not x.is_cuda and not INTERPRETED:
         raise ValueError(f"x: on {x.device}, but a kernel needs a CUDA device. Use trl_quant.formats.quantize.")
-    if name == "fp8_block" and x.ndim < 2:
-        raise ValueError(f"x: shape {tuple(x.shape)}, but 'fp8_block' needs at least 2 dimensions for its blocks.")
+    if FORMATS[name].grouped and x.ndim < 2:
+        raise ValueError(f"x: shape {tuple(x.shape)}, but {name!r} needs at least 2 dimensions for its blocks.")
     return x.detach().contiguous()
 
 
@@ -366,8 +366,8 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
         ValueError: As there; also for a tensor on a CPU and for formats without a kernel.
     """
     x = _input(x, name)
-    if global_scale is not None and name != "nvfp4":
-        raise ValueError(f"global_scale: given for {name!r}, but only 'nvfp4' has one.")
+    if global_scale is not None and not FORMATS[name].shares_scale:
+        raise no_global_scale(name)
     with on(x):
         match name:
             case "nvfp4":

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trl_quant.formats import QuantizedTensor
+from trl_quant.formats import FORMATS, QuantizedTensor
 from trl_quant.formats.fp8 import BLOCK
 
 from .arithmetic import INTERPRETED, e4m3_word, on, rounded, silu, to_e4m3, to_int8, wide
@@ -65,8 +65,8 @@ def _group_scale(amax, least):
 
 
 @triton.jit
-def row_codes(x, least_scale, INT8: tl.constexpr, ON_CUDA: tl.constexpr):
-    """Codes of float32 (rows, columns), and the scale of each row."""
+def row_codes(x, least, INT8: tl.constexpr, ON_CUDA: tl.constexpr):
+    """Codes of float32 (rows, columns), and the scale of each row, whose maximum is at least `least` in FP8."""
     amax = tl.max(tl.abs(x), axis=1)
     if INT8:
         limit = tl.full(amax.shape, 127.0, tl.float32)
@@ -79,7 +79,7 @@ def row_codes(x, least_scale, INT8: tl.constexpr, ON_CUDA: tl.constexpr):
         inverse = tl.where(amax == 0, 0.0, inverse)
         codes = to_int8(x * inverse[:, None])
     else:
-        scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32)), least_scale)
+        scale = tl.div_rn(tl.maximum(amax, least), tl.full(amax.shape, 448.0, tl.float32))
         codes = to_e4m3(_divide(x, scale[:, None]))
     return codes, scale
 
@@ -96,7 +96,7 @@ def group_codes(x, least):
 
 @triton.jit
 def rows_kernel(
-    x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, rows, cols, least_scale,
+    x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, rows, cols, least,
     INT8: tl.constexpr, ON_CUDA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """ "fp8", "int8": one scale for each row of (rows, cols)."""
@@ -105,7 +105,7 @@ def rows_kernel(
     offset = row.to(tl.int64)[:, None] * cols + col
     mask = (row < rows)[:, None] & (col < cols)
     x = _input(x_ptr, up_ptr, y_ptr, offset, mask)
-    codes, scale = row_codes(x, least_scale, INT8, ON_CUDA)
+    codes, scale = row_codes(x, least, INT8, ON_CUDA)
     tl.store(values_ptr + offset, codes, mask=mask)
     tl.store(scale_ptr + row, scale, mask=row < rows)
 
@@ -252,20 +252,18 @@ def _gated(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor 
     return (x, None, None) if up is None else (x, up.contiguous(), torch.empty_like(x))
 
 
-def rows(
-    x: Tensor, format: str, least_scale: float, on_cuda: bool, up: Tensor | None = None
-) -> tuple[QuantizedTensor, Tensor | None]:
+def rows(x: Tensor, format: str, on_cuda: bool, up: Tensor | None = None) -> tuple[QuantizedTensor, Tensor | None]:
     """[`quantize_rows`] of x or, where there is `up`, of y = silu(x) up; and y."""
-    (rows, cols), int8 = x.shape, format == "int8"
+    (rows, cols), fmt = x.shape, FORMATS[format]
     x, up, y = _gated(x, up)
-    values = torch.empty_like(x, dtype=torch.int8 if int8 else torch.float8_e4m3fn)
+    values = torch.empty_like(x, dtype=torch.int8 if fmt.integers else torch.float8_e4m3fn)
     scale = x.new_empty(rows, 1, dtype=torch.float32)
     width = max(triton.next_power_of_2(cols), 16)
     height = max(4096 // width, 1)
     with on(x):
         rows_kernel[(triton.cdiv(rows, height),)](
-            x, up, y, values, scale, rows, cols, least_scale,
-            INT8=int8, ON_CUDA=on_cuda, ROWS=height, COLS=width, num_warps=4 if width <= 4096 else 8,
+            x, up, y, values, scale, rows, cols, fmt.least_amax,
+            INT8=fmt.integers, ON_CUDA=on_cuda, ROWS=height, COLS=width, num_warps=4 if width <= 4096 else 8,
         )  # fmt: skip
     return QuantizedTensor(format, values, scale, x.shape, x.dtype), y
 
@@ -303,9 +301,9 @@ def groups(
     return QuantizedTensor("fp8_block", values, scale.t(), x.shape, x.dtype), columns, y
 
 
-def quantize_rows(x: Tensor, format: str, least_scale: float, on_cuda: bool) -> QuantizedTensor:
-    """`products.quantize_int8(x, on_cuda)`, or `products.quantize_fp8(x)` where `least_scale` is its least scale."""
-    return rows(x, format, least_scale, on_cuda)[0]
+def quantize_rows(x: Tensor, format: str, on_cuda: bool) -> QuantizedTensor:
+    """`products.quantize_int8(x, on_cuda)`, or `products.quantize_fp8(x)`."""
+    return rows(x, format, on_cuda)[0]
 
 
 def quantize_groups(x: Tensor, least: float) -> QuantizedTensor:
@@ -363,6 +361,6 @@ def dequantize_rows(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         with on(y):
             numbers_kernel[(triton.cdiv(cols, 256), triton.cdiv(rows, 16))](
                 q.values.contiguous().view(torch.uint8), q.scale.float().contiguous(), y, rows, cols,
-                INT8=q.format == "int8", ROWS=16, COLS=256,
+                INT8=FORMATS[q.format].integers, ROWS=16, COLS=256,
             )  # fmt: skip
     return y

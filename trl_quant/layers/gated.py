@@ -16,29 +16,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..formats import FORMATS
 from ..precisions import PRECISIONS
 from . import products
 from .inputs import remember
 
 
-FUSED = (
-    4096  # features up to which one pass is faster where each token has one scale, as benchmarks/unified.py measures
-)
+# Features up to which one pass is faster where each token has one scale, as benchmarks/unified.py measures
+LONGEST_IN_ONE_PASS = 4096
 
 
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, format, both):
         ctx.save_for_backward(gate, up)
-        if not products.has_kernels(gate, format) or (format != "fp8_block" and gate.shape[-1] > FUSED):
+        grouped = FORMATS[format].grouped
+        if not products.has_kernels(gate, format) or (not grouped and gate.shape[-1] > LONGEST_IN_ONE_PASS):
             return F.silu(gate) * up
         from ..kernels import unified as kernels
 
         flat = [x.reshape(-1, x.shape[-1]) for x in (gate, up)]
-        if format == "fp8_block":
-            rows, columns, y = kernels.groups(flat[0], products.LEAST_AMAX, both, flat[1])
+        if grouped:
+            rows, columns, y = kernels.groups(flat[0], FORMATS[format].least_amax, both, flat[1])
         else:
-            rows, y = kernels.rows(flat[0], format, products.LEAST_SCALE, True, flat[1])
+            rows, y = kernels.rows(flat[0], format, True, flat[1])
             columns = rows
         y = y.view(gate.shape)
         remember(y, y.dtype, rows, columns)

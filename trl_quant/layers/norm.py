@@ -17,6 +17,7 @@ operators are torch's.
 import torch
 from torch import Tensor, nn
 
+from ..formats import FORMATS
 from . import products
 from .frozen import autocast_dtype
 from .inputs import remember
@@ -29,10 +30,9 @@ class _Norm(torch.autograd.Function):
 
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        least = products.LEAST_AMAX if format == "fp8_block" else products.LEAST_SCALE
-        y, _, codes = kernels.rms_norm(x, weight, eps, None, format, dtype, least)
+        y, _, codes = kernels.rms_norm(x, weight, eps, None, format, dtype)
         if codes is not None:
-            remember(y, dtype, codes, codes if format != "fp8_block" else None)
+            remember(y, dtype, codes, None if FORMATS[format].grouped else codes)
         return y
 
     @staticmethod
@@ -115,7 +115,7 @@ class FusedRMSNorm(nn.Module):
         format, dtype = None, autocast_dtype(x, len(weight))
         if self.feeds is not None:
             format = self.feeds.format
-            if not products.has_kernels(x, format) or (format == "fp8_block" and self.feeds.trains()):
+            if not products.has_kernels(x, format) or (FORMATS[format].grouped and self.feeds.trains()):
                 format = None
         return fused_rms_norm(x, weight, self.variance_epsilon, format, dtype)
 

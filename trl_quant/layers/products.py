@@ -37,20 +37,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import QuantizedTensor
+from ..formats import FORMATS, QuantizedTensor
 from ..formats.common import group, quotient, ungroup
-from ..formats.fp8 import BLOCK, E4M3_MAX, decode_e4m3
+from ..formats.fp8 import BLOCK, E4M3_MAX, FP8, FP8Block, decode_e4m3
 from ..precisions import unified_flows
 
 
 INT8_MAX = 127.0
-LEAST_SCALE = 1 / (E4M3_MAX * 512)  # of a token in FP8, in vLLM
-LEAST_AMAX = 1e-10  # of a group of inputs in FP8, in vLLM
-LEAST_GRADIENT = 2.0**-60  # the same for gradients, which may all be small
+LEAST_GRADIENT = 2.0**-60  # least maximum of a group of gradients, which may all be small
 # Tensor cores add up FP8 products with 14 bits. vLLM's kernel for `fp8` leaves it at that, and so does this one, for
 # the sampler's numbers; those for `fp8_block` add every 128 products to a sum in FP32.
 FAST_ACCUMULATION = True
-LONGEST = 32768  # values of a token that the kernel for a scale of each token takes
+LONGEST_ROW = 32768  # values of a token that the kernel for a scale of each token takes
 TOKENS = 64  # what a GPU multiplies is filled up with zero tokens to a multiple: with fewer, cuBLAS adds up otherwise
 
 
@@ -79,18 +77,18 @@ def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
     if format not in (allowed := unified_flows()):
         raise ValueError(f"format: {format!r} has no products for training; allowed: {', '.join(allowed)}.")
     x = x.detach().contiguous()
-    if format == "fp8_block":
-        return _grouped(x, LEAST_AMAX)
-    if has_kernels(x, format) and x.shape[1] <= LONGEST:
+    if FORMATS[format].grouped:
+        return _grouped(x, FORMATS[format].least_amax)
+    if has_kernels(x, format) and x.shape[1] <= LONGEST_ROW:
         from ..kernels import unified as kernels
 
-        return kernels.quantize_rows(x, format, LEAST_SCALE, x.is_cuda)
-    return quantize_int8(x, x.is_cuda) if format == "int8" else quantize_fp8(x)
+        return kernels.quantize_rows(x, format, x.is_cuda)
+    return quantize_int8(x, x.is_cuda) if FORMATS[format].integers else quantize_fp8(x)
 
 
 def quantize_fp8(x: Tensor) -> QuantizedTensor:
     """[`quantize_input`] to "fp8", in torch."""
-    scale = quotient(_amax(x), E4M3_MAX).clamp(min=LEAST_SCALE)
+    scale = quotient(_amax(x).clamp(min=FP8.least_amax), E4M3_MAX)
     return QuantizedTensor("fp8", _e4m3(x, scale), scale, x.shape, x.dtype)
 
 
@@ -118,7 +116,7 @@ def quantize_groups_for_both(x: Tensor, least: float) -> tuple[QuantizedTensor, 
     return quantize_groups(x, least), quantize_groups(columns, least)
 
 
-def quantize_for_both(x: Tensor, least: float = LEAST_AMAX) -> tuple[QuantizedTensor, QuantizedTensor]:
+def quantize_for_both(x: Tensor, least: float = FP8Block.least_amax) -> tuple[QuantizedTensor, QuantizedTensor]:
     """
     A matrix quantized twice to "fp8_block": for a product over its features and for one over its tokens. On a GPU it is
     read once.
@@ -144,7 +142,7 @@ def quantize_for_both(x: Tensor, least: float = LEAST_AMAX) -> tuple[QuantizedTe
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
     """`q.dequantize(dtype)`, by a kernel where there is one: "fp8" and "int8" on a GPU."""
-    if q.values.is_cuda and q.values.ndim == 2 and q.format in ("fp8", "int8"):
+    if q.values.is_cuda and q.values.ndim == 2 and FORMATS[q.format].per_row:
         from ..kernels import unified as kernels
 
         return kernels.dequantize_rows(q, dtype or q.dtype)
@@ -189,12 +187,13 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
             f"x: {x.format!r} of shape {tuple(x.shape)}, but the weight is {w.format!r} of shape {tuple(w.shape)}; "
             "both must have one format and as many columns."
         )
-    if x.format == "fp8_block":
+    fmt = FORMATS[x.format]
+    if fmt.grouped:
         y = _product_of_groups(x, w, dtype)
         return y if bias is None else y + bias.to(dtype)
     (tokens, inputs), outputs = x.shape, w.shape[0]
     fits = tokens > 0 and inputs % 16 == outputs % 16 == 0
-    if x.format == "fp8" and dtype == torch.bfloat16 and fits and multiplies_fp8(x.values):
+    if not fmt.integers and dtype == torch.bfloat16 and fits and multiplies_fp8(x.values):
         rowwise = F.ScalingType.RowWise
         return F.scaled_mm(
             filled(x.values), w.values.t(), filled(x.scale), rowwise, w.scale.float().view(1, -1), rowwise,
@@ -202,7 +201,7 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
         )[:tokens]  # fmt: skip
     if not x.values.is_cuda or not tokens:
         return scale_sums(_exact_sums(x.values, w.values), x.scale, w.scale, bias, dtype)
-    if x.format == "int8" and inputs % 8 == outputs % 8 == 0:
+    if fmt.integers and inputs % 8 == outputs % 8 == 0:
         from ..kernels import unified as kernels
 
         sums = torch._int_mm(filled(x.values), w.values.t())[:tokens]
@@ -222,7 +221,7 @@ def input_gradient(dy: Tensor, w: QuantizedTensor) -> Tensor:
     Returns:
         `torch.Tensor`: (T, K), of the type of dy.
     """
-    if w.format == "fp8_block":
+    if FORMATS[w.format].grouped:
         return _product_of_groups(_grouped(dy.detach(), LEAST_GRADIENT), transposed(w), dy.dtype)
     return _multiply(dy.detach(), dequantize(w, dy.dtype))
 
@@ -348,8 +347,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def multiplies(format: str, device: torch.device) -> bool:
     """Whether a GPU multiplies in this format."""
-    x = torch.empty(0, device=device)
-    return {"fp8_block": multiplies_groups, "fp8": multiplies_fp8}.get(format, lambda x: x.is_cuda)(x)
+    x, fmt = torch.empty(0, device=device), FORMATS[format]
+    if fmt.grouped:
+        return multiplies_groups(x)
+    return x.is_cuda if fmt.integers else multiplies_fp8(x)
 
 
 def multiplies_fp8(x: Tensor) -> bool:
@@ -362,4 +363,4 @@ def multiplies_groups(x: Tensor) -> bool:
 
 def has_kernels(x: Tensor, format: str) -> bool:
     """Whether quantizers run in kernels."""
-    return x.is_cuda and x.numel() > 0 and (format == "int8" or multiplies_fp8(x))
+    return x.is_cuda and x.numel() > 0 and (FORMATS[format].integers or multiplies_fp8(x))
