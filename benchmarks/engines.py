@@ -159,7 +159,7 @@ def build(
     from transformers import ByT5Tokenizer
     from trl.generation.vllm_generation import VLLMGeneration
 
-    from trl_quant.rollout import VLLMEngine
+    from trl_quant.rollout import EngineSpec, build_engine
     from trl_quant.trl_seams import llm_with
 
     arguments = START | {"disable_log_stats": True} | arguments
@@ -177,8 +177,8 @@ def build(
     if kind == "trl":
         with llm_with(**arguments):
             return VLLMGeneration(model, accelerator, tokenizer, **settings)
-    options = {"engine_kwargs": arguments, "sync_check_steps": 0, "lora_sync": lora_sync}
-    return VLLMEngine(model, accelerator, tokenizer, precision=kind, **settings, **options)
+    spec = EngineSpec("colocate", kind, engine_kwargs=arguments, lora_sync=lora_sync)
+    return build_engine(spec, model, accelerator, tokenizer, **settings)
 
 
 def wait() -> None:

@@ -34,6 +34,7 @@ from ..policy.adapters import with_frozen_layers
 from ..policy.frozen import BITSANDBYTES, freeze
 from ..policy.unified import checkpoint_dtype, unify
 from ..precisions import PRECISIONS, frozen_bases, in_vllm, train_precisions
+from ..rollout.spec import EngineSpec, default_lora_sync, engine_kind
 from ..rollout.verify.activations import Comparison, Point
 from ..rollout.verify.self_check import check_sequences
 from ..rollout.vllm.support import check_device, check_engine_kwargs
@@ -46,7 +47,7 @@ from .report import check_output, write_figure, write_whole
 
 BF16 = "bf16"
 DTYPES = {"mixed": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}
-ENGINES = {"embedded": "embedded", "vllm": "colocate"}  # keys of `rollout.ENGINES`
+MODES = {"embedded": "embedded", "vllm": "colocate"}  # `--engine` -> what samples, as in `rollout.spec.engine_kind`
 PROMPT_LENGTH = 32  # of the prompts that are used without `--prompts`
 POSITION = "mismatch/by_position/"
 MOST = 0.9  # of what operators add, to be located
@@ -129,7 +130,7 @@ def add_engine_options(options: argparse.ArgumentParser) -> None:
     kinds = "(default: the run's, else bf16)"
     options.add_argument("--rollout_precision", choices=PRECISIONS, help=f"what the engine samples in {kinds}")
     options.add_argument("--train_precision", choices=[BF16, *train_precisions()], help=f"what is trained {kinds}")
-    options.add_argument("--engine", choices=ENGINES, default="embedded", help="what samples (default: %(default)s)")
+    options.add_argument("--engine", choices=MODES, default="embedded", help="what samples (default: %(default)s)")
     options.add_argument("--vllm_engine_kwargs", default="{}", help="further arguments of vLLM's `LLM`, a JSON object")
     options.add_argument("--vllm_gpu_memory_utilization", type=float, default=0.3, help="share (default: %(default)s)")
     options.add_argument(
@@ -222,28 +223,27 @@ def build_engine(
     **sampling,
 ) -> rollout.RolloutEngine:
     """The engine with the policy's weights, as a run with these settings has it; `sampling` adds to TRL's options."""
-    same = args.train_precision == args.rollout_precision != BF16
-    frozen = same and args.train_precision in frozen_bases()
-    lora_sync = trained.settings.get("lora_sync") or ("adapter" if frozen and args.engine == "vllm" else "merge")
+    train_precision = None if args.train_precision == BF16 else args.train_precision
+    mode = MODES[args.engine]
+    lora_sync = trained.settings.get("lora_sync") or default_lora_sync(mode, args.rollout_precision, train_precision)
     policy = trained.policy(args.train_precision, DTYPES[args.dtype], lora_sync == "merge")
     mixed = BF16 if args.dtype == "mixed" else "no"
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed)
     options = {"temperature": args.temperature, "max_completion_length": args.max_completion_length} | sampling
     options["trust_remote_code"] = trained.trust
-    name = ENGINES[args.engine]
     if args.engine == "vllm":
         options |= {
-            "engine_kwargs": kwargs,
-            "lora_sync": lora_sync if trained.adapter else "merge",
-            "sync_check_steps": 0,
             "max_model_length": longest + args.max_completion_length + 1,
             "max_num_seqs": args.num_completions,
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         }
-    elif same:
-        name = "shared"
-    kind = getattr(rollout, rollout.ENGINES[name])
-    engine = kind(policy.to(accelerator.device), accelerator, tokenizer, precision=args.rollout_precision, **options)
+    spec = EngineSpec(
+        kind=engine_kind(mode, args.rollout_precision, train_precision),
+        precision=args.rollout_precision,
+        engine_kwargs=kwargs,
+        lora_sync=lora_sync if trained.adapter else "merge",
+    )
+    engine = rollout.build_engine(spec, policy.to(accelerator.device), accelerator, tokenizer, **options)
     engine.sync_weights()
     return engine
 

@@ -20,6 +20,7 @@ from ..corrections import ACR, AIS, CORRECTIONS, DPPO, TIS, TRM, CorrectionInput
 from ..corrections.trl import TRL
 from ..noise import SCHEDULES, sigma
 from ..precisions import PRECISIONS, frozen_bases, train_precisions
+from ..rollout.spec import default_lora_sync
 from .consistency import check_consistent, check_values
 from .values import BOUNDS, check_type, listed
 
@@ -346,9 +347,8 @@ class QuantGRPOConfig(GRPOConfig):
         if self.rollout_precision is None:
             self.rollout_precision = self.train_precision
         if self.lora_sync is None:
-            colocated = self.use_vllm and self.vllm_mode == "colocate"
-            frozen = self.holds_frozen_base and self.samples_as_trained
-            self.lora_sync = "adapter" if colocated and frozen else "merge"
+            mode = self.vllm_mode if self.use_vllm else "embedded"
+            self.lora_sync = default_lora_sync(mode, self.rollout_precision, self.train_precision)
         if self.vllm_sleep_level is None:
             self.vllm_sleep_level = 1 if self.lora_sync == "adapter" else 2
         if self.is_correction is None:

@@ -1,12 +1,13 @@
-"""Where samples come from: engines that hold a quantized copy of the policy, behind TRL's generation interface.
+"""Where samples come from: engines that hold a quantized copy of the policy.
 
-The engines are loaded when they are asked for: TRL's trainer loads vLLM where it is installed.
+The engines are imported when they are first asked for, because TRL's trainer imports vLLM where it is installed.
 """
 
 import importlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from .spec import ENGINES, VLLM_MODES, EngineSpec
 
 
 # name -> module
@@ -20,15 +21,8 @@ _PUBLIC = {
     "VLLMServerEngine": ".vllm.server",
     "fastest_engine": ".vllm.auto",
 }
-ENGINES = {
-    "embedded": "TransformersEngine",
-    "shared": "SharedEngine",
-    "colocate": "VLLMEngine",
-    "server": "VLLMServerEngine",
-}
-VLLM_MODES = ("colocate", "server")
 
-__all__ = ["ENGINES", *_PUBLIC, "engine_of"]
+__all__ = ["ENGINES", "VLLM_MODES", "EngineSpec", *_PUBLIC, "build_engine", "engine_of"]
 
 
 def __getattr__(name: str):
@@ -37,48 +31,57 @@ def __getattr__(name: str):
     return getattr(importlib.import_module(_PUBLIC[name], __name__), name)
 
 
-def engine_of(args, loaded: Callable[[], None], built: Callable[[object], None], **fields) -> AbstractContextManager:
+def build_engine(spec: EngineSpec, model, accelerator, processing_class, **settings):
     """
-    Context in which TRL's `GRPOTrainer.__init__` builds the engine that `args` ask for, between calls of `loaded`, when
-    the trainer's models are, and `built`, with the engine. Without a `rollout_precision` it builds TRL's own. There
-    `fields` of `args` have other values; on exit `args` and TRL are as they were.
+    Builds the engine that `spec` describes, and measures its precision first where that is `"auto"`.
+
+    Args:
+        spec ([`EngineSpec`]): The engine.
+        model (`nn.Module`): The policy.
+        accelerator ([`~accelerate.Accelerator`]): The trainer's.
+        processing_class: The tokenizer or processor.
+        settings: What TRL gives to its own engine: lengths, sampling options and the like.
+
+    Returns:
+        [`RolloutEngine`]: the engine.
+    """
+    options = settings | spec.options()
+    if spec.precision == "auto":
+        del options["precision"]
+        return __getattr__("fastest_engine")(model, accelerator, processing_class, **options)
+    return __getattr__(ENGINES[spec.kind])(model, accelerator, processing_class, **options)
+
+
+@contextmanager
+def engine_of(args, loaded: Callable[[], None], built: Callable[[object], None], **fields) -> Iterator[None]:
+    """
+    Context in which TRL's `GRPOTrainer.__init__` builds the engine that `args` mean. Without a `rollout_precision` it
+    builds TRL's own.
+
+    TRL starts its engine when the models are loaded and before it shards the reference model, so this is where `loaded`
+    is called, then the engine is built, then `built` is called with it.
+
+    While TRL's constructor runs it finds other values of some `fields` in `args`; afterwards `args` holds its own
+    again. Only `rollout_precision="auto"` gives way to the precision that was chosen.
     """
     from ..trl_seams import trainer_builds
 
-    engine = None
-    if args.rollout_precision is not None:
-        name = args.vllm_mode if args.use_vllm else "embedded"
-        if name == "embedded" and args.samples_as_trained and args.fsdp_version is None:
-            name = "shared"
-        options = {
-            "wide_norms": args.noise_schedule is not None,
-            "uaq_scale": args.uaq_scale or 1.0,
-        }
-        if args.use_vllm:
-            options["sync_check_steps"] = args.sync_check_steps
-        else:
-            fields |= {"use_vllm": True, "vllm_mode": "embedded"}
-        if name == "server":
-            options["request_timeout"] = args.vllm_request_timeout
-        if name == "colocate":
-            options |= {
-                "engine_kwargs": args.vllm_engine_kwargs,
-                "lora_sync": args.lora_sync,
-                "sleep_level": args.vllm_sleep_level,
-                "exact": args.exact_rollouts,
-            }
-        if args.rollout_precision == "auto":
-            engine = partial(__getattr__("fastest_engine"), args, **options)
-        else:
-            engine = partial(__getattr__(ENGINES[name]), precision=args.rollout_precision, **options)
-        engine = partial(_between, loaded, built, engine)
+    spec = EngineSpec.from_config(args)
+    engines = []
+
+    def build(**given):
+        loaded()
+        engine = build_engine(spec, **given)
+        built(engine)
+        engines.append(engine)
+        return engine
+
+    if spec is not None:
+        fields |= spec.fields_for_trl()
     if args.is_correction != "trl" and args.loss_type == "vespo":
-        # TRL's ratio is replaced by ours; VESPO insists on one with a value for each token, which ours has.
+        # Our ratio replaces TRL's. VESPO insists on a mode with a value for each token, which ours has.
         fields["vllm_importance_sampling_mode"] = "token_truncate"
-    return trainer_builds(engine, args, **fields)
-
-
-def _between(loaded: Callable[[], None], built: Callable[[object], None], kind: Callable, *args, **kwargs):
-    loaded()
-    built(engine := kind(*args, **kwargs))
-    return engine
+    with trainer_builds(None if spec is None else build, args, **fields):
+        yield
+    if engines and args.rollout_precision == "auto":
+        args.rollout_precision = engines[0].precision

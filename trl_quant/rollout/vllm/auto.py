@@ -27,19 +27,18 @@ WORTHWHILE = 1.05  # a precision must beat a nearer one by as much: below that, 
 PATIENCE = timedelta(hours=4)  # of the ranks that wait for the choice
 
 
-def fastest_engine(args, model: nn.Module, accelerator: Accelerator, processing_class, **settings) -> VLLMEngine:
+def fastest_engine(model: nn.Module, accelerator: Accelerator, processing_class, **settings) -> VLLMEngine:
     """
-    The run's engine in the fastest precision, which takes the place of `"auto"` in `args`. Collective.
+    Builds the run's engine in the fastest precision. Collective.
 
     Args:
-        args ([`QuantGRPOConfig`]): The run's configuration.
         model (`nn.Module`): The policy.
         accelerator ([`~accelerate.Accelerator`]): The trainer's.
         processing_class: The trainer's.
-        settings: Further arguments of [`VLLMEngine`].
+        settings: Further arguments of [`VLLMEngine`], but for the precision.
     """
-    args.rollout_precision = choose_precision(model, accelerator, settings)
-    return VLLMEngine(model, accelerator, processing_class, precision=args.rollout_precision, **settings)
+    precision = choose_precision(model, accelerator, settings)
+    return VLLMEngine(model, accelerator, processing_class, precision=precision, **settings)
 
 
 def choose_precision(

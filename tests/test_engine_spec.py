@@ -1,0 +1,146 @@
+"""`EngineSpec`: which engine a configuration means, decided from plain values, and built by everyone alike."""
+
+import json
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import trl.trainer.grpo_trainer as grpo_trainer
+from training import config, lora, make
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, rollout
+from trl_quant.rollout import ENGINES, EngineSpec
+from trl_quant.rollout.spec import default_lora_sync, engine_kind
+from trl_quant.rollout.vllm import auto
+
+
+COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
+SERVER = {"use_vllm": True, "vllm_mode": "server"}
+
+# settings -> the fields of the spec that differ from the plain embedded engine's
+MEANINGS = [
+    ({"rollout_precision": "int8"}, {}),
+    ({"rollout_precision": "int8", "noise_schedule": "linear"}, {"wide_norms": True}),
+    ({"rollout_precision": "int8", "uaq_scale": 1.5}, {"uaq_scale": 1.5}),
+    ({"train_precision": "int8"}, {"kind": "shared"}),
+    ({"train_precision": "int8", "rollout_precision": "int8"}, {"kind": "shared"}),
+    ({"train_precision": "fp8", "rollout_precision": "int8"}, {}),
+    ({"rollout_precision": "int8", **COLOCATE}, {"kind": "colocate"}),
+    ({"rollout_precision": "auto", **COLOCATE}, {"kind": "colocate", "precision": "auto"}),
+    ({"rollout_precision": "int8", "vllm_sleep_level": 1, **COLOCATE}, {"kind": "colocate"}),  # it never sleeps
+    (
+        {"rollout_precision": "int8", "vllm_enable_sleep_mode": True, **COLOCATE},
+        {"kind": "colocate", "sleep_level": 2},
+    ),
+    (
+        {"rollout_precision": "int8", "vllm_enable_sleep_mode": True, "lora_sync": "adapter", **COLOCATE},
+        {"kind": "colocate", "sleep_level": 1, "lora_sync": "adapter"},
+    ),
+    (
+        {"train_precision": "nvfp4", **COLOCATE},
+        {"kind": "colocate", "precision": "nvfp4", "lora_sync": "adapter"},
+    ),
+    ({"train_precision": "nvfp4"}, {"kind": "shared", "precision": "nvfp4"}),
+    (
+        {"rollout_precision": "int8", "vllm_engine_kwargs": {"enforce_eager": True}, **COLOCATE},
+        {"kind": "colocate", "engine_kwargs": {"enforce_eager": True}},
+    ),
+    ({"rollout_precision": "int8", "sync_check_steps": 7, **COLOCATE}, {"kind": "colocate", "sync_check_steps": 7}),
+    (
+        {"rollout_precision": "int8", "vllm_request_timeout": 60.0, **SERVER},
+        {"kind": "server", "request_timeout": 60.0},
+    ),
+]
+PLAIN = EngineSpec("embedded", "int8", sync_check_steps=50, request_timeout=1800.0)
+
+
+@pytest.mark.parametrize(("settings", "expected"), MEANINGS)
+def test_what_a_configuration_means(tmp_path, settings, expected):
+    spec = EngineSpec.from_config(config(QuantGRPOConfig, tmp_path, **settings))
+    found = {f.name: getattr(spec, f.name) for f in fields(spec) if getattr(spec, f.name) != getattr(PLAIN, f.name)}
+    assert found == expected
+    assert spec.is_vllm == (settings.get("use_vllm") is True)
+
+
+@pytest.mark.parametrize("settings", [{}, COLOCATE, SERVER])
+def test_without_a_precision_there_is_no_engine(tmp_path, settings):
+    assert EngineSpec.from_config(config(QuantGRPOConfig, tmp_path, **settings)) is None
+
+
+def test_a_sharded_policy_has_a_copy_of_its_own(tmp_path, monkeypatch):
+    args = config(QuantGRPOConfig, tmp_path, train_precision="int8")
+    assert EngineSpec.from_config(args).kind == "shared"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert EngineSpec.from_config(args).kind == "embedded"
+    assert engine_kind("colocate", "int8", "int8", is_sharded=True) == "colocate"
+
+
+def test_only_a_frozen_base_in_the_engines_precision_is_left_where_it_is():
+    assert default_lora_sync("colocate", "nvfp4", "nvfp4") == "adapter"
+    others = [("server", "nvfp4", "nvfp4"), ("embedded", "nvfp4", "nvfp4"), ("colocate", "int8", "int8")]
+    others += [("colocate", "int8", "nvfp4"), ("colocate", None, None)]
+    assert {default_lora_sync(*each) for each in others} == {"merge"}
+
+
+def test_a_spec_is_decided_once():
+    with pytest.raises(FrozenInstanceError):
+        PLAIN.precision = "fp8"
+
+
+def test_a_spec_loads_neither_a_trainer_nor_vllm():
+    code = "import json, sys\nfrom trl_quant.rollout.spec import EngineSpec\nprint(json.dumps(list(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
+    )
+    loaded = set(json.loads(done.stdout))
+    assert "torch" in loaded
+    assert not loaded & {"vllm", "trl", "transformers", "peft", "trl_quant.rollout.vllm", "trl_quant.config"}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("kind", ENGINES)
+def test_each_engine_takes_its_options(kind):
+    """And each option of the spec reaches some engine."""
+    if kind in rollout.VLLM_MODES:
+        pytest.importorskip("vllm", reason="vLLM is not installed")
+    taken = set()
+    for owner in getattr(rollout, ENGINES[kind]).__mro__:
+        taken |= set(signature(owner.__init__).parameters)
+    given = EngineSpec(kind, "int8").options()
+    assert given.keys() <= taken
+    every = set().union(*(EngineSpec(each, "int8").options() for each in ENGINES))
+    assert every == {f.name for f in fields(EngineSpec)} - {"kind"}
+
+
+@pytest.mark.parametrize("settings", [{"rollout_precision": "int8"}, {"train_precision": "int8"}])
+def test_the_configuration_stays_as_it_was_given(tmp_path, settings):
+    """TRL is told that there is an engine; the run's configuration says what the user said."""
+    args = config(QuantGRPOConfig, tmp_path, **settings)
+    spec = EngineSpec.from_config(args)
+    trainer = make(QuantGRPOTrainer, args, peft_config=lora() if "rollout_precision" in settings else None)
+    assert trainer.args is args and EngineSpec.from_config(args) == spec
+    assert (args.use_vllm, args.vllm_mode) == (False, config(QuantGRPOConfig, tmp_path).vllm_mode)
+    assert (trainer.use_vllm, trainer.vllm_mode) == (True, "embedded")
+    assert type(trainer.vllm_generation).__name__ == ENGINES[spec.kind]
+    assert trainer.vllm_generation.precision == spec.precision
+
+
+def test_the_precision_that_auto_chose_is_recorded(tmp_path, monkeypatch):
+    """In the place of `"auto"`, when TRL's constructor is over and not before."""
+    seen, engines = [], []
+
+    def fastest_engine(model, accelerator, processing_class, **settings):
+        assert "precision" not in settings
+        seen.append(args.rollout_precision)
+        return SimpleNamespace(precision="int8")
+
+    monkeypatch.setattr(auto, "fastest_engine", fastest_engine)
+    args = config(QuantGRPOConfig, tmp_path, rollout_precision="auto", **COLOCATE)
+    with rollout.engine_of(args, lambda: None, engines.append):
+        grpo_trainer.VLLMGeneration(model=None, accelerator=None, processing_class=None)
+        assert args.rollout_precision == "auto"
+    assert seen == ["auto"] and args.rollout_precision == "int8" == engines[0].precision

@@ -1,0 +1,137 @@
+"""Decides which engine a configuration means: once, from plain values, before a model, vLLM or a trainer is loaded.
+
+| where the samples come from | `kind` | class |
+|---|---|---|
+| TRL's own generation | no `EngineSpec` | |
+| a quantized copy of the policy in transformers | `"embedded"` | `TransformersEngine` |
+| the policy's own layers, which already compute in that precision | `"shared"` | `SharedEngine` |
+| vLLM in the trainer's process | `"colocate"` | `VLLMEngine` |
+| vLLM behind a server | `"server"` | `VLLMServerEngine` |
+
+Trainers, `rollout_precision="auto"`, `trl-quant report --mismatch` and the benchmarks all build their engine from an
+[`EngineSpec`] with [`~rollout.build_engine`].
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..precisions import frozen_bases
+
+
+# kind -> name of the class in `trl_quant.rollout`
+ENGINES = {
+    "embedded": "TransformersEngine",
+    "shared": "SharedEngine",
+    "colocate": "VLLMEngine",
+    "server": "VLLMServerEngine",
+}
+VLLM_MODES = ("colocate", "server")  # the kinds that are values of TRL's `vllm_mode`
+
+_EVERY_ENGINE = ("precision", "wide_norms", "uaq_scale")
+# kind -> the fields of `EngineSpec` that its class takes
+_OPTIONS = {
+    "embedded": _EVERY_ENGINE,
+    "shared": _EVERY_ENGINE,
+    "colocate": (*_EVERY_ENGINE, "sync_check_steps", "engine_kwargs", "lora_sync", "sleep_level", "exact"),
+    "server": (*_EVERY_ENGINE, "sync_check_steps", "request_timeout"),
+}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """
+    An engine, before it is built.
+
+    Parameters:
+        kind (`str`):
+            Key of [`ENGINES`].
+        precision (`str`):
+            Key of [`~precisions.PRECISIONS`], or `"auto"`, which is measured when the engine is built.
+        wide_norms (`bool`, *optional*, defaults to `False`):
+            Whether the engine holds the norms that get noise in FP32.
+        uaq_scale (`float`, *optional*, defaults to `1.0`):
+            Factor by which UAQ has scaled the norms.
+        sync_check_steps (`int`, *optional*, defaults to `0`):
+            Syncs from one self-check of a vLLM engine to the next; 0 for none.
+        engine_kwargs (`dict`, *optional*):
+            Further arguments of vLLM's `LLM`.
+        lora_sync (`str`, *optional*, defaults to `"merge"`):
+            How a LoRA adapter reaches the engine: `"merge"` or `"adapter"`.
+        sleep_level (`int`, *optional*, defaults to `0`):
+            vLLM's sleep level while the trainer computes; 0 if the engine stays awake.
+        exact (`bool`, *optional*, defaults to `False`):
+            Whether a token's numbers must not depend on the tokens beside it.
+        request_timeout (`float`, *optional*):
+            Seconds that a server may take to answer; `None` for no limit.
+    """
+
+    kind: str
+    precision: str
+    wide_norms: bool = False
+    uaq_scale: float = 1.0
+    sync_check_steps: int = 0
+    engine_kwargs: dict | None = None
+    lora_sync: str = "merge"
+    sleep_level: int = 0
+    exact: bool = False
+    request_timeout: float | None = None
+
+    @classmethod
+    def from_config(cls, config) -> "EngineSpec | None":
+        """The engine that a [`QuantGRPOConfig`] means; `None` where TRL generates by itself."""
+        if config.rollout_precision is None:
+            return None
+        return cls(
+            kind=engine_kind(
+                config.vllm_mode if config.use_vllm else "embedded",
+                config.rollout_precision,
+                config.train_precision,
+                is_sharded=config.fsdp_version is not None,
+            ),
+            precision=config.rollout_precision,
+            wide_norms=config.noise_schedule is not None,
+            uaq_scale=1.0 if config.uaq_scale is None else config.uaq_scale,
+            sync_check_steps=config.sync_check_steps,
+            engine_kwargs=config.vllm_engine_kwargs,
+            lora_sync=config.lora_sync,
+            sleep_level=config.vllm_sleep_level if config.vllm_enable_sleep_mode else 0,
+            exact=config.exact_rollouts,
+            request_timeout=config.vllm_request_timeout,
+        )
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether vLLM samples, here or behind a server."""
+        return self.kind in VLLM_MODES
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of the engine's class, beside those that TRL gives to its own."""
+        return {name: getattr(self, name) for name in _OPTIONS[self.kind]}
+
+    def fields_for_trl(self) -> dict[str, Any]:
+        """
+        The values that TRL's constructor must find in the configuration to take samples from this engine. TRL asks an
+        engine for samples, and corrects for it, only where `use_vllm` holds.
+        """
+        return {} if self.is_vllm else {"use_vllm": True, "vllm_mode": "embedded"}
+
+
+def engine_kind(mode: str, precision: str, train_precision: str | None, is_sharded: bool = False) -> str:
+    """
+    The kind of engine that samples in `precision`.
+
+    Args:
+        mode (`str`): `"embedded"`, or one of [`VLLM_MODES`].
+        precision (`str`): The precision that samples.
+        train_precision (`str` or `None`): The precision that the policy is trained in, if it has one.
+        is_sharded (`bool`, *optional*, defaults to `False`): Whether FSDP shards the policy.
+    """
+    if mode == "embedded" and precision == train_precision and not is_sharded:
+        return "shared"
+    return mode
+
+
+def default_lora_sync(mode: str, precision: str | None, train_precision: str | None) -> str:
+    """How an adapter reaches the engine if the user does not say: beside the base where both hold the same 4 bits."""
+    holds_same_base = train_precision in frozen_bases() and precision == train_precision
+    return "adapter" if mode == "colocate" and holds_same_base else "merge"
