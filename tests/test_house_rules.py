@@ -56,6 +56,7 @@ FOREIGN = {
     "transformers/configuration_utils.py": "_commit_hash",
     "transformers/generation/utils.py": "_get_logits_processor",
     "transformers/modeling_utils.py": "_supports_sdpa",
+    "transformers/training_args.py": "_VALID_DICT_FIELDS",
     "transformers/trainer.py": "_get_grad_norm _get_output_dir _save_checkpoint _save_optimizer_and_scheduler",
     "peft/tuners/lora/config.py": "_register_custom_module",
     "trl/trainer/grpo_trainer.py": """_compute_loss _generate _generate_and_score_completions _generate_single_turn
@@ -222,7 +223,11 @@ def test_what_an_import_loads():
         "trl_quant": ({"trl_quant"}, {"triton", "trl", "vllm"}),
         "trl_quant.formats, trl_quant.corrections, trl_quant.noise, trl_quant.models.norms, trl_quant.precisions, "
         "trl_quant.layers": ({"torch"}, {"transformers", "trl", "trl_quant.kernels", "vllm"}),
-        "trl_quant.config": ({"trl", "transformers"}, {"trl.trainer.grpo_trainer", "trl_quant.trainer", "vllm"}),
+        "trl_quant.config": ({"trl", "transformers"}, {"trl.trainer.grpo_trainer", "trl_quant.trainers", "vllm"}),
+        "trl_quant.config.preflight": (
+            {"trl_quant.storage"},
+            {"trl.trainer.grpo_trainer", "trl_quant.trainers", "vllm"},
+        ),
     }
     code = "import json, sys\n" + "".join(f"import {names}\nprint(json.dumps(list(sys.modules)))\n" for names in steps)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -9,7 +9,6 @@ refused before a model is loaded.
 
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
@@ -27,6 +26,7 @@ from yaml import YAMLError
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import plain_errors
+from trl_quant.config.fields import SECTIONS
 from trl_quant.tasks import REWARDS, load_prompts
 
 
@@ -141,9 +141,8 @@ class Parser(TrlParser):
 def _titles() -> dict[str, str]:
     """Option -> heading of its group, in the order of the help."""
     found = {f.name: "what to train on" for f in fields(TrainArguments)}
-    for section in re.split(r"^ *> Parameters that control ", QuantGRPOConfig.__doc__ or "", flags=re.MULTILINE)[1:]:
-        title, _, text = section.partition("\n")
-        found |= dict.fromkeys(re.findall(r"^ *(\w+) \(`", text, flags=re.MULTILINE), title)
+    for title, section in SECTIONS.items():
+        found |= {f.name: title for f in fields(section)}
     for owner, cls in (("TRL", ModelConfig), ("TRL", GRPOConfig), ("transformers", TrainingArguments)):
         inherited = {f.name for f in fields(TrainingArguments)} if cls is GRPOConfig else set()
         rest = {f.name for f in fields(cls)} - inherited - found.keys()

@@ -1,7 +1,4 @@
-"""What a configuration's fields say: each in its range, and which of them cannot act with others.
-
-Everything here is checked when the configuration is built, before any model is loaded.
-"""
+"""The second stage of validation: fields that do not fit together, and fields that cannot act beside others."""
 
 import logging
 from dataclasses import fields
@@ -9,10 +6,7 @@ from dataclasses import fields
 from transformers import GenerationConfig
 
 from ..corrections import CORRECTIONS
-from ..corrections.trl import TRL
-from ..noise import SCHEDULES
-from ..precisions import PRECISIONS, exact_flows, in_vllm, train_precisions
-from ..rollout import VLLM_MODES
+from ..precisions import exact_flows, in_vllm
 from ..rollout.sampling_options import (
     FIELDS,
     UNSUPPORTED_GENERATION_KWARGS,
@@ -22,50 +16,27 @@ from ..rollout.sampling_options import (
 )
 from ..rollout.verify.kv_cache import UNQUANTIZED
 from ..rollout.vllm.support import check_engine_kwargs, check_sampling_parameters
-from ..scaling import check_scale
-from .values import BOUNDS, CHOICES, CLIPPED_LOSSES, check_at_least, check_bounds, check_choice, check_type, listed
+from .hyperparameters import setting_fields
+from .values import CLIPPED_LOSSES, TRL_RANGES, check_choice, check_range, check_type, listed
 
 
 logger = logging.getLogger(__name__)
 
 MODEL_IMPLS = ("vllm", "transformers", "auto")
-LORA_SYNCS = ("merge", "adapter")
-ATTENTION = ("backend", "flash_attn_max_num_splits_for_cuda_graph")  # what `exact_rollouts` sets of vLLM's attention
-VLLM_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # of the colocated engine
+EXACT_ATTENTION = ("backend", "flash_attn_max_num_splits_for_cuda_graph")  # options that `exact_rollouts` sets
+COLOCATED_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # they act in a colocated engine alone
 
 
-def check_values(args) -> None:
-    """Raises `ValueError` for a field that is out of range, whatever this machine has."""
-    check_choice("train_precision", args.train_precision, train_precisions())
-    check_choice("rollout_precision", args.rollout_precision, (*PRECISIONS, "auto"))
-    check_choice("lora_sync", args.lora_sync, LORA_SYNCS)
-    check_choice("vllm_sleep_level", args.vllm_sleep_level, (1, 2))
-    check_choice("is_correction", args.is_correction, ("trl", *CORRECTIONS))
-    check_choice("noise_schedule", args.noise_schedule, SCHEDULES)
-    check_choice("vllm_mode", args.vllm_mode, VLLM_MODES)
-    check_at_least("is_cap", args.is_cap, 1.0)
-    check_at_least("ais_delta", args.ais_delta, 0.0, strict=True)
-    check_at_least("ais_gamma", args.ais_gamma, 0.0, strict=True)
-    check_at_least("ais_beta_var", args.ais_beta_var, 0.0)
-    check_at_least("noise_sigma_end", args.noise_sigma_end, 0.0, strict=True)
-    check_at_least("noise_stages", args.noise_stages, 3)
-    check_at_least("sync_check_steps", args.sync_check_steps, 0)
-    check_at_least("dynamic_sampling_rounds", args.dynamic_sampling_rounds, 0)
-    for name in BOUNDS:
-        check_bounds(name, getattr(args, name))
-    if args.uaq_scale is not None:
-        check_scale(args.uaq_scale, "uaq_scale")
+def check_consistent(args) -> None:
+    """
+    Raises `ValueError` for fields that every trainer has and that do not fit together, and warns of those that have
+    little effect.
+    """
     if not args.noise_sigma_start >= args.noise_sigma_end:
         raise ValueError(
             f"`noise_sigma_start`={args.noise_sigma_start!r} is below `noise_sigma_end`={args.noise_sigma_end!r}. "
             "The noise decays: it must start at least as large as it ends."
         )
-
-
-def check_consistent(args) -> None:
-    """Raises `ValueError` for fields that do not fit together; warns of those that do little."""
-    for name, allowed in CHOICES.items():
-        check_choice(name, getattr(args, name), allowed)
     if args.holds_frozen_base and args.uaq_scale is not None:
         raise ValueError(
             f"`uaq_scale`={args.uaq_scale!r} scales 16-bit weights, and `train_precision`={args.train_precision!r} "
@@ -77,7 +48,19 @@ def check_consistent(args) -> None:
         _check_no_rollout(args)
     if args.exact_rollouts:
         _check_exact(args)
-    _check_hyperparameters(args)
+    _check_unused(args)
+    if args.uaq_scale is not None and args.sync_ref_model:
+        raise ValueError(
+            f"`uaq_scale`={args.uaq_scale!r} cannot be combined with `sync_ref_model=True`, which would mix scaled "
+            "weights with the reference model's unscaled ones. Unset one of the two."
+        )
+    _check_generation_kwargs(args)
+    if args.use_vllm or args.rollout_precision is not None:
+        _warn_of_sampler(args)
+
+
+def check_grpo(args) -> None:
+    """The same for the fields that only GRPO has: the loss, the level of its ratios, and TRL's own correction."""
     if args.is_correction == "acr":
         _check_acr(args)
     if args.importance_sampling_level != "token":
@@ -85,39 +68,39 @@ def check_consistent(args) -> None:
         _check_vespo(args)
     if args.is_correction != "trl":
         _check_trl_correction(args)
-    _check_generation_kwargs(args)
-    if args.use_vllm or args.rollout_precision is not None:
-        _check_sampler(args)
-
-
-def _check_hyperparameters(args):
-    """Those of another correction, or of a noise that there is not, are refused."""
-    taken = {f.name for f in fields(CORRECTIONS[args.is_correction])} if args.is_correction != "trl" else set()
-    for correction in CORRECTIONS:
-        names = [name for name in args.__dataclass_fields__ if name.startswith(f"{correction}_")]
-        if correction != args.is_correction:
-            _refuse_set(args, names, f"`is_correction`={correction!r}, and it is {args.is_correction!r}")
-    if "cap" not in taken:
-        capped = listed(name for name, kind in CORRECTIONS.items() if "cap" in kind.__dataclass_fields__)
-        _refuse_set(args, ("is_cap",), f"`is_correction` {capped}, and it is {args.is_correction!r}")
-    if args.noise_schedule is None:
-        _refuse_set(args, ("noise_sigma_start", "noise_sigma_end", "noise_stages"), "a `noise_schedule`")
-    if args.uaq_scale is not None and args.sync_ref_model:
-        raise ValueError(
-            f"`uaq_scale`={args.uaq_scale!r} cannot be combined with `sync_ref_model=True`, which would mix scaled "
-            "weights with the reference model's unscaled ones. Unset one of the two."
+    elif args.rollout_precision and not args.vllm_importance_sampling_correction:
+        logger.warning(
+            "`vllm_importance_sampling_correction=False` with `is_correction='trl'`: the mismatch between sampler "
+            "and trainer is neither corrected nor measured."
         )
 
 
+def _check_unused(args):
+    """Refuses hyperparameters of other corrections, and those of a noise that is switched off."""
+    corrections = {}  # field -> the corrections that it sets a hyperparameter of
+    for correction in CORRECTIONS:
+        for name in setting_fields(correction, type(args)).values():
+            if name not in args.trl_config.__dataclass_fields__:
+                corrections.setdefault(name, []).append(correction)
+    for name, allowed in corrections.items():
+        if args.is_correction not in allowed:
+            _refuse_set(args, [name], f"`is_correction` {listed(allowed)}, and it is {args.is_correction!r}")
+    if args.noise_schedule is None:
+        _refuse_set(args, ("noise_sigma_start", "noise_sigma_end", "noise_stages"), "a `noise_schedule`")
+
+
 def _check_generation_kwargs(args):
-    """What `generation_kwargs` hold must be an option of the engine that samples, of a value that it takes."""
+    """Refuses `generation_kwargs` that the sampling engine does not have, or whose values it does not take."""
     check_type("generation_kwargs", args.generation_kwargs or {}, dict)
     given = {name: value for name, value in (args.generation_kwargs or {}).items() if value is not None}
-    for name in (name for name in FIELDS if name in given):
+    for name in FIELDS:
+        if name not in given:
+            continue
         called = f"generation_kwargs[{name!r}]"
         check_type(called, given[name], int if name == "top_k" else float)
-        if name in BOUNDS and (name, given[name]) != ("temperature", 0):  # which takes the likeliest token
-            check_bounds(name, given[name], called)
+        is_greedy = name == "temperature" and given[name] == 0
+        if name in TRL_RANGES and not is_greedy:
+            check_range(called, given[name], TRL_RANGES[name])
     if args.use_vllm:
         return check_sampling_parameters(given, args.vllm_mode, args.max_completion_length)
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
@@ -128,30 +111,25 @@ def _check_generation_kwargs(args):
         raise ValueError(not_taken("transformers' `generate`, which samples without vLLM,", unknown, known))
 
 
-def _check_sampler(args):
-    """What is said of a run whose samples are compared with the trainer."""
+def _warn_of_sampler(args):
+    """Warns of options that blur the comparison of sampler and trainer, and of a correction that equals another."""
     if biasing := biasing_options(args):
         logger.warning(
             "%s: the sampler draws from another distribution than the trainer scores with, and its log-probabilities "
-            "are of that. Part of `mismatch/*`, and of what corrections act on, then comes from the sampling options "
-            "and not from `rollout_precision`: without any quantization the mean weight is 0.9 with top_p=0.9, and the "
-            "mean size of log w is 0.02 with repetition_penalty=1.3.",
+            "are those of that distribution. Part of `mismatch/*`, and of what the correction acts on, then comes from "
+            "the sampling options and not from `rollout_precision`. Without any quantization, the mean weight is 0.9 "
+            "with top_p=0.9, and the mean size of log w is 0.02 with repetition_penalty=1.3.",
             " and ".join(f"`{name}`={value!r}" for name, value in biasing.items()),
-        )
-    if args.is_correction == "trl" and args.rollout_precision and not args.vllm_importance_sampling_correction:
-        logger.warning(
-            "`vllm_importance_sampling_correction=False` with `is_correction='trl'`: the mismatch between sampler "
-            "and trainer is neither corrected nor measured."
         )
     if args.is_correction == "acr" and args.one_update_per_generation:
         logger.warning(
             "With one update per generation no clip bound acts, and `is_correction='acr'` is 'tis', bit for bit. "
-            "They part where a generation serves several updates (`num_iterations`, `steps_per_generation`)."
+            "They differ where a generation serves several updates (`num_iterations`, `steps_per_generation`)."
         )
 
 
 def _check_no_rollout(args):
-    _refuse_set(args, (*VLLM_FIELDS, "sync_check_steps"), "a `rollout_precision`, which is not set")
+    _refuse_set(args, (*COLOCATED_FIELDS, "sync_check_steps"), "a `rollout_precision`, which is not set")
     if args.noise_schedule is not None:
         raise ValueError(
             f"`noise_schedule`={args.noise_schedule!r} needs a copy of the policy to add noise to, but "
@@ -168,25 +146,28 @@ def _check_rollout(args):
         )
     if args.rollout_precision == "auto" and not (args.use_vllm and args.vllm_mode == "colocate"):
         raise ValueError(
-            "`rollout_precision`='auto' measures the engines of vLLM: set `use_vllm=True` and "
-            "`vllm_mode='colocate'` (a server runs in the precision that it was started in), or name a precision."
+            "`rollout_precision`='auto' measures vLLM's engines: set `use_vllm=True` and `vllm_mode='colocate'` (a "
+            "server runs in the precision that it was started in), or name a precision."
         )
     if args.rollout_precision == "auto" and args.train_precision is not None and not args.holds_frozen_base:
         raise ValueError(
             f"`rollout_precision`='auto' may choose another precision than `train_precision`={args.train_precision!r}, "
-            "and the sampler would no longer compute what is trained. Leave it unset to sample in that, or name one."
+            "and the sampler would no longer compute what is trained. Leave `rollout_precision` unset to sample in the "
+            "`train_precision`, or name a precision."
         )
     if args.use_vllm and args.rollout_precision not in (*in_vllm(), "auto"):
         raise ValueError(
             f"`rollout_precision`={args.rollout_precision!r} is not available with `use_vllm=True`. Allowed there: "
-            f"{listed(in_vllm())}; with `use_vllm=False` it runs in the embedded engine."
+            f"{listed(in_vllm())}. With `use_vllm=False` it runs in the embedded engine."
         )
     behind_server = args.samples_as_trained and args.use_vllm and args.vllm_mode == "server"
-    if behind_server and (settings := in_vllm()[args.rollout_precision].as_given):
+    settings = in_vllm()[args.rollout_precision].as_given if behind_server else {}
+    if settings:
+        needed = " ".join(f"{name}={value}" for name, value in settings.items())
         raise ValueError(
-            f"`train_precision`={args.train_precision!r} with `vllm_mode='server'`: unless it was started with "
-            f"{' '.join(f'{name}={value}' for name, value in settings.items())}, which cannot be seen from here, a "
-            "server changes the weights that it is given. Use `vllm_mode='colocate'`, or another precision."
+            f"`train_precision`={args.train_precision!r} with `vllm_mode='server'`: a server changes the weights that "
+            f"it is given unless it was started with {needed}, which cannot be seen from here. Use "
+            "`vllm_mode='colocate'`, or another precision."
         )
     _check_vllm(args)
 
@@ -194,7 +175,7 @@ def _check_rollout(args):
 def _check_vllm(args):
     if not args.use_vllm:
         _refuse_set(args, ("vllm_structured_outputs_regex",), "vLLM, and `use_vllm=False`")
-        return _refuse_set(args, (*VLLM_FIELDS, "sync_check_steps"), "vLLM, and `use_vllm=False`")
+        return _refuse_set(args, (*COLOCATED_FIELDS, "sync_check_steps"), "vLLM, and `use_vllm=False`")
     check_choice("vllm_model_impl", args.vllm_model_impl, MODEL_IMPLS)
     length = args.vllm_max_model_length
     if length is not None and args.max_completion_length is not None and length <= args.max_completion_length:
@@ -205,12 +186,12 @@ def _check_vllm(args):
     check_engine_kwargs(args.vllm_engine_kwargs or {})
     if args.vllm_mode == "server":
         instead = "`vllm_mode='colocate'`: a server takes its arguments when it is started, and merged weights"
-        _refuse_set(args, VLLM_FIELDS, instead)
+        _refuse_set(args, COLOCATED_FIELDS, instead)
     if args.lora_sync == "adapter" and args.train_precision is not None and not args.samples_as_trained:
         raise ValueError(
-            f"`lora_sync`='adapter' leaves vLLM the base in {args.rollout_precision!r} (`rollout_precision`), and the "
-            f"adapter is trained on that in {args.train_precision!r} (`train_precision`). Use one for both, or "
-            "`lora_sync='merge'`."
+            f"`lora_sync`='adapter' leaves vLLM's base in {args.rollout_precision!r} (`rollout_precision`), and the "
+            f"adapter is trained on a base in {args.train_precision!r} (`train_precision`). Use one precision for "
+            "both, or `lora_sync='merge'`."
         )
     if args.lora_sync == "adapter" and args.vllm_enable_sleep_mode and args.vllm_sleep_level == 2:
         raise ValueError(
@@ -220,44 +201,51 @@ def _check_vllm(args):
 
 
 def _check_exact(args):
-    """Trainer and sampler get the same bits where both compute the same, by kernels that no batch changes."""
+    """
+    Refuses `exact_rollouts` where trainer and sampler could get different bits: both must compute the same, with
+    kernels whose results do not depend on the batch.
+    """
     needed = {
         f"`train_precision` {listed(exact_flows())}": args.train_precision in exact_flows(),
-        "sampling in that (`rollout_precision` unset)": args.samples_as_trained,
+        "sampling in the `train_precision` (`rollout_precision` unset)": args.samples_as_trained,
         "`use_vllm=True`": args.use_vllm,
         "`vllm_mode='colocate'`": args.vllm_mode == "colocate",
-        "`vllm_tensor_parallel_size=1`, whose ranks would add up in another order": args.vllm_tensor_parallel_size == 1,
+        "`vllm_tensor_parallel_size=1`, since ranks add up in another order": args.vllm_tensor_parallel_size == 1,
         "`vllm_model_impl` 'vllm' or 'auto'": args.vllm_model_impl != "transformers",
-        "`lora_sync='merge'`: an adapter beside the base is multiplied in BF16": args.lora_sync == "merge",
+        "`lora_sync='merge'`, since an adapter beside the base is multiplied in BF16": args.lora_sync == "merge",
         "no `noise_schedule`, which makes the sampler another policy": args.noise_schedule is None,
         "computing in BF16 (`fp16=False`)": not args.fp16,
-        "weights that each rank holds whole: no FSDP": args.fsdp_version is None,
-        "no `torch_compile`, whose kernels are its own": not args.torch_compile,
-        "no `use_liger_kernel`, the same": not args.use_liger_kernel,
-        "the head in BF16, as the engine has it (`cast_lm_head_to_fp32=False`)": not args.cast_lm_head_to_fp32,
+        "weights that each rank holds whole (no FSDP)": args.fsdp_version is None,
+        "no `torch_compile`, which has kernels of its own": not args.torch_compile,
+        "no `use_liger_kernel`, which has kernels of its own": not args.use_liger_kernel,
+        # Only GRPO's config has this field
+        "the head in BF16, as the engine has it (`cast_lm_head_to_fp32=False`)": not getattr(
+            args, "cast_lm_head_to_fp32", False
+        ),
     }
     if missing := [what for what, given in needed.items() if not given]:
         raise ValueError(f"`exact_rollouts`=True needs {'; '.join(missing)}.")
     given = args.vllm_engine_kwargs or {}
     compiled, attention = (given.get(name) or {} for name in ("compilation_config", "attention_config"))
-    moves = {
+    overrides = {
         "kv_cache_dtype": given.get("kv_cache_dtype", "auto") not in UNQUANTIZED,
         "enforce_eager": given.get("enforce_eager"),
         "compilation_config": not isinstance(compiled, dict) or compiled.keys() & {"mode", "cudagraph_mode"},
-        "attention_config": not isinstance(attention, dict) or attention.keys() & set(ATTENTION),
+        "attention_config": not isinstance(attention, dict) or attention.keys() & set(EXACT_ATTENTION),
         "attention_backend": given.get("attention_backend"),
         "disable_cascade_attn": given.get("disable_cascade_attn") is False,
     }
-    for name in (name for name, sets in moves.items() if sets):
+    if refused := [name for name, is_set in overrides.items() if is_set]:
+        name = refused[0]
         raise ValueError(
-            f"`vllm_engine_kwargs` has {name!r}={given[name]!r}, and `exact_rollouts`=True settles cache, compilation, "
+            f"`vllm_engine_kwargs` has {name!r}={given[name]!r}, and `exact_rollouts`=True sets cache, compilation, "
             "CUDA graphs and attention itself. Leave it out."
         )
 
 
 def _refuse_set(args, names, reason: str):
-    """Raises `ValueError` for fields that were set but do not act."""
-    # What they are by now, if they were not set
+    """Raises `ValueError` for fields that were set but cannot act."""
+    # By now the fields that depend on others are filled in
     default = {f.name: f.default for f in fields(args)} | {"lora_sync": "merge", "vllm_sleep_level": 2}
     given = [f"`{name}`={getattr(args, name)!r}" for name in names if getattr(args, name) not in (default[name], {})]
     if given:
@@ -288,14 +276,17 @@ def _check_level(args):
 
 
 def _check_vespo(args):
-    """VESPO multiplies the weights of a sequence's tokens; TRL's own are those of tokens, whatever the level."""
+    """
+    Refuses VESPO with weights of sequences, because VESPO multiplies a sequence's weights itself. TRL's own weights
+    belong to tokens at either level.
+    """
     if args.loss_type == "vespo" and args.is_correction != "trl":
         raise ValueError(
             f"`loss_type`='vespo' with `importance_sampling_level`={args.importance_sampling_level!r}: VESPO "
-            "multiplies the weights of a sequence's T tokens itself. Weights that are their product already would be "
-            "raised to the power T: for a product of 1.9 over 64 tokens VESPO's factor phi would be 0.0 and not 0.24. "
-            "Use `importance_sampling_level`='token': VESPO then forms the sequence's ratio from its tokens. Or use "
-            "another `loss_type`."
+            "multiplies the weights of a sequence's T tokens itself. Here each of these weights is their product "
+            "already, and VESPO would raise it to the power T: for a product of 1.9 over 64 tokens its factor phi "
+            "would be 0.0 and not 0.24. Use `importance_sampling_level`='token', with which VESPO forms the sequence's "
+            "ratio from its tokens, or another `loss_type`."
         )
 
 
@@ -307,9 +298,9 @@ def _check_trl_correction(args):
             "`vllm_importance_sampling_correction=False` switches off. Leave that at True, and use "
             "`is_correction='none'` to ignore the sampler."
         )
-    default = {f.name: f.default for f in fields(args)}
-    names = [f"vllm_importance_sampling_{f.name}" for f in fields(TRL)]
-    changed = [name for name in names if has_sampler and getattr(args, name) != default[name]]
+    defaults = {f.name: f.default for f in fields(args)}
+    names = setting_fields("trl", type(args)).values()
+    changed = [name for name in names if has_sampler and getattr(args, name) != defaults[name]]
     if changed:
         logger.warning(
             "%s only act with `is_correction='trl'`; they are ignored with is_correction=%r.",

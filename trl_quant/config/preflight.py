@@ -1,4 +1,7 @@
-"""What can be known to fail before a model is loaded."""
+"""The third stage of validation: a trainer's arguments and this machine, before a model is loaded.
+
+The config was checked when it was built. Here it meets the model's config, the data, the rewards and the machine.
+"""
 
 import logging
 import re
@@ -8,7 +11,6 @@ import transformers
 from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn import Module
 from transformers import AutoConfig, PreTrainedModel
 
@@ -30,17 +32,16 @@ from ..rollout.vllm.support import (
 from ..storage.layout import check_files
 from ..tasks.data import check_prompts
 from ..tasks.rewards import check_reward, check_truths
-from ..trainers.dynamic_sampling import check_dynamic_sampling
 
 
 logger = logging.getLogger(__name__)
 
-# What configs of transformers call the number of experts that a router chooses from
+# The names that configs of transformers have for the number of experts that a router chooses from
 EXPERTS = re.compile(r"(^|_)(num|n)_(local_|routed_)?experts$")
 
 
 def name_of(model) -> str:
-    """The name that a model is, or was loaded by; `ValueError` for what is no model."""
+    """Returns the name that a model is or was loaded by. Raises `ValueError` for anything but a model or its name."""
     if isinstance(model, str):
         return model
     if not isinstance(model, Module) or not hasattr(model, "config"):
@@ -52,12 +53,16 @@ def name_of(model) -> str:
 
 
 def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs, peft_config, **others) -> None:
-    """Raises `ValueError` or `ImportError` for a trainer's arguments that do not fit together, or this machine."""
-    if others["environment_factory"] is None:  # else prompts and rewards may come from there
-        _check_data(args, train_dataset, eval_dataset)
-        if others["rollout_func"] is None:
-            _check_rewards(reward_funcs, train_dataset)
+    """
+    Raises `ValueError` for arguments of a trainer that do not fit together, or that this machine cannot run, and
+    `ImportError` for a library that it lacks.
+    """
     tools, rollout_func, environments = map(others.get, ("tools", "rollout_func", "environment_factory"))
+    _check_correction_acts(args, rollout_func)
+    if environments is None:  # otherwise prompts and rewards may come from the environments
+        _check_data(args, train_dataset, eval_dataset)
+        if rollout_func is None:
+            _check_rewards(reward_funcs, train_dataset)
     check_dynamic_sampling(args, train_dataset, tools, rollout_func, environments)
     if args.use_vllm and args.rollout_precision is not None:
         _check_turns(args, tools, environments)
@@ -87,6 +92,22 @@ def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs,
             check_files(start)
     if args.use_vllm and args.rollout_precision is not None and args.vllm_mode == "server":
         _wait_for_server(args, getattr(model, "name_or_path", model))
+
+
+def _check_correction_acts(args, rollout_func) -> None:
+    """Refuses a correction that TRL's loss would ignore, and warns of one that has nothing to correct."""
+    if args.is_correction in ("trl", "none") or args.use_vllm or args.rollout_precision is not None:
+        return
+    if rollout_func is not None:
+        raise ValueError(
+            f"`is_correction`={args.is_correction!r} with a `rollout_func` needs `use_vllm=True`: without it TRL's "
+            "loss takes no weights. Set `is_correction='none'`, or `use_vllm=True`."
+        )
+    logger.warning(
+        "`is_correction`=%r does nothing in this run, whose samples come from the policy itself. Set "
+        "`rollout_precision` or `use_vllm=True`.",
+        args.is_correction,
+    )
 
 
 def _check_data(args, train_dataset, eval_dataset) -> None:
@@ -127,14 +148,42 @@ def _check_rewards(reward_funcs, train_dataset) -> None:
                 check_truths(reward, train_dataset.with_format(None))
 
 
+def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, environment_factory=None) -> None:
+    """Raises `ValueError` where dynamic sampling cannot sample completions again, or cannot draw fresh prompts."""
+    if not args.dynamic_sampling_rounds:
+        return
+    option = f"`dynamic_sampling_rounds`={args.dynamic_sampling_rounds}"
+    given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
+    names = [f"`{name}`" for name, value in given.items() if value]
+    if names:
+        raise ValueError(
+            f"{option} samples single turns again, and cannot be combined with {' and '.join(names)}, whose turns have "
+            "a state of their own. Set it to 0."
+        )
+    if isinstance(train_dataset, IterableDataset):
+        raise ValueError(f"{option} draws prompts at random, which a stream cannot give. Use a `datasets.Dataset`.")
+    if images := {"image", "images"} & set(train_dataset.column_names):
+        raise ValueError(f"{option} samples texts, and `train_dataset` has a column {images.pop()!r}. Set it to 0.")
+    prompts = args.generation_batch_size // args.num_generations
+    if len(train_dataset) <= prompts:
+        raise ValueError(
+            f"{option} needs fresh prompts, but `train_dataset` has {len(train_dataset)}, no more than one generation "
+            f"takes, {prompts} (`generation_batch_size`={args.generation_batch_size} / `num_generations`="
+            f"{args.num_generations}). Lower `generation_batch_size`, or add prompts."
+        )
+
+
 def _check_turns(args, tools, environment_factory) -> None:
-    """With tools each process takes as many turns as it needs, and TRL has some processes take each turn together."""
+    """
+    Refuses tools where TRL makes several processes take each turn together, since each process needs its own number of
+    turns.
+    """
     if not tools and environment_factory is None:
         return
     given = "`tools`" if tools else "`environment_factory`"
     why = (
-        "TRL gathers the prompts of every turn from {} and cuts the completions into parts of equal size. Where they "
-        "call tools in different numbers they wait for each other for ever, or get each other's completions."
+        "TRL gathers the prompts of every turn from {} and cuts the completions into parts of equal size. If they call "
+        "tools a different number of times, they wait for each other for ever, or get each other's completions."
     )
     processes = PartialState().num_processes
     if args.vllm_mode == "server" and processes > 1:
@@ -149,45 +198,11 @@ def _check_turns(args, tools, environment_factory) -> None:
         )
 
 
-def check_trainable(model: Module) -> None:
-    """Raises `ValueError` for a model of which nothing would be trained."""
-    if not any(param.requires_grad for param in model.parameters()):
-        raise ValueError(
-            "No parameter of the policy requires a gradient, so that nothing would be trained, as after "
-            "`merge_and_unload()`, `disable_adapter_layers()` or `PeftModel.from_pretrained(...)` without "
-            "`is_trainable=True`. Pass a `peft_config`, or call `model.requires_grad_(True)`."
-        )
-    if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
-        raise ValueError("The policy's adapters are merged into it and would not be trained. Call `unmerge_adapter()`.")
-
-
 def _wait_for_server(args, model: str) -> None:
     from ..rollout.vllm.server import wait_for_server
 
     if PartialState().is_main_process:  # the only one that talks to it
         wait_for_server(args, model)
-
-
-def check_method(trainer, args, rollout_func) -> None:
-    """Raises `ValueError` for a config that contradicts the trainer's class, and says where a correction cannot act."""
-    method = trainer.config_class.__dataclass_fields__["is_correction"].default
-    if method is not None and args.is_correction != method:
-        raise ValueError(
-            f"`is_correction`={args.is_correction!r}, but {type(trainer).__name__} runs {method!r}. Pass a "
-            f"`{trainer.config_class.__name__}`, or use `QuantGRPOTrainer`."
-        )
-    if args.is_correction in ("trl", "none") or args.use_vllm or args.rollout_precision is not None:
-        return
-    if rollout_func is not None:
-        raise ValueError(
-            f"`is_correction`={args.is_correction!r} with a `rollout_func` needs `use_vllm=True`: without it TRL's "
-            "loss takes no weights. Set `is_correction='none'`, or `use_vllm=True`."
-        )
-    logger.warning(
-        "`is_correction`=%r does nothing in this run, whose samples come from the policy itself. Set "
-        "`rollout_precision` or `use_vllm=True`.",
-        args.is_correction,
-    )
 
 
 def _read_config(model, args, **options):
@@ -203,16 +218,16 @@ def _read_config(model, args, **options):
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
     except (OSError, ValueError) as error:
-        what = "cannot be read"
+        fault = "cannot be read"
         if Path(model).is_dir() and not Path(model, "config.json").is_file():
-            what = "is a directory without a config.json"
+            fault = "is a directory without a config.json"
         elif isinstance(error, OSError) and not Path(model).is_dir():
-            what = "is no directory here, and no model that the hub, or what is stored of it here, gives"
-        raise ValueError(f"`model`={model!r} {what}: {error}") from error
+            fault = "is no directory here, and no model that the hub, or what is stored of it here, gives"
+        raise ValueError(f"`model`={model!r} {fault}: {error}") from error
 
 
 def _check_kind(config, model) -> None:
-    """A policy has a head that gives the next token, and parameters of its own."""
+    """Refuses a model without a head that gives the next token."""
     if isinstance(model, str):
         kind = getattr(transformers, (config.architectures or [""])[0], None)
     else:
@@ -225,18 +240,21 @@ def _check_kind(config, model) -> None:
 
 
 def _check_adapter(peft_config) -> None:
-    """Engines are given weights: an adapter must change the model's, in the layers that its config describes."""
+    """
+    Refuses adapters that do not change weights of the layers that the model's config describes, because engines receive
+    weights alone.
+    """
     if getattr(peft_config, "is_prompt_learning", False) or getattr(peft_config, "is_adaption_prompt", False):
         raise ValueError(f"`peft_config`: {NO_WEIGHTS.format(type(peft_config).__name__)}")
     if getattr(peft_config, "layer_replication", None):
         raise ValueError(
             f"`peft_config`: `layer_replication`={peft_config.layer_replication!r} makes a model of more layers than "
-            "its config describes, by which engines are built. Unset it, or leave `rollout_precision` unset."
+            "its config describes, and engines are built by that config. Unset it, or leave `rollout_precision` unset."
         )
 
 
 def _check_tokenizer(config, processing_class, train_dataset) -> None:
-    """A tokenizer that is given; one that TRL reads from the model's directory is checked when the engine is built."""
+    """Checks a given tokenizer. One that TRL reads from the model's directory is checked when the engine is built."""
     if processing_class is None:
         return
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -250,7 +268,7 @@ def _check_tokenizer(config, processing_class, train_dataset) -> None:
 
 
 def _check_policy(config, args, quantization_config) -> None:
-    """The engines stream a dense 16-bit policy; what vLLM starts on must be the same model."""
+    """Refuses policies that no engine samples from, and a checkpoint for vLLM that holds another model."""
     quantization_config = quantization_config or (args.model_init_kwargs or {}).get("quantization_config")
     trained = args.holds_frozen_base or getattr(quantization_config, "dequantize", False)
     if prepared_precisions(config) is not None and not trained:
@@ -273,7 +291,8 @@ def _check_policy(config, args, quantization_config) -> None:
     if isinstance(context, int) and args.max_completion_length >= context:
         logger.warning(
             "`max_completion_length`=%d leaves no room for a prompt in the policy's context of %d tokens "
-            "(`max_position_embeddings`): beyond it samples are cut, or the policy was never trained for their places.",
+            "(`max_position_embeddings`): beyond it, samples are cut, or reach positions that the policy was never "
+            "trained on.",
             args.max_completion_length,
             context,
         )
@@ -311,7 +330,7 @@ def _check_policy(config, args, quantization_config) -> None:
 
 
 def number_of_experts(config: dict) -> int:
-    """The most experts that a model's config, or one inside it, tells of; 0 for a dense model."""
+    """The largest number of experts in a model's config and the configs inside it; 0 for a dense model."""
     found = [number_of_experts(value) for value in config.values() if isinstance(value, dict)]
     if config.get("is_moe", True):
         found += [value for name, value in config.items() if EXPERTS.search(str(name)) and isinstance(value, int)]
@@ -319,7 +338,7 @@ def number_of_experts(config: dict) -> int:
 
 
 def _check_untouched(args, model) -> None:
-    """What a trainer before this one did to a model in memory, and cannot be undone: its base in few bits, kernels."""
+    """Refuses a model that an earlier trainer changed for good: a base in 4 bits, or an engine's kernels."""
     packed = {module.precision for module in model.modules() if isinstance(module, FrozenLinear)}
     if packed and not args.holds_frozen_base:
         raise ValueError(
@@ -334,22 +353,12 @@ def _check_untouched(args, model) -> None:
         )
 
 
-def check_model(trainer, engine) -> None:
-    """Raises `ValueError` where `trainer.model` was exchanged, which its engine and optimizer do not follow."""
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # wrapped in place of the model
-    if engine is not None and not sharded and trainer.model is not engine.model:
-        raise ValueError(
-            "`trainer.model` is another model than the trainer was built with, and the engine samples from that one. "
-            "Load the weights into the first (`load_state_dict`), or build a trainer for the new one."
-        )
-
-
 def _check_trained(args, model, peft_config, quantization_config) -> None:
-    """A base in few bits is frozen, so that there must be an adapter; not all ways to shard weights are known."""
+    """Refuses a `train_precision` that the model, its adapter, or the sharding of its weights contradicts."""
     precision, frozen = args.train_precision, args.holds_frozen_base
     if not frozen and (quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {})):
         raise ValueError(
-            f"`train_precision`={precision!r} trains 16- or 32-bit weights, and a `quantization_config` holds others. "
+            f"`train_precision`={precision!r} trains 16- or 32-bit weights, which a `quantization_config` replaces. "
             "Unset one of the two."
         )
     if frozen and peft_config is None and (isinstance(model, str) or not is_peft_model(model)):
@@ -371,7 +380,7 @@ def _check_trained(args, model, peft_config, quantization_config) -> None:
 
 
 def _check_norms(config, model, args, peft_config) -> None:
-    """The noise and the scaling must know which norms feed which layers; the scaling, that nobody scaled before."""
+    """Refuses noise and scaling for models whose norms are unknown, and a scaling on top of another one."""
     family_of(config.get_text_config().model_type)
     applied = getattr(config, "uaq_scale", None)
     if args.uaq_scale is None:

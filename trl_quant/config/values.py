@@ -1,9 +1,16 @@
-"""Checks of single values: the error names the field, the value and what is allowed."""
+"""The first stage of validation: each field by itself. Errors name the field, its value and what is allowed."""
 
 import math
 from numbers import Integral, Real
-from threading import TIMEOUT_MAX
-from typing import get_args
+from typing import get_args, get_type_hints
+
+from ..corrections import CORRECTIONS
+from ..corrections.base import Range, ranges_of
+from ..noise import SCHEDULES
+from ..precisions import PRECISIONS, train_precisions
+from ..rollout.spec import VLLM_MODES
+from ..scaling import check_scale
+from .hyperparameters import correction_class, setting_fields
 
 
 TYPES = {
@@ -14,33 +21,58 @@ TYPES = {
     dict: "a dict (or a JSON object)",
     type(None): "None",
 }
-# Fields that nothing else checks before the model is loaded -> at least, or with `True` above; at most
-BOUNDS = {
-    "temperature": (0.0, True, math.inf),
-    "top_p": (0.0, True, 1.0),
-    "min_p": (0.0, False, 1.0),
-    "repetition_penalty": (0.0, True, math.inf),
-    "max_completion_length": (1, False, math.inf),
-    "num_iterations": (1, False, math.inf),
-    "generation_batch_size": (1, False, math.inf),
-    "vllm_gpu_memory_utilization": (0.0, True, 1.0),
-    "learning_rate": (0.0, False, math.inf),
-    "beta": (0.0, False, math.inf),
-    "epsilon": (0.0, False, math.inf),
-    "icepop_low": (0.0, False, 1.0),
-    "icepop_high": (1.0, False, math.inf),
-    "geometric_epsilon": (0.0, True, 1.0),
-    "trm_delta": (0.0, True, math.inf),
-    "dppo_delta": (0.0, True, 1.0),
-    "reward_timeout": (0.0, True, TIMEOUT_MAX),
-    "vllm_request_timeout": (0.0, True, TIMEOUT_MAX),
+# The ranges of TRL's fields. TRL checks them only after it has loaded the model, or not at all.
+TRL_RANGES = {
+    "temperature": Range(0.0, open_low=True),
+    "top_p": Range(0.0, 1.0, open_low=True),
+    "min_p": Range(0.0, 1.0),
+    "repetition_penalty": Range(0.0, open_low=True),
+    "max_completion_length": Range(1),
+    "num_iterations": Range(1),
+    "generation_batch_size": Range(1),
+    "vllm_gpu_memory_utilization": Range(0.0, 1.0, open_low=True),
+    "learning_rate": Range(0.0),
+    "beta": Range(0.0),
+    "epsilon": Range(0.0),
 }
-# Losses that clip the policy ratio between two bounds; only these have an upper bound that ACR can widen.
+# The losses that clip the policy ratio between two bounds. Only these have an upper bound that ACR can widen.
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-CHOICES = {
-    "scale_rewards": ("group", "batch", "none"),
-    "loss_type": (*CLIPPED_LOSSES, "cispo", "sapo", "vespo"),
-}
+
+
+def check_types(args, own_fields) -> None:
+    """Raises `ValueError` for one of `own_fields`, or a field in `TRL_RANGES`, whose value is not of its type."""
+    hints = get_type_hints(type(args))
+    for name in (*own_fields, *TRL_RANGES):
+        check_type(name, getattr(args, name), hints[name])
+
+
+def check_values(args) -> None:
+    """Raises `ValueError` for a field whose value is unknown or out of range, on any machine."""
+    check_choice("train_precision", args.train_precision, train_precisions())
+    check_choice("rollout_precision", args.rollout_precision, (*PRECISIONS, "auto"))
+    check_choice("lora_sync", args.lora_sync, ("merge", "adapter"))
+    check_choice("vllm_sleep_level", args.vllm_sleep_level, (1, 2))
+    check_choice("is_correction", args.is_correction, ("trl", *CORRECTIONS))
+    check_choice("noise_schedule", args.noise_schedule, SCHEDULES)
+    check_choice("vllm_mode", args.vllm_mode, VLLM_MODES)
+    for name, allowed in (ranges_of(type(args)) | TRL_RANGES).items():
+        check_range(name, getattr(args, name), allowed)
+    _check_hyperparameters(args)
+    if args.uaq_scale is not None:
+        check_scale(args.uaq_scale, "uaq_scale")
+
+
+def _check_hyperparameters(args) -> None:
+    """
+    Checks the fields that set hyperparameters against the ranges that the corrections state. TRL's fields are checked
+    against those of the chosen correction alone: `epsilon` may be above 1 unless `acr` reads it.
+    """
+    for correction in ("trl", *CORRECTIONS):
+        ranges = ranges_of(correction_class(correction))
+        for hyperparameter, name in setting_fields(correction, type(args)).items():
+            is_trls = name in args.trl_config.__dataclass_fields__
+            if hyperparameter in ranges and (correction == args.is_correction or not is_trls):
+                check_range(name, getattr(args, name), ranges[hyperparameter])
 
 
 def listed(names) -> str:
@@ -50,7 +82,7 @@ def listed(names) -> str:
 
 
 def is_of(kind: type, value) -> bool:
-    """Whether a field of type `kind` takes `value`. Integers are numbers, `True`, infinity and NaN are not."""
+    """Whether a field of type `kind` takes `value`. An integer is a number; `True`, infinity and NaN are not."""
     if kind in (int, float):
         number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
         return number and math.isfinite(value)
@@ -60,7 +92,7 @@ def is_of(kind: type, value) -> bool:
 def check_type(name: str, value, hint) -> None:
     """Raises `ValueError` unless a field with the type hint `hint` takes `value`."""
     kinds = get_args(hint) or (hint,)
-    kinds = [kind for kind in kinds if kind is not str or dict not in kinds]  # JSON was read before
+    kinds = [kind for kind in kinds if kind is not str or dict not in kinds]  # JSON strings were read before
     if not any(is_of(kind, value) for kind in kinds):
         raise ValueError(f"`{name}`={value!r} must be {' or '.join(TYPES[kind] for kind in kinds)}.")
 
@@ -71,15 +103,7 @@ def check_choice(name: str, value, choices) -> None:
         raise ValueError(f"`{name}`={value!r} is unknown. Allowed: {', '.join(map(repr, choices))}.")
 
 
-def check_at_least(name: str, value: float | None, bound: float, strict: bool = False) -> None:
-    """Raises `ValueError` unless `value` is `None` or at least `bound` (with `strict` above it); NaN fails."""
-    if value is not None and not (value > bound if strict else value >= bound):
-        raise ValueError(f"`{name}`={value!r} is out of range. It must be {'>' if strict else '>='} {bound}.")
-
-
-def check_bounds(name: str, value: float | None, called: str | None = None) -> None:
-    """Raises `ValueError` for a field in [`BOUNDS`] that is out of them; the message calls it `called`, or its name."""
-    bound, strict, most = BOUNDS[name]
-    check_at_least(called or name, value, bound, strict)
-    if value is not None and value > most:
-        raise ValueError(f"`{called or name}`={value!r} is out of range. It must be <= {most}.")
+def check_range(name: str, value: float | None, allowed: Range) -> None:
+    """Raises `ValueError` unless `value` is `None` or in the range."""
+    if value is not None and (broken := allowed.broken_bound(value)):
+        raise ValueError(f"`{name}`={value!r} is out of range. It must be {broken}.")

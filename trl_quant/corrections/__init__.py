@@ -1,22 +1,25 @@
-"""What is a stale token worth? One file per answer, all pure torch.
+"""What is a stale token worth? Each file has one answer, in pure torch.
 
-A quantized sampler draws tokens from `exp(rollout_logps)`; the trainer scores them with `exp(old_logps)`. Every
-correction maps the same inputs to per-token weights and, where needed, to clip bounds or another proximal policy. The
+A quantized sampler draws tokens from `exp(rollout_logps)`, and the trainer scores them with `exp(old_logps)`. Every
+correction maps the same inputs to a weight for each token. Some also return clip bounds or another proximal policy. The
 loss becomes
 
     w_t * min(R_t A_t, clip(R_t, clip_low_t, clip_high_t) A_t),    R_t = exp(logps_t - old_logps_t)
 
-What else a correction says of itself, as class variables:
+A correction is a frozen dataclass of its hyperparameters. Each hyperparameter's type states its range. Class variables
+describe the correction further:
 
-| variable | says |
+| variable | meaning |
 |---|---|
-| `whole_batch` | its weights need all tokens of a generation, scored before the first update |
-| `every_update` | it judges the current policy: at each update `old_logps` are that policy's, and `R` is 1 |
-| `token_only` | it needs the ratio of each token (`importance_sampling_level="token"`) |
-| `settings` | GRPO settings that its method asks for, by TRL's names |
+| `whole_batch` | the weights depend on all tokens of a generation, which must be scored before the first update |
+| `every_update` | the correction judges the current policy, whose `old_logps` each update computes; `R` is 1 |
+| `token_only` | the correction needs the ratio of each token (`importance_sampling_level="token"`) |
+| `settings` | the GRPO settings that the method asks for, by TRL's names |
+| `aliases` | hyperparameter -> the config's field that sets it, where that is not `<correction>_<hyperparameter>` |
 
-TRL adds its KL term (`beta`) after the weights, which never reach it. TRL's `use_bias_correction_kl`, on by default,
-multiplies the term by `R`: that of `coupled` has the sampler below the line, and under `every_update` its value is 1.
+TRL adds its KL term (`beta`) after the weights, so they never reach it. TRL's `use_bias_correction_kl`, which is on by
+default, multiplies the term by `R`. With `coupled`, `R` has the sampler in its denominator. Under `every_update`, the
+value of `R` is 1.
 
 Example:
 

@@ -9,35 +9,37 @@
 | `r`, behaviour over truncated behaviour policy (eq. 7) | `r = min(1, C / w)` |
 | `e_lo`, `e_hi` | `epsilon_low`, `epsilon_high`, as in the loss |
 
-Truncation multiplies the objective by `r`, and with it the upper bound on `R`: `r (1 + e_hi)` instead of `1 + e_hi`
-(eq. 8). Dividing the bound by `r` undoes that where the cap bites; elsewhere `r = 1` and this is TIS, bit for bit.
+Truncation multiplies the objective by `r`, and with it the upper bound on `R`, which becomes `r (1 + e_hi)` instead of
+`1 + e_hi` (eq. 8). Dividing the bound by `r` undoes this where the cap acts. Elsewhere `r = 1`, and the result is that
+of `tis`, bit for bit.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from .base import CorrectionInputs, CorrectionOutput, check
+from .base import CorrectionInputs, CorrectionOutput, Range, check_ranges
 from .diagnostics import diagnose, rollout_ratio
 
 
 @dataclass(frozen=True)
 class ACR:
-    """Weight `min(w, cap)`, and an upper clip bound that widens where the cap bites."""
+    """The weight is `min(w, cap)`, and the upper clip bound widens where the cap acts."""
 
-    cap: float = 2.0
-    epsilon_low: float = 0.2
-    epsilon_high: float | None = None  # default: `epsilon_low`
+    cap: Annotated[float, Range(1)] = 2.0
+    """`C`, the largest weight."""
+    epsilon_low: Annotated[float, Range(0, 1)] = 0.2
+    """`e_lo`: the loss clips `R` below `1 - e_lo`."""
+    epsilon_high: Annotated[float | None, Range(0)] = None
+    """`e_hi`: the loss clips `R` above `1 + e_hi`, which the cap widens. `None` stands for `epsilon_low`."""
 
+    aliases: ClassVar[dict[str, str]] = {"cap": "is_cap", "epsilon_low": "epsilon", "epsilon_high": "epsilon_high"}
     token_only: ClassVar[bool] = True
 
     def __post_init__(self):
-        check("cap", self.cap, 1)
-        check("epsilon_low", self.epsilon_low, 0, 1)
-        if self.epsilon_high is not None:
-            check("epsilon_high", self.epsilon_high, 0)
+        check_ranges(self)
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)
@@ -54,16 +56,17 @@ class ACR:
 
 def rescued(logps: Tensor, batch: dict[str, Tensor], mask: Tensor, epsilon_high: float) -> Tensor:
     """
-    Tokens whose gradient the wider bound keeps: `A > 0` and `1 + e_hi < R <= (1 + e_hi) / r`.
+    Measures how many tokens the wider bound rescues: those with `A > 0` and `1 + e_hi < R <= (1 + e_hi) / r`, whose
+    gradient the loss's own bound would have cut.
 
     Args:
-        logps (`torch.Tensor` of shape `(B, T)`): Of the current policy.
-        batch (`dict`): The scored batch, see [`~corrections.batch`].
+        logps (`torch.Tensor` of shape `(B, T)`): Log-probabilities of the current policy.
+        batch (`dict`): The scored batch (see [`~corrections.batch`]).
         mask (`torch.Tensor` of shape `(B, T)`): 1 on the tokens that count.
         epsilon_high (`float`): `e_hi`.
 
     Returns:
-        `torch.Tensor`: their share of the tokens that count, a scalar.
+        `torch.Tensor`: the share of rescued tokens among those that count, a scalar.
     """
     old = batch.get("old_per_token_logps")
     ratio = torch.exp(logps - (logps if old is None else old))

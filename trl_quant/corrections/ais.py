@@ -2,7 +2,7 @@
 
     J = E[ wt * min(R A, clip(R, 1 - e_lo, 1 + e_hi) A) ],    wt = 1 + alpha (wb - 1),    wb = min(w, C)
 
-One coefficient per batch says how much of the truncated correction to apply:
+One coefficient per batch, `alpha`, sets how much of the truncated correction is applied:
 
     alpha_ess = (1 + CV(wb)^2)^(-1/2)                                      reliability of the weights, eq. 12
     alpha_mis = min(1, mean abs(log w) / delta)                            divergence, eq. 13-14
@@ -19,37 +19,38 @@ One coefficient per batch says how much of the truncated correction to apply:
 | `B`, the mini-batch | the unmasked, scored tokens of all ranks |
 | `CV`, `std` | of the sample (`N - 1`) |
 
-The paper uses unnormalised advantages, reward minus group mean, and averages over the tokens of each sequence first
-(eq. 19). With no mismatch alpha is 0 and this is GRPO.
+The paper uses unnormalised advantages (the reward minus the mean of its group) and first averages over the tokens of
+each sequence (eq. 19). Without a mismatch `alpha` is 0, and the result is that of GRPO.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from .base import CorrectionInputs, CorrectionOutput, check
+from .base import CorrectionInputs, CorrectionOutput, Range, check_ranges
 from .diagnostics import Pooled, diagnose, float64, per_token_advantages, rollout_ratio, unit_weights
 
 
 @dataclass(frozen=True)
 class AIS:
-    """Weight `1 + alpha (min(w, cap) - 1)` with one `alpha` in [0, 1] for the whole batch."""
+    """The weight is `1 + alpha (min(w, cap) - 1)`, with one `alpha` in [0, 1] for the whole batch."""
 
-    cap: float = 5.0
-    delta: float = 0.02
-    gamma: float = 1.2
-    beta_var: float = 1.0
-    eps: float = 1e-6
+    cap: Annotated[float, Range(1)] = 5.0
+    """`C`, the largest weight before `alpha` is applied."""
+    delta: Annotated[float, Range(0, open_low=True)] = 0.02
+    """The mean `abs(log w)`, in nats, at which `alpha_mis` reaches 1."""
+    gamma: Annotated[float, Range(0, open_low=True)] = 1.2
+    """The growth `ds` of the advantages' standard deviation from which `alpha_var` counts."""
+    beta_var: Annotated[float, Range(0)] = 1.0
+    """The strength of `alpha_var`, the penalty on that growth."""
+    eps: Annotated[float, Range(0, open_low=True)] = 1e-6
+    """Keeps `ds` finite where all advantages are equal."""
 
-    whole_batch: ClassVar[bool] = True  # alpha is one for all tokens: they must all be scored before the first loss
-    # GRPO settings that the method asks for, by TRL's names
+    aliases: ClassVar[dict[str, str]] = {"cap": "is_cap"}
+    whole_batch: ClassVar[bool] = True  # all tokens share `alpha`, so all must be scored before the first loss
     settings: ClassVar[dict[str, str]] = {"scale_rewards": "none", "loss_type": "grpo"}
 
     def __post_init__(self):
-        check("cap", self.cap, 1)
-        check("delta", self.delta, 0, open_low=True)
-        check("gamma", self.gamma, 0, open_low=True)
-        check("beta_var", self.beta_var, 0)
-        check("eps", self.eps, 0, open_low=True)
+        check_ranges(self)
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)
@@ -61,7 +62,7 @@ class AIS:
         return CorrectionOutput(weights, metrics=metrics | alpha)
 
     def alpha(self, wb: Pooled, a: Pooled, a_wb: Pooled, d: float) -> dict[str, float]:
-        """Eq. 12-17 from the pooled moments of `wb`, `A` and `A wb`, and `d`, the mean absolute log ratio."""
+        """Computes eq. 12-17 from the pooled moments of `wb`, `A` and `A wb`, and from `d`, the mean `abs(log w)`."""
         cv = wb.std / wb.mean if wb.count else 0.0
         alpha_ess = (1 + cv**2) ** -0.5
         alpha_mis = min(1.0, d / self.delta)

@@ -1,4 +1,4 @@
-"""Inputs and outputs of every correction, and the check for their hyperparameters.
+"""The inputs and outputs of every correction, and the range of each hyperparameter.
 
 | name | policy | log-probabilities from |
 |---|---|---|
@@ -7,7 +7,10 @@
 | `logps` | current | trainer forward, with grad (not needed here) |
 """
 
+import math
 from dataclasses import dataclass, field
+from numbers import Real
+from typing import get_args, get_type_hints
 
 from torch import Tensor
 
@@ -21,13 +24,14 @@ class CorrectionInputs:
         rollout_logps (`torch.Tensor` of shape `(B, T)`):
             Log-probabilities under the sampler. NaN or -inf marks a token that the sampler did not score.
         old_logps (`torch.Tensor` of shape `(B, T)`):
-            Log-probabilities under the trainer at generation time, or now for corrections with `every_update`.
+            Log-probabilities under the trainer at generation time; for corrections with `every_update`, those of the
+            current policy.
         advantages (`torch.Tensor` of shape `(B,)`, `(B, 1)` or `(B, T)`):
             Advantages, broadcast over the tokens of a sequence.
         mask (`torch.Tensor` of shape `(B, T)`):
-            1 (or `True`) on the completion tokens that count. Values elsewhere are never read.
+            1 (or `True`) on the completion tokens that count. Nothing is read of the other tokens.
         level (`str`, *optional*, defaults to `"token"`):
-            What a weight belongs to: `"token"`, or `"sequence"`, whose ratio is the product of its tokens' ratios.
+            What has a weight: each `"token"`, or each `"sequence"`, whose ratio is the product of its tokens' ratios.
 
     Raises:
         `ValueError`: if the shapes do not match.
@@ -58,18 +62,18 @@ class CorrectionInputs:
 @dataclass(frozen=True)
 class CorrectionOutput:
     """
-    What the loss needs, all detached.
+    The correction's part of the loss. All tensors are detached.
 
     Args:
         weights (`torch.Tensor` of shape `(B, T)`):
-            Factor on each token's clipped objective; exactly 1 on masked tokens, and on unscored ones unless the weight
-            is their sequence's.
+            Factor on each token's clipped objective. It is exactly 1 on masked tokens. On unscored tokens it is 1 too,
+            unless they share the weight of their sequence.
         clip_low (`torch.Tensor` of shape `(B, T)` or `None`):
             Lower bound on the ratio `R`; `None` keeps the loss's own.
         clip_high (`torch.Tensor` of shape `(B, T)` or `None`):
             Upper bound on the ratio `R`; `None` keeps the loss's own.
         metrics (`dict[str, float]`):
-            Diagnostics over the unmasked, scored tokens of all ranks, see [`~corrections.diagnostics`].
+            Diagnostics over the unmasked, scored tokens of all ranks (see [`~corrections.diagnostics`]).
         old_logps (`torch.Tensor` of shape `(B, T)` or `None`):
             Log-probabilities to use as the proximal policy, so that `R = exp(logps - old_logps)`; `None` keeps the
             trainer's own.
@@ -82,10 +86,49 @@ class CorrectionOutput:
     old_logps: Tensor | None = None
 
 
-def check(name: str, value: float, low: float, high: float = float("inf"), open_low: bool = False) -> None:
-    """Raise `ValueError` unless `value` is a number in `[low, high]`, or in `(low, high]` with `open_low`."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not low <= value <= high or (open_low and value == low):
-        above = f"> {low:g}" if open_low else f">= {low:g}"
-        below = "" if high == float("inf") else f" and <= {high:g}"
-        raise ValueError(f"{name} must be a number {above}{below}, got {value!r}.")
+@dataclass(frozen=True)
+class Range:
+    """
+    The numbers that a field may hold, stated in its type: `delta: Annotated[float, Range(0, 1, open_low=True)]`.
+
+    Args:
+        low (`float`): The least number.
+        high (`float`, *optional*): The largest number; infinity by default.
+        open_low (`bool`, *optional*, defaults to `False`): Whether the field must be greater than `low`.
+    """
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+
+    def broken_bound(self, value: float) -> str | None:
+        """The bound that `value` breaks, such as `">= 1"`; `None` if it breaks none. NaN breaks the lower one."""
+        is_above = value > self.low if self.open_low else value >= self.low
+        if not is_above:
+            return self._lower_bound()
+        return f"<= {self.high}" if value > self.high else None
+
+    def __str__(self) -> str:
+        return self._lower_bound() + ("" if self.high == math.inf else f" and <= {self.high}")
+
+    def _lower_bound(self) -> str:
+        return f"> {self.low}" if self.open_low else f">= {self.low}"
+
+
+def ranges_of(kind: type) -> dict[str, Range]:
+    """The range of each field of a dataclass whose type states one."""
+    hints = get_type_hints(kind, include_extras=True)
+    stated = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {name: part for name, parts in stated.items() for part in parts if isinstance(part, Range)}
+
+
+def check_ranges(correction) -> None:
+    """Raises `ValueError` for a hyperparameter outside of its range; `None` passes where its type allows that."""
+    hints = get_type_hints(type(correction))
+    for name, allowed in ranges_of(type(correction)).items():
+        value = getattr(correction, name)
+        if value is None and type(None) in get_args(hints[name]):
+            continue
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not is_number or allowed.broken_bound(value) is not None:
+            raise ValueError(f"{name} must be a number {allowed}, got {value!r}.")

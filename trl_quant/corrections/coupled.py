@@ -7,9 +7,9 @@
 | `R^`, ratio of the current to the quantized old actor | `Rq` |
 | the quantized old actor | `rollout_logps`, returned as the output's `old_logps` |
 
-TRL's `use_bias_correction_kl` multiplies its KL term by `Rq` as well, which corrects that for the sampler too.
+TRL's `use_bias_correction_kl` multiplies its KL term by `Rq` as well, and so corrects that term for the sampler too.
 
-Clipping around the sampler clips many more tokens, and rewards collapse in QuRL fig. 2. Kept as a baseline.
+Clipping around the sampler clips many more tokens, and rewards collapse in QuRL fig. 2. It is kept as a baseline.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from .diagnostics import diagnose, rollout_ratio
 
 @dataclass(frozen=True)
 class Coupled:
-    """Weight 1, with `rollout_logps` in place of `old_logps` except on tokens that the sampler did not score."""
+    """The weight is 1. `rollout_logps` replaces `old_logps`, except on tokens that the sampler did not score."""
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)

@@ -8,8 +8,8 @@
 | `pi_prox`, the full-precision old actor | `old_logps` |
 | `pi_prox / pi_behav` | `w = exp(old_logps - rollout_logps)`, no cap |
 
-Unbiased per token where the sampler can draw every token that the proximal policy can. The variance is unbounded: QuRL
-fig. 3b shows ratios of 1e5.
+Each token's estimate is unbiased if the sampler can draw every token that the proximal policy can. The variance is
+unbounded: QuRL fig. 3b shows ratios of 1e5.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from .diagnostics import diagnose, rollout_ratio, unit_weights
 
 @dataclass(frozen=True)
 class Decoupled:
-    """Weight `w`, bounded only against float32 overflow."""
+    """The weight is `w`, bounded only to avoid overflow in float32."""
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)

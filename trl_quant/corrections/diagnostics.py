@@ -1,36 +1,36 @@
-"""How far the sampler is from the trainer, over all ranks.
+"""Measures how far the sampler is from the trainer, over all ranks.
 
 | symbol | here | meaning |
 |---|---|---|
 | `w_t` | `Ratio.w` | `exp(old_logps_t - rollout_logps_t)`, proximal over behaviour |
-| `C` | `cap` | where a correction caps `w` |
+| `C` | `cap` | the correction's cap on `w` |
 | `N` | `Pooled.count` | unmasked, scored tokens of all ranks |
 
-Expectations are means over the `N` tokens, drawn by the behaviour policy:
+Expectations are means over the `N` tokens, which the behaviour policy drew:
 
 | metric | formula | note |
 |---|---|---|
-| `mismatch/kl_k1` | `E[-log w]` | KL(behaviour‖proximal), the k1 estimator: unbiased, may be negative |
-| `mismatch/kl_k3` | `E[w - 1 - log w]` | the same KL, the k3 estimator: never negative; unbiased where `E[w]` is 1 |
+| `mismatch/kl_k1` | `E[-log w]` | KL(behaviour‖proximal) by the k1 estimator: unbiased, may be negative |
+| `mismatch/kl_k3` | `E[w - 1 - log w]` | the same KL by the k3 estimator: never negative, unbiased where `E[w]` is 1 |
 | `mismatch/abs_logp_diff` | `E[abs(log w)]` | AIS eq. 13 |
 | `mismatch/abs_prob_diff` | `E[abs(exp(old_logps) - exp(rollout_logps))]` | AIS fig. 4 |
 | `mismatch/weight_mean` | `E[w]` | 1 in expectation if the sampler can draw every token |
 | `mismatch/max_weight` | `max w` | before any cap (QuRL fig. 3b) |
-| `mismatch/ess_ratio` | `E[w]^2 / E[w^2]` | effective sample size / N |
-| `mismatch/chi_square` | `E[(w - 1)^2]` | chi-square(proximal‖behaviour), never negative |
+| `mismatch/ess_ratio` | `E[w]^2 / E[w^2]` | effective sample size divided by `N` |
+| `mismatch/chi_square` | `E[(w - 1)^2]` | chi-square(proximal‖behaviour): never negative |
 | `mismatch/entropy` | `E[-rollout_logps]` | of the sampler, in nats |
-| `mismatch/cap_fraction` | `E[W > C]` | `W`: `w`, or the product over a sequence; 0 without a cap |
-| `mismatch/same_fraction` | `E[w = 1]` | tokens whose log-probabilities are the same bits |
-| `mismatch/by_position/a-b` | `E[w - 1 - log w]` of tokens a to b | of the completion, from 0; where there are any |
-| `mismatch/unscored_fraction` | unscored / unmasked | tokens whose rollout logp is NaN or infinite |
-| `mismatch/dropped_fraction` | tokens of weight 0 / `N` | only of corrections that drop |
-| `mismatch/dropped_sequence_fraction` | sequences with such a token / sequences | the same |
+| `mismatch/cap_fraction` | `E[W > C]` | `W` is `w`, or its product over a sequence; 0 without a cap |
+| `mismatch/same_fraction` | `E[w = 1]` | tokens with the same log-probability, bit for bit, on both sides |
+| `mismatch/by_position/a-b` | `E[w - 1 - log w]` of tokens a to b | positions in the completion, from 0 |
+| `mismatch/unscored_fraction` | unscored / unmasked | tokens whose rollout log-probability is NaN or infinite |
+| `mismatch/dropped_fraction` | tokens of weight 0 / `N` | only for corrections that drop tokens |
+| `mismatch/dropped_sequence_fraction` | sequences with a dropped token / sequences | the same |
 
-k3 is k1 plus `E[w] - 1`, which is 0 in expectation where the sampler can draw every token that the proximal policy can.
-A sampler that truncates cannot, and k3 is then too low by the probability of what it leaves out: under `top_p=0.9` it
-says 0.0045 nats where k1 says 0.097.
+k3 is k1 plus `E[w] - 1`, which is 0 in expectation if the sampler can draw every token that the proximal policy can. A
+sampler that truncates cannot, and k3 is then too low by the probability of the tokens that it leaves out: under
+`top_p=0.9`, k3 is 0.0045 nats and k1 is 0.097.
 
-Without any tokens, every metric has its no-mismatch value.
+Without any tokens, every metric has the value that it has without a mismatch.
 """
 
 import math
@@ -43,15 +43,17 @@ from torch import Tensor
 from .base import CorrectionInputs
 
 
-# Bound on abs(log w), so that a float32 weight never overflows: exp(80) = 5.5e34 is four orders of magnitude below the
-# largest float32, which leaves room for the advantage that multiplies it and the tokens it is summed with.
+# The bound on abs(log w) keeps float32 weights from overflowing. exp(80) = 5.5e34 is four orders of magnitude below the
+# largest float32, which leaves room for the advantage that multiplies a weight and for sums over tokens.
 LOG_RATIO_BOUND = 80.0
 POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)  # where the buckets of `mismatch/by_position` begin
 
 
 class Ratio(NamedTuple):
-    """Per-token ratio, all `(B, T)`: `w` and `log_w` in at least float32, 1 and 0 on masked and on unscored tokens;
-    `counted` (unmasked) and `scored` (unmasked and scored), boolean."""
+    """
+    The ratio of each token, as tensors of shape `(B, T)`. `w` and `log_w` are in at least float32; on masked and on
+    unscored tokens they are 1 and 0. `counted` marks the unmasked tokens, `scored` those that the sampler scored too.
+    """
 
     w: Tensor
     log_w: Tensor
@@ -60,7 +62,7 @@ class Ratio(NamedTuple):
 
 
 class Pooled(NamedTuple):
-    """Moments of one quantity over the tokens of all ranks; `std` is the sample standard deviation (`N - 1`)."""
+    """The moments of one quantity over the tokens of all ranks. `std` is the sample standard deviation (`N - 1`)."""
 
     count: int
     mean: float
@@ -69,7 +71,7 @@ class Pooled(NamedTuple):
 
 
 def rollout_ratio(inputs: CorrectionInputs) -> Ratio:
-    """`w = exp(old_logps - rollout_logps)`, with `log w` bounded by [`LOG_RATIO_BOUND`] on both sides."""
+    """Computes `w = exp(old_logps - rollout_logps)`, with `log w` bounded by [`LOG_RATIO_BOUND`] on both sides."""
     old, rollout = at_least_float32(inputs.old_logps), at_least_float32(inputs.rollout_logps)
     counted = inputs.mask.bool()
     scored = counted & rollout.isfinite()
@@ -79,7 +81,8 @@ def rollout_ratio(inputs: CorrectionInputs) -> Ratio:
 
 def unit_weights(inputs: CorrectionInputs, ratio: Ratio) -> Tensor:
     """
-    `(B, T)`: the ratio of each token, or at the level of sequences the product over its sequence; 1 on masked tokens.
+    Returns `(B, T)`: the ratio of each token or, at the level of sequences, its product over the token's sequence.
+    Masked tokens get 1.
     """
     if inputs.level == "token":
         return ratio.w
@@ -95,14 +98,14 @@ def diagnose(
     dropped: Tensor | None = None,
 ) -> tuple[dict[str, float], dict[str, Pooled]]:
     """
-    Mismatch diagnostics, with one small collective and one transfer from the device.
+    Computes the metrics of the mismatch, with one small collective and one transfer from the device.
 
     Args:
         inputs ([`CorrectionInputs`]): The batch of this rank.
-        ratio ([`Ratio`]): Its ratios.
-        cap (`float`): Where the correction caps `w`.
+        ratio ([`Ratio`]): The ratios of this batch.
+        cap (`float`): The correction's cap on `w`.
         extra (`dict[str, torch.Tensor]`, *optional*): More `(B, T)` quantities to pool.
-        dropped (`torch.Tensor` of shape `(B, T)`, *optional*): Where a correction that drops tokens does so.
+        dropped (`torch.Tensor` of shape `(B, T)`, *optional*): The tokens that the correction drops.
 
     Returns:
         The metrics, and the pooled moments of each of `extra`.
@@ -174,10 +177,10 @@ def _pool(
     quantities: dict[str, Tensor], select: Tensor, counts: dict[str, Tensor]
 ) -> tuple[dict[str, float], dict[str, Pooled]]:
     """
-    Moments of each `(B, T)` quantity over the selected tokens of all ranks, and the totals of `counts`.
+    Returns the totals of `counts`, and the moments of each `(B, T)` quantity over the selected tokens of all ranks.
 
-    Each rank contributes `(n, mean, M2, max)` with `M2 = sum (x - mean)^2`; centred sums combine without the
-    cancellation that `sum x^2 - (sum x)^2 / n` suffers. The same gather brings the maxima.
+    Each rank contributes `(n, mean, M2, max)` with `M2 = sum (x - mean)^2`. Centred sums combine without the
+    cancellation that `sum x^2 - (sum x)^2 / n` suffers from. One gather brings all of them.
     """
     x = torch.stack([float64(q) for q in quantities.values()])  # (K, B, T)
     x = x[:, select.to(x.device)]  # (K, n)
@@ -205,7 +208,7 @@ def _pool(
 
 
 def _gather(row: Tensor) -> Tensor:
-    """`(S,)` on each rank -> `(ranks, S)` on every rank."""
+    """Gathers `(S,)` of each rank into `(ranks, S)` on every rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return row[None]
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
@@ -214,16 +217,16 @@ def _gather(row: Tensor) -> Tensor:
 
 
 def per_token_advantages(inputs: CorrectionInputs) -> Tensor:
-    """Advantages as `(B, T)`."""
+    """Returns the advantages as `(B, T)`."""
     advantages = inputs.advantages.detach()
     return (advantages[:, None] if advantages.dim() == 1 else advantages).expand(inputs.old_logps.shape)
 
 
 def float64(x: Tensor) -> Tensor:
-    """`x` in float64; moved to the CPU from Apple GPUs, which lack float64."""
+    """Returns `x` in float64. From Apple GPUs, which lack float64, it moves to the CPU first."""
     return (x.cpu() if x.device.type == "mps" else x).double()
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """`x`, detached, in float32 or in its own type if that holds more."""
+    """Returns `x`, detached, in float32, or in its own type if that is wider."""
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))

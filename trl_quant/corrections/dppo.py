@@ -6,39 +6,42 @@
 | paper | here |
 |---|---|
 | `pi`, the current policy | `old_logps`, which `every_update` makes the current policy's |
-| `mu`, the sampler: anchor of the ratio and of the trust region | `rollout_logps` |
-| `r_t` | `min(w_t, C)`, `w_t = exp(old_logps_t - rollout_logps_t)`; the loss's own `R` is 1 and never clipped |
+| `mu`, the sampler, which anchors the ratio and the trust region | `rollout_logps` |
+| `r_t` | `min(w_t, C)` with `w_t = exp(old_logps_t - rollout_logps_t)`; the loss's own `R` is 1 and never clipped |
 | `delta` (the authors' scripts: 0.15) | `delta` |
 | `C`, bound on `r_t` outside the gradient (the authors' code: 10) | `cap`, >= 1 |
 
-The mask takes the place of PPO's clip: it bounds how much probability moved, not by what factor, and drops only steps
-that lead further away from the sampler. `abs(pi - mu)` is the total variation of "this token or another". No old policy
-is needed: runs of the paper that anchor at the trainer's collapse. A dropped token weighs 0 and still counts in the
-loss's denominator. TRL's KL term is not weighted; its `use_bias_correction_kl` multiplies it by `R`, whose value is 1.
+The mask replaces PPO's clip. It bounds by how much a token's probability moved, not by what factor, and drops only the
+tokens whose gradient leads further away from the sampler. `abs(pi - mu)` is the total variation between the two
+distributions over "this token" and "any other token". The method needs no old policy; the paper's runs that anchor at
+the trainer's old policy collapse. A dropped token has weight 0 and still counts in the loss's denominator. TRL's KL
+term is not weighted: `use_bias_correction_kl` multiplies it by `R`, whose value is 1.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 
-from .base import CorrectionInputs, CorrectionOutput, check
+from .base import CorrectionInputs, CorrectionOutput, Range, check_ranges
 from .diagnostics import at_least_float32, diagnose, per_token_advantages, rollout_ratio
 
 
 @dataclass(frozen=True)
 class DPPO:
-    """Weight `min(w, cap)`, and 0 where the advantage pushes a token on whose probability moved by over `delta`."""
+    """The weight is `min(w, cap)`, and 0 where a token that moved by more than `delta` would be pushed on."""
 
-    delta: float = 0.15
-    cap: float = 10.0
+    delta: Annotated[float, Range(0, 1, open_low=True)] = 0.15
+    """The probability by which a token may move away from the sampler."""
+    cap: Annotated[float, Range(1)] = 10.0
+    """`C`, the largest weight."""
 
+    aliases: ClassVar[dict[str, str]] = {"cap": "is_cap"}
     every_update: ClassVar[bool] = True
     token_only: ClassVar[bool] = True
 
     def __post_init__(self):
-        check("delta", self.delta, 0, 1, open_low=True)
-        check("cap", self.cap, 1)
+        check_ranges(self)
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)

@@ -1,5 +1,5 @@
-"""`geometric`: sequences whose mean log ratio is off are dropped (Geo-Mask, part 3 of Liu and Li, "When Speed Kills
-Stability"; in SkyRL the sequence mask `geometric`, in verl `seq_mean_k1`).
+"""`geometric`: drops sequences whose mean log ratio is far from 0 (Geo-Mask, part 3 of Liu and Li, "When Speed Kills
+Stability"; SkyRL's sequence mask `geometric`, verl's `seq_mean_k1`).
 
     J = E[ M(y) * min(R A, clip(R, 1 - e_lo, 1 + e_hi) A) ]
     M(y) = 1 if 1 - e <= (prod_t w_t)^(1/T) <= 1 + e, else 0
@@ -10,25 +10,27 @@ Stability"; in SkyRL the sequence mask `geometric`, in verl `seq_mean_k1`).
 | `pi_old / mu_old` | `w_t = exp(old_logps_t - rollout_logps_t)` |
 | `T` | the unmasked, scored tokens of a sequence |
 
-Unlike their product the geometric mean does not grow with the length, so long sequences are not dropped for being long.
-It filters and does not weight: the tokens of a kept sequence weigh 1. Those of a dropped one weigh 0 and still count in
-the loss's denominator.
+The geometric mean of the ratios, unlike their product, does not grow with the length, so long sequences are not dropped
+for being long. The method filters and does not weight: the tokens of a kept sequence have weight 1. The tokens of a
+dropped one have weight 0 and still count in the loss's denominator.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from .base import CorrectionInputs, CorrectionOutput, check
+from .base import CorrectionInputs, CorrectionOutput, Range, check_ranges
 from .diagnostics import diagnose, rollout_ratio
 
 
 @dataclass(frozen=True)
 class Geometric:
-    """Weight 1 for a sequence whose geometric mean of `w` is within `epsilon` of 1, else 0."""
+    """The weight is 1 for a sequence whose geometric mean of `w` is within `epsilon` of 1, and 0 for all others."""
 
-    epsilon: float = 0.01
+    epsilon: Annotated[float, Range(0, 1, open_low=True)] = 0.01
+    """The largest distance from 1 that the geometric mean may have."""
 
     def __post_init__(self):
-        check("epsilon", self.epsilon, 0, 1, open_low=True)
+        check_ranges(self)
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)

@@ -1,4 +1,4 @@
-"""`icepop`: tokens on which sampler and trainer disagree are dropped (IcePop, Ring-1T report, arXiv 2510.18855).
+"""`icepop`: drops tokens on which sampler and trainer disagree (IcePop, Ring-1T report, arXiv 2510.18855).
 
     J = E[ M(w; alpha, beta) * min(R A, clip(R, 1 - e_lo, 1 + e_hi) A) ]
     M(w; alpha, beta) = w if alpha <= w <= beta, else 0
@@ -8,28 +8,30 @@
 | `alpha`, `beta` | `low` = 0.5, `high` = 5 |
 | `k = pi_train(theta_old) / pi_infer(theta_old)` | `w = exp(old_logps - rollout_logps)` |
 
-A token of weight 0 still counts in the loss's denominator. TRL's `token_mask` with both of its bounds is the same; at
-the level of sequences, where `w` is the product over a sequence, its `sequence_mask` is.
+A token of weight 0 still counts in the loss's denominator. TRL's `token_mask` with both of its bounds does the same. At
+the level of sequences, where `w` is the product over a sequence, TRL's `sequence_mask` does.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from .base import CorrectionInputs, CorrectionOutput, check
+from .base import CorrectionInputs, CorrectionOutput, Range, check_ranges
 from .diagnostics import diagnose, rollout_ratio, unit_weights
 
 
 @dataclass(frozen=True)
 class IcePop:
-    """Weight `w` within `[low, high]`, 0 outside."""
+    """The weight is `w` within `[low, high]` and 0 outside."""
 
-    low: float = 0.5
-    high: float = 5.0
+    low: Annotated[float, Range(0, 1)] = 0.5
+    """The least `w` of a token that is kept."""
+    high: Annotated[float, Range(1)] = 5.0
+    """The largest `w` of a token that is kept."""
 
     def __post_init__(self):
-        check("low", self.low, 0, 1)
-        check("high", self.high, 1)
+        check_ranges(self)
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)

@@ -7,7 +7,7 @@
 | `R`, ratio of the current to the old full-precision actor | `exp(logps - old_logps)`, in the loss |
 | the quantized actor | ignored: every weight is 1 |
 
-Biased by the mismatch; the baseline for every correction.
+The mismatch biases it. It is the baseline for every correction.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from .diagnostics import diagnose, rollout_ratio
 
 @dataclass(frozen=True)
 class NoCorrection:
-    """Weight 1 on every token; the mismatch is still measured."""
+    """The weight is 1 on every token. The mismatch is still measured."""
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)

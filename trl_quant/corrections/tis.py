@@ -11,19 +11,23 @@ QuRL leaves `C` open; 2 is FlashRL's usual value.
 """
 
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-from .base import CorrectionInputs, CorrectionOutput, check
+from .base import CorrectionInputs, CorrectionOutput, Range, check_ranges
 from .diagnostics import diagnose, rollout_ratio, unit_weights
 
 
 @dataclass(frozen=True)
 class TIS:
-    """Weight `min(w, cap)`."""
+    """The weight is `min(w, cap)`."""
 
-    cap: float = 2.0
+    cap: Annotated[float, Range(1)] = 2.0
+    """`C`, the largest weight."""
+
+    aliases: ClassVar[dict[str, str]] = {"cap": "is_cap"}
 
     def __post_init__(self):
-        check("cap", self.cap, 1)
+        check_ranges(self)
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)

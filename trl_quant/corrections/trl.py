@@ -37,6 +37,11 @@ class TRL:
     clip_max: float | None = 3.0
     clip_min: float | None = None
 
+    aliases: ClassVar[dict[str, str]] = {
+        "mode": "vllm_importance_sampling_mode",
+        "clip_max": "vllm_importance_sampling_clip_max",
+        "clip_min": "vllm_importance_sampling_clip_min",
+    }
     whole_batch: ClassVar[bool] = True  # TRL computes its weights before the first loss
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:

@@ -1,4 +1,4 @@
-"""`trm`: trust region masking, sequences with a token far from the sampler are dropped (arXiv 2512.23075).
+"""`trm`: trust region masking drops sequences with a token far from the sampler (arXiv 2512.23075).
 
     J = E[ M(y) * sum_t rho_t A ],    rho_t = pi(y_t) / pi_roll(y_t)
     M(y) = 1 if max_t D_KL(pi_roll(. | c_t) || pi(. | c_t)) <= delta, else 0
@@ -11,32 +11,34 @@
 | `D_KL(c_t)`, from the logits of both policies | `k2 = (log w_t)^2 / 2`, from the sampled token |
 | `delta` | `delta` = 0.05: `w` within [0.73, 1.37] |
 
-Where logits are not kept the paper estimates the maximum by `k2`, which sees a `w` far above 1 and far below alike, but
-bounds no KL. Its second criterion, on the mean of `k3`, is left out. The longer a sequence, the likelier it has such a
-token. A dropped sequence weighs 0 and still counts in the loss's denominator, as in the paper. TRL's KL term is not
-weighted; its `use_bias_correction_kl` multiplies it by `R`, whose value is 1.
+Where the logits are not kept, the paper estimates the maximum by `k2`, which treats a `w` far above 1 and a `w` far
+below 1 alike but bounds no KL. The paper's second criterion, on the mean of `k3`, is left out. The longer a sequence,
+the likelier it has a token beyond the bound. A dropped sequence has weight 0 and still counts in the loss's
+denominator, as in the paper. TRL's KL term is not weighted: `use_bias_correction_kl` multiplies it by `R`, whose value
+is 1.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 
-from .base import CorrectionInputs, CorrectionOutput, check
+from .base import CorrectionInputs, CorrectionOutput, Range, check_ranges
 from .diagnostics import diagnose, rollout_ratio
 
 
 @dataclass(frozen=True)
 class TRM:
-    """Weight `w` for each token of a sequence all of whose tokens have `(log w)^2 / 2 <= delta`, else 0."""
+    """The weight is `w` in a sequence whose tokens all have `(log w)^2 / 2 <= delta`, and 0 in all other sequences."""
 
-    delta: float = 0.05
+    delta: Annotated[float, Range(0, open_low=True)] = 0.05
+    """The largest `(log w)^2 / 2` of a token, in nats."""
 
     every_update: ClassVar[bool] = True
     token_only: ClassVar[bool] = True
 
     def __post_init__(self):
-        check("delta", self.delta, 0, open_low=True)
+        check_ranges(self)
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)

@@ -42,6 +42,7 @@ def logarithmic(k: int, stages: int, start: float, end: float) -> float:
     return _blend(start, end, math.log(k) / math.log(stages - 1))
 
 
+LEAST_STAGES = 3  # without noise, at `sigma_start`, at `sigma_end`
 SCHEDULES = {"exponential": exponential, "linear": linear, "cosine": cosine, "logarithmic": logarithmic}
 
 
@@ -74,8 +75,8 @@ def sigma(step: int, total_steps: int, schedule: str, stages: int, sigma_start: 
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}.")
-    if stages < 3:
-        raise ValueError(f"stages must be at least 3, got {stages}.")
+    if stages < LEAST_STAGES:
+        raise ValueError(f"stages must be at least {LEAST_STAGES}, got {stages}.")
     if not sigma_end >= 0 or (schedule == "exponential" and sigma_end == 0):  # exponential decay never reaches 0
         allowed = "> 0" if schedule == "exponential" else ">= 0"
         raise ValueError(f"sigma_end must be {allowed} with schedule {schedule!r}, got {sigma_end}.")

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
-from datasets import IterableDataset
 from torch import Tensor
 
 from ..trl_seams import exchanged
@@ -221,27 +220,3 @@ def dynamically_sampled(trainer, inputs: list[dict]) -> Iterator[list[dict]]:
         _calculate_rewards=lambda *args, **kwargs: batch.rewards,
     ):
         yield batch.inputs
-
-
-def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, environment_factory=None) -> None:
-    """Raises `ValueError` for what completions cannot be sampled again for, before a model is loaded."""
-    if not args.dynamic_sampling_rounds:
-        return
-    option = f"`dynamic_sampling_rounds`={args.dynamic_sampling_rounds}"
-    given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
-    if names := [f"`{name}`" for name, value in given.items() if value]:
-        raise ValueError(
-            f"{option} samples single turns again, and cannot be combined with {' and '.join(names)}, whose turns have "
-            "a state of their own. Set it to 0."
-        )
-    if isinstance(train_dataset, IterableDataset):
-        raise ValueError(f"{option} draws prompts at random, which a stream cannot give. Use a `datasets.Dataset`.")
-    if images := {"image", "images"} & set(train_dataset.column_names):
-        raise ValueError(f"{option} samples texts, and `train_dataset` has a column {images.pop()!r}. Set it to 0.")
-    prompts = args.generation_batch_size // args.num_generations
-    if len(train_dataset) <= prompts:
-        raise ValueError(
-            f"{option} needs fresh prompts, but `train_dataset` has {len(train_dataset)}, no more than one generation "
-            f"takes, {prompts} (`generation_batch_size`={args.generation_batch_size} / `num_generations`="
-            f"{args.num_generations}). Lower `generation_batch_size`, or add prompts."
-        )

@@ -10,7 +10,7 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 
 from ..config import AISGRPOConfig, QuantGRPOConfig
-from ..config.preflight import check_before_loading, check_method, check_model, check_trainable, name_of
+from ..config.preflight import check_before_loading, name_of
 from ..corrections.acr import rescued
 from ..corrections.batch import corrected, counted, joined, sampling_metrics, write
 from ..policy.frozen import on_frozen_base
@@ -20,6 +20,7 @@ from ..rollout.rollout_func import CheckedRollout
 from ..scaling import apply_uaq, uaq_applied
 from ..trl_seams import exchanged
 from . import checkpoints, phases
+from .checks import check_method, check_model, check_trainable
 from .dynamic_sampling import dynamically_sampled
 from .finite import check_step, check_trained
 from .reward_calls import RewardCalls, limited_tool
@@ -71,10 +72,10 @@ class QuantGRPOTrainer(GRPOTrainer):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         model_name, own = name_of(model), self.config_class
         if not isinstance(args, QuantGRPOConfig):
-            args = own(f"{model_name.split('/')[-1]}-GRPO") if args is None else own.from_grpo(args)
+            args = own(f"{model_name.split('/')[-1]}-GRPO") if args is None else own.from_trl(args)
         args.is_taken = True
         given["tools"] = tools and [limited_tool(tool, args.reward_timeout) for tool in tools]
-        check_method(self, args, rollout_func)
+        check_method(self, args)
         check_before_loading(**given | {"args": args})
         if not isinstance(model, str):
             restore(model)  # what a trainer before this one did to it

@@ -1,0 +1,437 @@
+"""The fields that every trainer of this package adds to its TRL config.
+
+Each section of fields is a small dataclass, and [`QuantFields`] joins them. The help of a field is its documentation:
+`trl-quant train --help` prints it, and `help(QuantGRPOConfig)` shows it through [`documentation`].
+"""
+
+import copy
+import json
+import logging
+import os
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from threading import TIMEOUT_MAX
+from typing import Annotated, ClassVar
+
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from transformers import TrainingArguments
+
+from ..corrections import ACR, AIS, CORRECTIONS, DPPO, TIS, TRM, CorrectionInputs, CorrectionOutput, Geometric, IcePop
+from ..corrections.base import Range
+from ..noise import SCHEDULES, sigma
+from ..noise.schedules import LEAST_STAGES
+from ..precisions import PRECISIONS, exact_flows, frozen_bases, train_precisions
+from ..rollout.spec import default_lora_sync
+from .consistency import check_consistent
+from .hyperparameters import correction_class, setting_fields
+from .values import check_types, check_values, listed
+
+
+logger = logging.getLogger(__name__)
+
+# Our fields that change how a run computes and not what it computes
+OPERATIONAL = ("vllm_engine_kwargs", "vllm_sleep_level", "sync_check_steps", "resume_with_changes")
+OPERATIONAL += ("reward_timeout", "vllm_request_timeout")
+
+# The fields that change what is trained: these of transformers, and those of TRL that do not begin with one of the
+# names in NOT_LEARNING
+LEARNING = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "seed")
+LEARNING += ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args")
+LEARNING += ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16", "data_seed")
+NOT_LEARNING = ("log_", "num_completions_to_print", "num_generations_eval", "trust_remote_code", "ds3_", "vllm_server")
+NOT_LEARNING += ("vllm_group_port", "vllm_gpu_memory", "vllm_enable_sleep", "vllm_tensor", "model_init_kwargs")
+
+Seconds = Annotated[float | None, Range(0.0, TIMEOUT_MAX, open_low=True)]
+
+
+@dataclass
+class PolicyFields:
+    """What the policy computes in."""
+
+    train_precision: str | None = field(
+        default=None,
+        metadata={
+            "help": f"Number format that the policy is trained in: {listed(train_precisions())}. With "
+            f"{listed(frozen_bases())} (QeRL, QLoRA) the base is frozen under a LoRA adapter, so that the policy is "
+            "Q(W) + BA; the base is quantized while it loads, or comes from a checkpoint that `trl-quant prepare` "
+            "wrote. With the others (Jet-RL) the decoder's linear layers compute what the engine computes in that "
+            "precision, on weights that stay in 16 or 32 bits; a LoRA adapter is merged before they are quantized, or "
+            "stays beside them with `lora_sync='adapter'`. If not set, the policy computes as it is loaded."
+        },
+    )
+    exact_rollouts: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether scoring and training use the vLLM engine's own kernels between the linear layers too "
+            "(norms, rotary embeddings, attention, log-probabilities), so that trainer and sampler get the same bits. "
+            "vLLM then computes each token independently of the rest of the batch, which makes sampling slower. Needs "
+            f"`train_precision` {listed(exact_flows())}, vLLM in colocate mode, and a Hopper GPU."
+        },
+    )
+
+
+@dataclass
+class RolloutFields:
+    """The rollout copy."""
+
+    rollout_precision: str | None = field(
+        default=None,
+        metadata={
+            "help": f"Number format of the copy of the policy that samples completions: {listed(PRECISIONS)}; or "
+            "'auto', with vLLM in colocate mode, which measures each precision that vLLM runs here and takes the "
+            "fastest (of those within 5 percent, the most exact). A resumed run keeps the precision of its checkpoint. "
+            "If not set, that of `train_precision`; without one, TRL generates as it always does."
+        },
+    )
+    vllm_engine_kwargs: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Further arguments of vLLM's `LLM` in colocate mode, as a dict or a JSON string: fields of "
+            "`vllm.EngineArgs`, such as {'kv_cache_dtype': 'fp8'}, or {'model': 'my-model-int8'} to start on a "
+            "checkpoint that `trl-quant prepare` wrote. Arguments that have a field here are refused."
+        },
+    )
+    vllm_sleep_level: int | None = field(
+        default=None,
+        metadata={
+            "help": "What vLLM does with its weights while it sleeps (`vllm_enable_sleep_mode`): 2 discards them, 1 "
+            "keeps them in host memory. `lora_sync='adapter'` needs 1, because no sync brings the base back; a base "
+            "that vLLM shares with the trainer stays in place. If not set, 1 with `lora_sync='adapter'`, else 2."
+        },
+    )
+    lora_sync: str | None = field(
+        default=None,
+        metadata={
+            "help": "How a LoRA adapter reaches vLLM: 'merge' streams the base with the adapter merged in and "
+            "quantizes the sum; 'adapter' sends A and B alone and leaves the quantized base as it was loaded. If not "
+            "set, 'adapter' in colocate mode where the policy's base is frozen in the `rollout_precision`, else "
+            "'merge'."
+        },
+    )
+    sync_check_steps: Annotated[int, Range(0)] = field(
+        default=50,
+        metadata={
+            "help": "Steps from one self-check of the vLLM engine to the next. Engine and policy score a few prompts, "
+            "and training stops if they disagree by more than the format explains. 0 switches the check off."
+        },
+    )
+    vllm_request_timeout: Seconds = field(
+        default=1800.0,
+        metadata={
+            "help": "Seconds that the vLLM server may take to answer a request of a run with a `rollout_precision`, or "
+            "to take new weights. After that the run ends with an error that names the request, and can be resumed. If "
+            "None, the run waits for ever."
+        },
+    )
+    reward_timeout: Seconds = field(
+        default=1800.0,
+        metadata={
+            "help": "Seconds that a call of a reward function or a tool may take. After that the run ends with an "
+            "error that names the function, and can be resumed; if it was a tool, the model is told instead. A "
+            "function that hangs in C, where Python cannot interrupt it, ends the process a minute later. If None, the "
+            "run waits for ever."
+        },
+    )
+    resume_with_changes: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether a run may resume from a checkpoint that was trained with other settings of the rollout "
+            "copy, its correction or its noise. Each difference is logged. By default the resume is refused."
+        },
+    )
+
+
+@dataclass
+class CorrectionFields:
+    """The correction of the mismatch between sampler and trainer."""
+
+    is_correction: str | None = field(
+        default=None,
+        metadata={
+            "help": "Correction of the mismatch between sampler and trainer: 'trl' (TRL's own importance sampling, set "
+            f"by its `vllm_importance_sampling_*` fields), {listed(CORRECTIONS)}. If not set, 'trl' without a "
+            "`rollout_precision`, and 'tis' with one."
+        },
+    )
+    is_cap: float | None = field(
+        default=None,
+        metadata={
+            "help": "Cap C >= 1 on the ratio w = exp(old_logps - rollout_logps), for 'tis', 'acr', 'ais' and 'dppo'. "
+            f"If not set, {TIS.cap:g} for 'tis', {ACR.cap:g} for 'acr', {AIS.cap:g} for 'ais', {DPPO.cap:g} for 'dppo'."
+        },
+    )
+    ais_delta: float = field(
+        default=AIS.delta,
+        metadata={"help": "Mean |old_logps - rollout_logps|, in nats, at which AIS applies its full correction."},
+    )
+    ais_gamma: float = field(
+        default=AIS.gamma,
+        metadata={"help": "Growth of the advantages' standard deviation under the weights that AIS tolerates."},
+    )
+    ais_beta_var: float = field(
+        default=AIS.beta_var, metadata={"help": "Strength of AIS's penalty on growth beyond `ais_gamma`."}
+    )
+    icepop_low: float = field(
+        default=IcePop.low, metadata={"help": "Ratio w, from 0 to 1, below which IcePop drops a token."}
+    )
+    icepop_high: float = field(
+        default=IcePop.high, metadata={"help": "Ratio w, at least 1, above which IcePop drops a token."}
+    )
+    geometric_epsilon: float = field(
+        default=Geometric.epsilon,
+        metadata={
+            "help": "Distance from 1, at most 1, that the geometric mean of w may have before 'geometric' drops the "
+            "sequence."
+        },
+    )
+    trm_delta: float = field(
+        default=TRM.delta,
+        metadata={"help": "Largest (log w)^2 / 2 of a token, in nats, that trust region masking keeps in a sequence."},
+    )
+    dppo_delta: float = field(
+        default=DPPO.delta,
+        metadata={"help": "Probability, at most 1, by which DPPO lets a token move away from the sampler."},
+    )
+
+
+@dataclass
+class NoiseFields:
+    """Adaptive quantization noise (AQN)."""
+
+    noise_schedule: str | None = field(
+        default=None,
+        metadata={
+            "help": f"How the noise on the sampler's norm weights decays: {listed(SCHEDULES)}. Needs a "
+            "`rollout_precision` ('bf16' for noise without quantization). If not set, there is no noise."
+        },
+    )
+    noise_sigma_start: float = field(
+        default=1e-2, metadata={"help": "Standard deviation of the noise in the first noisy stage."}
+    )
+    noise_sigma_end: Annotated[float, Range(0.0, open_low=True)] = field(
+        default=5e-4,
+        metadata={"help": "Standard deviation of the noise in the last stage, at most `noise_sigma_start`."},
+    )
+    noise_stages: Annotated[int, Range(LEAST_STAGES)] = field(
+        default=10,
+        metadata={
+            "help": f"Number of equal stages, at least {LEAST_STAGES}, that training is divided into. The first stage "
+            "has no noise."
+        },
+    )
+
+
+@dataclass
+class DynamicSamplingFields:
+    """Dynamic sampling (DAPO)."""
+
+    dynamic_sampling_rounds: Annotated[int, Range(0)] = field(
+        default=0,
+        metadata={
+            "help": "Further rounds of sampling, at most, in which a generation replaces groups whose rewards do not "
+            "differ, and which therefore teach nothing, by groups of fresh prompts. A group that still has no "
+            "replacement then stays, with advantages of 0. 0 switches this off."
+        },
+    )
+
+
+@dataclass
+class ScalingFields:
+    """Update-aware quantization (UAQ)."""
+
+    uaq_scale: float | None = field(
+        default=None,
+        metadata={
+            "help": "Factor s > 0 of the invariant scaling that is applied once before training: each norm weight is "
+            "multiplied by s, and the linear layers that it feeds are divided by s. QuRL uses 1.5 for INT8 and FP8. If "
+            "not set, nothing is scaled."
+        },
+    )
+
+
+# What a section's fields control -> the section, in the order of the help
+SECTIONS = {
+    "what the policy computes in": PolicyFields,
+    "the rollout copy": RolloutFields,
+    "the correction of the mismatch between sampler and trainer": CorrectionFields,
+    "adaptive quantization noise (AQN)": NoiseFields,
+    "dynamic sampling (DAPO)": DynamicSamplingFields,
+    "update-aware quantization (UAQ)": ScalingFields,
+}
+
+
+@dataclass
+class QuantFields(*SECTIONS.values()):
+    """
+    The fields of this package that every trainer has, and their checks.
+
+    The class has no base class of TRL's. A trainer's config inherits from it and from TRL's config, in this order:
+
+    ```python
+    @dataclass
+    class QuantGRPOConfig(QuantFields, GRPOConfig):
+        trl_config: ClassVar[type] = GRPOConfig
+    ```
+    """
+
+    trl_config: ClassVar[type[TrainingArguments]]  # the config of TRL's that has all other fields
+    is_taken: ClassVar[bool] = False  # whether a trainer of this package got the config
+
+    def __post_init__(self):
+        self._read()
+        self._resolve()
+        self._join_ranks_on_cpus()
+        try:
+            super().__post_init__()
+        except ValueError:
+            check_values(self)  # a wrong value is reported before something that this machine lacks
+            raise
+        self._check()
+
+    def _read(self):
+        """Parses JSON strings, and checks the types of all values before anything computes with them."""
+        for name in (*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"):
+            value = getattr(self, name)
+            if isinstance(value, str) and value.lstrip().startswith("{"):  # TRL takes other strings for file names
+                try:
+                    setattr(self, name, json.loads(value))
+                except ValueError as error:
+                    raise ValueError(f"`{name}`={value!r} is no JSON object: {error}.") from error
+        check_types(self, _own_fields())
+
+    def _resolve(self):
+        """Fills in the fields that were left to depend on others."""
+        if self.rollout_precision is None:
+            self.rollout_precision = self.train_precision
+        if self.lora_sync is None:
+            mode = self.vllm_mode if self.use_vllm else "embedded"
+            self.lora_sync = default_lora_sync(mode, self.rollout_precision, self.train_precision)
+        if self.vllm_sleep_level is None:
+            self.vllm_sleep_level = 1 if self.lora_sync == "adapter" else 2
+        if self.is_correction is None:
+            self.is_correction = "trl" if self.rollout_precision is None else "tis"
+
+    def _join_ranks_on_cpus(self):
+        """
+        Starts the process group of ranks on CPUs, as transformers does for GPUs only. This passes `ddp_timeout` on to
+        the ranks, which would otherwise wait for half an hour. It also names the device "cpu", because `torch.load`
+        cannot load optimizers to accelerate's "cpu:0".
+        """
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (self.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")):
+            os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
+            PartialState(cpu=True, backend=self.ddp_backend, timeout=self.ddp_timeout_delta)
+
+    def _check(self):
+        """Checks each value, then the fields against each other."""
+        check_values(self)
+        check_consistent(self)
+
+    @classmethod
+    def from_trl(cls, args: TrainingArguments) -> "QuantFields":
+        """Copies TRL's config into one of this class. Its values stay, and the added fields take our defaults."""
+        if not isinstance(args, cls.trl_config):
+            raise ValueError(
+                f"`args` is a {type(args).__name__}. It must be a `{cls.__name__}` or TRL's "
+                f"`{cls.trl_config.__name__}`."
+            )
+        config = copy.copy(args)
+        config.__class__ = cls
+        for f in fields(cls):
+            if not hasattr(args, f.name):
+                setattr(config, f.name, f.default)
+        config._read()
+        config._resolve()
+        config._check()
+        return config
+
+    @property
+    def samples_as_trained(self) -> bool:
+        """Whether sampler and trainer compute in the same precision."""
+        return self.train_precision is not None and self.rollout_precision == self.train_precision
+
+    @property
+    def holds_frozen_base(self) -> bool:
+        """Whether the policy's base is held in 4 bits, frozen under an adapter."""
+        return self.train_precision in frozen_bases()
+
+    @property
+    def fsdp_version(self) -> int | None:
+        """The version of the FSDP that shards the policy, set here (`fsdp`) or by accelerate's launcher."""
+        if self.fsdp_plugin_args is not None:
+            return self.fsdp_plugin_args["fsdp_version"]
+        launched = parse_flag_from_env("ACCELERATE_USE_FSDP")
+        return int(os.environ.get("FSDP_VERSION", 1)) if launched else None
+
+    @property
+    def one_update_per_generation(self) -> bool:
+        """Whether each generation serves one optimizer step, which then updates the very policy that was sampled."""
+        return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
+
+    def noise_sigma(self, step: int, total_steps: int) -> float:
+        """Standard deviation of the noise at an optimizer step; 0 without a `noise_schedule`."""
+        if self.noise_schedule is None:
+            return 0.0
+        ends = self.noise_sigma_start, self.noise_sigma_end
+        return sigma(step, total_steps, self.noise_schedule, self.noise_stages, *ends)
+
+    def correction(self) -> Callable[[CorrectionInputs], CorrectionOutput] | None:
+        """
+        Builds the correction of this run with its hyperparameters (see [`~config.hyperparameters`]). A hyperparameter
+        whose field is `None` keeps its own default.
+
+        Returns `None` where nothing is to be corrected, and where TRL corrects for its own sampler.
+        """
+        if self.is_correction == "trl" and self.rollout_precision is None:
+            return None
+        names = setting_fields(self.is_correction, type(self))
+        given = {own: getattr(self, name) for own, name in names.items()}
+        return correction_class(self.is_correction)(**{own: x for own, x in given.items() if x is not None})
+
+    def training_settings(self) -> dict:
+        """The added fields that change what is trained, as a checkpoint records them."""
+        return {name: getattr(self, name) for name in sorted({*_own_fields()} - {*OPERATIONAL})}
+
+    @classmethod
+    def plain_settings(cls) -> dict:
+        """The [`~QuantFields.training_settings`] that a checkpoint of TRL's own trainer stands for."""
+        defaults = {f.name: f.default for f in fields(QuantFields)} | {"is_correction": "trl", "lora_sync": "merge"}
+        return {name: defaults[name] for name in sorted({*_own_fields()} - {*OPERATIONAL})}
+
+    def inherited_settings(self) -> dict:
+        """The fields of TRL and transformers that change what is trained, as a checkpoint records them."""
+        of_trl = set(self.trl_config.__dataclass_fields__) - set(TrainingArguments.__dataclass_fields__)
+        names = {name for name in of_trl if not name.startswith(NOT_LEARNING)} | {*LEARNING}
+        return {name: value for name, value in sorted(self.to_sanitized_dict().items()) if name in names}
+
+    def get_process_log_level(self) -> int:
+        """
+        Warns if TRL's own trainer got this config, since that trainer ignores our fields. Every trainer calls this
+        method first.
+        """
+        if not self.is_taken and self.rollout_precision is not None:
+            logger.warning(
+                "`rollout_precision`=%r acts only with `Quant%s`: this trainer samples without quantization and "
+                "ignores the fields that correct for it.",
+                self.rollout_precision,
+                self.trl_config.__name__.replace("Config", "Trainer"),
+            )
+        return super().get_process_log_level()
+
+
+def _own_fields() -> list[str]:
+    """The names of the fields that [`QuantFields`] adds."""
+    return [f.name for f in fields(QuantFields)]
+
+
+def documentation() -> str:
+    """The help of all added fields, section by section, for the docstring of a config."""
+    lines = ["", "    Parameters:"]
+    for title, section in SECTIONS.items():
+        lines += [f"        > Parameters that control {title}", ""]
+        for f in fields(section):
+            lines += [f"        {f.name} (*optional*, defaults to `{f.default!r}`):"]
+            lines += textwrap.wrap(f.metadata["help"], 120, initial_indent=" " * 12, subsequent_indent=" " * 12)
+        lines += [""]
+    return "\n".join(lines)

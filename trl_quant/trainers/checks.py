@@ -1,0 +1,39 @@
+"""Checks that need the trainer or its loaded model. All others are in `config/` and run before a model is loaded."""
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.nn import Module
+
+
+def check_method(trainer, args) -> None:
+    """Raises `ValueError` for a config whose correction is not that of the trainer's class."""
+    method = trainer.config_class.__dataclass_fields__["is_correction"].default
+    if method is not None and args.is_correction != method:
+        raise ValueError(
+            f"`is_correction`={args.is_correction!r}, but {type(trainer).__name__} runs {method!r}. Pass a "
+            f"`{trainer.config_class.__name__}`, or use `QuantGRPOTrainer`."
+        )
+
+
+def check_model(trainer, engine) -> None:
+    """
+    Raises `ValueError` if `trainer.model` was replaced, because its engine and its optimizer still hold the model that
+    the trainer was built with.
+    """
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # then `trainer.model` is a wrapper
+    if engine is not None and not sharded and trainer.model is not engine.model:
+        raise ValueError(
+            "`trainer.model` is another model than the trainer was built with, and the engine samples from that one. "
+            "Load the weights into the first (`load_state_dict`), or build a trainer for the new one."
+        )
+
+
+def check_trainable(model: Module) -> None:
+    """Raises `ValueError` for a model in which nothing would be trained."""
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError(
+            "No parameter of the policy requires a gradient, so nothing would be trained. This happens after "
+            "`merge_and_unload()`, `disable_adapter_layers()`, or `PeftModel.from_pretrained(...)` without "
+            "`is_trainable=True`. Pass a `peft_config`, or call `model.requires_grad_(True)`."
+        )
+    if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
+        raise ValueError("The policy's adapters are merged into it and would not be trained. Call `unmerge_adapter()`.")
