@@ -32,16 +32,25 @@ from .values import check_types, check_values, listed
 logger = logging.getLogger(__name__)
 
 # Our fields that change how a run computes and not what it computes
-OPERATIONAL = ("vllm_engine_kwargs", "vllm_sleep_level", "sync_check_steps", "resume_with_changes")
-OPERATIONAL += ("reward_timeout", "vllm_request_timeout")
-
-# The fields that change what is trained: these of transformers, and those of TRL that do not begin with one of the
-# names in NOT_LEARNING
-LEARNING = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "seed")
-LEARNING += ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args")
-LEARNING += ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16", "data_seed")
-NOT_LEARNING = ("log_", "num_completions_to_print", "num_generations_eval", "trust_remote_code", "ds3_", "vllm_server")
-NOT_LEARNING += ("vllm_group_port", "vllm_gpu_memory", "vllm_enable_sleep", "vllm_tensor", "model_init_kwargs")
+OPERATIONAL = (
+    "vllm_engine_kwargs",
+    "vllm_sleep_level",
+    "sync_check_steps",
+    "resume_with_changes",
+    "reward_timeout",
+    "vllm_request_timeout",
+)
+# The fields of transformers that change what is trained
+LEARNING = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "seed"),
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16", "data_seed"),
+)
+# How the fields of TRL begin that do not; all others do
+NOT_LEARNING = (
+    *("log_", "num_completions_to_print", "num_generations_eval", "trust_remote_code", "ds3_", "vllm_server"),
+    *("vllm_group_port", "vllm_gpu_memory", "vllm_enable_sleep", "vllm_tensor", "model_init_kwargs"),
+)
 
 Seconds = Annotated[float | None, Range(0.0, TIMEOUT_MAX, open_low=True)]
 
