@@ -12,8 +12,8 @@ from trl import GRPOConfig, RLOOConfig, TrlParser
 
 from trl_quant import AISGRPOConfig, QuantGRPOConfig
 from trl_quant.config.fields import SECTIONS, QuantFields
-from trl_quant.config.hyperparameters import correction_class, setting_fields
-from trl_quant.corrections import ACR, CORRECTIONS, TIS
+from trl_quant.config.hyperparameters import setting_fields
+from trl_quant.corrections import ACR, ALL_CORRECTIONS, CORRECTIONS, TIS
 from trl_quant.corrections.base import Range, check_ranges, ranges_of
 
 
@@ -187,13 +187,13 @@ def test_a_range_on_the_correction_is_the_configs(monkeypatch):
         build(is_correction="acr", rollout_precision="int8", epsilon=1.5)
 
 
-@pytest.mark.parametrize("name", ["trl", *CORRECTIONS])
+@pytest.mark.parametrize("name", ALL_CORRECTIONS)
 def test_every_alias_and_every_field_of_a_correction_exists(name):
-    aliases = getattr(correction_class(name), "aliases", {})
-    assert aliases.keys() <= {f.name for f in fields(correction_class(name))}
+    aliases = ALL_CORRECTIONS[name].aliases
+    assert aliases.keys() <= {f.name for f in fields(ALL_CORRECTIONS[name])}
     assert {*aliases.values()} <= QuantGRPOConfig.__dataclass_fields__.keys()
     bound = setting_fields(name, QuantGRPOConfig)
-    assert {f.name for f in fields(correction_class(name))} - bound.keys() <= {"eps"}  # a guard against 0
+    assert {f.name for f in fields(ALL_CORRECTIONS[name])} - bound.keys() <= {"eps"}  # a guard against 0
 
 
 def test_ranges():

@@ -140,7 +140,7 @@ def test_the_precision_that_auto_chose_is_recorded(tmp_path, monkeypatch):
 
     monkeypatch.setattr(auto, "fastest_engine", fastest_engine)
     args = config(QuantGRPOConfig, tmp_path, rollout_precision="auto", **COLOCATE)
-    with rollout.engine_of(args, lambda: None, engines.append):
+    with rollout.engine_of(QuantGRPOTrainer, args, lambda: None, engines.append):
         grpo_trainer.VLLMGeneration(model=None, accelerator=None, processing_class=None)
         assert args.rollout_precision == "auto"
     assert seen == ["auto"] and args.rollout_precision == "int8" == engines[0].precision

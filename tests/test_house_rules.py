@@ -293,8 +293,11 @@ def crossing_names(sources: Sources, foreign: dict[str, str]) -> Violations:
 
 
 def inherited_libraries(sources: Sources) -> dict[str, set[str]]:
-    """Class of the package -> top-level packages of the classes that it inherits from, also through others of ours."""
-    bases, libraries = {}, {}
+    """
+    Class of the package -> top-level packages of the classes that it inherits from, also through others of ours. A
+    mixin, which stands before a class of a library among the bases of another, has that one's library too.
+    """
+    bases, libraries, mixed_with = {}, {}, {}
     for text in modules(sources).values():
         origin = {}  # name in the file -> top-level package
         for node in nodes(text):
@@ -308,9 +311,13 @@ def inherited_libraries(sources: Sources) -> dict[str, set[str]]:
                 names = [ast.unparse(base).partition("[")[0].split(".") for base in node.bases]
                 bases[node.name] = [name[-1] for name in names]
                 libraries[node.name] = {origin[name[0]] for name in names if name[0] in origin}
+                for position, name in enumerate(names):
+                    after = {origin[other[0]] for other in names[position + 1 :] if other[0] in origin}
+                    mixed_with.setdefault(name[-1], set()).update(after)
 
     def inherited(name: str) -> set[str]:
-        return libraries.get(name, set()).union(*(inherited(base) for base in bases.get(name, ()) if base != name))
+        own = libraries.get(name, set()) | mixed_with.get(name, set())
+        return own.union(*(inherited(base) for base in bases.get(name, ()) if base != name))
 
     return {name: inherited(name) | ({"transformers"} if "trl" in inherited(name) else set()) for name in bases}
 
@@ -370,10 +377,13 @@ def test_foreign_names_are_foreign(sources):
         "trl_quant/a.py": "import trl.trainer as t\nclass A(t.Base):\n    def _generate(self):\n        self._gone()\n",
         "trl_quant/b.py": "from .a import A\nclass B(A):\n    def __init__(self):\n        self._metrics = 1\n"
         "class C:\n    def _generate(self): ...\ndef _helper(): ...\n",
+        "trl_quant/c.py": "import trl.trainer as t\nclass Mixin:\n    def _generate(self): ...\n"
+        "class Last:\n    def _generate(self): ...\nclass D(Mixin, t.Base, Last): ...\n",
     }
     assert own_names_called_foreign(made_up, names) == [
         "trl_quant/b.py:5 defines _generate, which is said to be trl's",
         "trl_quant/b.py:7 defines _helper, which is said to be trl's",
+        "trl_quant/c.py:4 defines _generate, which is said to be trl's",
     ]
     assert stale_foreign_names(made_up, names) == [
         "_exit of os.py is not used",
@@ -427,6 +437,158 @@ D = dict(bf16=1, fp8=2, int8=3), "bf16 fp8 mxfp4".split()
         "trl_quant/config.py:3 lists int4, nf4, nvfp4",
         "trl_quant/config.py:4 lists bf16, fp8, int8",
         "trl_quant/config.py:4 lists bf16, fp8, mxfp4",
+    ]
+
+
+# Exchanges of names of other libraries
+
+INDICES = ("trl_seams.py", "rollout/vllm/seams.py")
+# Calls that register something of ours with torch, or in a module of ours
+OWN_REGISTRATIONS = {"register_buffer", "register_parameter", "register_fake"}
+# Attributes of other libraries' objects that are there to be set
+SETTINGS = """__doc__ atexit caption daemon data dps execute_model_state finish_reason generation_config
+    init_lora_weights logprobs max_completion_length name_or_path new_logprobs new_token_ids num_input_tokens_seen
+    stop_reason training"""
+# Exchanges that end in the function that makes them
+ENDING = {
+    ("rollout/verify/activations.py", "register_forward_hook"),
+    ("rollout/verify/activations.py", "register_forward_pre_hook"),
+    ("rollout/verify/self_check.py", "_forward_hooks"),
+    ("rollout/verify/self_check.py", "_forward_pre_hooks"),
+    ("rollout/verify/self_check.py", "forward"),
+    ("rollout/verify/self_check.py", "register_forward_hook"),
+    ("rollout/vllm/activations.py", "register_forward_hook"),
+    ("rollout/vllm/worker.py", "load_weights"),
+    ("storage/perplexity.py", "register_forward_pre_hook"),  # on a model that is thrown away after it
+}
+NOT_HOSTS = ("cli/...", "report/...")  # whose objects are parsers, tables and figures
+
+Patch = tuple[str, str]  # file of the package, name
+
+
+def own_attributes(sources: Sources) -> set[str]:
+    """Attributes that a class of the package defines, or sets on `self`."""
+    names = set()
+    for text in modules(sources).values():
+        for node in nodes(text):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                    names.add(node.attr)
+            elif isinstance(node, ast.ClassDef):
+                names |= {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
+                assigned = [target for part in node.body if isinstance(part, ast.Assign) for target in part.targets]
+                names |= {target.id for target in assigned if isinstance(target, ast.Name)}
+    return names
+
+
+def exchanges(sources: Sources) -> Iterator[tuple[Patch, int]]:
+    """What the package sets on objects of other libraries, or registers with those, and the lines."""
+    own = own_attributes(sources) - {"forward"} | set(SETTINGS.split())
+    for module, text in modules(sources).items():
+        if matches(module, NOT_HOSTS):
+            continue
+        for node in nodes(text):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                is_ours = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "ctx")
+                if not is_ours and node.attr not in own:
+                    yield (module, node.attr), node.lineno
+            name = called(node) or ""
+            is_registration = name.lstrip("_").startswith("register") or name == "set_weight_attrs"
+            if is_registration and name not in OWN_REGISTRATIONS:
+                yield (module, name), node.lineno
+
+
+def indexed(sources: Sources) -> dict[Patch, tuple[str, str, str]]:
+    """The rows of the indices: file and name, and whose it is, how long it lasts, the test that needs it."""
+    rows = {}
+    for index in INDICES:
+        for statement in parsed(sources[f"{PACKAGE}/{index}"]).body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "LASTING":
+                rows |= ast.literal_eval(statement.value)
+    return rows
+
+
+def patches_without_a_row(sources: Sources) -> Violations:
+    rows = indexed(sources)
+    return [
+        f"{PACKAGE}/{module}:{line} exchanges {name}, which no index has"
+        for (module, name), line in exchanges(sources)
+        if (module, name) not in rows and (module, name) not in ENDING
+    ]
+
+
+def stale_rows(sources: Sources) -> Violations:
+    """Rows of what is exchanged no more, or whose test is not there."""
+    found = {patch for patch, _ in exchanges(sources)}
+    stale = [
+        f"{module} does not exchange {name}" for module, name in sorted((indexed(sources).keys() | ENDING) - found)
+    ]
+    for (module, name), (_, _, test) in indexed(sources).items():
+        path, _, function = test.partition("::")
+        if f"def {function}(" not in sources.get(path, ""):
+            stale.append(f"{module}, {name}: there is no {test}")
+    return stale
+
+
+def test_every_lasting_exchange_stands_in_the_index(sources, monkeypatch):
+    none(patches_without_a_row(sources))
+    none(stale_rows(sources))
+    monkeypatch.setitem(globals(), "ENDING", {("d.py", "forward"), ("d.py", "gone")})
+    made_up = {
+        "trl_quant/trl_seams.py": "LASTING = {('a.py', 'forward'): ('x', 'y', 'tests/x.py::test_f'),\n"
+        "('a.py', 'old'): ('x', 'y', 'tests/x.py::test_g')}\n",
+        "trl_quant/rollout/vllm/seams.py": "LASTING = {('a.py', 'register_loader'): "
+        "('x', 'y', 'tests/x.py::test_f')}\n",
+        "trl_quant/a.py": "class A:\n    size: int = 1\n    def f(self, m):\n        self.n = m.size = m.n = 2\n"
+        "        m.forward = m.data = f\n@register_loader('x')\ndef g(m): m.other, m.register_buffer('b')\n",
+        "trl_quant/b.py": "import trl\ntrl.GRPOTrainer._generate = lambda self: 1\nTable.register('x', f)\n"
+        "m.__class__ = A\n",
+        "trl_quant/d.py": "def f(m): m.forward, m.left = 1, 2\n",
+        "tests/x.py": "def test_f(tmp_path): ...\n",
+    }
+    assert patches_without_a_row(made_up) == [
+        "trl_quant/b.py:2 exchanges _generate, which no index has",
+        "trl_quant/b.py:3 exchanges register, which no index has",
+        "trl_quant/b.py:4 exchanges __class__, which no index has",
+        "trl_quant/d.py:1 exchanges left, which no index has",
+    ]
+    assert stale_rows(made_up) == [
+        "a.py does not exchange old",
+        "d.py does not exchange gone",
+        "a.py, old: there is no tests/x.py::test_g",
+    ]
+
+
+# Corrections
+
+
+def comparisons_with_names(sources: Sources, names: set[str]) -> Violations:
+    """Comparisons with one of some `names`, other than of a command's own options."""
+    found = []
+    for module, text in modules(sources).items():
+        for node in nodes(text):
+            if not isinstance(node, ast.Compare):
+                continue
+            sides = [node.left, *node.comparators]
+            parts = [part for side in sides for part in [side, *getattr(side, "elts", [])]]
+            if "correction" in ast.unparse(node) and names & set(strings(parts)):
+                found.append(f"{PACKAGE}/{module}:{node.lineno} compares a correction's name: {ast.unparse(node)}")
+    return found
+
+
+def test_corrections_are_asked_for_their_traits(sources):
+    tables = [node for node in nodes(sources[f"{PACKAGE}/corrections/__init__.py"]) if isinstance(node, ast.Dict)]
+    names = {name for table in tables for name in strings(table.keys)}
+    assert {"trl", "none", "acr"} < names
+    none(comparisons_with_names(sources, names))
+    made_up = {
+        "trl_quant/x.py": "if args.is_correction == 'trl' or args.is_correction in ('none', x): ...\n"
+        "a = correction != 'acr'\nb = args.format == 'none'\nc = CORRECTIONS['tis'], args.is_correction == name\n",
+    }
+    assert [line.partition(" compares ")[0] for line in comparisons_with_names(made_up, names)] == [
+        "trl_quant/x.py:2",
+        "trl_quant/x.py:1",
+        "trl_quant/x.py:1",
     ]
 
 

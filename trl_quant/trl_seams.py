@@ -1,28 +1,116 @@
-"""The few exchanges of TRL's and vLLM's names, each for the duration of one call.
+"""
+Every exchange of a name of TRL, transformers, PEFT or another library beneath them: those that outlive the call that
+makes them, in [`LASTING`], and the contexts for the others that several rooms share.
+
+What a context exchanges comes back when its call ends:
 
 | exchanged | for | because |
 |---|---|---|
-| `grpo_trainer.VLLMGeneration` | the construction of a trainer | TRL looks its engine up there |
-| fields of the trainer's arguments | the same | TRL corrects for its sampler only where `use_vllm` holds |
+| `VLLMGeneration` in the module of TRL's trainer | the construction of a trainer | TRL looks up its engine there |
+| fields of the trainer's arguments | the same | TRL corrects for its sampler only with `use_vllm` |
 | `vllm_generation.LLM` | the construction of an engine | TRL leaves no room for further arguments of vLLM |
-| `vllm_generation.VLLMClient` | the same | a server is checked before its workers are joined, and its answers after |
-| `profiling.ProfilingContext` | a training | TRL tells its times to trackers alone |
+| `vllm_generation.VLLMClient` | the same | our client checks a server before its workers join, and its answers later |
+| `profiling.ProfilingContext` | a training | TRL reports its times to trackers alone |
 | `vllm_generation.extract_logprobs` | a generation | vLLM hands out log-probabilities as numbers, not as objects |
-| `utils._ChunkedLogProbFunction` | a forward pass | the engine's log-probabilities, with the gradients of TRL's |
+| `utils._ChunkedLogProbFunction` | a forward pass | it must give the engine's log-probabilities, with TRL's gradients |
+
+vLLM's own names stand in `rollout/vllm/seams.py`. Layers that `nn.Module.set_submodule` puts into a model are parts of
+that model and no exchange of a name.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
+from types import ModuleType
 from typing import Any
 
 import trl.extras.profiling as profiling
 import trl.generation.vllm_generation as vllm_generation
-import trl.trainer.grpo_trainer as grpo_trainer
 import trl.trainer.utils as trl_utils
 from trl.kernels import ChunkedLogProbFunction
 
 from .layers.exact import log_probs
+
+
+# (file, name) -> (whose it is, how long it lasts, the test that needs it)
+LASTING = {
+    ("config/fields.py", "__class__"): (
+        "the copy of a config of TRL's that becomes one of ours",
+        "the copy",
+        "tests/test_default_is_trl.py::test_plain_config_is_taken",
+    ),
+    ("policy/adapters.py", "_register_custom_module"): (
+        "the copy of PEFT's `LoraConfig`, whose layers for `FrozenLinear` are ours",
+        "the copy",
+        "tests/test_adapters.py::test_the_configuration_is_copied",
+    ),
+    ("policy/exact.py", "register"): (
+        "transformers' tables of attention functions and masks",
+        "the process",
+        "tests/test_exact.py::test_the_policy_is_the_same_function",
+    ),
+    ("policy/exact.py", "exact_attention"): (
+        "the attention modules of the policy",
+        "the model",
+        "tests/test_exact.py::test_padding_changes_no_bit",
+    ),
+    ("policy/exact.py", "rotary_emb"): (
+        "the policy's decoder",
+        "the model",
+        "tests/test_exact.py::test_the_policy_is_the_same_function",
+    ),
+    ("policy/exact.py", "register_forward_hook"): (
+        "the policy's embeddings",
+        "the model",
+        "tests/test_exact.py::test_the_residual_stream_is_in_bf16",
+    ),
+    ("policy/exact.py", "forward"): (
+        "the policy, whose head is TRL's",
+        "the model",
+        "tests/test_exact.py::test_trls_head_returns_them_with_its_own_gradients",
+    ),
+    ("policy/frozen.py", "register_quantization_config"): (
+        "transformers' table of quantization configs",
+        "the process",
+        "tests/test_frozen_base.py::test_a_16_bit_checkpoint_is_packed_as_engines_pack_it",
+    ),
+    ("policy/frozen.py", "register_quantizer"): (
+        "transformers' table of quantizers",
+        "the process",
+        "tests/test_frozen_base.py::test_a_16_bit_checkpoint_is_packed_as_engines_pack_it",
+    ),
+    ("policy/frozen.py", "_ddp_params_and_buffers_to_ignore"): (
+        "the policy, as PyTorch's DDP reads it",
+        "the model",
+        "tests/test_ranks.py::test_a_frozen_base",
+    ),
+    ("policy/unified.py", "forward"): (
+        "the MLPs of the policy",
+        "the model, until `restore`",
+        "tests/test_unified_gated.py::test_another_activation_or_forward_stays",
+    ),
+    ("policy/unified.py", "__class__"): (
+        "PEFT's LoRA layers of the policy",
+        "the model, until `restore`",
+        "tests/test_unified_training.py::test_it_is_saved_as_it_was",
+    ),
+    ("rollout/embedded/transformers_engine.py", "register_forward_hook"): (
+        "the norms of the engine's copy of the policy",
+        "the copy",
+        "tests/test_transformers_engine.py::test_noise_goes_on_clean_norms_and_comes_off",
+    ),
+    ("scaling/modifier.py", "register"): (
+        "llmcompressor's table of modifiers",
+        "the process",
+        "tests/test_scaling_modifier.py::test_modifier_composes_in_a_recipe",
+    ),
+    ("trainers/checkpoints.py", "set_epoch"): (
+        "TRL's sampler of prompts",
+        "a training",
+        "tests/test_resume.py::test_killed_and_resumed_equals_unbroken",
+    ),
+}
 
 
 @contextmanager
@@ -39,10 +127,22 @@ def exchanged(owner: Any, **values: Any) -> Iterator[None]:
 
 
 @contextmanager
-def trainer_builds(engine: Callable | None, args: Any, **fields: Any) -> Iterator[None]:
-    """Context in which `GRPOTrainer.__init__` builds `engine` in place of TRL's own, and sees `fields` in `args`."""
-    with exchanged(grpo_trainer, VLLMGeneration=engine or grpo_trainer.VLLMGeneration), exchanged(args, **fields):
+def trainer_builds(trainer_class: type, engine: Callable | None, args: Any, **fields: Any) -> Iterator[None]:
+    """
+    Context in which TRL's constructor of a trainer builds `engine` in place of TRL's own, and sees `fields` in `args`.
+    """
+    module = _module_of_engine(trainer_class)
+    with exchanged(module, VLLMGeneration=engine or module.VLLMGeneration), exchanged(args, **fields):
         yield
+
+
+def _module_of_engine(trainer_class: type) -> ModuleType:
+    """The module of TRL's trainer beneath `trainer_class`: the one in which its constructor looks up its engine."""
+    modules = [sys.modules[kind.__module__] for kind in trainer_class.__mro__]
+    found = [module for module in modules if "VLLMGeneration" in vars(module)]
+    if not found:
+        raise TypeError(f"{trainer_class.__name__} inherits from no trainer of TRL's that builds a `VLLMGeneration`.")
+    return found[0]
 
 
 @contextmanager

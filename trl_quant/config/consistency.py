@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from transformers import GenerationConfig
 
-from ..corrections import CORRECTIONS
+from ..corrections import ALL_CORRECTIONS
 from ..precisions import exact_flows, in_vllm
 from ..rollout.sampling_options import (
     FIELDS,
@@ -61,12 +61,12 @@ def check_consistent(args) -> None:
 
 def check_grpo(args) -> None:
     """The same for the fields that only GRPO has: the loss, the level of its ratios, and TRL's own correction."""
-    if args.is_correction == "acr":
-        _check_acr(args)
+    if args.correction_class.moves_clip_bounds:
+        _check_clip_bounds(args)
     if args.importance_sampling_level != "token":
         _check_level(args)
         _check_vespo(args)
-    if args.is_correction != "trl":
+    if not args.correction_class.applied_by_trl:
         _check_trl_correction(args)
     elif args.rollout_precision and not args.vllm_importance_sampling_correction:
         logger.warning(
@@ -78,7 +78,7 @@ def check_grpo(args) -> None:
 def _check_unused(args):
     """Refuses hyperparameters of other corrections, and those of a noise that is switched off."""
     corrections = {}  # field -> the corrections that it sets a hyperparameter of
-    for correction in CORRECTIONS:
+    for correction in ALL_CORRECTIONS:
         for name in setting_fields(correction, type(args)).values():
             if name not in args.trl_config.__dataclass_fields__:
                 corrections.setdefault(name, []).append(correction)
@@ -121,7 +121,7 @@ def _warn_of_sampler(args):
             "with top_p=0.9, and the mean size of log w is 0.02 with repetition_penalty=1.3.",
             " and ".join(f"`{name}`={value!r}" for name, value in biasing.items()),
         )
-    if args.is_correction == "acr" and args.one_update_per_generation:
+    if args.correction_class.moves_clip_bounds and args.one_update_per_generation:
         logger.warning(
             "With one update per generation no clip bound acts, and `is_correction='acr'` is 'tis', bit for bit. "
             "They differ where a generation serves several updates (`num_iterations`, `steps_per_generation`)."
@@ -252,7 +252,7 @@ def _refuse_set(args, names, reason: str):
         raise ValueError(f"{' and '.join(given)} acts only with {reason}.")
 
 
-def _check_acr(args):
+def _check_clip_bounds(args):
     others = "`is_correction` 'tis', 'ais', 'decoupled', 'none' or 'trl'"
     if args.delta is not None:
         raise ValueError(
@@ -267,8 +267,8 @@ def _check_acr(args):
 
 
 def _check_level(args):
-    takes = [name for name, kind in CORRECTIONS.items() if not getattr(kind, "token_only", False)] + ["trl"]
-    if args.is_correction not in takes:
+    takes = [name for name, kind in ALL_CORRECTIONS.items() if not kind.token_only]
+    if args.correction_class.token_only:
         raise ValueError(
             f"`is_correction`={args.is_correction!r} judges the ratio of each token, but `importance_sampling_level`="
             f"{args.importance_sampling_level!r} has one ratio for a whole sequence. Use {listed(takes)}."
@@ -280,7 +280,7 @@ def _check_vespo(args):
     Refuses VESPO with weights of sequences, because VESPO multiplies a sequence's weights itself. TRL's own weights
     belong to tokens at either level.
     """
-    if args.loss_type == "vespo" and args.is_correction != "trl":
+    if args.loss_type == "vespo" and not args.correction_class.applied_by_trl:
         raise ValueError(
             f"`loss_type`='vespo' with `importance_sampling_level`={args.importance_sampling_level!r}: VESPO "
             "multiplies the weights of a sequence's T tokens itself. Here each of these weights is their product "
@@ -299,7 +299,8 @@ def _check_trl_correction(args):
             "`is_correction='none'` to ignore the sampler."
         )
     defaults = {f.name: f.default for f in fields(args)}
-    names = setting_fields("trl", type(args)).values()
+    trls = [name for name, kind in ALL_CORRECTIONS.items() if kind.applied_by_trl]
+    names = [field for name in trls for field in setting_fields(name, type(args)).values()]
     changed = [name for name in names if has_sampler and getattr(args, name) != defaults[name]]
     if changed:
         logger.warning(

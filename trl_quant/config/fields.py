@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from threading import TIMEOUT_MAX
 from typing import Annotated, ClassVar
@@ -18,14 +17,14 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
-from ..corrections import ACR, AIS, CORRECTIONS, DPPO, TIS, TRM, CorrectionInputs, CorrectionOutput, Geometric, IcePop
+from ..corrections import ACR, AIS, ALL_CORRECTIONS, CORRECTIONS, DPPO, TIS, TRM, Correction, Geometric, IcePop
 from ..corrections.base import Range
 from ..noise import SCHEDULES, sigma
 from ..noise.schedules import LEAST_STAGES
 from ..precisions import PRECISIONS, exact_flows, frozen_bases, train_precisions
 from ..rollout.spec import default_lora_sync
 from .consistency import check_consistent
-from .hyperparameters import correction_class, setting_fields
+from .hyperparameters import setting_fields
 from .values import check_types, check_values, listed
 
 
@@ -385,18 +384,23 @@ class QuantFields(*SECTIONS.values()):
         ends = self.noise_sigma_start, self.noise_sigma_end
         return sigma(step, total_steps, self.noise_schedule, self.noise_stages, *ends)
 
-    def correction(self) -> Callable[[CorrectionInputs], CorrectionOutput] | None:
+    @property
+    def correction_class(self) -> type[Correction]:
+        """The class of this run's correction, with its traits."""
+        return ALL_CORRECTIONS[self.is_correction]
+
+    def correction(self) -> Correction | None:
         """
         Builds the correction of this run with its hyperparameters (see [`~config.hyperparameters`]). A hyperparameter
         whose field is `None` keeps its own default.
 
         Returns `None` where nothing is to be corrected, and where TRL corrects for its own sampler.
         """
-        if self.is_correction == "trl" and self.rollout_precision is None:
+        if self.correction_class.applied_by_trl and self.rollout_precision is None:
             return None
         names = setting_fields(self.is_correction, type(self))
         given = {own: getattr(self, name) for own, name in names.items()}
-        return correction_class(self.is_correction)(**{own: x for own, x in given.items() if x is not None})
+        return self.correction_class(**{own: x for own, x in given.items() if x is not None})
 
     def training_settings(self) -> dict:
         """The added fields that change what is trained, as a checkpoint records them."""

@@ -1,13 +1,12 @@
 """The configs of the GRPO trainers: TRL's `GRPOConfig` with the fields of this package."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from trl import GRPOConfig
 
-from ..corrections import CORRECTIONS, CorrectionInputs, CorrectionOutput
+from ..corrections import ALL_CORRECTIONS, Correction
 from .consistency import check_grpo
 from .fields import QuantFields, documentation
 from .values import CLIPPED_LOSSES, check_choice
@@ -47,7 +46,8 @@ class QuantGRPOConfig(QuantFields, GRPOConfig):
     def _method_settings(self) -> dict[str, str]:
         """`scale_rewards` and `loss_type` as the correction's method asks for them, else TRL's defaults."""
         trl = {name: GRPOConfig.__dataclass_fields__[name].default for name in ("scale_rewards", "loss_type")}
-        return trl | getattr(CORRECTIONS.get(self.is_correction), "settings", {})
+        kind = ALL_CORRECTIONS.get(self.is_correction, Correction)  # an unknown name is refused later
+        return trl | kind.settings
 
     def _check(self):
         check_choice("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
@@ -73,12 +73,12 @@ class QuantGRPOConfig(QuantFields, GRPOConfig):
 
     from_grpo = from_trl  # the earlier name, from when GRPO was the only trainer
 
-    def correction(self) -> Callable[[CorrectionInputs], CorrectionOutput] | None:
+    def correction(self) -> Correction | None:
         """
         Builds the correction of this run with its hyperparameters (see [`~QuantFields.correction`]). Returns `None`
         where TRL corrects for its own sampler, and where nothing is to be corrected.
         """
-        if self.is_correction == "trl" and not self.vllm_importance_sampling_correction:
+        if self.correction_class.applied_by_trl and not self.vllm_importance_sampling_correction:
             return None
         return super().correction()
 

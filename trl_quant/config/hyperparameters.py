@@ -7,13 +7,7 @@ with the hyperparameter's bare name sets nothing, so a correction's `beta` is ne
 
 from dataclasses import fields
 
-from ..corrections import CORRECTIONS
-from ..corrections.trl import TRL
-
-
-def correction_class(name: str) -> type:
-    """The class of a correction by its name in `is_correction`."""
-    return TRL if name == "trl" else CORRECTIONS[name]
+from ..corrections import ALL_CORRECTIONS
 
 
 def setting_fields(correction: str, config_class: type) -> dict[str, str]:
@@ -21,7 +15,6 @@ def setting_fields(correction: str, config_class: type) -> dict[str, str]:
     Maps each hyperparameter of a correction to the field of `config_class` that sets it. Hyperparameters that no field
     sets are left out and keep their defaults.
     """
-    kind = correction_class(correction)
-    aliases = getattr(kind, "aliases", {})
-    names = {f.name: aliases.get(f.name, f"{correction}_{f.name}") for f in fields(kind)}
+    kind = ALL_CORRECTIONS[correction]
+    names = {f.name: kind.aliases.get(f.name, f"{correction}_{f.name}") for f in fields(kind)}
     return {own: name for own, name in names.items() if name in config_class.__dataclass_fields__}

@@ -96,7 +96,8 @@ def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs,
 
 def _check_correction_acts(args, rollout_func) -> None:
     """Refuses a correction that TRL's loss would ignore, and warns of one that has nothing to correct."""
-    if args.is_correction in ("trl", "none") or args.use_vllm or args.rollout_precision is not None:
+    kind = args.correction_class
+    if kind.applied_by_trl or kind.ignores_sampler or args.use_vllm or args.rollout_precision is not None:
         return
     if rollout_func is not None:
         raise ValueError(

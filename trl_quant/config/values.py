@@ -4,13 +4,13 @@ import math
 from numbers import Integral, Real
 from typing import get_args, get_type_hints
 
-from ..corrections import CORRECTIONS
+from ..corrections import ALL_CORRECTIONS
 from ..corrections.base import Range, ranges_of
 from ..noise import SCHEDULES
 from ..precisions import PRECISIONS, train_precisions
 from ..rollout.spec import VLLM_MODES
 from ..scaling import check_scale
-from .hyperparameters import correction_class, setting_fields
+from .hyperparameters import setting_fields
 
 
 TYPES = {
@@ -52,7 +52,7 @@ def check_values(args) -> None:
     check_choice("rollout_precision", args.rollout_precision, (*PRECISIONS, "auto"))
     check_choice("lora_sync", args.lora_sync, ("merge", "adapter"))
     check_choice("vllm_sleep_level", args.vllm_sleep_level, (1, 2))
-    check_choice("is_correction", args.is_correction, ("trl", *CORRECTIONS))
+    check_choice("is_correction", args.is_correction, ALL_CORRECTIONS)
     check_choice("noise_schedule", args.noise_schedule, SCHEDULES)
     check_choice("vllm_mode", args.vllm_mode, VLLM_MODES)
     for name, allowed in (ranges_of(type(args)) | TRL_RANGES).items():
@@ -67,8 +67,8 @@ def _check_hyperparameters(args) -> None:
     Checks the fields that set hyperparameters against the ranges that the corrections state. TRL's fields are checked
     against those of the chosen correction alone: `epsilon` may be above 1 unless `acr` reads it.
     """
-    for correction in ("trl", *CORRECTIONS):
-        ranges = ranges_of(correction_class(correction))
+    for correction, kind in ALL_CORRECTIONS.items():
+        ranges = ranges_of(kind)
         for hyperparameter, name in setting_fields(correction, type(args)).items():
             is_trls = name in args.trl_config.__dataclass_fields__
             if hyperparameter in ranges and (correction == args.is_correction or not is_trls):

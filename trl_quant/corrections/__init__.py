@@ -6,16 +6,8 @@ loss becomes
 
     w_t * min(R_t A_t, clip(R_t, clip_low_t, clip_high_t) A_t),    R_t = exp(logps_t - old_logps_t)
 
-A correction is a frozen dataclass of its hyperparameters. Each hyperparameter's type states its range. Class variables
-describe the correction further:
-
-| variable | meaning |
-|---|---|
-| `whole_batch` | the weights depend on all tokens of a generation, which must be scored before the first update |
-| `every_update` | the correction judges the current policy, whose `old_logps` each update computes; `R` is 1 |
-| `token_only` | the correction needs the ratio of each token (`importance_sampling_level="token"`) |
-| `settings` | the GRPO settings that the method asks for, by TRL's names |
-| `aliases` | hyperparameter -> the config's field that sets it, where that is not `<correction>_<hyperparameter>` |
+A correction is a frozen dataclass of its hyperparameters. Each hyperparameter's type states its range. Its traits are
+class variables, which [`~corrections.traits.Correction`] lists.
 
 TRL adds its KL term (`beta`) after the weights, so they never reach it. TRL's `use_bias_correction_kl`, which is on by
 default, multiplies the term by `R`. With `coupled`, `R` has the sampler in its denominator. Under `every_update`, the
@@ -31,6 +23,8 @@ Example:
 ```
 """
 
+from collections import ChainMap
+
 from .acr import ACR
 from .ais import AIS
 from .base import CorrectionInputs, CorrectionOutput
@@ -41,6 +35,8 @@ from .geometric import Geometric
 from .icepop import IcePop
 from .none import NoCorrection
 from .tis import TIS
+from .traits import Correction
+from .trl import TRL
 from .trm import TRM
 
 
@@ -56,14 +52,18 @@ CORRECTIONS = {
     "trm": TRM,
     "dppo": DPPO,
 }
+# All that `is_correction` takes: those above, and TRL's own, which TRL applies to its loss
+ALL_CORRECTIONS = ChainMap({"trl": TRL}, CORRECTIONS)
 
 __all__ = [
     "ACR",
     "AIS",
+    "ALL_CORRECTIONS",
     "CORRECTIONS",
     "DPPO",
     "TIS",
     "TRM",
+    "Correction",
     "CorrectionInputs",
     "CorrectionOutput",
     "Coupled",

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from .base import CorrectionInputs, CorrectionOutput, Range, check_ranges
 from .diagnostics import diagnose, rollout_ratio
+from .traits import Correction
 
 
 @dataclass(frozen=True)
-class ACR:
+class ACR(Correction):
     """The weight is `min(w, cap)`, and the upper clip bound widens where the cap acts."""
 
     cap: Annotated[float, Range(1)] = 2.0
@@ -37,6 +38,7 @@ class ACR:
 
     aliases: ClassVar[dict[str, str]] = {"cap": "is_cap", "epsilon_low": "epsilon", "epsilon_high": "epsilon_high"}
     token_only: ClassVar[bool] = True
+    moves_clip_bounds: ClassVar[bool] = True
 
     def __post_init__(self):
         check_ranges(self)

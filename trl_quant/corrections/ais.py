@@ -28,10 +28,11 @@ from typing import Annotated, ClassVar
 
 from .base import CorrectionInputs, CorrectionOutput, Range, check_ranges
 from .diagnostics import Pooled, diagnose, float64, per_token_advantages, rollout_ratio, unit_weights
+from .traits import Correction
 
 
 @dataclass(frozen=True)
-class AIS:
+class AIS(Correction):
     """The weight is `1 + alpha (min(w, cap) - 1)`, with one `alpha` in [0, 1] for the whole batch."""
 
     cap: Annotated[float, Range(1)] = 5.0

@@ -65,9 +65,9 @@ class CorrectionOutput:
     The correction's part of the loss. All tensors are detached.
 
     Args:
-        weights (`torch.Tensor` of shape `(B, T)`):
+        weights (`torch.Tensor` of shape `(B, T)` or `None`):
             Factor on each token's clipped objective. It is exactly 1 on masked tokens. On unscored tokens it is 1 too,
-            unless they share the weight of their sequence.
+            unless they share the weight of their sequence. `None` keeps the loss's own.
         clip_low (`torch.Tensor` of shape `(B, T)` or `None`):
             Lower bound on the ratio `R`; `None` keeps the loss's own.
         clip_high (`torch.Tensor` of shape `(B, T)` or `None`):
@@ -79,7 +79,7 @@ class CorrectionOutput:
             trainer's own.
     """
 
-    weights: Tensor
+    weights: Tensor | None
     clip_low: Tensor | None = None
     clip_high: Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)

@@ -8,7 +8,7 @@
 
 | written | symbol |
 |---|---|
-| `importance_sampling_ratio` | the weights |
+| `importance_sampling_ratio` | the weights, unless they are TRL's own |
 | `old_per_token_logps` | another proximal policy, where the correction has one |
 | `clip_low`, `clip_high` | a token's own clip bounds, where the correction has them |
 """
@@ -22,14 +22,14 @@ from .base import CorrectionInputs, CorrectionOutput
 
 
 def counted(batch: dict[str, Tensor]) -> Tensor:
-    """The mask `(B, T)` of the tokens that count: completions, without what tools wrote."""
+    """The mask `(B, T)` of the tokens that count: those of completions, except what tools wrote."""
     return batch["completion_mask"] * batch.get("tool_mask", 1)
 
 
 def corrected(
     correction: Callable[[CorrectionInputs], CorrectionOutput], batch: dict[str, Tensor], level: str
 ) -> CorrectionOutput:
-    """What a correction makes of a batch."""
+    """Applies a correction to a batch, which stays as it is."""
     return correction(
         CorrectionInputs(
             rollout_logps=batch["sampling_per_token_logps"],
@@ -42,8 +42,9 @@ def corrected(
 
 
 def write(output: CorrectionOutput, batch: dict[str, Tensor]) -> None:
-    """Has the loss use it."""
-    batch["importance_sampling_ratio"] = output.weights
+    """Writes what a correction returned into the batch, where the loss reads it."""
+    if output.weights is not None:
+        batch["importance_sampling_ratio"] = output.weights
     if output.old_logps is not None:
         batch["old_per_token_logps"] = output.old_logps
     if output.clip_high is not None:
@@ -57,7 +58,7 @@ def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def sampling_metrics(batch: dict[str, Tensor], weights: Tensor, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """What TRL logs of its sampler, with `weights` `(B, T)` for its ratio; `gather` brings the values of all ranks."""
+    """TRL's `sampling/*` metrics, of `weights` `(B, T)` for TRL's ratio; `gather` brings the values of all ranks."""
     mask = counted(batch).bool()
     difference = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()
     values = {

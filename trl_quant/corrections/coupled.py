@@ -18,10 +18,11 @@ import torch
 
 from .base import CorrectionInputs, CorrectionOutput
 from .diagnostics import diagnose, rollout_ratio
+from .traits import Correction
 
 
 @dataclass(frozen=True)
-class Coupled:
+class Coupled(Correction):
     """The weight is 1. `rollout_logps` replaces `old_logps`, except on tokens that the sampler did not score."""
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:

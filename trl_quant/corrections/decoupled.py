@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 from .base import CorrectionInputs, CorrectionOutput
 from .diagnostics import diagnose, rollout_ratio, unit_weights
+from .traits import Correction
 
 
 @dataclass(frozen=True)
-class Decoupled:
+class Decoupled(Correction):
     """The weight is `w`, bounded only to avoid overflow in float32."""
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:

@@ -25,10 +25,11 @@ import torch
 
 from .base import CorrectionInputs, CorrectionOutput, Range, check_ranges
 from .diagnostics import at_least_float32, diagnose, per_token_advantages, rollout_ratio
+from .traits import Correction
 
 
 @dataclass(frozen=True)
-class DPPO:
+class DPPO(Correction):
     """The weight is `min(w, cap)`, and 0 where a token that moved by more than `delta` would be pushed on."""
 
     delta: Annotated[float, Range(0, 1, open_low=True)] = 0.15

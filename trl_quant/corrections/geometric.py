@@ -20,10 +20,11 @@ from typing import Annotated
 
 from .base import CorrectionInputs, CorrectionOutput, Range, check_ranges
 from .diagnostics import diagnose, rollout_ratio
+from .traits import Correction
 
 
 @dataclass(frozen=True)
-class Geometric:
+class Geometric(Correction):
     """The weight is 1 for a sequence whose geometric mean of `w` is within `epsilon` of 1, and 0 for all others."""
 
     epsilon: Annotated[float, Range(0, 1, open_low=True)] = 0.01

@@ -19,10 +19,11 @@ import torch
 
 from .base import CorrectionInputs, CorrectionOutput, Range, check_ranges
 from .diagnostics import diagnose, rollout_ratio, unit_weights
+from .traits import Correction
 
 
 @dataclass(frozen=True)
-class IcePop:
+class IcePop(Correction):
     """The weight is `w` within `[low, high]` and 0 outside."""
 
     low: Annotated[float, Range(0, 1)] = 0.5

@@ -11,16 +11,20 @@ The mismatch biases it. It is the baseline for every correction.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from .base import CorrectionInputs, CorrectionOutput
 from .diagnostics import diagnose, rollout_ratio
+from .traits import Correction
 
 
 @dataclass(frozen=True)
-class NoCorrection:
+class NoCorrection(Correction):
     """The weight is 1 on every token. The mismatch is still measured."""
+
+    ignores_sampler: ClassVar[bool] = True
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)

@@ -15,10 +15,11 @@ from typing import Annotated, ClassVar
 
 from .base import CorrectionInputs, CorrectionOutput, Range, check_ranges
 from .diagnostics import diagnose, rollout_ratio, unit_weights
+from .traits import Correction
 
 
 @dataclass(frozen=True)
-class TIS:
+class TIS(Correction):
     """The weight is `min(w, cap)`."""
 
     cap: Annotated[float, Range(1)] = 2.0

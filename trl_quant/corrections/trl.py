@@ -1,4 +1,4 @@
-"""TRL's own importance sampling (`vllm_importance_sampling_mode`): not computed here, but measured.
+"""`trl`: TRL's own importance sampling (`vllm_importance_sampling_mode`), which TRL applies and this file measures.
 
     token_truncate, token_mask         W = w
     sequence_truncate, sequence_mask   W = product of w over the sequence
@@ -23,15 +23,16 @@ import torch
 
 from .base import CorrectionInputs, CorrectionOutput
 from .diagnostics import diagnose, rollout_ratio, unit_weights
+from .traits import Correction
 
 
 logger = logging.getLogger(__name__)
-_told: WeakSet["TRL"] = WeakSet()  # one of them for each run
+_warned: WeakSet["TRL"] = WeakSet()  # each run has a correction of its own
 
 
 @dataclass(frozen=True, eq=False)
-class TRL:
-    """The diagnostics of TRL's own correction, whose weights stay TRL's. It says so once when tokens are dropped."""
+class TRL(Correction):
+    """Leaves TRL's weights in the loss and measures the mismatch. Warns once if TRL drops tokens."""
 
     mode: str = "sequence_mask"
     clip_max: float | None = 3.0
@@ -43,6 +44,7 @@ class TRL:
         "clip_min": "vllm_importance_sampling_clip_min",
     }
     whole_batch: ClassVar[bool] = True  # TRL computes its weights before the first loss
+    applied_by_trl: ClassVar[bool] = True
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         inputs = replace(inputs, level=self.mode.partition("_")[0])
@@ -53,13 +55,13 @@ class TRL:
         dropped = outside if self.mode.endswith("mask") else torch.zeros_like(outside)
         metrics, _ = diagnose(inputs, ratio, cap, dropped=dropped)
         share = metrics["mismatch/dropped_fraction"]
-        if share and self not in _told:
-            _told.add(self)
+        if share and self not in _warned:
+            _warned.add(self)
             logger.warning(
                 "TRL's `vllm_importance_sampling_mode`=%r drops %.1f%% of this batch's tokens, whose weight is beyond "
-                "its bounds (`vllm_importance_sampling_clip_max`=%s). `mismatch/dropped_fraction` goes on to tell.",
+                "its bounds (`vllm_importance_sampling_clip_max`=%s). `mismatch/dropped_fraction` goes on to log it.",
                 self.mode,
                 100 * share,
                 self.clip_max,
             )
-        return CorrectionOutput(w, metrics=metrics)
+        return CorrectionOutput(None, metrics=metrics)

@@ -25,10 +25,11 @@ import torch
 
 from .base import CorrectionInputs, CorrectionOutput, Range, check_ranges
 from .diagnostics import diagnose, rollout_ratio
+from .traits import Correction
 
 
 @dataclass(frozen=True)
-class TRM:
+class TRM(Correction):
     """The weight is `w` in a sequence whose tokens all have `(log w)^2 / 2 <= delta`, and 0 in all other sequences."""
 
     delta: Annotated[float, Range(0, open_low=True)] = 0.05

@@ -4,10 +4,12 @@ PEFT's LoRA on a frozen four-bit base, QeRL's policy, Q(W) + s B A:
     config = with_frozen_layers(LoraConfig(r=32, target_modules="all-linear"))
     model = get_peft_model(model, config)
 
-and merged into what is quantized, Q(W + s B A), where it is trained so ([`UnifiedLoraLinear`]).
+and the adapter merged before the weight is quantized, Q(W + s B A), for training in FP8 or INT8
+([`UnifiedLoraLinear`]).
 
-[`FrozenLoraLinear`] is PEFT's own layer but for two things: where one plain adapter is active, base and adapter are one
-function, and nothing can be merged into the base. Adapters are made, saved, loaded and switched by PEFT.
+[`FrozenLoraLinear`] differs from PEFT's own layer in two things: while one plain adapter is active, one function
+computes base and adapter together, and nothing can be merged into the base. PEFT makes, saves, loads and switches
+adapters.
 """
 
 import math
@@ -26,7 +28,7 @@ from ..formats import QuantizedTensor
 from ..layers import FrozenLinear, frozen_lora_linear
 
 
-# The other ones start from the base's weight, most of them by changing it
+# PEFT's other initializations start from the base's weight, and most of them change it
 INITIALIZATIONS = (True, False, "gaussian")
 
 
@@ -42,7 +44,7 @@ class FrozenLoraLinear(Linear):
         return frozen_lora_linear(x, self.base_layer, a, b, self.scaling[name])
 
     def _joined(self) -> str | None:
-        """The adapter that can be computed with the base: the one active adapter, where it is B A and nothing else."""
+        """The one active adapter, if it is B A and nothing else, so that it can be computed together with the base."""
         names = [name for name in self.active_adapters if name in self.lora_A]
         if len(names) != 1 or self.disable_adapters or self.merged:
             return None
@@ -62,22 +64,22 @@ class FrozenLoraLinear(Linear):
         )
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        return module.in_features, module.out_features  # PEFT looks for a sharded `module.weight`
+        return module.in_features, module.out_features  # PEFT reads them from a sharded `module.weight`
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
-        return base_layer.weight_packed.device, base_layer.dtype  # those of `base_layer.weight`
+        return base_layer.weight_packed.device, base_layer.dtype  # PEFT reads them from `base_layer.weight`
 
 
 class UnifiedLoraLinear(Linear):
     """
-    PEFT's LoRA layer around a [`~layers.UnifiedLinear`]: it computes Q(W + s B A), as an engine does that merges the
-    adapter, or leaves the branch beside Q(W). Nothing but PEFT's own layer is saved of it.
+    PEFT's LoRA layer around a [`~layers.UnifiedLinear`]. It computes Q(W + s B A), as an engine does that merges the
+    adapter, or keeps the branch beside Q(W). It is saved as PEFT's own layer.
 
     Attributes:
-        in_codes (`bool`): Whether the adapter is quantized with the weight.
+        merges (`bool`): Whether the adapter is merged into the weight before that is quantized.
     """
 
-    in_codes = True
+    merges = True
 
     @torch.compiler.disable  # as its base
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
@@ -89,24 +91,26 @@ class UnifiedLoraLinear(Linear):
         return self.base_layer.adapted(x, partial(self._codes, name), a, b, self.scaling[name])
 
     def codes(self) -> QuantizedTensor:
-        """As [`~layers.UnifiedLinear.codes`], of what the layer multiplies with. `ValueError` for several adapters."""
-        return self.base_layer.codes() if (name := self._adapter()) is None else self._codes(name)
+        """As [`~layers.UnifiedLinear.codes`], of the weight that the layer multiplies with. `ValueError` for several
+        adapters."""
+        name = self._adapter()
+        return self.base_layer.codes() if name is None else self._codes(name)
 
     def _codes(self, name: str) -> QuantizedTensor:
         of = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
         return self.base_layer.codes(partial(delta_weight, self, name), *of)
 
     def _adapter(self) -> str | None:
-        """The adapter that is quantized with the weight."""
+        """The adapter that is merged into the weight, if there is one."""
         names = [name for name in self.active_adapters if name in self.lora_A]
-        if not self.in_codes or self.disable_adapters or self.merged or not names:
+        if not self.merges or self.disable_adapters or self.merged or not names:
             return None
         if len(names) > 1:
             raise ValueError(f"`train_precision` quantizes a weight with one adapter, and {names} are active.")
         return names[0]
 
     def merge(self, *args, **kwargs) -> None:
-        """PEFT's, which writes the weight past torch's count."""
+        """PEFT's, which writes the weight through `.data`, unseen by PyTorch's version counter."""
         super().merge(*args, **kwargs)
         self.base_layer.forget()
 
@@ -117,7 +121,7 @@ class UnifiedLoraLinear(Linear):
 
 
 def delta_weight(layer: BaseTunerLayer, adapter: str) -> Tensor:
-    """PEFT's `get_delta_weight`, less its pass over the product of B and A where scaling B is the same bit for bit."""
+    """PEFT's `get_delta_weight`. It scales B instead of the product of B and A where that gives the same bits."""
     if is_plain(layer) and layer.lora_B[adapter].weight.dtype == torch.float32:
         scaling = layer.scaling[adapter]
         if math.frexp(scaling)[0] == 0.5:  # a power of two
@@ -131,35 +135,37 @@ def is_plain(layer: BaseTunerLayer) -> bool:
 
 
 def _is(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module does what its class does: FSDP changes the class, DeepSpeed and others hang hooks on it."""
+    """Whether a module computes what its class does: FSDP changes the class, DeepSpeed and others add hooks."""
     return type(module) is kind and not module._forward_pre_hooks and not module._forward_hooks
 
 
 def with_frozen_layers(peft_config: PeftConfig) -> PeftConfig:
     """
-    A LoRA configuration whose adapters can be laid on [`FrozenLinear`] layers; others are adapted as PEFT does.
+    A LoRA configuration with which PEFT can adapt [`FrozenLinear`] layers too.
 
     Args:
-        peft_config (`peft.LoraConfig`): The configuration, which stays as it is. Also needed for loading:
+        peft_config (`peft.LoraConfig`): The configuration, which is not changed. Loading needs one as well:
             `PeftModel.from_pretrained(model, path, config=with_frozen_layers(LoraConfig.from_pretrained(path)))`.
 
     Returns:
-        `peft.LoraConfig`: A copy of it that knows the layers.
+        `peft.LoraConfig`: A copy that knows the layers.
 
     Raises:
-        ValueError: Another method than LoRA, or a variant or an initialization of it that needs the base's weight.
+        ValueError: For another method than LoRA, or for a variant or initialization that needs the base's weight.
     """
     if peft_config.peft_type != PeftType.LORA or not isinstance(peft_config, LoraConfig):
         raise ValueError(
             f"peft_config: {type(peft_config).__name__} cannot adapt a four-bit base; allowed: LoraConfig."
         )
     variants = [field.name for field in fields(peft_config) if field.metadata.get("is_lora_variant")]
-    if given := [name for name in variants if getattr(peft_config, name)]:
+    given = [name for name in variants if getattr(peft_config, name)]
+    if given:
         raise ValueError(
             f"peft_config: {given[0]}={getattr(peft_config, given[0])!r} cannot adapt a four-bit base; allowed is LoRA "
             "without variants, with or without `use_rslora`."
         )
-    if (initialization := peft_config.init_lora_weights) not in INITIALIZATIONS:
+    initialization = peft_config.init_lora_weights
+    if initialization not in INITIALIZATIONS:
         raise ValueError(
             f"peft_config: init_lora_weights={initialization!r} starts from the base's weight, which a four-bit base "
             f"does not have; allowed: {', '.join(map(repr, INITIALIZATIONS))}."

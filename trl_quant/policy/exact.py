@@ -1,14 +1,14 @@
 """
-The policy computed with its engine's kernels (`exact_rollouts`): what of a model of transformers is exchanged.
+Makes the policy compute with its engine's kernels (`exact_rollouts`).
 
-| of the policy | becomes | because the engine |
+| part of the policy | becomes | because the engine |
 |---|---|---|
-| embeddings | rounded to BF16, so that the residual stream is | adds and rounds in BF16 |
-| norms | [`~layers.norm.FusedRMSNorm`] | is given the same kernel |
-| rotary embeddings, attention | [`~layers.exact.ExactAttention`], as transformers calls attention | has these |
+| embeddings | rounded to BF16, and with them the residual stream | adds and rounds in BF16 |
+| norms | [`~layers.norm.FusedRMSNorm`] | uses the same kernel |
+| rotary embeddings, attention | [`~layers.exact.ExactAttention`], called by transformers | uses these kernels |
 | TRL's fused head | [`~trl_seams.exact_log_probs`] | takes a log-softmax of whole rows |
 
-Its linear layers compute in the engine's format before ([`policy.unified`]). Names, types and what is saved stay.
+The linear layers already compute in the engine's format ([`policy.unified`]). Names, types and checkpoints stay.
 """
 
 from functools import partial
@@ -19,10 +19,11 @@ from transformers.masking_utils import flash_attention_mask
 
 from ..layers.exact import ExactAttention, Kernels, Unrotated
 from ..layers.norm import FusedRMSNorm
+from ..models.classes import is_rms_norm
 from ..trl_seams import exact_log_probs, scoring_with
 
 
-ATTENTION = "trl_quant_exact"  # transformers' name for it
+ATTENTION = "trl_quant_exact"  # its name in transformers' tables
 
 
 def attend(
@@ -35,7 +36,7 @@ def attend(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """[`~layers.exact.ExactAttention`] as transformers calls it; `ValueError` for a step of cached generation."""
+    """[`~layers.exact.ExactAttention`], as transformers calls it; `ValueError` for a step of cached generation."""
     if query.shape[2] != key.shape[2]:
         raise ValueError("A policy with `exact_rollouts`=True computes whole sequences: have its engine generate.")
     return module.exact_attention(query, key, value, attention_mask, scaling, sliding_window), None
@@ -47,7 +48,7 @@ AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # (B, S), or `
 
 def compute_exactly(model: nn.Module, kernels: Kernels) -> None:
     """
-    Has a model compute with an engine's kernels, in place.
+    Makes a model compute with an engine's kernels, in place.
 
     Args:
         model (`nn.Module`): A causal language model of transformers, with or without an adapter of PEFT, and with TRL's
@@ -57,7 +58,7 @@ def compute_exactly(model: nn.Module, kernels: Kernels) -> None:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder, attention = base.get_decoder(), ExactAttention(kernels)
     for name, module in list(decoder.named_modules()):
-        if type(module).__name__.endswith("RMSNorm") and not isinstance(module, FusedRMSNorm):
+        if is_rms_norm(module):
             module = FusedRMSNorm(module)
             decoder.set_submodule(name, module)
         if isinstance(module, FusedRMSNorm):

@@ -1,12 +1,12 @@
 """
-The policy trained in the numbers that sample from it (Jet-RL, arXiv:2601.14243): how a policy comes to compute so.
+Training in FP8 or INT8: makes the policy compute as the engine that samples from it (Jet-RL, arXiv:2601.14243).
 
     policy = Q(W), or Q(W + s B A)         the decoder's linear layers, in trainer and engine alike
 
-[`unify`] puts a [`~layers.UnifiedLinear`] around the weights that each layer has. Norms and the MLPs' activations are
-computed with the quantizers that follow them; they, the embeddings and the head stay as precise as they are, and so do
-the names and types of all that is trained and saved. FSDP2 shards those weights as any other; each rank quantizes what
-it gathers.
+[`unify`] puts a [`~layers.UnifiedLinear`] around the weight of each layer, and fuses norms and the MLPs' activations
+with the quantizers that follow them. Norms, activations, embeddings and the head keep their precision, and all trained
+and saved weights keep their names and types. FSDP2 shards these weights like any others; each rank quantizes what it
+gathers.
 """
 
 import logging
@@ -18,12 +18,12 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from transformers import AutoConfig, TrainerCallback
 from transformers.activations import SiLUActivation
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from ..layers import UnifiedLinear
 from ..layers.gated import silu_mul
 from ..layers.norm import FusedRMSNorm
 from ..layers.products import multiplies
+from ..models.classes import is_gated_mlp, is_rms_norm
 from ..models.norms import FAMILIES, feeding_norms
 from ..precisions import PRECISIONS, unified_flows
 from ..rollout.vllm.support import quantized_layers
@@ -36,17 +36,17 @@ logger = logging.getLogger(__name__)
 
 def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: torch.dtype | None = None) -> None:
     """
-    Has the decoder's linear layers compute as an engine in `precision` does, in place.
+    Makes the decoder's linear layers compute as an engine in `precision` does, in place.
 
     Args:
         model (`nn.Module`): A model of transformers, with or without an adapter of PEFT.
         precision (`str`): Key of `PRECISIONS`: `"fp8_block"`, `"fp8"` or `"int8"`.
         merged (`bool`, *optional*, defaults to `False`):
-            Whether LoRA adapters are quantized with the weights that they belong to. Else they stay beside them.
+            Whether LoRA adapters are merged into their weights before these are quantized. Else they stay beside them.
         rounds_to (`torch.dtype`, *optional*): As in [`~layers.UnifiedLinear`].
 
     Raises:
-        `ValueError`: for layers that are quantized otherwise, and adapters that cannot be merged at each step.
+        `ValueError`: for layers in another quantized format, and adapters that cannot be merged at each step.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     for name in quantized_layers(base):
@@ -63,18 +63,18 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
         base.set_submodule(name, layer)
     for name, layer in base.named_modules():
         if isinstance(getattr(layer, "base_layer", None), UnifiedLinear) and not isinstance(layer, UnifiedLoraLinear):
-            _know_base(name, layer, merged)
+            _adapt_base(name, layer, merged)
         if _is_gated(layer):
             layer.forward = Gated(_gated, layer)
     _fuse_norms(base)
 
 
 def restore(model: nn.Module) -> None:
-    """Has a model compute in the types of its weights again, as before [`unify`], in place."""
+    """Undoes [`unify`] in place: the model computes in the types of its weights again."""
     for name, module in list(model.named_modules()):
         if isinstance(module, UnifiedLoraLinear):
             module.__class__ = Linear
-            del module.in_codes
+            del module.merges
         if isinstance(vars(module).get("forward"), Gated):
             del module.forward
         if isinstance(module, UnifiedLinear | FusedRMSNorm):
@@ -82,13 +82,13 @@ def restore(model: nn.Module) -> None:
 
 
 def flow(model: nn.Module) -> set[tuple]:
-    """What tells apart the ways in which [`unify`] has a model compute; empty for one that it did not touch."""
+    """How [`unify`] makes a model compute, for comparison; empty for a model that it did not touch."""
     layers = {("layer", layer.precision, layer.rounds_to) for layer in unified_layers(model)}
-    return layers | {("adapter", m.in_codes) for m in model.modules() if isinstance(m, UnifiedLoraLinear)}
+    return layers | {("adapter", m.merges) for m in model.modules() if isinstance(m, UnifiedLoraLinear)}
 
 
 def check_flow(trainer, before: set[tuple]) -> None:
-    """Raises `ValueError` where another trainer has the policy compute otherwise than it did `before`, by [`flow`]."""
+    """Raises `ValueError` if another trainer changed how the policy computes: `before` is what [`flow`] returned."""
     if flow(trainer.model) != before:
         raise ValueError(
             f"`train_precision`={trainer.args.train_precision!r}, but another trainer that was built on this model "
@@ -97,26 +97,20 @@ def check_flow(trainer, before: set[tuple]) -> None:
 
 
 def _fuse_norms(model: nn.Module) -> None:
-    """Puts a [`~layers.norm.FusedRMSNorm`] around each norm of Llama's kind, which knows the layers that it feeds."""
+    """Puts a [`~layers.norm.FusedRMSNorm`] around each norm of Llama's kind, and tells it which layer it feeds."""
     config, feeds = getattr(model, "config", None), {}
-    if config is not None and (family := config.get_text_config().model_type) in FAMILIES:
+    family = None if config is None else config.get_text_config().model_type
+    if family in FAMILIES:
         feeds = feeding_norms(family, (name for name, _ in model.named_parameters()))
     for name, norm in list(model.named_modules()):
-        if _computes_as(norm, LlamaRMSNorm):
+        if is_rms_norm(norm):
             fed = feeds.get(f"{name}.weight")
             model.set_submodule(name, FusedRMSNorm(norm, fed and _base(model.get_submodule(fed[0]))))
 
 
-def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module computes what transformers' `kind` does, which each family has in the same words."""
-    ours, theirs = (getattr(each.forward, "__code__", None) for each in (type(module), kind))
-    same = ours is not None and (ours.co_code, ours.co_names) == (theirs.co_code, theirs.co_names)
-    return same and "forward" not in vars(module)
-
-
 def _is_gated(module: nn.Module) -> bool:
-    """Whether a module computes `down_proj(silu(gate_proj(x)) * up_proj(x))`."""
-    if not _computes_as(module, LlamaMLP) or not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
+    """Whether a module computes `down_proj(silu(gate_proj(x)) * up_proj(x))`, with a `down_proj` that is quantized."""
+    if not is_gated_mlp(module) or not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
         return False
     return isinstance(_base(module.down_proj), UnifiedLinear)
 
@@ -125,10 +119,10 @@ class Gated(partial):
     """The forward pass that [`unify`] gives to an MLP."""
 
 
-@torch.compiler.disable  # as its layers
+@torch.compiler.disable  # like its layers
 def _gated(mlp: nn.Module, x: Tensor) -> Tensor:
     down = _base(mlp.down_proj)
-    if not isinstance(down, UnifiedLinear):  # someone exchanged it since
+    if not isinstance(down, UnifiedLinear):  # somebody replaced it since
         return type(mlp).forward(mlp, x)
     return mlp.down_proj(silu_mul(mlp.gate_proj(x), mlp.up_proj(x), down.precision, down.trains()))
 
@@ -137,8 +131,8 @@ def _base(layer: nn.Module) -> nn.Module:
     return getattr(layer, "base_layer", layer)
 
 
-def _know_base(name: str, layer: nn.Module, merged: bool) -> None:
-    """Has PEFT's layer know what its base computes in, and quantize the adapter with it where that is `merged`."""
+def _adapt_base(name: str, layer: nn.Module, merged: bool) -> None:
+    """Makes PEFT's layer around a [`~layers.UnifiedLinear`] a [`UnifiedLoraLinear`], if it is plain LoRA."""
     plain = type(layer) is Linear and not layer.lora_variant and not any(layer.lora_bias.values())
     if merged and (not plain or any(type(dropout) is not nn.Identity for dropout in layer.lora_dropout.values())):
         raise ValueError(
@@ -148,43 +142,43 @@ def _know_base(name: str, layer: nn.Module, merged: bool) -> None:
         )
     if type(layer) is Linear:
         layer.__class__ = UnifiedLoraLinear  # nothing else of PEFT's layer changes
-        layer.in_codes = merged
+        layer.merges = merged
 
 
 def unified_layers(model: nn.Module) -> list[UnifiedLinear]:
-    """The layers that compute as an engine does."""
+    """The layers of a model that compute as an engine does."""
     return [module for module in model.modules() if isinstance(module, UnifiedLinear)]
 
 
 def checkpoint_dtype(name: str, trust_remote_code: bool = False) -> torch.dtype:
-    """Type of the weights that an engine starts on and quantizes, whatever type a trainer loads them to."""
+    """Type of a checkpoint's weights, which an engine starts on and quantizes, whatever type a trainer loads."""
     return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).dtype or torch.bfloat16
 
 
 class WeightsMoved(TrainerCallback):
-    """Has the layers quantize their weights again after each optimizer step, whatever way the optimizer wrote them."""
+    """Makes the layers quantize their weights again after each optimizer step, however the optimizer wrote them."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         for layer in unified_layers(model):
             layer.forget()
 
     def on_optimizer_step(self, args, state, control, model=None, **kwargs):
-        in_codes = [m.base_layer for m in model.modules() if isinstance(m, UnifiedLoraLinear) and m.in_codes]
-        for layer in (*in_codes, *(layer for layer in unified_layers(model) if layer.weight.requires_grad)):
+        merged = [m.base_layer for m in model.modules() if isinstance(m, UnifiedLoraLinear) and m.merges]
+        for layer in (*merged, *(layer for layer in unified_layers(model) if layer.weight.requires_grad)):
             layer.forget()
 
 
 def hand_out(model: nn.Module, device: torch.device) -> None:
-    """Gives each rank a model's weights, which FSDP's `cpu_ram_efficient_loading` has the first one alone read."""
+    """Sends a model's weights from the first rank to all. FSDP's `cpu_ram_efficient_loading` reads them there alone."""
     for param in model.parameters():
         param.data = broadcast(param.data.to(device)).to(param.device)
 
 
 def train_as_sampled(trainer) -> None:
-    """Has a trainer whose models are loaded train in its `train_precision`, its reference policy included."""
+    """Switches the loaded policy and reference of a trainer to its `train_precision`."""
     args, reference = trainer.args, getattr(trainer, "ref_model", None)
     if reference is not None and args.fsdp_version == 2:
-        hand_out(reference, trainer.accelerator.device)  # TRL shards it as it is, other than accelerate the policy
+        hand_out(reference, trainer.accelerator.device)  # accelerate does that for the policy, TRL not for this one
     if args.train_precision not in unified_flows():
         return
     merged, rounds_to = args.lora_sync == "merge", None
@@ -207,7 +201,7 @@ def train_as_sampled(trainer) -> None:
 
 
 def follow_engine(trainer, engine) -> None:
-    """Has a trainer's models, the reference policy too, compute with its engine's kernels, under `exact_rollouts`."""
+    """Under `exact_rollouts`, makes a trainer's policy and reference compute with its engine's kernels."""
     if trainer.args.exact_rollouts:
         for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
             if not trainer.args.bf16 and next(model.parameters()).dtype != engine.kernels.dtype:

@@ -53,9 +53,11 @@ def build_engine(spec: EngineSpec, model, accelerator, processing_class, **setti
 
 
 @contextmanager
-def engine_of(args, loaded: Callable[[], None], built: Callable[[object], None], **fields) -> Iterator[None]:
+def engine_of(
+    trainer_class: type, args, loaded: Callable[[], None], built: Callable[[object], None], **fields
+) -> Iterator[None]:
     """
-    Context in which TRL's `GRPOTrainer.__init__` builds the engine that `args` mean. Without a `rollout_precision` it
+    Context in which TRL's constructor of a trainer builds the engine that `args` mean. Without a `rollout_precision` it
     builds TRL's own.
 
     TRL starts its engine when the models are loaded and before it shards the reference model, so this is where `loaded`
@@ -78,10 +80,7 @@ def engine_of(args, loaded: Callable[[], None], built: Callable[[object], None],
 
     if spec is not None:
         fields |= spec.fields_for_trl()
-    if args.is_correction != "trl" and args.loss_type == "vespo":
-        # Our ratio replaces TRL's. VESPO insists on a mode with a value for each token, which ours has.
-        fields["vllm_importance_sampling_mode"] = "token_truncate"
-    with trainer_builds(None if spec is None else build, args, **fields):
+    with trainer_builds(trainer_class, None if spec is None else build, args, **fields):
         yield
     if engines and args.rollout_precision == "auto":
         args.rollout_precision = engines[0].precision

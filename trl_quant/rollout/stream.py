@@ -112,7 +112,7 @@ class PolicyWeights:
         for path, module in self.model.named_modules():
             if ".modules_to_save." in path or ".original_module" in path:  # quantized as they come
                 continue
-            if isinstance(module, UnifiedLoraLinear) and module.in_codes:
+            if isinstance(module, UnifiedLoraLinear) and module.merges:
                 adapted = f"{path}."
             elif not isinstance(module, UnifiedLinear) or (adapted and path.startswith(adapted)):
                 continue

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside TRL's, which one is whole, and what must match when a run goes on from it."""
+"""Checkpoints: which one is complete, what this package adds to it, and what must match when a run resumes from it."""
 
 import errno
 import json
@@ -41,21 +41,21 @@ INITIAL_WEIGHTS_NAME = "initial_weights.pt"  # no .safetensors: vLLM loads all o
 
 def last_complete_checkpoint(output_dir: str) -> str | None:
     """
-    The newest checkpoint in `output_dir` whose weights were written to their end, or `None`. A run may need more to go
-    on from it (see [`last_to_resume`]).
+    The newest checkpoint in `output_dir` with complete weights, or `None`. A run may need more to resume from it (see
+    [`last_to_resume`]).
     """
     whole = [path for path in _checkpoints(output_dir) if _has_whole_weights(path)]
     return os.fspath(whole[-1]) if whole else None
 
 
 def last_to_resume(output_dir: str) -> str | None:
-    """The newest checkpoint in `output_dir` that a run can go on from, or `None`."""
+    """The newest checkpoint in `output_dir` that a run can resume from, or `None`."""
     whole = [path for path in _checkpoints(output_dir) if _is_whole(path)]
     return os.fspath(whole[-1]) if whole else None
 
 
 def _checkpoints(output_dir: str) -> list[Path]:
-    """By their steps."""
+    """All checkpoints in `output_dir`, complete or not, in the order of their steps."""
     found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step_of(path).isdecimal()]
     return sorted(found, key=_number_of)
 
@@ -74,9 +74,10 @@ def _is_whole(path: Path) -> bool:
 
 def _has_whole_weights(path: Path) -> bool:
     """
-    The trainer state is written last: a run that was killed, or whose disk was full, while saving leaves a directory
-    without a readable one. One that was killed while deleting may leave no weights or a part of them, and hosts other
-    than the first have none with `save_on_each_node`: transformers writes a model on rank 0 alone.
+    Whether a checkpoint holds its trainer state and all of its weights. The trainer state is written last, so a run
+    that was killed while it saved, or whose disk was full, leaves a directory without a readable one. A run that was
+    killed while it deleted may leave some of the weights or none. With `save_on_each_node` only the first host has
+    weights, since transformers writes a model on rank 0 alone.
     """
     try:
         json.loads((path / TRAINER_STATE_NAME).read_text())
@@ -92,11 +93,11 @@ def _has_whole_weights(path: Path) -> bool:
 
 
 def _lacking(path: Path) -> list[str]:
-    """What a run needs to go on from a checkpoint beside weights, and does not find; empty with `save_only_model`."""
+    """What a checkpoint lacks that a run needs beside weights to resume; nothing with `save_only_model`."""
     if _saved_only_model(path):
         return []
     names = {file.name for file in path.iterdir() if file.suffix not in (".pt", ".pth") or zipfile.is_zipfile(file)}
-    deepspeed = any(name.startswith("global_step") for name in names)  # holds the optimizer, and may the scheduler
+    deepspeed = any(name.startswith("global_step") for name in names)  # holds the optimizer and perhaps the scheduler
     needed = {} if deepspeed else {"optimizer": OPTIMIZER, "scheduler": re.compile(re.escape(SCHEDULER_NAME))}
     needed["random state"] = RANDOM
     return [what for what, pattern in needed.items() if not any(map(pattern.fullmatch, names))]
@@ -109,12 +110,12 @@ def _saved_only_model(path: str | Path) -> bool:
 def _arguments(path: str | Path) -> dict:
     try:
         return read_rollout_state(path).get("arguments", {})
-    except ValueError:  # told where it is needed
+    except ValueError:  # raised again by whoever needs the file
         return {}
 
 
 def _runs_of(path: str | Path) -> list[str]:
-    """The run that wrote a checkpoint, last, and those that it went on from; empty where an older version wrote it."""
+    """Names of the runs that led to a checkpoint, its own run last; empty for checkpoints of older versions."""
     try:
         return read_rollout_state(path).get("runs", [])
     except ValueError:
@@ -122,14 +123,14 @@ def _runs_of(path: str | Path) -> list[str]:
 
 
 def new_run(before: list[str]) -> list[str]:
-    """The name of a run that begins now, after those that it goes on from. Collective."""
+    """The names of the runs that a new run goes on from, and a name for it. Collective."""
     return [*before, gather_object([uuid4().hex[:8]])[0]]
 
 
 def _check_one_run(output_dir: str, found: list[Path]) -> None:
     """
-    Raises `ValueError` where a directory holds checkpoints of runs that did not go on from one another: the newest by
-    its step is then the one of the run that got furthest, which may be the other one.
+    Raises `ValueError` if a directory holds checkpoints of runs that did not go on from one another. The checkpoint
+    with the highest step may then belong to another run than the one to resume.
     """
     runs = [_runs_of(path) for path in found]
     unknown = [_number_of(path) for path, names in zip(found, runs, strict=True) if not names]
@@ -149,9 +150,9 @@ def _check_one_run(output_dir: str, found: list[Path]) -> None:
 
 def rotate(output_dir: str, step: int, limit: int | None, best: str | None, runs: list[str]) -> None:
     """
-    Deletes the oldest checkpoints beyond `limit`, as transformers does, but by their steps: a clock that went back
-    makes the new ones look old. Those beyond `step` were left when the run resumed before them, and go first. Another
-    run's are not counted and not deleted.
+    Deletes the oldest checkpoints beyond `limit`, by their steps. transformers goes by their times, and a clock that
+    was set back makes new checkpoints look old. Checkpoints beyond `step` are deleted first: the run resumed from
+    before them. Checkpoints of other runs are neither counted nor deleted.
     """
     if limit is None or limit <= 0:
         return
@@ -165,15 +166,16 @@ def rotate(output_dir: str, step: int, limit: int | None, best: str | None, runs
 
 def checkpoint_to_resume(output_dir: str) -> str:
     """
-    The newest checkpoint that is whole on every host; each looks in its own `output_dir`, which they may share.
+    The newest checkpoint that is complete on every host. Each host looks in its own `output_dir`, which they may share.
     Collective.
 
     Raises:
-        `ValueError`: on every rank, where there is none, or where it may be another run's.
+        `ValueError`: on every rank, if there is none, or if it may be another run's.
     """
     mine = [path.name for path in _checkpoints(output_dir) if _is_whole(path)]
     found = gather_object([(platform.node(), mine)])
-    if common := [name for name in mine if all(name in names for _, names in found)]:
+    common = [name for name in mine if all(name in names for _, names in found)]
+    if common:
         with on_every_rank():
             _check_one_run(output_dir, [Path(output_dir, name) for name in common])
         return os.path.join(output_dir, common[-1])
@@ -185,7 +187,7 @@ def checkpoint_to_resume(output_dir: str) -> str:
 
 
 def _told(by_rank: list[str | None]) -> str:
-    """What ranks say, in one sentence: that of each host once, with its first rank."""
+    """What the ranks say, in one sentence; equal answers once, with the first rank that gave them."""
     first = {}
     for rank, said in enumerate(by_rank):
         if said is not None:
@@ -196,8 +198,8 @@ def _told(by_rank: list[str | None]) -> str:
 @contextmanager
 def on_every_rank() -> Iterator[None]:
     """
-    Context whose `ValueError` on one rank is raised on all of them: alone, it would leave the others waiting for that
-    rank. Collective.
+    Context that raises the `ValueError` of one rank on all ranks. Otherwise the others would wait for that rank.
+    Collective.
     """
     fault = None
     try:
@@ -213,7 +215,7 @@ def on_every_rank() -> Iterator[None]:
 
 
 def check_whole(checkpoint: str) -> None:
-    """Raises `ValueError` for a directory to resume from that is no checkpoint, or half of one."""
+    """Raises `ValueError` if a directory to resume from is no checkpoint or an incomplete one."""
     path = Path(checkpoint)
     if not _is_whole(path):
         wrong = "was not written to its end" if path.is_dir() else "is no directory"
@@ -223,7 +225,7 @@ def check_whole(checkpoint: str) -> None:
 
 
 def how_to_go_on(output_dir: str) -> str:
-    """Where a run that failed can go on, as far as this host can see."""
+    """Says from which checkpoint a run that failed can resume, as far as this host can see."""
     checkpoint = last_to_resume(output_dir)
     if checkpoint is not None:
         return f"The last whole checkpoint is {checkpoint}; continue with `train(resume_from_checkpoint=True)`."
@@ -232,25 +234,27 @@ def how_to_go_on(output_dir: str) -> str:
             f"There is no whole checkpoint in {output_dir} on this host, {platform.node()}, but the first host saves "
             "them: copy its last one here and continue with `train(resume_from_checkpoint=True)`."
         )
-    if weights := last_complete_checkpoint(output_dir):
+    weights = last_complete_checkpoint(output_dir)
+    if weights is not None:
         return (
             f"No checkpoint in {output_dir} can be resumed. {weights} holds a model, but lacks its "
             f"{' and '.join(_lacking(Path(weights)))}: begin a new run from it, with `model={weights!r}`."
         )
-    if halves := [path.name for path in _checkpoints(output_dir)]:
-        names = ", ".join(halves)
+    incomplete = [path.name for path in _checkpoints(output_dir)]
+    if incomplete:
+        names = ", ".join(incomplete)
         return f"There is no whole checkpoint in {output_dir}; not written to the end: {names}. Delete and start again."
     return f"There is no checkpoint in {output_dir}; start again."
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error is that of a collective operation in which another rank no longer took part."""
+    """Whether an error comes from a collective operation that another rank left."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 @contextmanager
 def others_lost(trainer: Trainer) -> Iterator[None]:
-    """Context in which a rank that has lost another one says so, and where the run can go on."""
+    """Context in which a rank that has lost another one says so, and from where the run can resume."""
     try:
         yield
     except RuntimeError as error:
@@ -266,7 +270,7 @@ def others_lost(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def saving(checkpoint: str) -> Iterator[None]:
-    """Context in which a full disk is told with its directory, the space left, and where the run can go on."""
+    """Context in which the error of a full disk names the directory, the space left and where the run can resume."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -283,11 +287,11 @@ def saving(checkpoint: str) -> Iterator[None]:
 
 def precision_before(args) -> str | None:
     """
-    A run's `rollout_precision`, in which that of the checkpoint it is asked to resume from takes the place of `"auto"`.
-    Collective where it does: a host without the checkpoint takes what the others read.
+    A run's `rollout_precision`. For `"auto"` in a run that resumes, it is the precision of the checkpoint; this is
+    collective, since a host without the checkpoint takes what the others read.
 
     Raises:
-        `ValueError`: if vLLM does not run it.
+        `ValueError`: if vLLM does not run that precision.
     """
     resume = args.resume_from_checkpoint
     if args.rollout_precision != "auto" or not resume or str(resume).lower() == "false":
@@ -305,22 +309,23 @@ def precision_before(args) -> str | None:
 
 
 def recorded(trainer: Trainer) -> dict:
-    """What a checkpoint says of its run: the settings that a resume compares, and all arguments for who reads it."""
+    """What a checkpoint records of its run: the settings that a resume compares, all arguments, and the runs' names."""
     arguments = {"model": getattr(trainer.model, "name_or_path", None)} | trainer.args.to_sanitized_dict()
     return {"settings": trainer.args.training_settings(), "arguments": arguments, "runs": trainer.runs}
 
 
 def write_rollout_state(checkpoint: str | Path, state: dict) -> None:
-    """Writes what the engine must find again, before the rest of the checkpoint is written."""
+    """Writes the state that the engine needs to resume. Comes before the rest of the checkpoint."""
     Path(checkpoint).mkdir(parents=True, exist_ok=True)
     plain = {name: value for name, value in state.items() if name != "initial_weights"}
     (Path(checkpoint) / ROLLOUT_STATE_NAME).write_text(json.dumps(plain))
-    if tensors := state.get("initial_weights"):
+    tensors = state.get("initial_weights")
+    if tensors:
         torch.save({name: tensor.cpu() for name, tensor in tensors.items()}, Path(checkpoint, INITIAL_WEIGHTS_NAME))
 
 
 def read_initial_weights(checkpoint: str | Path) -> dict[str, torch.Tensor] | None:
-    """The part of the weights that a run was started with which its engine keeps; `None` where it is not known."""
+    """Those of a run's initial weights that its engine keeps; `None` if the checkpoint has none."""
     path = Path(checkpoint, INITIAL_WEIGHTS_NAME)
     if not path.is_file():
         return None
@@ -331,12 +336,12 @@ def read_initial_weights(checkpoint: str | Path) -> dict[str, torch.Tensor] | No
 
 
 def read_rollout_state(checkpoint: str | Path) -> dict:
-    """What the engine of a checkpoint left, empty for a checkpoint of another trainer."""
+    """The state that [`write_rollout_state`] wrote; empty for a checkpoint of another trainer."""
     return _read(Path(checkpoint, ROLLOUT_STATE_NAME))
 
 
 def _read(path: Path) -> dict:
-    """A JSON file's object, empty where there is no file."""
+    """The object in a JSON file; empty if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -347,16 +352,16 @@ def _read(path: Path) -> dict:
 
 def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
     """
-    What the engine of a checkpoint left.
+    Checks that a run may resume from a checkpoint, and returns the state that its engine needs.
 
     Raises:
-        `ValueError`: for a checkpoint that is not whole, or was trained otherwise than this run trains.
+        `ValueError`: if the checkpoint is incomplete, or was trained with other settings than this run's.
     """
     with on_every_rank():
         check_whole(checkpoint)
         check_uaq(checkpoint, uaq_scale)
         state = read_rollout_state(checkpoint)
-        before = args.plain_settings() | state.get("settings", {})  # an older one does not know the newest fields
+        before = args.plain_settings() | state.get("settings", {})  # older checkpoints lack the newest fields
         check_settings(checkpoint, before, args.training_settings(), args.resume_with_changes)
         initial = read_initial_weights(checkpoint)
     tell_changes(checkpoint, state.get("arguments", {}), args.inherited_settings())
@@ -378,8 +383,8 @@ def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
 
 def check_same_files(checkpoint: str | Path) -> None:
     """
-    Raises `ValueError` where hosts with disks of their own have different parts of a checkpoint. Under FSDP rank 0
-    alone saves the optimizer, and a host without it would not take part in loading it.
+    Raises `ValueError` if hosts with disks of their own hold different parts of a checkpoint. Under FSDP rank 0 alone
+    saves the optimizer, and a host without that file would not take part in loading it.
     """
     mine = {path.name for path in Path(checkpoint).iterdir() if not path.name.startswith("rng_state")}
     found = gather_object([(platform.node(), mine)])
@@ -393,11 +398,11 @@ def check_same_files(checkpoint: str | Path) -> None:
 
 def check_settings(checkpoint: str | Path, before: dict, now: dict, changes_allowed: bool) -> None:
     """
-    Compares what changes the training's mathematics with what the checkpoint was trained with.
+    Raises `ValueError` if a checkpoint was trained with other settings of the training's mathematics than this run's.
 
     Args:
         before, now (`dict`): See [`~config.QuantGRPOConfig.training_settings`].
-        changes_allowed (`bool`): Whether differences are logged, not refused.
+        changes_allowed (`bool`): Whether to log differences instead.
     """
     changed = {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
     if not changed:
@@ -412,7 +417,7 @@ def check_settings(checkpoint: str | Path, before: dict, now: dict, changes_allo
 
 
 def tell_changes(checkpoint: str | Path, before: dict, now: dict) -> None:
-    """Warns of settings of TRL's and transformers' own that differ from those of the checkpoint's run."""
+    """Warns of settings of TRL and transformers that differ from those of the checkpoint's run."""
     now = json.loads(json.dumps(now))
     changed = {name: (before[name], value) for name, value in now.items() if name in before and before[name] != value}
     if changed:
@@ -421,19 +426,22 @@ def tell_changes(checkpoint: str | Path, before: dict, now: dict) -> None:
 
 
 def check_uaq(checkpoint: str | Path, applied: float | None) -> None:
-    """Raises `ValueError` for a checkpoint whose weights were scaled otherwise than those of this run."""
+    """Raises `ValueError` if a checkpoint's weights were scaled by another factor than this run's."""
     path = Path(checkpoint) / "config.json"
-    if path.is_file() and (recorded := _read(path).get("uaq_scale")) != applied:
+    if not path.is_file():
+        return
+    recorded_scale = _read(path).get("uaq_scale")
+    if recorded_scale != applied:
         raise ValueError(
-            f"The checkpoint {checkpoint} was trained with `uaq_scale`={recorded}, this run has `uaq_scale`={applied}. "
-            "Resume with the same value."
+            f"The checkpoint {checkpoint} was trained with `uaq_scale`={recorded_scale}, this run has "
+            f"`uaq_scale`={applied}. Resume with the same value."
         )
 
 
 def same_after_resume(sampler: Sampler | None) -> Sampler | None:
     """
-    Has TRL's sampler take the order of any epoch as an unbroken run does. By itself it draws one epoch's order after
-    the other, so that a run which resumes in a later epoch would take that of the first again.
+    Makes TRL's sampler shuffle each epoch of a resumed run as an unbroken run does. By itself it draws the order of one
+    epoch after the other, so a run that resumes in a later epoch would start with the order of the first.
     """
     if getattr(sampler, "shuffle", False) and getattr(sampler, "seed", None) is not None:
         sampler.set_epoch = partial(_set_epoch, sampler)

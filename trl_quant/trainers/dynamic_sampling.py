@@ -1,10 +1,10 @@
-r"""Dynamic sampling (DAPO, section 3.2, eq. 11): groups that teach nothing are replaced before the batch is trained on.
+r"""Dynamic sampling (DAPO, section 3.2, eq. 11): replaces groups that teach nothing before the batch is trained on.
 
     max_theta J(theta)   s.t.   0 < |{ o_i : is_equivalent(a, o_i) }| < G                                   eq. 11
 
-A group is the G completions of one prompt. Where all of them are right, or all wrong, every advantage is 0, and the
-batch is smaller than it looks. Such groups give way to groups of fresh prompts, sampled in further rounds: each round
-samples no more groups than are missing, and there are at most `dynamic_sampling_rounds` of them.
+A group is the G completions of one prompt. If all of them are right, or all are wrong, every advantage is 0 and the
+batch is smaller than it looks. Further rounds replace such groups by groups of fresh prompts. Each round samples as
+many groups as are missing, and there are at most `dynamic_sampling_rounds` rounds.
 
 | paper | here |
 |---|---|
@@ -12,12 +12,12 @@ samples no more groups than are missing, and there are at most `dynamic_sampling
 | `0 < \|{...}\| < G`, for rewards of 0 and 1 | [`informative`]: the rewards of the group differ |
 | the dynamic sampling buffer | the generation batch, whose groups are replaced in place |
 
-**Choice** The paper samples until the batch is full. Here the budget ends it, and a group that is still without a
-replacement stays, with the advantages of 0 that TRL gives it. **Choice** What must differ is the reward as TRL sums it:
-with a reward for overlong completions, a group of wrong answers of different lengths teaches something, and stays.
+**Choice** The paper samples until the batch is full. Here the number of rounds is limited, and a group without a
+replacement stays, with the advantages of 0 that TRL gives it. **Choice** A group is informative if its rewards differ
+as TRL sums them: with a reward for overlong completions, wrong answers of different lengths teach something and stay.
 
-Fresh prompts depend on the seed, the step and the prompts of the batch alone, so a resumed run draws what the unbroken
-one drew. The order of the epoch stays as it is: a drawn prompt also comes when its turn comes.
+Fresh prompts depend only on the seed, the step and the prompts of the batch, so a resumed run draws the same ones as an
+unbroken run. The order of the epoch does not change: a drawn prompt comes again when its turn comes.
 """
 
 import hashlib
@@ -37,17 +37,17 @@ from ..trl_seams import exchanged
 
 def informative(rewards: Tensor, weights: Tensor, num_generations: int, apart: bool = False) -> Tensor:
     """
-    Which groups have rewards that differ, by more than float32 rounds.
+    Finds the groups whose rewards differ by more than float32 rounding.
 
     Args:
         rewards (`torch.Tensor` of shape `(groups * num_generations, reward functions)`): NaN where a function has none.
         weights (`torch.Tensor` of shape `(reward functions,)`): Of the sum that a completion's reward is.
         num_generations (`int`): Completions of a group.
-        apart (`bool`): Whether each function's rewards are normalised before the sum (TRL's
-            `multi_objective_aggregation="normalize_then_sum"`): one that differs is then enough.
+        apart (`bool`): Whether TRL normalises the rewards of each function before the sum
+            (`multi_objective_aggregation="normalize_then_sum"`). Then it is enough that those of one function differ.
 
     Returns:
-        `torch.Tensor` of shape `(groups,)`: Booleans. A completion without any reward counts for nothing.
+        `torch.Tensor` of shape `(groups,)`: Booleans. Completions without any reward are left out.
     """
     weighted = rewards * weights
     if not apart:
@@ -60,7 +60,7 @@ def informative(rewards: Tensor, weights: Tensor, num_generations: int, apart: b
 
 def replacements(kept: Tensor, fresh: Tensor) -> dict[int, int]:
     """
-    Which group of a further round takes which place of the batch: informative ones, in order, while there is place.
+    Assigns the informative groups of a further round, in order, to the free places of the batch: place -> group.
 
     Args:
         kept (`torch.Tensor` of shape `(groups,)`): Which groups of the batch stay.
@@ -70,28 +70,29 @@ def replacements(kept: Tensor, fresh: Tensor) -> dict[int, int]:
 
 
 def groups_to_sample(missing: int, num_generations: int, ranks: int) -> int:
-    """The fewest groups, at least `missing`, whose completions all ranks sample in equal numbers."""
+    """The smallest number of groups, at least `missing`, whose completions can be divided equally among the ranks."""
     step = ranks // math.gcd(ranks, num_generations)
     return math.ceil(missing / step) * step
 
 
 def fresh_rows(dataset, used: Iterable, key: str) -> Iterator[dict[str, Any]]:
     """
-    Rows of `dataset` in a random order that depends on `key` alone, each prompt once and none of those `used`. Drawing
-    them leaves the global random state unchanged.
+    Rows of `dataset` in a random order that depends on `key` alone, each prompt once and without those in `used`. The
+    global random state stays unchanged.
     """
-    seen = set(map(str, used))  # of a conversation, which cannot be hashed, its text
+    seen = set(map(str, used))  # as text, since conversations cannot be hashed
     digest = hashlib.sha256(key.encode()).digest()  # Python's `hash` differs between processes
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
     for index in torch.randperm(len(dataset), generator=generator).tolist():
         row = dataset[index]
-        if (prompt := str(row["prompt"])) not in seen:
+        prompt = str(row["prompt"])
+        if prompt not in seen:
             seen.add(prompt)
             yield row
 
 
 class Sample(NamedTuple):
-    """A completion as it was sampled, with what the reward functions logged of it."""
+    """A completion as it was sampled, with the extra columns that reward functions logged for it."""
 
     prompt_length: int
     completion_ids: list[int]
@@ -101,15 +102,15 @@ class Sample(NamedTuple):
 
 class Batch:
     """
-    One generation batch, from its first round on. Groups lie in a row over all ranks, and may begin on one rank and end
-    on the next, so a replacement travels to wherever its place is.
+    One generation batch, from its first round on. Groups are laid out over the ranks one after the other and may begin
+    on one rank and end on the next, so a replacement travels to the rank that has its place.
 
     Attributes:
-        inputs (`list[dict]`), samples (`list[Sample]`): Of this rank, a row for each completion.
+        inputs (`list[dict]`), samples (`list[Sample]`): One for each completion of this rank.
         rewards (`torch.Tensor` of shape `(completions, reward functions)`): Of all ranks, as TRL gathers them.
         useful (`torch.Tensor` of shape `(groups,)`): Which groups are informative, of all ranks.
-        thrown (`list[Sample]`): What this rank sampled in vain.
-        metrics (`dict[str, float]`): What to log.
+        thrown (`list[Sample]`): Samples of this rank that are not trained on.
+        metrics (`dict[str, float]`): To be logged.
     """
 
     def __init__(self, trainer, inputs: list[dict]):
@@ -121,7 +122,7 @@ class Batch:
         self.metrics = {"dynamic_sampling/uninformative_fraction": (~self.useful).float().mean().item()}
 
     def sampled(self, inputs: list[dict]) -> tuple[list[Sample], Tensor, Tensor]:
-        """Samples a completion for each row, on every rank; the rewards, and which groups are informative, of all."""
+        """Samples a completion for each row of this rank; also returns all rewards and which groups are informative."""
         trainer, prompts = self.trainer, [row["prompt"] for row in inputs]
         prompt_ids, completion_ids, _, completions, logps, *_ = trainer._generate(prompts)
         rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids)
@@ -135,7 +136,7 @@ class Batch:
         return samples, rewards, informative(rewards, weights, self.num_generations, apart).cpu()
 
     def refill(self, rounds: int) -> None:
-        """Further rounds, until every group is informative, no prompt is left or `rounds` of them are over."""
+        """Runs further rounds until every group is informative, no prompt is left, or `rounds` rounds are over."""
         uninformative, done, fresh = self.missing, 0, None
         while self.missing and done < rounds:
             fresh = fresh or self.fresh()
@@ -156,14 +157,14 @@ class Batch:
         return int((~self.useful).sum())
 
     def fresh(self) -> Iterator[dict[str, Any]]:
-        """The batch's own prompts tell the generations of one step apart: nobody has to count them."""
+        """Fresh rows for this batch. Its own prompts, which differ between the generations of a step, make the key."""
         prompts = gather_object([row["prompt"] for row in self.inputs])[:: self.num_generations]
         key = f"{self.trainer.args.seed}/{self.trainer.state.global_step}/{prompts}"
         for row in fresh_rows(self.trainer.train_dataset, prompts, key):
-            yield {name: row[name] for name in self.inputs[0]}  # the columns that the sampler's rows have
+            yield {name: row[name] for name in self.inputs[0]}  # the columns of the batch's rows
 
     def round(self, rows: list[dict]) -> None:
-        """Samples a group of each prompt and puts those that are informative where one is missing."""
+        """Samples a group for each prompt and puts the informative ones into the free places."""
         size = len(rows) * self.num_generations // self.ranks  # completions of a rank
         indices = range(self.rank * size, (self.rank + 1) * size)
         samples, rewards, fresh = self.sampled([dict(rows[i // self.num_generations]) for i in indices])
@@ -176,13 +177,14 @@ class Batch:
             for k in range(self.num_generations):
                 here, there = place * self.num_generations + k, group * self.num_generations + k
                 self.rewards[here] = rewards[there]
-                if (i := here - self.rank * len(self.inputs)) in range(len(self.inputs)):
+                i = here - self.rank * len(self.inputs)
+                if i in range(len(self.inputs)):
                     self.thrown.append(self.samples[i])
                     self.inputs[i], self.samples[i] = dict(rows[group]), found[there]
             self.useful[place] = True
 
     def wasted(self) -> tuple[int, int]:
-        """Tokens of prompts and of completions that were sampled in vain, on all ranks."""
+        """Tokens of the prompts and of the completions that are not trained on, on all ranks."""
         lengths = [[sample.prompt_length, len(sample.completion_ids)] for sample in self.thrown]
         device = self.trainer.accelerator.device
         total = torch.tensor(lengths, dtype=torch.long, device=device).view(-1, 2).sum(0)
@@ -192,10 +194,10 @@ class Batch:
 @contextmanager
 def dynamically_sampled(trainer, inputs: list[dict]) -> Iterator[list[dict]]:
     """
-    Context in which TRL's `_generate_and_score_completions` finds the completions and rewards of the rows that it
-    yields already there. TRL then pads, scores and logs them, and computes the advantages, of the final batch alone;
-    `num_tokens` counts all that was sampled. What reward functions log as metrics is that of every round, since it
-    belongs to a call. Without `dynamic_sampling_rounds`, and in an evaluation, nothing happens.
+    Context of TRL's `_generate_and_score_completions`, which must be given the rows that this yields: it finds their
+    completions and rewards without sampling. So TRL pads, scores and logs the final batch alone, and `num_tokens`
+    counts all that was sampled. Metrics that reward functions log come from every round, since each call logs its own.
+    Without `dynamic_sampling_rounds`, and in an evaluation, the context does nothing.
     """
     rounds = trainer.args.dynamic_sampling_rounds
     if not rounds or not trainer.model.training:

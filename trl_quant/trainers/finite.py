@@ -1,18 +1,18 @@
 """
-The rule on NaN and infinity: the run stops at the step whose loss or gradient is not finite, and saves nothing of it.
+The rule on NaN and infinity: a run stops at the step whose loss or gradient is not finite, and saves nothing of it.
 
-An optimizer that is given one NaN makes every weight NaN, and a checkpoint of those would take the place of a good one.
-So each step is looked at before the optimizer takes its gradient, and the weights before each checkpoint and at the
-end, since NaN can come by other ways:
+One NaN in a gradient makes every weight NaN, and a checkpoint of such weights would replace a good one. So each step is
+checked before the optimizer takes it. Since NaN can come in other ways too, the weights are checked before each
+checkpoint and at the end of training:
 
-| where | looks at | and then |
+| checked | what | the last good weights are |
 |---|---|---|
-| before the optimizer's step | the losses of the micro-batches, the norm of the gradient | the weights are still good |
-| the same under DeepSpeed, whose engine takes its step earlier | the same | the last checkpoint is still good |
-| before a checkpoint, and when the training ends | trained weights, the optimizer's state | the same |
+| before the optimizer's step | the losses of the micro-batches, the norm of the gradient | those of the model |
+| after it under DeepSpeed, whose engine takes it earlier | the same | those of the last checkpoint |
+| before a checkpoint, and when training ends | trained weights, the optimizer's state | the same |
 
-Under FP16 the loss scaler skips steps whose gradients overflow, as it should, so there the first of these is left out.
-A step costs one number that the device hands to the host.
+Under FP16 the loss scaler skips steps whose gradients overflow, as it should, so steps are not checked there. The check
+of a step moves one number from the device to the host.
 """
 
 from collections.abc import Iterator
@@ -27,13 +27,47 @@ from ..rollout.stream import is_finite, local_part
 from .checkpoints import how_to_go_on
 
 
-def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None) -> None:
+class FiniteSteps:
     """
-    Raises `RuntimeError`, on all ranks, where a step must not be taken. Collective.
+    Stops a trainer before its optimizer takes a step that is not finite.
+
+    | TRL's call | here |
+    |---|---|
+    | `train` begins | [`begin`] forgets the losses of a step that an earlier `train` broke off |
+    | `training_step` ends, for each micro-batch | [`add_loss`] adds its loss to those of the step |
+    | `_get_grad_norm` ends, before the optimizer's step | [`check_and_forget`] checks the losses and the gradient |
 
     Args:
+        trainer ([`~transformers.Trainer`]): The trainer.
+
+    Attributes:
+        loss (`torch.Tensor` or `float`): Sum of the step's losses so far, on this rank.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self.loss: Tensor | float = 0.0
+
+    def begin(self) -> None:
+        self.loss = 0.0
+
+    def add_loss(self, loss: Tensor) -> None:
+        self.loss = self.loss + loss
+
+    def check_and_forget(self, norm: Tensor | float | None) -> None:
+        """[`check_step`], after which the next step begins with no losses. Collective."""
+        loss, self.loss = self.loss, 0.0
+        check_step(self.trainer, loss, norm)
+
+
+def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None) -> None:
+    """
+    Raises `RuntimeError`, on all ranks, if a step must not be taken. Collective.
+
+    Args:
+        trainer ([`~transformers.Trainer`]): The trainer.
         loss (`torch.Tensor`): Sum of this rank's losses in this step, shape ().
-        norm (`torch.Tensor`, `float` or `None`): That of the whole gradient.
+        norm (`torch.Tensor`, `float` or `None`): Of the whole gradient.
     """
     accelerator = trainer.accelerator
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -55,14 +89,16 @@ def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None) -> N
 
 
 def check_trained(trainer: Trainer) -> None:
-    """Raises `RuntimeError`, on all ranks, where a trained weight or optimizer state is not finite. Collective."""
+    """Raises `RuntimeError`, on all ranks, if a trained weight or the optimizer's state is not finite. Collective."""
     mine = [name for name, tensor in _trained(trainer) if not is_finite(tensor)]
-    if found := [name for names in gather_object([mine]) for name in names]:
-        others = f", as {len(found) - 1} other tensors" if len(found) > 1 else ""
-        raise RuntimeError(
-            f"{found[0]} is not finite after step {trainer.state.global_step}{others}. The run stops here and does not "
-            f"save it. {how_to_go_on(trainer.args.output_dir)}"
-        )
+    found = [name for names in gather_object([mine]) for name in names]
+    if not found:
+        return
+    others = f", as {len(found) - 1} other tensors" if len(found) > 1 else ""
+    raise RuntimeError(
+        f"{found[0]} is not finite after step {trainer.state.global_step}{others}. The run stops here and does not "
+        f"save it. {how_to_go_on(trainer.args.output_dir)}"
+    )
 
 
 def _trained(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,7 @@
-"""Where the time of a step goes: `profiling/NAME`, the seconds of a step that TRL's phase NAME took.
+"""The metrics `profiling/NAME`: how many seconds of a step TRL's phase NAME took.
 
-TRL times its phases for wandb, MLflow and Trackio alone, call by call; here they are metrics like all others. They
-nest: `_prepare_inputs` holds sync, sampling and scoring. What no phase holds is the backward pass and the optimizer.
+TRL reports its phases to wandb, MLflow and Trackio alone, call by call; here they are metrics like all others. Phases
+nest: `_prepare_inputs` includes sync, sampling and scoring. No phase includes the backward pass and the optimizer.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ from ..trl_seams import phases_timed
 
 
 class PhaseTimes(TrainerCallback):
-    """Hands the seconds of each step's phases to `log`, before the trainer logs the step."""
+    """Gives `log` the seconds of each phase at the end of a step, before the trainer logs the step."""
 
     def __init__(self, log: Callable[[dict[str, float]], None]):
         self.log, self.seconds = log, defaultdict(float)
@@ -23,7 +23,7 @@ class PhaseTimes(TrainerCallback):
         self.seconds[f"profiling/{name}"] += seconds
 
     def on_step_begin(self, *args, **kwargs):
-        # Forgets an evaluation; a step without a phase took no time for it, so that means are those of a step
+        # Drops the times of an evaluation. A phase that does not run takes 0 s of its step, which keeps means right.
         self.seconds = defaultdict(float, dict.fromkeys(self.seconds, 0.0))
 
     def on_step_end(self, *args, **kwargs):
@@ -32,11 +32,12 @@ class PhaseTimes(TrainerCallback):
 
 @contextmanager
 def logged(trainer: Trainer, log: Callable[[dict[str, float]], None] | None) -> Iterator[None]:
-    """Context in which the phases of `trainer` go to `log`; without one, it does nothing."""
+    """Context in which the phases of `trainer` are given to `log`; with `None` for `log` it does nothing."""
     if log is None:
         yield
         return
-    trainer.add_callback(times := PhaseTimes(log))
+    times = PhaseTimes(log)
+    trainer.add_callback(times)
     try:
         with phases_timed(times.add):
             yield

@@ -1,10 +1,9 @@
-"""What is asked of a call of a reward function: it ends in time, and gives one finite number for each completion.
+"""Checks of reward functions: a call must end in time and return one finite number for each completion.
 
-TRL calls a run's functions in the process that trains and takes what they return. One that hangs would hang the run, on
-one rank all ranks; an infinite reward makes every weight NaN. Here each function is wrapped for the time of
-`GRPOTrainer._calculate_rewards`. A reward of `None` keeps its meaning for TRL: this function says nothing of the
-completion, which the others score; so does NaN, of which the log tells once for each function. A run's tools have the
-same limit.
+TRL calls reward functions in the process that trains and takes what they return. A function that hangs would hang the
+run, on one rank all ranks; an infinite reward makes every weight NaN. So each function is wrapped while TRL's
+`_calculate_rewards` runs. A reward of `None` keeps its meaning for TRL: the function does not apply, and the others
+score the completion. NaN means the same, and the log says so once for each function. Tools have the same time limit.
 """
 
 import functools
@@ -32,8 +31,8 @@ class RewardCalls:
     The calls of a trainer's reward functions, with the limit `reward_timeout`.
 
     Attributes:
-        told (`set[str]`): Functions whose NaN was told of.
-        running (`set[str]`): Asynchronous functions that have not come back.
+        told (`set[str]`): Functions whose NaN was logged.
+        running (`set[str]`): Asynchronous functions that have not returned.
     """
 
     def __init__(self, trainer):
@@ -43,12 +42,12 @@ class RewardCalls:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Context in which the trainer's functions are wrapped. Reward models are left as they are."""
+        """Context in which the trainer's functions are wrapped. Reward models stay as they are."""
         trainer, functions = self.trainer, []
         self.running.clear()
         for name, function in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
             functions.append(function if isinstance(function, nn.Module) else self._wrapped(name, function))
-        # TRL waits for all asynchronous functions together; one that blocks their event loop is interrupted by nobody
+        # TRL awaits all asynchronous functions together. One that blocks their event loop needs a limit out here.
         waits = self.seconds is not None and any(map(is_async, functions))
         seconds = self.seconds * (len(functions) + 1) if waits else None
         with exchanged(trainer, reward_funcs=functions), time_limit(seconds, self._too_long_together):
@@ -79,7 +78,7 @@ class RewardCalls:
 
     @contextmanager
     def _exit_refused(self, name: str) -> Iterator[None]:
-        """A `sys.exit` in a reward, as in code that it runs, would end the training as if it were done."""
+        """Context that refuses `sys.exit` in a reward function, which would end the training as if it were done."""
         try:
             yield
         except SystemExit as error:
@@ -101,7 +100,7 @@ class RewardCalls:
         return f"The rewards of another rank, at step {step}, did not come in time. {self._go_on()}"
 
     def _rewards(self, name: str, returned, arguments: dict) -> list[float | None]:
-        """The rewards as numbers, which TRL counts; `ValueError` for what is none or not finite."""
+        """The rewards as numbers; `ValueError` if one is no number or not finite."""
         count = len(arguments["prompts"])
         rewards = _listed(returned)
         if rewards is None:
@@ -109,7 +108,7 @@ class RewardCalls:
                 f"{self._at(name)} returned {_short(returned)} ({type(returned).__name__}). It must return a list of "
                 f"{count} numbers, one for each completion. {self._go_on()}"
             )
-        if len(rewards) != count:  # told by TRL
+        if len(rewards) != count:  # TRL raises the error
             return rewards
         return [self._reward(name, row, reward, arguments) for row, reward in enumerate(rewards)]
 
@@ -137,7 +136,7 @@ class RewardCalls:
 
     def check_gathered(self, rewards: Tensor) -> None:
         """
-        Raises `ValueError` for what a reward model returned that is not finite. On every rank.
+        Raises `ValueError`, on every rank, if a reward model returned a reward that is not finite.
 
         Args:
             rewards (`torch.Tensor` of shape `(completions of all ranks, reward functions)`): As TRL gathers them.
@@ -154,7 +153,7 @@ class RewardCalls:
 
 
 def limited_tool(tool: Callable, seconds: float | None) -> Callable:
-    """A tool whose call ends within `seconds`, with an error that TRL gives to the model as that of any tool."""
+    """A tool whose calls end within `seconds`, else with an error, which TRL passes to the model."""
 
     def told() -> str:
         return f"The tool {tool.__name__!r} did not return within `reward_timeout`={seconds:g} seconds."
@@ -175,7 +174,7 @@ def limited_tool(tool: Callable, seconds: float | None) -> Callable:
 
 
 def _listed(returned) -> list | None:
-    """What a reward function returned as a list, `None` for what is none or has no order."""
+    """What a reward function returned, as a list; `None` if it is no sequence."""
     if isinstance(returned, str | bytes | Mapping | Set):
         return None
     try:
@@ -185,7 +184,7 @@ def _listed(returned) -> list | None:
 
 
 def _number(reward) -> float | None:
-    """What `float` makes of a reward: of a bool, of NumPy's and torch's scalars too. `None` for what is no number."""
+    """A reward as a `float`, also a bool or a scalar of NumPy or torch; `None` if it is no number."""
     if isinstance(reward, str | bytes):
         return None
     try:

@@ -1,0 +1,151 @@
+"""The mixin `QuantRollouts` on a trainer that it was not written for: TRL's `RLOOTrainer`, bound here in three lines.
+
+RLOO builds and calls its engine as GRPO does, so the mixin gives it quantized rollouts, noise, metrics of the sync,
+checks of rewards and steps, and checkpoints. TRL's RLOO throws the sampler's log-probabilities away and keeps one sum
+of the policy's for each completion. So there is no `mismatch/*` and no correction; its loss would have to change.
+"""
+
+from dataclasses import dataclass, field, fields
+
+import pytest
+import torch
+from tiny import save_tiny
+from training import assert_same_run, config, make, metrics, parameters
+from trl import RLOOConfig, RLOOTrainer
+
+from trl_quant import QuantGRPOConfig
+from trl_quant.rollout import TransformersEngine
+from trl_quant.trainers.quantized import QuantRollouts
+
+
+@dataclass
+class QuantRLOOConfig(RLOOConfig):
+    """TRL's configuration with the fields that the mixin reads, unchecked."""
+
+    rollout_precision: str | None = None
+    train_precision: str | None = None
+    exact_rollouts: bool = False
+    lora_sync: str = "merge"
+    vllm_engine_kwargs: dict | None = None
+    vllm_sleep_level: int = 2
+    vllm_request_timeout: float | None = None
+    sync_check_steps: int = 50
+    noise_schedule: str | None = None
+    noise_sigma_start: float = 1e-2
+    noise_sigma_end: float = 5e-4
+    noise_stages: int = 10
+    dynamic_sampling_rounds: int = 0
+    reward_timeout: float | None = None
+    resume_with_changes: bool = False
+    uaq_scale: float | None = None
+    is_taken: bool = field(default=False, init=False)
+
+    holds_frozen_base = QuantGRPOConfig.holds_frozen_base
+    samples_as_trained = QuantGRPOConfig.samples_as_trained
+    fsdp_version = QuantGRPOConfig.fsdp_version
+    noise_sigma = QuantGRPOConfig.noise_sigma
+
+    def training_settings(self) -> dict:
+        return {name: getattr(self, name) for name in ("rollout_precision", "noise_schedule", "uaq_scale")}
+
+    def inherited_settings(self) -> dict:
+        return {}
+
+    def plain_settings(self) -> dict:
+        return dict.fromkeys(self.training_settings())
+
+
+class QuantRLOOTrainer(QuantRollouts, RLOOTrainer):
+    """Quantized rollouts for TRL's `RLOOTrainer`."""
+
+
+def quantized(path, **settings) -> QuantRLOOTrainer:
+    settings = {"rollout_precision": "int8", "max_steps": 2} | settings
+    return make(QuantRLOOTrainer, config(QuantRLOOConfig, path, **settings), model=save_tiny(path / "model", seed=3))
+
+
+def finite_values(entry: dict, prefix: str) -> dict[str, float]:
+    return {name: value for name, value in entry.items() if name.startswith(prefix)}
+
+
+def test_a_made_up_trainer_samples_from_the_embedded_int8_copy(tmp_path):
+    trainer = quantized(tmp_path)
+    engine = trainer.vllm_generation
+    assert isinstance(engine, TransformersEngine) and engine.precision == "int8"
+    sampled, generate = [], engine.generate
+    engine.generate = lambda *args, **kwargs: sampled.append(generate(*args, **kwargs)) or sampled[-1]
+    before = parameters(trainer)
+    trainer.train()
+    assert len(sampled) == 2 and all(len(completions) == 8 for _, completions, _, _ in sampled)
+    assert any(not torch.equal(before[name], now) for name, now in parameters(trainer).items())
+
+    first, second = metrics(trainer)[:2]
+    errors = finite_values(first, "weights/")
+    assert 0 < errors["weights/normalized_quantization_error"] < 0.05
+    assert second["weights/normalized_update"] > 0
+    assert "profiling/sync_weights" in trainer.state.log_history[0]
+    # What RLOO cannot have: TRL drops the log-probabilities of the samples
+    assert not finite_values(first, "mismatch/") and not finite_values(first, "sampling/")
+
+
+def test_its_copy_is_another_policy_than_full_precision(tmp_path):
+    """INT4 samples other tokens from the same seed, so the engine's numbers reach the samples."""
+    runs = {precision: quantized(tmp_path / precision, rollout_precision=precision) for precision in ("bf16", "int4")}
+    for run in runs.values():
+        run.train()
+    rewards = [metrics(run)[0]["reward"] for run in runs.values()]
+    assert rewards[0] != rewards[1]
+
+
+def test_without_a_precision_it_is_trls(tmp_path):
+    path = save_tiny(tmp_path / "model", seed=3)
+    runs = []
+    for kind, arguments in ((QuantRLOOTrainer, QuantRLOOConfig), (RLOOTrainer, RLOOConfig)):
+        runs.append(make(kind, config(arguments, tmp_path, max_steps=2), model=path))
+        runs[-1].train()
+    assert_same_run(*runs)
+
+
+def test_noise_checkpoints_and_a_resume(tmp_path):
+    """A resumed run is the unbroken one."""
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "noise_schedule": "linear"}
+    settings["noise_stages"] = 3
+    whole = quantized(tmp_path, **settings)
+    whole.train()
+    assert any(entry.get("noise/effective_sigma", 0) > 0 for entry in metrics(whole))
+    resumed = quantized(tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert metrics(resumed)[:4] == metrics(whole)[:4]
+    mine, theirs = parameters(resumed), parameters(whole)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    other = quantized(tmp_path, **settings | {"rollout_precision": "fp8"})
+    with pytest.raises(ValueError, match="rollout_precision"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_its_rewards_and_steps_must_be_finite(tmp_path):
+    def infinite(completions, **kwargs):
+        return [float("inf")] * len(completions)
+
+    trainer = quantized(tmp_path)
+    trainer.reward_funcs = [infinite]
+    with pytest.raises(ValueError, match="not finite"):
+        trainer.train()
+
+
+def test_a_class_without_an_engine_is_refused():
+    """`QuantRollouts` needs a trainer of TRL's beside it."""
+    from transformers import Trainer
+
+    from trl_quant.trl_seams import trainer_builds
+
+    class Plain(QuantRollouts, Trainer): ...
+
+    with pytest.raises(TypeError, match="Plain inherits from no trainer"), trainer_builds(Plain, None, None):
+        pass
+
+
+def test_the_made_up_config_has_the_names_of_ours():
+    """Else a field that was renamed would be tested under its old name."""
+    ours = {f.name for f in fields(QuantGRPOConfig)} | {"is_taken"}
+    assert {f.name for f in fields(QuantRLOOConfig)} <= ours | {f.name for f in fields(RLOOConfig)}

@@ -1,0 +1,36 @@
+"""What a correction says of itself, so that nobody has to know it by its name."""
+
+from typing import ClassVar
+
+from .base import CorrectionInputs, CorrectionOutput
+
+
+class Correction:
+    """
+    Base of the corrections. Each is a frozen dataclass of its hyperparameters, and overrides the traits that it has.
+
+    Attributes:
+        whole_batch (`bool`): Its weights need all tokens of a generation, scored before the first update.
+        every_update (`bool`):
+            It compares the sampler with the current policy: at each update `old_logps` are that policy's, and `R` is 1.
+        token_only (`bool`): It needs the ratio of each token (`importance_sampling_level="token"`).
+        moves_clip_bounds (`bool`): It gives tokens clip bounds of their own, so the loss must clip `R`.
+        ignores_sampler (`bool`): It leaves GRPO's loss as if the policy itself had sampled.
+        applied_by_trl (`bool`): TRL computes and applies its weights; here it is only measured.
+        settings (`dict[str, str]`): GRPO settings that its method asks for, by TRL's names.
+        aliases (`dict[str, str]`):
+            hyperparameter -> the config's field that sets it, where that is not `<correction>_<hyperparameter>`.
+    """
+
+    whole_batch: ClassVar[bool] = False
+    every_update: ClassVar[bool] = False
+    token_only: ClassVar[bool] = False
+    moves_clip_bounds: ClassVar[bool] = False
+    ignores_sampler: ClassVar[bool] = False
+    applied_by_trl: ClassVar[bool] = False
+    settings: ClassVar[dict[str, str]] = {}
+    aliases: ClassVar[dict[str, str]] = {}
+
+    def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
+        """The weights of a batch, and perhaps clip bounds or another proximal policy."""
+        raise NotImplementedError

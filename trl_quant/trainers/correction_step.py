@@ -1,0 +1,151 @@
+"""The way of a correction through TRL's loss: from sampled tokens to the weights that multiply each token's loss.
+
+TRL calls our trainer at five places between a generation and its losses. [`CorrectionStep`] is what those calls share.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import Tensor
+from trl import GRPOTrainer
+
+from ..corrections import Correction, CorrectionOutput
+from ..corrections.acr import rescued
+from ..corrections.batch import corrected, counted, joined, sampling_metrics, write
+from ..trl_seams import exchanged
+
+
+class CorrectionStep:
+    """
+    The correction of one trainer, and what must be remembered between two calls of TRL.
+
+    A correction needs three things for each token: the sampler's log-probability, the old policy's and the advantage.
+    The sampler's come with the tokens. The old policy's come from one of two places, as `trainer.one_pass` says:
+
+    - Several updates per generation: the policy moves between the updates, so TRL scores the whole generation before
+      the first loss, in a forward pass of its own.
+    - One pass: the policy of the loss is the old policy, so the loss's own forward scores the tokens, R = 1, and the
+      extra pass is saved. This holds if a generation serves one update, or if the correction compares the sampler with
+      the current policy at each update (`every_update`).
+
+    | TRL's call | several updates | one pass |
+    |---|---|---|
+    | `_generate_and_score_completions` begins | [`scoring`] lets TRL score the tokens | [`scoring`] stops that |
+    | TRL samples, scores, computes advantages | the batch gets `sampling_per_token_logps`, `advantages` and `old_per_token_logps` | the same without `old_per_token_logps` |
+    | `_generate_and_score_completions` ends | [`before_loss`] writes the weights into the batch, and logs | nothing |
+    | TRL shuffles the batch and splits it | each weight moves with its token | |
+    | `_compute_loss` begins, for each micro-batch | [`during_loss`] opens a copy of the micro-batch | the same |
+    | it calls `_get_per_token_logps_and_entropies` | [`write_into_open_batch`] sets the clip bounds of each token | [`write_into_open_batch`] writes `old_per_token_logps` and the weights, sets the clip bounds, and logs after the last micro-batch |
+    | TRL's loss goes on | it reads `importance_sampling_ratio`, `old_per_token_logps`, `trainer.epsilon_low` and `_high` | the same |
+    | `_compute_loss` ends | [`during_loss`] closes the copy and puts the clip bounds back | the same |
+
+    TRL's buffered batch itself is never changed by a loss, so that a second update finds it as it was.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]): The trainer, with [`~trainers.quantized.QuantRollouts.log_values`] and `one_pass`.
+        correction ([`~corrections.base.Correction`] or `None`): `None` leaves everything to TRL.
+        level (`str`): `importance_sampling_level`, `"token"` or `"sequence"`.
+
+    Attributes:
+        open_batch (`dict` or `None`): The micro-batch whose loss TRL is computing, while it does.
+        seen (`dict[str, list[dict]]`): By `"train"` and `"eval"`, the micro-batches of the generation that were
+            corrected in one pass and are not logged yet.
+    """  # noqa: E501
+
+    def __init__(self, trainer: GRPOTrainer, correction: Correction | None, level: str):
+        self.trainer, self.correction, self.level = trainer, correction, level
+        self.open_batch: dict[str, Tensor] | None = None
+        self.seen: dict[str, list[dict[str, Tensor]]] = {"train": [], "eval": []}
+
+    @property
+    def mode(self) -> str:
+        return "train" if self.trainer.model.training else "eval"
+
+    @property
+    def trl_scores(self) -> bool:
+        """Whether TRL scores a whole generation before the first loss."""
+        return self.trainer.vllm_importance_sampling_correction and not self.trainer.one_pass
+
+    def scoring(self) -> AbstractContextManager:
+        """Context of TRL's `_generate_and_score_completions`. It also forgets the micro-batches of the last one."""
+        self.seen[self.mode] = []
+        return exchanged(self.trainer, vllm_importance_sampling_correction=self.trl_scores)
+
+    def before_loss(self, batch: dict[str, Tensor]) -> None:
+        """Corrects a generation that TRL has scored: writes the weights into `batch`, and logs."""
+        if not self.trl_scores or self.correction is None or batch.get("sampling_per_token_logps") is None:
+            return
+        output = corrected(self.correction, batch, self.level)
+        self.log(batch, output)
+        write(output, batch)
+
+    @contextmanager
+    def during_loss(self, batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Context of TRL's `_compute_loss`, which must be given the copy of `batch` that this yields."""
+        trainer = self.trainer
+        # `write_into_open_batch` may set other bounds in here. These come back at the end.
+        bounds = exchanged(trainer, epsilon_low=trainer.epsilon_low, epsilon_high=trainer.epsilon_high)
+        with bounds, exchanged(self, open_batch=dict(batch)):
+            yield self.open_batch
+
+    def write_into_open_batch(self, logps: Tensor) -> None:
+        """
+        Writes what the rest of TRL's loss reads. Outside of a loss it does nothing.
+
+        Args:
+            logps (`torch.Tensor` of shape `(B, T)`): Of the current policy, just computed in the loss; detached.
+        """
+        batch = self.open_batch
+        if batch is None:
+            return
+        if self.trainer.one_pass and "sampling_per_token_logps" in batch:
+            batch["old_per_token_logps"] = logps
+            scored = dict(batch)
+            output = corrected(self.correction, scored, self.level)
+            write(output, batch)
+            self._log_after_last(scored, output)
+        if "clip_high" in batch:
+            self._set_clip_bounds(batch, logps)
+
+    def _log_after_last(self, batch: dict[str, Tensor], output: CorrectionOutput) -> None:
+        """Logs the generation when all of its micro-batches were seen; `batch` and `output` are the newest one's."""
+        seen = self.seen[self.mode]
+        seen.append(batch)
+        parts = self.trainer.args.steps_per_generation if self.mode == "train" else 1
+        if len(seen) < parts:
+            return
+        self.seen[self.mode] = []
+        if parts == 1:
+            self.log(batch, output)
+        else:
+            whole = joined(seen)
+            self.log(whole, corrected(self.correction, whole, self.level))
+
+    def _set_clip_bounds(self, batch: dict[str, Tensor], logps: Tensor) -> None:
+        """Gives TRL's loss the clip bounds of each token (QuRL eq. 9), and logs how many gradients they keep."""
+        trainer = self.trainer
+        share = rescued(logps, batch, counted(batch), trainer.epsilon_high)
+        trainer.log_values({"mismatch/rescued_fraction": trainer.accelerator.gather(share).mean().item()})
+        # TRL clamps the ratio to [1 - epsilon_low, 1 + epsilon_high]; near 1 both subtractions are exact.
+        trainer.epsilon_low, trainer.epsilon_high = 1 - batch["clip_low"], batch["clip_high"] - 1
+
+    def log(self, batch: dict[str, Tensor], output: CorrectionOutput) -> None:
+        """Logs the metrics of a whole generation, and TRL's `sampling/*` for weights that take the place of TRL's."""
+        trainer = self.trainer
+        trainer.log_values(output.metrics)
+        if output.weights is None:  # TRL has logged its own
+            return
+        metrics = sampling_metrics(batch, output.weights, trainer.accelerator.gather)
+        if trainer.one_pass:
+            trainer.log_values(metrics)
+        else:
+            trainer.replace_values(metrics)  # TRL has logged those of its own ratio, which we replace
+
+
+def scores_in_one_pass(correction: Correction | None, one_update_per_generation: bool) -> bool:
+    """Whether the loss's own forward scores the tokens for the correction too, so that TRL's scoring pass is saved."""
+    if correction is None:
+        return False
+    if correction.every_update:
+        return True
+    return one_update_per_generation and not correction.whole_batch

@@ -1,0 +1,235 @@
+"""Quantized rollouts for any of TRL's online trainers.
+
+    class QuantGRPOTrainer(QuantRollouts, GRPOTrainer): ...
+
+[`QuantRollouts`] comes first among the bases. It builds the engine in the place of TRL's own, gives it the policy's
+weights and noise before each generation, and guards the run: rewards, steps and checkpoints.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl.extras.profiling import profiling_context
+
+from ..config.preflight import check_before_loading
+from ..policy.frozen import on_frozen_base
+from ..policy.unified import check_flow, flow, follow_engine, restore, train_as_sampled
+from ..rollout import RolloutEngine, RolloutNoise, engine_of
+from ..scaling import apply_uaq, uaq_applied
+from ..trl_seams import exchanged
+from . import checkpoints, phases
+from .checks import check_model, check_trainable
+from .finite import FiniteSteps, check_trained
+from .reward_calls import RewardCalls
+
+
+class QuantRollouts:
+    """
+    Mixin for a trainer of TRL's that builds a `VLLMGeneration` and samples from it, such as `GRPOTrainer` or
+    `RLOOTrainer`. Without a `rollout_precision` TRL generates as it always does.
+
+    What it builds on is tested on both trainers: the trainer's module looks up `VLLMGeneration` when it is built;
+    `_generate` samples a generation, in one or more calls of `_generate_single_turn`; `_calculate_rewards` calls
+    `reward_funcs`; `_metrics["train"]` and `["eval"]` hold lists of values until they are logged.
+
+    What a trainer does with the sampler's log-probabilities is left to it: GRPO's loss takes weights from them
+    ([`~trainers.correction_step`]).
+
+    Attributes:
+        runs (`list[str]`): Names of the runs that this one goes on from, and last its own.
+    """
+
+    runs: list[str] = []
+    _engine: RolloutEngine | None = None  # `None` where TRL itself generates
+
+    def __init__(self, *, model, args, eval_dataset=None, quantization_config=None, peft_config=None, **given):
+        """Takes the arguments of TRL's trainer, with a configuration that has this package's fields and is checked."""
+        given |= {
+            "eval_dataset": eval_dataset,
+            "quantization_config": quantization_config,
+            "peft_config": peft_config,
+        }
+        args.is_taken = True
+        check_before_loading(model=model, args=args, **given)
+        if not isinstance(model, str):
+            restore(model)  # undoes what an earlier trainer did to this model
+        args.rollout_precision = checkpoints.precision_before(args)
+        fields = {"model_init_kwargs": args.model_init_kwargs}
+        if args.holds_frozen_base:
+            given |= on_frozen_base(model=model, args=args, **given)
+            fields["model_init_kwargs"] = given.pop("model_init_kwargs")
+        fields |= self.fields_while_built(args)
+        models_loaded, engine_built = partial(train_as_sampled, self), partial(follow_engine, self)
+        with engine_of(type(self), args, models_loaded, engine_built, **fields):
+            super().__init__(model=model, args=args, **given)
+        engine = getattr(self, "vllm_generation", None)
+        self._engine = engine if isinstance(engine, RolloutEngine) else None
+        self._reward_calls = RewardCalls(self)
+        self._finite_steps = FiniteSteps(self)
+        if args.uaq_scale is not None and uaq_applied(self.model) is None:
+            apply_uaq(self.model, args.uaq_scale)
+        self._flow = flow(self.model)
+
+    def fields_while_built(self, args) -> dict:
+        """Fields of `args` that TRL's constructor must see with other values."""
+        return {}
+
+    # Metrics
+
+    def log_values(self, values: dict[str, float]) -> None:
+        """Adds values to those that TRL logs next."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in values.items():
+            metrics[name].append(value)
+
+    def replace_values(self, values: dict[str, float]) -> None:
+        """As [`log_values`], in the place of the last value of each name."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in values.items():
+            metrics[name][-1:] = [value]
+
+    # Generate. The ranks sync, check and add noise together before the first turn; then each takes turns of its own.
+
+    def _generate(self, prompts):
+        check_flow(self, self._flow)
+        check_model(self, self._engine)
+        if self._engine is None:
+            return super()._generate(prompts)
+        with self.generation():
+            generated = super()._generate(prompts)
+        if self.args.noise_schedule is not None and self.model.training:
+            self.log_values(self._engine.noise_metrics())
+        return generated
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """
+        Context of one generation: syncs the engine, checks it and adds the noise once, whatever the number of turns.
+        TRL then finds the weights synced, and a `rollout_func` that calls the engine itself finds it awake.
+        """
+        self._engine.noise = self.rollout_noise()
+        with ExitStack() as turns:
+            with self._engine_errors_explained():
+                self._sync()
+                turns.enter_context(self._engine.generation())
+            yield
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
+        if self._engine is None:
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
+        self._engine.multimodal_fields = multimodal_fields
+        with self._engine_errors_explained():
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
+
+    @contextmanager
+    def _engine_errors_explained(self) -> Iterator[None]:
+        """Context in which an error of the engine says at which step it came and where the run can go on."""
+        try:
+            yield
+        except ValueError:  # already clear
+            raise
+        except Exception as error:
+            if checkpoints.is_lost(error):  # `train` explains a lost rank
+                raise
+            step, go_on = self.state.global_step, checkpoints.how_to_go_on(self.args.output_dir)
+            broken = self._engine.weights.first_non_finite()
+            why = f": the policy's `{broken}` holds NaN or infinity" if broken else ""
+            message = f"The {self._engine.precision} rollout engine failed at step {step}{why}. {go_on} Cause: {error}"
+            raise RuntimeError(message) from error
+
+    def _sync(self) -> None:
+        """
+        Gives the engine the policy's weights at a new step, as TRL does, and whenever they changed since the last sync.
+        A step keeps the metrics of its first sync.
+        """
+        is_new_step = self.state.global_step != self._last_loaded_step
+        if not is_new_step and not self._engine.is_stale():
+            return
+        metrics = self._engine.sync_metrics
+        with profiling_context(self, "sync_weights"):
+            self._engine.sync_weights()
+        if not is_new_step:
+            self._engine.sync_metrics = metrics
+        self._last_loaded_step = self.state.global_step
+
+    def rollout_noise(self) -> RolloutNoise:
+        """The noise of the next generation. A step with several generations draws one for each; evaluation has none."""
+        args, step = self.args, self.state.global_step
+        draw = self._step % args.gradient_accumulation_steps // (args.steps_per_generation * args.num_iterations)
+        sigma = args.noise_sigma(step, self.state.max_steps) if self.model.training else 0.0
+        return RolloutNoise(sigma, args.seed, step, draw)
+
+    def check_sync(self) -> dict[str, float]:
+        """
+        Runs [`~rollout.verify.self_check.self_check`] now, after a sync if the next generation would sync. Needs a vLLM
+        engine.
+        """
+        if not hasattr(self._engine, "check_sync"):
+            raise ValueError("`check_sync` checks vLLM engines: set `use_vllm=True` and a `rollout_precision`.")
+        self._sync()
+        return self._engine.check_sync()
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self._engine is not None and self.model.training:  # evaluation leaves them to the training step that synced
+            self.log_values(self._engine.take_metrics())
+        return output
+
+    # Reward: each function returns in time, and each number is finite
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        with self._reward_calls.watched():
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._reward_calls.check_gathered(rewards)
+        return rewards
+
+    # Step: the optimizer takes only finite ones
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._finite_steps.add_loss(loss)
+        return loss
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self._finite_steps.check_and_forget(norm)
+        return norm
+
+    # Checkpoints: a run saves finite weights, resumes from a complete checkpoint, and scales a model once
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        check_trainable(self.model)
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = checkpoints.checkpoint_to_resume(self.args.output_dir)
+        state = {}
+        if resume_from_checkpoint:  # checked here, since transformers loads DeepSpeed's checkpoints in another place
+            state = checkpoints.check_resume(resume_from_checkpoint, self.args, uaq_applied(self.model))
+            if self._engine is not None:
+                self._engine.load_state_dict(state)
+        self.runs = checkpoints.new_run(state.get("runs", []))
+        self._finite_steps.begin()
+        log_phases = None if self._engine is None else self.log_values
+        with checkpoints.others_lost(self), phases.logged(self, log_phases):
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            check_trained(self)
+        return output
+
+    def _get_train_sampler(self, dataset=None):
+        return checkpoints.same_after_resume(super()._get_train_sampler(dataset))
+
+    def _save_checkpoint(self, model, trial):
+        check_trained(self)
+        state = checkpoints.recorded(self)
+        if self._engine is not None:
+            state |= self._engine.state_dict()  # collective
+        directory, step, limit = self._get_output_dir(trial), self.state.global_step, self.args.save_total_limit
+        checkpoint = f"{directory}/{PREFIX_CHECKPOINT_DIR}-{step}"
+        with checkpoints.saving(checkpoint):
+            if self.args.should_save:
+                checkpoints.write_rollout_state(checkpoint, state)
+            with exchanged(self.args, save_total_limit=None):  # else transformers deletes checkpoints by their times
+                super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            checkpoints.rotate(directory, step, limit, self.state.best_model_checkpoint, self.runs)
