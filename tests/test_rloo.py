@@ -1,11 +1,13 @@
-"""The mixin `QuantRollouts` on a trainer that it was not written for: TRL's `RLOOTrainer`, bound here in three lines.
+"""The mixin `QuantRollouts` on a trainer that it was not written for: TRL's `RLOOTrainer`, bound here in two lines.
 
 RLOO builds and calls its engine as GRPO does, so the mixin gives it quantized rollouts, noise, metrics of the sync,
 checks of rewards and steps, and checkpoints. TRL's RLOO throws the sampler's log-probabilities away and keeps one sum
-of the policy's for each completion. So there is no `mismatch/*` and no correction; its loss would have to change.
+of the policy's for each completion. So there is no `mismatch/*`, and `is_correction` does nothing: the loss would have
+to change.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,46 +15,16 @@ from tiny import save_tiny
 from training import assert_same_run, config, make, metrics, parameters
 from trl import RLOOConfig, RLOOTrainer
 
-from trl_quant import QuantGRPOConfig
+from trl_quant.config.fields import QuantFields
 from trl_quant.rollout import TransformersEngine
 from trl_quant.trainers.quantized import QuantRollouts
 
 
 @dataclass
-class QuantRLOOConfig(RLOOConfig):
-    """TRL's configuration with the fields that the mixin reads, unchecked."""
+class QuantRLOOConfig(QuantFields, RLOOConfig):
+    """TRL's configuration with the fields of this package."""
 
-    rollout_precision: str | None = None
-    train_precision: str | None = None
-    exact_rollouts: bool = False
-    lora_sync: str = "merge"
-    vllm_engine_kwargs: dict | None = None
-    vllm_sleep_level: int = 2
-    vllm_request_timeout: float | None = None
-    sync_check_steps: int = 50
-    noise_schedule: str | None = None
-    noise_sigma_start: float = 1e-2
-    noise_sigma_end: float = 5e-4
-    noise_stages: int = 10
-    dynamic_sampling_rounds: int = 0
-    reward_timeout: float | None = None
-    resume_with_changes: bool = False
-    uaq_scale: float | None = None
-    is_taken: bool = field(default=False, init=False)
-
-    holds_frozen_base = QuantGRPOConfig.holds_frozen_base
-    samples_as_trained = QuantGRPOConfig.samples_as_trained
-    fsdp_version = QuantGRPOConfig.fsdp_version
-    noise_sigma = QuantGRPOConfig.noise_sigma
-
-    def training_settings(self) -> dict:
-        return {name: getattr(self, name) for name in ("rollout_precision", "noise_schedule", "uaq_scale")}
-
-    def inherited_settings(self) -> dict:
-        return {}
-
-    def plain_settings(self) -> dict:
-        return dict.fromkeys(self.training_settings())
+    trl_config: ClassVar[type] = RLOOConfig
 
 
 class QuantRLOOTrainer(QuantRollouts, RLOOTrainer):
@@ -143,9 +115,3 @@ def test_a_class_without_an_engine_is_refused():
 
     with pytest.raises(TypeError, match="Plain inherits from no trainer"), trainer_builds(Plain, None, None):
         pass
-
-
-def test_the_made_up_config_has_the_names_of_ours():
-    """Else a field that was renamed would be tested under its old name."""
-    ours = {f.name for f in fields(QuantGRPOConfig)} | {"is_taken"}
-    assert {f.name for f in fields(QuantRLOOConfig)} <= ours | {f.name for f in fields(RLOOConfig)}
