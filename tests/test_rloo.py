@@ -36,7 +36,7 @@ def quantized(path, **settings) -> QuantRLOOTrainer:
     return make(QuantRLOOTrainer, config(QuantRLOOConfig, path, **settings), model=save_tiny(path / "model", seed=3))
 
 
-def finite_values(entry: dict, prefix: str) -> dict[str, float]:
+def starting_with(prefix: str, entry: dict) -> dict[str, float]:
     return {name: value for name, value in entry.items() if name.startswith(prefix)}
 
 
@@ -52,12 +52,12 @@ def test_a_made_up_trainer_samples_from_the_embedded_int8_copy(tmp_path):
     assert any(not torch.equal(before[name], now) for name, now in parameters(trainer).items())
 
     first, second = metrics(trainer)[:2]
-    errors = finite_values(first, "weights/")
+    errors = starting_with("weights/", first)
     assert 0 < errors["weights/normalized_quantization_error"] < 0.05
     assert second["weights/normalized_update"] > 0
     assert "profiling/sync_weights" in trainer.state.log_history[0]
     # What RLOO cannot have: TRL drops the log-probabilities of the samples
-    assert not finite_values(first, "mismatch/") and not finite_values(first, "sampling/")
+    assert not starting_with("mismatch/", first) and not starting_with("sampling/", first)
 
 
 def test_its_copy_is_another_policy_than_full_precision(tmp_path):

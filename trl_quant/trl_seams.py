@@ -198,10 +198,10 @@ def phases_timed(add: Callable[[str, float], None]) -> Iterator[None]:
 
 
 def empty_cache() -> None:
-    """TRL's: gives memory that torch holds for later back to the device."""
+    """Gives the memory that PyTorch holds in reserve back to the device, as TRL does."""
     vllm_generation.empty_cache()
 
 
 def is_async(function: Callable) -> bool:
-    """TRL's: whether a call of a reward function or a tool is to be awaited."""
+    """Whether TRL awaits the calls of a reward function or a tool."""
     return trl_utils.is_async_callable(function)

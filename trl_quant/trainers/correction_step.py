@@ -28,29 +28,34 @@ class CorrectionStep:
       extra pass is saved. This holds if a generation serves one update, or if the correction compares the sampler with
       the current policy at each update (`every_update`).
 
-    | TRL's call | several updates | one pass |
-    |---|---|---|
-    | `_generate_and_score_completions` begins | [`scoring`] lets TRL score the tokens | [`scoring`] stops that |
-    | TRL samples, scores, computes advantages | the batch gets `sampling_per_token_logps`, `advantages` and `old_per_token_logps` | the same without `old_per_token_logps` |
-    | `_generate_and_score_completions` ends | [`before_loss`] writes the weights into the batch, and logs | nothing |
-    | TRL shuffles the batch and splits it | each weight moves with its token | |
-    | `_compute_loss` begins, for each micro-batch | [`during_loss`] opens a copy of the micro-batch | the same |
-    | it calls `_get_per_token_logps_and_entropies` | [`write_into_open_batch`] sets the clip bounds of each token | [`write_into_open_batch`] writes `old_per_token_logps` and the weights, sets the clip bounds, and logs after the last micro-batch |
-    | TRL's loss goes on | it reads `importance_sampling_ratio`, `old_per_token_logps`, `trainer.epsilon_low` and `_high` | the same |
-    | `_compute_loss` ends | [`during_loss`] closes the copy and puts the clip bounds back | the same |
+    The calls in their order, with what is read and written at each:
 
-    TRL's buffered batch itself is never changed by a loss, so that a second update finds it as it was.
+    1. `_generate_and_score_completions` begins. [`scoring`] lets TRL score the generation, but not in one pass.
+    2. TRL samples. Its batch has `sampling_per_token_logps`, `advantages` and, if scored, `old_per_token_logps`.
+    3. `_generate_and_score_completions` ends. [`before_loss`] reads these three, writes `importance_sampling_ratio`
+       into the batch, for some corrections also clip bounds or other `old_per_token_logps`, and logs. In one pass it
+       does nothing.
+    4. TRL shuffles the batch and splits it into micro-batches. What was written moves with its rows.
+    5. `_compute_loss` begins, for each micro-batch of each update. [`during_loss`] opens a copy of the micro-batch.
+    6. TRL's loss calls `_get_per_token_logps_and_entropies`. [`write_into_open_batch`] gets the log-probabilities of
+       the current policy. In one pass it writes them as `old_per_token_logps`, so R = 1, writes what [`before_loss`]
+       writes otherwise, and logs after the last micro-batch of the generation. In both cases it then sets the trainer's
+       `epsilon_low` and `epsilon_high` to the clip bounds of each token, if the batch has them.
+    7. The rest of TRL's loss reads `importance_sampling_ratio`, `old_per_token_logps` and both epsilons.
+    8. `_compute_loss` ends. [`during_loss`] drops the copy and restores the epsilons.
+
+    A loss never changes TRL's buffered batch, so a second update finds it as it was.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]): The trainer, with [`~trainers.quantized.QuantRollouts.log_values`] and `one_pass`.
-        correction ([`~corrections.base.Correction`] or `None`): `None` leaves everything to TRL.
+        trainer ([`~trl.GRPOTrainer`]): The trainer, with `one_pass` and the methods of [`~trainers.quantized`].
+        correction ([`~corrections.traits.Correction`] or `None`): `None` leaves everything to TRL.
         level (`str`): `importance_sampling_level`, `"token"` or `"sequence"`.
 
     Attributes:
         open_batch (`dict` or `None`): The micro-batch whose loss TRL is computing, while it does.
         seen (`dict[str, list[dict]]`): By `"train"` and `"eval"`, the micro-batches of the generation that were
             corrected in one pass and are not logged yet.
-    """  # noqa: E501
+    """
 
     def __init__(self, trainer: GRPOTrainer, correction: Correction | None, level: str):
         self.trainer, self.correction, self.level = trainer, correction, level
