@@ -508,6 +508,40 @@ match x:
     ]
 
 
+# Names
+
+
+def names_of_two_things(sources: Sources) -> Violations:
+    """Constants and tables of one name that are defined in two rooms."""
+    rooms: dict[str, set[str]] = {}
+    for module, text in modules(sources).items():
+        room = PurePosixPath(module).parent.as_posix()
+        for node in parsed(text).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in targets:
+                for name in ast.walk(target) if target is not None else ():
+                    if isinstance(name, ast.Name) and name.id.isupper() and not is_private(name.id):
+                        rooms.setdefault(name.id, set()).add(module if room == "." else room)
+    return [
+        f"{name} stands in {' and '.join(sorted(found))}" for name, found in sorted(rooms.items()) if len(found) > 1
+    ]
+
+
+def test_one_name_is_one_thing(sources):
+    none(names_of_two_things(sources))
+    made_up = {
+        "trl_quant/a/x.py": "FORMATS = {}\nBLOCK: int = 1\n_OWN = LOW, HIGH = 1, 2\nother = 1\n",
+        "trl_quant/a/y.py": "BLOCK = 2\nfor LOOP in (): ...\n",
+        "trl_quant/a/b/x.py": "FORMATS: dict = {}\n_OWN = other = 1\ndef f():\n    BLOCK = 1\n",
+        "trl_quant/c.py": "from .a.x import FORMATS\nHIGH = 3\n",
+        "tests/x.py": "BLOCK = 1\n",
+    }
+    assert names_of_two_things(made_up) == [
+        "FORMATS stands in a and a/b",
+        "HIGH stands in a and c.py",
+    ]
+
+
 # Texts
 
 
