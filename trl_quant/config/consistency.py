@@ -30,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 MODEL_IMPLS = ("vllm", "transformers", "auto")
 LORA_SYNCS = ("merge", "adapter")
-ATTENTION = ("backend", "flash_attn_max_num_splits_for_cuda_graph")  # what `exact_rollouts` sets of vLLM's attention
+EXACT_ATTENTION_FIELDS = (
+    "backend",
+    "flash_attn_max_num_splits_for_cuda_graph",
+)  # what `exact_rollouts` sets of vLLM's attention
 VLLM_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # of the colocated engine
 
 
@@ -244,7 +247,7 @@ def _check_exact(args):
         "kv_cache_dtype": given.get("kv_cache_dtype", "auto") not in UNQUANTIZED,
         "enforce_eager": given.get("enforce_eager"),
         "compilation_config": not isinstance(compiled, dict) or compiled.keys() & {"mode", "cudagraph_mode"},
-        "attention_config": not isinstance(attention, dict) or attention.keys() & set(ATTENTION),
+        "attention_config": not isinstance(attention, dict) or attention.keys() & set(EXACT_ATTENTION_FIELDS),
         "attention_backend": given.get("attention_backend"),
         "disable_cascade_attn": given.get("disable_cascade_attn") is False,
     }

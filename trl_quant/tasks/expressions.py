@@ -29,7 +29,7 @@ MAX_POWER = 100  # of an exponent
 MAX_BITS = 4000  # of a value before its point, and of zeros after it
 DIGITS = 50  # that are computed
 EQUAL_DIGITS = 40  # that agree in equal values
-POINTS = 3
+EVALUATION_POINTS = 3
 
 _FUNCTIONS = {  # of LaTeX -> of mpmath
     **{name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "log", "exp")},
@@ -221,7 +221,7 @@ def _same_value(gold: str, answer: str) -> bool:
     try:
         expected, found = _tokens(gold), _tokens(answer)
         functions = {token[1:] for token in expected if token[1:] in _FUNCTIONS}
-        for point in range(POINTS):
+        for point in range(EVALUATION_POINTS):
             a, b = (_Value(tokens, functions, point).read() for tokens in (expected, found))
             if not abs(a - b) <= max(abs(a), abs(b), 1) * _mpmath().mpf(10) ** -EQUAL_DIGITS:
                 return False
