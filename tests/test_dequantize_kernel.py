@@ -162,10 +162,10 @@ def test_compiles_for_hopper(name):
     if name != "nvfp4":
         return
     constants |= {"NUMBER": triton.language.bfloat16}
-    for forward, config in ((True, kernels.CONFIGS[0]), (False, kernels.CONFIGS[-1])):
+    for forward, config in ((True, kernels.TILINGS[0]), (False, kernels.TILINGS[-1])):
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         types = f"*bf16 *bf16 - *u8 {tensors} i32 i32 i32 i32 i32 i32"
         constants |= {"FORWARD": forward, **config.kwargs}
         ptx = ptx_of(kernels.matmul_kernel.fn, types, constants, **options)
-        assert ("mma.sync" if config is kernels.CONFIGS[0] else "wgmma.mma_async") in ptx
+        assert ("mma.sync" if config is kernels.TILINGS[0] else "wgmma.mma_async") in ptx
         assert "cp.async" in ptx, "loads ahead"

@@ -16,6 +16,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from trl_quant.formats import FORMATS
+
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "trl_quant"
@@ -204,6 +206,51 @@ def test_pure_rooms_import_little(sources):
         "precisions.py:2 imports trl_quant.config",
         "layers/x.py:2 imports trl_quant.kernels",
         "layers/x.py:5 imports trl_quant.rollout",
+    ]
+
+
+def circles(sources: Sources) -> Violations:
+    """Modules that import each other, also through others and inside functions."""
+    files = modules(sources)
+    imported = {module: set() for module in files}
+    for module, text in files.items():
+        for name, _, _ in imports(module, text):
+            top, *path = name.split(".")
+            places = [
+                ("/".join(path[:length]), end)
+                for length in (len(path), len(path) - 1)
+                for end in (".py", "/__init__.py")
+            ]
+            found = [(place + end).removeprefix("/") for place, end in places if top == PACKAGE]
+            imported[module] |= {next((place for place in found if place in files), module)} - {module}
+
+    def reached(module: str) -> set[str]:
+        seen, rest = set(), [module]
+        while rest:
+            new = imported[rest.pop()] - seen
+            seen |= new
+            rest += new
+        return seen
+
+    reachable = {module: reached(module) for module in files}
+    together = {tuple(sorted(b for b in reachable[a] if a in reachable[b])) for a in files if a in reachable[a]}
+    return [f"these import each other: {', '.join(circle)}" for circle in sorted(together)]
+
+
+def test_no_circles(sources):
+    none(circles(sources))
+    made_up = {
+        "trl_quant/__init__.py": "",
+        "trl_quant/a/__init__.py": "from .x import f\n",
+        "trl_quant/a/x.py": "def f():\n    from . import y\n",
+        "trl_quant/a/y.py": "import trl_quant.a.x\nfrom ..b import g\n",
+        "trl_quant/b.py": "from .c import z\n",
+        "trl_quant/c.py": "from trl_quant import b\n",
+        "trl_quant/d.py": "from .a.x import f\nfrom .d import g\nimport torch\n",
+    }
+    assert circles(made_up) == [
+        "these import each other: a/x.py, a/y.py",
+        "these import each other: b.py, c.py",
     ]
 
 
@@ -589,6 +636,76 @@ def test_corrections_are_asked_for_their_traits(sources):
         "trl_quant/x.py:2",
         "trl_quant/x.py:1",
         "trl_quant/x.py:1",
+    ]
+
+
+def compared_names(sources: Sources, names: set[str]) -> Violations:
+    """Comparisons with one of the `names`, outside the rooms that have a file or a kernel for each of them."""
+    found = []
+    for module, text in modules(sources).items():
+        for node in nodes(text):
+            sides = []
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+            elif isinstance(node, ast.MatchValue):
+                sides = [node.value]
+            sides += [part for side in sides if isinstance(side, ast.List | ast.Tuple | ast.Set) for part in side.elts]
+            compared = sorted(names & set(strings(sides)))
+            if compared and not matches(module, LISTS_OF_PRECISIONS):
+                found.append(f"{PACKAGE}/{module}:{node.lineno} compares with {', '.join(compared)}")
+    return found
+
+
+def test_formats_are_asked_for_their_traits(sources):
+    """A format or a precision that is compared by its name has a trait without one."""
+    names = set(FORMATS)
+    none(compared_names(sources, names))
+    comparing = """if x == "fp8": ...
+if "int8" != x or y in ("nf4", z): ...
+if x in FORMATS and y == "bf16": ...
+match x:
+    case "mxfp4": ...
+"""
+    made_up = dict.fromkeys(("trl_quant/config.py", "trl_quant/formats/x.py", "tests/x.py"), comparing)
+    assert compared_names(made_up, names) == [
+        "trl_quant/config.py:1 compares with fp8",
+        "trl_quant/config.py:2 compares with int8",
+        "trl_quant/config.py:2 compares with nf4",
+        "trl_quant/config.py:5 compares with mxfp4",
+    ]
+
+
+# Names
+
+
+def names_of_two_things(sources: Sources) -> Violations:
+    """Constants and tables of one name that are defined in two rooms."""
+    rooms: dict[str, set[str]] = {}
+    for module, text in modules(sources).items():
+        room = PurePosixPath(module).parent.as_posix()
+        for node in parsed(text).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in targets:
+                for name in ast.walk(target) if target is not None else ():
+                    if isinstance(name, ast.Name) and name.id.isupper() and not is_private(name.id):
+                        rooms.setdefault(name.id, set()).add(module if room == "." else room)
+    return [
+        f"{name} stands in {' and '.join(sorted(found))}" for name, found in sorted(rooms.items()) if len(found) > 1
+    ]
+
+
+def test_one_name_is_one_thing(sources):
+    none(names_of_two_things(sources))
+    made_up = {
+        "trl_quant/a/x.py": "FORMATS = {}\nBLOCK: int = 1\n_OWN = LOW, HIGH = 1, 2\nother = 1\n",
+        "trl_quant/a/y.py": "BLOCK = 2\nfor LOOP in (): ...\n",
+        "trl_quant/a/b/x.py": "FORMATS: dict = {}\n_OWN = other = 1\ndef f():\n    BLOCK = 1\n",
+        "trl_quant/c.py": "from .a.x import FORMATS\nHIGH = 3\n",
+        "tests/x.py": "BLOCK = 1\n",
+    }
+    assert names_of_two_things(made_up) == [
+        "FORMATS stands in a and a/b",
+        "HIGH stands in a and c.py",
     ]
 
 

@@ -7,7 +7,7 @@ import torch
 from tiny import FAMILIES, tiny_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_quant.rollout.verify.kv_cache import FORMATS, KVCache, attending_to
+from trl_quant.rollout.verify.kv_cache import CACHE_FORMATS, KVCache, attending_to
 
 
 NAMES = ("_q_scale", "_k_scale", "_v_scale")
@@ -22,7 +22,7 @@ def cache(format="fp8", in_fp8=False, truncates=False, **scales) -> KVCache:
 @pytest.mark.vllm
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM has no kernel for it without AVX-512")
 @pytest.mark.parametrize("scale", [1.0, 0.25, 4.0])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", CACHE_FORMATS)
 def test_it_holds_what_vllm_stores(format, scale):
     """Bit for bit, on all numbers of BF16: vLLM's kernel for CPUs drops the bits that do not fit."""
     ops = pytest.importorskip("vllm._custom_ops", reason="vLLM is not installed")
@@ -32,7 +32,7 @@ def test_it_holds_what_vllm_stores(format, scale):
     ops.cpu_attn_reshape_and_cache(
         numbers, numbers, keys, values, torch.arange(1024), "vec", k_scale=scale, v_scale=scale, kv_cache_dtype=format
     )
-    held = values.transpose(1, 2).reshape(numbers.shape).view(FORMATS[format]).float() * scale
+    held = values.transpose(1, 2).reshape(numbers.shape).view(CACHE_FORMATS[format]).float() * scale
     assert torch.equal(cache(format, truncates=True, _v_scale=scale).stored(numbers.float(), "_v_scale"), held)
     nearest = cache(format, _v_scale=scale).stored(numbers.float(), "_v_scale")
     assert (nearest.abs() >= held.abs()).all()
@@ -48,7 +48,7 @@ def test_it_saturates_and_rounds_from_bf16():
 
 def rounded(x, format, scale):
     """One number at a time."""
-    dtype = FORMATS[format]
+    dtype = CACHE_FORMATS[format]
     return torch.tensor(
         [(v / scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype).float() * scale for v in x]
     )

@@ -17,14 +17,14 @@ from .arithmetic import on
 
 TILE = 1024  # words that a program reads at once
 PROGRAMS = 1056  # that share the tiles: eight for each multiprocessor of a Hopper
-GOLDEN = tl.constexpr(-7046029254386353131)  # of `fingerprint`
-LOW = tl.constexpr(0x1FFFFFFFF)
+_GOLDEN = tl.constexpr(-7046029254386353131)  # of `fingerprint`
+_LOW = tl.constexpr(0x1FFFFFFFF)
 
 
 @triton.jit
 def _folded(x):
     """The upper 33 bits of each word laid on the lower ones."""
-    return x ^ ((x >> 31) & LOW)
+    return x ^ ((x >> 31) & _LOW)
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def checksum_kernel(table_ptr, sums_ptr, tensors, programs, TILE: tl.constexpr):
             while tile < end:
                 place = (tile - first) * TILE + column
                 word = tl.load(address + place, mask=place < words, other=0)
-                total += _folded(word) * (_folded((place + 1) * GOLDEN) | 1)
+                total += _folded(word) * (_folded((place + 1) * _GOLDEN) | 1)
                 tile += programs
             tl.atomic_add(sums_ptr + tensor, tl.sum(total, axis=0))
         first = end

@@ -27,7 +27,7 @@ from .arithmetic import INTERPRETED, on, rounded
 
 INPUTS = (torch.bfloat16, torch.float16)  # what `matmul` multiplies with
 # `matmul` takes the fastest for each shape of a weight and number of tokens, rounded up to a power of two
-CONFIGS = [
+TILINGS = [
     triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": 128}, num_warps=warps, num_stages=stages)
     for m, n, warps, stages in ((16, 32, 4, 4), (16, 64, 4, 4), (64, 64, 4, 3), (64, 128, 8, 3), (128, 128, 8, 3))
 ]
@@ -109,7 +109,7 @@ def _bench(call, quantiles):
 
 
 @triton.autotune(
-    CONFIGS[2:3] if INTERPRETED else CONFIGS, key=["bucket", "rows", "cols", "FORWARD", "CODES"], do_bench=_bench
+    TILINGS[2:3] if INTERPRETED else TILINGS, key=["bucket", "rows", "cols", "FORWARD", "CODES"], do_bench=_bench
 )
 @triton.jit
 def matmul_kernel(

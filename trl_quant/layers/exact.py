@@ -1,6 +1,6 @@
 r"""
-What lies between a policy's linear layers, computed by the kernels that its engine has, so that trainer and sampler
-get the same bits. Those have no gradients; these are added:
+Computes what lies between a policy's linear layers with the kernels of its engine, so that trainer and sampler get the
+same bits. The engine's kernels have no gradients; this file adds them:
 
 | operator | forward | backward |
 |---|---|---|
@@ -9,8 +9,9 @@ get the same bits. Those have no gradients; these are added:
 | attention | the engine's, over packed sequences, each row's keys in one part | of torch's flash attention |
 | log-probabilities | the logits' log-softmax as the engine computes it | TRL's |
 
-Where trainer and sampler compute in the same format without this, the last bits of these operators differ, quantized
-activations flip by whole codes there, and the flips spread through the layers: half of the mismatch is left.
+Without this file, a trainer and a sampler of the same format still differ in the last bits of these operators. Such a
+bit can move a quantized activation to the next code, and the moved codes spread through the layers: half of the
+mismatch remains.
 
 | symbol | here | shape |
 |---|---|---|
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 @dataclass(frozen=True)
 class Kernels:
     """
-    Of one engine's model, without gradients.
+    The kernels of one engine's model, without gradients.
 
     Attributes:
         rotate (`Callable`): (positions (T,), q (T, H D), k (T, G D), inverse) turns q and k in place, or back.
@@ -53,8 +54,8 @@ class Packed:
     Sequences without their padding, one after the other.
 
     Attributes:
-        rows (`torch.Tensor` or `None`): (T,), where the tokens stand among B S; `None` for all of them.
-        positions (`torch.Tensor`): (T,), of each token in its sequence.
+        rows (`torch.Tensor` or `None`): (T,), the places of the tokens among B S; `None` if all are tokens.
+        positions (`torch.Tensor`): (T,), the position of each token in its sequence.
         starts (`torch.Tensor`): (B + 1,), INT32, where sequences start among T.
         longest (`int`): Tokens of the longest.
     """
@@ -66,7 +67,7 @@ class Packed:
 
     @classmethod
     def of(cls, mask: Tensor | None, batch: int, length: int, device: torch.device) -> "Packed":
-        """From a mask (B, S), true on tokens; `None` where there is no padding."""
+        """Packs by a mask (B, S), which is true on tokens; `None` where there is no padding."""
         if mask is None:
             positions = torch.arange(length, device=device).repeat(batch)
             starts = torch.arange(batch + 1, device=device, dtype=torch.int32) * length
@@ -102,7 +103,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _gradients(ctx, function: Callable, dy: Tensor) -> list[Tensor | None]:
-    """With respect to what was saved, of torch's own operator for the same function."""
+    """The gradients of torch's own operator for the same function, with respect to the saved tensors."""
     saved = ctx.saved_tensors
     needed = ctx.needs_input_grad[: len(saved)]
     with torch.enable_grad():
@@ -119,14 +120,14 @@ def _rotated(q: Tensor, k: Tensor, positions: Tensor, kernel: Callable, inverse:
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None) -> Tensor:
     """
-    torch's causal attention over packed sequences, with gradients: flash attention on a GPU, elsewhere one sequence
-    after the other.
+    Computes torch's causal attention over packed sequences, with gradients: flash attention on a GPU, elsewhere one
+    sequence after the other.
 
     Args:
         q, k, v (`torch.Tensor`): (T, H, D), (T, G, D), (T, G, D).
-        packed ([`Packed`]): Which tokens are whose.
+        packed ([`Packed`]): Which tokens belong to which sequence.
         scale (`float`): Factor of the products of queries and keys.
-        window (`int`, *optional*): Tokens that one sees, itself included; `None` for all before it.
+        window (`int`, *optional*): Tokens that a token attends to, itself included; `None` for all before it.
 
     Returns:
         `torch.Tensor`: (T, H, D).
@@ -148,7 +149,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: floa
 
 
 class Unrotated(nn.Module):
-    """In place of a rotary embedding: cosines 1 and sines 0, since [`ExactAttention`] rotates what it gets."""
+    """Takes the place of a rotary embedding with cosines 1 and sines 0, because [`ExactAttention`] rotates."""
 
     def __init__(self, rotated: int):
         super().__init__()
@@ -162,8 +163,8 @@ class Unrotated(nn.Module):
 
 class ExactAttention:
     """
-    Rotary embedding and attention over sequences that are packed first: padding, which moves positions and tiles,
-    is not computed. One for all layers of a model.
+    Rotary embedding and attention over packed sequences. Padding would move positions and tiles, so it is left out.
+    All layers of a model share one.
 
     Parameters:
         kernels ([`Kernels`]): The engine's.
@@ -214,12 +215,12 @@ def log_probs(
     Log-probabilities from logits of the whole vocabulary at once, as an engine computes them.
 
     Args:
-        hidden (`torch.Tensor`): (N, features), what the head gets, of the type that the engine computes in.
+        hidden (`torch.Tensor`): (N, features), the input of the head, in the type that the engine computes in.
         weight, bias (`torch.Tensor`): The head's, (vocabulary, features) and (vocabulary,) or `None`.
         targets (`torch.Tensor`): (N,), ids of the tokens.
         temperature (`float`): What logits are divided by.
         score (`Callable`): As in [`Kernels`].
-        rows (`int`, *optional*): Tokens whose logits are held at once.
+        rows (`int`, *optional*): The number of tokens whose logits are held at once.
 
     Returns:
         `torch.Tensor`: (N,), FP32, in nats.

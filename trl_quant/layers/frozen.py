@@ -11,11 +11,11 @@ A frozen linear layer held in four bits: the base of QeRL (arXiv:2510.11696, sec
 | `Y`, `dY` | | (..., out) |
 | `b` | | (out,) |
 
-Nothing is saved for the backward pass but the codes and scales, which the layer holds anyway: both products start from
-them. On a GPU a few tokens are multiplied by a kernel that decodes the weight on its way. For many, the weight's
-numbers are written to a buffer, a part of them at a time, and multiplied by cuBLAS, which then takes most of the time.
+The backward pass needs only the codes and scales, which the layer holds anyway, because both products start from them.
+On a GPU, a kernel that decodes the weight as it reads it multiplies few tokens. For many tokens, the decoded weight is
+written to a buffer, part by part, and cuBLAS multiplies, which then takes most of the time.
 
-A weight that a vLLM engine in the same process computes with too is in the layout of its kernels; see [`marlin`].
+A weight that is shared with a vLLM engine in the same process is in the layout of vLLM's kernels; see [`marlin`].
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from ..precisions import PRECISIONS
 from . import marlin
 
 
-# Where the kernel that decodes on its way is faster, on an H200 (`benchmarks/linear.py`)
+# Where the kernel that decodes as it reads is faster, on an H200 (`benchmarks/linear.py`)
 FUSED_TOKENS = 64  # at most
 FUSED_OUTPUTS = 16384  # at least: fewer do not fill the card
 BUFFER_BYTES = 128 << 20  # for the numbers of a part of a weight
@@ -39,7 +39,7 @@ ALIGNMENT = 128  # weights are cut at its multiples: whole groups in every forma
 
 
 def frozen_precisions() -> list[str]:
-    """The precisions that a frozen layer can have: four bits, of weights alone."""
+    """The precisions that a frozen layer can have: those with four-bit weights and 16-bit inputs."""
     formats = {name: FORMATS[entry.format] for name, entry in PRECISIONS.items() if entry.format is not None}
     return [name for name, format in formats.items() if format.activations is None and format.bits < 5]
 
@@ -52,7 +52,7 @@ def _quantized(values, scale, global_scale, format, rows, cols, dtype) -> Quanti
 
 
 def _in_rows(q: QuantizedTensor) -> QuantizedTensor | None:
-    """With a row of codes and scales for each row of the weight; `None` where NF4's blocks run across rows."""
+    """Gives each row of the weight its own row of codes and scales; `None` where NF4's blocks run across rows."""
     if q.values.ndim == 2:
         return q
     if q.shape[1] % NF4_BLOCK:
@@ -77,7 +77,7 @@ def _parts(q: QuantizedTensor, dim: int, itemsize: int) -> Iterator[tuple[slice,
 
 
 def _numbers(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`q.dequantize(dtype)`, by a kernel where there is one."""
+    """Computes `q.dequantize(dtype)`, with a kernel where there is one."""
     if q.values.is_cuda and q.values.ndim == 2:
         from ..kernels import dequantize as kernels
 
@@ -108,7 +108,7 @@ def _multiply(x: Tensor, q: QuantizedTensor, bias: Tensor | None, forward: bool,
 
             if x.dtype in kernels.INPUTS:
                 return kernels.matmul(x, weight, bias, forward, out=y)
-        # Each part gives whole outputs, so that no rounded sums are summed
+        # Each part gives whole outputs, so that no rounded sums are added to each other
         parts = _parts(weight, 0 if forward else 1, x.itemsize)
     for place, part in parts:
         numbers = _numbers(part).to(x.dtype)
@@ -124,7 +124,7 @@ def _multiply(x: Tensor, q: QuantizedTensor, bias: Tensor | None, forward: bool,
 def _multiply_tiles(
     x: Tensor, values: Tensor, scale: Tensor, factor: float, bias: Tensor | None, forward: bool, y: Tensor
 ) -> None:
-    """The same for a weight in Marlin's layout, whose numbers are `factor` times code times scale."""
+    """[`_multiply`] for a weight in Marlin's layout, whose values are `factor` times code times scale."""
     inputs, outputs = marlin.TILE_IN * len(values), scale.shape[1]
     length, across = (outputs, inputs) if forward else (inputs, outputs)
     size = max(BUFFER_BYTES // (across * x.itemsize) // ALIGNMENT, 1) * ALIGNMENT
@@ -190,8 +190,9 @@ def _(x, bias, values, scale, global_scale, format, rows, cols, dtype, factor, f
 
 def frozen_product(*args) -> Tensor:
     """
-    [`_product`]. Where torch.compile traces it an operator, which hides that both passes dequantize the same weight,
-    lest the numbers be kept; elsewhere the function itself: an operator's call costs the host more than the rest of it.
+    Computes [`_product`]. Under torch.compile it is an opaque operator: if the compiler saw that both passes dequantize
+    the same weight, it would keep the values between them. Elsewhere it is the plain function, because an operator's
+    call costs the host more than all the rest.
     """
     return (_operator if torch.compiler.is_compiling() else _product)(*args)
 
@@ -220,7 +221,7 @@ def _stored(q: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def autocast_dtype(x: Tensor, in_features: int) -> torch.dtype:
-    """Type that `F.linear` would compute in: autocast's or that of x. `ValueError` for another number of inputs."""
+    """The type that `F.linear` would compute in: autocast's, or that of x. `ValueError` if x has other features."""
     if x.shape[-1] != in_features:
         raise ValueError(f"x: shape {tuple(x.shape)}, but the layer has {in_features} inputs.")
     device = x.device.type
@@ -236,19 +237,20 @@ def autocast_inputs(x: Tensor, in_features: int) -> Tensor:
 
 class FrozenLinear(nn.Linear):
     """
-    A linear layer whose weight is held in four bits, takes no gradient and hands gradients on to its inputs. It has the
-    parameters that compressed-tensors stores, `weight_packed`, `weight_scale` and, for NVFP4, `weight_global_scale`;
-    NF4's, which has no such layout, have the same names. [`~FrozenLinear.hold_tiles`] puts another layout in their
-    place. It has no `weight`: what would write to one fails.
+    A linear layer whose weight is held in four bits and gets no gradient; its inputs get theirs.
 
-    The products are computed in the type of the inputs, or autocast's.
+    Its parameters are those that compressed-tensors stores: `weight_packed`, `weight_scale` and, for NVFP4,
+    `weight_global_scale`. NF4 has no layout there, and uses the same names. [`~FrozenLinear.hold_tiles`] replaces them
+    by another layout. The layer has no `weight`, so that code which would write to one fails.
+
+    The products are computed in the type of the inputs, or in autocast's.
 
     Parameters:
         in_features, out_features (`int`): Inputs and outputs.
         bias (`bool`): Whether the layer has one.
-        precision (`str`): Key of `PRECISIONS`: one of four bits, of weights alone.
-        dtype (`torch.dtype`): Type of the weight that was quantized, which its numbers are rounded to, and of the bias.
-        device (`torch.device`, *optional*): Where the parameters are, to be filled by their names.
+        precision (`str`): Key of `PRECISIONS`, one of [`frozen_precisions`].
+        dtype (`torch.dtype`): Type of the bias and of the original weight, to which dequantized values are rounded.
+        device (`torch.device`, *optional*): Where the parameters are created; they are filled later, by their names.
 
     Raises:
         ValueError: Another precision or type.
@@ -282,7 +284,7 @@ class FrozenLinear(nn.Linear):
     @classmethod
     def from_linear(cls, linear: nn.Linear, precision: str, global_scale: Tensor | None = None) -> "FrozenLinear":
         """
-        Quantizes a layer's weight; the bias stays as it is, and both stay where they are.
+        Quantizes a layer's weight. The bias stays as it is, and both stay on their device.
 
         Args:
             linear (`nn.Linear`): The layer, with a weight of BF16, FP16 or FP32.
@@ -317,7 +319,7 @@ class FrozenLinear(nn.Linear):
 
     def hold_tiles(self, values: Tensor, scale: Tensor, factor: float) -> None:
         """
-        Holds the same weight in memory that is not its own from now on, in Marlin's layout; see [`marlin`].
+        From now on, holds the same weight in memory of another owner, in Marlin's layout; see [`marlin`].
 
         Args:
             values (`torch.Tensor`): Codes (in / 16, 2 out) int32.
@@ -332,21 +334,21 @@ class FrozenLinear(nn.Linear):
         self.factor = factor
 
     def _hold(self, name: str, tensor: Tensor | None) -> None:
-        """Parameters, although nothing trains them: DDP would send buffers around before each forward pass."""
+        """Registers tensors as parameters, not buffers, since DDP broadcasts buffers before each forward pass."""
         parameter = None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=False)
         self.register_parameter(name, parameter)
 
     def packed(self) -> tuple:
-        """What [`frozen_product`] takes of the weight: codes, scales and global scale, then what is no tensor."""
+        """The weight as arguments of [`frozen_product`]: codes, scales and global scale, then the rest."""
         tensors = (self.weight_packed, self.weight_scale, self.weight_global_scale)
         return *tensors, self.format, self.out_features, self.in_features, self.dtype, self.factor
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """
-        The numbers that the weight stands for, (out, in), as a new tensor.
+        Dequantizes the weight into a new tensor (out, in).
 
         Args:
-            dtype (`torch.dtype`, *optional*): What they are rounded to, by default the type that was quantized.
+            dtype (`torch.dtype`, *optional*): Type of the result, by default that of the weight that was quantized.
         """
         if self.factor is not None:
             scale = marlin.scales(self.weight_scale)

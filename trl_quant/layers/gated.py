@@ -1,5 +1,5 @@
 r"""
-The activation between a gated MLP's layers, with the quantizer of the layer that follows:
+Fuses the activation between a gated MLP's layers with the quantizer of the layer that follows:
 
     Y   = round(silu(G)) U                        and Q(Y), in one pass
     dU  = dY round(silu(G))
@@ -9,7 +9,7 @@ The activation between a gated MLP's layers, with the quantizer of the layer tha
 |---|---|---|
 | `G`, `U`, `Y` | outputs of the gate and up projections, input of the down projection | (..., features) |
 
-Saved for the backward pass are G and U, where torch's two operators save three tensors.
+The backward pass needs G and U; torch's two operators would save three tensors.
 """
 
 import torch
@@ -57,7 +57,7 @@ class _SiluMul(torch.autograd.Function):
 
 def silu_mul(gate: Tensor, up: Tensor, precision: str, both: bool) -> Tensor:
     """
-    `silu(gate) * up`. On a GPU its codes are made in the same pass, and [`inputs.quantized`] finds them.
+    Computes `silu(gate) * up`. On a GPU the same pass quantizes it, and [`inputs.quantized`] returns those codes.
 
     Args:
         gate, up (`torch.Tensor`): (..., features), BF16 or FP32.

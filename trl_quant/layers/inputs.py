@@ -1,10 +1,12 @@
 """
-An input that several layers share, as q, k and v do, is quantized once: [`quantized`] keeps the last input's codes for
-as long as that tensor lives, is not written to and no other is quantized. What is saved for backward is then shared as
-well. Who computes an input and its codes in one pass hands them over with [`remember`].
+Quantizes an input once for all layers that share it, such as q, k and v.
 
-torch counts what writes to a tensor, but not what goes past it, as `.data` and CUDA graphs do. In a graph nothing is
-found again, nor under `torch.inference_mode`, where torch does not count.
+[`quantized`] keeps the codes of the last input for as long as that tensor lives and is not written to, and no other
+input is quantized. The layers then also share what they save for the backward pass. A kernel that computes an input
+together with its codes hands them over with [`remember`].
+
+Writes are noticed by PyTorch's version counter, which misses writes through `.data` and in CUDA graphs. Nothing is
+reused while a graph is captured, nor under `torch.inference_mode`, which keeps no counters.
 """
 
 import weakref
@@ -30,14 +32,14 @@ _last: _Input | None = None
 
 def quantized(x: Tensor, dtype: torch.dtype, format: str, both: bool) -> tuple[QuantizedTensor, QuantizedTensor | None]:
     """
-    [`products.quantize_input`] and, of an input that is needed for `both` passes, what the backward pass multiplies
+    Returns [`products.quantize_input`] and, if the input is needed in `both` passes, what the backward pass multiplies
     with.
 
     Args:
         x (`torch.Tensor`): (..., in).
-        dtype (`torch.dtype`): What it is rounded to first.
+        dtype (`torch.dtype`): Type to which x is rounded first.
         format (`str`): As in [`products.quantize_input`].
-        both (`bool`): Whether the second is needed.
+        both (`bool`): Whether the backward pass needs the input too.
 
     Returns:
         `tuple`: Q(X) (T, in); and Q(X^T) (in, T') in "fp8_block", else Q(X) again, or `None`.
@@ -58,7 +60,7 @@ def quantized(x: Tensor, dtype: torch.dtype, format: str, both: bool) -> tuple[Q
 
 
 def remember(x: Tensor, dtype: torch.dtype, rows: QuantizedTensor, columns: QuantizedTensor | None) -> None:
-    """Has [`quantized`] find what it would return for x, as long as x is its last input."""
+    """Stores what [`quantized`] returns for x until it is given another input."""
     global _last
     _last = _Input(weakref.ref(x, _forget), x._version, dtype, rows, columns) if _counted(x) else None
 
@@ -70,5 +72,5 @@ def _forget(tensor: weakref.ref) -> None:
 
 
 def _counted(x: Tensor) -> bool:
-    """Whether a change of x would be seen."""
+    """Whether PyTorch counts writes to x."""
     return not (x.is_inference() or (x.is_cuda and torch.cuda.is_current_stream_capturing()))

@@ -12,12 +12,12 @@ A LoRA branch (arXiv:2106.09685, section 4.1) joined to the product of a frozen 
 | `A`, `B` | the adapter | (rank, in), (out, rank) |
 | `s` | `scaling`: alpha / rank, in rsLoRA alpha / sqrt(rank) | |
 
-The branch is added to Y, and to dX, by the matrix multiplication itself (`addmm`), so neither is read or written again
-for its scaling, its sum or a change of type. Saved for the backward pass are X, H, A, B, codes and scales.
+The matrix multiplication itself (`addmm`) scales the branch and adds it to Y and to dX, so that neither is read or
+written once more. The backward pass needs X, H, A, B, codes and scales.
 
-All products are computed in the type of X, or autocast's, whatever that of A and B. PEFT's layer does the same under
-autocast, and computes the branch in the type of A without it. Gradients of A and B are sums over the tokens in FP32,
-rounded to the type of X, then converted to their own.
+All products are computed in the type of X, or in autocast's, whatever the type of A and B. PEFT's layer does the same
+under autocast; without it, PEFT computes the branch in the type of A. The gradients of A and B are summed over the
+tokens in FP32, rounded to the type of X, then converted to the type of A and B.
 """
 
 import torch
@@ -69,13 +69,13 @@ def frozen_lora_linear(x: Tensor, layer: FrozenLinear, a: Tensor, b: Tensor, sca
         layer ([`FrozenLinear`]): The layer.
         a (`torch.Tensor`): (rank, in).
         b (`torch.Tensor`): (out, rank).
-        scaling (`float`): What the branch is multiplied by.
+        scaling (`float`): Factor of the branch.
 
     Returns:
         `torch.Tensor`: (..., out), of the type of `x` or autocast's.
 
     Raises:
-        ValueError: Another number of inputs.
+        ValueError: `x` has another number of features than the layer.
     """
     x = layer.inputs(x)
     bias = None if layer.bias is None else layer.bias.to(x.dtype)

@@ -1,15 +1,15 @@
 r"""
-A frozen weight as vLLM's Marlin kernels hold it, which trainer and engine can then hold once, in the same memory.
+Reads a frozen weight in the layout of vLLM's Marlin kernels, so that trainer and engine can share one copy in memory.
 
-Marlin (arXiv:2408.11743, section 3.4) reorders the codes of a matrix so that a thread finds those of its part of a
-tensor core's tile in one 32-bit word; W is transposed in it, and cut into tiles of 16 inputs by 64 outputs.
+Marlin (arXiv:2408.11743, section 3.4) transposes W, cuts it into tiles of 16 inputs by 64 outputs, and reorders the
+codes so that one 32-bit word holds all codes that a thread needs for its part of a tensor core's tile.
 
 | tensor | shape | holds |
 |---|---|---|
 | codes | (in / 16, 2 out) int32 | 128 words of a tile, 8 codes a word |
 | scales | (in / group, out) | 64 scales of a tile's outputs, reordered |
 
-With the bits of an input's place in its tile `k = h l_1 l_0 z` and of an output's `n = j_1 j_0 b c_2 c_1 c_0`:
+Given the bits of an input's place in its tile `k = h l_1 l_0 z` and of an output's `n = j_1 j_0 b c_2 c_1 c_0`:
 
     code  (k, n)    word c_2 c_1 c_0 l_1 l_0 j_1 j_0, bits 4 p to 4 p + 3 with p = z b h
     scale (group, n)     place c_2 c_1 c_0 j_1 b j_0
@@ -17,8 +17,8 @@ With the bits of an input's place in its tile `k = h l_1 l_0 z` and of an output
 MXFP4's scales are the format's own bytes. NVFP4's E4M3 becomes five bits of exponent and three of mantissa of
 128 scale, and a scale below 2^-6 becomes 0, for vLLM and, once the memory is shared, for the trainer.
 
-The numbers here are code times scale, without NVFP4's global scale: exact in BF16, by which, as in vLLM's kernels, the
-sum of a product is multiplied instead of each weight.
+The values here are code times scale, which BF16 holds exactly. NVFP4's global scale is left out: as in vLLM's kernels,
+it multiplies the sum of a product and not each weight.
 """
 
 import torch
@@ -62,7 +62,7 @@ def numbers(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         values (`torch.Tensor`): Codes (in / 16, 2 out) int32, or a part of them: whole tiles.
         scale (`torch.Tensor`): Their scales (in / group, out).
-        dtype (`torch.dtype`): BF16 or wider, in which they are exact; FP16 rounds what it cannot hold.
+        dtype (`torch.dtype`): BF16 and wider types hold the values exactly; FP16 rounds some.
 
     Returns:
         `torch.Tensor`: (in, out), the transposed weight, contiguous.

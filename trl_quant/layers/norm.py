@@ -1,5 +1,5 @@
 r"""
-RMSNorm, with the quantizer of the layers that follow, in one pass:
+Fuses RMSNorm with the quantizer of the layers that follow:
 
     Y  = round(round(X r) w),    r = 1 / sqrt(mean(X^2) + eps)             and Q(Y), where its columns are not wanted
     dX = r (w dY - X r^2 mean(w dY X))
@@ -10,8 +10,7 @@ RMSNorm, with the quantizer of the layers that follow, in one pass:
 | `X`, `Y` | | (..., features) |
 | `w` | `weight` | (features,) |
 
-Saved for the backward pass is X, where torch's operators save a tensor in FP32 as well. Elsewhere than on a GPU the
-operators are torch's.
+The backward pass needs X; torch's operators would save a tensor in FP32 as well. On a CPU, torch's operators run.
 """
 
 import torch
@@ -45,8 +44,8 @@ class _Norm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """
-    RMSNorm of a token, after it was added to the residual stream: round(round(s / rms(s)) w), with s = round(x + r).
-    What a token gets does not depend on how many there are. On a GPU it has no gradients.
+    Adds each token to the residual stream, s = round(x + r), and normalizes it: round(round(s / rms(s)) w). A token's
+    output does not depend on the number of tokens. On a GPU it has no gradients.
 
     Args:
         x (`torch.Tensor`): (..., features).
@@ -67,8 +66,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, format: str | None, dtype: torch.dtype) -> Tensor:
     """
-    [`rms_norm`] by kernels, with gradients. With a `format`, a key of `FORMATS`, codes of the output in `dtype` are
-    made in the same pass, and [`inputs.quantized`] finds them where the columns' are not wanted.
+    Computes [`rms_norm`] with kernels that have gradients. With a `format`, a key of `FORMATS`, the same pass quantizes
+    the output, rounded to `dtype`, and [`inputs.quantized`] returns those codes unless the transpose is wanted too.
     """
     return _Norm.apply(x, weight, eps, format, dtype)
 
@@ -80,16 +79,16 @@ def _by_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class FusedRMSNorm(nn.Module):
     """
-    An RMSNorm around the weight of another, which stays the same parameter.
+    An RMSNorm that takes over another's weight, as the same parameter.
 
     Parameters:
         norm (`nn.Module`): transformers' norm, whose weight is a factor.
         feeds (`nn.Module`, *optional*):
-            [`~layers.UnifiedLinear`] that its output goes to, the first of those that share it. Where that trains, and
-            wants its input in two layouts, it quantizes for itself.
+            The first [`~layers.UnifiedLinear`] that takes its output. If that layer trains and needs its input in two
+            layouts, it quantizes the input itself.
 
     Attributes:
-        rounds (`bool`): Whether a weight of another type than the input is rounded to that, as an engine's is.
+        rounds (`bool`): Whether the weight is rounded to the input's type, as an engine holds it.
     """
 
     rounds = False
@@ -98,11 +97,11 @@ class FusedRMSNorm(nn.Module):
         super().__init__()
         self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
         self.train(norm.training)
-        object.__setattr__(self, "feeds", feeds)  # another module's child
-        object.__setattr__(self, "norm", norm)  # whose parameters would count twice
+        object.__setattr__(self, "feeds", feeds)  # not a child: it is one of another module
+        object.__setattr__(self, "norm", norm)  # not a child: its parameters would count twice
 
     def plain(self) -> nn.Module:
-        """The norm that this one stands for, around the weight of this one."""
+        """The norm that this one replaces, with the present weight."""
         self.norm.weight = self.weight
         return self.norm.train(self.training)
 

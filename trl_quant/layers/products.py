@@ -1,5 +1,5 @@
 r"""
-The products of a linear layer that trains in the numbers it is sampled in (Jet-RL), and the quantizers before them.
+The products of a linear layer that trains in the precision of its sampler (Jet-RL), and their quantizers.
 
     Y  = Q(X) Q(W)^T + b
     dX = dY Q(W)             fp8_block: Q(dY) Q(W), with dY per 1 x 128 along its features
@@ -21,14 +21,14 @@ What runs in low precision, on a GPU:
 | fp8 | FP8 | BF16, of dequantized W | the caller's | from Ada on; N and K multiples of 16 |
 | int8 | INT8 | BF16, of dequantized W | the caller's | N and K multiples of 8 |
 
-Other shapes, and FP32, are multiplied in FP32 (of `fp8` and `int8`, codes in BF16 added up in FP32); on GPUs without
-its products `fp8_block` has numbers that BF16 rounds. On a CPU the sums of `fp8` and `int8` are exact, so that a
-token's outputs do not depend on those beside it.
+Other shapes and FP32 are multiplied in FP32; in `fp8` and `int8` the codes are converted to BF16 and summed in FP32. On
+a GPU that cannot multiply groups, `fp8_block` dequantizes to BF16 first. On a CPU the sums of `fp8` and `int8` are
+exact, so that a token's outputs do not depend on the tokens beside it.
 
-What is said of vLLM here is read from its CUDA operators. Its own `torch` path of `QuantFP8`, which torch.compile takes
-where the operator is switched off, differs: per token it multiplies by `1 / scale`, and a group's scale is at least
-1 / (448 x 512). Where DeepGEMM multiplies, vLLM may round scales up to powers of two (`VLLM_USE_DEEP_GEMM_E8M0`, on by
-default in 0.31, on Hopper too), those of weights as well: these here are not rounded.
+Statements about vLLM are read from its CUDA operators. The `torch` path of its `QuantFP8`, which torch.compile takes if
+the operator is switched off, differs: it multiplies a token by `1 / scale`, and a group's scale is at least
+1 / (448 x 512). Where DeepGEMM multiplies, vLLM may round scales up to powers of two, those of weights too
+(`VLLM_USE_DEEP_GEMM_E8M0`, on by default in 0.31, also on Hopper); the scales here are not rounded.
 """
 
 from functools import cache
@@ -45,11 +45,11 @@ from ..precisions import unified_flows
 
 INT8_MAX = 127.0
 LEAST_GRADIENT = 2.0**-60  # least maximum of a group of gradients, which may all be small
-# Tensor cores add up FP8 products with 14 bits. vLLM's kernel for `fp8` leaves it at that, and so does this one, for
-# the sampler's numbers; those for `fp8_block` add every 128 products to a sum in FP32.
+# Tensor cores sum FP8 products with 14 bits. vLLM's kernel for `fp8` keeps such sums, and so does this one, to get the
+# sampler's values; the kernels for `fp8_block` add every 128 products to a sum in FP32.
 FAST_ACCUMULATION = True
-LONGEST_ROW = 32768  # values of a token that the kernel for a scale of each token takes
-TOKENS = 64  # what a GPU multiplies is filled up with zero tokens to a multiple: with fewer, cuBLAS adds up otherwise
+LONGEST_ROW = 32768  # most features of a token that the kernel with one scale a token takes
+TOKENS = 64  # zero tokens fill up to a multiple of these: with fewer tokens, cuBLAS sums in another order
 
 
 # Quantizers
@@ -57,7 +57,7 @@ TOKENS = 64  # what a GPU multiplies is filled up with zero tokens to a multiple
 
 def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
     """
-    A layer's input as vLLM quantizes it: scales in FP32, whatever the type of the input.
+    Quantizes a layer's input as vLLM does, with scales in FP32 whatever the type of the input.
 
         int8       s = amax / 127                code = round(x (127 / amax)), on a CPU round(x (1 / s))
         fp8        s = max(amax / 448, 2^-9 / 448)       code = E4M3(x / s)
@@ -68,8 +68,8 @@ def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
         format (`str`): "fp8_block" with a scale for each 128 values of a token, "fp8" or "int8" with one for a token.
 
     Returns:
-        [`trl_quant.formats.QuantizedTensor`]: (T, K), with scales (T, ceil(K / 128)) or (T, 1). On a GPU those of
-        "fp8_block" lie with the tokens next to each other, as its kernels read them.
+        [`trl_quant.formats.QuantizedTensor`]: (T, K), with scales (T, ceil(K / 128)) or (T, 1). On a GPU the
+        scales of "fp8_block" are stored column by column, as its kernels read them.
 
     Raises:
         ValueError: Another format.
@@ -118,11 +118,11 @@ def quantize_groups_for_both(x: Tensor, least: float) -> tuple[QuantizedTensor, 
 
 def quantize_for_both(x: Tensor, least: float = FP8Block.least_amax) -> tuple[QuantizedTensor, QuantizedTensor]:
     """
-    A matrix quantized twice to "fp8_block": for a product over its features and for one over its tokens. On a GPU it is
-    read once.
+    Quantizes a matrix twice to "fp8_block": for a product over its features and for one over its tokens. On a GPU the
+    matrix is read once.
 
-    Both are made of the numbers of x, each rounded once. Jet-RL makes the second of an activation's FP8 codes: there an
-    operator gets no other numbers, so that it quantizes them again in the backward pass.
+    Both come from x itself, so each is rounded once. Jet-RL makes the second from the FP8 codes of the first, because
+    its operators exchange activations in FP8, and so rounds twice.
 
     Args:
         x (`torch.Tensor`): (T, K), BF16 or FP32, finite.
@@ -141,7 +141,7 @@ def quantize_for_both(x: Tensor, least: float = FP8Block.least_amax) -> tuple[Qu
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`q.dequantize(dtype)`, by a kernel where there is one: "fp8" and "int8" on a GPU."""
+    """Computes `q.dequantize(dtype)`, with a kernel where there is one: "fp8" and "int8" on a GPU."""
     if q.values.is_cuda and q.values.ndim == 2 and FORMATS[q.format].per_row:
         from ..kernels import unified as kernels
 
@@ -150,7 +150,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def transposed(w: QuantizedTensor) -> QuantizedTensor:
-    """A weight (N, K) in "fp8_block" as (K, N): other memory, the same numbers, since its blocks are square."""
+    """Transposes a weight (N, K) in "fp8_block" to (K, N). Its blocks are square, so no value changes."""
     if w.values.is_cuda:
         from ..kernels import unified as kernels
 
@@ -165,7 +165,7 @@ def transposed(w: QuantizedTensor) -> QuantizedTensor:
 
 def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """
-    `x w^T + bias`: codes are multiplied first where scales are constant along the sum.
+    Computes `x w^T + bias`. Codes are multiplied first where scales are constant along the sum.
 
         fp8, int8    round(fma(s_x, s_w sum(codes), b))      as the epilogue of vLLM's kernels
         fp8_block    round(round(sum) + b)                   as vLLM, which adds the bias in the type of the output

@@ -1,4 +1,4 @@
-"""Tasks: what to ask, and how an answer is scored."""
+"""Tasks: questions, and the rewards that score answers."""
 
 from .countdown import countdown_reward
 from .data import load_prompts

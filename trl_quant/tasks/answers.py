@@ -1,4 +1,4 @@
-r"""Find the one number a completion commits to, and compare two numbers.
+r"""Finds the one number that a completion commits to, and compares two numbers.
 
 The order is fixed. The first kind of marker present decides, and only its last occurrence counts:
 
@@ -7,8 +7,8 @@ The order is fixed. The first kind of marker present decides, and only its last 
 3. `#### ...` up to the end of the line, GSM8K's own format
 4. the last number of the text, only if the caller allows it
 
-A marker must hold one number that is written out, alone or with words and units: `$12.50`, `1,234 clips`, `x = 5`,
-`\frac{3}{4}` and `50%`. Everything else is no answer, and weaker markers are not tried:
+A marker must hold one written-out number, alone or with words and units: `$12.50`, `1,234 clips`, `x = 5`,
+`\frac{3}{4}` and `50%`. Anything else is not an answer, and weaker markers are not tried:
 
 | in the marker | why it is no answer |
 |---|---|
@@ -17,9 +17,9 @@ A marker must hold one number that is written out, alone or with words and units
 | `3 + 4`, `72!`, `72x`, `\sqrt{72}`, `2 \cdot 36` | an expression, which may be the question's own |
 | `not 72`, `> 72`, `72?` | a denial, a bound, a doubt |
 
-Two numbers are compared exactly, as they are written: a fraction must be reduced, so no quotient of two numbers of the
-question is right by itself, and 72 is neither `144/2` nor `72%`. Regular expressions read the numbers, of 64 characters
-at most, so that the comparison is fast and bounded and works on any thread.
+Two numbers are compared exactly, as they are written. A fraction must be reduced, so a quotient of two numbers of the
+question is not right by itself, and 72 is neither `144/2` nor `72%`. Numbers have at most 64 characters and are read by
+regular expressions, so the comparison is fast, bounded, and works on any thread.
 """
 
 import math
@@ -34,7 +34,7 @@ NUMBER_CHARACTERS = 64  # longer than any number worth comparing
 MAX_EXPONENT = 30  # 1e999999999 must not be expanded
 TOOLS = ("tool", "function")  # roles of messages that the policy did not write
 INSTRUCTING = ("system", "developer")
-ASKING_WORDS = 4  # what a user sends with fewer words, and without a question mark, may be an answer: 12 square metres
+ASKING_WORDS = 4  # a user's message with fewer words and no question mark may be an answer: 12 square metres
 # Units that may follow a number without a space, or that are a single letter
 _UNITS = "mm|cm|km|m|kg|mg|g|ml|mL|l|L|oz|lb|lbs|ft|in|yd|mi|mph|kph|h|hr|hrs|min|s|sec|am|pm|AM|PM|st|nd|rd|th"
 
@@ -48,10 +48,10 @@ _NUMBER = re.compile(
 )
 _UNIT = re.compile(rf"\s?(?:{_UNITS})(?![A-Za-z])(?:\^\d|\^\{{\d\}}|[²³])?")
 _LETTER = "[A-Za-z\u0370-\u03ff]"
-# What makes another number or an expression of the number before it: 72!, 72x, 72^2, 72_8, 72/x
+# After a number, these make it another number or an expression: 72!, 72x, 72^2, 72_8, 72/x
 _CONTINUED = re.compile(rf"\s?[!^_\\|}}²³]|{_LETTER}|\s(?![aAI]){_LETTER}(?!{_LETTER})|\s?/\s?{_LETTER}(?!{_LETTER})")
 _OPERATOR_AFTER = re.compile(r"\s?[+×·÷]")
-# What makes of the number after it a part of an expression, or one of several candidates: 6*7, f(7), 5,6, 3 (or 4)
+# Before a number, these make it part of an expression or one of several candidates: 6*7, f(7), 5,6, 3 (or 4)
 _OPERATOR_BEFORE = re.compile(
     r"(?:[+/^×·÷<>≠≤≥±|{√]|[\d)]\s*[-*]|\*\*|\\[A-Za-z]+|[A-Za-z*/^-]\(|\d,|\d\s*\(?\s*or\b)\s*$"
 )
@@ -59,13 +59,13 @@ DENIAL = re.compile(r"\b(?:not|never|no|neither|nor)\b|n['’]t\b|\b(?:or|either
 _OPERATION = re.compile(
     r"\b(?:plus|minus|twice|double|half|squared|cubed|factorial|sqrt|log|ln|exp|sin|cos|tan)\b", re.IGNORECASE
 )
-# What makes of an equation's side a relation, or the end of another equation: x \neq 5, a = 4, b
+# These make an equation's side a relation, or the end of another equation: x \neq 5, a = 4, b
 _SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\band\b|[!?<>≠≤≥≈~±]|\\(?:ne|neq|not|approx|sim|pm|leq?|geq?|lt|gt)\b")
 _VARIABLE = re.compile(rf"(?<!{_LETTER})(?![aAIghlLms]){_LETTER}(?!{_LETTER})")  # no article, pronoun or unit
 # A side of an equation in unknowns, which is not the last side's number: x + y = 5
 _UNKNOWN = re.compile(rf"(?<!{_LETTER}){_LETTER}(?!{_LETTER}|\s+{_LETTER}{{2}})")
 _OPERATED = re.compile(r"[-+*/^]|\\(?:frac|cdot|times|div|sqrt)")
-# Words and what stands between them: no operator, command or bracket of an expression
+# Words and the characters between them; operators, commands and brackets of expressions are excluded
 _WORDS = re.compile(r"""(?:[^\W\d_]|[\s.,:;'"’()$€£¥₹¢&]|(?<=[^\W\d_])-(?=[^\W\d_]{2})|/(?=[^\W\d_]{2}))*""")
 # A word of a question: none of LaTeX or of a tag. In Chinese and Japanese each character counts.
 _ASKING_WORD = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]|(?<![\\<\w])(?<!</)[^\W\d_]{2,}")
@@ -102,8 +102,8 @@ _REWRITES = (
 
 def message_text(completion: str | Sequence[dict] | None) -> str:
     """
-    The text of a plain completion, or of the last message of a conversational one, with text parts joined. Where a
-    tool had the last word, as when the turns ran out, the policy answered nothing.
+    Returns the text of a plain completion, or of the last message of a conversational one, with text parts joined. If a
+    tool had the last word, as when the turns ran out, the policy has answered nothing.
     """
     if completion is None or isinstance(completion, str):
         return completion or ""
@@ -118,7 +118,7 @@ def _content(message: dict) -> str:
 
 
 def truth_text(answer) -> str:
-    """A ground truth as text: a number as it is written, a list of one as that one; empty for `None` and NaN."""
+    """Returns a ground truth as text: a number as written, the item of a list of one; empty for `None` and NaN."""
     if isinstance(answer, list) and len(answer) == 1:
         return truth_text(answer[0])
     return "" if answer is None or (isinstance(answer, float) and math.isnan(answer)) else str(answer)
@@ -130,12 +130,12 @@ def _messages(prompt: str | Sequence[dict] | None) -> list[dict]:
 
 def without_echo(text: str, prompt: str | Sequence[dict] | None) -> str:
     """
-    A completion's text less what its prompt asks, wherever that is repeated word for word: copying a question, or an
-    instruction that shows a marker, answers nothing.
+    Returns a completion's text without the places that repeat, word for word, what its prompt asks. Copying a question,
+    or an instruction that shows a marker, is not an answer.
 
-    A message is an echo only where it cannot be the answer itself. Messages of few-shot examples can: the right answer
-    may be what the assistant said in an example (`#### 4`) or what a user sent (`4`, `3 + 4`, a grid). So the message
-    must ask something, and stand as a whole: within a number or a word nothing is removed.
+    A message counts as an echo only if it cannot be the answer itself. Few-shot examples can be: the right answer may
+    equal what the assistant said in an example (`#### 4`) or what a user sent (`4`, `3 + 4`, a grid). So the message
+    must ask something, and must be repeated whole; nothing is removed inside a number or a word.
     """
     for question in sorted(filter(None, map(_question, _messages(prompt))), key=len, reverse=True):
         if question in text:
@@ -144,7 +144,7 @@ def without_echo(text: str, prompt: str | Sequence[dict] | None) -> str:
 
 
 def _question(message: dict) -> str | None:
-    """What a message asks, with its content stripped; `None` if it may be an answer: of another role, or too short."""
+    """Returns what a message asks, stripped; `None` if it may be an answer, being too short or of another role."""
     text, role = _content(message).strip(), message.get("role")
     words = len(_ASKING_WORD.findall(text))
     asks = role == "user" and (words >= ASKING_WORDS or (words > 0 and text.endswith(("?", "？"))))
@@ -157,19 +157,19 @@ def _unless_glued(echo: re.Match) -> str:
 
 
 def without_percent(number: str, prompt: str | Sequence[dict] | None) -> str:
-    """A canonical number less its percent sign where the prompt speaks of percentages, so that it may ask for one."""
+    """Drops a canonical number's percent sign if the prompt speaks of percentages and so may ask for one."""
     asked = any("%" in text or "percent" in text.lower() for text in map(_content, _messages(prompt)))
     return number.removesuffix("%") if asked else number
 
 
 def final_answer(completion: str | Sequence[dict] | None, prompt: str | Sequence[dict] | None = None) -> str | None:
-    """What stands in the last marker of the strongest kind, in the completion's last `TAIL_CHARACTERS` characters."""
+    """Returns the content of the last marker of the strongest kind in the last `TAIL_CHARACTERS` characters."""
     marked = marked_answers(without_echo(message_text(completion), prompt)[-TAIL_CHARACTERS:])
     return marked[-1][0] if marked else None
 
 
 def plain(text: str) -> str:
-    """The text with its LaTeX and Markdown around numbers and words taken off: `\\text{72 clips}` -> `72 clips`."""
+    """Removes LaTeX and Markdown around numbers and words: `\\text{72 clips}` -> `72 clips`."""
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text
@@ -181,7 +181,7 @@ def numbers(text: str) -> list[str | None]:
 
 
 def _numbers(text: str) -> list[tuple[str | None, str, str]]:
-    """Each number of a plain text, in canonical form, and what stands before and after it and its unit."""
+    """Yields each number of a plain text, in canonical form, with the text before it and after it and its unit."""
     found = []
     for match in _NUMBER.finditer(text):
         end = unit.end() if (unit := _UNIT.match(text, match.end())) else match.end()
@@ -205,7 +205,7 @@ def _canonical(match: re.Match) -> str | None:
 
 
 def single_number(text: str) -> str | None:
-    """The one number that `text`, or the last side of an equation, is; `None` when it is or says anything else."""
+    """Returns the number if `text`, or the last side of an equation, is one number and nothing else; else `None`."""
     *sides, last = plain(text).split("=")
     found = _numbers(re.sub(r"^\s*-\s+(?=[\d.$])", "-", last).strip(" *"))
     if len(found) != 1:
@@ -232,7 +232,7 @@ def _differ(sides: list[str], number: str | None) -> bool:
 
 
 def _last_number(text: str) -> str | None:
-    """The last number of a text, unless it is a part of an expression, denied, or one of several candidates."""
+    """Returns the last number of a text, unless it is part of an expression, denied, or one of several candidates."""
     found = _numbers(plain(text))
     if not found:
         return None
@@ -247,7 +247,7 @@ def _last_number(text: str) -> str | None:
 
 
 def marked_answers(text: str) -> list[tuple[str, int]]:
-    """Contents of the strongest kind of marker in `text`: `(content, end of the marker)`, in order."""
+    """Lists the contents of the strongest kind of marker in `text`: `(content, end of the marker)`, in order."""
     return _matches(_TAG, text) or _boxed(text) or _matches(_HASHES, text)
 
 
@@ -274,7 +274,7 @@ def _boxed(text: str) -> list[tuple[str, int]]:
 
 
 def extract_answer(text: str, last_number: bool = True) -> str | None:
-    """The number that `text` commits to, in the order above.
+    """Returns the number that `text` commits to, in the order above.
 
     Args:
         text (`str`): a completion of any length; only its last `TAIL_CHARACTERS` characters are read.
@@ -294,7 +294,7 @@ def extract_answer(text: str, last_number: bool = True) -> str | None:
 
 
 def same_number(gold: str, answer: str) -> bool:
-    """Whether `answer` is the number `gold`, written out: a whole number, a decimal or a reduced fraction.
+    """Whether `answer` is the number `gold`, written as a whole number, a decimal or a reduced fraction.
 
     Both are canonical. `50%` is not 50, but where `50%` is asked for, both are right.
     """
@@ -306,5 +306,5 @@ def same_number(gold: str, answer: str) -> bool:
 
 
 def _value(number: str) -> Fraction:
-    """Of a canonical number, as it stands before its percent sign."""
+    """Returns the value of a canonical number without its percent sign."""
     return Fraction(number.removesuffix("%"))

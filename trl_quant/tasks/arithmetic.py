@@ -8,12 +8,12 @@ first, one step per column: the digits, the incoming carry, the digit written, a
     904-88=    4-8-0=6b1 0-8-1=1b1 9-0-1=8b0 #### 816
     47*6=      7*6+0=2c4 4*6+4=8c2 #### 282
 
-A division takes the divisor away until less is left. Its solution is one difference after the other, each of which
-needs only the one before it; that makes long completions out of short steps:
+A division subtracts the divisor until less is left. Its solution is a chain of differences, each of which needs only
+the one before it, so that short steps make long completions:
 
     130%57=    130-57=0-7-0=3b1 3-5-1=7b1 1-0-1=0b0 #### 73;73-57=3-7-0=6b1 7-5-1=1b0 #### 16;
 
-Pure Python, no model: `examples/build_arithmetic_model.py` teaches this to one.
+This file is pure Python. `examples/build_arithmetic_model.py` teaches the solutions to a model.
 """
 
 import random
@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def row(self) -> dict:
-        """Of a dataset: the prompt, and what the reward compares with."""
+        """The row of a dataset: the prompt, and what the reward compares with."""
         return {"prompt": self.prompt, "answer": str(self.answer)}
 
     @property
@@ -90,7 +90,7 @@ class Division:
 
     @property
     def problems(self) -> list[Problem]:
-        """The differences, as many as the quotient says."""
+        """The differences, one for each unit of the quotient."""
         return [Problem(left, "-", self.b) for left in range(self.a, self.b - 1, -self.b)]
 
     @property
@@ -104,7 +104,7 @@ class Division:
 
     @property
     def row(self) -> dict:
-        """Of a dataset: the prompt, and what [`~tasks.division_reward`] compares with."""
+        """The row of a dataset: the prompt, and what [`~tasks.division_reward`] compares with."""
         return {"prompt": self.prompt, "answer": ";".join(str(problem.answer) for problem in self.problems)}
 
     @property
@@ -126,7 +126,7 @@ def digits(number: int) -> list[int]:
 def problems(
     seed: int, operations: Sequence[str] = OPERATIONS, min_digits: int = 2, max_digits: int = 4, held_out: bool = False
 ) -> Iterator[Problem]:
-    """An endless stream of problems, the same for the same seed, all held out or none.
+    """Yields problems without end, the same ones for the same seed: either held-out ones only or training ones only.
 
     The `operations` are equally frequent, and so are digit counts from `min_digits` to `max_digits`. Problems with one
     of their operands as the answer (`80-40`) are left out: copying from the question must never be right.
@@ -147,7 +147,7 @@ def problems(
 
 
 def divisions(seed: int, min_quotient: int, max_quotient: int, held_out: bool = False) -> Iterator[Division]:
-    """An endless stream of divisions by two digits, the same for the same seed, all held out or none.
+    """Yields divisions by two digits without end, the same ones for the same seed: held out, or for training.
 
     Divisors, quotients from `min_quotient` to `max_quotient`, and remainders are equally frequent.
     """

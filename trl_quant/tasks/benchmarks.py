@@ -1,4 +1,4 @@
-r"""What models are evaluated on: questions from the hub, from a file or generated, with what scores the answers.
+r"""Benchmarks to evaluate models on: questions from the hub, from a file or generated, and the rewards that score them.
 
 | task | on the hub | split | questions |
 |---|---|---|---|
@@ -10,8 +10,8 @@ r"""What models are evaluated on: questions from the hub, from a file or generat
 | minerva | math-ai/minervamath | test | 272 |
 | olympiad | math-ai/olympiadbench | test | 674 |
 
-`arithmetic`, `countdown` and `sudoku` are generated, all of them problems that are held out from training. `jsonl` is a
-file of one's own, whose column `answer` is compared as mathematics.
+`arithmetic`, `countdown` and `sudoku` are generated, with problems that are held out from training. `jsonl` is your own
+file, whose column `answer` is compared as mathematics.
 """
 
 import inspect
@@ -28,8 +28,8 @@ from .rewards import REWARDS
 
 
 BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
-GENERATED = 500  # questions, if not said otherwise
-ATTEMPTS = 1000  # problems that are drawn for a new one, before there seem to be no more
+GENERATED = 500  # questions by default
+ATTEMPTS = 1000  # draws without a new problem, after which there seem to be no more
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Benchmark:
         split (`str`): Of the dataset.
         answer (`str`): The dataset's column that is passed to the reward as `answer`.
         instruction (`str`): What follows each question.
-        problems (`Callable` or `None`): Generates them: of a seed, and of keywords for their difficulty.
+        problems (`Callable` or `None`): Generates questions from a seed and from keywords for their difficulty.
     """
 
     reward: Callable[..., list[float | None]] = lenient_math_reward
@@ -55,7 +55,7 @@ class Benchmark:
 
     @property
     def columns(self) -> list[str]:
-        """What the reward must be given of a row, beside the completion."""
+        """The columns of a row that the reward needs beside the completion."""
         parameters = inspect.signature(self.reward).parameters.values()
         return [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD][1:]
 
@@ -85,13 +85,13 @@ BENCHMARKS = {
 
 def generate(task: str, count: int, seed: int = 0, held_out: bool = False, **difficulty) -> Dataset:
     """
-    Different problems of a generated task, as a dataset to train or to evaluate on.
+    Generates distinct problems of a task, as a dataset to train or to evaluate on.
 
     Args:
         task (`str`): `"arithmetic"`, `"countdown"` or `"sudoku"`.
         count (`int`): How many.
         seed (`int`): The same one gives the same problems.
-        held_out (`bool`): Whether they are for evaluation. No problem is both for that and for training.
+        held_out (`bool`): Whether they are for evaluation. No problem serves both evaluation and training.
         difficulty: Keywords of the task's `problems`.
 
     Example:
@@ -132,13 +132,13 @@ def load_questions(
     difficulty: dict | None = None,
 ) -> Dataset:
     """
-    A benchmark's questions as plain prompts (or as a file's own conversations), and the columns that its reward needs.
+    Loads a benchmark's questions as plain prompts, or as a file's own conversations, with the columns for its reward.
 
     Args:
         task (`str`): A key of `BENCHMARKS`.
         data (`str`, *optional*): A file or directory to read instead, see [`load_prompts`].
-        count (`int`, *optional*): Only so many, the first ones.
-        seed (`int`): Of generated ones.
+        count (`int`, *optional*): Number of questions to take, from the first on.
+        seed (`int`): Seed of generated questions.
         instruction (`str`, *optional*): What follows each question, in place of the benchmark's own.
         difficulty (`dict`, *optional*): Keywords of the generator.
 

@@ -2,15 +2,15 @@ r"""Countdown: make a target from given numbers with + - * / and parentheses.
 
     Use the numbers 3, 25 and 7, each exactly once, with + - * / and parentheses to make 46.   ->   25 + 3 * 7
 
-A problem is built from its solution, so it has one: two numbers at a time are replaced by a result of theirs that is a
-positive whole number, until one is left. What identifies a problem is its target and its numbers in any order.
+A problem is built from its solution, so it has one: two numbers at a time are replaced by their sum, difference,
+product or quotient, always a positive whole number, until one is left. Problems with the same target and the same
+numbers, in any order, are the same problem.
 
-The verifier reads the last answer as Python's grammar does (`ast`), evaluates nothing but the four operations on whole
-numbers, and computes in exact fractions. So digits that are glued together, signs before numbers, powers, floor
-division and near misses are worth nothing.
+The verifier parses the last answer with Python's grammar (`ast`), evaluates only the four operations on whole numbers,
+and computes in exact fractions. Joined digits, signs before numbers, powers, floor division and near misses score 0.
 
-[`Search`] asks the same in few characters and has a worked solution, one trial after the other until one makes the
-target, which `examples/build_arithmetic_model.py` teaches to a model:
+[`Search`] asks the same in few characters, and its worked solution lists trials until one makes the target.
+`examples/build_arithmetic_model.py` teaches it to a model:
 
     3,4,7>19=   4+3=7 7+7=14;4+3=7 7*7=49;4+3=7 7/7=1;4*3=12 12+7=19;#### (4*3)+7
 """
@@ -37,7 +37,7 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 @dataclass(frozen=True)
 class Problem:
-    """Numbers that make a target; each must be used once, or may be, with `use_all=False`."""
+    """Numbers that make a target. Each must be used exactly once, or at most once with `use_all=False`."""
 
     nums: tuple[int, ...]
     target: int
@@ -59,7 +59,7 @@ class Problem:
 
     @property
     def row(self) -> dict:
-        """Of a dataset: the prompt, and what the reward compares with."""
+        """The row of a dataset: the prompt, and what the reward compares with."""
         return {"prompt": self.prompt, "nums": list(self.nums), "target": self.target, "use_all": self.use_all}
 
 
@@ -72,7 +72,7 @@ def problems(
     use_all: bool = True,
     held_out: bool = False,
 ) -> Iterator[Problem]:
-    """An endless stream of problems, the same for the same seed, all held out or none.
+    """Yields problems without end, the same ones for the same seed: either held-out ones only or training ones only.
 
     Args:
         seed (`int`): of the stream.
@@ -99,7 +99,7 @@ def problems(
 
 
 def _reachable(rng: random.Random, nums: Sequence[int]) -> int:
-    """What some expression of all `nums` is, with whole positive numbers all along."""
+    """Returns the value of a random expression of all `nums` whose steps are all positive whole numbers."""
     left = list(nums)
     while len(left) > 1:
         b, a = sorted(left.pop(rng.randrange(len(left))) for _ in range(2))
@@ -115,7 +115,7 @@ def _results(a: int, b: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Search(Problem):
-    """A problem in few characters, with a worked solution: trials in a fixed order, up to the one that hits."""
+    """A problem in few characters. Its solution lists trials in a fixed order, up to the one that hits the target."""
 
     @property
     def prompt(self) -> str:
@@ -133,7 +133,7 @@ class Search(Problem):
 
     @property
     def trials(self) -> int:
-        """How many its solution has."""
+        """The number of trials in the solution."""
         return len(self._trials())
 
     def _trials(self) -> list[str]:
@@ -166,7 +166,7 @@ def searches(seed: int, numbers: int = 3, held_out: bool = False) -> Iterator[Se
 
 
 def value_of(expression: str) -> tuple[Fraction, Counter] | None:
-    """What an expression is, and how often it has each number; `None` if it is more or less than an expression."""
+    """Returns an expression's value and the count of each number; `None` if the text is not exactly one expression."""
     if not _ALLOWED.fullmatch(expression):
         return None
     try:
@@ -217,7 +217,7 @@ def _score(completion, nums, target, use_all, prompt) -> float | None:
 
 
 def _given(nums) -> Counter | None:
-    """How often a row has each number; `None` where one of them cannot be written without a sign or a fraction."""
+    """Counts each number of a row; `None` if one of them is negative or not whole."""
     if isinstance(nums, str):
         nums = re.findall(r"[^\s,;\[\]()'\"]+", nums)
     found = [_number_of(number) for number in nums] if isinstance(nums, Iterable) else []

@@ -66,7 +66,7 @@ def as_conversations(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Da
 
 
 def token_ids(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """What a policy is given for prompts that are all plain, or all conversations."""
+    """Tokenizes prompts that are all plain, or all conversations, as the trainer does."""
     if isinstance(prompts[0], str):
         return tokenizer(prompts)["input_ids"]
     texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
@@ -77,7 +77,7 @@ def check_prompts(name: str, dataset: Dataset | IterableDataset) -> None:
     """Raises `ValueError` for a dataset without prompts or with a bad one. A stream is not read.
 
     Args:
-        name (`str`): what the dataset is called in the message.
+        name (`str`): the dataset's name in the message.
         dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): with a column `prompt`.
     """
     if getattr(dataset, "format", {}).get("type") == "custom":  # rows are made when they are read
@@ -102,7 +102,7 @@ def check_prompts(name: str, dataset: Dataset | IterableDataset) -> None:
 
 
 def _bad_prompt(dataset: Dataset) -> tuple[int, str] | None:
-    """Index of the first bad prompt, and what is wrong with it."""
+    """Returns the index of the first bad prompt, and its fault."""
     rows = chain.from_iterable(batch["prompt"] for batch in dataset.iter(SCANNED_ROWS))
     return next(((index, wrong) for index, prompt in enumerate(rows) if (wrong := _wrong_with(prompt))), None)
 

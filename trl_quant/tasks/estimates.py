@@ -1,4 +1,4 @@
-r"""How often a model is right, from n answers to each question of which c are right, and how sure that is.
+r"""Estimates how often a model is right, with intervals, from n answers to each question of which c are right.
 
     pass@k = 1 - C(n - c, k) / C(n, k)                the chance that one of k answers is right (Codex, eq. 1)
     (p + z^2/2N ± z sqrt(p (1 - p) / N + z^2/4N^2)) / (1 + z^2/N)                   Wilson's score interval
@@ -9,9 +9,9 @@ r"""How often a model is right, from n answers to each question of which c are r
 | p | share of them that is right |
 | z | 1.96, so that 95% of such intervals hold the true value |
 
-avg@k is the mean of c / n. A mean of values between 0 and 1 has no such formula: its interval is between quantiles of
-the mean over questions that are drawn again, with replacement (bootstrap). Both are intervals for questions like these;
-answers to one question are not counted as if they were independent.
+avg@k is the mean of c / n. No such formula exists for a mean of values between 0 and 1, so its interval comes from the
+bootstrap: questions are drawn again with replacement, and the interval lies between quantiles of their mean. Both
+intervals are over questions; answers to the same question are not treated as independent.
 """
 
 from collections.abc import Sequence
@@ -26,21 +26,21 @@ RESAMPLES = 10_000
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that one of `k` answers is right, drawn from `n` of which `c` are."""
+    """The chance that at least one of `k` answers is right, drawn from `n` answers of which `c` are right."""
     if not 1 <= k <= n or not 0 <= c <= n:
         raise ValueError(f"pass@k of `n`={n}, `c`={c}, `k`={k}: `k` must be from 1 to `n`, `c` from 0 to `n`.")
     return 1 - comb(n - c, k) / comb(n, k)
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:
-    """Interval for the share of which `right` of `n` are a sample."""
+    """Wilson's interval for a share, given `right` of `n` in a sample."""
     z, p = NormalDist().inv_cdf((1 + LEVEL) / 2), right / n
     center, width = p + z**2 / (2 * n), z * sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
     return max(0.0, (center - width) / (1 + z**2 / n)), min(1.0, (center + width) / (1 + z**2 / n))
 
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """Interval for the mean of which `values` are a sample."""
+    """Bootstrap interval for a mean, given a sample of `values`."""
     generator, values = torch.Generator().manual_seed(seed), torch.tensor(values, dtype=torch.float64)
     shape = (RESAMPLES // 100, len(values))  # a hundredth at a time, which bounds the memory
     means = torch.cat([values[torch.randint(len(values), shape, generator=generator)].mean(-1) for _ in range(100)])
@@ -48,7 +48,7 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
 
 
 def estimate(values: Sequence[float]) -> dict[str, float]:
-    """Mean over questions, with its interval: Wilson's where each is right or wrong, else by bootstrap."""
+    """Mean over questions with its interval: Wilson's if each is right or wrong, else by bootstrap."""
     mean = fmean(values)
     low, high = wilson(sum(values), len(values)) if set(values) <= {0.0, 1.0} else bootstrap(values)
     return {"value": mean, "low": low, "high": high}
@@ -56,7 +56,7 @@ def estimate(values: Sequence[float]) -> dict[str, float]:
 
 def estimates(right: Sequence[int], n: int) -> dict[str, dict[str, float]]:
     """
-    What `n` answers to each question say.
+    Estimates all metrics from `n` answers to each question.
 
     Args:
         right (`Sequence[int]`): How many of them are right, by question.

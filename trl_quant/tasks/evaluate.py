@@ -1,4 +1,4 @@
-"""How often a model is right: sample completions for a dataset's prompts and score them."""
+"""Samples completions for a dataset's prompts and scores them."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ def mean_reward(
     batch_size: int = 256,
     seed: int = 0,
 ) -> float:
-    """Mean of `reward` over one completion per prompt, from the model as it is; leaves the global random state alone.
+    """Returns the mean of `reward` over one completion per prompt. The global random state stays as it is.
 
     Args:
         dataset (`Dataset`): with `prompt` (plain strings or conversations) and the columns that the reward needs.

@@ -1,5 +1,5 @@
-r"""Whether two answers are the same mathematics, for a reward of training, which must not pay for an expression that
-only evaluates to the answer.
+r"""Decides whether two answers are the same mathematics, for training: an expression that merely evaluates to the
+answer must not be rewarded.
 
 1. Where the ground truth is a number, the answer must be that number, written out ([`trl_quant.tasks.answers`]): a
    whole number, a decimal, a reduced fraction or a mixed number. `6 \cdot 7`, `10!` and `\binom{10}{3}` are no numbers.
@@ -8,8 +8,8 @@ only evaluates to the answer.
    `2\sqrt{3}` is `\sqrt{12}`, and `x^2+1` is `1+x^2`. Roots, powers and the four operations are evaluated, and
    functions (`\sin`, `\ln`) that the ground truth has itself. Sums, integrals, factorials, binomials and words are not.
 
-Values are computed with 50 digits, at three points where there are variables. No text, exponent or value can grow
-beyond a bound, so that nothing hangs, without any timeout, and on any thread.
+Values are computed with 50 digits and, if there are variables, at three points. Every text, exponent and value is
+bounded, so that nothing hangs. This needs no timeout and works on any thread.
 """
 
 import random
@@ -29,7 +29,7 @@ MAX_POWER = 100  # of an exponent
 MAX_BITS = 4000  # of a value before its point, and of zeros after it
 DIGITS = 50  # that are computed
 EQUAL_DIGITS = 40  # that agree in equal values
-POINTS = 3
+EVALUATION_POINTS = 3
 
 _FUNCTIONS = {  # of LaTeX -> of mpmath
     **{name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "log", "exp")},
@@ -73,7 +73,7 @@ _REWRITES = (
     (re.compile(r"(\\frac|\\sqrt)(?:\s*(?=\d)|\s+)(\w)"), r"\1{\2}"),
     (re.compile(r"(\\frac\s*\{[^{}]*\})\s*(\w)"), r"\1{\2}"),
     (re.compile(r"([\^_])\s*(\d+|[A-Za-z])"), r"\1{\2}"),
-    # Spaces, but for 1 1/2, which is not 11/2, and \pi r, which is not \pir
+    # Spaces, except in 1 1/2, which is not 11/2, and in \pi r, which is not \pir
     (re.compile(r"(?<=\d) (?=\d)"), "\0"),
     (re.compile(r"(\\[A-Za-z]+) (?=[A-Za-z])"), "\\1\0"),
     (re.compile(r" |[.,;]\s*$"), ""),
@@ -91,7 +91,7 @@ _NOT_EVALUATED = re.compile(rf"\d\\frac\{{\d+\}}\{{\d+\}}|(?<![\\A-Za-z])[A-Za-z
 
 
 class NotEvaluated(ValueError):
-    """An expression of more than the operations that are evaluated, or beyond their bounds."""
+    """Raised for an expression with other operations than those evaluated, or beyond their bounds."""
 
 
 def same_answer(gold: str, answer: str) -> bool:
@@ -100,7 +100,7 @@ def same_answer(gold: str, answer: str) -> bool:
 
 
 def literal(text: str) -> str | None:
-    """The number that is written out in a text, in canonical form; mixed numbers become fractions."""
+    """Returns the written-out number of a text, in canonical form; mixed numbers become fractions."""
     mixed = _MIXED.fullmatch(written(text)) if len(text) <= MAX_CHARACTERS else None
     if mixed is None:
         return single_number(text)
@@ -109,7 +109,7 @@ def literal(text: str) -> str | None:
 
 
 def written(text: str) -> str:
-    """A text in the one way of writing that texts are compared in."""
+    """Normalizes a text to the notation in which texts are compared."""
     text = text.strip()
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
@@ -117,7 +117,7 @@ def written(text: str) -> str:
 
 
 def _same(gold: str, answer: str, depth: int = 0) -> bool:
-    """Of written texts."""
+    """[`same_answer`] for normalized texts."""
     if gold == answer or _same_word(gold, answer):
         return True
     if depth > MAX_DEPTH:
@@ -158,7 +158,7 @@ def _same_parts(kind: str, parts: list[str], others: list[str], depth: int) -> b
 
 
 def _parts(text: str) -> tuple[str, list[str]]:
-    """What kind of collection a text is, and its parts; an empty kind for none."""
+    """Returns the kind of collection that a text is, and its parts; an empty kind for none."""
     both = [signed for part in _split(text, ",") for signed in _signed(part)]
     if len(both) > 1:
         return "list", both
@@ -209,8 +209,8 @@ def _split(text: str, separator: str) -> list[str]:
 
 @cache
 def _mpmath():
-    """mpmath's numbers of `DIGITS` digits, apart from the precision that others set."""
-    from mpmath import mp  # sympy's, whose loading takes a while
+    """An mpmath context of `DIGITS` digits, independent of the global precision."""
+    from mpmath import mp  # imported here because sympy takes a while to load
 
     numbers = mp.clone()
     numbers.dps = DIGITS
@@ -221,12 +221,12 @@ def _same_value(gold: str, answer: str) -> bool:
     try:
         expected, found = _tokens(gold), _tokens(answer)
         functions = {token[1:] for token in expected if token[1:] in _FUNCTIONS}
-        for point in range(POINTS):
+        for point in range(EVALUATION_POINTS):
             a, b = (_Value(tokens, functions, point).read() for tokens in (expected, found))
             if not abs(a - b) <= max(abs(a), abs(b), 1) * _mpmath().mpf(10) ** -EQUAL_DIGITS:
                 return False
         return True
-    except (ValueError, ArithmeticError):  # `NotEvaluated`, a division by zero, a value out of a function's domain
+    except (ValueError, ArithmeticError):  # `NotEvaluated`, a division by zero, or a value outside a function's domain
         return False
 
 

@@ -1,8 +1,8 @@
-r"""Mathematics whose answers are more than numbers: $\frac{\pi}{2}$, $(3, 4)$, $x^2 + 1$. One reward is for training,
-and one for evaluation.
+r"""Rewards for mathematics whose answers are more than numbers: $\frac{\pi}{2}$, $(3, 4)$, $x^2 + 1$. One is for
+training and one for evaluation.
 
 A completion declares its answer as in [`trl_quant.tasks.answers`]; only the last marker counts, and without one the
-text must be a single number or equation. The rewards differ in what equals the ground truth:
+text must be a single number or equation. The rewards differ in what they accept as equal to the ground truth:
 
 | answer | ground truth | strict | lenient |
 |---|---|---|---|
@@ -11,12 +11,12 @@ text must be a single number or equation. The rewards differ in what equals the 
 | `\sqrt{12}`, `\sqrt{3} \cdot 2` | `2\sqrt{3}` | 1 | 1 |
 | `3.464102` | `2\sqrt{3}` | 0 | 1 |
 
-[`strict_math_reward`] is for training: a policy that is paid for `6 \cdot 7` learns to box the question.
+[`strict_math_reward`] is for training: a policy that is rewarded for `6 \cdot 7` learns to box the question.
 [`trl_quant.tasks.expressions`] has its rules. Where the ground truth is itself an expression, equal expressions count,
 so a question that asks to expand, factor or simplify an expression can still be answered with that expression.
 
-[`lenient_math_reward`] is for evaluation: by math-verify, expressions are compared as they are. math-verify is stopped
-by a signal after five seconds, so its scores are to be taken on the main thread.
+[`lenient_math_reward`] is for evaluation, and compares expressions with math-verify. A signal stops math-verify after
+five seconds, so it must run on the main thread.
 """
 
 import re
@@ -76,7 +76,7 @@ math_reward = lenient_math_reward  # its older name
 
 
 def _truth(answer) -> str:
-    """What a row asks for, as one text; an empty one for nothing."""
+    """Returns a row's ground truth as one text, empty if it has none."""
     text = ", ".join(map(truth_text, answer)) if isinstance(answer, list) else truth_text(answer)
     return (final_answer(text) or text).strip()
 

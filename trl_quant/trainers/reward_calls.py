@@ -22,7 +22,7 @@ from .checkpoints import how_to_go_on
 
 logger = logging.getLogger(__name__)
 
-LARGEST = torch.finfo(torch.float32).max  # TRL holds rewards in float32, in which a larger one is infinite
+LARGEST_REWARD = torch.finfo(torch.float32).max  # TRL holds rewards in float32, in which a larger one is infinite
 SHOWN = 80  # characters of a prompt and of a completion in a message
 
 
@@ -116,7 +116,7 @@ class RewardCalls:
         if reward is None:
             return None
         number = _number(reward)
-        if number is None or abs(number) > LARGEST:
+        if number is None or abs(number) > LARGEST_REWARD:
             wrong = "no number" if number is None else "not finite"
             raise ValueError(
                 f"{self._at(name)} returned {_short(reward)} for row {row}, which is {wrong}: prompt "

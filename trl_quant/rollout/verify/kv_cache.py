@@ -30,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # vLLM's names for what the cache holds
 UNQUANTIZED = ("auto", "bfloat16")
-FORMATS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+CACHE_FORMATS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 # Root mean square of a rounding to E4M3, relative, where all mantissas are as likely: 2^-3 / sqrt(12) * sqrt(0.541)
 WEIGHTS_ERROR = 0.0265
 
@@ -41,7 +41,7 @@ class KVCache:
     The cache of one attention layer of vLLM.
 
     Attributes:
-        format (`str`): A key of [`FORMATS`].
+        format (`str`): A key of [`CACHE_FORMATS`].
         scales (`dict[str, float]`): Its scales, by the names that vLLM's layer has for them.
         in_fp8 (`bool`): Whether the products of attention run in FP8, with queries and attention weights rounded.
         truncates (`bool`): Whether bits that do not fit are dropped, as vLLM does on CPUs; else it rounds to nearest.
@@ -54,7 +54,7 @@ class KVCache:
 
     def stored(self, x: Tensor, scale: str) -> Tensor:
         """`x`, in BF16 as the engine has it, as it is read from the cache."""
-        dtype, scale = FORMATS[self.format], self.scales[scale]
+        dtype, scale = CACHE_FORMATS[self.format], self.scales[scale]
         limit = torch.finfo(dtype).max
         exact = (x.to(torch.bfloat16).float() / scale).clamp(-limit, limit)
         codes = exact.to(dtype)

@@ -43,7 +43,7 @@ from .kv_cache import KVCache, attending_to
 SLACK = 4.0
 FLOOR = 2e-3  # nats
 SAME = 1e-7  # relative
-NEW_TOKENS = 4
+CHECKED_TOKENS = 4
 TEXTS = (
     "To find how many apples are left, start from what was bought and take away what was eaten. Ana bought 3 bags with "
     "12 apples each, so she had 3 * 12 = 36 apples. She gave 7 to her brother and ate 2 a day for 5 days, which makes "
@@ -108,8 +108,8 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
     lag, changed, other = engine.update_since_sync(), engine.is_stale(), engine.held_otherwise()
     block, longest = engine.limits()
     # Two blocks of the prefix cache and a part of a third, where the engine takes so many
-    prompts = check_sequences(engine.tokenizer, min(max(2 * block + 32, 160), longest - NEW_TOKENS))
-    sequences, sampled = engine.logps(prompts[:1] if quick else prompts, NEW_TOKENS)
+    prompts = check_sequences(engine.tokenizer, min(max(2 * block + 32, 160), longest - CHECKED_TOKENS))
+    sequences, sampled = engine.logps(prompts[:1] if quick else prompts, CHECKED_TOKENS)
     plain = None
     if engine.sleep_level:  # what a quick check after a wake-up is held against
         plain = mean_difference(sampled, policy_logps(engine.model, sequences, device))
@@ -165,7 +165,7 @@ def _describe(engine, sequences: list[list[int]], sampled: list[Tensor], bound: 
         base = mean_difference(sampled, Reference(engine).logps(sequences, adapted=False))
         if base <= bound:
             return f"base-only: the adapter does not act (without it the difference is {base:.4f})"
-    prompts = [len(ids) - NEW_TOKENS - 1 for ids in sequences]
+    prompts = [len(ids) - CHECKED_TOKENS - 1 for ids in sequences]
     if last is not None and all(torch.equal(a[:n], b[:n]) for a, b, n in zip(sampled, last["logps"], prompts)):
         return "stale: the engine computes what it computed before the last syncs"
     if engine.lora_sync == "adapter":

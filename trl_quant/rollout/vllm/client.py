@@ -25,8 +25,8 @@ from trl.generation.vllm_client import VLLMClient
 from ..limits import finished_within, time_limit
 
 
-SHOWN = 200  # characters of an answer in a message
-SLACK = 10.0  # seconds that a transfer gets beyond the limit of its requests, which say more when they end
+ANSWER_SHOWN = 200  # characters of an answer in a message
+TRANSFER_SLACK = 10.0  # seconds that a transfer gets beyond the limit of its requests, which say more when they end
 
 
 class Client(VLLMClient):
@@ -67,7 +67,7 @@ class Client(VLLMClient):
         except requests.JSONDecodeError as error:
             raise RuntimeError(
                 f"The vLLM server at {self.base_url} answered {asked} with what is no whole JSON: "
-                f"{answer.text[:SHOWN]!r} ({len(answer.text)} characters). Does something else listen there?"
+                f"{answer.text[:ANSWER_SHOWN]!r} ({len(answer.text)} characters). Does something else listen there?"
             ) from error
         except requests.RequestException as error:
             raise ConnectionError(f"The vLLM server at {self.base_url} did not answer {asked}: {error}") from error
@@ -130,7 +130,7 @@ class Client(VLLMClient):
                 f"The vLLM server at {self.base_url} did not {what} in `vllm_request_timeout`={self.seconds:g} seconds."
             )
 
-        return time_limit(None if self.seconds is None else self.seconds + SLACK, told)
+        return time_limit(None if self.seconds is None else self.seconds + TRANSFER_SLACK, told)
 
     def mark_sync(self) -> None:
         """Gives the workers a token after a sync."""
@@ -180,9 +180,9 @@ def stranger(url: str, seconds: float) -> str | None:
         return f"`GET /v1/models` got {error}"
     who = f" from {answer.headers['Server']}" if "Server" in answer.headers else ""
     if answer.status_code != 200:
-        return f"`GET /v1/models` got status {answer.status_code}{who}: {answer.text[:SHOWN]!r}"
+        return f"`GET /v1/models` got status {answer.status_code}{who}: {answer.text[:ANSWER_SHOWN]!r}"
     try:
         owner = answer.json()["data"][0].get("owned_by", "vllm")
     except (requests.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError):
-        return f"`GET /v1/models` got no list of models{who}: {answer.text[:SHOWN]!r}"
+        return f"`GET /v1/models` got no list of models{who}: {answer.text[:ANSWER_SHOWN]!r}"
     return None if owner == "vllm" else f"`GET /v1/models` got a model of {owner!r}{who}"

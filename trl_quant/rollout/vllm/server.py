@@ -26,8 +26,7 @@ from ...noise import noised_norms
 from ...precisions import PRECISIONS, in_vllm
 from ...trl_seams import client_built
 from ..limits import finished_within
-from ..verify.kv_cache import FORMATS as CACHE_FORMATS
-from ..verify.kv_cache import UNQUANTIZED, KVCache
+from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .base import VLLMBase
 from .client import Client, stranger
 from .support import (

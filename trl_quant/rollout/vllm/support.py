@@ -20,8 +20,7 @@ from ...models.norms import family_of
 from ...precisions import PRECISIONS, InVLLM, in_vllm
 from ...storage.layout import quantization_config
 from ..sampling_options import not_taken
-from ..verify.kv_cache import FORMATS as CACHE_FORMATS
-from ..verify.kv_cache import UNQUANTIZED
+from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED
 
 
 logger = logging.getLogger(__name__)

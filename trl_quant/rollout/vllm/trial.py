@@ -32,7 +32,7 @@ PROMPT_TOKENS = 64
 NEW_TOKENS = 64  # of each completion, in the middle of the run's
 REPEATS = 3
 LAUNCHERS = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "RANK", "WORLD_SIZE")
-RESULT = "result of the trial: "
+RESULT_LINE = "result of the trial: "
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def measure(trial: Trial, precision: str) -> Speed | str:
         environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "TMPDIR": temporary}
         command = [*launcher, "-m", __name__, payload]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    results = [line.partition(RESULT)[2] for line in done.stdout.splitlines() if RESULT in line]
+    results = [line.partition(RESULT_LINE)[2] for line in done.stdout.splitlines() if RESULT_LINE in line]
     found = [json.loads(result) for result in results]
     if errors := [result["error"] for result in found if "error" in result]:
         return errors[0]
@@ -218,7 +218,7 @@ def main(payload: str) -> None:
             return
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"}
-    print(f"{RESULT}{json.dumps(found)}", flush=True)
+    print(f"{RESULT_LINE}{json.dumps(found)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,7 @@ from ...noise import noised_norms
 from ...precisions import PRECISIONS
 from ...storage.layout import checkpoint_stream
 from ..stream import default_dtype
-from ..verify.kv_cache import FORMATS as CACHE_FORMATS
-from ..verify.kv_cache import UNQUANTIZED, KVCache
+from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from . import one_copy
 from .adapter import decoder_in_vllm, hold_adapter, linear_layers, names_in_vllm, places
 from .support import quantizers_on
