@@ -550,7 +550,7 @@ def indexed(sources: Sources) -> dict[Patch, tuple[str, str, str]]:
     rows = {}
     for index in INDICES:
         for statement in parsed(sources[f"{PACKAGE}/{index}"]).body:
-            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "LASTING":
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]).startswith("LASTING"):
                 rows |= ast.literal_eval(statement.value)
     return rows
 

@@ -6,7 +6,7 @@ one generation, `one_copy.py` and `worker.reload` before one of a model while it
 """
 
 # (file, name) -> (whose it is, how long it lasts, the test that needs it)
-LASTING = {
+LASTING_IN_VLLM = {
     ("rollout/vllm/adapter.py", "requires_unquantized_input"): (
         "vLLM's linear layers with an adapter",
         "the engine",
