@@ -54,9 +54,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.layers import FrozenLinear
+from trl_quant.models.linears import dense_linears
 from trl_quant.policy.frozen import BITSANDBYTES
 from trl_quant.precisions import frozen_bases
-from trl_quant.rollout.vllm.support import quantized_layers
 from trl_quant.trl_seams import llm_with
 
 
@@ -77,10 +77,10 @@ def packed_policy(directory: str, precision: str, words: list[int]):
     dtype = torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype)
-        for name in quantized_layers(model):
-            linear = model.get_submodule(name)
-            shape = linear.in_features, linear.out_features, linear.bias is not None
-            model.set_submodule(name, FrozenLinear(*shape, precision, dtype))
+        for place, layer in dense_linears(model).items():
+            outputs, inputs = layer.shape
+            has_bias = model.get_submodule(place).bias is not None
+            model.set_submodule(place, FrozenLinear(inputs, outputs, has_bias, precision, dtype))
     model.to_empty(device=DEVICE)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config, device=DEVICE)  # the only buffers
     for name, param in model.named_parameters():

@@ -11,11 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trl_quant.formats import FORMATS, fake_quantize_activation, global_scale, quantize
+from trl_quant.models.linears import fused_layer, is_quantizable
 from trl_quant.storage.layout import (
     checkpoint_stream,
     checkpoint_tensors,
-    fused_layer,
-    is_quantizable,
     quantization_config,
     quantize_checkpoint,
     storable,

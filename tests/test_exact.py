@@ -18,7 +18,7 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_quant import QuantGRPOConfig
 from trl_quant.layers.exact import ExactAttention, Kernels, Packed, Unrotated, flash_attention, log_probs, log_softmax
 from trl_quant.layers.norm import FusedRMSNorm, rms_norm
-from trl_quant.models.norms import FAMILIES
+from trl_quant.models.families import FAMILIES
 from trl_quant.policy.exact import compute_exactly
 from trl_quant.policy.unified import unify
 from trl_quant.rollout.vllm.support import check_exact

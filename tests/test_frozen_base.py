@@ -102,11 +102,11 @@ def test_no_more_than_one_fused_layer_is_held_in_full(tmp_path, monkeypatch):
     path = save_tiny(tmp_path, dtype=torch.bfloat16, num_hidden_layers=4)
     take, held = Packer.take, []
 
-    def counted(self, model, name, weight):
+    def counted(self, model, place, weight):
         linears = [m for m in model.model.layers.modules() if isinstance(m, nn.Linear) and hasattr(m, "weight")]
         full = sum(not m.weight.is_meta for m in linears)
-        held.append(full + sum(len(group) for group in self.waiting.values()))
-        take(self, model, name, weight)
+        held.append(full + sum(len(group) for group in self.groups.waiting.values()))
+        take(self, model, place, weight)
 
     monkeypatch.setattr(Packer, "take", counted)
     load(path, "nvfp4")

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from trl_quant.models.classes import CLASSES, is_gated_mlp, is_rms_norm
-from trl_quant.models.norms import FAMILIES
+from trl_quant.models.families import FAMILIES
 
 
 CONFIG = SimpleNamespace(

@@ -709,6 +709,91 @@ def test_one_name_is_one_thing(sources):
     ]
 
 
+# Quantized layers
+
+LAYER_NAMES = re.compile(r"(?<![a-z_])([qkvo]_proj|(gate|up|down|qkv|gate_up)_proj|experts|lm_head)(?![a-z_])")
+# Where layers may be named: the map of models, and what asks vLLM for the head of its own model
+NAMING_LAYERS = ("models/...", "rollout/vllm/worker.py", "rollout/vllm/engine.py")
+# Where layers may be told apart by `nn.Linear`: the map, and what checks that a saved adapter adapts nothing else
+PICKING_LAYERS = ("models/...", "storage/adapter.py")
+WALKS = {"modules", "named_modules", "children", "named_children"}
+
+
+def named_layers(sources: Sources) -> Violations:
+    """Literals with the name of a linear layer in them, apart from docstrings and messages, which have spaces."""
+    found = []
+    for module, text in modules(sources).items():
+        if matches(module, NAMING_LAYERS):
+            continue
+        docstrings = {node.value for node in nodes(text) if isinstance(node, ast.Expr)}
+        for node in nodes(text):
+            for literal in strings([node]):
+                name = None if node in docstrings or re.search(r"\s", literal) else LAYER_NAMES.search(literal)
+                if name is not None:
+                    found.append(f"{PACKAGE}/{module}:{node.lineno} names {name[0]}; ask models/linears.py")
+    return found
+
+
+def picked_layers(sources: Sources) -> Violations:
+    """Loops over the modules of a model that ask which of them are `nn.Linear`."""
+    found = []
+    for module, text in modules(sources).items():
+        if matches(module, PICKING_LAYERS):
+            continue
+        for node in nodes(text):
+            loops = [node] if isinstance(node, ast.For) else getattr(node, "generators", [])
+            walks = [loop for loop in loops if {called(part) for part in ast.walk(loop.iter)} & WALKS]
+            walked = {part.id for loop in walks for part in ast.walk(loop.target) if isinstance(part, ast.Name)}
+            for part in ast.walk(node) if walked else ():
+                if asks_for_linear(part, walked):
+                    found.append(f"{PACKAGE}/{module}:{part.lineno} picks linear layers; ask models/linears.py")
+    return found
+
+
+def asks_for_linear(node: ast.AST, names: set[str]) -> bool:
+    """Whether a node is `isinstance(x, nn.Linear)` or `type(x) is nn.Linear`, where `x` has to do with `names`."""
+    if called(node) == "isinstance":
+        asked, kinds = node.args
+    elif isinstance(node, ast.Compare) and called(node.left) == "type":
+        asked, kinds = node.left.args[0], node.comparators[0]
+    else:
+        return False
+    linear = any(getattr(part, "attr", getattr(part, "id", None)) == "Linear" for part in ast.walk(kinds))
+    return linear and any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(asked))
+
+
+def test_models_decide_what_is_quantized(sources):
+    none(named_layers(sources))
+    none(picked_layers(sources))
+    choosing = """\"\"\"Such as q_proj.\"\"\"
+FUSED = (("q_proj", "k_proj"),)
+if ".experts." in name or name == "lm_head" or re.match(r"(.*\\.)?gate_up_proj$", name): ...
+raise ValueError("the model has no lm_head")
+print("experts_per_token", "down_projection", model.layers[0].mlp.up_proj)
+"""
+    picking = """for name, module in list(model.named_modules()):
+    if isinstance(module, torch.nn.Linear): ...
+    if isinstance(base_layer(module), nn.Linear) or isinstance(module, FrozenLinear): ...
+layers = [m for m in decoder.modules() if type(m) is Linear and isinstance(model, nn.Linear)]
+count = sum(isinstance(m, (nn.Linear, Conv1D)) for m in decoder.modules())
+kinds = [isinstance(layer, nn.Linear) for layer in layers]
+"""
+    paths = ("trl_quant/policy/x.py", "trl_quant/models/x.py", "tests/x.py")
+    assert [line.partition(";")[0] for line in named_layers(dict.fromkeys(paths, choosing))] == [
+        "trl_quant/policy/x.py:2 names q_proj",
+        "trl_quant/policy/x.py:2 names k_proj",
+        "trl_quant/policy/x.py:3 names experts",
+        "trl_quant/policy/x.py:3 names lm_head",
+        "trl_quant/policy/x.py:3 names gate_up_proj",
+    ]
+    assert [line.partition(";")[0] for line in picked_layers(dict.fromkeys(paths, picking))] == [
+        "trl_quant/policy/x.py:2 picks linear layers",
+        "trl_quant/policy/x.py:3 picks linear layers",
+        "trl_quant/policy/x.py:4 picks linear layers",
+        "trl_quant/policy/x.py:5 picks linear layers",
+    ]
+
+
 # Texts
 
 

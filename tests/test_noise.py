@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import FAMILIES, tiny_model
 
-from trl_quant.models.norms import FAMILIES as SUPPORTED
-from trl_quant.models.norms import family_of, feeding_norms
+from trl_quant.models.families import FAMILIES as SUPPORTED
+from trl_quant.models.families import family_of
+from trl_quant.models.norms import feeding_norms
 from trl_quant.noise import SCHEDULES, noised_norms, norm_noise, sigma
 
 

@@ -266,7 +266,7 @@ def test_vllm_refuses_what_it_would_not_quantize(tmp_path):
     pytest.importorskip("vllm")
     from vllm_engines import engine, policy
 
-    from trl_quant.rollout.vllm.support import quantized_layers
+    from trl_quant.models.linears import dense_linears
     from trl_quant.rollout.vllm.worker import check_kernels
 
     gpt2().to(torch.bfloat16).save_pretrained(tmp_path / "gpt2")
@@ -276,7 +276,7 @@ def test_vllm_refuses_what_it_would_not_quantize(tmp_path):
         engine(model, "int8")
 
     sampler = engine(policy(tmp_path / "policy"), "bf16")
-    layers = quantized_layers(sampler.model)
+    layers = list(dense_linears(sampler.model))
 
     def elsewhere(model):
         """As GPT-2's are, where the check does not find them."""

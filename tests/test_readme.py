@@ -22,7 +22,7 @@ import trl_quant
 from trl_quant import AISGRPOConfig, QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import COMMANDS, prepare, train
 from trl_quant.corrections import CORRECTIONS
-from trl_quant.models.norms import FAMILIES
+from trl_quant.models.families import FAMILIES
 from trl_quant.noise import SCHEDULES
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout.vllm.support import VLLM_VERSIONS

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from trl_quant.formats import quantize
-from trl_quant.models.norms import family_of, feeding_norms
+from trl_quant.models.families import family_of
+from trl_quant.models.norms import feeding_norms
 from trl_quant.scaling import apply_uaq, uaq_applied
 from trl_quant.scaling.uaq import scale_norms
 

@@ -14,7 +14,7 @@ from torch import nn
 from trl_quant.layers import UnifiedLinear, inputs, products
 from trl_quant.layers import norm as norms
 from trl_quant.layers.norm import FusedRMSNorm
-from trl_quant.models.norms import FAMILIES
+from trl_quant.models.families import FAMILIES
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows
 

@@ -13,11 +13,11 @@ from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import quantize
 from trl_quant.layers import UnifiedLinear
+from trl_quant.models.linears import unquantized_linears
 from trl_quant.policy.adapters import delta_weight
 from trl_quant.policy.unified import unify
 from trl_quant.rollout import stream as weights
 from trl_quant.rollout.vllm import engine as room
-from trl_quant.rollout.vllm.support import unquantized_layers
 
 
 pytestmark = pytest.mark.vllm
@@ -47,7 +47,7 @@ def test_the_trainers_codes(tmp_path, tuning):
                 assert sent[f"{name}.weight_scale"] is layer.codes().scale
                 whole = sampler.weights.of_linear(layer)
                 assert torch.equal(layer.codes().values, quantize(whole, "int8").values)
-            assert not any(f"{name}.weight_scale" in sent for name in unquantized_layers(sampler.weights.base_model))
+            assert not any(f"{name}.weight_scale" in sent for name in unquantized_linears(sampler.weights.base_model))
     assert seen[0] != seen[1]
     sampler.check_sync()
 

@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..formats import FORMATS
+from ..models.linears import fused_layer
 from ..storage.files import (
     TOKENIZER,
     Tensors,
@@ -33,7 +34,6 @@ from ..storage.files import (
 from ..storage.layout import (
     check_target,
     dense,
-    fused_layer,
     quantization_config,
     quantized,
     rewrite_checkpoint,

@@ -4,7 +4,6 @@ The config was checked when it was built. Here it meets the model's config, the 
 """
 
 import logging
-import re
 from pathlib import Path
 
 import transformers
@@ -15,7 +14,7 @@ from torch.nn import Module
 from transformers import AutoConfig, PreTrainedModel
 
 from ..layers import FrozenLinear
-from ..models.norms import family_of
+from ..models.families import family_of, number_of_experts
 from ..rollout.stream import NO_WEIGHTS
 from ..rollout.tokenizer import check_tokenizer
 from ..rollout.vllm.support import (
@@ -35,9 +34,6 @@ from ..tasks.rewards import check_reward, check_truths
 
 
 logger = logging.getLogger(__name__)
-
-# The names that configs of transformers have for the number of experts that a router chooses from
-EXPERTS = re.compile(r"(^|_)(num|n)_(local_|routed_)?experts$")
 
 
 def name_of(model) -> str:
@@ -328,14 +324,6 @@ def _check_policy(config, args, quantization_config) -> None:
     check_architecture(engine, args.vllm_model_impl)
     if args.rollout_precision != "auto":
         check_prepared(engine, args.rollout_precision)
-
-
-def number_of_experts(config: dict) -> int:
-    """The largest number of experts in a model's config and the configs inside it; 0 for a dense model."""
-    found = [number_of_experts(value) for value in config.values() if isinstance(value, dict)]
-    if config.get("is_moe", True):
-        found += [value for name, value in config.items() if EXPERTS.search(str(name)) and isinstance(value, int)]
-    return max(found, default=0)
 
 
 def _check_untouched(args, model) -> None:

@@ -1,1 +1,1 @@
-"""What a model is made of: the names of its parameters, and which norm feeds which linear layers."""
+"""What models are made of: their families, the names of their parameters, their norms and their linear layers."""

@@ -1,58 +1,9 @@
-"""Which norm feeds which linear layers, per model family: the one map that noise (AQN) and scaling (UAQ) share.
+"""The norms of a model that feed linear layers, found by name: what noise (AQN) and scaling (UAQ) act on."""
 
-In each decoder layer two RMSNorms feed only linear layers: one feeds q, k and v, the other gate and up. A factor on
-such a norm's gain is a factor on the inputs of those layers, and nowhere else:
-
-    RMSNorm_w(x) = w * x / rms(x)            the weight is the gain            (Llama, Qwen2, Qwen3, Mistral, Phi-3)
-    RMSNorm_w(x) = (1 + w) * x / rms(x)      the weight is the gain minus one  (Gemma 2, Gemma 3)
-
-Gemma also normalizes the outputs of attention and MLP (sandwich norms). Those feed the residual stream, so Gemma's
-`post_attention_layernorm` must not be touched; `pre_feedforward_layernorm` feeds the MLP.
-"""
-
-import re
 from collections.abc import Iterable
-from typing import NamedTuple
 
-from .names import clean_name
-
-
-class Family(NamedTuple):
-    """`feeds`: norm -> the linear layers it feeds, as paths inside a decoder layer; `offset`: the gain is 1 + w."""
-
-    feeds: dict[str, tuple[str, ...]]
-    offset: bool = False
-
-
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-_PRE_NORM = Family({"input_layernorm": _QKV, "post_attention_layernorm": _GATE_UP})
-_FUSED = Family({"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)})
-_SANDWICH = Family({"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATE_UP}, offset=True)
-
-# model_type of a transformers config -> its family
-FAMILIES = {
-    "qwen2": _PRE_NORM,
-    "qwen3": _PRE_NORM,
-    "llama": _PRE_NORM,
-    "mistral": _PRE_NORM,
-    "phi3": _FUSED,
-    "gemma2": _SANDWICH,
-    "gemma3": _SANDWICH,
-    "gemma3_text": _SANDWICH,
-}
-
-_IN_LAYER = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<index>\d+)\.(?P<path>.+)")
-
-
-def family_of(model_type: str) -> Family:
-    """The family of a transformers `model_type`; `ValueError` if it is not in [`FAMILIES`]."""
-    if model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type {model_type!r} is not supported: it is not known which of its norms feed which linear layers. "
-            f"Supported are {', '.join(FAMILIES)}."
-        )
-    return FAMILIES[model_type]
+from .families import family_of
+from .names import place_in_layer
 
 
 def feeding_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -65,19 +16,20 @@ def feeding_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str,
             `base_model.model.model.`); parameters outside the decoder layers are ignored.
 
     Returns:
-        `dict[str, tuple[str, ...]]`: name of each norm's weight, as given -> clean names of the linear layers it
+        `dict[str, tuple[str, ...]]`: name of each norm's weight, as given -> clean names of the linear layers that it
         feeds; two norms per decoder layer, in layer order.
 
     Raises:
-        `ValueError`: for an unknown family, or unless every decoder layer among `names` has each norm exactly once.
+        `ValueError`: The family is unknown, or a decoder layer among `names` lacks a norm or has it twice.
     """
     family = family_of(model_type)
     layers: dict[str, set[int]] = {}  # stack of decoder layers -> indices
     found: dict[tuple[str, int, str], list[str]] = {}
     for name in names:
-        if not (match := _IN_LAYER.fullmatch(name)):
+        place = place_in_layer(name)
+        if place is None:
             continue
-        stack, index, path = match["stack"], int(match["index"]), clean_name(match["path"])
+        stack, index, path = place
         layers.setdefault(stack, set()).add(index)
         norm = path.removesuffix(".weight")
         if norm in family.feeds and norm != path:

@@ -63,7 +63,7 @@ def compute_exactly(model: nn.Module, kernels: Kernels) -> None:
             decoder.set_submodule(name, module)
         if isinstance(module, FusedRMSNorm):
             module.rounds = True
-        elif hasattr(module, "scaling") and hasattr(module, "o_proj"):
+        elif hasattr(module, "scaling") and hasattr(module, "layer_idx"):
             module.exact_attention = attention
     decoder.rotary_emb = Unrotated(kernels.rotated)
     base.set_attn_implementation(ATTENTION)

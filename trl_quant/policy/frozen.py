@@ -20,9 +20,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..formats import FORMATS, global_scale
 from ..layers import FrozenLinear
+from ..models.linears import FusedGroups, LinearLayer, dense_linears, is_quantizable
 from ..precisions import PRECISIONS
-from ..rollout.vllm.support import check_prepared, quantized_layers
-from ..storage.layout import FUSED, is_quantizable
+from ..rollout.vllm.support import check_prepared
 from .adapters import with_frozen_layers
 
 
@@ -57,8 +57,8 @@ class FrozenBaseQuantizer(HfQuantizer):
     def __init__(self, quantization_config: FrozenBaseConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
         config = quantization_config
-        self.packer = Packer(config.precision, getattr(torch, config.checkpoint_dtype))
-        self.layers: set[str] = set()
+        self.precision, self.dtype = config.precision, getattr(torch, config.checkpoint_dtype)
+        self.packer: Packer | None = None
 
     @property
     def is_trainable(self) -> bool:
@@ -79,36 +79,33 @@ class FrozenBaseQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs):
         prepared = self.quantization_config.prepared
+        layers = dense_linears(model)
         if prepared is None:
-            self.layers = set(quantized_layers(model))
+            self.packer = Packer(layers, self.precision, self.dtype)
             return
-        for name in quantized_layers(model):
-            linear = model.get_submodule(name)
-            if is_quantizable(f"{name}.weight", linear.weight, prepared):
-                packed = FrozenLinear(
-                    linear.in_features,
-                    linear.out_features,
-                    linear.bias is not None,
-                    self.packer.precision,
-                    self.packer.dtype,
-                    device="meta",
-                )
-                model.set_submodule(name, packed)
+        for place, layer in layers.items():
+            linear = model.get_submodule(place)
+            if is_quantizable(f"{layer.name}.weight", linear.weight, prepared):
+                outputs, inputs = layer.shape
+                has_bias = linear.bias is not None
+                packed = FrozenLinear(inputs, outputs, has_bias, self.precision, self.dtype, device="meta")
+                model.set_submodule(place, packed)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs) -> bool:
         name, _, kind = param_name.rpartition(".")
-        return kind == "weight" and name in self.layers
+        return kind == "weight" and self.packer is not None and name in self.packer.layers
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         if self.param_needs_quantization(model, param_name):
-            return FORMATS[PRECISIONS[self.packer.precision].format].bits / 8
+            return FORMATS[PRECISIONS[self.precision].format].bits / 8
         return super().param_element_size(model, param_name, param)
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Pack(self.packer)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs):
-        self.packer.finish(model)
+        if self.packer is not None:
+            self.packer.finish(model)
         for module in model.modules():
             if isinstance(module, FrozenLinear):
                 module.requires_grad_(False)
@@ -132,33 +129,32 @@ class _Pack(ConversionOps):
 
 class Packer:
     """
-    Packs a model's linear layers one after the other. Layers that an engine fuses and that share a scale (NVFP4) wait
-    for each other, as in [`~storage.layout.checkpoint_stream`].
+    Packs a model's linear layers one after the other. Layers that an engine fuses wait for each other where they share
+    a scale (NVFP4), as in [`~storage.layout.checkpoint_stream`].
 
     Parameters:
+        layers (`dict[str, LinearLayer]`): The layers to pack, by their places in the model.
         precision (`str`): Key of `PRECISIONS`.
         dtype (`torch.dtype`): Type of the weights, in which scales are computed and to which numbers are rounded.
     """
 
-    def __init__(self, precision: str, dtype: torch.dtype):
-        self.precision, self.dtype = precision, dtype
+    def __init__(self, layers: dict[str, LinearLayer], precision: str, dtype: torch.dtype):
+        self.layers, self.precision, self.dtype = layers, precision, dtype
         self.shares_scale = FORMATS[PRECISIONS[precision].format].shares_scale
-        self.waiting: dict[tuple[str, tuple[str, ...]], dict[str, Tensor]] = {}
+        self.groups = FusedGroups(lambda place: layers[place].fused)
 
-    def take(self, model: nn.Module, name: str, weight: Tensor) -> None:
-        """Packs `weight` (out, in) of the layer called `name`, at once or with those that it shares a scale with."""
-        parent, _, leaf = name.removesuffix(".base_layer").rpartition(".")
-        group = next((fused for fused in FUSED if self.shares_scale and leaf in fused), (leaf,))
-        waiting = self.waiting.setdefault((parent, group), {})
-        waiting[name] = weight.to(self.dtype)
-        if len(waiting) == sum(hasattr(model.get_submodule(parent), part) for part in group):
-            self._pack(model, self.waiting.pop((parent, group)))
+    def take(self, model: nn.Module, place: str, weight: Tensor) -> None:
+        """Packs `weight` (out, in) of the layer at `place`, at once or with those that it shares a scale with."""
+        weights = {place: weight.to(self.dtype)}
+        if self.shares_scale:
+            weights = self.groups.add(place, weights[place])
+        if weights:
+            self._pack(model, weights)
 
     def finish(self, model: nn.Module) -> None:
         """Packs what still waits."""
-        for group in self.waiting.values():
+        for group in self.groups.rest():
             self._pack(model, group)
-        self.waiting.clear()
 
     def _pack(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
         shared = {"global_scale": global_scale(*weights.values())} if self.shares_scale else {}
@@ -182,11 +178,12 @@ def freeze(model: nn.Module, precision: str, dtype: torch.dtype = torch.bfloat16
         precision (`str`): Key of `PRECISIONS`.
         dtype (`torch.dtype`, *optional*): Type that weights are rounded to first: the checkpoint's.
     """
-    packer = Packer(precision, dtype)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    for name in quantized_layers(base):
-        if ".lora_" not in name and not isinstance(base.get_submodule(name), FrozenLinear):
-            packer.take(base, name, base.get_submodule(name).weight)
+    packer = Packer(dense_linears(base), precision, dtype)
+    for place in packer.layers:
+        linear = base.get_submodule(place)
+        if not isinstance(linear, FrozenLinear):
+            packer.take(base, place, linear.weight)
     packer.finish(base)
     keep_from_ddp(base)
 

@@ -24,9 +24,9 @@ from ..layers.gated import silu_mul
 from ..layers.norm import FusedRMSNorm
 from ..layers.products import multiplies
 from ..models.classes import is_gated_mlp, is_rms_norm
-from ..models.norms import FAMILIES, feeding_norms
+from ..models.linears import LinearLayer, dense_linears
+from ..models.names import clean_name
 from ..precisions import PRECISIONS, unified_flows
-from ..rollout.vllm.support import quantized_layers
 from .adapters import UnifiedLoraLinear
 from .exact import compute_exactly
 
@@ -49,9 +49,10 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
         `ValueError`: for layers in another quantized format, and adapters that cannot be merged at each step.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    for name in quantized_layers(base):
+    layers = dense_linears(base)
+    for name in layers:
         linear = base.get_submodule(name)
-        if ".lora_" in name or isinstance(linear, UnifiedLinear):
+        if isinstance(linear, UnifiedLinear):
             continue
         if type(linear) is not nn.Linear:
             raise ValueError(
@@ -66,7 +67,7 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
             _adapt_base(name, layer, merged)
         if _is_gated(layer):
             layer.forward = Gated(_gated, layer)
-    _fuse_norms(base)
+    _fuse_norms(base, layers)
 
 
 def restore(model: nn.Module) -> None:
@@ -96,16 +97,16 @@ def check_flow(trainer, before: set[tuple]) -> None:
         )
 
 
-def _fuse_norms(model: nn.Module) -> None:
-    """Puts a [`~layers.norm.FusedRMSNorm`] around each norm of Llama's kind, and tells it which layer it feeds."""
-    config, feeds = getattr(model, "config", None), {}
-    family = None if config is None else config.get_text_config().model_type
-    if family in FAMILIES:
-        feeds = feeding_norms(family, (name for name, _ in model.named_parameters()))
+def _fuse_norms(model: nn.Module, layers: dict[str, LinearLayer]) -> None:
+    """Puts a [`~layers.norm.FusedRMSNorm`] around each norm of Llama's kind and tells it which layer it feeds."""
+    fed: dict[str, str] = {}  # norm -> the first of the layers that it feeds
+    for place, layer in layers.items():
+        if layer.norm is not None:
+            fed.setdefault(layer.norm, place)
     for name, norm in list(model.named_modules()):
         if is_rms_norm(norm):
-            fed = feeds.get(f"{name}.weight")
-            model.set_submodule(name, FusedRMSNorm(norm, fed and _base(model.get_submodule(fed[0]))))
+            first = fed.get(clean_name(name))
+            model.set_submodule(name, FusedRMSNorm(norm, first and model.get_submodule(first)))
 
 
 def _is_gated(module: nn.Module) -> bool:

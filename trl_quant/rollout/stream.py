@@ -23,6 +23,7 @@ from trl.distributed import DistributedBackend
 
 from ..formats import QuantizedTensor
 from ..layers import FrozenLinear, UnifiedLinear
+from ..models.linears import LinearLayer, dense_linears
 from ..models.names import clean_name
 from ..policy.adapters import UnifiedLoraLinear, delta_weight, is_plain
 
@@ -169,26 +170,24 @@ class PolicyWeights:
         named = self.model.named_parameters()
         return {clean_name(name): param for name, param in named if not self._is_adapters(name)}
 
-    def linears(self) -> dict[str, nn.Module]:
-        """The linear layers in use, with the adapters that wrap them, by their places in the unwrapped policy."""
-        adapted, found = None, {}
-        for path, module in self.base_model.named_modules():
-            if (adapted is not None and path.startswith(adapted)) or self._is_adapters(f"{path}."):
-                continue
-            if isinstance(module, BaseTunerLayer):
-                adapted = f"{path}."
-            if isinstance(base_layer(module), nn.Linear):
-                found[path] = module
-        return found
+    def linears(self) -> dict[str, LinearLayer]:
+        """
+        The quantizable layers in use, by their places in the unwrapped policy. The place of an adapted layer is that of
+        the adapter that wraps it.
+        """
+        layers = dense_linears(self.base_model)
+        in_use = {place: layer for place, layer in layers.items() if not self._is_adapters(f"{place}.")}
+        return {place.removesuffix(".base_layer"): layer for place, layer in in_use.items()}
 
     def trained(self) -> list[str]:
-        """Names of the weights of linear layers that training moves."""
-        return [
-            clean_name(f"{name}.weight")
-            for name, module in self.model.named_modules()
-            if isinstance(module, BaseTunerLayer)
-            or (is_dense_linear(module) and module.weight.requires_grad and ".lora_" not in name)
-        ]
+        """Names of the quantizable weights that training moves."""
+        policy, found = self.base_model, []
+        for place, layer in self.linears().items():
+            module = policy.get_submodule(place)
+            is_adapted = isinstance(module, BaseTunerLayer)
+            if is_adapted or (not isinstance(module, FrozenLinear) and module.weight.requires_grad):
+                found.append(f"{layer.name}.weight")
+        return found
 
     def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager:
         """Context in which ZeRO-3's `params` are whole; FSDP2's are made so by [`~PolicyWeights.full`]."""
@@ -318,11 +317,6 @@ def ties_embeddings(policy: PreTrainedModel) -> bool:
 def base_layer(layer: nn.Module) -> nn.Module:
     """The layer that an adapter wraps, or the layer itself."""
     return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
-
-
-def is_dense_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer with a weight that could be trained."""
-    return isinstance(module, nn.Linear) and not isinstance(module, FrozenLinear)
 
 
 def numbers(linear: nn.Linear) -> dict[str, Tensor]:

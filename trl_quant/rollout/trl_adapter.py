@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..formats import QuantizedTensor
+from ..models.linears import dense_linears
 from ..noise import noised_norms, norm_noise
 from ..trl_seams import exchanged
 from .drift import WeightDrift
@@ -255,8 +256,8 @@ class RolloutEngine(VLLMGeneration):
 
 
 def count_layers(policy: nn.Module, precision: str) -> int:
-    """Number of the linear layers in a policy's decoder, which engines quantize; `ValueError` if there are none."""
-    count = sum(isinstance(module, nn.Linear) for module in policy.get_decoder().modules())
+    """Number of a policy's linear layers that engines quantize; `ValueError` if there are none."""
+    count = len(dense_linears(policy))
     if not count:
         raise ValueError(
             f"`rollout_precision`={precision!r}: {type(policy).__name__} has no linear layers in its decoder "

@@ -23,8 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..models.families import family_of
 from ..models.names import clean_name
-from ..models.norms import family_of, feeding_norms
+from ..models.norms import feeding_norms
 
 
 # Where `s` may lie. FP16 is the narrowest type of 16 bits, normal from 2^-14 to 2^16. Linear weights are about 0.02 in

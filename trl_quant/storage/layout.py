@@ -9,20 +9,19 @@ compressed-tensors' checkpoint layout: the tensors that store a quantized weight
 | fp8_block  | `x.weight` E4M3 (out, in), `x.weight_scale` (ceil(out / 128), ceil(in / 128))           |
 | int8       | `x.weight` int8 (out, in), `x.weight_scale` (out, 1)                                    |
 | int4       | `x.weight_packed` int32 (out, in / 8), `x.weight_scale` (out, in / 128), `x.weight_shape` |
-| nvfp4      | `x.weight_packed` uint8 (out, in / 2), `x.weight_scale` E4M3 (out, in / 16), `x.weight_global_scale`
-(1,) |
+| nvfp4      | `x.weight_packed` uint8 (out, in / 2), `x.weight_scale` E4M3 (out, in / 16),            |
+|            | `x.weight_global_scale` (1,)                                                            |
 | mxfp4      | `x.weight_packed` uint8 (out, in / 2), `x.weight_scale` uint8 (out, in / 32)            |
 
 Scales listed without a dtype have the weight's dtype. nf4 has no such layout: bitsandbytes quantizes at load time.
 
-[`checkpoint_stream`] feeds a running engine, one tensor at a time. NVFP4 looks ahead: layers that an engine fuses share
-a global scale, so they are held until the last one arrives. On disk ([`rewrite_checkpoint`]) a fused layer is read
-together, and what is done to it is a function from its tensors to those of the copy: [`quantized`], [`dense`],
-[`rounded`].
+[`checkpoint_stream`] feeds a running engine one tensor at a time. NVFP4 is the exception: layers that an engine fuses
+share a global scale, so the stream holds them back until the last one arrives. [`rewrite_checkpoint`] changes a
+checkpoint on disk. It reads the layers that an engine fuses together, and passes them through a function from their
+tensors to those of the copy: [`quantized`], [`dense`] or [`rounded`].
 """
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -32,6 +31,8 @@ from torch import Tensor
 from ..formats import FORMATS, Format, QuantizedTensor, quantize
 from ..formats.common import Parts
 from ..formats.nvfp4 import global_scale
+from ..models.families import HEAD
+from ..models.linears import FusedGroups, fused_layer, is_quantizable, refuse_mixture
 from .files import (
     CODE,
     FILES,
@@ -53,18 +54,13 @@ from .files import (
 __all__ = [
     "CODE",
     "FILES",
-    "FUSED",
-    "HEAD",
     "INDEX",
     "LAYOUT_VERSION",
-    "MIXTURE",
     "check_files",
     "check_target",
     "checkpoint_stream",
     "checkpoint_tensors",
     "dense",
-    "fused_layer",
-    "is_quantizable",
     "linear_layers",
     "quantization_config",
     "quantize_checkpoint",
@@ -78,22 +74,16 @@ __all__ = [
 
 
 LAYOUT_VERSION = "0.19.0"  # the compressed-tensors version that defines these names and bytes
-HEAD = ("lm_head",)
-EMBEDDINGS = re.compile(r"(.*\.)?(\w*embed\w*|wte|wpe)$")
-# Routers and experts of a mixture of experts. A quantized router sends tokens to other experts.
-MIXTURE = re.compile(r"(.*\.)?(gate|shared_expert_gate|\w*router(\.\w+)?|experts(\.\w+)+)\.weight$")
-# Layers of one parent module that engines fuse
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 SUFFIXES = ("", "_packed", "_scale", "_global_scale", "_shape")  # of a weight's name, where it is quantized
 
 
 def storable() -> list[str]:
-    """Names of the formats that have a layout in compressed-tensors."""
+    """Returns the names of the formats that have a layout in compressed-tensors."""
     return [name for name, format in FORMATS.items() if format.scheme is not None]
 
 
 def _arguments(given: dict, dynamic: bool = False) -> dict:
-    """compressed-tensors' `QuantizationArgs`; like it, writes out every field."""
+    """Returns compressed-tensors' `QuantizationArgs` with every field written out, as that library does."""
     return {
         "symmetric": True,
         "group_size": None,
@@ -110,11 +100,11 @@ def _arguments(given: dict, dynamic: bool = False) -> dict:
 
 def quantization_config(format: str, ignore: Iterable[str] = HEAD) -> dict:
     """
-    The `quantization_config` entry of config.json.
+    Returns the `quantization_config` entry of config.json.
 
     Args:
         format (`str`): Any format but nf4.
-        ignore (`Iterable[str]`, *optional*): Linear layers to leave unquantized, as in [`is_quantizable`].
+        ignore (`Iterable[str]`, *optional*): Linear layers that stay unquantized, as in [`is_quantizable`].
 
     Raises:
         ValueError: The format has no layout in compressed-tensors.
@@ -139,32 +129,20 @@ def quantization_config(format: str, ignore: Iterable[str] = HEAD) -> dict:
         "sparsity_config": {},
         "transform_config": {},
     }
-    return json.loads(json.dumps(config))  # a copy, so that edits never reach the format's scheme
-
-
-def is_quantizable(name: str, tensor: Tensor, ignore: Iterable[str] = HEAD) -> bool:
-    """
-    Whether the tensor `name` is a linear layer's weight to quantize: a floating-point matrix called `*.weight`, not an
-    embedding, with its module not in `ignore`. Entries of `ignore` are module names, or regular expressions after
-    `re:`.
-    """
-    module, _, kind = name.rpartition(".")
-    if kind != "weight" or tensor.ndim != 2 or not tensor.is_floating_point() or EMBEDDINGS.match(module):
-        return False
-    return not any(re.match(i[3:], module) if i.startswith("re:") else i == module for i in ignore)
+    return json.loads(json.dumps(config))  # a copy, so that edits do not reach the format's scheme
 
 
 def checkpoint_tensors(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
     """
-    The tensors that store one quantized weight.
+    Returns the tensors that store one quantized weight, by name.
 
     Args:
         name (`str`): Name of the weight, `*.weight`.
         q ([`QuantizedTensor`]): The quantized weight, a matrix.
 
     Raises:
-        ValueError: Not a matrix called `*.weight`, a format without layout, or rows that do not fill the format's
-        groups.
+        ValueError: The weight is no matrix called `*.weight`, its rows do not fill the format's groups, or the format
+        has no layout.
     """
     layout = _layout(q.format)
     if not name.endswith(".weight") or len(q.shape) != 2:
@@ -187,11 +165,11 @@ def checkpoint_stream(
     shared_scale: Callable[..., Tensor] = global_scale,
 ) -> Iterator[tuple[str, Tensor]]:
     """
-    Quantizes a stream of `(name, tensor)` in its own order, one weight at a time; other tensors pass through
-    unchanged.
+    Quantizes the weights of linear layers in a stream of `(name, tensor)`, one at a time and in the stream's order.
+    Other tensors pass through unchanged.
 
-    For nvfp4, the weights of a fused layer are held until all have arrived or the stream ends, so the source must not
-    modify a tensor after yielding it.
+    With nvfp4, weights that an engine fuses are held back until all of them have arrived or the stream ends, so the
+    source must not modify a tensor after yielding it.
 
     Args:
         tensors (`Iterable`): Names and tensors, in any order.
@@ -201,15 +179,16 @@ def checkpoint_stream(
         shared_scale (`Callable`, *optional*): [`global_scale`] or a function with its signature, for nvfp4.
 
     Raises:
-        ValueError: Same as [`quantize`] and [`checkpoint_tensors`], with the tensor's name; for a mixture of experts.
+        ValueError: As in [`quantize`] and [`checkpoint_tensors`], with the tensor's name, or the tensor belongs to a
+        mixture of experts.
     """
     shares_scale = _layout(format).shares_scale
-    ignore = tuple(ignore)
-    waiting: dict[tuple[str, tuple[str, ...]], dict[str, Tensor]] = {}
+    ignore, groups = tuple(ignore), FusedGroups()
 
-    def emit(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        shared = {"global_scale": shared_scale(*weights.values())} if shares_scale else {}
-        for name, weight in weights.items():
+    def stored(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        shared = {"global_scale": shared_scale(*weights.values())} if shares_scale and weights else {}
+        for layer, weight in weights.items():
+            name = f"{layer}.weight"
             try:
                 q = quantizer(weight, format, **shared)
             except ValueError as error:
@@ -220,30 +199,15 @@ def checkpoint_stream(
         if not is_quantizable(name, tensor, ignore):
             yield name, tensor
             continue
-        _refuse_mixture(name)
-        parent, _, layer = name.removesuffix(".weight").rpartition(".")
-        fused = next((group for group in FUSED if layer in group), None)
-        if not shares_scale or fused is None:
-            yield from emit({name: tensor})
-            continue
-        group = waiting.setdefault((parent, fused), {})
-        group[name] = tensor
-        if len(group) == len(fused):
-            yield from emit(waiting.pop((parent, fused)))
-    for group in waiting.values():
-        yield from emit(group)
-
-
-def fused_layer(name: str) -> str:
-    """The module of a tensor or, for those that an engine fuses, one name for all of them."""
-    module = name.rpartition(".")[0]
-    parent, _, layer = module.rpartition(".")
-    fused = next((group for group in FUSED if layer in group), None)
-    return module if fused is None else f"{parent}.{'+'.join(fused)}"
+        refuse_mixture(name)
+        layer = name.removesuffix(".weight")
+        yield from stored(groups.add(layer, tensor) if shares_scale else {layer: tensor})
+    for group in groups.rest():
+        yield from stored(group)
 
 
 def quantized(format: str, ignore: Iterable[str] = HEAD, **quantizers: Callable) -> Transform:
-    """A fused layer's tensors as they are stored in `format`; arguments as in [`checkpoint_stream`]."""
+    """Returns a function that quantizes a fused layer's tensors; arguments as in [`checkpoint_stream`]."""
     ignore = tuple(ignore)
     return lambda tensors: dict(checkpoint_stream(tensors.items(), format, ignore, **quantizers))
 
@@ -254,7 +218,7 @@ def rounded(
     quantizer: Callable[..., QuantizedTensor] = quantize,
     shared_scale: Callable[..., Tensor] = global_scale,
 ) -> Transform:
-    """A fused layer's tensors with the weights rounded to `format`, nf4 included, and dequantized again."""
+    """Returns a function that rounds a fused layer's weights to `format`, which may be nf4, and dequantizes them."""
     ignore = tuple(ignore)
 
     def transform(tensors: Tensors) -> Tensors:
@@ -268,7 +232,7 @@ def rounded(
 
 
 def dense(format: str, dtype: torch.dtype) -> Transform:
-    """A fused layer's tensors, stored in `format`, with the weights dequantized to `dtype`."""
+    """Returns a function that dequantizes a fused layer's weights, stored in `format`, to `dtype`."""
 
     def transform(tensors: Tensors) -> Tensors:
         weights = {f"{n}.weight": q.dequantize(dtype) for n, q in read_quantized(tensors, format, dtype).items()}
@@ -280,15 +244,15 @@ def dense(format: str, dtype: torch.dtype) -> Transform:
 
 def read_quantized(tensors: Tensors, format: str, dtype: torch.dtype) -> dict[str, QuantizedTensor]:
     """
-    The quantized weights among the tensors of a checkpoint: what [`checkpoint_tensors`] took apart.
+    Reads the quantized weights among the tensors of a checkpoint: the inverse of [`checkpoint_tensors`].
 
     Args:
-        tensors (`dict[str, torch.Tensor]`): Tensors by name, all of a layer.
-        format (`str`): The checkpoint's, from [`stored_format`].
-        dtype (`torch.dtype`): The type of the weight before it was quantized, which not every layout tells.
+        tensors (`dict[str, torch.Tensor]`): Tensors by name. A layer's tensors come together.
+        format (`str`): The checkpoint's format, from [`stored_format`].
+        dtype (`torch.dtype`): The type of the weights before they were quantized, which not every layout stores.
 
     Returns:
-        `dict[str, QuantizedTensor]`: by the name of the layer.
+        `dict[str, QuantizedTensor]`: name of the layer -> its weight.
     """
     _layout(format)
     found = {}
@@ -309,10 +273,10 @@ def read_quantized(tensors: Tensors, format: str, dtype: torch.dtype) -> dict[st
 
 def stored_format(config: dict) -> str | None:
     """
-    The format of the checkpoint that a config.json belongs to; `None` for one that is not quantized.
+    Returns the format of the checkpoint that a config.json describes; `None` if the checkpoint is not quantized.
 
     Raises:
-        ValueError: Quantized otherwise than [`quantize_checkpoint`] does it.
+        ValueError: The checkpoint is quantized in a way that [`quantize_checkpoint`] does not write.
     """
     found = config.get("quantization_config")
     if found is None:
@@ -329,8 +293,8 @@ def stored_format(config: dict) -> str | None:
         ):
             return name
     raise ValueError(
-        f"source: its quantization_config ({found.get('quant_method')}, {found.get('format')}) is none that "
-        f"`trl-quant prepare` writes; allowed: {', '.join(storable())}."
+        f"source: `trl-quant prepare` does not write its quantization_config ({found.get('quant_method')}, "
+        f"{found.get('format')}); allowed: {', '.join(storable())}."
     )
 
 
@@ -345,18 +309,18 @@ def rewrite_checkpoint(
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """
-    Writes a changed copy of a checkpoint, the weights of a fused layer at a time; memory holds one file of the result.
-    Files that are whole already are kept (see [`~files.unfinished`]).
+    Writes a changed copy of a checkpoint, one fused layer at a time. Memory holds one file of the result. Files that an
+    earlier call finished are kept (see [`~files.unfinished`]).
 
     Args:
         source (`str` or `Path`): Directory with config.json and safetensors, one file or shards with an index.
         result (`Path`): Directory to write in.
-        transform (`Callable`): [`quantized`], [`dense`], [`rounded`], or several after one another.
+        transform (`Callable`): [`quantized`], [`dense`], [`rounded`], or a chain of them.
         config (`dict`): The copy's config.json.
         device (`torch.device` or `str`, *optional*): Where to compute.
-        max_shard_bytes (`int`, *optional*): Maximum size of a weight file in 16 bits, unless one layer is larger.
+        max_shard_bytes (`int`, *optional*): Most that a weight file may take in 16 bits; one layer may take more.
         with_code (`bool`, *optional*): Whether to copy the checkpoint's Python files.
-        progress (`Callable`, *optional*): Called with the bytes of each layer that is finished.
+        progress (`Callable`, *optional*): Called with the bytes of each finished layer.
     """
     copy_files(Path(source), result, with_code)
     heads = read_heads(weight_files(Path(source)))
@@ -376,12 +340,12 @@ def quantize_checkpoint(
     with_code: bool = False,
 ) -> Path:
     """
-    Writes a quantized copy of a local safetensors checkpoint. The target appears whole or not at all; what a killed
-    call had finished is used by the next one with the same source and arguments.
+    Writes a quantized copy of a local safetensors checkpoint. The target appears whole or not at all. A call with the
+    same source and arguments reuses what a killed call had finished.
 
     Args:
         source (`str` or `Path`): Directory with config.json and safetensors, one file or shards with an index.
-        target (`str` or `Path`): Directory to create; must not exist.
+        target (`str` or `Path`): Directory to create, which must not exist.
         format (`str`): Any format but nf4.
         ignore (`Iterable[str]`, *optional*): As in [`is_quantizable`].
         quantizer, shared_scale (`Callable`, *optional*): As in [`checkpoint_stream`].
@@ -408,12 +372,12 @@ def quantize_checkpoint(
 
 def linear_layers(source: str | Path, ignore: Iterable[str] = HEAD) -> tuple[list[str], list[str]]:
     """
-    Names of the linear layers of a checkpoint: those that [`quantize_checkpoint`] quantizes, and those in `ignore`.
-    Reads no more than the heads of the files, which tell whether a file is whole.
+    Returns the names of a checkpoint's linear layers: those that [`quantize_checkpoint`] quantizes, and those in
+    `ignore`. Reads only the heads of the files, which show whether a file is whole.
 
     Raises:
-        ValueError: No such checkpoint, already quantized, a file that is not whole, a mixture of experts, or nothing to
-        quantize.
+        ValueError: There is no such checkpoint, it is quantized already, a file is not whole, it is a mixture of
+        experts, or it has nothing to quantize.
     """
     source, ignore = Path(source), tuple(ignore)
     if (old := read_config(source).get("quantization_config")) is not None:
@@ -425,7 +389,7 @@ def linear_layers(source: str | Path, ignore: Iterable[str] = HEAD) -> tuple[lis
         if name.endswith((".weight_packed", ".weight_scale")):
             raise ValueError(f"source: {stored.file.name} holds {name}, so it is already quantized.")
         if is_quantizable(name, stored.like, ignore):
-            _refuse_mixture(name)
+            refuse_mixture(name)
             layers.append(name.removesuffix(".weight"))
         elif is_quantizable(name, stored.like, ()):
             left.append(name.removesuffix(".weight"))
@@ -434,13 +398,8 @@ def linear_layers(source: str | Path, ignore: Iterable[str] = HEAD) -> tuple[lis
     return layers, left
 
 
-def _refuse_mixture(name: str) -> None:
-    if MIXTURE.match(name):
-        raise ValueError(f"{name}: a router or an expert; mixture-of-experts models cannot be quantized yet.")
-
-
 def _layout(format: str) -> type[Format]:
-    """The format called `format`; `ValueError` if it has no layout."""
+    """Returns the format called `format`; `ValueError` if it has no layout."""
     if format not in storable():
         known = "has no layout in compressed-tensors" if format in FORMATS else "is not a format"
         raise ValueError(f"format: {format!r} {known}; allowed: {', '.join(storable())}.")

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..formats import fake_quantize_activation
+from ..models.linears import fused_layer
 from .files import read_heads, read_tensors, weight_files
-from .layout import fused_layer, read_quantized
+from .layout import read_quantized
 
 
 def perplexities(

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from ..rollout.vllm.support import quantized_layers, skeleton, unquantized_layers
+from ..models.linears import dense_linears, unquantized_linears
+from ..rollout.vllm.support import skeleton
 from .files import Stored, check_links, read_heads, weight_files
 from .layout import CODE, FILES, INDEX, linear_layers
 
@@ -43,7 +44,7 @@ class Source:
 
     def ignored(self) -> list[str]:
         """Names of the linear layers outside of the decoder, which are never quantized."""
-        return unquantized_layers(self.skeleton())
+        return unquantized_linears(self.skeleton())
 
     def layers(self) -> tuple[list[str], list[str]]:
         """
@@ -54,8 +55,8 @@ class Source:
             [`~storage.layout.linear_layers`].
         """
         policy = self.skeleton()
-        decoder = set(quantized_layers(policy))
-        chosen, left = linear_layers(self.path, unquantized_layers(policy))
+        decoder = {layer.name for layer in dense_linears(policy).values()}
+        chosen, left = linear_layers(self.path, unquantized_linears(policy))
         if strangers := [name for name in chosen if name not in decoder]:
             raise ValueError(
                 f"source: `{strangers[0]}` ({len(strangers)} such) is no linear layer in the decoder of "

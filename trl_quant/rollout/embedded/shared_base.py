@@ -5,9 +5,9 @@ from copy import deepcopy
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
 from transformers import PreTrainedModel
 
+from ...models.linears import dense_linears
 from ...noise import noised_norms
 from ..trl_adapter import count_layers
 from .transformers_engine import TransformersEngine
@@ -31,7 +31,8 @@ class SharedEngine(TransformersEngine):
         own = set(noised_norms(self.weights.model_type, dict(policy.named_parameters()))) if self.wide_norms else set()
         shared = [tensor for name, tensor in policy.named_parameters() if name not in own]
         policy_modules = set(policy.modules())
-        shared += [*policy.buffers(), *(module for module in policy_modules if isinstance(module, nn.Linear))]
+        linears = [policy.get_submodule(place) for place in dense_linears(policy)]
+        shared += [*policy.buffers(), *linears]
         model = deepcopy(policy, {id(part): part for part in shared})
         for module in model.modules():
             if module not in policy_modules:
@@ -66,11 +67,12 @@ class SharedEngine(TransformersEngine):
         modules, copies = dict(policy.named_modules()), dict(self.copy.named_modules())
         if modules.keys() != copies.keys():
             return False
+        linears = dense_linears(policy)
         for path, module in modules.items():
             if ".lora_" in path:  # follows with the adapters
                 continue
             copy = copies[path]
-            if type(copy) is not type(module) or (isinstance(module, nn.Linear) and copy is not module):
+            if type(copy) is not type(module) or (path in linears and copy is not module):
                 return False
             own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
             if any(getattr(copy, name) is not part for name, part in own if f"{path}.{name}" not in self._own):

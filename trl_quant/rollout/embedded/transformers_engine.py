@@ -23,8 +23,8 @@ from transformers.initialization import no_init_weights
 from trl.trainer.utils import pad
 
 from ...layers import QuantizedLinear, SampledLinear
+from ...models.linears import dense_linears, is_mixtures
 from ...noise import noised_norms
-from ...storage.layout import MIXTURE
 from ..sampling_options import check_supported
 from ..stream import default_dtype, ties_embeddings
 from ..trl_adapter import RolloutEngine, count_layers
@@ -128,7 +128,7 @@ class TransformersEngine(RolloutEngine):
         model.requires_grad_(False).eval()
 
         decoder = model.get_decoder()
-        if any(param.dim() > 2 or MIXTURE.match(name) for name, param in decoder.named_parameters()):
+        if any(param.dim() > 2 or is_mixtures(name) for name, param in decoder.named_parameters()):
             raise ValueError(
                 f"{type(policy).__name__} has mixture-of-experts or convolution weights, which the embedded engine "
                 f"cannot run in `rollout_precision`={self.precision!r}. Leave it unset: TRL generates."
@@ -138,12 +138,11 @@ class TransformersEngine(RolloutEngine):
         logger.info(
             "The embedded engine samples in %s: %d linear layers.", self.precision, count_layers(model, self.precision)
         )
-        inside, unified = set(decoder.modules()), self.weights.unified(self.precision)
-        for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear) and module in inside:
-                codes = name in unified
-                layer = SampledLinear(module) if codes else QuantizedLinear(module, self.precision, dtype)
-                model.set_submodule(name, layer)
+        unified = self.weights.unified(self.precision)
+        for place, layer in dense_linears(model).items():
+            linear, in_codes = model.get_submodule(place), layer.name in unified
+            samples = SampledLinear(linear) if in_codes else QuantizedLinear(linear, self.precision, dtype)
+            model.set_submodule(place, samples)
         return model
 
     @torch.no_grad()

@@ -33,9 +33,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ...layers import EngineWeight, FrozenLinear, quantized_linear, vllm_linear
-from ...models.names import clean_name
 from ...precisions import PRECISIONS
-from ...storage.layout import FUSED
 from ..stream import PolicyWeights, base_layer
 from .kv_cache import KVCache, attending_to
 
@@ -207,20 +205,17 @@ class Reference:
     def _stand_ins(self, adapted: bool, rounding: "Rounding | None") -> dict[str, nn.Module]:
         """What each linear layer of the decoder computes in the engine, by the layer's place in the policy."""
         policy, engine = self.weights.base_model, self.engine
-        inside = set(policy.get_decoder().modules())
-        layers = {name: layer for name, layer in self.weights.linears().items() if layer in inside}
-        named = {clean_name(name): layer for name, layer in layers.items()}
+        layers = self.weights.linears()
+        named = {layer.name: policy.get_submodule(place) for place, layer in layers.items()}
         merged = adapted and engine.lora_sync == "merge"
         fuses = PRECISIONS[engine.precision].vllm.fused_scale
         stand_ins = {}
-        for name, layer in layers.items():
-            parent, _, leaf = clean_name(name).rpartition(".")
-            fused = next((group for group in FUSED if fuses and leaf in group), (leaf,))
-            group = [named[f"{parent}.{part}"] for part in fused]
-            group = group if merged else [base_layer(part) for part in group]
-            stand_in = EngineLayer(engine, group, fused.index(leaf), rounding)
-            keeps_adapter = adapted and not merged and isinstance(layer, BaseTunerLayer)
-            stand_ins[f"{name}.base_layer" if keeps_adapter else name] = stand_in
+        for place, layer in layers.items():
+            fused = layer.fused if fuses else (layer.name,)
+            group = [named[name] if merged else base_layer(named[name]) for name in fused]
+            stand_in = EngineLayer(engine, group, fused.index(layer.name), rounding)
+            keeps_adapter = adapted and not merged and isinstance(named[layer.name], BaseTunerLayer)
+            stand_ins[f"{place}.base_layer" if keeps_adapter else place] = stand_in
         return stand_ins
 
 

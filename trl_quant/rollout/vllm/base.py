@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...formats import QuantizedTensor
-from ...models.names import clean_name
+from ...models.linears import dense_linears, unquantized_linears
 from ...precisions import PRECISIONS
-from ...storage.layout import checkpoint_stream, checkpoint_tensors, is_quantizable
+from ...storage.layout import checkpoint_stream, checkpoint_tensors
 from ...trl_seams import exchanged
 from ..stream import ties_embeddings
 from ..trl_adapter import RolloutEngine, RolloutNoise, count_layers
 from ..verify.kv_cache import UNQUANTIZED, KVCache
-from .support import brings_cache_scales, quantized_layers, quantizers_on, unquantized_layers
+from .support import brings_cache_scales, quantizers_on
 
 
 class VLLMBase(RolloutEngine):
@@ -127,7 +127,7 @@ class VLLMBase(RolloutEngine):
                 "and vLLM would wait for a weight of the head. Set `config.tie_word_embeddings=True`, save the model "
                 "and start from that, or sample with `use_vllm=False`."
             )
-        self.ignore = unquantized_layers(self.weights.base_model)
+        self.ignore = unquantized_linears(policy)
         self.travels_quantized = prepared or PRECISIONS[self.precision].travels_quantized
         self.quantizers = quantizers_on(self.accelerator.device)
 
@@ -192,7 +192,7 @@ class VLLMBase(RolloutEngine):
         for name, tensor in weights:
             self.streaming = f"`{name}`"
             tensor = tensor.to(self.accelerator.device)
-            if self.drift.measures(name) and is_quantizable(name, tensor, self.ignore):
+            if self.drift.measures(name):
                 self.drift.add(name, tensor)
             yield name, tensor
 
@@ -202,7 +202,7 @@ class VLLMBase(RolloutEngine):
 
     def unquantized(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights but those of the linear layers that the engine quantizes. Collective."""
-        layers = {clean_name(f"{name}.weight") for name in quantized_layers(self.weights.base_model)}
+        layers = {f"{layer.name}.weight" for layer in dense_linears(self.weights.base_model).values()}
         with exchanged(self.weights, unread=layers):
             for name, tensor in self._iter_named_params():
                 if name not in layers:

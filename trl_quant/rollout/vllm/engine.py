@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from ...layers.exact import Kernels
+from ...models.linears import dense_linears
 from ...noise import noised_norms
 from ...precisions import PRECISIONS
 from ...trl_seams import empty_cache, llm_with
@@ -31,7 +32,6 @@ from .support import (
     layout_arguments,
     multiply_as_given,
     outside_decoder,
-    quantized_layers,
     two_copies,
 )
 
@@ -102,7 +102,7 @@ class VLLMEngine(VLLMBase):
                 raise _start_error(error, self.precision, self.model.name_or_path) from error
         lifetime.ends_with(self, self.llm)
 
-        layers = quantized_layers(self.weights.base_model)
+        layers = [layer.name for layer in dense_linears(self.weights.base_model).values()]
         (kernels,) = self.llm.apply_model(partial(worker.check_kernels, precision=self.precision, layers=layers))
         logger.info("vLLM samples in %s: %s.", self.precision, kernels)
         biased = [name.removesuffix(".bias") for name in self.weights.parameters() if name.endswith(".bias")]

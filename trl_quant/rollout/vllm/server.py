@@ -22,6 +22,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import AutoConfig
 
+from ...models.linears import dense_linears
 from ...noise import noised_norms
 from ...precisions import PRECISIONS, in_vllm
 from ...trl_seams import client_built
@@ -34,7 +35,6 @@ from .support import (
     differences,
     outside_decoder,
     prepared_precisions,
-    quantized_layers,
     skeleton,
     two_copies,
 )
@@ -129,7 +129,8 @@ class VLLMServerEngine(VLLMBase):
             found = " or ".join(map(repr, sorted(precisions))) or repr(served["quantization"])
             wrong.append(f"the precision {found}, and `rollout_precision`={self.precision!r}")
         if outside and not wrong:
-            towers = client.ask_workers("quantized_outside", layers=quantized_layers(policy))[0]
+            layers = [layer.name for layer in dense_linears(policy).values()]
+            towers = client.ask_workers("quantized_outside", layers=layers)[0]
             if towers:
                 wrong.append(
                     f"{len(towers)} quantized linear layers outside of the language model, such as "

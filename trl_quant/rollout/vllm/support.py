@@ -1,4 +1,4 @@
-"""What vLLM can run here, asked before anything is loaded, and the arguments that make it run in a precision."""
+"""Checks, before anything is loaded, that vLLM can run a policy here, and builds the arguments for a precision."""
 
 import dataclasses
 import logging
@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trl.import_utils import is_vllm_available
 
 from ...formats import FORMATS
+from ...models.families import family_of
+from ...models.linears import dense_linears, unquantized_linears
 from ...models.names import clean_name
-from ...models.norms import family_of
 from ...precisions import PRECISIONS, InVLLM, in_vllm
 from ...storage.layout import quantization_config
 from ..sampling_options import not_taken
@@ -26,8 +27,8 @@ from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED
 logger = logging.getLogger(__name__)
 
 VLLM_VERSIONS = ("0.26", "0.34")  # at least, below
-RANK_ON_CPU = "trl_quant.rollout.vllm.cpu_ranks.RankOnCPU"  # vLLM's `worker_cls` where CPU ranks are one engine
-# What a model computes, by the fields of its config: two checkpoints of one model have it in common, quantized or not
+RANK_ON_CPU = "trl_quant.rollout.vllm.cpu_ranks.RankOnCPU"  # vLLM's `worker_cls` where CPU ranks form one engine
+# Fields of a config that say what a model computes. Two checkpoints of one model agree in them, quantized or not.
 ARCHITECTURE = (
     "model_type",
     "vocab_size",
@@ -49,12 +50,12 @@ ARCHITECTURE = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
 )
-# LoRA's initializations that leave the base as it was
+# LoRA's initializations that do not change the base
 KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
-EXACT_HEADS = 128  # dimensions that FlashAttention 3 sums in the same tiles in decoding and over a whole sequence
+EXACT_HEADS = 128  # head size at which FlashAttention 3 decodes with the same tiles as it scores a whole sequence
 
-# vLLM arguments that have a field of their own, or that the engine must set itself
+# vLLM's arguments that have a field of their own or that the engine must set, and what sets them
 RESERVED = {
     "quantization": "`rollout_precision`",
     "quantization_config": "`rollout_precision`",
@@ -71,7 +72,7 @@ RESERVED = {
     "seed": "the trainer's `seed`",
 }
 
-# Sampling parameters that are settled, and how
+# Sampling parameters that users cannot set, and why
 SET_BY_TRL = {
     "n": "TRL samples `num_generations` completions of each prompt",
     "logprobs": "the trainer needs the log-probability of the drawn token alone",
@@ -79,7 +80,7 @@ SET_BY_TRL = {
 
 
 def quantizers_on(device: torch.device | str) -> dict[str, Callable]:
-    """`formats.quantize` and `formats.global_scale`, on a GPU their Triton twins, as `checkpoint_stream` takes them."""
+    """Returns the quantizers that `checkpoint_stream` takes: those of `formats`, or on a GPU their Triton twins."""
     if torch.device(device).type == "cuda":
         from ...kernels import quantize as room
     else:
@@ -88,7 +89,7 @@ def quantizers_on(device: torch.device | str) -> dict[str, Callable]:
 
 
 def check_version() -> None:
-    """Raises `ImportError` without vLLM, or for one that the engine was not built for."""
+    """Raises `ImportError` if vLLM is missing or its version was not tested."""
     if not is_vllm_available():
         raise ImportError(
             "`use_vllm`=True, but vLLM is not installed. Install `trl_quant[vllm]` (CUDA) or `trl_quant[cpu]`, or set "
@@ -100,21 +101,21 @@ def check_version() -> None:
     if not lowest <= Version(__version__.partition("+")[0]) < above:
         raise ImportError(
             f"vLLM {__version__} is installed; quantized rollouts need vLLM >= {lowest}, < {above}, whose weight "
-            "reloading was checked. Install `trl_quant[vllm]` (CUDA) or `trl_quant[cpu]`, or set `use_vllm=False` for "
+            "reloading was tested. Install `trl_quant[vllm]` (CUDA) or `trl_quant[cpu]`, or set `use_vllm=False` for "
             "the embedded engine."
         )
 
 
 def check_engine_kwargs(kwargs: dict) -> None:
-    """Raises `ValueError` for `vllm_engine_kwargs` that vLLM lacks, are set elsewhere, or spoil the self-check."""
+    """Raises `ValueError` for `vllm_engine_kwargs` that vLLM lacks, that are set elsewhere, or that break the check."""
     reserved = [f"{name!r} (set by {RESERVED[name]})" for name in kwargs if name in RESERVED]
     if reserved:
         raise ValueError(f"`vllm_engine_kwargs` must not hold {', '.join(reserved)}.")
     if kwargs.get("calculate_kv_scales"):
         raise ValueError(
             "`vllm_engine_kwargs` has 'calculate_kv_scales'=True: vLLM would take the scales of its KV cache from its "
-            "first batch and keep them, stale after the first sync. Leave it out: the scales are then 1, or those of "
-            "the checkpoint."
+            "first batch and keep them, so they would be stale after the first sync. Leave it out: the scales are "
+            "then 1, or those of the checkpoint."
         )
     if (cache := kwargs.get("kv_cache_dtype", "auto")) not in (allowed := (*UNQUANTIZED, *CACHE_FORMATS)):
         raise ValueError(
@@ -133,7 +134,7 @@ def check_engine_kwargs(kwargs: dict) -> None:
 
 
 def check_sampling_parameters(generation_kwargs: dict, mode: str, max_tokens: int) -> None:
-    """Raises `ValueError` for `generation_kwargs` that vLLM lacks, that TRL sets itself, or with impossible values."""
+    """Raises `ValueError` if `generation_kwargs` has a name that vLLM lacks or TRL sets, or an impossible value."""
     for name, instead in SET_BY_TRL.items():
         if name in generation_kwargs:
             raise ValueError(f"`generation_kwargs` must not hold {name!r}: {instead}.")
@@ -153,16 +154,16 @@ def check_sampling_parameters(generation_kwargs: dict, mode: str, max_tokens: in
         known = (known & CompletionRequest.model_fields.keys()) | {"vllm_xargs"}
     if unknown := [name for name in generation_kwargs if name not in known]:
         raise ValueError(not_taken(f"vLLM in `vllm_mode`={mode!r}", unknown, known))
-    apart = ("structured_outputs", "vllm_xargs")  # which TRL and the server make objects of
-    tried = {name: value for name, value in generation_kwargs.items() if name not in apart}
+    converted = ("structured_outputs", "vllm_xargs")  # TRL and the server turn these into objects first
+    tried = {name: value for name, value in generation_kwargs.items() if name not in converted}
     try:
         SamplingParams(**{"max_tokens": max_tokens} | tried)
-    except Exception as error:  # vLLM has errors of its own for this
+    except Exception as error:  # vLLM raises errors of its own
         raise ValueError(f"`generation_kwargs`={generation_kwargs!r} are refused by vLLM: {error}") from error
 
 
 def supported_precisions() -> dict[str, str | None]:
-    """The precisions of vLLM engines: `None` where device and vLLM run it, else what is missing."""
+    """Maps each precision of vLLM to what it lacks on this device, or to `None` if it runs."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -188,7 +189,7 @@ def _missing_on_gpu(vllm: InVLLM, capability: tuple[int, int]) -> str | None:
 
 
 def check_device(precision: str, sleeping: bool = False) -> None:
-    """Raises for what vLLM cannot run on this device: `ImportError` for its version, `ValueError` for the rest."""
+    """Raises `ImportError` for a version of vLLM that was not tested, `ValueError` for what it cannot run here."""
     check_version()
     from vllm.platforms import current_platform
 
@@ -208,10 +209,11 @@ def check_device(precision: str, sleeping: bool = False) -> None:
 
 def multiply_as_given(precision: str) -> None:
     """
-    Has engines of this process, from now on, multiply with the codes and scales that they are given.
+    Makes engines that start in this process multiply with the codes and scales that they are given, by setting vLLM's
+    environment variables.
 
     Raises:
-        `ValueError`: where the user's environment has them do otherwise.
+        `ValueError`: The user has set one of the variables to another value.
     """
     for name, value in PRECISIONS[precision].vllm.as_given.items():
         if (found := os.environ.setdefault(name, value)) != value:
@@ -222,7 +224,7 @@ def multiply_as_given(precision: str) -> None:
 
 
 def check_architecture(config, model_impl: str) -> None:
-    """Raises `ValueError` for a transformers config whose architecture vLLM does not have itself."""
+    """Raises `ValueError` for a transformers config whose architecture vLLM does not implement."""
     from vllm import ModelRegistry
 
     architectures = getattr(config, "architectures", None) or []
@@ -235,7 +237,7 @@ def check_architecture(config, model_impl: str) -> None:
 
 
 def skeleton(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    """The model of a transformers config, without memory for its weights."""
+    """Builds the model of a transformers config on the meta device, without memory for its weights."""
     with torch.device("meta"):
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
@@ -245,18 +247,16 @@ def skeleton(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedMod
 
 def outside_decoder(policy: PreTrainedModel, architectures: list[str], model_impl: str) -> list[str]:
     """
-    Patterns for the layers that vLLM is to leave unquantized: all but those of the policy's decoder, by vLLM's own
-    names, since a tower may have another name there. Empty for a language model, which has no further linear layers in
-    vLLM but its head.
+    Returns patterns that tell vLLM which layers not to quantize: all but those of the policy's decoder. They use vLLM's
+    own names, since vLLM may call a tower otherwise. The list is empty for a language model, whose head vLLM leaves
+    unquantized anyway.
 
     Args:
         policy (`PreTrainedModel`): The policy, with or without memory for its weights.
-        architectures (`list[str]`): Those of the checkpoint that vLLM starts on.
+        architectures (`list[str]`): The architectures of the checkpoint that vLLM starts on.
         model_impl (`str`): vLLM's argument of that name.
     """
-    head = policy.get_output_embeddings()
-    language_model = {*policy.get_decoder().modules(), *([] if head is None else head.modules())}
-    if not any(isinstance(module, torch.nn.Linear) for module in policy.modules() if module not in language_model):
+    if not unquantized_linears(policy, head=False):
         return []
     from vllm import ModelRegistry
 
@@ -264,26 +264,12 @@ def outside_decoder(policy: PreTrainedModel, architectures: list[str], model_imp
 
     own = [name for name in architectures if name in ModelRegistry.models and model_impl != "transformers"]
     model = ModelRegistry.models[own[0]].load_model_cls() if own else None  # else vLLM runs transformers' own model
-    decoder = decoder_in_vllm(model, quantized_layers(policy))
+    decoder = decoder_in_vllm(model, [layer.name for layer in dense_linears(policy).values()])
     return [f"re:(?!{re.escape(decoder)})"]
 
 
-def unquantized_layers(policy: torch.nn.Module) -> list[str]:
-    """Names of the linear layers outside of the decoder (the head, a vision tower), which stay as they are."""
-    inside = set(policy.get_decoder().modules())
-    layers = {name: module for name, module in policy.named_modules() if isinstance(module, torch.nn.Linear)}
-    return list(dict.fromkeys(clean_name(name) for name, module in layers.items() if module not in inside))
-
-
-def quantized_layers(policy: torch.nn.Module) -> list[str]:
-    """Names of the decoder's linear layers, which are quantized."""
-    inside = set(policy.get_decoder().modules())
-    layers = {name: module for name, module in policy.named_modules() if isinstance(module, torch.nn.Linear)}
-    return [name for name, module in layers.items() if module in inside]
-
-
 def differences(mine: PreTrainedConfig, theirs: PreTrainedConfig) -> str:
-    """What tells two models apart, by their configs: `name (mine, theirs)`; empty for one model."""
+    """Lists the fields in which two configs describe different models, as `name (theirs, not mine)`."""
     mine, theirs = mine.get_text_config(), theirs.get_text_config()
     values = {name: (getattr(mine, name, None), getattr(theirs, name, None)) for name in ARCHITECTURE}
     return ", ".join(f"{name} ({b}, not {a})" for name, (a, b) in values.items() if a != b)
@@ -295,7 +281,7 @@ def _head_size(config: PreTrainedConfig) -> int:
 
 
 def check_head_size(config: PreTrainedConfig) -> None:
-    """Raises `ValueError` for heads that vLLM's kernels for CPUs lack, on a CPU."""
+    """Raises `ValueError` on a CPU for a head size that vLLM's CPU kernels lack."""
     from vllm.platforms import current_platform
 
     size = _head_size(config)
@@ -312,7 +298,7 @@ def check_head_size(config: PreTrainedConfig) -> None:
 
 
 def check_exact(config: PreTrainedConfig) -> None:
-    """Raises `ValueError` for a device or a model whose sampled tokens' numbers the trainer cannot get bit for bit."""
+    """Raises `ValueError` if the trainer cannot reproduce the engine's log-probabilities bit for bit."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability is None or capability[0] != 9:
         found = "a CPU" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
@@ -332,12 +318,12 @@ def check_exact(config: PreTrainedConfig) -> None:
 
 
 def prepared_precisions(config) -> set[str] | None:
-    """The precisions of the quantized checkpoint that a transformers config belongs to; `None` if it is not one."""
+    """Returns the precisions that a quantized checkpoint with this config can have; `None` if it is not quantized."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         return None
     found = found if isinstance(found, dict) else found.to_dict()
-    if found.get("quant_method") == "bitsandbytes":  # how the trainer holds its base; the checkpoint is a wide one
+    if found.get("quant_method") == "bitsandbytes":  # only the trainer's base is quantized, not the checkpoint
         return None
     groups = [group["weights"] for group in (found.get("config_groups") or {}).values()]
     keys = ("num_bits", "type", "strategy", "group_size")
@@ -350,7 +336,7 @@ def prepared_precisions(config) -> set[str] | None:
 
 
 def check_prepared(config, precision: str, field: str = "rollout_precision") -> bool:
-    """Whether a config is that of a quantized checkpoint; `ValueError` if it is, but not in the `field`'s precision."""
+    """Whether a config describes a quantized checkpoint; `ValueError` if its precision is not the `field`'s."""
     found = prepared_precisions(config)
     if found is not None and precision not in found:
         raise ValueError(
@@ -361,7 +347,7 @@ def check_prepared(config, precision: str, field: str = "rollout_precision") -> 
 
 
 def brings_cache_scales(config) -> bool:
-    """Whether the checkpoint that a transformers config belongs to has scales for a KV cache."""
+    """Whether a checkpoint with this config stores scales for a KV cache."""
     found = getattr(config, "quantization_config", None) or {}
     return (found if isinstance(found, dict) else found.to_dict()).get("kv_cache_scheme") is not None
 
@@ -370,8 +356,9 @@ def layout_arguments(
     format: str, ignore: list[str], outside: list[str], device: torch.device, prepared: bool, given: dict
 ) -> dict:
     """
-    Arguments with which vLLM builds a model in compressed-tensors' layout, from a checkpoint in it or a wide one. Which
-    layers are not quantized: `ignore` by the checkpoint's names, `outside` as [`outside_decoder`].
+    Returns the arguments with which vLLM builds a model in compressed-tensors' layout, from a checkpoint in that layout
+    (`prepared`) or a 16-bit one. Layers that stay unquantized are named in `ignore`, by their names in the checkpoint,
+    and in `outside`, from [`outside_decoder`].
     """
     arguments = {"quantization": None, "load_format": given.get("load_format", "trl_quant")}
     if not prepared:
@@ -386,10 +373,10 @@ def layout_arguments(
 
 def adapter_arguments(model, given: dict) -> dict[str, dict[str, int]]:
     """
-    What the engine's loader must know of the model's adapter: `adapter`, the rank by the name of each adapted layer.
+    Returns what the engine's loader must know of the model's adapter: under `adapter`, the rank of each adapted layer.
 
     Raises:
-        `ValueError`: for a model without one, or with one that the engine cannot hold as an adapter.
+        `ValueError`: The model has no adapter, or one that the engine cannot hold beside the base.
     """
     instead = "Use `lora_sync='merge'`."
     if not is_peft_model(model):
@@ -410,19 +397,20 @@ def adapter_arguments(model, given: dict) -> dict[str, dict[str, int]]:
         )
     if config.init_lora_weights not in KEEPS_BASE:
         raise ValueError(
-            f"`lora_sync`='adapter': `init_lora_weights`={config.init_lora_weights!r} changes the base that the "
-            f"adapter stands on, and the engine has it as it was saved. {instead}"
+            f"`lora_sync`='adapter': `init_lora_weights`={config.init_lora_weights!r} changes the base, and the engine "
+            f"has the base as it was saved. {instead}"
         )
     if idle := [name for name in given if "lora" in name]:
         raise ValueError(
             f"`vllm_engine_kwargs` has {idle}, which act on vLLM's own adapters alone; `lora_sync`='adapter' holds the "
             "policy's without them. Leave them out."
         )
-    decoder, ranks = set(model.get_base_model().get_decoder().modules()), {}
+    quantized = {layer.name for layer in dense_linears(model.get_base_model()).values()}
+    ranks = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer) or adapter not in layer.r:
             continue
-        if layer not in decoder or not isinstance(layer.get_base_layer(), torch.nn.Linear):
+        if clean_name(name) not in quantized:
             raise ValueError(
                 f"`lora_sync`='adapter' takes adapters of the decoder's linear layers, not `{name}`. {instead}"
             )
@@ -434,5 +422,5 @@ def adapter_arguments(model, given: dict) -> dict[str, dict[str, int]]:
 
 
 def two_copies(size: int, reason: str) -> None:
-    """Says that trainer and engine hold the frozen base each, what that costs in bytes, and why."""
+    """Warns that trainer and engine hold a copy of the frozen base each, with its size in bytes and the reason."""
     logger.warning("Trainer and vLLM hold a copy of the base each, %.2f GiB more: %s.", size / 2**30, reason)

@@ -1,0 +1,165 @@
+"""The map from a model to its quantizable linear layers: against the models themselves, their checkpoints, and vLLM."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import FAMILIES, tiny_model
+from torch import nn
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from trl_quant.models import families
+from trl_quant.models.linears import (
+    FusedGroups,
+    dense_linears,
+    fused_layer,
+    fused_with,
+    is_quantizable,
+    linears,
+    unquantized_linears,
+)
+from trl_quant.models.names import place_in_layer
+
+
+# path of a decoder layer's linear layer -> the layers that an engine fuses with it, the norm that feeds it
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+OTHERS = {path: ((path,), None) for path in ("self_attn.o_proj", "mlp.down_proj")}
+SEPARATE = dict.fromkeys(QKV, (QKV, "input_layernorm")) | OTHERS
+MLP_NORM = {"gemma2": "pre_feedforward_layernorm", "gemma3": "pre_feedforward_layernorm"}
+JOINED = {
+    "self_attn.qkv_proj": (("self_attn.qkv_proj",), "input_layernorm"),
+    "mlp.gate_up_proj": (("mlp.gate_up_proj",), "post_attention_layernorm"),
+} | OTHERS
+
+
+def expected(family: str) -> dict[str, tuple]:
+    if family == "phi3":
+        return JOINED
+    return SEPARATE | dict.fromkeys(GATE_UP, (GATE_UP, MLP_NORM.get(family, "post_attention_layernorm")))
+
+
+def adapted(model: nn.Module, **settings) -> nn.Module:
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", **settings)).get_base_model()
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_map_of_each_family(family, with_adapter):
+    plain = tiny_model(family, tied=False)
+    weights = {name: tuple(param.shape) for name, param in plain.named_parameters()}
+    model = adapted(plain) if with_adapter else plain
+    found = dense_linears(model)
+    assert found == linears(model)
+    assert {layer.name: (layer.fused, layer.norm) for layer in found.values()} == {
+        f"model.layers.{i}.{path}": (
+            tuple(f"model.layers.{i}.{other}" for other in fused),
+            norm and f"model.layers.{i}.{norm}",
+        )
+        for i in range(2)
+        for path, (fused, norm) in expected(family).items()
+    }
+    for place, layer in found.items():
+        assert model.get_submodule(place).weight.shape == layer.shape == weights[f"{layer.name}.weight"]
+        assert place == (f"{layer.name}.base_layer" if with_adapter else layer.name)
+        assert not layer.is_expert
+    assert unquantized_linears(model) == ["lm_head"] and unquantized_linears(model, head=False) == []
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_are_read_as_models_are(family, tied):
+    model = tiny_model(family, tied=tied)
+    ignore = unquantized_linears(model)
+    by_name = {name for name, tensor in model.state_dict().items() if is_quantizable(name, tensor, ignore)}
+    assert by_name == {f"{layer.name}.weight" for layer in dense_linears(model).values()}
+
+
+def test_a_layer_that_is_trained_whole_keeps_its_name():
+    model = adapted(tiny_model(tied=False), modules_to_save=["lm_head", "model.layers.0.self_attn.q_proj"])
+    place = "model.layers.0.self_attn.q_proj.modules_to_save.default"
+    assert dense_linears(model)[place].name == "model.layers.0.self_attn.q_proj"
+    assert "lm_head" in unquantized_linears(model) and unquantized_linears(model, head=False) == []
+
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MIXTURES = {
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=64)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)),
+}
+
+
+@pytest.mark.parametrize("build", MIXTURES.values(), ids=MIXTURES)
+def test_experts_are_described_and_refused(build):
+    with torch.device("meta"):
+        model = build()
+    width = 64 if model.config.model_type == "qwen3_moe" else 256
+    found = {name.removeprefix("model.layers.0."): layer for name, layer in linears(model).items()}
+    experts = {name: layer.shape for name, layer in found.items() if layer.is_expert}
+    assert experts == {"mlp.experts.gate_up_proj": (4, 2 * width, 128), "mlp.experts.down_proj": (4, 128, width)}
+    assert found.keys() - experts == {*QKV, "self_attn.o_proj"}  # and no router
+    with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp\.\S+: a router or an expert; mixture-of-experts"):
+        dense_linears(model)
+
+
+def test_experts_that_are_modules_of_their_own():
+    model = tiny_model(num_hidden_layers=1)
+    mlp = model.model.layers[0].mlp
+    mlp.gate, mlp.experts = nn.Linear(128, 2), nn.ModuleList([type(mlp)(model.config)])
+    expert = linears(model)["model.layers.0.mlp.experts.0.up_proj"]
+    assert expert.is_expert and expert.shape == (256, 128)
+    assert expert.fused == tuple(f"model.layers.0.mlp.experts.0.{x}_proj" for x in ("gate", "up"))
+    assert unquantized_linears(model) == ["model.layers.0.mlp.gate", "lm_head"]
+
+
+# Fused layers
+
+
+def test_no_two_families_fuse_one_name_otherwise():
+    """Names alone tell what is fused, so that a name can stand in one group only."""
+    names = [name for group in families.FUSED for name in group]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_layers_are_those_of_vllm(family):
+    pytest.importorskip("vllm")
+    from vllm import ModelRegistry
+
+    model = tiny_model(family)
+    vllms = ModelRegistry.models[type(model).__name__].load_model_cls()
+    joined = {tuple(parts) for parts in vllms.packed_modules_mapping.values() if len(parts) > 1}
+    assert set(families.family_of(model.config.model_type).fused) == joined
+
+
+def test_fused_names():
+    assert fused_with("a.k_proj") == ("a.q_proj", "a.k_proj", "a.v_proj")
+    assert fused_with("q_proj") == ("q_proj", "k_proj", "v_proj")
+    assert fused_with("a.o_proj") == ("a.o_proj",)
+    assert {fused_layer(f"a.{x}_proj.weight_scale") for x in "qkv"} == {"a.q_proj+k_proj+v_proj"}
+    assert fused_layer("a.o_proj.weight") == "a.o_proj"
+    assert place_in_layer("model.norm.weight") is None
+
+
+def test_fused_layers_wait_for_each_other():
+    groups, weights = FusedGroups(), {f"a.{x}_proj": torch.tensor(i) for i, x in enumerate("qokvq")}
+    done = [groups.add(name, weight) for name, weight in weights.items()]
+    assert [list(group) for group in done] == [[], ["a.o_proj"], [], ["a.q_proj", "a.k_proj", "a.v_proj"]]
+    assert groups.add("b.v_proj", weights["a.v_proj"]) == groups.add("c.up_proj", weights["a.v_proj"]) == {}
+    assert [list(group) for group in groups.rest()] == [["b.v_proj"], ["c.up_proj"]]
+    assert list(groups.rest()) == []
+    without_values = FusedGroups({"a.q": ("a.q", "a.k"), "a.k": ("a.q", "a.k")}.__getitem__)
+    assert not without_values.add("a.k", weights["a.k_proj"])
+    assert list(without_values.add("a.q", weights["a.q_proj"])) == ["a.k", "a.q"]

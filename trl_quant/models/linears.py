@@ -1,0 +1,214 @@
+"""The map from a model to its quantizable linear layers. Nothing outside of `models/` decides what is quantized.
+
+Engines quantize the linear layers of the decoder. The head, the embeddings, a vision tower and the routers of a mixture
+of experts keep their type: a quantized router would send tokens to other experts.
+
+| question | answer | asked by |
+|---|---|---|
+| Which layers of this model? | [`dense_linears`] | engines, the policy, the self-check, the drift metrics |
+| Which linear layers not? | [`unquantized_linears`] | engines, `trl-quant prepare` and `export` |
+| Is this tensor of a checkpoint or a stream one? | [`is_quantizable`] | whatever reads or writes checkpoints |
+| Which layers does an engine fuse with this one? | [`fused_with`], [`FusedGroups`] | whatever must keep them together |
+
+[`linears`] describes mixtures of experts too; [`dense_linears`] and [`refuse_mixture`] refuse them, since nothing here
+can quantize experts yet.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from .families import EMBEDDING, EXPERT, FAMILIES, FUSED, HEAD, ROUTER, Family
+from .names import clean_name, place_in_layer
+
+
+class LinearLayer(NamedTuple):
+    """
+    A quantizable linear layer.
+
+    Attributes:
+        name (`str`): Its name in a checkpoint.
+        shape (`tuple[int, ...]`): (out, in); (experts, out, in) for a tensor that holds all experts of a layer.
+        fused (`tuple[str, ...]`):
+            Names of the layers of the model that an engine computes as one matrix with this one, itself included.
+        norm (`str` or `None`): Name of the norm that feeds it, where the family is known and a norm does.
+        is_expert (`bool`): Whether it belongs to one or to all experts of a mixture.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    fused: tuple[str, ...]
+    norm: str | None
+    is_expert: bool
+
+
+# Models in memory
+
+
+def linears(model: nn.Module) -> dict[str, LinearLayer]:
+    """
+    Maps a model of transformers, on any device and with or without adapters of PEFT, to its quantizable layers.
+
+    Returns:
+        `dict[str, LinearLayer]`: by the place in `model` of each layer's module, or of the tensor that experts share.
+    """
+    shapes = {}
+    decoder = set(model.get_decoder().modules())
+    for place, module in model.named_modules():
+        if module not in decoder or _is_adapters(place):
+            continue
+        if isinstance(module, nn.Linear):
+            if not ROUTER.fullmatch(clean_name(f"{place}.weight")):
+                shapes[place] = (module.out_features, module.in_features)
+            continue
+        for leaf, tensor in module.named_parameters(recurse=False):
+            if tensor.ndim == 3 and EXPERT.fullmatch(clean_name(f"{place}.{leaf}")):
+                shapes[f"{place}.{leaf}"] = tuple(tensor.shape)
+
+    family = FAMILIES.get(model.config.get_text_config().model_type)
+    names = {clean_name(place) for place in shapes}
+    found = {}
+    for place, shape in shapes.items():
+        name = clean_name(place)
+        fused = tuple(other for other in fused_with(name) if other in names)
+        is_expert = EXPERT.fullmatch(name) is not None
+        found[place] = LinearLayer(name, shape, fused, _feeding_norm(family, name), is_expert)
+    return found
+
+
+def dense_linears(model: nn.Module) -> dict[str, LinearLayer]:
+    """
+    As [`linears`], for models without experts.
+
+    Raises:
+        ValueError: The model is a mixture of experts.
+    """
+    in_decoder = {id(tensor) for tensor in model.get_decoder().parameters()}
+    for name, tensor in model.named_parameters():
+        if id(tensor) in in_decoder:
+            refuse_mixture(clean_name(name))
+    return linears(model)
+
+
+def unquantized_linears(model: nn.Module, head: bool = True) -> list[str]:
+    """
+    Names of the linear layers of a model that keep their type: routers, those of a vision tower, and the head.
+
+    Args:
+        model (`nn.Module`): A model of transformers.
+        head (`bool`, *optional*, defaults to `True`): Whether to list the head.
+    """
+    quantized = linears(model)
+    left_out = set()
+    if not head and model.get_output_embeddings() is not None:
+        left_out = set(model.get_output_embeddings().modules())
+    names = [
+        clean_name(place)
+        for place, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and place not in quantized
+        and module not in left_out
+        and not _is_adapters(place)
+    ]
+    return list(dict.fromkeys(names))
+
+
+def _is_adapters(place: str) -> bool:
+    return ".lora_" in place
+
+
+def _feeding_norm(family: Family | None, name: str) -> str | None:
+    place = place_in_layer(name)
+    if family is None or place is None:
+        return None
+    stack, index, path = place
+    for norm, fed in family.feeds.items():
+        if path in fed:
+            return f"{stack}.{index}.{norm}"
+    return None
+
+
+# Tensors of checkpoints and streams
+
+
+def is_quantizable(name: str, tensor: Tensor, ignore: Iterable[str] = HEAD) -> bool:
+    """
+    Whether the tensor `name` is the weight of a linear layer to quantize: a floating-point matrix called `*.weight`
+    that is no embedding and whose module is not in `ignore`.
+
+    Args:
+        name (`str`): The tensor's name.
+        tensor (`torch.Tensor`): The tensor, on any device.
+        ignore (`Iterable[str]`, *optional*):
+            Names of modules, or regular expressions after `re:`. Where the model is known, these are its
+            [`unquantized_linears`].
+    """
+    module, _, kind = name.rpartition(".")
+    if kind != "weight" or tensor.ndim != 2 or not tensor.is_floating_point() or EMBEDDING.fullmatch(name):
+        return False
+    return not any(re.match(i[3:], module) if i.startswith("re:") else i == module for i in ignore)
+
+
+def is_mixtures(name: str) -> bool:
+    """Whether the tensor `name` belongs to a router or to the experts of a mixture."""
+    return ROUTER.fullmatch(name) is not None or EXPERT.fullmatch(name) is not None
+
+
+def refuse_mixture(name: str) -> None:
+    """Raises `ValueError` for a tensor of a mixture of experts."""
+    if is_mixtures(name):
+        raise ValueError(f"{name}: a router or an expert; mixture-of-experts models cannot be quantized yet.")
+
+
+# Fused layers
+
+
+def fused_with(name: str) -> tuple[str, ...]:
+    """
+    Names of the layers that an engine computes as one matrix with the layer called `name`, itself included, in the
+    order of that matrix. A model may lack some of them.
+
+    ```python
+    >>> fused_with("model.layers.0.mlp.up_proj")
+    ('model.layers.0.mlp.gate_proj', 'model.layers.0.mlp.up_proj')
+    ```
+    """
+    parent, dot, leaf = name.rpartition(".")
+    for group in FUSED:
+        if leaf in group:
+            return tuple(f"{parent}{dot}{part}" for part in group)
+    return (name,)
+
+
+def fused_layer(name: str) -> str:
+    """The module of a tensor called `name`, or one name for all modules that an engine fuses with it."""
+    first, *others = fused_with(name.rpartition(".")[0])
+    return "+".join([first, *(other.rpartition(".")[2] for other in others)])
+
+
+class FusedGroups:
+    """
+    Holds back the weights of layers that an engine fuses until all of them have come. NVFP4 needs that, since fused
+    layers share a global scale.
+
+    Parameters:
+        siblings (`Callable`, *optional*): Name of a layer -> names of all that are fused with it, itself included.
+    """
+
+    def __init__(self, siblings: Callable[[str], tuple[str, ...]] = fused_with):
+        self.siblings = siblings
+        self.waiting: dict[tuple[str, ...], dict[str, Tensor]] = {}
+
+    def add(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        """Takes the weight of a layer. Returns its whole group once that is complete, and nothing before."""
+        group = self.siblings(name)
+        weights = self.waiting.setdefault(group, {})
+        weights[name] = weight
+        return self.waiting.pop(group) if len(weights) == len(group) else {}
+
+    def rest(self) -> Iterator[dict[str, Tensor]]:
+        """Takes out the groups that stayed incomplete."""
+        while self.waiting:
+            yield self.waiting.pop(next(iter(self.waiting)))
