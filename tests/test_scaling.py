@@ -20,10 +20,11 @@ from transformers import (
 )
 
 from trl_quant.formats import quantize
-from trl_quant.models.families import family_of
+from trl_quant.models import families
+from trl_quant.models.families import Family, family_of
 from trl_quant.models.norms import feeding_norms
 from trl_quant.scaling import apply_uaq, uaq_applied
-from trl_quant.scaling.uaq import scale_norms
+from trl_quant.scaling.uaq import scale_norms, scalings
 
 
 IDS = torch.arange(24).view(2, 12)
@@ -298,6 +299,18 @@ def test_unknown_architectures():
         with pytest.raises(ValueError, match=rf"model_type '{name}' is not supported.*Supported are qwen2, qwen3"):
             apply_uaq(model, 1.5)
         assert same_bytes(before, state(model))
+
+
+def test_experts_are_refused(monkeypatch):
+    """Also in a family that the table describes."""
+    feeds = {"input_layernorm": ("self_attn.q_proj",), "post_attention_layernorm": ("mlp.gate", "mlp.experts.up_proj")}
+    monkeypatch.setitem(families.FAMILIES, "qwen3", Family(feeds))
+    model = tiny_model()
+    before = state(model)
+    for scale in (lambda: apply_uaq(model, 1.5), lambda: scalings("qwen3", before, 1.5)):
+        with pytest.raises(ValueError, match=r"0\.mlp\.gate\.weight: a router or an expert; mixture-of-experts"):
+            scale()
+    assert same_bytes(before, state(model))
 
 
 def quantized_weight(layer):

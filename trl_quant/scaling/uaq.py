@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.families import family_of
+from ..models.linears import refuse_mixture
 from ..models.names import clean_name
 from ..models.norms import feeding_norms
 
@@ -101,7 +102,7 @@ def scalings(model_type: str, names: Iterable[str], scale: float) -> dict[str, C
     check_scale(scale)
     offset = family_of(model_type).offset
     found: dict[str, Callable[[Tensor], Tensor]] = {}
-    for norm, linears in feeding_norms(model_type, names).items():
+    for norm, linears in _fed_by_norms(model_type, names).items():
         found[norm] = lambda w: _scaled_gain(w, scale, offset)
         found |= {f"{linear}.weight": lambda w: _scaled_input(w, scale) for linear in linears}
     return found
@@ -117,6 +118,15 @@ def check_scale(scale: float, name: str = "scale") -> None:
         )
 
 
+def _fed_by_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """As [`~models.norms.feeding_norms`]; `ValueError` where a norm feeds a router or experts."""
+    feeds = feeding_norms(model_type, names)
+    for linears in feeds.values():
+        for linear in linears:
+            refuse_mixture(f"{linear}.weight")
+    return feeds
+
+
 def _plan(model: nn.Module, folded: tuple[type, ...]) -> list[_Fed]:
     """Finds and checks everything to scale before anything is changed."""
     config = model.config
@@ -126,7 +136,7 @@ def _plan(model: nn.Module, folded: tuple[type, ...]) -> list[_Fed]:
     for name, module in model.named_modules():
         modules.setdefault(clean_name(name), module)  # an adapted layer comes before the base inside it
     plan = []
-    for name, linears in feeding_norms(model_type, (name for name, _ in model.named_parameters())).items():
+    for name, linears in _fed_by_norms(model_type, (name for name, _ in model.named_parameters())).items():
         norm = modules[clean_name(name.removesuffix(".weight"))]
         gain = _dense(name, norm.weight, (norm.weight.numel(),))
         inputs = [x for linear in linears for x in _inputs(linear, modules[clean_name(linear)], gain.numel())]
