@@ -3,9 +3,10 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import FAMILIES, tiny_model
+from tiny import FAMILIES, save_tiny_vision, tiny_model
 from torch import nn
 from transformers import (
+    Blip2ForConditionalGeneration,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3MoeConfig,
@@ -84,6 +85,18 @@ def test_a_layer_that_is_trained_whole_keeps_its_name():
     place = "model.layers.0.self_attn.q_proj.modules_to_save.default"
     assert dense_linears(model)[place].name == "model.layers.0.self_attn.q_proj"
     assert "lm_head" in unquantized_linears(model) and unquantized_linears(model, head=False) == []
+
+
+def test_a_vision_tower_and_the_head_are_left(tmp_path):
+    model = Blip2ForConditionalGeneration.from_pretrained(save_tiny_vision(tmp_path / "model"))
+    assert model.get_output_embeddings() in model.get_decoder().modules()
+    inside = {name for name, module in model.language_model.model.named_modules() if isinstance(module, nn.Linear)}
+    assert {layer.name for layer in dense_linears(model).values()} == {f"language_model.model.{x}" for x in inside}
+    query, *_ = dense_linears(model).values()
+    assert len(query.fused) == 3 and query.norm is None  # OPT's norms are not RMSNorms
+    outside = unquantized_linears(model, head=False)
+    assert "vision_model.encoder.layers.0.mlp.fc1" in outside
+    assert unquantized_linears(model) == [*outside, "language_model.lm_head"]
 
 
 SIZES = {

@@ -55,7 +55,7 @@ def linears(model: nn.Module) -> dict[str, LinearLayer]:
         `dict[str, LinearLayer]`: by the place in `model` of each layer's module, or of the tensor that experts share.
     """
     shapes = {}
-    decoder = set(model.get_decoder().modules())
+    decoder = set(model.get_decoder().modules()) - set(_head_modules(model))  # some decoders bring their head
     for place, module in model.named_modules():
         if module not in decoder or _is_adapters(place):
             continue
@@ -101,9 +101,7 @@ def unquantized_linears(model: nn.Module, head: bool = True) -> list[str]:
         head (`bool`, *optional*, defaults to `True`): Whether to list the head.
     """
     quantized = linears(model)
-    left_out = set()
-    if not head and model.get_output_embeddings() is not None:
-        left_out = set(model.get_output_embeddings().modules())
+    left_out = set() if head else set(_head_modules(model))
     names = [
         clean_name(place)
         for place, module in model.named_modules()
@@ -113,6 +111,11 @@ def unquantized_linears(model: nn.Module, head: bool = True) -> list[str]:
         and not _is_adapters(place)
     ]
     return list(dict.fromkeys(names))
+
+
+def _head_modules(model: nn.Module) -> list[nn.Module]:
+    head = model.get_output_embeddings()
+    return [] if head is None else list(head.modules())
 
 
 def _is_adapters(place: str) -> bool:
@@ -159,7 +162,7 @@ def is_mixtures(name: str) -> bool:
 def refuse_mixture(name: str) -> None:
     """Raises `ValueError` for a tensor of a mixture of experts."""
     if is_mixtures(name):
-        raise ValueError(f"{name}: a router or an expert; mixture-of-experts models cannot be quantized yet.")
+        raise ValueError(f"{name}: a router or an expert; mixture-of-experts models cannot be quantized or scaled yet.")
 
 
 # Fused layers
