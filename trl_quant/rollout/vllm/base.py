@@ -69,9 +69,9 @@ class VLLMBase(RolloutEngine):
     def start(self) -> None:
         """Starts vLLM, and settles what the engine was started for."""
         self.start_vllm()
-        if not self.trl.generation_kwargs.get("ignore_eos"):  # vLLM knows only the stop tokens of its own checkpoint
-            given = self.trl.generation_kwargs.get("stop_token_ids") or []
-            self.trl.generation_kwargs |= {"stop_token_ids": [*given, *self.eos_token_ids]}
+        if not self.generation_kwargs.get("ignore_eos"):  # vLLM knows only the stop tokens of its own checkpoint
+            given = self.generation_kwargs.get("stop_token_ids") or []
+            self.generation_kwargs = self.generation_kwargs | {"stop_token_ids": [*given, *self.eos_token_ids]}
         self.drift.quantizer = self.quantizers["quantizer"]
         self._built_for = self._kind_of_model()
 
