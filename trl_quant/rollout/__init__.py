@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from .engine import Engine
-from .spec import ENGINES, VLLM_MODES, EngineSpec
+from .spec import ENGINES, EngineSpec
 
 
 # name -> module
@@ -23,7 +23,7 @@ _PUBLIC = {
     "fastest_engine": ".vllm.auto",
 }
 
-__all__ = ["ENGINES", "VLLM_MODES", "EngineSpec", *_PUBLIC, "build_engine", "engine_of"]
+__all__ = ["ENGINES", "EngineSpec", *_PUBLIC, "build_engine", "engine_of"]
 
 
 def __getattr__(name: str):

@@ -59,6 +59,17 @@ class TRLGeneration(VLLMGeneration):
         """Starts vLLM, or connects to its server, as TRL does."""
         super()._init_vllm()
 
+    @property
+    def announced(self) -> list[tuple] | None:
+        """Name, type and shape of each tensor that a sync sends to a server; `None` before [`announce`]."""
+        return self._weight_metadata
+
+    def announce(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        """Records the tensors of a sync for the server. Collective."""
+        self._weight_metadata = [
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in stream
+        ]
+
     def _iter_named_params(self):
         """The policy's weights as [`PolicyWeights`] reads them; TRL itself walks through a policy of FSDP1."""
         if self.policy_weights.sharding.fsdp_version == 1:

@@ -161,13 +161,11 @@ class VLLMServerEngine(VLLMBase):
     # Sync
 
     def send(self) -> None:
-        if self._weight_metadata is None:  # the server must know all tensors before the first one comes
-            self._weight_metadata = [
-                (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in self.stream()
-            ]
+        if self.trl.announced is None:  # the server must know all tensors before the first one comes
+            self.trl.announce(self.stream())
             self.drift.forget()
         if self.accelerator.is_main_process:
-            self.vllm_client.update_named_params(self._weight_metadata, self.stream())
+            self.vllm_client.update_named_params(self.trl.announced, self.stream())
             self.vllm_client.reset_prefix_cache()
             self.vllm_client.mark_sync()
         else:
