@@ -38,6 +38,8 @@ PURE = {
     "noise/...": ({"torch"}, ("noise/...", "models/...")),
     "models/...": ({"torch"}, ("models/...",)),
     "precisions.py": ({"torch"}, ("formats/...",)),
+    "rollout/engine.py": (set(), ()),
+    "rollout/spec.py": (set(), ("precisions.py",)),
     "layers/...": ({"torch"}, ("layers/...", "formats/...", "precisions.py")),
     "kernels/...": ({"torch", "triton"}, ("kernels/...", "formats/...")),
 }

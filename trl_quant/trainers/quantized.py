@@ -16,7 +16,8 @@ from trl.extras.profiling import profiling_context
 from ..config.preflight import check_before_loading
 from ..policy.frozen import on_frozen_base
 from ..policy.unified import check_flow, flow, follow_engine, restore, train_as_sampled
-from ..rollout import RolloutEngine, RolloutNoise, engine_of
+from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
+from ..rollout.engine import Engine
 from ..scaling import apply_uaq, uaq_applied
 from ..trl_seams import exchanged
 from . import checkpoints, phases
@@ -62,7 +63,7 @@ class QuantRollouts:
             fields["model_init_kwargs"] = given.pop("model_init_kwargs")
         fields |= self.fields_while_built(args)
         models_loaded, engine_built = partial(train_as_sampled, self), partial(follow_engine, self)
-        with engine_of(type(self), args, models_loaded, engine_built, **fields):
+        with engine_of(type(self), args, models_loaded, engine_built, build=self.build_engine, **fields):
             super().__init__(model=model, args=args, **given)
         engine = getattr(self, "vllm_generation", None)
         self._engine = engine if isinstance(engine, RolloutEngine) else None
@@ -71,6 +72,20 @@ class QuantRollouts:
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
             apply_uaq(self.model, args.uaq_scale)
         self._flow = flow(self.model)
+
+    def build_engine(self, spec: EngineSpec, model, accelerator, processing_class, **settings) -> Engine:
+        """
+        Builds the engine that a run with a `rollout_precision` samples from. Override it to sample from an
+        [`~rollout.engine.Engine`] of your own. It is called when the models are loaded.
+
+        Args:
+            spec ([`~rollout.EngineSpec`]): The engine that the configuration means.
+            model (`nn.Module`): The policy.
+            accelerator ([`~accelerate.Accelerator`]): The trainer's.
+            processing_class: The tokenizer or processor.
+            settings: What TRL gives to its own engine: lengths, sampling options and the like.
+        """
+        return build_engine(spec, model, accelerator, processing_class, **settings)
 
     def fields_while_built(self, args) -> dict:
         """Fields of `args` that TRL's constructor must see with other values."""

@@ -1,4 +1,4 @@
-"""The embedded engine where sampler and policy compute the same: one set of weights, held once."""
+"""The embedded engine for a policy that already computes in the engine's precision: both use one set of weights."""
 
 import logging
 from copy import deepcopy
@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 class SharedEngine(TransformersEngine):
     """
     [`TransformersEngine`] for a policy that is sampled in its own `train_precision`: Q(W) + BA (QeRL), or layers that
-    are trained in the numbers that sample (Jet-RL).
+    train in the numbers of the sampler (Jet-RL).
 
-    The copy has modules of its own, out of training mode, around the policy's own tensors: linear layers, adapters,
-    embeddings and the head. Only the norms that noise is laid on are held twice, so a sync copies those and
-    nothing else, and the mismatch is what differing sums leave.
+    The copy has its own modules, in evaluation mode, around the policy's own tensors: linear layers, adapters,
+    embeddings and the head. Only the norms that get noise are held twice. A sync copies those and nothing else, and the
+    remaining mismatch comes from sums in another order.
     """
 
     def build_copy(self, policy: PreTrainedModel) -> PreTrainedModel:
-        """The model that samples, around the policy's own tensors."""
+        """Builds the model that samples around the policy's own tensors."""
         own = set(noised_norms(self.weights.model_type, dict(policy.named_parameters()))) if self.wide_norms else set()
         shared = [tensor for name, tensor in policy.named_parameters() if name not in own]
         policy_modules = set(policy.modules())
@@ -36,7 +36,7 @@ class SharedEngine(TransformersEngine):
         model = deepcopy(policy, {id(part): part for part in shared})
         for module in model.modules():
             if module not in policy_modules:
-                vars(module).pop("forward", None)  # accelerate's and others' wrappers, which call the policy's
+                vars(module).pop("forward", None)  # a wrapper, such as accelerate's, calls the policy's module
         for name in own:
             model.get_parameter(name).requires_grad_(False)
         self._own = own
@@ -48,8 +48,8 @@ class SharedEngine(TransformersEngine):
         return model.eval()
 
     @torch.no_grad()
-    def sync_weights(self):
-        """Brings back the clean norms and the settings of adapters; all else is the policy's."""
+    def sync(self) -> None:
+        """Copies the clean norms and the settings of adapters; everything else is the policy's."""
         policy = self.weights.base_model
         self.weights.forget_codes()
         if not self._is_around(policy):
@@ -63,13 +63,13 @@ class SharedEngine(TransformersEngine):
         self.mark_current()
 
     def _is_around(self, policy: PreTrainedModel) -> bool:
-        """Whether the copy still has the policy's tensors and linear layers, which someone may have exchanged."""
+        """Whether the copy still holds the policy's tensors and linear layers, which others may have replaced."""
         modules, copies = dict(policy.named_modules()), dict(self.copy.named_modules())
         if modules.keys() != copies.keys():
             return False
         linears = dense_linears(policy)
         for path, module in modules.items():
-            if ".lora_" in path:  # follows with the adapters
+            if ".lora_" in path:  # `follow_adapters` takes care of it
                 continue
             copy = copies[path]
             if type(copy) is not type(module) or (path in linears and copy is not module):
@@ -81,7 +81,7 @@ class SharedEngine(TransformersEngine):
 
 
 def follow_adapters(copy: BaseTunerLayer, layer: BaseTunerLayer) -> None:
-    """Gives a layer of the copy the adapters that the policy's layer has now, and their settings."""
+    """Gives a layer of the copy the adapters of the policy's layer, with their settings."""
     for name in layer.adapter_layer_names:
         setattr(copy, name, getattr(layer, name))
     for name in layer.lora_dropout.keys() - copy.lora_dropout.keys():

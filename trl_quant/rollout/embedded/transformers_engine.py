@@ -1,4 +1,4 @@
-"""The embedded engine: a quantized copy of the policy in plain transformers, for any device and without vLLM."""
+"""The embedded engine: a quantized copy of the policy that samples with transformers, on any device, without vLLM."""
 
 import copy
 import logging
@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -20,11 +21,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 from transformers.initialization import no_init_weights
-from trl.trainer.utils import pad
 
 from ...layers import QuantizedLinear, SampledLinear
 from ...models.linears import dense_linears, is_mixtures
 from ...noise import noised_norms
+from ..engine import Samples
 from ..sampling_options import check_supported
 from ..stream import default_dtype, ties_embeddings
 from ..trl_adapter import RolloutEngine, count_layers
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class _SampledLogps(LogitsProcessor):
-    """Last of the processors: log-probabilities of the tokens drawn from the scores that it sees, a step at a time."""
+    """The last processor: collects at each step the log-probabilities of the drawn tokens in the final scores."""
 
     def __init__(self):
         self.logps: list[Tensor] = []
@@ -52,7 +53,7 @@ class _SampledLogps(LogitsProcessor):
 
 
 class _Likeliest(LogitsProcessor):
-    """Leaves only the likeliest token, the first of equals, as a temperature of 0 does; none of NaN or infinity."""
+    """Keeps only the likeliest token, the first one of equals, for a temperature of 0. Refuses NaN and infinity."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if not scores.amax(-1).isfinite().all():  # NaN where any score is
@@ -62,55 +63,62 @@ class _Likeliest(LogitsProcessor):
 
 class TransformersEngine(RolloutEngine):
     """
-    A quantized copy of the policy that samples with transformers' `generate`, behind TRL's generation interface.
+    A quantized copy of the policy that samples with transformers' `generate`.
 
-    The copy's decoder linears run in `precision` (weights and activations through `trl_quant.formats`); embeddings,
-    norms and the head keep the policy's type, and attention runs as in the policy. With the policy in mixed precision
-    the copy runs under the same autocast, so what separates the two is the quantization alone.
+    The linear layers of the copy's decoder run in `precision` (weights and activations through `trl_quant.formats`).
+    Embeddings, norms and the head keep the policy's type, and attention runs as in the policy. If the policy runs in
+    mixed precision, the copy runs under the same autocast, so that only the quantization separates the two.
 
-    Of a policy that is trained in `precision` and sharded (FSDP2) the copy's linears are the trainer's, and hold its
-    codes; one that each rank holds whole has no copy, see [`~rollout.SharedEngine`].
+    If the policy is trained in `precision` and sharded (FSDP2), the copy's linear layers are the trainer's kind and
+    hold its codes. If each rank holds it whole, there is no copy: see [`~rollout.SharedEngine`].
 
-    Memory: one copy of the policy: 2 bytes a parameter in BF16 or mixed precision, 4 otherwise and for `fp8_block`, 1
-    for codes, plus the KV cache of one generation batch; the numerics are those of low precision, the storage is not.
-    Time: a sync quantizes each weight once (about the cost of reading it); a decode step costs one unquantized step
-    plus an activation quantization per linear. It is the reference and the engine for machines without vLLM; where
-    speed matters, use `use_vllm=True`.
+    Memory: one copy of the policy, with 2 bytes a parameter in BF16 or mixed precision, 4 otherwise and for
+    `fp8_block`, 1 for codes, plus the KV cache of one generation batch. Only the arithmetic is of low precision, not
+    the storage.
 
-    Of a vision-language model the language model is quantized; the vision tower stays as it is.
+    Time: a sync quantizes each weight once, at about the cost of reading it. A decoding step costs an unquantized step
+    plus the quantization of each linear layer's input. This engine is the reference, and it serves machines without
+    vLLM. Where speed matters, set `use_vllm=True`.
+
+    In a vision-language model only the language model is quantized.
 
     Every rank holds a copy and samples its own prompts, from its own global random state.
+
+    Attributes:
+        copy (`PreTrainedModel`): The model that samples.
     """
 
-    def _init_vllm(self):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         policy = self.weights.base_model
-        self.sampling = self._sampling_options()
+        self._options = self._generation_options()
         if isinstance(self.processing_class, ProcessorMixin):
             # A sampled image token would have no image behind it.
-            self.sampling.setdefault("suppress_tokens", [policy.config.image_token_id])
+            self._options.setdefault("suppress_tokens", [policy.config.image_token_id])
         self.copy = self.build_copy(policy)
 
-    def _sampling_options(self) -> dict:
-        """TRL's generation arguments, with `generation_kwargs` on top, in `GenerationConfig`'s names."""
-        check_supported(self.generation_kwargs)
+    def _generation_options(self) -> dict:
+        """TRL's sampling arguments in `GenerationConfig`'s names; `generation_kwargs` override them."""
+        trl = self.trl
+        check_supported(trl.generation_kwargs)
         return {
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "max_new_tokens": self.max_completion_length,
-            **self.generation_kwargs,
+            "temperature": trl.temperature,
+            "top_k": trl.top_k,
+            "top_p": trl.top_p,
+            "min_p": trl.min_p,
+            "repetition_penalty": trl.repetition_penalty,
+            "max_new_tokens": trl.max_completion_length,
+            **trl.generation_kwargs,
         }
 
     def _kind(self, policy: PreTrainedModel) -> tuple:
-        """What a copy of a policy depends on beside its weights: type, ties and sizes, which users may change."""
+        """What a copy depends on beside the policy's weights: type, ties and sizes, all of which a user may change."""
         dtype, config = policy.get_input_embeddings().weight.dtype, policy.config.get_text_config()
         sizes = config.vocab_size, config.num_hidden_layers
         return self.weights.gathered_dtype or dtype, ties_embeddings(policy), *sizes
 
     def build_copy(self, policy: PreTrainedModel) -> PreTrainedModel:
-        """The model that samples, of the policy's architecture, whose weights a sync brings."""
+        """Builds the model that samples, with the policy's architecture; a sync brings its weights."""
         config = copy.deepcopy(policy.config)
         if hasattr(config, "quantization_config"):  # a 4-bit base of bitsandbytes is streamed dequantized
             del config.quantization_config
@@ -146,7 +154,7 @@ class TransformersEngine(RolloutEngine):
         return model
 
     @torch.no_grad()
-    def sync_weights(self):
+    def sync(self) -> None:
         """Quantizes the policy's current weights into the copy, without noise; fills `sync_metrics`."""
         self.is_current = False  # until all weights are there
         self.weights.forget_codes()
@@ -155,7 +163,7 @@ class TransformersEngine(RolloutEngine):
             self.copy = self.build_copy(policy)
         buffers = dict(self.copy.named_buffers())
         for name, buffer in policy.named_buffers():
-            if name in buffers:  # the policy's own, so that what is written to it acts at once
+            if name in buffers:  # shared with the policy, so that a write to it acts at once
                 path, _, leaf = name.rpartition(".")
                 setattr(self.copy.get_submodule(path), leaf, buffer.to(self.accelerator.device))
         linears = {
@@ -173,7 +181,7 @@ class TransformersEngine(RolloutEngine):
                     raise ValueError(f"Cannot quantize `{name}` for the rollout: {error}") from error
             elif name in params:
                 params[name].data.copy_(tensor)
-            elif name not in self.copy.state_dict():  # a tied weight under its second name is no surprise
+            elif name not in self.copy.state_dict():  # a tied weight has a second name
                 raise RuntimeError(f"The policy streams `{name}`, which its copy {type(self.copy).__name__} lacks.")
             waiting.discard(name)
         if waiting:
@@ -183,7 +191,7 @@ class TransformersEngine(RolloutEngine):
         self.mark_current()
 
     def _measured(self, linears: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights, those of linear layers on the engine's device and counted in the metrics."""
+        """The policy's weights. Those of linear layers come on the engine's device and are counted in the metrics."""
         for name, tensor in self._iter_named_params():
             if name in linears:
                 tensor = tensor.to(self.accelerator.device)
@@ -196,7 +204,7 @@ class TransformersEngine(RolloutEngine):
         names = noised_norms(self.weights.model_type, params)
         for name in names:
             if self.wide_norms and params[name].dtype != torch.float32:
-                # The weight acts in FP32; what comes out keeps the type of what went in.
+                # The weight acts in FP32; the output has the type of the input.
                 params[name].data = params[name].data.float()
                 norm = self.copy.get_submodule(name.removesuffix(".weight"))
                 norm.register_forward_hook(lambda module, args, output: output.to(args[0].dtype))
@@ -208,20 +216,18 @@ class TransformersEngine(RolloutEngine):
             params[name].data.copy_(value)
 
     @torch.no_grad()
-    def generate(self, prompts, images, num_generations, profiler=None):
+    def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
         """
-        Samples one completion per prompt from the quantized copy; see TRL's `VLLMGeneration.generate`.
+        Samples one completion for each prompt from the quantized copy.
 
         Args:
-            prompts (`list[list[int]]`): Token ids, one list per completion to sample.
-            images: Images per prompt; the trainer gives what the processor made of them as `multimodal_fields`.
-            num_generations (`int`): Not used: each prompt comes once per generation.
-            profiler: Context manager that times the sampling.
+            prompts (`list[list[int]]`): Token ids, one list for each completion.
+            images (`list`, *optional*): The images of each prompt. The trainer gives what the processor made of them as
+                `multimodal_fields`.
 
         Returns:
-            `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`; the last two of shape
-            (batch, completion length, 1): the log-probability, in nats, that each token was drawn with, after
-            temperature, top-k, top-p and min-p, and the token itself.
+            [`Samples`]: the completions, with the log-probability that each token was drawn with, after temperature,
+            top-k, top-p and min-p.
         """
         if images is not None and any(images) and not self.multimodal_fields:
             raise ValueError(
@@ -232,12 +238,12 @@ class TransformersEngine(RolloutEngine):
         if (largest := max(map(max, prompts))) >= known:
             raise ValueError(f"A prompt has the token {largest}, and the model has embeddings of {known} tokens.")
         device = self.accelerator.device
-        options = dict(self.sampling)
+        options = dict(self._options)
         sampled = _SampledLogps()
         processors = _warpers(options, device)
         processors.append(sampled)
         tokenizer = self.tokenizer
-        # As in TRL, which ends a completion at one of these, whatever `generation_kwargs` name beside them
+        # TRL ends a completion at one of these, whatever else `generation_kwargs` name
         ends = [*self.eos_token_ids, *_listed(options.pop("eos_token_id", None))]
         own = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id, "disable_compile": True}
         drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "eos_token_id": ends or None}
@@ -252,7 +258,7 @@ class TransformersEngine(RolloutEngine):
             for name, field in self.multimodal_fields.items()
         }
 
-        with self.generation(), profiler or torch.no_grad(), self.accelerator.autocast():
+        with self.accelerator.autocast():
             sequences = self.copy.generate(
                 input_ids,
                 attention_mask=attention_mask,
@@ -273,17 +279,28 @@ class TransformersEngine(RolloutEngine):
             is_end |= torch.stack([stopped(sequences[:, :length], None) for length in lengths], dim=1)
         lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, completions.shape[1]).tolist()
         completion_ids = [ids[:n] for ids, n in zip(completions.tolist(), lengths, strict=True)]
-        logprobs = [[[logp] for logp in row[:n]] for row, n in zip(logps, lengths, strict=True)]
-        return prompts, completion_ids, logprobs, [[[token] for token in ids] for ids in completion_ids]
+        return Samples(completion_ids, [row[:n] for row, n in zip(logps, lengths, strict=True)])
+
+    @torch.no_grad()
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Computes log-probabilities of given tokens, without temperature; see [`~rollout.engine.ScoringEngine`]."""
+        scored = []
+        with self.accelerator.autocast():
+            for ids in sequences:
+                tokens = torch.tensor([ids], device=self.accelerator.device)
+                logps = self.copy(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+                scored.append(logps.gather(-1, tokens[0, 1:, None])[:, 0].tolist())
+        return scored
 
 
 def _left_padded(rows: list[list[int]], value: int, device: torch.device) -> torch.LongTensor:
     """Rows of different lengths as one tensor (batch, longest)."""
-    return pad([torch.tensor(row) for row in rows], padding_value=value, padding_side="left").to(device)
+    tensors = [torch.tensor(row) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side="left").to(device)
 
 
 def _warpers(options: dict, device: torch.device) -> LogitsProcessorList:
-    """Takes temperature, top-k, top-p and min-p out of `options` and makes them processors, in transformers' order."""
+    """Moves temperature, top-k, top-p and min-p from `options` to processors, in transformers' order."""
     temperature, top_k = options.pop("temperature"), options.pop("top_k")
     top_p, min_p = options.pop("top_p"), options.pop("min_p")
     processors = LogitsProcessorList()
@@ -291,7 +308,7 @@ def _warpers(options: dict, device: torch.device) -> LogitsProcessorList:
         processors.append(_Likeliest())
     elif temperature != 1.0:
         processors.append(TemperatureLogitsWarper(temperature))
-    if top_k and top_k != -1:  # which is none in vLLM
+    if top_k and top_k != -1:  # -1 means none in vLLM
         processors.append(TopKLogitsWarper(top_k))
     if top_p < 1.0:
         processors.append(TopPLogitsWarper(top_p))

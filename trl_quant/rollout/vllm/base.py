@@ -1,7 +1,7 @@
-"""What the two vLLM engines share, the one in the trainer's process and the one behind a server.
+"""The common part of the two vLLM engines, the one in the trainer's process and the one behind a server.
 
-A sync streams the policy into the engine. Before samples are drawn the engine is compared with the policy, every so
-many syncs, and the noise is laid on its norms. Where and how is left to the engines.
+A sync streams the policy into the engine. Before the engine samples, noise is added to its norms, and at intervals the
+self-check compares it with the policy. TRL's own code starts vLLM and asks it for samples ([`TRLGeneration`]).
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,53 +18,68 @@ from ...models.linears import dense_linears, unquantized_linears
 from ...precisions import PRECISIONS
 from ...storage.layout import checkpoint_stream, checkpoint_tensors
 from ...trl_seams import exchanged
+from ..engine import RolloutNoise, Samples
 from ..stream import ties_embeddings
-from ..trl_adapter import RolloutEngine, RolloutNoise, count_layers
+from ..trl_adapter import RolloutEngine, count_layers
 from ..verify.kv_cache import UNQUANTIZED, KVCache
 from .support import brings_cache_scales, quantizers_on
 
 
 class VLLMBase(RolloutEngine):
     """
-    Base of the vLLM engines.
+    Base of the vLLM engines. A subclass sets its own attributes and then calls [`start`].
 
     Parameters:
         sync_check_steps (`int`, *optional*, defaults to `50`): Syncs from one self-check to the next; 0 for none.
 
     Attributes:
+        lora_sync (`str`): How an adapter reaches the engine, `"merge"` or `"adapter"`.
+        sleep_level (`int`): vLLM's sleep level between generations; 0 if it stays awake.
+        checkpoint_dtype (`torch.dtype` or `None`): Type of the weights that the engine starts on, if that is known.
         ignore (`list[str]`): Linear layers of the policy that are not quantized.
-        travels_quantized (`bool`): Whether the engine takes codes and scales, not BF16 weights.
-        streaming (`str`): What a sync is sending, for errors.
+        travels_quantized (`bool`): Whether the engine takes codes and scales rather than BF16 weights.
+        quantizers (`dict`): The functions that quantize on the engine's device; see [`~support.quantizers_on`].
+        streaming (`str`): The tensor that a sync is sending, for errors.
         stale_cache (`bool`): Whether the prefix cache outlived the last sync.
         last_check (`dict` or `None`): What the last whole self-check measured.
         product_errors (`dict[int, float]`): Relative errors of the device's INT8 products; see [`~worker.int8_errors`].
-        caches (`dict[int, KVCache]`): The KV caches that are quantized, by layer, with the scales of a fresh engine.
+        caches (`dict[int, KVCache]`): The quantized KV caches, by layer, with the scales of a fresh engine.
+        syncs_to_check (`int`): Syncs until the next self-check.
     """
 
-    lora_sync = "merge"
-    sleep_level = 0
-    checkpoint_dtype: torch.dtype | None = None
-
     def __init__(self, *args, sync_check_steps: int = 50, **kwargs):
+        super().__init__(*args, **kwargs)
         self.sync_check_steps = sync_check_steps
+        self.lora_sync = "merge"
+        self.sleep_level = 0
+        self.checkpoint_dtype: torch.dtype | None = None
         self.ignore: list[str] = []
         self.travels_quantized = False
+        self.quantizers: dict = {}
         self.streaming = "the first tensor"
         self.stale_cache = False
         self.last_check: dict | None = None
         self.product_errors: dict[int, float] = {}
         self.caches: dict[int, KVCache] = {}
-        self.syncs_to_check = 1  # the first is checked
+        self.syncs_to_check = 1  # the first sync is checked
         self._failure: str | None = None
         self._non_finite: dict[str, Tensor] = {}
-        super().__init__(*args, **kwargs)
-        if not self.generation_kwargs.get("ignore_eos"):  # vLLM knows those of its own checkpoint alone
+        self._built_for: set = set()
+
+    def start(self) -> None:
+        """Starts vLLM, and settles what the engine was started for."""
+        self.start_vllm()
+        if not self.generation_kwargs.get("ignore_eos"):  # vLLM knows only the stop tokens of its own checkpoint
             given = self.generation_kwargs.get("stop_token_ids") or []
             self.generation_kwargs = self.generation_kwargs | {"stop_token_ids": [*given, *self.eos_token_ids]}
         self.drift.quantizer = self.quantizers["quantizer"]
         self._built_for = self._kind_of_model()
 
-    # For the engines to fill in, beside `read_norms` and `write_norms`
+    # What a vLLM engine implements, beside `read_norms` and `write_norms`
+
+    def start_vllm(self) -> None:
+        """Starts vLLM, or connects to its server."""
+        raise NotImplementedError
 
     def send(self) -> None:
         """Brings the policy's weights into the engine."""
@@ -72,11 +87,11 @@ class VLLMBase(RolloutEngine):
 
     def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
         """
-        Has the engine continue the prompts greedily, from its prefix cache where it has one, and score them, without.
+        Lets the engine continue the prompts greedily, with its prefix cache, and score them without it.
 
         Returns:
-            `(list[list[int]], list[torch.Tensor])`: the prompts with their `new_tokens` more, and the log-probability
-            of each token but the first, shape (length - 1,), in nats.
+            `(list[list[int]], list[torch.Tensor])`: the prompts with `new_tokens` more tokens each, and the
+            log-probability of each token but the first, shape (length - 1,), in nats.
         """
         raise NotImplementedError
 
@@ -85,11 +100,11 @@ class VLLMBase(RolloutEngine):
         raise NotImplementedError
 
     def read_caches(self) -> list[dict[int, KVCache]]:
-        """The KV caches that are quantized, by layer, as each worker that can be asked from here has them now."""
+        """The quantized KV caches, by layer, as each worker that this process can ask holds them now."""
         raise NotImplementedError
 
     def expect_caches(self, format: str, config: PreTrainedConfig) -> None:
-        """Notes the KV caches, in vLLM's `format`, of an engine that just started on a checkpoint with this config."""
+        """Records the KV caches, in vLLM's `format`, of an engine that just started on a checkpoint with `config`."""
         if format in UNQUANTIZED:
             return
         self.caches = self.read_caches()[0]
@@ -110,7 +125,7 @@ class VLLMBase(RolloutEngine):
         return sum(tensor.nbytes for layer in layers for tensor in layer.parameters())
 
     def plan_stream(self, prepared: bool) -> None:
-        """Settles which layers travel quantized: none to an engine that quantizes what it gets."""
+        """Decides which layers travel quantized. An engine that quantizes by itself takes BF16 weights."""
         policy = self.weights.base_model
         count_layers(policy, self.precision)
         ties = policy.config.get_text_config().tie_word_embeddings
@@ -132,14 +147,14 @@ class VLLMBase(RolloutEngine):
         self.quantizers = quantizers_on(self.accelerator.device)
 
     def _kind_of_model(self) -> set:
-        """What a vLLM model is built for: names of parameters, and how many tokens there are."""
+        """What a vLLM model is built for: the names of its parameters and the size of its vocabulary."""
         vocabulary = f"a vocabulary of {self.weights.base_model.config.get_text_config().vocab_size}"
-        if self.weights.sharding.fsdp_version == 1:  # which joins parameters
+        if self.weights.sharding.fsdp_version == 1:  # FSDP1 joins parameters
             return {vocabulary}
         return {vocabulary, *dict(self.weights.outside_base())}
 
     def _require_same_model(self) -> None:
-        """Raises `ValueError` for a policy that became another model."""
+        """Raises `ValueError` if the policy has become another model."""
         before, now = self._built_for, self._kind_of_model()
         if now != before:
             added, missing = (", ".join(sorted(names)[:3]) or "nothing" for names in (now - before, before - now))
@@ -160,7 +175,7 @@ class VLLMBase(RolloutEngine):
         return self._flagged(self._quantized(weights, **unchecked))
 
     def _quantized(self, weights: Iterable[tuple[str, Tensor]], **quantizers) -> Iterator[tuple[str, Tensor]]:
-        """The weights in the engine's layout: the codes and scales that the policy is trained in, where it is."""
+        """The weights in the engine's layout. A policy that trains in its codes and scales gives those."""
         format = PRECISIONS[self.precision].format
         if not self.weights.unified(self.precision):
             yield from checkpoint_stream(weights, format, self.ignore, **quantizers)
@@ -172,7 +187,7 @@ class VLLMBase(RolloutEngine):
                 yield from checkpoint_stream([(name, tensor)], format, self.ignore, **quantizers)
 
     def _flagged(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Notes on the GPU which scales tell of NaN or infinity, since to look at once would wait for every layer."""
+        """Records on the GPU which scales show NaN or infinity; reading the result here would wait for each layer."""
         from ...kernels.quantize import shows_non_finite
 
         format = PRECISIONS[self.precision].format
@@ -188,7 +203,7 @@ class VLLMBase(RolloutEngine):
             raise ValueError("it holds NaN or infinity")
 
     def _watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Brings `weights` to the engine's device, and notes their names (for errors) and norms (for the metrics)."""
+        """Moves `weights` to the engine's device and records their names, for errors, and norms, for the metrics."""
         for name, tensor in weights:
             self.streaming = f"`{name}`"
             tensor = tensor.to(self.accelerator.device)
@@ -197,11 +212,11 @@ class VLLMBase(RolloutEngine):
             yield name, tensor
 
     def update_since_sync(self) -> float:
-        """How far the policy has moved from what was last sent to the engine, relative to its norm. Collective."""
+        """How far the policy has moved since the last sync, relative to its norm. Collective."""
         return self.drift.since_sync(self._iter_named_params()).get("normalized_update", 0.0)
 
     def unquantized(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights but those of the linear layers that the engine quantizes. Collective."""
+        """The policy's weights without those of the linear layers that the engine quantizes. Collective."""
         layers = {f"{layer.name}.weight" for layer in dense_linears(self.weights.base_model).values()}
         with exchanged(self.weights, unread=layers):
             for name, tensor in self._iter_named_params():
@@ -210,21 +225,22 @@ class VLLMBase(RolloutEngine):
 
     def held_otherwise(self) -> str | None:
         """
-        The first of the [`unquantized`] weights, by its name, that the engine does not hold as the policy does; `None`
-        where all are equal, or cannot be read from here. Collective.
+        The name of the first of the [`unquantized`] weights that differs between engine and policy; `None` if all are
+        equal or this process cannot read them. Collective.
         """
         return None
 
     # Sync
 
     @torch.no_grad()
-    def sync_weights(self):
+    def sync(self) -> None:
         """
         Gives the engine the policy's current weights, without noise; fills `sync_metrics`.
 
         Raises:
-            `ValueError`: for a policy that became another model.
-            `RuntimeError`: if it fails, naming the tensor. vLLM cannot be used afterwards: its model is half loaded.
+            `ValueError`: if the policy has become another model.
+            `RuntimeError`: if the sync fails, with the tensor's name. Then vLLM's model is half loaded and cannot be
+                used any more.
         """
         self.require_alive()
         self._require_same_model()
@@ -245,7 +261,7 @@ class VLLMBase(RolloutEngine):
         self.syncs_to_check = max(0, self.syncs_to_check - 1)
 
     def require_alive(self) -> None:
-        """Raises `RuntimeError` after a sync that failed."""
+        """Raises `RuntimeError` if a sync has failed."""
         if self._failure is not None:
             raise RuntimeError(self._failure)
 
@@ -256,7 +272,7 @@ class VLLMBase(RolloutEngine):
     # Self-check
 
     def check_sync(self, quick: bool = False) -> dict[str, float]:
-        """Compares engine and policy now, both without noise: [`~rollout.verify.self_check.self_check`]."""
+        """Compares engine and policy, both without noise: [`~rollout.verify.self_check.self_check`]."""
         from ..verify.self_check import self_check
 
         self.ensure_ready()
@@ -267,7 +283,7 @@ class VLLMBase(RolloutEngine):
         self.sync_metrics = {**self.sync_metrics, **metrics}
         return metrics
 
-    # Generate
+    # Sample
 
     def prepare(self) -> None:
         woken = self.ensure_ready()
@@ -275,11 +291,15 @@ class VLLMBase(RolloutEngine):
             self.check_sync(quick=self.syncs_to_check > 0)
         self.lay_noise(self.noise)
 
-    def generate(self, prompts, images, num_generations, profiler=None):
-        """One turn of a generation; see TRL's `VLLMGeneration.generate`."""
+    def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
+        """Samples one turn of a generation with TRL's own code; see TRL's `VLLMGeneration.generate`."""
         with self.generation(), self.sampling():
-            return super().generate(prompts, images, num_generations, profiler)
+            return self.trl.generate(prompts, images, num_generations, profiler)
+
+    def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
+        _, token_ids, logprobs, _ = self.generate(prompts, images, 1)
+        return Samples(token_ids, [[drawn for drawn, *_ in row] for row in logprobs])
 
     def sampling(self) -> AbstractContextManager:
-        """Context in which TRL has the engine sample. A server is sent to in TRL's own words."""
+        """Context in which TRL asks vLLM for samples. A server gets TRL's requests as they are."""
         return nullcontext()

@@ -1,7 +1,7 @@
-"""The vLLM engine in the trainer's process: in one precision, with the policy's weights of this very step.
+"""The vLLM engine in the trainer's process, in one precision and with the policy's weights of the current step.
 
-TRL builds vLLM's `LLM` and calls it; this class adds the arguments that make it a quantized one, and does the sync,
-the noise and the sleeping itself. vLLM is imported where it is used, so that this package imports without it.
+TRL builds vLLM's `LLM` and calls it. This class adds the arguments that make it a quantized one, and takes care of
+sync, noise and sleep itself. Functions import vLLM when they need it, so that this package imports without it.
 """
 
 import logging
@@ -41,29 +41,26 @@ logger = logging.getLogger(__name__)
 
 class VLLMEngine(VLLMBase):
     """
-    vLLM in `precision`, colocated with the trainer, behind TRL's generation interface.
+    vLLM in `precision`, in the trainer's process.
 
-    A sync is one bracketed reload of the whole model, streamed tensor by tensor in the model's order and quantized on
-    the way, after which the engine equals one that was started from a checkpoint of the same weights, bit for bit.
-    With `lora_sync="adapter"` the quantized base stays as it was loaded and only A and B travel; where the policy is
-    trained on that base, both hold one copy of it ([`one_copy`]).
+    A sync is one bracketed reload of the whole model. It streams tensor by tensor in the model's order and quantizes on
+    the way. Afterwards the engine equals, bit for bit, one that was started from a checkpoint of the same weights. With
+    `lora_sync="adapter"` the quantized base stays as it was loaded and only A and B travel. If the policy is trained on
+    that base, both hold one copy of it ([`one_copy`]).
 
     Parameters:
         engine_kwargs (`dict`, *optional*):
-            Further arguments of vLLM's `LLM`; `model` among them is what it starts on, such as a prepared checkpoint.
+            Further arguments of vLLM's `LLM`. Its `model`, such as a prepared checkpoint, is what vLLM starts on.
         lora_sync (`str`, *optional*, defaults to `"merge"`): How an adapter reaches the engine: `"merge"`, `"adapter"`.
-        sleep_level (`int`, *optional*, defaults to `2`): vLLM's sleep level, where TRL's `enable_sleep_mode` is set.
+        sleep_level (`int`, *optional*, defaults to `2`): vLLM's sleep level if TRL's `enable_sleep_mode` is set.
         exact (`bool`, *optional*, defaults to `False`):
             Whether a token's numbers must not depend on the tokens beside it; see [`exact`].
 
     Attributes:
-        checkpoint_dtype (`torch.dtype`): Of the weights that the engine starts on.
-        pushed (`dict[str, torch.Tensor]`): The adapter that the engine has, with `lora_sync="adapter"`.
-        llm (`vllm.LLM`): The engine itself.
-        kernels ([`~layers.exact.Kernels`] or `None`): What the policy must compute with to get the engine's bits.
+        pushed (`dict[str, torch.Tensor]`): The adapter that the engine holds, with `lora_sync="adapter"`.
+        llm (`vllm.LLM`): vLLM itself.
+        kernels ([`~layers.exact.Kernels`] or `None`): With `exact`, the kernels that give the policy the engine's bits.
     """
-
-    kernels: Kernels | None = None
 
     def __init__(
         self,
@@ -75,20 +72,22 @@ class VLLMEngine(VLLMBase):
         enable_sleep_mode: bool = False,
         **kwargs,
     ):
+        # TRL only knows sleep level 2, which would lose an adapter's base, so the engine sleeps without TRL.
+        super().__init__(*args, enable_sleep_mode=False, **kwargs)
         self.engine_kwargs = dict(engine_kwargs or {})
         self.lora_sync = lora_sync
         self.exact = exact
         self.sleep_level = sleep_level if enable_sleep_mode else 0
-        self._asleep: set[str] = set()  # vLLM's tags of what must be woken
         self.pushed: dict[str, Tensor] = {}
-        self._base: dict[str, Hashable] = {}  # what does not travel, as it was when the engine started
+        self.kernels: Kernels | None = None
+        self._asleep: set[str] = set()  # vLLM's tags of what must be woken
+        self._base: dict[str, Hashable] = {}  # fingerprints of what does not travel, from when the engine started
         self._base_seen: Hashable = None
-        # TRL knows sleep level 2 alone, which would lose an adapter's base: it is told that there is no sleep mode.
-        super().__init__(*args, enable_sleep_mode=False, **kwargs)
+        self.start()
 
     # Start
 
-    def _init_vllm(self):
+    def start_vllm(self) -> None:
         check_device(self.precision, self.sleep_level > 0)
         if self.weights.unified(self.precision):
             multiply_as_given(self.precision)
@@ -97,7 +96,7 @@ class VLLMEngine(VLLMBase):
         arguments = self._llm_arguments()
         with lifetime.starting(), llm_with(**arguments), one_copy.lending(self._base_to_share()):
             try:
-                super()._init_vllm()
+                self.trl.start_vllm()
             except (RuntimeError, ValueError, MemoryError) as error:
                 raise _start_error(error, self.precision, self.model.name_or_path) from error
         lifetime.ends_with(self, self.llm)
@@ -121,15 +120,15 @@ class VLLMEngine(VLLMBase):
             )
         started = self.llm.llm_engine.vllm_config
         self.expect_caches(started.cache_config.cache_dtype, started.model_config.hf_config)
-        # Sharding, after this, leaves each rank other numbers: there the self-check alone compares
+        # Sharding comes later and leaves each rank other numbers. There only the self-check compares the base.
         is_sharded = self.weights.sharding.is_fsdp or self.weights.sharding.is_zero3
-        is_on_trial = next(self.model.parameters()).is_meta  # and gets its numbers after this
+        is_on_trial = next(self.model.parameters()).is_meta  # a trial's policy gets its numbers later
         if self.lora_sync == "adapter" and not is_sharded and not is_on_trial:
             self._base = self._base_fingerprints()
         self.rest()
 
     def _base_to_share(self) -> PolicyWeights | None:
-        """The policy's weights, where its frozen base is what this engine samples from."""
+        """The policy's weights, if this engine can sample from the policy's own frozen base."""
         if not self.own_base_bytes():
             return None
         if self.lora_sync == "adapter" and "model" not in self.engine_kwargs:
@@ -139,22 +138,22 @@ class VLLMEngine(VLLMBase):
         return None
 
     def _llm_arguments(self) -> dict:
-        """What is added to TRL's arguments of `LLM`, or replaces them."""
+        """The arguments that are added to TRL's arguments of `LLM`, or replace them."""
         arguments = dict(self.engine_kwargs)
         if "model" not in arguments and (commit := getattr(self.model.config, "_commit_hash", None)):
-            arguments.setdefault("revision", commit)  # of the hub, that the policy was loaded from
+            arguments.setdefault("revision", commit)  # the hub's revision that the policy was loaded from
         start, revision = arguments.get("model", self.model.name_or_path), arguments.get("revision")
-        config = AutoConfig.from_pretrained(start, revision=revision, trust_remote_code=self.trust_remote_code)
-        check_architecture(config, self.model_impl)
+        config = AutoConfig.from_pretrained(start, revision=revision, trust_remote_code=self.trl.trust_remote_code)
+        check_architecture(config, self.trl.model_impl)
         self.checkpoint_dtype = config.dtype or torch.bfloat16
         prepared = check_prepared(config, self.precision)
-        # An engine that quantized the policy's BF16 weights itself would have scales in FP32
+        # If the engine quantized the policy's BF16 weights itself, its scales would be FP32
         self.plan_stream(prepared or bool(self.weights.unified(self.precision)))
         entry = PRECISIONS[self.precision]
         arguments = {"dtype": "bfloat16", "quantization": entry.vllm.online, **arguments}
         arguments["enable_sleep_mode"] = self.sleep_level > 0
-        outside = outside_decoder(self.weights.base_model, config.architectures or [], self.model_impl)
-        if self.on_cpu and self.tensor_parallel_size > 1:
+        outside = outside_decoder(self.weights.base_model, config.architectures or [], self.trl.model_impl)
+        if self.on_cpu and self.trl.tensor_parallel_size > 1:
             arguments.setdefault("worker_cls", RANK_ON_CPU)
         if self.travels_quantized:
             device = self.accelerator.device
@@ -172,16 +171,16 @@ class VLLMEngine(VLLMBase):
 
     # Sync
 
-    def sync_weights(self):
-        """As [`VLLMBase.sync_weights`]; `ValueError` where it would leave weights behind that changed."""
+    def sync(self) -> None:
+        """As [`VLLMBase.sync`]; raises `ValueError` if a weight changed that does not travel."""
         if self._base:
             self._require_base()
-        super().sync_weights()
+        super().sync()
 
     def _require_base(self) -> None:
         """
-        Raises `ValueError` for a base beneath the adapter that is not the one that the engine started on and keeps.
-        What DeepSpeed does to it, rounding it to the type that the engine holds it in, changes nothing there.
+        Raises `ValueError` if the base beneath the adapter is no longer the one that the engine started on and keeps.
+        DeepSpeed may round it to the type in which the engine holds it, which changes nothing there.
         """
         base = dict(self.weights.outside_base())
         if (seen := _fingerprint(*base.values())) == self._base_seen:
@@ -195,7 +194,7 @@ class VLLMEngine(VLLMBase):
         self._base_seen = seen
 
     def _base_fingerprints(self) -> dict[str, Hashable]:
-        """Of each parameter of the base, in the type that the engine loaded it in; frozen layers never change."""
+        """Fingerprint of each parameter of the base, in the type of the engine. Frozen layers never change."""
         return {
             name: _fingerprint(tensor.to(self.checkpoint_dtype) if tensor.is_floating_point() else tensor)
             for name, tensor in self.weights.outside_base()
@@ -256,7 +255,7 @@ class VLLMEngine(VLLMBase):
 
     def _wake(self, tag: str):
         if tag in self._asleep:
-            empty_cache()  # vLLM takes its memory back outside of torch's allocator
+            empty_cache()  # vLLM takes its memory back outside torch's allocator
             self.llm.wake_up(tags=[tag])
             self._asleep.discard(tag)
 
@@ -274,10 +273,10 @@ class VLLMEngine(VLLMBase):
         self._wake("kv_cache")
         return woken
 
-    # Generate
+    # Sample
 
     def requests(self) -> int:
-        """Also what is asked of vLLM itself (`llm.generate`, `llm.chat`)."""
+        """Counts also what others ask of vLLM itself (`llm.generate`, `llm.chat`)."""
         return super().requests() + self.llm.request_counter.counter
 
     @contextmanager
@@ -289,7 +288,7 @@ class VLLMEngine(VLLMBase):
         from vllm import SamplingParams
 
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
-        # Greedily, which leaves the random state of the run's samples alone
+        # Greedy decoding leaves the random state of the run's samples alone
         continuing = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, logprobs=0)
         scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         with nothing_left_behind(self.llm):
@@ -318,7 +317,7 @@ def _fingerprint(*tensors: Tensor) -> Hashable:
 
 
 def _holding(held: dict, given: dict) -> dict:
-    """Arguments with which our loader, on top of the one that is `given`, has vLLM's model hold more than weights."""
+    """Arguments for our loader, which wraps the `given` one and gives vLLM's model more than weights."""
     if not held:
         return {}
     extra = given.get("model_loader_extra_config", {}) | held
@@ -327,19 +326,19 @@ def _holding(held: dict, given: dict) -> dict:
     return {
         "load_format": "trl_quant",
         "model_loader_extra_config": extra,
-        # vLLM looks compiled models up by a hash of its configuration in which loaders do not count, and this does.
+        # vLLM looks up compiled models by a hash of its configuration, which contains this and not the loader.
         "additional_config": {**given.get("additional_config", {}), "trl_quant": held},
     }
 
 
 def _cached_blocks(llm) -> int:
-    """Blocks of keys and values that the prefix cache would serve again."""
+    """Number of blocks of keys and values that the prefix cache would serve again."""
     manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     return len(manager.block_pool.cached_block_hash_to_block)
 
 
 def _start_error(error: Exception, precision: str, model: str) -> Exception:
-    """The error of an engine that did not start, with what would help."""
+    """The error for an engine that did not start, with advice."""
     message = f"vLLM did not start {model} with `rollout_precision`={precision!r}: {error}"
     if "'lm_head'" in str(error):
         return ValueError(

@@ -1,8 +1,8 @@
 """The vLLM engine behind a server: `vllm serve`, quantized when it was started, on GPUs of its own.
 
 TRL's client sends weights over NCCL into vLLM's own bracketed reload, to which `vllm_server_worker` adds what it lacks.
-What the server was started with cannot be changed from here, so a server that is not what the run asks for is refused,
-with the command line that would be right.
+A running server cannot be changed from here. If it is not what the run asks for, the run is refused with the right
+command line.
 """
 
 import json
@@ -58,13 +58,19 @@ class VLLMServerEngine(VLLMBase):
     """
 
     def __init__(self, *args, request_timeout: float | None = None, **kwargs):
-        self.request_timeout = request_timeout
         super().__init__(*args, **kwargs)
+        self.request_timeout = request_timeout
+        # What the server says of itself when it is connected
+        self._cache: tuple = ()  # vLLM's name of the KV cache's format, the model's config
+        self._limits = (0, 0)
+        self._prepared = False
+        self._norm_dtype = torch.bfloat16
+        self.start()
 
-    def _init_vllm(self):
+    def start_vllm(self) -> None:
         check_version()
         with client_built(partial(Client, seconds=self.request_timeout, check=self._check_server)):
-            super()._init_vllm()
+            self.trl.start_vllm()
         facts = [None]
         if self.accelerator.is_main_process:
             self.expect_caches(*self._cache)
@@ -86,7 +92,7 @@ class VLLMServerEngine(VLLMBase):
         model = self.model.name_or_path
         policy = self.weights.base_model
         outside = outside_decoder(policy, policy.config.architectures or [], "auto")
-        options = {"trust_remote_code": self.trust_remote_code, "wide_norms": self.wide_norms, "outside": outside}
+        options = {"trust_remote_code": self.trl.trust_remote_code, "wide_norms": self.wide_norms, "outside": outside}
         command = serve_command(model, self.precision, client.base_url, **options)
         if is_exposed(client.base_url):
             logger.warning(
@@ -112,8 +118,8 @@ class VLLMServerEngine(VLLMBase):
                 "no `--weight-transfer-config`" if transfer is None else f"the weight transfer {transfer['backend']!r}"
             )
             wrong.append(f"{found}, and {BACKEND!r} is needed")
-        # The server names the model: of any but the run's own, code is not trusted.
-        config = _read_config(served["model"], self.trust_remote_code and served["model"] == model)
+        # The server names the model. Code is trusted only if that is the run's own.
+        config = _read_config(served["model"], self.trl.trust_remote_code and served["model"] == model)
         if config is None:
             logger.warning("The server's model %s cannot be read from here and is not checked.", served["model"])
         elif differ := differences(self.model.config, config):
@@ -156,17 +162,15 @@ class VLLMServerEngine(VLLMBase):
     # Sync
 
     def send(self) -> None:
-        if self._weight_metadata is None:  # the server wants to know all tensors before the first one comes
-            self._weight_metadata = [
-                (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in self.stream()
-            ]
+        if self.trl.announced is None:  # the server must know all tensors before the first one comes
+            self.trl.announce(self.stream())
             self.drift.forget()
         if self.accelerator.is_main_process:
-            self.vllm_client.update_named_params(self._weight_metadata, self.stream())
+            self.vllm_client.update_named_params(self.trl.announced, self.stream())
             self.vllm_client.reset_prefix_cache()
             self.vllm_client.mark_sync()
         else:
-            for _ in self.stream():  # takes part in the gathering
+            for _ in self.stream():  # gathering is collective
                 pass
         self.sync_metrics = self.drift.metrics()
         self.forget_noise()
@@ -174,7 +178,7 @@ class VLLMServerEngine(VLLMBase):
     # Noise
 
     def read_norms(self) -> dict[str, Tensor]:
-        """From the policy, whose names the server knows."""
+        """Reads the policy's norms; the server knows their names."""
         params = self.weights.parameters()
         clean = {}
         for name in noised_norms(self.weights.model_type, params):
@@ -190,7 +194,7 @@ class VLLMServerEngine(VLLMBase):
         self.accelerator.wait_for_everyone()
 
     def requests(self) -> None:
-        """Whoever has the address may ask the server."""
+        """Not known: anyone with the address may ask the server."""
 
     # Self-check
 
@@ -218,24 +222,24 @@ class VLLMServerEngine(VLLMBase):
 
 
 def server_url(args) -> str:
-    """The address at which TRL's client looks for the server."""
+    """The server's address, as TRL's client finds it."""
     return args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
 
 
 def wait_for_server(args, model: str) -> None:
     """
-    Waits for the server, up to `vllm_server_timeout` seconds, as TRL's client does: before the model is loaded.
+    Waits up to `vllm_server_timeout` seconds for the server, before the model is loaded.
 
     Raises:
-        `ValueError`: for an address that is none, or at which something else answers.
-        `ConnectionError`: if the server did not answer, with the command that starts it.
+        `ValueError`: if the address is invalid or something else answers there.
+        `ConnectionError`: if the server does not answer, with the command that starts it.
     """
     url, deadline = server_url(args), time.monotonic() + args.vllm_server_timeout
     while True:
         is_vllm = True
         try:
             health = partial(requests.get, f"{url}/health", timeout=PATIENCE)
-            status = finished_within(PATIENCE, lambda: "", health).status_code  # a byte a second resets `timeout`
+            status = finished_within(PATIENCE, lambda: "", health).status_code  # `timeout` starts again at each byte
             reason = f"it answers `/health` with status {status}"
             if status == 200:
                 found = stranger(url, PATIENCE)
@@ -252,7 +256,7 @@ def wait_for_server(args, model: str) -> None:
         if left <= 0 or not is_vllm:
             config = _read_config(model, args.trust_remote_code)
             options = {"trust_remote_code": args.trust_remote_code, "wide_norms": args.noise_schedule is not None}
-            if config is not None and config.get_text_config() is not config:  # it reads more than text
+            if config is not None and config.get_text_config() is not config:  # the model reads more than text
                 policy = skeleton(config, args.trust_remote_code)
                 options["outside"] = outside_decoder(policy, config.architectures or [], "auto")
             command = serve_command(model, args.rollout_precision, url, **options)
@@ -269,7 +273,7 @@ def wait_for_server(args, model: str) -> None:
 
 
 def is_exposed(url: str) -> bool:
-    """Whether other machines may reach a server at this address, with nothing before it that asks for a password."""
+    """Whether other machines may reach a server at this address without a password."""
     parts = urlsplit(url)
     return parts.username is None and not _is_local(parts.hostname)
 
@@ -298,8 +302,8 @@ def serve_command(
     outside: Iterable[str] = (),
 ) -> str:
     """
-    The command line that starts the right server for a model and a precision. It binds to this machine alone unless
-    `url` names another host. With `wide_norms` the server holds the norms that are noised in FP32. `outside` are the
+    The command line that starts the right server for a model and a precision. The server listens to this machine alone
+    unless `url` names another host. With `wide_norms` it holds the norms that get noise in FP32. `outside` are the
     patterns of [`~support.outside_decoder`].
     """
     lines = []
@@ -342,7 +346,7 @@ def _read_config(model: str, trust_remote_code: bool):
 
 
 def _served_precisions(served: dict, config) -> set[str] | None:
-    """The precisions that a server may be said to run in, empty for one of none; `None` where that cannot be known."""
+    """The precisions that a server may run in, empty if it runs in none of ours; `None` if that is not known."""
     quantization = served["quantization"]
     if quantization is None:
         return {"bf16"} if served["dtype"].removeprefix("torch.") == "bfloat16" else set()
