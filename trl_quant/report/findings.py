@@ -2,7 +2,7 @@
 
 Each finding is a function of a run, with its thresholds as defaults, that returns a sentence or `None`. They look at
 moving averages, so that one odd step is none, and where fewer than `ENDS` steps have a metric they say nothing.
-The thresholds of README's table of metrics are these.
+README's table of metrics has the same thresholds.
 """
 
 import re
@@ -305,13 +305,43 @@ def findings(group: Group) -> list[str]:
     return lines
 
 
+# What findings judge by and every run logs. Other findings are of what only some runs have: noise, a cap, AIS.
+IN_EVERY_RUN = ("entropy", "frac_reward_zero_std", "completions/clipped_ratio")
+# What every run logs beside them whose samples come from a copy of the policy
+IN_EVERY_MISMATCH = (
+    KL,
+    "mismatch/weight_mean",
+    "mismatch/ess_ratio",
+    "mismatch/max_weight",
+    "mismatch/unscored_fraction",
+)
+
+
 def verdict(group: Group) -> str:
-    """What may be said of a group without findings."""
+    """What may be said of a group without findings. All is well only where each finding had enough to judge by."""
     logged = min(len(run.values(REWARD)) for run in group.runs)
     if logged < ENDS:
         return f"Too little to judge: the reward was logged at {logged} step{'s' * (logged != 1)}."
-    if not any(run.values(KL) for run in group.runs):
-        return (
-            "All well in what was logged. The mismatch was not: without a `rollout_precision` there is none to measure."
-        )
-    return "All well."
+    unseen = [
+        metric
+        for metric in (*IN_EVERY_MISMATCH, *IN_EVERY_RUN)
+        if any(len(run.values(metric)) < ENDS for run in group.runs)
+    ]
+    if not unseen:
+        return "All well."
+    if not any(run.values(metric) for metric in IN_EVERY_MISMATCH for run in group.runs):
+        reason = "The mismatch was not logged: without a `rollout_precision` there is none to measure."
+        rest = [metric for metric in unseen if metric not in IN_EVERY_MISMATCH]
+        if not rest:
+            return f"All well in what was logged. {reason}"
+        return f"Nothing stands out in what was logged. {reason} Nor was {_joined(rest)}, so that cannot be judged."
+    return (
+        f"Nothing stands out in what was logged. This cannot be judged, since it was logged at fewer than {ENDS} "
+        f"steps: {_joined(unseen)}."
+    )
+
+
+def _joined(names: Sequence[str]) -> str:
+    """`a, b and c`"""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from ..cli import printable
 from .findings import POSITION, buckets
 from .runs import ENDS, KL, REWARD, TOKENS_PER_SECOND, Group, Run, grouped
+from .terminal import printable
 
 
 # CSS variable -> colour on white, on near black: told apart in any colour vision, contrast 3 and more (text: 4.5)

@@ -14,6 +14,7 @@ import os
 import re
 import reprlib
 import stat
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -186,6 +187,49 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
         f"`runs`={str(directory)!r} holds no run: it has neither metrics.jsonl nor a whole trainer_state.json."
         + "".join(f" {hint}" for hint in hints)
     )
+
+
+def find_runs(directories: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
+    """
+    The runs among `directories`, and those in and below a directory that is no run itself; then the directories in
+    which no run was found. A run's own directories, a directory behind a link, and hidden ones are not searched.
+    """
+    runs, without = [], []
+    for directory in map(Path, directories):
+        found, empty = _search(directory)
+        runs += found or [directory]  # `read_run` says what is wrong with a directory that was named
+        without += empty if found else []
+    once = {run.resolve(): run for run in reversed(runs)}
+    return list(reversed(once.values())), list(dict.fromkeys(without))
+
+
+def _search(directory: Path) -> tuple[list[Path], list[Path]]:
+    """Runs in a directory, itself included, and the highest directories without any."""
+    if _is_run(directory):
+        return [directory], []
+    if not directory.is_dir():
+        return [], []
+    runs, without = [], []
+    for path in sorted(directory.iterdir()):
+        if not path.is_dir() or path.name.startswith("."):
+            continue
+        found, empty = ([path] if _is_run(path) else [], []) if path.is_symlink() else _search(path)
+        runs += found
+        without += empty
+    return runs, without if runs else [directory]
+
+
+def _is_run(directory: Path) -> bool:
+    """Whether a directory holds a run's log, also where the log cannot be read."""
+    names = ("metrics.jsonl", "trainer_state.json", "checkpoint-*/trainer_state.json")
+    return any(any(directory.glob(name)) for name in names)
+
+
+def named(directories: Sequence[str | Path]) -> list[str]:
+    """Names of the runs: those of their directories, or whole paths where two would be the same."""
+    names = [directory_name(directory) for directory in directories]
+    count = Counter(names)
+    return [name if count[name] == 1 else str(path) for name, path in zip(names, directories, strict=True)]
 
 
 def directory_name(directory: str | Path) -> str:
