@@ -461,25 +461,27 @@ def test_report_command(tmp_path, capsys, monkeypatch):
         main(["report", str(tmp_path / "nowhere")])
 
 
-def test_a_directory_of_runs_is_reported(tmp_path, capsys):
+def test_a_directory_of_runs_is_reported(tmp_path, capsys, monkeypatch):
     """It opens with their speed; what is no run, or a broken one, is skipped, unless it was named."""
+    monkeypatch.chdir(tmp_path)
+    runs = Path("runs")
     timed = [{"step_time": 2.0, "num_tokens": 100 * row["step"]} | row for row in entries(8)]
-    write_jsonl(tmp_path / "one", timed)
-    write_jsonl(tmp_path / "seeds/two", [row | {"step_time": 1.0} for row in timed])
-    (tmp_path / "notes").mkdir()
-    broken = write_jsonl(tmp_path / "broken", [{"loss": 1}])
-    main(["report", str(tmp_path), "--output", str(tmp_path / "report.html")])
+    write_jsonl(runs / "one", timed)
+    write_jsonl(runs / "seeds/two", [row | {"step_time": 1.0} for row in timed])
+    (runs / "notes").mkdir()
+    broken = write_jsonl(runs / "broken", [{"loss": 1}])
+    main(["report", "runs"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "notes holds no run." in printed and "broken/metrics.jsonl, line 1" in printed
     assert "one 2 1.00x 50 1.00x two 1 2.00x 100 2.00x" in printed
     places = [printed.index(part) for part in ("s a step", "held-out", "one: ", "report: ")]
     assert places == sorted(places)
-    page = (tmp_path / "report.html").read_text()
+    page = Path("report.html").read_text()
     assert page.index(">Speed<") < page.index(">Findings<") < page.index(">Runs<")
     with pytest.raises(SystemExit, match="no log entry"):
         main(["report", str(broken)])
     with pytest.raises(SystemExit, match="holds no run"):
-        main(["report", str(tmp_path / "notes")])
+        main(["report", str(runs / "notes")])
 
 
 def test_real_runs_are_grouped_by_what_their_checkpoints_record(tmp_path):

@@ -1,10 +1,10 @@
-"""`trl-quant train`: GRPO with quantized rollouts, from the command line or a `--config` file, by TRL's own parser.
+"""`trl-quant train`: GRPO with quantized rollouts, configured on the command line or in a `--config` file.
 
     trl-quant train --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --rollout_precision fp8 --use_vllm true
     trl-quant train --model_name_or_path MODEL --dataset_name problems.jsonl --rollout_precision int4
 
-Options are those of [`TrainArguments`], [`QuantGRPOConfig`] and TRL's `ModelConfig` (which has PEFT's). Bad input is
-refused before a model is loaded.
+TRL's parser reads the options: the fields of [`TrainArguments`], [`QuantGRPOConfig`] and TRL's `ModelConfig`, which has
+PEFT's. Bad input is refused before a model is loaded.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def _reward(name: str) -> Callable[..., list[float | None]]:
 
 
 def _returning_rewards(reward: Callable, name: str) -> Callable[..., list[float | None]]:
-    """The same reward, which says so where it returns something else."""
+    """The same reward, with an error that names it where it returns no rewards."""
 
     @wraps(reward)
     def checked(*args, **kwargs):
@@ -102,7 +102,7 @@ def _is_number(value) -> bool:
 
 
 def _overlong_punishment(part: float, length: int | None) -> list[Callable[..., list[float]]]:
-    """TRL's reward for completions that come near their greatest length (DAPO eq. 13), if one is asked for."""
+    """TRL's punishment of completions close to their greatest length (DAPO eq. 13), if `part` is above 0."""
     if part and length is None:
         raise ValueError(f"`overlong_punishment`={part!r} needs a `max_completion_length`, which is None.")
     return [get_soft_overlong_punishment(length, round(part * length))] if part else []
@@ -128,7 +128,7 @@ class Parser(TrlParser):
         return self.misnamed
 
     def parse_args_into_dataclasses(self, args=None, **options):
-        """Names unknown options first: a config may be refused for what this machine lacks."""
+        """Names unknown options first, since a config may be refused for what this machine lacks."""
         if unknown := self.misnamed + self.parse_known_args(args)[1]:
             self.error(about_unknown(unknown))
         return super().parse_args_into_dataclasses(args, **options)
@@ -156,7 +156,7 @@ def _titles() -> dict[str, str]:
 def parse_args(
     argv: list[str] | None = None, recipe: dict | None = None
 ) -> tuple[TrainArguments, QuantGRPOConfig, ModelConfig]:
-    """Reads the command line and checks it; a script's `recipe` has defaults of its own for the options."""
+    """Reads and checks the command line. A script's `recipe` replaces defaults of the options."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
         # accelerate does not pass `use_cpu` on to the processes it starts, and without it each would train by itself.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")

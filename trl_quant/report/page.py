@@ -1,4 +1,4 @@
-"""The report as one HTML file: no script, nothing loaded, light and dark, for phones and screen readers too."""
+"""The report as one HTML file, light and dark, for phones and screen readers too. It loads nothing."""
 
 import html
 import io
@@ -136,7 +136,7 @@ def _figure(panel: Panel, groups: Sequence[Group], name: str) -> str:
 
 
 def _described(panel: Panel, groups: Sequence[Group]) -> str:
-    """The picture in words: where each line starts and ends."""
+    """Describes the picture: where each line starts and ends."""
     parts = []
     for label, metric in panel.metrics([run for group in groups for run in group.runs]).items():
         for group in groups:
@@ -148,7 +148,7 @@ def _described(panel: Panel, groups: Sequence[Group]) -> str:
 
 
 def themed_svg(figure: Figure, salt: str) -> str:
-    """A figure as inline SVG: text as text, colours by the page's variables, and no id twice in a page."""
+    """A figure as inline SVG. Text stays text, colours are the page's variables, and no id occurs twice in a page."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
@@ -175,7 +175,7 @@ def escape(text: str) -> str:
 
 
 def _called(i: int, group: Group, place: str) -> str:
-    """The name of a setting, after its line as the charts draw it, at a place in the page."""
+    """A setting's name behind a sample of its line, at a place in the page."""
     figure = Figure(figsize=(0.44, 0.17))
     look = {"color": color_of(i), "marker": marker_of(i), "markevery": [1], "markersize": 5}
     figure.add_artist(Line2D([0.05, 0.5, 0.95], [0.5] * 3, **look))
