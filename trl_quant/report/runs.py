@@ -199,8 +199,10 @@ def find_runs(directories: Sequence[str | Path]) -> tuple[list[Path], list[Path]
         found, empty = _search(directory)
         runs += found or [directory]  # `read_run` says what is wrong with a directory that was named
         without += empty if found else []
-    once = {run.resolve(): run for run in reversed(runs)}
-    return list(reversed(once.values())), list(dict.fromkeys(without))
+    once: dict[Path, Path] = {}
+    for run in runs:
+        once.setdefault(run.resolve(), run)
+    return list(once.values()), list(dict.fromkeys(without))
 
 
 def _search(directory: Path) -> tuple[list[Path], list[Path]]:
