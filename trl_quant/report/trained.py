@@ -20,7 +20,7 @@ from ..trainers.checkpoints import how_to_go_on, last_complete_checkpoint, read_
 
 
 BF16 = "bf16"
-DTYPES = {"mixed": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}
+FORWARD_TYPES = {"mixed": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}
 MODES = {"embedded": "embedded", "vllm": "colocate"}  # `--engine` -> what samples, as in `rollout.spec.engine_kind`
 
 
@@ -35,7 +35,7 @@ class EngineOptions:
         engine (`str`): Key of `MODES`.
         vllm_engine_kwargs (`str`): Further arguments of vLLM's `LLM`, a JSON object.
         vllm_gpu_memory_utilization (`float`): Share of the GPU's memory for vLLM.
-        dtype (`str`): Key of `DTYPES`: types of the trainer's forward pass.
+        dtype (`str`): Key of `FORWARD_TYPES`: types of the trainer's forward pass.
         trust_remote_code (`bool`): Whether the model's own Python may run.
         max_completion_length (`int`): Most tokens of a completion.
         temperature (`float` or `None`): Of sampling.
@@ -171,7 +171,7 @@ def build_engine(
     mode = MODES[options.engine]
     default = default_lora_sync(mode, options.rollout_precision, train_precision)
     lora_sync = trained.settings.get("lora_sync") or default
-    policy = trained.policy(options.train_precision, DTYPES[options.dtype], lora_sync == "merge")
+    policy = trained.policy(options.train_precision, FORWARD_TYPES[options.dtype], lora_sync == "merge")
     mixed = BF16 if options.dtype == "mixed" else "no"
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed)
     given = {"temperature": options.temperature, "max_completion_length": options.max_completion_length} | sampling
