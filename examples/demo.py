@@ -32,7 +32,9 @@ from trl import TrlParser
 from trl.import_utils import is_vllm_available
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.cli.report import KL, Run, plot, read_run, table
+from trl_quant.report.output import plot
+from trl_quant.report.runs import KL, Run, read_run
+from trl_quant.report.table import table
 from trl_quant.rollout.vllm.support import check_version, supported_precisions
 from trl_quant.tasks import arithmetic_reward, load_prompts
 from trl_quant.tasks.evaluate import mean_reward

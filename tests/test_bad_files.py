@@ -14,7 +14,7 @@ from training import config, make
 from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.cli.report import read_run
+from trl_quant.report.runs import read_run
 from trl_quant.rollout.vllm.support import differences
 from trl_quant.storage.layout import quantization_config
 from trl_quant.trainers import checkpoints

@@ -1,5 +1,6 @@
 """`trl-quant`: help without heavy imports, training from the command line."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from transformers import AutoModelForCausalLM
 import trl_quant.cli.train as train
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli import COMMANDS, main
-from trl_quant.cli.report import read_run
+from trl_quant.cli.options import STORED, check_train, train_options
+from trl_quant.cli.write_options import collect
+from trl_quant.report.runs import read_run
 
 
 ROOT = Path(__file__).parents[1]
@@ -73,12 +76,79 @@ def test_help_needs_no_heavy_library():
     assert all(f"\n  {name} " in result.stdout for name in COMMANDS)
 
 
+HEAVY = {"torch", "transformers", "trl", "vllm", "datasets", "accelerate", "peft", "matplotlib"}
+REQUIRED = {
+    "prepare": ["--model", "m", "--format", "int8", "--output", "x"],
+    "export": ["--output", "x"],
+    "train": ["--model_name_or_path", "m"],
+    "eval": ["m", "--task", "gsm8k"],
+    "report": ["x"],
+    "report --mismatch": ["m"],
+}
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["help", "wrong"])
+@pytest.mark.parametrize("command", REQUIRED)
+def test_help_and_wrong_options_need_no_heavy_library(command, wrong):
+    """Loading them takes seconds. What is asked beside a wrong option is right, so that only it can be refused."""
+    argv = [*command.split(), *REQUIRED[command], "--wrng" if wrong else "--help"]
+    code = (
+        "import sys\n"
+        "from trl_quant.cli import main\n"
+        f"try: main({argv})\n"
+        f"except SystemExit as stop: print(stop.code or 0, sorted({HEAVY} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.endswith(f"{2 if wrong else 0} []\n"), result.stdout + result.stderr
+    assert "--wrng" in result.stderr if wrong else f"usage: trl-quant {command.split()[0]}" in result.stdout
+
+
+def test_every_command_is_tried():
+    assert {command.split()[0] for command in REQUIRED} == set(COMMANDS)
+
+
+def test_stored_options_are_up_to_date():
+    """Otherwise: `python -m trl_quant.cli.write_options`."""
+    assert STORED.read_text("utf-8") == collect()
+
+
+def test_options_of_train_are_those_of_the_parser():
+    """The options that are read from sources, against the parser that transformers makes of the dataclasses."""
+    found = {name: option for group in train_options().values() for name, option in group.items()}
+    actions = train.Parser().named()
+    assert found.keys() == actions.keys() and len(found) > 200
+    unknown = set()
+    for name, option in found.items():
+        action = actions[name]
+        assert (option.nargs, option.help) == (action.nargs, action.help), name
+        if option.default == argparse.SUPPRESS:
+            unknown.add(name)
+        else:
+            assert option.default == action.default, name
+        assert option.choices in (None, action.choices and list(action.choices)), name
+        unknown |= {name} if option.choices is None and action.choices is not None else set()
+    assert unknown <= {"optim", "log_level", "log_level_replica"}  # what code computes
+
+
+def test_spellings_of_train_are_those_of_the_parser(capsys):
+    """Each of the parser's option strings, also with hyphens and with `no` before it, is known; others are not."""
+    actions = [action for action in train.Parser().added if action.dest != "help"]
+    for action in actions:
+        for flag in action.option_strings:
+            check_train([flag] if action.nargs in (0, "?") else [flag, "1"])
+    switched_off = [action for action in actions if action.nargs == 0]
+    assert len(switched_off) > 3
+    for flag in ("--no_learning_rate", "--nobf16", "--no_exact_rollouts"):
+        with pytest.raises(SystemExit):
+            check_train([flag])
+
+
 def test_every_command_exists(monkeypatch):
     for name in COMMANDS:
         called = []
         monkeypatch.setattr(f"trl_quant.cli.{name}.main", called.append)
-        main([name, "--some", "option"])
-        assert called == [["--some", "option"]]
+        main([name, "--output_dir", "x"])
+        assert called == [["--output_dir", "x"]]
 
 
 def test_unknown_command(capsys):

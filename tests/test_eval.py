@@ -12,7 +12,7 @@ from tiny import save_tiny, tiny_tokenizer
 from training import lora
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-import trl_quant.cli.eval as evaluation
+import trl_quant.report.evaluation as evaluation
 from trl_quant.cli import main
 from trl_quant.rollout import TransformersEngine
 from trl_quant.tasks.benchmarks import BENCHMARKS, BOXED, load_questions

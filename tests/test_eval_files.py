@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from known_model import QUESTIONS, command, result, rows, save_known, write
 
-import trl_quant.cli.eval as evaluation
+import trl_quant.report.evaluation as evaluation
 from trl_quant.cli import main
 
 
@@ -126,21 +126,21 @@ def test_a_full_disk_is_told_and_what_is_there_stays(argv, tmp_path, monkeypatch
         argv += ["--batch_size", "4"]
         monkeypatch.setattr(evaluation.Answers, "add", raising_after(evaluation.Answers.add, 1, full, tmp_path))
     else:
-        write_text, calls = Path.write_text, []
+        write_bytes, calls = Path.write_bytes, []
 
-        def write(self, text, **options):
+        def write(self, data):
             calls.append(self)
             if len(calls) == (1 if when == "header" else 2):
-                write_text(self, text[:5])
+                write_bytes(self, data[:5])
                 raise full
-            return write_text(self, text, **options)
+            return write_bytes(self, data)
 
-        monkeypatch.setattr(Path, "write_text", write)
+        monkeypatch.setattr(Path, "write_bytes", write)
     with pytest.raises(SystemExit) as error:
         main(argv)
     code = str(error.value.code)
     assert "No space left while writing" in code and "goes on from there" in code and "\n" not in code
-    assert not (tmp_path / "out.json").exists() and not [*tmp_path.glob("*.begun")]
+    assert not (tmp_path / "out.json").exists() and not [*tmp_path.glob(".out.*")]
     monkeypatch.undo()
     assert when == "header" or len(rows(tmp_path)) == {"answers": 4, "result": 6}[when]
     main(argv)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_quant.cli.report import read_run
+from trl_quant.report.runs import read_run
 from trl_quant.tasks import arithmetic_reward, load_prompts
 from trl_quant.tasks.arithmetic import Division, Problem, problems
 from trl_quant.tasks.evaluate import mean_reward

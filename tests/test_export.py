@@ -299,7 +299,7 @@ KILLED = """
 import os, signal, sys
 from trl_quant.cli import main
 from trl_quant.storage.adapter import Adapter
-from trl_quant.formats import files
+from trl_quant.storage import files
 
 files.SHARD_BYTES = 100_000
 whole, seen = Adapter.delta, []

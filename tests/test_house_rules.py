@@ -43,6 +43,10 @@ PURE = {
     "layers/...": ({"torch"}, ("layers/...", "formats/...", "precisions.py")),
     "kernels/...": ({"torch", "triton"}, ("kernels/...", "formats/...")),
 }
+# `cli/` parses arguments for the other rooms, so none of them imports it. An example may be a command of its own.
+BELOW_CLI = (f"{PACKAGE}/...", "benchmarks/...", "notebooks/...", "examples/...")
+ABOVE = (f"{PACKAGE}/cli/...",)
+COMMAND_OF_EXAMPLES = f"{PACKAGE}.cli.train"
 # What they may import on top of that inside a function, for those who call it
 LAZY = {"layers/...": ({"triton"}, ("kernels/...",))}
 
@@ -172,6 +176,18 @@ def impure_imports(sources: Sources) -> Violations:
     return found
 
 
+def imports_of_cli(sources: Sources) -> Violations:
+    found = []
+    for path, text in sources.items():
+        if not matches(path, BELOW_CLI) or matches(path, ABOVE):
+            continue
+        for name, _, line in imports(path.removeprefix(f"{PACKAGE}/"), text):
+            of_cli = name == f"{PACKAGE}.cli" or name.startswith(f"{PACKAGE}.cli.")
+            if of_cli and not (path.startswith("examples/") and name == COMMAND_OF_EXAMPLES):
+                found.append(f"{path}:{line} imports {name}; it wants a function of a room")
+    return found
+
+
 def test_restricted_imports(sources):
     none(restricted_imports(sources))
     made_up = {
@@ -186,6 +202,33 @@ def test_restricted_imports(sources):
         "trl_quant/noise/x.py:3 imports trl.core",
         "trl_quant/rollout/x.py:4 imports vllm",
         "trl_quant/cli/x.py:1 imports triton",
+    ]
+
+
+def test_rooms_import_no_command(sources):
+    notebooks = {}
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        lines = "".join("".join(cell["source"]) + "\n" for cell in cells).splitlines()
+        notebooks[f"notebooks/{path.name}"] = "\n".join(line for line in lines if not line.startswith(("%", "!")))
+    assert len(notebooks) > 2
+    none(imports_of_cli(sources | notebooks))
+    made_up = {
+        "trl_quant/report/x.py": "from ..cli import main\nfrom .. import cli\nfrom ..client import x\n",
+        "trl_quant/x.py": "def f():\n    from .cli.train import main\n",
+        "trl_quant/cli/x.py": "from . import train\nfrom ..cli.options import o\n",
+        "benchmarks/study/x.py": "import trl_quant.cli.report\n",
+        "notebooks/x.ipynb": "from trl_quant import cli\n",
+        "examples/x.py": "from trl_quant.cli.train import main\nfrom trl_quant.cli.report import main\n",
+        "tests/x.py": "from trl_quant.cli import main\n",
+    }
+    assert [line.partition(";")[0] for line in imports_of_cli(made_up)] == [
+        "trl_quant/report/x.py:1 imports trl_quant.cli",
+        "trl_quant/report/x.py:2 imports trl_quant.cli",
+        "trl_quant/x.py:2 imports trl_quant.cli.train",
+        "benchmarks/study/x.py:1 imports trl_quant.cli.report",
+        "notebooks/x.ipynb:1 imports trl_quant.cli",
+        "examples/x.py:2 imports trl_quant.cli.report",
     ]
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import json
-from argparse import Namespace
 from collections import defaultdict
 from pathlib import Path
 
@@ -16,9 +15,11 @@ from training import lora
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from trl_quant.cli import main
-from trl_quant.cli.mismatch import Trained, about_operators, build_engine, chart, described, measure, parser
+from trl_quant.cli.report import mismatch_parser
 from trl_quant.corrections.diagnostics import POSITIONS
 from trl_quant.layers import EngineWeight
+from trl_quant.report.mismatch import MismatchOptions, about_operators, chart, described, measure
+from trl_quant.report.trained import Trained, build_engine
 from trl_quant.rollout import SharedEngine, TransformersEngine
 from trl_quant.rollout.verify.activations import Comparison
 from trl_quant.trainers.checkpoints import write_rollout_state
@@ -189,8 +190,8 @@ def test_the_mismatch_of_tokens(tmp_path):
 # Of a run and its settings
 
 
-def settings(model: str, *options: str) -> Namespace:
-    args = parser().parse_args(["--mismatch", model, "--dtype", "bfloat16", *options])
+def settings(model: str, *options: str) -> MismatchOptions:
+    args = MismatchOptions(**vars(mismatch_parser().parse_args(["--mismatch", model, "--dtype", "bfloat16", *options])))
     trained = Trained.find(model)
     for name in ("rollout_precision", "train_precision"):
         setattr(args, name, getattr(args, name) or trained.settings.get(name) or "bf16")
@@ -198,7 +199,7 @@ def settings(model: str, *options: str) -> Namespace:
 
 
 def built(model: str, *options: str) -> TransformersEngine:
-    return build_engine(settings(model, *options), Trained.find(model), tiny_tokenizer(), 8, {})
+    return build_engine(settings(model, *options), Trained.find(model), tiny_tokenizer(), 8, 8, {})
 
 
 @pytest.fixture(scope="module")

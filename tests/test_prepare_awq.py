@@ -80,7 +80,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4"])
 def test_awq_keeps_the_function_and_rounds_better(format, text, tmp_path, monkeypatch):
     pytest.importorskip("llmcompressor")
-    from trl_quant.cli import prepare as room
+    from trl_quant.storage import prepared as room
 
     base, smoothed = outliers(tmp_path / "base"), tmp_path / "smoothed"
     rewrite = room.rewrite_checkpoint
@@ -143,11 +143,12 @@ def test_a_killed_calibration_is_not_repeated(text, tmp_path):
     base = save_tiny(tmp_path / "base")
     code = (
         "import os, signal, sys\n"
-        "from trl_quant.cli import main, awq, prepare\n"
+        "from trl_quant.cli import main\n"
+        "from trl_quant.storage import prepared\n"
         "if sys.argv[1] == 'kill':\n"
-        "    prepare.quantized = lambda *a, **k: lambda tensors: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    prepared.quantized = lambda *a, **k: lambda tensors: os.kill(os.getpid(), signal.SIGKILL)\n"
         "if sys.argv[1] == 'again':\n"
-        "    awq.smooth_checkpoint = None\n"
+        "    prepared.smooth_checkpoint = None\n"
         "main(sys.argv[2:])\n"
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

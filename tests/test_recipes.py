@@ -19,7 +19,7 @@ from trl import ModelConfig
 
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli import train
-from trl_quant.cli.report import read_run
+from trl_quant.report.runs import read_run
 from trl_quant.tasks.arithmetic import problems
 
 

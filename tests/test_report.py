@@ -13,10 +13,12 @@ from run_logs import climbing, entries, log, noisy, write_jsonl, write_state
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main
-from trl_quant.cli.report import named, table, write_whole
 from trl_quant.report import findings
 from trl_quant.report.panels import logged
-from trl_quant.report.runs import Group, Run, differences, grouped, moving_average, read_run
+from trl_quant.report.runs import Group, Run, differences, find_runs, grouped, moving_average, named, read_run
+from trl_quant.report.speed import Speed, speed, speed_rows
+from trl_quant.report.table import table
+from trl_quant.storage.whole import write_whole
 
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +52,25 @@ def test_what_is_no_run_is_refused(tmp_path):
         write_jsonl(tmp_path / name, entries(1))
     with pytest.raises(ValueError, match=r"holds no run.*Runs below it: a, b\."):
         read_run(tmp_path)
+
+
+def test_runs_are_found_below_a_directory(tmp_path):
+    """Wherever they lie; not a run's own checkpoints, nor what hides; and the directories without runs are named."""
+    for name in ("a", "deep/er/b", "deep/er/c"):
+        write_jsonl(tmp_path / name, entries(1))
+    write_state(tmp_path / "d/checkpoint-3", entries(3))
+    for name in ("empty/below", "deep/empty", ".hidden", "a/images"):
+        (tmp_path / name).mkdir(parents=True)
+    write_jsonl(tmp_path / ".hidden/run", entries(1))
+    (tmp_path / "linked").symlink_to(tmp_path / "a")  # the same run
+    (tmp_path / "circle").symlink_to(tmp_path)
+    runs, without = find_runs([tmp_path])
+    assert [path.relative_to(tmp_path).as_posix() for path in runs] == ["a", "d", "deep/er/b", "deep/er/c"]
+    assert [path.relative_to(tmp_path).as_posix() for path in without] == ["deep/empty", "empty"]
+    assert find_runs([tmp_path / "deep", tmp_path / "a", tmp_path / "deep/er/b"])[0] == [
+        tmp_path / name for name in ("deep/er/b", "deep/er/c", "a")
+    ]
+    assert find_runs([tmp_path / "empty", tmp_path / "nowhere"]) == ([tmp_path / "empty", tmp_path / "nowhere"], [])
 
 
 def test_a_resumed_run_counts_each_step_once(tmp_path):
@@ -324,9 +345,22 @@ def test_all_well_is_said_only_where_it_is_so():
         group = Group("g", [Run(f"run{i}", rows) for i, rows in enumerate(logs)])
         return findings.findings(group) or findings.verdict(group)
 
-    well = log(reward=0.5, mismatch__kl_k3=1e-3)
+    learning = {"reward": 0.5, "entropy": 1.0, "frac_reward_zero_std": 0.1, "completions__clipped_ratio": 0.0}
+    seen = {"mismatch__weight_mean": 1.0, "mismatch__ess_ratio": 1.0, "mismatch__max_weight": 1.1}
+    seen |= learning | {"mismatch__kl_k3": 1e-3, "mismatch__unscored_fraction": 0.0}
+    well = log(**seen)
     assert said(well) == "All well."
-    assert "The mismatch was not" in said(log(reward=0.5))
+    assert said(log(**learning)) == (
+        "All well in what was logged. The mismatch was not logged: without a `rollout_precision` there is none to "
+        "measure."
+    )
+    for name in seen.keys() - {"reward"}:
+        unseen = log(**{other: value for other, value in seen.items() if other != name})
+        for runs in ((unseen,), (well, unseen), (well, [*unseen[:-1], *well[-1:]])):  # at no step, and at one
+            found = said(*runs)
+            assert found.startswith("Nothing stands out") and found.endswith(f": {name.replace('__', '/')}."), found
+    assert "The mismatch was not logged" in said(log(reward=0.5)) and "All well" not in said(log(reward=0.5))
+    assert "Nor was entropy, frac_reward_zero_std and completions/clipped_ratio" in said(log(reward=0.5))
     assert said(well[:4]) == "Too little to judge: the reward was logged at 4 steps."
     assert said(well, well[:1]) == "Too little to judge: the reward was logged at 1 step."
     assert said([]) == "Too little to judge: the reward was logged at 0 steps."
@@ -334,6 +368,37 @@ def test_all_well_is_said_only_where_it_is_so():
     (line,) = said(well, sick, sick)
     assert line.startswith("The mismatch KL grew 8 times") and line.endswith("(run1; 2 of 3 runs)")
     assert said(sick) == [line.removesuffix(" (run1; 2 of 3 runs)")]
+
+
+# Speed
+
+
+def test_speed_leaves_out_the_first_entry():
+    """Entries of five steps: 10 s a step in the first, then 5 steps of 2 s and 5 of 4 s, with 3000 tokens."""
+    rows = [
+        {"step": 5, "num_tokens": 1000, "step_time": 10.0},
+        {"step": 5, "eval_reward": 1.0},
+        {"step": 10, "step_time": 2.0},  # trains on the completions from before
+        {"step": 15, "num_tokens": 4000, "step_time": 4.0},
+        {"step": 15, "num_tokens": math.nan, "step_time": math.inf},
+    ]
+    assert speed(Run("x", rows)) == Speed(3.0, 3000 / 30)
+    assert speed(Run("x", rows[:1])) == Speed(10.0, 1000 / 50)
+    assert speed(Run("x", rows[:3])) == Speed(2.0, 1000 / 50)
+    assert speed(Run("x", entries(3))) == speed(Run("x", [])) == Speed(None, None)
+
+
+def test_ratios_are_to_the_first_run():
+    def run(name, seconds, tokens):
+        return Run(name, [{"step": i, "step_time": seconds, "num_tokens": tokens * i} for i in (1, 2, 3)])
+
+    runs = [run("slow", 4.0, 1000), run("fast", 2.0, 750), Run("old", entries(2))]
+    assert speed_rows(runs) == [
+        ["slow", "4", "1.00x", "250", "1.00x"],
+        ["fast", "2", "2.00x", "375", "1.50x"],
+        ["old", "-", "-", "-", "-"],
+    ]
+    assert speed_rows(runs[::-1])[1] == ["fast", "2", "-", "375", "-"]
 
 
 # The table
@@ -394,6 +459,29 @@ def test_report_command(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "one" / "report.html").is_file()
     with pytest.raises(SystemExit, match="nowhere"):
         main(["report", str(tmp_path / "nowhere")])
+
+
+def test_a_directory_of_runs_is_reported(tmp_path, capsys, monkeypatch):
+    """It opens with their speed; what is no run, or a broken one, is skipped, unless it was named."""
+    monkeypatch.chdir(tmp_path)
+    runs = Path("runs")
+    timed = [{"step_time": 2.0, "num_tokens": 100 * row["step"]} | row for row in entries(8)]
+    write_jsonl(runs / "one", timed)
+    write_jsonl(runs / "seeds/two", [row | {"step_time": 1.0} for row in timed])
+    (runs / "notes").mkdir()
+    broken = write_jsonl(runs / "broken", [{"loss": 1}])
+    main(["report", "runs"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "notes holds no run." in printed and "broken/metrics.jsonl, line 1" in printed
+    assert "one 2 1.00x 50 1.00x two 1 2.00x 100 2.00x" in printed
+    places = [printed.index(part) for part in ("s a step", "held-out", "one: ", "report: ")]
+    assert places == sorted(places)
+    page = Path("report.html").read_text()
+    assert page.index(">Speed<") < page.index(">Findings<") < page.index(">Runs<")
+    with pytest.raises(SystemExit, match="no log entry"):
+        main(["report", str(broken)])
+    with pytest.raises(SystemExit, match="holds no run"):
+        main(["report", str(runs / "notes")])
 
 
 def test_real_runs_are_grouped_by_what_their_checkpoints_record(tmp_path):

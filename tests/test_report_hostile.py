@@ -18,12 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from run_logs import entries, log, write_jsonl, write_state
 
-from trl_quant.cli import main, plain, printable
-from trl_quant.cli.report import HEADER, row, write_whole
+from trl_quant.cli import main
 from trl_quant.report.findings import findings, later_tokens_worse, not_a_number, verdict
 from trl_quant.report.page import page
 from trl_quant.report.panels import chart, logged
 from trl_quant.report.runs import LARGEST, Group, Run, differences, grouped, moving_average, read_run
+from trl_quant.report.table import HEADER, row
+from trl_quant.report.terminal import plain, printable
+from trl_quant.storage.whole import write_whole
 
 
 HUGE = 10**400
@@ -277,7 +279,7 @@ def test_values_that_are_no_numbers(tmp_path):
             assert found.startswith("entropy is beyond 1e+100 at step 1 (220 such values in all)")
         else:
             assert found is None
-        assert row(run) and page([run], HEADER, [row(run)])
+        assert row(run) and page([run])
 
 
 def test_values_at_the_end_of_the_range(tmp_path):
@@ -299,7 +301,7 @@ def test_buckets_that_are_none():
     assert later_tokens_worse(run) == later_tokens_worse(clean) != None  # noqa: E711
     (panel,) = logged([Group("x", [run])])["Mismatch"]
     assert list(panel.metrics([run])) == ["0-15", "16-"]
-    assert page([run], HEADER, [row(run)]) == page([clean], HEADER, [row(clean)])
+    assert page([run]) == page([clean])
     assert logged([Group("x", [Run("x", log(**named))])]) == {}
     open_first = {"mismatch__by_position__0-": 1e-3, "mismatch__by_position__16-": 9e-3}
     assert later_tokens_worse(Run("x", log(**open_first))) is None
@@ -507,4 +509,4 @@ def test_any_state_is_reported_or_refused(tmp_path, state):
 def test_any_log_is_drawn(tmp_path, rows):
     run = reported(tmp_path, {"trainer_state.json": json.dumps({"log_history": rows}).encode()})
     chart([run]).draw_without_rendering()
-    assert page([run], HEADER, [row(run)]).endswith("</html>\n")
+    assert page([run]).endswith("</html>\n")

@@ -13,7 +13,7 @@ from matplotlib import image
 from matplotlib.figure import Figure
 from run_logs import climbing, entries, log, noisy
 
-from trl_quant.cli.report import HEADER, plot, row
+from trl_quant.report.output import plot
 from trl_quant.report.page import page
 from trl_quant.report.panels import COLORS, POINTS, TOPICS, chart, draw, logged
 from trl_quant.report.runs import Group, Run, grouped, moving_average
@@ -163,7 +163,7 @@ def closest(colors: list[str], vision: str) -> float:
 
 
 def test_colours_stand_out_and_apart():
-    text = page([Run("a", entries(4))], HEADER, [])
+    text = page([Run("a", entries(4))])
     for i in (0, 1):
         papers = [re.findall(rf"--{name}: (#\w+)", text)[i] for name in ("paper", "card")]
         colors = {name: pair[i] for name, pair in COLORS.items()}
@@ -213,14 +213,16 @@ def runs() -> list[Run]:
     """Two seeds of a run that fails, and one of another setting, whose name is no HTML."""
     settings = [{"is_correction": "none", "seed": 0}, {"is_correction": "none", "seed": 1}, {"is_correction": "ais"}]
     sick = log(reward=climbing(0.8, 0.1), mismatch__kl_k3=climbing(1e-3, 1e-1), entropy=1.0)
-    well = log(reward=climbing(0.1, 0.8), mismatch__kl_k3=1e-3, entropy=1.0, ais__alpha=0.5)
+    seen = {"mismatch__weight_mean": 1.0, "mismatch__ess_ratio": 1.0, "mismatch__max_weight": 1.1}
+    seen |= {"mismatch__unscored_fraction": 0.0, "frac_reward_zero_std": 0.1, "completions__clipped_ratio": 0.0}
+    well = log(reward=climbing(0.1, 0.8), mismatch__kl_k3=1e-3, entropy=1.0, ais__alpha=0.5, **seen)
     rows = zip(("none-0", "none-1", "<b>ais</b>"), (sick, sick, well), settings, strict=True)
     return [Run(name, history, settings=found) for name, history, found in rows]
 
 
 @pytest.fixture(scope="module")
 def text(runs) -> str:
-    return page(runs, HEADER, [row(run) for run in runs])
+    return page(runs)
 
 
 def test_the_page_is_whole_and_loads_nothing(text):
@@ -291,7 +293,7 @@ def test_names_make_no_tags():
         for name in names:
             found = {f"profiling__{part}.{name}": i + 1.0 for i, part in enumerate("ab")}
             runs.append(Run(name, log(reward=0.5, **found), settings={"name": name, name: name}))
-        return Reader(page(runs, HEADER, [row(run) for run in runs]))
+        return Reader(page(runs))
 
     hostile = ("$\\frac{$", "'DejaVu Sans'", "#4124df", "<b>x", '"><svg onload=x>', "&lt;i&gt;", "--><!--", "a\nb\x1b")
     reader, tame = read(*hostile), read(*(f"name{i}" for i in range(len(hostile))))
@@ -305,10 +307,10 @@ def test_names_make_no_tags():
 
 
 def test_the_same_runs_give_the_same_page(runs, text):
-    assert page(runs, HEADER, [row(run) for run in runs]) == text
+    assert page(runs) == text
 
 
 def test_a_page_of_a_run_that_has_just_begun():
-    reader = Reader(page([Run("new", [])], HEADER, [row(Run("new", []))]))
+    reader = Reader(page([Run("new", [])]))
     assert "Too little to judge" in reader.text and "at step 0" in reader.text
     assert [tag for tag, _ in reader.tags].count("figure") == 0

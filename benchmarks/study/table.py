@@ -27,9 +27,9 @@ from textwrap import fill
 from cells import QUESTIONS, TREATMENT, Question
 from matplotlib.figure import Figure
 
-from trl_quant.cli.report import write_whole
 from trl_quant.report.panels import SERIES, TOPICS, draw
 from trl_quant.report.runs import KL, REWARD, Group, Run, differences, grouped, read_run
+from trl_quant.storage.whole import write_whole
 from trl_quant.tasks.estimates import bootstrap
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.cli.report import write_whole
+from trl_quant.storage.whole import write_whole
 from trl_quant.tasks import load_prompts
 from trl_quant.tasks.evaluate import mean_reward
 from trl_quant.trl_seams import llm_with

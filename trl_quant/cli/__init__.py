@@ -1,4 +1,8 @@
-"""The `trl-quant` command. Heavy libraries are imported by the subcommand that needs them, so that help is instant."""
+"""
+The `trl-quant` command. This room parses arguments, and each command calls a room that does the work.
+
+Help and wrong arguments are answered before a heavy library is loaded: a command imports its room after parsing.
+"""
 
 import argparse
 import errno
@@ -6,15 +10,12 @@ import importlib
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from trl_quant import __version__, blamed
 
-
-if TYPE_CHECKING:
-    from rich.text import Text
+from .options import check_train
 
 
 COMMANDS = {
@@ -45,6 +46,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the command")
     args = parser.parse_args(argv)
     with plain_errors():
+        if args.command == "train":
+            check_train(args.arguments)
         importlib.import_module(f"trl_quant.cli.{args.command}").main(args.arguments)
 
 
@@ -56,35 +59,12 @@ def plain_errors() -> Iterator[None]:
     except (ValueError, ImportError, OSError, RuntimeError) as error:
         if not _is_foreseen(error):
             raise
-        if isinstance(error, ImportError):
+        if isinstance(error, ImportError | RuntimeError):  # TRL says the latter of an import
             error = blamed(error)
         _drop_lost_output()
+        from ..report.terminal import printable
+
         sys.exit("error: " + "\n".join(printable(line) for line in str(error).split("\n")))
-
-
-def printable(text: str) -> str:
-    """`text` with every character that acts on a terminal, or that a reader does not see, as its escape: `\\x1b`."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def plain(text: str) -> "Text":
-    """`text` for rich, which reads neither markup nor emoji codes in it."""
-    from rich.text import Text
-
-    return Text(printable(text))
-
-
-@contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Context with a function that adds bytes to a bar on standard error; silent where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def _make_writable() -> None:

@@ -1,31 +1,32 @@
-"""`trl-quant train`: GRPO with quantized rollouts, from the command line or a `--config` file, by TRL's own parser.
+"""`trl-quant train`: GRPO with quantized rollouts, configured on the command line or in a `--config` file.
 
     trl-quant train --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --rollout_precision fp8 --use_vllm true
     trl-quant train --model_name_or_path MODEL --dataset_name problems.jsonl --rollout_precision int4
 
-Options are those of [`TrainArguments`], [`QuantGRPOConfig`] and TRL's `ModelConfig` (which has PEFT's). Bad input is
-refused before a model is loaded.
+TRL's parser reads the options: the fields of [`TrainArguments`], [`QuantGRPOConfig`] and TRL's `ModelConfig`, which has
+PEFT's. Bad input is refused before a model is loaded.
 """
 
+import argparse
 import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from functools import wraps
 from inspect import iscoroutinefunction
 from numbers import Real
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainingArguments
-from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from transformers import AutoTokenizer
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from trl.rewards import get_soft_overlong_punishment
 from yaml import YAMLError
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import plain_errors
+from trl_quant.cli.options import PROG, USAGE, about_unknown, check_train
 from trl_quant.config.fields import SECTIONS
 from trl_quant.tasks import REWARDS, load_prompts
 
@@ -81,7 +82,7 @@ def _reward(name: str) -> Callable[..., list[float | None]]:
 
 
 def _returning_rewards(reward: Callable, name: str) -> Callable[..., list[float | None]]:
-    """The same reward, which says so where it returns something else."""
+    """The same reward, with an error that names it where it returns no rewards."""
 
     @wraps(reward)
     def checked(*args, **kwargs):
@@ -101,66 +102,72 @@ def _is_number(value) -> bool:
 
 
 def _overlong_punishment(part: float, length: int | None) -> list[Callable[..., list[float]]]:
-    """TRL's reward for completions that come near their greatest length (DAPO eq. 13), if one is asked for."""
+    """TRL's punishment of completions close to their greatest length (DAPO eq. 13), if `part` is above 0."""
     if part and length is None:
         raise ValueError(f"`overlong_punishment`={part!r} needs a `max_completion_length`, which is None.")
     return [get_soft_overlong_punishment(length, round(part * length))] if part else []
 
 
 class Parser(TrlParser):
-    """TRL's parser, whose help shows the options in groups: first what is ours."""
+    """TRL's parser, which also names the options of a config file that it does not know."""
 
     def __init__(self):
-        self.titles, self.groups, self.misnamed = _titles(), {}, []
-        super().__init__(
-            (TrainArguments, QuantGRPOConfig, ModelConfig),
-            prog="trl-quant train",
-            usage="%(prog)s --model_name_or_path MODEL [--config FILE.yaml] [options]",
-            description="GRPO with quantized rollouts. The options may also come from a YAML file, `--config`.",
-        )
+        self.added, self.misnamed = [], []
+        super().__init__((TrainArguments, QuantGRPOConfig, ModelConfig), prog=PROG, usage=USAGE)
 
     def add_argument(self, *names, **options):
-        if "--help" in names:
-            return super().add_argument(*names, **options)
-        self.groups = self.groups or {title: self.add_argument_group(title) for title in self.titles.values()}
-        title = self.titles.get(options.get("dest") or names[0].removeprefix("--"))
-        return self.groups.get(title, super()).add_argument(*names, **options)
+        self.added.append(super().add_argument(*names, **options))
+        return self.added[-1]
+
+    def named(self) -> dict[str, argparse.Action]:
+        """Name of an option -> what argparse knows of it. `--no_x` has the name of `--x`, and comes after it."""
+        return {action.dest: action for action in reversed(self.added) if action.dest != "help"}
 
     def set_defaults_with_config(self, **config) -> list[str]:
         self.misnamed += super().set_defaults_with_config(**config)
         return self.misnamed
 
     def parse_args_into_dataclasses(self, args=None, **options):
-        """Names unknown options first: a config may be refused for what this machine lacks."""
+        """Names unknown options first, since a config may be refused for what this machine lacks."""
         if unknown := self.misnamed + self.parse_known_args(args)[1]:
-            close = get_close_matches(unknown[0], [f"--{name}" for name in self.titles], n=1)
-            self.error(f"unknown arguments: {' '.join(unknown)}" + (f" (did you mean {close[0]}?)" if close else ""))
+            self.error(about_unknown(unknown))
         return super().parse_args_into_dataclasses(args, **options)
 
 
+def own_options() -> dict[str, dict[str, dict]]:
+    """Heading -> name -> fields of [`~options.Option`], for the options that this package defines."""
+    actions, found = Parser().named(), {}
+    for name, title in _titles().items():
+        action = actions[name]
+        allowed = None if action.choices is None else list(action.choices)
+        option = {"nargs": action.nargs, "default": action.default, "help": action.help, "choices": allowed}
+        found.setdefault(title, {})[name] = option
+    return found
+
+
 def _titles() -> dict[str, str]:
-    """Option -> heading of its group, in the order of the help."""
+    """Option -> heading of its group in the help."""
     found = {f.name: "what to train on" for f in fields(TrainArguments)}
     for title, section in SECTIONS.items():
         found |= {f.name: title for f in fields(section)}
-    for owner, cls in (("TRL", ModelConfig), ("TRL", GRPOConfig), ("transformers", TrainingArguments)):
-        inherited = {f.name for f in fields(TrainingArguments)} if cls is GRPOConfig else set()
-        rest = {f.name for f in fields(cls)} - inherited - found.keys()
-        found |= dict.fromkeys(rest, f"{cls.__name__} of {owner}")
     return found
 
 
 def parse_args(
     argv: list[str] | None = None, recipe: dict | None = None
 ) -> tuple[TrainArguments, QuantGRPOConfig, ModelConfig]:
-    """Reads the command line and checks it; a script's `recipe` has defaults of its own for the options."""
+    """Reads and checks the command line. A script's `recipe` replaces defaults of the options."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
         # accelerate does not pass `use_cpu` on to the processes it starts, and without it each would train by itself.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    parser, argv = Parser(), sys.argv[1:] if argv is None else list(argv)
-    parser.set_defaults_with_config(**recipe or {})
+    argv = sys.argv[1:] if argv is None else list(argv)
+    prog, usage = PROG, USAGE
     if recipe:
-        parser.prog, parser.usage = os.path.basename(sys.argv[0]), "%(prog)s [--config FILE.yaml] [options]"
+        prog, usage = os.path.basename(sys.argv[0]), "%(prog)s [--config FILE.yaml] [options]"
+    check_train(argv, prog, usage, recipe)
+    parser = Parser()
+    parser.prog, parser.usage = prog, usage
+    parser.set_defaults_with_config(**recipe or {})
     argv = [part for given in argv for part in (given.split("=", 1) if given.startswith("--config=") else [given])]
     if any(part == "--config" and after.startswith("--") for part, after in zip(argv, [*argv[1:], "--"])):
         parser.error("argument --config: expected a YAML file")

@@ -1,8 +1,8 @@
 """What stands out in a run, in plain words.
 
-Each finding is a function of a run, with its thresholds as defaults, that returns a sentence or `None`. They look at
-moving averages, so that one odd step is none, and where fewer than `ENDS` steps have a metric they say nothing.
-The thresholds of README's table of metrics are these.
+Each finding is a function of a run, with its thresholds as defaults, that returns a sentence or `None`. Findings look
+at moving averages, so that one odd step is no finding. They need a metric to be logged at `ENDS` steps at least.
+README's table of metrics has the same thresholds.
 """
 
 import re
@@ -16,20 +16,20 @@ from .runs import ENDS, KL, LARGEST, REWARD, Group, Run, is_number
 
 POSITION = "mismatch/by_position/"
 BUCKET = re.compile(re.escape(POSITION) + r"([0-9]{1,9})-([0-9]{0,9})")  # first and last token; the last one is open
-ROUNDING = 1e-4  # nats a token: the KL that two BF16 programs have for the same weights, and a few flipped codes
-RISE = 1.5  # from start to end; what grew less did not rise
+ROUNDING = 1e-4  # nats a token: KL between two BF16 programs with the same weights, and a few flipped codes
+RISE = 1.5  # least ratio of end to start that counts as a rise
 
 
-# What several of them ask
+# Helpers of several findings
 
 
 def smooth(run: Run, metric: str) -> tuple[list[int], list[float]]:
-    """Steps and moving averages, from the first step on that has `ENDS` values to average."""
+    """Steps and moving averages, from the first step that has `ENDS` values to average."""
     return run.series(metric)[0][ENDS - 1 :], run.averages(metric)[ENDS - 1 :]
 
 
 def rising(steps: Sequence[int], values: Sequence[float]) -> str:
-    """`", rising since step 400"`, or nothing. A rise begins where the last tenth of the way up is still ahead."""
+    """`", rising since step 400"`, or nothing. A rise begins at the last step below a tenth of the way up."""
     start, end = values[0], values[-1]
     if end <= RISE * start:
         return ""
@@ -38,7 +38,7 @@ def rising(steps: Sequence[int], values: Sequence[float]) -> str:
 
 
 def worst(run: Run, metric: str, largest: bool = True) -> tuple[int, float, float] | None:
-    """Step and value of the worst moving average, and the last one."""
+    """Step and value of the worst moving average, and the value of the last one."""
     steps, values = smooth(run, metric)
     if not values:
         return None
@@ -52,7 +52,7 @@ def one_in(share: float, what: str) -> str:
 
 
 def now(value: float, last: float, unit: Callable[[float], str]) -> str:
-    """Where a run that recovered ended."""
+    """The value at the end of a run that recovered, or nothing."""
     return "" if abs(last - value) <= 0.1 * abs(value) else f"; at the end {unit(last)}"
 
 
@@ -113,7 +113,7 @@ def kl_grew(run: Run, times: float = 3.0, floor: float = ROUNDING) -> str | None
 
 
 def weights_off_one(run: Run, distance: float = 0.05) -> str | None:
-    """k1 and k3 differ by the mean weight minus 1, which is 0 where the sampler can draw every token."""
+    """k1 and k3 differ by the mean weight minus 1. That is 0 where the sampler can draw every token."""
     mean = _settled(run, "mismatch/weight_mean")
     if mean is None or abs(mean - 1) <= distance:
         return None
@@ -133,7 +133,7 @@ def few_effective_samples(run: Run, below: float = 0.95) -> str | None:
 
 
 def heavy_weight(run: Run, above: float = 100.0) -> str | None:
-    """One token is enough: this one looks at single steps."""
+    """Looks at single steps, since one token is enough."""
     steps, values = run.series("mismatch/max_weight")
     if not values or max(values) <= above:
         return None
@@ -222,7 +222,7 @@ def buckets(names: Iterable[str]) -> list[str]:
 
 
 def noise_lost(run: Run, share: float = 0.2) -> str | None:
-    """The noise that the norms hold differs from what was asked for by more than `share`, at the worst sigma."""
+    """The noise in the norms differs by more than `share` from the noise that was asked for, at the worst sigma."""
     arrived: dict[float, list[float]] = {}
     held = dict(zip(*run.series("noise/effective_sigma"), strict=True))
     for step, sigma in zip(*run.series("noise/sigma"), strict=True):
@@ -239,7 +239,7 @@ def noise_lost(run: Run, share: float = 0.2) -> str | None:
 
 
 def update_buried(run: Run, times: float = 100.0, moved: float = 1e-3) -> str | None:
-    """The sampler hardly sees an update: it is far below the format's rounding, or next to no code changes."""
+    """The sampler hardly sees an update: it is far below the format's rounding, or hardly any code changes."""
     update, error = _settled(run, "weights/normalized_update"), _settled(run, "weights/normalized_quantization_error")
     changed = _settled(run, "weights/codes_changed")
     if update is None or error is None or not update > 0:
@@ -254,7 +254,7 @@ def update_buried(run: Run, times: float = 100.0, moved: float = 1e-3) -> str | 
 
 
 def engine_off(run: Run) -> str | None:
-    """The self-check's own bound; a run stops there."""
+    """The self-check found more than its bound, at which a run stops."""
     bounds = dict(zip(*run.series("sync_check/bound"), strict=True))
     differences = zip(*run.series("sync_check/logp_difference"), strict=True)
     found = [(step, value) for step, value in differences if value > bounds.get(step, float("inf"))]
@@ -295,7 +295,7 @@ FINDINGS = (
 
 
 def findings(group: Group) -> list[str]:
-    """What stands out in a group, each with the first run that shows it and how many do."""
+    """What stands out in a group. Each finding names the first run that has it, and how many do."""
     lines = []
     for finding in FINDINGS:
         texts = [(run.name, text) for run in group.runs if (text := finding(run))]
@@ -305,13 +305,43 @@ def findings(group: Group) -> list[str]:
     return lines
 
 
+# What findings judge by and every run logs. Other findings are of what only some runs have: noise, a cap, AIS.
+IN_EVERY_RUN = ("entropy", "frac_reward_zero_std", "completions/clipped_ratio")
+# What every run logs beside them whose samples come from a copy of the policy
+IN_EVERY_MISMATCH = (
+    KL,
+    "mismatch/weight_mean",
+    "mismatch/ess_ratio",
+    "mismatch/max_weight",
+    "mismatch/unscored_fraction",
+)
+
+
 def verdict(group: Group) -> str:
-    """What may be said of a group without findings."""
+    """What can be said of a group without findings. All is well only where each finding had enough to judge by."""
     logged = min(len(run.values(REWARD)) for run in group.runs)
     if logged < ENDS:
         return f"Too little to judge: the reward was logged at {logged} step{'s' * (logged != 1)}."
-    if not any(run.values(KL) for run in group.runs):
-        return (
-            "All well in what was logged. The mismatch was not: without a `rollout_precision` there is none to measure."
-        )
-    return "All well."
+    unseen = [
+        metric
+        for metric in (*IN_EVERY_MISMATCH, *IN_EVERY_RUN)
+        if any(len(run.values(metric)) < ENDS for run in group.runs)
+    ]
+    if not unseen:
+        return "All well."
+    if not any(run.values(metric) for metric in IN_EVERY_MISMATCH for run in group.runs):
+        reason = "The mismatch was not logged: without a `rollout_precision` there is none to measure."
+        rest = [metric for metric in unseen if metric not in IN_EVERY_MISMATCH]
+        if not rest:
+            return f"All well in what was logged. {reason}"
+        return f"Nothing stands out in what was logged. {reason} Nor was {_joined(rest)}, so that cannot be judged."
+    return (
+        f"Nothing stands out in what was logged. This cannot be judged, since it was logged at fewer than {ENDS} "
+        f"steps: {_joined(unseen)}."
+    )
+
+
+def _joined(names: Sequence[str]) -> str:
+    """`a, b and c`"""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

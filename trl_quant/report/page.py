@@ -1,4 +1,4 @@
-"""The report as one HTML file: no script, nothing loaded, light and dark, for phones and screen readers too."""
+"""The report as one HTML file, light and dark, for phones and screen readers too. It loads nothing."""
 
 import html
 import io
@@ -10,10 +10,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from .. import __version__
-from ..cli import printable
 from .findings import findings, short, verdict
 from .panels import COLORS, Panel, color_of, draw, logged, marker_of
 from .runs import ENDS, Group, Run, differences, grouped
+from .speed import HEADER as SPEED_HEADER
+from .speed import speed_rows
+from .table import HEADER, row
+from .terminal import printable
 
 
 STYLE = """
@@ -45,22 +48,26 @@ th:first-child, th:last-child, td:last-child { text-align: left; }
 """
 BANDS = "Lines are moving averages, over the runs that came so far; a band is the range of a setting's runs."
 RAW = "Lines are moving averages; faint lines are the logged values."
+SPEED_CAPTION = "Means over all logged steps but the first. A ratio above 1 is a run that is faster than the first run."
 SIZE = (4.4, 2.8)  # inches of a panel; in the page it is as wide as its card
 
 
-def page(runs: Sequence[Run], header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The whole file; `header` and `rows` are those of the table of runs."""
+def page(runs: Sequence[Run]) -> str:
+    """The whole file."""
     groups = grouped(runs)
     topics = logged(groups)
     seeds = f" of {_count(len(groups), 'setting')}" if len(groups) < len(runs) else ""
     parts = [
         f"<header><h1>Training report</h1><p class=muted>{_count(len(runs), 'run')}{seeds}, by trl_quant "
         f"{escape(__version__)}</p></header>",
+        "<section aria-labelledby=speed><h2 id=speed>Speed</h2>",
+        _table(SPEED_CAPTION, SPEED_HEADER, speed_rows(runs)),
+        "</section>",
         "<section aria-labelledby=findings><h2 id=findings>Findings</h2><div class=cards>",
         *(_findings(i, group) for i, group in enumerate(groups)),
         "</div></section>",
         "<section aria-labelledby=runs><h2 id=runs>Runs</h2>",
-        _table(f"Rewards and the last KL are means over {ENDS} logged steps.", header, rows),
+        _table(f"Rewards and the last KL are means over {ENDS} logged steps.", HEADER, [row(run) for run in runs]),
         "</section>",
     ]
     if differing := differences(groups):
@@ -129,7 +136,7 @@ def _figure(panel: Panel, groups: Sequence[Group], name: str) -> str:
 
 
 def _described(panel: Panel, groups: Sequence[Group]) -> str:
-    """The picture in words: where each line starts and ends."""
+    """Describes the picture: where each line starts and ends."""
     parts = []
     for label, metric in panel.metrics([run for group in groups for run in group.runs]).items():
         for group in groups:
@@ -141,7 +148,7 @@ def _described(panel: Panel, groups: Sequence[Group]) -> str:
 
 
 def themed_svg(figure: Figure, salt: str) -> str:
-    """A figure as inline SVG: text as text, colours by the page's variables, and no id twice in a page."""
+    """A figure as inline SVG. Text stays text, colours are the page's variables, and no id occurs twice in a page."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
@@ -168,7 +175,7 @@ def escape(text: str) -> str:
 
 
 def _called(i: int, group: Group, place: str) -> str:
-    """The name of a setting, after its line as the charts draw it, at a place in the page."""
+    """A setting's name behind a sample of its line, at a place in the page."""
     figure = Figure(figsize=(0.44, 0.17))
     look = {"color": color_of(i), "marker": marker_of(i), "markevery": [1], "markersize": 5}
     figure.add_artist(Line2D([0.05, 0.5, 0.95], [0.5] * 3, **look))

@@ -1,7 +1,7 @@
-"""What a report draws: panels by topic, each only where one of its metrics was logged.
+"""The panels of a report by topic. A panel is drawn only where one of its metrics was logged.
 
-Colour and marker tell settings apart, the style of a line tells the metrics of one panel apart. A line is the mean over
-seeds of moving averages, a band their range; a single run also shows its raw values, faintly.
+Colours and markers distinguish settings, line styles distinguish the metrics of one panel. A line is the mean over
+seeds of moving averages, a band their range. A single run also shows its raw values, faintly.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from ..cli import printable
 from .findings import POSITION, buckets
 from .runs import ENDS, KL, REWARD, TOKENS_PER_SECOND, Group, Run, grouped
+from .terminal import printable
 
 
 # CSS variable -> colour on white, on near black: told apart in any colour vision, contrast 3 and more (text: 4.5)
@@ -43,14 +43,15 @@ class Panel:
     One picture.
 
     Attributes:
-        title, note (`str`): What it shows; what to look for.
+        title (`str`): What it shows.
+        note (`str`): What to look for.
         unit (`str`): Of the values.
         lines (`dict[str, str]`): Label -> metric.
-        log (`bool`): Whether a logarithmic scale makes sense; values are then drawn by their size.
+        log (`bool`): Whether a logarithmic scale makes sense. Values are then drawn without their signs.
         smooth (`bool`): Whether lines are moving averages.
         kind (`str`): `"steps"`, `"position"` (by position in the completion), or `"bars"` (means over the run).
-        prefix (`str`): Metrics that begin so are its lines, in place of `lines`.
-        scale (`float`): From what is logged to `unit`, of bars.
+        prefix (`str`): Its lines are the metrics that begin with it, in place of `lines`.
+        scale (`float`): Factor from logged values to `unit`, for bars.
     """
 
     title: str
@@ -64,7 +65,7 @@ class Panel:
     scale: float = 1.0
 
     def metrics(self, runs: Sequence[Run]) -> dict[str, str]:
-        """Label -> metric of what was logged."""
+        """Label -> metric, for the metrics that were logged."""
         lines = self.lines
         if self.prefix:
             names = list(dict.fromkeys(name for run in runs for name in run.names(self.prefix)))
@@ -217,7 +218,7 @@ TOPICS = {
 
 
 def logged(groups: Sequence[Group]) -> dict[str, list[Panel]]:
-    """Topic -> the panels that have something to show; topics without any are left out."""
+    """Topic -> the panels that have something to show. Topics without any are left out."""
     runs = [run for group in groups for run in group.runs]
     found = {topic: [panel for panel in panels if panel.metrics(runs)] for topic, panels in TOPICS.items()}
     return {topic: panels for topic, panels in found.items() if panels}
@@ -227,7 +228,7 @@ def logged(groups: Sequence[Group]) -> dict[str, list[Panel]]:
 
 
 def draw(axis: Axes, panel: Panel, groups: Sequence[Group]) -> None:
-    """One panel, with a legend of its line styles where it has several."""
+    """Draws one panel, with a legend where it has several line styles."""
     labels = {"steps": _draw_steps, "position": _draw_position, "bars": _draw_bars}[panel.kind](axis, panel, groups)
     if panel.kind != "bars":
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -312,7 +313,7 @@ def _draw_bars(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[str, s
 
 
 def _scale(axis: Axes, log: bool) -> None:
-    """A logarithmic scale where it makes sense and the lines span more than a decade."""
+    """Sets a logarithmic scale where it makes sense and the lines span more than a decade."""
     values = [y for line in axis.lines for y in line.get_ydata()]
     values += [y for band in axis.collections for path in band.get_paths() for y in path.vertices[:, 1]]
     positive = [y for y in values if y > 0]
@@ -336,7 +337,7 @@ def marker_of(i: int) -> str:
 
 
 def chart(runs: Sequence[Run], titles: Collection[str] = ()) -> Figure:
-    """All panels, or those with one of `titles`, as one picture with one legend."""
+    """All panels, or those with one of `titles`, in one picture with one legend."""
     groups = grouped(runs)
     panels = [panel for found in logged(groups).values() for panel in found if not titles or panel.title in titles]
     columns = min(4, max(1, len(panels)))

@@ -1,10 +1,10 @@
-"""What training runs left behind: their logs, their settings, and which of them differ in nothing but the seed.
+"""The logs and settings that training runs leave behind, and which runs differ only in the seed.
 
 | file in a run's directory | written by | holds |
 |---|---|---|
 | `metrics.jsonl` | a callback, during the run | one log entry per line |
 | `trainer_state.json`, also in `checkpoint-*` | [`~transformers.Trainer`] | the log up to there |
-| `settings.json` | who started the run | its settings, one JSON object |
+| `settings.json` | a script that started the run | its settings, one JSON object |
 | `rollout_state.json` in `checkpoint-*` | `QuantGRPOTrainer` | the same, where there is no `settings.json` |
 """
 
@@ -14,6 +14,7 @@ import os
 import re
 import reprlib
 import stat
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,13 +30,13 @@ LARGEST = 1e100  # of a value: squares of larger ones cannot be summed, and axes
 MOST_STEPS = 2**53
 SMALLEST_FLOATS_IN_1 = 2**1074
 DEEPEST = 50  # levels of lists and objects in a setting
-# Settings that tell a run from its repetitions, and say nothing of what it does
+# Settings in which repetitions of a run may differ, since they do not change what it does
 REPETITION = ("seed", "data_seed", "output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_model_id")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's name, its log entries in order, a note on how it ended, and its settings as far as it recorded them."""
+    """A run's name, its log entries in order, a note on how it ended, and the settings that it recorded."""
 
     name: str
     history: list[dict]
@@ -71,7 +72,7 @@ class Run:
 
     @cached_property
     def _averages(self) -> dict[tuple[str, bool], list[float]]:
-        """What `averages` computed before: findings, charts and their descriptions ask for the same ones."""
+        """Averages that were computed before. Findings, charts and descriptions ask for the same ones."""
         return {}
 
     def values(self, metric: str) -> list[float]:
@@ -113,7 +114,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How far it came; a log does not tell a run that goes on from one that was stopped."""
+        """How far it came. A log does not show whether a run still goes on or was stopped."""
         if self.note:
             return self.note
         if self.finished or self.values("train_runtime"):
@@ -122,7 +123,7 @@ class Run:
 
 
 def is_number(value) -> bool:
-    """Whether a logged value is a number to compute with: finite, and not beyond `LARGEST`."""
+    """Whether a logged value is a finite number no larger than `LARGEST`, so that sums of squares stay finite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
@@ -130,8 +131,8 @@ def moving_average(values: Sequence[float], window: int | None = None) -> list[f
     """
     Mean of each value and up to `window - 1` values before it; by default a fiftieth of all, at least 10.
 
-    Each sum is the one before, plus the value that comes and minus the one that goes, so the time does not grow with
-    the window. Sums are integers, hence exact: the means have the bits of `statistics.fmean`.
+    Each sum is the previous one plus the value that enters the window minus the one that leaves it, so that the time
+    does not grow with the window. Sums are exact integers: the means have the bits of `statistics.fmean`.
     """
     window = window or max(2 * ENDS, len(values) // 50)
     parts = [_in_smallest_floats(value) for value in values]
@@ -152,12 +153,12 @@ def _in_smallest_floats(value: float) -> int:
 
 
 class NotWhole(ValueError):
-    """A file that ends before its JSON does: it is being written, or its run was killed."""
+    """A file that ends within its JSON, since it is being written or its run was killed."""
 
 
 def read_run(directory: str | Path, name: str | None = None) -> Run:
     """
-    Reads one output directory. A `trainer_state.json` or settings that were not written to their end count as missing.
+    Reads one output directory. A `trainer_state.json` or settings that were only written in part count as missing.
 
     Raises:
         ValueError: The directory holds neither `metrics.jsonl` nor a whole `trainer_state.json`, or one of its files
@@ -188,13 +189,58 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
     )
 
 
+def find_runs(directories: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
+    """
+    The runs among `directories`, and those in and below a directory that is no run itself; then the directories in
+    which no run was found. A run's own directories, a directory behind a link, and hidden ones are not searched.
+    """
+    runs, without = [], []
+    for directory in map(Path, directories):
+        found, empty = _search(directory)
+        runs += found or [directory]  # `read_run` says what is wrong with a directory that was named
+        without += empty if found else []
+    once: dict[Path, Path] = {}
+    for run in runs:
+        once.setdefault(run.resolve(), run)
+    return list(once.values()), list(dict.fromkeys(without))
+
+
+def _search(directory: Path) -> tuple[list[Path], list[Path]]:
+    """Runs in a directory, itself included, and the highest directories without any."""
+    if _is_run(directory):
+        return [directory], []
+    if not directory.is_dir():
+        return [], []
+    runs, without = [], []
+    for path in sorted(directory.iterdir()):
+        if not path.is_dir() or path.name.startswith("."):
+            continue
+        found, empty = ([path] if _is_run(path) else [], []) if path.is_symlink() else _search(path)
+        runs += found
+        without += empty
+    return runs, without if runs else [directory]
+
+
+def _is_run(directory: Path) -> bool:
+    """Whether a directory holds a run's log, also where the log cannot be read."""
+    names = ("metrics.jsonl", "trainer_state.json", "checkpoint-*/trainer_state.json")
+    return any(any(directory.glob(name)) for name in names)
+
+
+def named(directories: Sequence[str | Path]) -> list[str]:
+    """Names of the runs: those of their directories, or whole paths where two would be the same."""
+    names = [directory_name(directory) for directory in directories]
+    count = Counter(names)
+    return [name if count[name] == 1 else str(path) for name, path in zip(names, directories, strict=True)]
+
+
 def directory_name(directory: str | Path) -> str:
-    """The name of a run: that of its directory, also where the path is `.` or a link."""
+    """A run's name: that of its directory, also where the path is `.` or a link."""
     return os.path.basename(os.path.realpath(directory)) or str(directory)
 
 
 def _state(directory: Path, broken: list[str]) -> dict | None:
-    """A trainer's state, `None` where it is missing; also where it is not whole, which is added to `broken`."""
+    """A trainer's state, or `None` where it is missing or not whole. In the latter case adds the error to `broken`."""
     path = directory / "trainer_state.json"
     try:
         state = _object(path)
@@ -230,7 +276,7 @@ def _settings(directory: Path, *checkpoints: Path) -> dict:
 
 
 def _whole_object(path: Path) -> dict:
-    """A JSON file's object, whose values are shown; empty where it is missing or not whole."""
+    """A JSON file's object, to be shown; empty where the file is missing or not whole."""
     try:
         found = _object(path) or {}
     except NotWhole:
@@ -246,7 +292,7 @@ def _is_deep(value, levels: int = DEEPEST) -> bool:
 
 
 def _object(path: Path) -> dict | None:
-    """A JSON file's object, `None` where it is missing."""
+    """A JSON file's object, or `None` where the file is missing."""
     text = _text(path)
     if text is None:
         return None
@@ -269,7 +315,7 @@ def _parsed(text: str, place: str):
 
 
 def _text(path: Path) -> str | None:
-    """A file's text, `None` where it is missing. All files of a run are read here."""
+    """A file's text, or `None` where the file is missing. All files of a run are read here."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a FIFO or a device may never end
             raise ValueError(f"{path} is no regular file.")
@@ -284,8 +330,8 @@ def _text(path: Path) -> str | None:
 
 def _logged(path: Path) -> list[dict] | None:
     """
-    The lines of a log, `None` where it is missing; the last one may be half written. A resumed run logs again what came
-    after its checkpoint: a training step takes the place of all that was logged from it on.
+    The entries of a log, or `None` where it is missing. The last line may be half written. A resumed run logs again the
+    steps after its checkpoint, so a training step replaces all that was logged from that step on before.
     """
     text = _text(path)
     if text is None:
@@ -309,7 +355,7 @@ def _logged(path: Path) -> list[dict] | None:
 
 
 def _entry(value, place: str) -> dict:
-    """A log entry, whose step is an integer."""
+    """A log entry, with its step as an integer."""
     if not isinstance(value, dict) or not _is_count(value.get("step")):
         raise ValueError(
             f"{place}: {reprlib.repr(value)} is no log entry, a JSON object whose 'step' is a whole number."
@@ -318,7 +364,7 @@ def _entry(value, place: str) -> dict:
 
 
 def _is_count(value) -> bool:
-    """Whether it is a number of steps; beyond `MOST_STEPS` a float, as which it is drawn, is another number."""
+    """Whether it is a number of steps. Charts draw steps as floats, which are exact up to `MOST_STEPS`."""
     return is_number(value) and 0 <= value <= MOST_STEPS and value == int(value)
 
 
@@ -331,7 +377,7 @@ def _step_of_entry(entry: dict) -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs whose recorded settings differ in the seed alone; a run without recorded settings is alone."""
+    """Runs whose recorded settings differ only in the seed. A run without recorded settings is a group of its own."""
 
     name: str
     runs: list[Run]
@@ -344,8 +390,8 @@ class Group:
         self, metric: str, smooth: bool = True, size: bool = False
     ) -> tuple[list[int], list[float], list[float], list[float]]:
         """
-        Steps, and mean, smallest and largest of the runs' values there, over the runs that came so far; `smooth`: of
-        their moving averages, `size`: of the values without their signs.
+        Steps, and at each step the mean, smallest and largest value of the runs that came so far. With `smooth` these
+        are of moving averages, with `size` of values without their signs.
         """
         found: dict[int, list[float]] = {}
         for run in self.runs:
@@ -370,14 +416,14 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 
 def differences(groups: Sequence[Group]) -> dict[str, list]:
-    """Settings in which the groups differ -> the value of each, `None` where it is not recorded."""
+    """Setting in which the groups differ -> the value of each group, `None` where it is not recorded."""
     names = dict.fromkeys(name for group in groups for name in group.settings)
     values = {name: [group.settings.get(name) for group in groups] for name in names}
     return {name: row for name, row in sorted(values.items()) if len(set(map(_key, row))) > 1}
 
 
 def _key(value) -> str:
-    """The same for equal settings; NaN, which is not equal to itself, counts as equal."""
+    """A text that is the same for equal settings. NaN, which is not equal to itself, counts as equal."""
     return json.dumps(value, sort_keys=True, default=str)
 
 
@@ -386,7 +432,7 @@ def _without_seed(run: Run) -> dict:
 
 
 def _stem(names: list[str]) -> str:
-    """What the names of repetitions share: `int4-ais` of `int4-ais-seed0` and `int4-ais-seed1`."""
+    """The part that names of repetitions share: `int4-ais` for `int4-ais-seed0` and `int4-ais-seed1`."""
     if len(names) == 1:
         return names[0]
     shared = "".join(letters[0] for letters in takewhile(lambda x: len(set(x)) == 1, zip(*names, strict=False)))

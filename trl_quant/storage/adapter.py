@@ -1,4 +1,4 @@
-"""A LoRA adapter on disk, merged into tensors of a checkpoint one at a time: W + BA by PEFT's own numbers."""
+"""Merges a LoRA adapter on disk into the tensors of a checkpoint, one at a time. PEFT computes BA."""
 
 import json
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ NAME = "default"
 @dataclass(frozen=True)
 class Adapter:
     """
-    What an adapter changes.
+    The layers and parameters that an adapter changes.
 
     Attributes:
         layers (`dict[str, LoraLayer]`): PEFT's layer, by the name of the weight (out, in) that it adds to.
@@ -43,7 +43,7 @@ class Adapter:
         return self.layers[name].get_delta_weight(NAME)
 
     def merged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of a checkpoint with the adapter: summed in the wider type and rounded once to the checkpoint's."""
+        """A checkpoint's tensors with the adapter, added in the wider type and rounded once to the checkpoint's."""
         result = {}
         for name, tensor in tensors.items():
             if name in self.layers:
@@ -55,7 +55,7 @@ class Adapter:
 
     def check(self, heads: dict[str, Stored], packed: bool) -> None:
         """
-        Raises `ValueError` for an adapter of another base.
+        Raises `ValueError` if the adapter belongs to another base.
 
         Args:
             heads (`dict[str, Stored]`): The base's tensors.
@@ -81,10 +81,10 @@ class Adapter:
 
 def read_adapter_config(path: Path) -> dict:
     """
-    adapter_config.json of an adapter that can be merged into a weight.
+    Reads adapter_config.json of an adapter that can be merged into weights.
 
     Raises:
-        ValueError: No adapter, half of one, or one whose merge is more than W + BA.
+        ValueError: There is no adapter, its weights are missing, or its merge is more than W + BA.
     """
     if not (path / CONFIG).is_file():
         raise ValueError(f"`--adapter`: {path} has no {CONFIG}; give the directory of a PEFT adapter.")
@@ -108,10 +108,10 @@ def read_adapter_config(path: Path) -> dict:
 
 def load_adapter(path: Path, skeleton: PreTrainedModel) -> Adapter:
     """
-    Loads an adapter upon a model without memory for its weights.
+    Loads an adapter onto a model that has no memory for its weights.
 
     Raises:
-        ValueError: It does not fit the model, or adapts other layers than linear ones.
+        ValueError: It does not fit the model, or adapts layers that are not linear.
     """
     ends = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
     tied = getattr(skeleton.config.get_text_config(), "tie_word_embeddings", False)

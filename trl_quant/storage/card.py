@@ -1,4 +1,4 @@
-"""The model card of a checkpoint that `trl-quant` wrote: what was done to what, in a README.md."""
+"""The model card of a checkpoint that `trl-quant` wrote: its source, and what was done to it, in a README.md."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def describe(source: Source) -> str:
 
 
 def versions() -> str:
-    """Of what computed the checkpoint."""
+    """The versions of the libraries that computed the checkpoint."""
     return (
         f"trl_quant {__version__}, torch {torch.__version__}, transformers {transformers.__version__}; layout of "
         f"compressed-tensors {LAYOUT_VERSION}"
@@ -31,12 +31,12 @@ def versions() -> str:
 
 def write_card(result: Path, name: str, source: Source, summary: str, rows: Sequence[tuple[str, str]]) -> None:
     """
-    Writes README.md: a summary, a table, how to serve it. The source's card follows, and its metadata stay.
+    Writes README.md: a summary, a table, how to serve it, then the source's card. Keeps the source's metadata.
 
     Args:
         result (`Path`): The checkpoint.
-        name (`str`): What it is called.
-        source ([`~storage.source.Source`]): What it was made from.
+        name (`str`): Its name.
+        source ([`~storage.source.Source`]): The checkpoint that it was made from.
         summary (`str`): One sentence or several.
         rows (`Sequence[tuple[str, str]]`): The table.
     """

@@ -11,7 +11,6 @@ source's directory is refused. Of what an earlier run left, only weight files ar
 says that it did the same.
 """
 
-import errno
 import json
 import logging
 import re
@@ -24,6 +23,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .whole import told_if_full, write_whole
 
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,6 @@ LOCK = "lock"
 WEIGHTS = ("*.safetensors", "*.bin")
 # What a run keeps of its tokenizer, which may differ from its base's
 TOKENIZER = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Tensors = dict[str, Tensor]
 Transform = Callable[[Tensors], Tensors]
@@ -215,38 +215,6 @@ def _keep_weights_alone(result: Path) -> None:
             shutil.rmtree(path)
         elif path.is_symlink() or path.suffix != ".safetensors":
             path.unlink()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is there whole or as it was, also where the disk is full or the process is killed."""
-    begun = path.with_name(f"{path.name}.begun")
-    try:
-        begun.write_text(text)
-        begun.replace(path)
-    except BaseException:
-        begun.unlink(missing_ok=True)
-        raise
-
-
-def is_full(error: BaseException) -> bool:
-    """Whether an error says that a disk, or a quota, is full."""
-    return getattr(error, "errno", None) in FULL or "No space left" in str(error)
-
-
-@contextmanager
-def told_if_full(path: Path) -> Iterator[None]:
-    """Context in which a disk that becomes full while `path` is written is told in one line."""
-    try:
-        yield
-    except Exception as error:
-        if not is_full(error):
-            raise
-        free = shutil.disk_usage(next(place for place in path.absolute().parents if place.is_dir())).free
-        raise OSError(
-            errno.ENOSPC,
-            f"No space left while writing {path}: {free / 2**20:.1f} MiB are free there. Make room and repeat the "
-            f"command: it goes on from there. Cause: {error}",
-        ) from error
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """
-Perplexity of a checkpoint before and after, with one model in memory: the weights of the second take the first's place.
+Perplexity of a checkpoint and of its quantized copy. One model is in memory: the copy's weights replace the source's.
 """
 
 import gc
@@ -21,7 +21,7 @@ def perplexities(
     source: Path, result: Path, format: str, sequences: Sequence[Sequence[int]], device: str, trust: bool
 ) -> tuple[float, float]:
     """
-    Perplexity of a 16-bit checkpoint and of its quantized copy, which is computed from `formats`' numbers.
+    Perplexity of a 16-bit checkpoint and of its quantized copy, which computes with the values of `formats`.
 
     Args:
         source, result (`Path`): The two checkpoints.

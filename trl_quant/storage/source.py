@@ -1,4 +1,4 @@
-"""What `trl-quant prepare` and `trl-quant export` read: a checkpoint on disk or on the hub, and its linear layers."""
+"""The checkpoint that `trl-quant prepare` and `trl-quant export` read, from disk or the hub, and its linear layers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ class Source:
 
     Attributes:
         path (`Path`): Its directory.
-        name (`str`): What a model card calls it: its id on the hub, or the name of its directory.
+        name (`str`): Its name in a model card: its id on the hub, or the name of its directory.
         revision (`str` or `None`): Its commit on the hub.
         trust (`bool`): Whether its own Python may run.
     """
@@ -43,15 +43,15 @@ class Source:
         return skeleton(AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust), self.trust)
 
     def ignored(self) -> list[str]:
-        """Names of the linear layers outside of the decoder, which are never quantized."""
+        """Names of the linear layers outside the decoder, which are never quantized."""
         return unquantized_linears(self.skeleton())
 
     def layers(self) -> tuple[list[str], list[str]]:
         """
-        Names of the linear layers to quantize, and of those to leave.
+        Names of the linear layers to quantize, and of those to leave as they are.
 
         Raises:
-            ValueError: Something would be quantized that is no linear layer of the decoder, or as in
+            ValueError: A layer to quantize is no linear layer of the decoder, or as in
             [`~storage.layout.linear_layers`].
         """
         policy = self.skeleton()
@@ -67,10 +67,10 @@ class Source:
 
 def find_source(model: str, revision: str | None, trust: bool, option: str = "--revision") -> Source:
     """
-    The checkpoint called `model`, a directory or an id on the hub, from where it is downloaded without other files.
+    Finds the checkpoint called `model`, a directory or an id on the hub, and downloads its files from there.
 
     Raises:
-        ValueError: A revision of a directory, or as in [`~storage.files.check_links`].
+        ValueError: A directory was given with a revision, or as in [`~storage.files.check_links`].
     """
     if Path(model).is_dir():
         if revision is not None:
@@ -87,5 +87,5 @@ def find_source(model: str, revision: str | None, trust: bool, option: str = "--
 
 
 def kinds(names: list[str]) -> str:
-    """What layers are called in their modules, each name once."""
+    """The layers' names in their modules, such as `q_proj`, each once."""
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))

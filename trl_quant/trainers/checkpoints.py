@@ -25,7 +25,8 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_AR
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..precisions import in_vllm
-from ..storage.files import is_full, read_heads, read_json
+from ..storage.files import read_heads, read_json
+from ..storage.whole import is_full
 
 
 logger = logging.getLogger(__name__)

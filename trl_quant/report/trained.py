@@ -1,0 +1,193 @@
+"""A trained policy, or a model, and the engine that samples it as a run with the same settings has it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from peft import PeftConfig, PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from .. import rollout
+from ..policy.adapters import with_frozen_layers
+from ..policy.frozen import BITSANDBYTES, freeze
+from ..policy.unified import checkpoint_dtype, unify
+from ..precisions import frozen_bases, in_vllm, train_precisions
+from ..rollout.spec import EngineSpec, default_lora_sync, engine_kind
+from ..rollout.vllm.support import check_device, check_engine_kwargs
+from ..trainers.checkpoints import how_to_go_on, last_complete_checkpoint, read_rollout_state
+
+
+BF16 = "bf16"
+FORWARD_TYPES = {"mixed": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}
+MODES = {"embedded": "embedded", "vllm": "colocate"}  # `--engine` -> what samples, as in `rollout.spec.engine_kind`
+
+
+@dataclass
+class EngineOptions:
+    """
+    What samples, and from which policy. The names are those of the command line's options.
+
+    Attributes:
+        rollout_precision (`str` or `None`): What the engine samples in; `None` for the run's, else BF16.
+        train_precision (`str` or `None`): What the policy is trained in; `None` for the run's, else BF16.
+        engine (`str`): Key of `MODES`.
+        vllm_engine_kwargs (`str`): Further arguments of vLLM's `LLM`, a JSON object.
+        vllm_gpu_memory_utilization (`float`): Share of the GPU's memory for vLLM.
+        dtype (`str`): Key of `FORWARD_TYPES`: types of the trainer's forward pass.
+        trust_remote_code (`bool`): Whether the model's own Python may run.
+        max_completion_length (`int`): Most tokens of a completion.
+        temperature (`float` or `None`): Of sampling.
+    """
+
+    rollout_precision: str | None
+    train_precision: str | None
+    engine: str
+    vllm_engine_kwargs: str
+    vllm_gpu_memory_utilization: float
+    dtype: str
+    trust_remote_code: bool
+    max_completion_length: int
+    temperature: float | None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """
+    A model, or the newest whole checkpoint of a run.
+
+    Attributes:
+        path (`str`): Its directory, or its id on the hub.
+        base (`str`): Where its model's weights are: the same, or an adapter's base.
+        adapter (`bool`): Whether it is an adapter.
+        settings (`dict`): The run's settings, as the checkpoint records them.
+        trust (`bool`): Whether its own Python may run.
+    """
+
+    path: str
+    base: str
+    adapter: bool
+    settings: dict
+    trust: bool
+
+    @classmethod
+    def find(cls, name: str, option: str = "`--mismatch`", trust: bool = False) -> "Trained":
+        """
+        Finds the model or run called `name`, which the user gave as `option`.
+
+        Raises:
+            ValueError: The directory holds no model and no adapter, or the model is quantized already.
+        """
+        path, base, adapter, settings = name, name, False, {}
+        if Path(name).is_dir():
+            path = base = last_complete_checkpoint(name) or name
+            settings = read_rollout_state(path).get("settings", {})
+            adapter = (Path(path) / "adapter_config.json").is_file()
+            if adapter:
+                base = PeftConfig.from_pretrained(path).base_model_name_or_path
+            elif not (Path(path) / "config.json").is_file():
+                raise ValueError(f"{option}={name!r} holds no model and no adapter. {how_to_go_on(name)}")
+        if getattr(AutoConfig.from_pretrained(base, trust_remote_code=trust), "quantization_config", None) is not None:
+            raise ValueError(f"{option}={name!r} is quantized already: {base}. Name a checkpoint of 16 or 32 bits.")
+        return cls(path, base, adapter, settings, trust)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        own = (Path(self.path) / "tokenizer_config.json").is_file()
+        tokenizer = AutoTokenizer.from_pretrained(self.path if own else self.base, trust_remote_code=self.trust)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        return tokenizer
+
+    def policy(self, precision: str, dtype: torch.dtype, merged: bool):
+        """
+        The model as a run trains it in `precision`, with `merged` for a run whose engine quantizes an adapter together
+        with the base.
+        """
+        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype, trust_remote_code=self.trust)
+        if frozen := precision in frozen_bases():
+            freeze(model, precision, checkpoint_dtype(self.base, self.trust))
+        if self.adapter:
+            config = PeftConfig.from_pretrained(self.path)
+            model = PeftModel.from_pretrained(model, self.path, config=with_frozen_layers(config) if frozen else config)
+        if precision != BF16 and not frozen:
+            unify(model, precision, merged, None if merged else checkpoint_dtype(self.base, self.trust))
+        return model.eval()
+
+
+def resolve_engine(options: EngineOptions, trained: Trained) -> dict:
+    """Fills in `options` from what a run recorded, checks that they go together, and returns vLLM's arguments."""
+    for name in ("rollout_precision", "train_precision"):
+        if getattr(options, name) is None:
+            setattr(options, name, trained.settings.get(name) or BF16)
+    if not 0 < options.vllm_gpu_memory_utilization <= 1:
+        share = options.vllm_gpu_memory_utilization
+        raise ValueError(f"`--vllm_gpu_memory_utilization`={share:g} is out of range. It must be > 0 and <= 1.")
+    if options.train_precision == BITSANDBYTES:
+        held = [name for name in train_precisions() if name != BITSANDBYTES]
+        raise ValueError(
+            f"`--train_precision`={BITSANDBYTES!r} is bitsandbytes', which is not read here yet. Allowed: "
+            f"{', '.join(map(repr, [BF16, *held]))}."
+        )
+    try:
+        kwargs = dict(json.loads(options.vllm_engine_kwargs))
+    except (ValueError, TypeError) as error:
+        given = options.vllm_engine_kwargs
+        raise ValueError(f"`--vllm_engine_kwargs`={given!r} is no JSON object: {error}.") from error
+    if options.engine == "vllm":
+        if options.rollout_precision not in (allowed := in_vllm()):
+            raise ValueError(
+                f"`--rollout_precision`={options.rollout_precision!r} does not run in vLLM. Allowed: "
+                f"{', '.join(map(repr, allowed))}; or `--engine embedded`."
+            )
+        check_device(options.rollout_precision)
+        check_engine_kwargs(kwargs)
+    elif kwargs:
+        raise ValueError("`--vllm_engine_kwargs` acts with `--engine vllm` alone. Give both, or leave it out.")
+    return kwargs
+
+
+def build_engine(
+    options: EngineOptions,
+    trained: Trained,
+    tokenizer: PreTrainedTokenizerBase,
+    longest_prompt: int,
+    num_sequences: int,
+    kwargs: dict,
+    **sampling,
+) -> rollout.RolloutEngine:
+    """
+    The engine with the policy's weights, as a run with these settings has it.
+
+    Args:
+        options ([`EngineOptions`]): From [`resolve_engine`].
+        trained ([`Trained`]): Whose policy it samples.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The policy's.
+        longest_prompt (`int`): Tokens of the longest prompt.
+        num_sequences (`int`): Sequences that vLLM may sample at a time.
+        kwargs (`dict`): Further arguments of vLLM's `LLM`.
+        sampling: Further arguments of the engine, such as `top_p`.
+    """
+    train_precision = None if options.train_precision == BF16 else options.train_precision
+    mode = MODES[options.engine]
+    default = default_lora_sync(mode, options.rollout_precision, train_precision)
+    lora_sync = trained.settings.get("lora_sync") or default
+    policy = trained.policy(options.train_precision, FORWARD_TYPES[options.dtype], lora_sync == "merge")
+    mixed = BF16 if options.dtype == "mixed" else "no"
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed)
+    given = {"temperature": options.temperature, "max_completion_length": options.max_completion_length} | sampling
+    given["trust_remote_code"] = trained.trust
+    if options.engine == "vllm":
+        given |= {
+            "max_model_length": longest_prompt + options.max_completion_length + 1,
+            "max_num_seqs": num_sequences,
+            "gpu_memory_utilization": options.vllm_gpu_memory_utilization,
+        }
+    spec = EngineSpec(
+        kind=engine_kind(mode, options.rollout_precision, train_precision),
+        precision=options.rollout_precision,
+        engine_kwargs=kwargs,
+        lora_sync=lora_sync if trained.adapter else "merge",
+    )
+    engine = rollout.build_engine(spec, policy.to(accelerator.device), accelerator, tokenizer, **given)
+    engine.sync_weights()
+    return engine
