@@ -21,6 +21,7 @@ from .options import check_train
 COMMANDS = {
     "prepare": "write a quantized copy of a checkpoint, for vLLM servers in INT8, NVFP4 or MXFP4",
     "export": "merge an adapter, or undo UAQ, for serving; in 16 bits or quantized",
+    "plan": "check a training run and tell its steps, memory and cost, with nothing loaded",
     "train": "train with GRPO, quantized rollouts and a correction (also: examples/train_grpo.py)",
     "eval": "answer benchmarks and score them: greedy, avg@k, pass@k; resumable",
     "report": "what training runs did, as one HTML page; with --mismatch, where trainer and engine part",

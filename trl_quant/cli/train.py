@@ -28,15 +28,20 @@ from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import plain_errors
 from trl_quant.cli.options import PROG, USAGE, about_unknown, check_train
 from trl_quant.config.fields import SECTIONS
+from trl_quant.report.plan import make_plan
 from trl_quant.tasks import REWARDS, load_prompts
+
+
+DEFAULT_DATASET = "openai/gsm8k"
 
 
 @dataclass
 class TrainArguments:
     """What to train on."""
 
-    dataset_name: str = field(
-        default="openai/gsm8k", metadata={"help": "Dataset id on the hub, directory, or .json or .jsonl file."}
+    dataset_name: str | None = field(
+        default=None,
+        metadata={"help": f"Dataset id on the hub, directory, or .json or .jsonl file. If not set, {DEFAULT_DATASET}."},
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a dataset on the hub."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on, such as 'train[:1000]'."})
@@ -56,7 +61,13 @@ class TrainArguments:
         },
     )
 
+    dry_run: bool = field(
+        default=False, metadata={"help": "Check everything, say what the run would do and need, and load nothing."}
+    )
+
     def __post_init__(self):
+        self.defaults_told = [] if self.dataset_name else [f"No `dataset_name`: the run trains on {DEFAULT_DATASET}."]
+        self.dataset_name = self.dataset_name or DEFAULT_DATASET
         if not 0 <= self.overlong_punishment <= 1:
             raise ValueError(f"`overlong_punishment`={self.overlong_punishment!r} must be a number from 0 to 1.")
         self.rewards = [_reward(name) for name in self.reward_funcs]
@@ -221,6 +232,31 @@ def main(argv: list[str] | None = None, reward_funcs: list[Callable] | None = No
         recipe (`dict`, *optional*): option -> default in place of the usual one.
     """
     script_args, training_args, model_args = parse_args(argv, recipe)
+    given = trainer_arguments(script_args, training_args, model_args, reward_funcs)
+    if script_args.dry_run:
+        refused = show_plan(given)
+        if refused is not None:
+            raise refused
+        return
+    trainer = QuantGRPOTrainer(**given)
+    resume = training_args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
+    trainer.save_model(training_args.output_dir)
+    trainer.save_state()
+
+
+def trainer_arguments(
+    script_args: TrainArguments,
+    training_args: QuantGRPOConfig,
+    model_args: ModelConfig,
+    reward_funcs: list[Callable] | None = None,
+) -> dict:
+    """What the trainer is built with; says on the main process what was left to defaults."""
+    told = list(script_args.defaults_told)
+    if training_args.rollout_precision is None:
+        told.append("No `rollout_precision` and no `train_precision`: nothing is quantized.")
+    if training_args.process_index == 0:
+        print("\n".join(told), end="\n" if told else "")
     overlong = _overlong_punishment(script_args.overlong_punishment, training_args.max_completion_length)
     datasets = load_data(script_args, training_args, model_args)
     training_args.model_init_kwargs = {
@@ -229,15 +265,18 @@ def main(argv: list[str] | None = None, reward_funcs: list[Callable] | None = No
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    trainer = QuantGRPOTrainer(
-        model=model_args.model_name_or_path,
-        reward_funcs=[*script_args.rewards, *(reward_funcs or []), *overlong],
-        args=training_args,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
+    return {
+        "model": model_args.model_name_or_path,
+        "reward_funcs": [*script_args.rewards, *(reward_funcs or []), *overlong],
+        "args": training_args,
+        "quantization_config": get_quantization_config(model_args),
+        "peft_config": get_peft_config(model_args),
         **datasets,
-    )
-    resume = training_args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
-    trainer.save_model(training_args.output_dir)
-    trainer.save_state()
+    }
+
+
+def show_plan(given: dict, card: int | None = None) -> Exception | None:
+    """Prints what a run with these [`trainer_arguments`] would do; returns why it cannot start here, if it cannot."""
+    plan = make_plan(**given, card=card)
+    print("\n".join(plan.lines))
+    return plan.refused

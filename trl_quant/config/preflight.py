@@ -48,10 +48,21 @@ def name_of(model) -> str:
     return getattr(model.config, "name_or_path", None) or ""
 
 
-def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs, peft_config, **others) -> None:
+def check_machine(args) -> None:
+    """Raises `ValueError` or `ImportError` where vLLM, or its version, cannot sample in a run's precision here."""
+    if args.use_vllm and args.rollout_precision is not None:
+        check_version()
+        if args.vllm_mode == "colocate":
+            check_device(args.rollout_precision, args.vllm_enable_sleep_mode)
+
+
+def check_before_loading(
+    model, args, train_dataset, eval_dataset, reward_funcs, peft_config, here: bool = True, **others
+) -> None:
     """
     Raises `ValueError` for arguments of a trainer that do not fit together, or that this machine cannot run, and
-    `ImportError` for a library that it lacks.
+    `ImportError` for a library that it lacks. If the run is not to start `here`, nothing is asked of this machine's
+    vLLM.
     """
     tools, rollout_func, environments = map(others.get, ("tools", "rollout_func", "environment_factory"))
     _check_correction_acts(args, rollout_func)
@@ -62,9 +73,8 @@ def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs,
     check_dynamic_sampling(args, train_dataset, tools, rollout_func, environments)
     if args.use_vllm and args.rollout_precision is not None:
         _check_turns(args, tools, environments)
-        check_version()
-        if args.vllm_mode == "colocate":
-            check_device(args.rollout_precision, args.vllm_enable_sleep_mode)
+    if here:
+        check_machine(args)
     if isinstance(model, Module):
         _check_untouched(args, model)
     if args.train_precision is not None:
@@ -75,7 +85,7 @@ def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs,
             _check_kind(config, model)
             _check_adapter(peft_config)
             _check_tokenizer(config, others.get("processing_class"), train_dataset)
-            _check_policy(config, args, others["quantization_config"])
+            _check_policy(config, args, others["quantization_config"], here)
         if args.noise_schedule is not None or args.uaq_scale is not None:
             _check_norms(config, model, args, peft_config)
     if args.beta != 0 and peft_config is None and not name_of(model) and not is_peft_model(model):
@@ -86,7 +96,7 @@ def check_before_loading(model, args, train_dataset, eval_dataset, reward_funcs,
     for start in (model, (args.vllm_engine_kwargs or {}).get("model")):
         if isinstance(start, str) and Path(start).is_dir():
             check_files(start)
-    if args.use_vllm and args.rollout_precision is not None and args.vllm_mode == "server":
+    if here and args.use_vllm and args.rollout_precision is not None and args.vllm_mode == "server":
         _wait_for_server(args, getattr(model, "name_or_path", model))
 
 
@@ -264,7 +274,7 @@ def _check_tokenizer(config, processing_class, train_dataset) -> None:
         )
 
 
-def _check_policy(config, args, quantization_config) -> None:
+def _check_policy(config, args, quantization_config, here: bool) -> None:
     """Refuses policies that no engine samples from, and a checkpoint for vLLM that holds another model."""
     quantization_config = quantization_config or (args.model_init_kwargs or {}).get("quantization_config")
     trained = args.holds_frozen_base or getattr(quantization_config, "dequantize", False)
@@ -293,7 +303,7 @@ def _check_policy(config, args, quantization_config) -> None:
             args.max_completion_length,
             context,
         )
-    if not args.use_vllm or args.vllm_mode != "colocate":
+    if not here or not args.use_vllm or args.vllm_mode != "colocate":
         return
     check_head_size(config)
     if args.exact_rollouts:

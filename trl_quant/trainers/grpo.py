@@ -8,6 +8,7 @@ from ..rollout.rollout_func import CheckedRollout
 from .checks import check_method
 from .correction_step import CorrectionStep, scores_in_one_pass
 from .dynamic_sampling import dynamically_sampled
+from .introduction import PACKAGE_TAG
 from .quantized import QuantRollouts
 from .reward_calls import limited_tool
 
@@ -37,6 +38,7 @@ class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
     """
 
     config_class = QuantGRPOConfig
+    _tag_names = [*GRPOTrainer._tag_names, PACKAGE_TAG]
 
     def __init__(
         self,

@@ -13,13 +13,19 @@ from transformers import Trainer, TrainerCallback
 from ..trl_seams import phases_timed
 
 
+# TRL's name of the phase in which an engine samples, and of the one in which transformers' `generate` does
+IN_VLLM, IN_TRANSFORMERS = "vLLM.generate", "transformers.generate"
+
+
 class PhaseTimes(TrainerCallback):
     """Gives `log` the seconds of each phase at the end of a step, before the trainer logs the step."""
 
-    def __init__(self, log: Callable[[dict[str, float]], None]):
-        self.log, self.seconds = log, defaultdict(float)
+    def __init__(self, log: Callable[[dict[str, float]], None], in_vllm: bool):
+        self.log, self.in_vllm, self.seconds = log, in_vllm, defaultdict(float)
 
     def add(self, name: str, seconds: float) -> None:
+        if name == IN_VLLM and not self.in_vllm:
+            name = IN_TRANSFORMERS
         self.seconds[f"profiling/{name}"] += seconds
 
     def on_step_begin(self, *args, **kwargs):
@@ -36,7 +42,7 @@ def logged(trainer: Trainer, log: Callable[[dict[str, float]], None] | None) -> 
     if log is None:
         yield
         return
-    times = PhaseTimes(log)
+    times = PhaseTimes(log, in_vllm=trainer.args.use_vllm)
     trainer.add_callback(times)
     try:
         with phases_timed(times.add):

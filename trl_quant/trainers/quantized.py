@@ -23,6 +23,7 @@ from ..trl_seams import exchanged
 from . import checkpoints, phases
 from .checks import check_model, check_trainable
 from .finite import FiniteSteps, check_trained
+from .introduction import add_to_card, introduce
 from .reward_calls import RewardCalls
 
 
@@ -72,6 +73,7 @@ class QuantRollouts:
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
             apply_uaq(self.model, args.uaq_scale)
         self._flow = flow(self.model)
+        introduce(self)
 
     def build_engine(self, spec: EngineSpec, model, accelerator, processing_class, **settings) -> Engine:
         """
@@ -233,6 +235,10 @@ class QuantRollouts:
 
     def _get_train_sampler(self, dataset=None):
         return checkpoints.same_after_resume(super()._get_train_sampler(dataset))
+
+    def create_model_card(self, *args, **kwargs):
+        super().create_model_card(*args, **kwargs)
+        add_to_card(self)
 
     def _save_checkpoint(self, model, trial):
         check_trained(self)

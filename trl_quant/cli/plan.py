@@ -1,0 +1,39 @@
+"""`trl-quant plan MODEL`: what a run of `trl-quant train` with the same options would do and need, on any machine.
+
+    trl-quant plan Qwen/Qwen2.5-7B-Instruct --rollout_precision fp8 --use_vllm true --use_peft true --card 80
+
+Options are `--card` and those of `trl-quant train`. Nothing is loaded but the model's config and tokenizer, and the
+dataset. On the machine that is to train, `trl-quant train ... --dry_run true` fails where the run would.
+"""
+
+import argparse
+
+from trl_quant.cli import plain_errors
+from trl_quant.report.plan import GB
+
+
+@plain_errors()
+def main(argv: list[str] | None = None) -> None:
+    """Prints the plan of a run."""
+    parser = argparse.ArgumentParser(
+        prog="trl-quant plan",
+        usage="%(prog)s MODEL [--card GB] [options of trl-quant train]",
+        description=__doc__.partition("\n")[0],
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a hub id or a directory")
+    parser.add_argument(
+        "--card", type=float, metavar="GB", help="of the GPU, 10^9 bytes (default: this machine's, or 80)"
+    )
+    args, others = parser.parse_known_args(argv)
+    if args.card is not None and not args.card > 0:
+        raise ValueError(f"`--card`={args.card:g} is out of range. It must be > 0.")
+    import torch
+
+    from trl_quant.cli import train
+
+    options = ["--model_name_or_path", args.model]
+    if not torch.accelerator.is_available():
+        options += ["--use_cpu", "true"]  # without it transformers refuses BF16 where there is no GPU
+    given = train.trainer_arguments(*train.parse_args([*options, *others]))
+    train.show_plan(given, card=None if args.card is None else round(args.card * GB))

@@ -1,0 +1,98 @@
+"""One sentence that says what a run does: where samples come from, their correction, and how an adapter gets there.
+
+Sampling: INT8, embedded (numerics only, no speed-up); correction tis, cap 2; LoRA merged
+"""
+
+from dataclasses import asdict, fields
+
+from ..corrections.trl import TRL
+from .grpo import QuantGRPOConfig
+
+
+PLACES = {
+    "embedded": "embedded (numerics only, no speed-up)",
+    "shared": "embedded, from the policy's own layers (numerics only, no speed-up)",
+    "colocate": "vLLM in the training process",
+    "server": "vLLM server",
+}
+
+
+def summary(args: QuantGRPOConfig, adapted: bool) -> str:
+    """
+    What a run with these settings does.
+
+    Args:
+        args ([`QuantGRPOConfig`]): The run's settings.
+        adapted (`bool`): Whether the policy has an adapter, which alone is trained.
+
+    Returns:
+        `str`: One line.
+    """
+    parts = [f"Sampling: {_sampling(args)}", _correction(args)]
+    if adapted:
+        parts.append(_adapter(args))
+    if args.train_precision is not None:
+        parts.append(_training(args))
+    if args.noise_schedule is not None:
+        parts.append(f"noise {args.noise_schedule}, sigma {args.noise_sigma_start:g} to {args.noise_sigma_end:g}")
+    if args.uaq_scale is not None:
+        parts.append(f"UAQ, scale {args.uaq_scale:g}")
+    if args.dynamic_sampling_rounds:
+        parts.append(f"dynamic sampling, at most {args.dynamic_sampling_rounds} further rounds")
+    return "; ".join(parts)
+
+
+def title(precision: str) -> str:
+    """A precision as a heading has it: `fp8_block` is "FP8-block"."""
+    format, _, scales = precision.partition("_")
+    return f"{format.upper()}-{scales}" if scales else format.upper()
+
+
+def engine_name(args: QuantGRPOConfig) -> str | None:
+    """The engine that samples, a key of [`PLACES`]; `None` where the policy itself does."""
+    if args.use_vllm:
+        return args.vllm_mode
+    if args.rollout_precision is None:
+        return None
+    return "shared" if args.samples_as_trained and args.fsdp_version is None else "embedded"
+
+
+def _sampling(args) -> str:
+    engine = engine_name(args)
+    if args.rollout_precision is None:
+        return f"not quantized, {'the policy itself' if engine is None else PLACES[engine]}, by TRL"
+    precision = args.rollout_precision
+    precision = "the fastest precision, to be measured" if precision == "auto" else title(precision)
+    return f"{precision}, {PLACES[engine]}"
+
+
+def _correction(args) -> str:
+    if args.rollout_precision is None and not args.use_vllm:
+        return "no correction"
+    if args.is_correction == "none" or not args.vllm_importance_sampling_correction:
+        return "no correction"
+    if args.is_correction == "trl":
+        prefix = "vllm_importance_sampling_"
+        settings = {f.name: getattr(args, prefix + f.name) for f in fields(TRL)}
+    else:
+        settings = asdict(args.correction())
+    told = [f"{name} {_short(value)}" for name, value in settings.items() if value is not None]
+    return ", ".join([f"correction {args.is_correction}", *told])
+
+
+def _short(value) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _adapter(args) -> str:
+    if args.rollout_precision is None:
+        return "LoRA merged" if args.use_vllm else "LoRA beside the base"
+    beside = args.lora_sync == "adapter" or (args.holds_frozen_base and args.samples_as_trained)
+    return "LoRA beside the base" if beside else "LoRA merged"
+
+
+def _training(args) -> str:
+    if args.holds_frozen_base:
+        return f"training on a frozen {title(args.train_precision)} base"
+    same = ", with the engine's own kernels" if args.exact_rollouts else ""
+    return f"training in {title(args.train_precision)}{same}"

@@ -1,0 +1,92 @@
+"""What a step costs against TRL's in BF16, where it was measured: on one H200, with vLLM in the training process.
+
+`tests/test_plan.py` compares each line with the raw files in `benchmarks/results`.
+"""
+
+from dataclasses import dataclass
+
+from ..config import QuantGRPOConfig
+from ..config.summary import engine_name
+from .memory import Shape
+
+
+SIZES = {"7b": 7.6e9, "32b": 32.8e9}  # parameters of the models that were measured
+NEAR = 0.15  # how far a model's may be from that
+
+
+@dataclass(frozen=True)
+class Step:
+    """
+    Seconds of a step.
+
+    Attributes:
+        size (`str`): Key of [`SIZES`].
+        adapted (`bool`): Whether LoRA was trained, or all weights.
+        train (`str` or `None`): `train_precision`.
+        rollout (`str`): `rollout_precision`.
+        exact (`bool`): `exact_rollouts`.
+        completions, new (`int`): Completions of a step, and new tokens of each.
+        trl (`float`): Seconds of TRL's step in BF16.
+        scoring (`float`): Of these, seconds of a pass that TRL's correction needs and ours mostly does without.
+        ours (`float`): Seconds of our step.
+    """
+
+    size: str
+    adapted: bool
+    train: str | None
+    rollout: str
+    exact: bool
+    completions: int
+    new: int
+    trl: float
+    scoring: float
+    ours: float
+
+
+STEPS = (
+    Step("7b", True, None, "fp8", False, 64, 512, 10.59, 1.75, 8.33),
+    Step("7b", True, None, "fp8", False, 64, 1024, 18.90, 2.93, 14.51),
+    Step("7b", True, None, "fp8", False, 64, 2048, 38.09, 5.40, 28.12),
+    Step("7b", True, None, "fp8", False, 256, 512, 37.38, 7.05, 27.71),
+    Step("7b", False, None, "fp8", False, 64, 512, 9.70, 1.34, 7.88),
+    Step("7b", False, None, "fp8", False, 64, 1024, 17.67, 2.27, 13.78),
+    Step("7b", False, None, "fp8", False, 256, 512, 34.83, 5.38, 25.55),
+    Step("7b", True, "fp8", "fp8", False, 64, 1024, 19.25, 2.91, 10.67),
+    Step("7b", True, "fp8_block", "fp8_block", True, 64, 1024, 19.25, 2.91, 11.63),
+    Step("7b", True, "int8", "int8", True, 64, 1024, 19.25, 2.91, 12.66),
+    Step("7b", False, "fp8_block", "fp8_block", False, 64, 1024, 18.69, 2.24, 12.06),
+    Step("7b", False, "fp8_block", "fp8_block", False, 64, 4096, 74.03, 8.30, 51.05),
+    Step("7b", True, "nvfp4", "nvfp4", False, 8, 512, 3.63, 0.22, 3.15),
+    Step("7b", True, "nvfp4", "nvfp4", False, 64, 512, 10.72, 1.78, 9.15),
+    Step("32b", True, "nvfp4", "nvfp4", False, 8, 512, 14.58, 0.94, 12.37),
+    Step("32b", True, "nvfp4", "nvfp4", False, 64, 512, 48.90, 7.55, 50.53),
+)
+
+
+def cost(args: QuantGRPOConfig, shape: Shape) -> str:
+    """What is known of a run's cost against TRL's in BF16, from the measured step that is nearest to its own."""
+    engine = engine_name(args)
+    if args.rollout_precision is None:
+        return "as TRL's, which this run is"
+    if engine in ("embedded", "shared"):
+        return "not measured; the embedded engine computes in low precision and is not made to be fast"
+    found = [step for step in STEPS if _is_like(step, args, shape)] if engine == "colocate" else []
+    if not found:
+        return "not measured for this model, these precisions and this engine"
+    step = min(found, key=lambda step: _distance(step, args))
+    return (
+        f"{step.ours:.2f} s a step against TRL's {step.trl:.2f} s, {step.trl / step.ours:.2f}x "
+        f"({(step.trl - step.scoring) / step.ours:.2f}x where TRL's does not score), measured on one H200 at "
+        f"{step.size.upper()} with {step.completions} completions of {step.new} new tokens"
+    )
+
+
+def _is_like(step: Step, args, shape: Shape) -> bool:
+    near = abs(shape.parameters / SIZES[step.size] - 1) <= NEAR
+    mine = shape.adapter > 0, args.train_precision, args.rollout_precision, args.exact_rollouts
+    return near and mine == (step.adapted, step.train, step.rollout, step.exact)
+
+
+def _distance(step: Step, args) -> tuple[int, int]:
+    lengths = abs(step.new - args.max_completion_length)
+    return lengths, abs(step.completions - args.generation_batch_size)

@@ -1,0 +1,292 @@
+"""
+An estimate of a GPU's memory in a run, by part, from the model's config alone.
+
+    peak = held + max(training, sampling)
+
+| part | is |
+|---|---|
+| policy | its weights, in the type that it is loaded in, or in a frozen base's bits |
+| codes | with `train_precision` on trained weights: their codes, which lie beside them |
+| adapter | LoRA's weights |
+| optimizer | its states |
+| reference | the reference model of a run with `beta`, unless an adapter is switched off for it |
+| engine | what samples, beside the policy; with vLLM its weights, its cache and its work space |
+| gradients | while training: of what is trained |
+| checkpoints | while training: each layer's input, kept by gradient checkpointing |
+| work | while training: one layer, or the head, with its backward pass |
+| cache | while sampling without vLLM: keys and values of a generation |
+| beside | CUDA, and libraries, which no allocator counts |
+
+The model is built on the meta device, where weights take no memory, and its parameters are counted. What a layer needs
+for its backward pass is the one part that cannot be counted from outside. It is proportional to the tokens of a
+micro-batch: so many bytes for each unit of the MLP's width, and for each of the hidden width ([`WORK`]). These few
+numbers are the slopes that `benchmarks/update.py` measured from 3B to 32B; all else is computed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import transformers
+from peft import PeftConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ..config import QuantGRPOConfig
+from ..config.summary import engine_name
+from ..formats import FORMATS
+from ..precisions import PRECISIONS
+from ..rollout.vllm.support import quantized_layers
+
+
+BF16 = 2  # bytes
+FP32 = 4
+BESIDE = 900_000_000  # bytes of CUDA and libraries, 0.83 to 0.91 GB in `benchmarks/memory.py`
+# Tile of the logits that TRL's fused head computes at a time: tokens, entries of the vocabulary
+HEAD_TILE = (4096, 32768)
+# Numbers that a layer decodes at a time for a product, in bytes
+DECODED = 128 << 20
+# Bytes of optimizer state for a parameter of so many bytes, by the beginning of `optim`
+OPTIMIZERS = {
+    "adamw_torch_8bit": lambda size: 2,
+    "adamw_8bit": lambda size: 2,
+    "adamw_bnb_8bit": lambda size: 2,
+    "paged_adamw_8bit": lambda size: 0,  # in the host's memory where the GPU's is short
+    "paged_adamw": lambda size: 0,
+    "adamw": lambda size: 2 * size,
+    "sgd": lambda size: 0,
+    "adafactor": lambda size: 0,
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """
+    What a layer's backward pass holds of each token.
+
+    Attributes:
+        wide (`int`): Bytes for each unit of the MLP's width.
+        hidden (`int`): Bytes for each unit of the hidden width.
+    """
+
+    wide: int
+    hidden: int
+
+
+# gate, up, silu(gate), their product and its gradient are 10 bytes a unit of the MLP's width in BF16. PEFT's branch has
+# gradients of its own; a fused adapter has not.
+WORK = {
+    "weights": Work(12, 35),
+    "adapter": Work(14, 35),
+    "frozen": Work(12, 17),
+    "unified": Work(12, 20),
+    "unified in groups": Work(20, 16),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """
+    What a model is made of.
+
+    Attributes:
+        linear (`int`): Parameters of the decoder's linear layers, which are quantized.
+        other (`int`): All other parameters.
+        adapter (`int`): Parameters of the adapter.
+        embeddings (`int`): Parameters of embeddings and head, which an engine may share.
+        head (`int`): Parameters of the head.
+        hidden (`int`): Width of the residual stream.
+        wide (`int`): Width of the MLP.
+        layers (`int`): Decoder layers.
+        token (`int`): Numbers that the cache holds of a token.
+    """
+
+    linear: int
+    other: int
+    adapter: int
+    embeddings: int
+    head: int
+    hidden: int
+    wide: int
+    layers: int
+    token: int
+
+    @property
+    def parameters(self) -> int:
+        """Those of the model without its adapter."""
+        return self.linear + self.other
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, peft_config: PeftConfig | None = None) -> "Shape":
+        """The shape of a model, by its config; nothing is loaded."""
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        with torch.device("meta"):
+            model = kind(config) if kind is not None else AutoModelForCausalLM.from_config(config)
+            model.tie_weights()
+            linears = [model.get_submodule(name) for name in quantized_layers(model)]
+            linear = sum(layer.weight.numel() for layer in linears)
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            tables = {id(table): table for table in _tables(model)}
+            head = model.get_output_embeddings()
+            wide = max(layer.in_features for layer in linears)
+            adapter = 0
+            if peft_config is not None:
+                adapted = get_peft_model(model, peft_config)
+                adapter = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+        text = config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return cls(
+            linear=linear,
+            other=parameters - linear,
+            adapter=adapter,
+            embeddings=sum(table.numel() for table in tables.values()),
+            head=head.weight.numel(),
+            hidden=text.hidden_size,
+            wide=wide,
+            layers=text.num_hidden_layers,
+            token=2 * text.num_hidden_layers * heads * size,
+        )
+
+
+def _tables(model: nn.Module) -> list[nn.Parameter]:
+    return [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """
+    Bytes by part. `held` lasts all the time (an engine that sleeps, while it samples), `training` and `sampling` take
+    turns.
+    """
+
+    held: dict[str, int]
+    training: dict[str, int]
+    sampling: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        """The most that torch's allocator holds at a time."""
+        return sum(self.held.values()) + max(sum(self.training.values()), sum(self.sampling.values()))
+
+    @property
+    def card(self) -> int:
+        """What a card must have for that."""
+        return self.peak + BESIDE
+
+
+def estimate(args: QuantGRPOConfig, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> Memory:
+    """
+    The memory of one GPU that holds the whole policy; with FSDP or DeepSpeed a part of it is spread.
+
+    Args:
+        args ([`QuantGRPOConfig`]): The run's settings.
+        shape ([`Shape`]): The model's.
+        dtype (`torch.dtype`): Type that the policy is loaded in.
+        prompt (`int`): Tokens of a prompt, the longest.
+        card (`int`): Bytes of the GPU, of which vLLM takes its share.
+
+    Returns:
+        [`Memory`]: The estimate.
+    """
+    held = _held(args, shape, dtype)
+    engine, cache = _engine(args, shape, dtype, prompt, card)
+    sampling = {"cache": cache}
+    if args.use_vllm and args.vllm_enable_sleep_mode:
+        sampling["engine"] = engine
+    else:
+        held["engine"] = engine
+    return Memory(held, _training(args, shape, dtype, prompt), sampling)
+
+
+def _held(args, shape: Shape, dtype: torch.dtype) -> dict[str, int]:
+    size, adapted = dtype.itemsize, shape.adapter > 0
+    trained = shape.adapter if adapted else shape.parameters
+    policy = size * shape.parameters
+    if args.holds_frozen_base:
+        policy = _in_bits(shape.linear, args.train_precision) + size * shape.other
+    held = {"policy": policy}
+    if args.train_precision is not None and not args.holds_frozen_base:
+        held["codes"] = _in_bits(shape.linear, args.train_precision)
+    if adapted:
+        held["adapter"] = FP32 * shape.adapter  # PEFT's, whatever the policy's type
+    held["optimizer"] = trained * _state(args.optim.value, FP32 if adapted else size)
+    if args.beta != 0 and not adapted:
+        held["reference"] = policy
+    return held
+
+
+def _in_bits(parameters: int, precision: str) -> int:
+    format = PRECISIONS[precision].format
+    return round(parameters * (16 if format is None else FORMATS[format].bits) / 8)
+
+
+def _state(optimizer: str, size: int) -> int:
+    """Bytes for each parameter; an optimizer that is not known counts as AdamW."""
+    kinds = [kind for kind in OPTIMIZERS if optimizer.startswith(kind)]
+    return OPTIMIZERS[max(kinds, key=len, default="adamw")](size)
+
+
+def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> tuple[int, int]:
+    """Bytes of the engine beside the policy, and of the cache that it has while it samples alone."""
+    name = engine_name(args)
+    if name == "server":
+        return 0, 0
+    tokens = args.generation_batch_size * (prompt + args.max_completion_length)
+    if name == "colocate":
+        return _vllm(args, shape, card), 0
+    cache = tokens * shape.token * (BF16 if args.bf16 or args.fp16 else dtype.itemsize)
+    if name != "embedded":
+        return 0, cache
+    mixed = args.bf16 or dtype == torch.bfloat16
+    format = FORMATS.get(PRECISIONS[args.rollout_precision].format) if args.rollout_precision != "auto" else None
+    in_groups = format is not None and format.activations is not None and not format.per_row
+    linear = FP32 if in_groups or not mixed else BF16
+    return shape.linear * linear + shape.other * dtype.itemsize, cache
+
+
+def _vllm(args, shape: Shape, card: int) -> int:
+    """Its share of the card; with a cache of a given size, that, its weights and its adapter's."""
+    given = args.vllm_engine_kwargs or {}
+    cache = given.get("kv_cache_memory_bytes")
+    if cache is None:
+        return round(args.vllm_gpu_memory_utilization * card)
+    shares = args.holds_frozen_base and args.samples_as_trained and args.lora_sync == "adapter"
+    if shares:
+        weights = BF16 * (shape.other - shape.embeddings)
+    elif args.rollout_precision in (None, "auto"):
+        weights = BF16 * shape.parameters
+    else:
+        weights = _in_bits(shape.linear, args.rollout_precision) + BF16 * shape.other
+    adapter = BF16 * shape.adapter if args.lora_sync == "adapter" else 0
+    return int(cache) + (weights + adapter) // args.vllm_tensor_parallel_size
+
+
+def _training(args, shape: Shape, dtype: torch.dtype, prompt: int) -> dict[str, int]:
+    adapted, mixed = shape.adapter > 0, args.bf16 or args.fp16
+    tokens = args.per_device_train_batch_size * (prompt + args.max_completion_length)
+    gradients = FP32 * shape.adapter if adapted else dtype.itemsize * shape.parameters
+    stream = dtype.itemsize * shape.hidden * tokens  # of the residual stream, at one place
+    kind = WORK[_kind(args, adapted)]
+    layer = tokens * (kind.wide * shape.wide + kind.hidden * shape.hidden)
+    rows, columns = HEAD_TILE
+    head = BF16 * min(tokens, rows) * columns + (FP32 + BF16) * shape.hidden * tokens
+    if not adapted:
+        head += FP32 * shape.head  # its gradient is summed in FP32
+    if args.holds_frozen_base:
+        layer += DECODED
+    if not args.gradient_checkpointing:
+        return {"gradients": gradients, "activations": layer * shape.layers + max(head - layer, 0)}
+    # Autocast keeps the 16-bit copies that it makes of trained weights to the end of a forward pass
+    copies = BF16 * shape.linear if dtype == torch.float32 and mixed and not adapted else 0
+    work = max(layer, head, copies + BF16 * min(tokens, rows) * columns)
+    return {"gradients": gradients, "checkpoints": stream * shape.layers, "work": work}
+
+
+def _kind(args, adapted: bool) -> str:
+    """Key of [`WORK`]."""
+    if args.holds_frozen_base:
+        return "frozen"
+    if args.train_precision is not None:
+        grouped = not FORMATS[PRECISIONS[args.train_precision].format].per_row
+        return "unified in groups" if grouped else "unified"
+    return "adapter" if adapted else "weights"

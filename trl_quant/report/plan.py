@@ -1,0 +1,151 @@
+"""What a run would do, told before anything is loaded: its checks, engine, steps, memory and cost.
+
+    trl-quant plan Qwen/Qwen2.5-7B-Instruct --rollout_precision fp8 --use_vllm true --use_peft true
+    trl-quant train ... --dry_run true
+
+Of the model only its config and its tokenizer are read; it is built on the meta device, where weights take no memory.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from datasets import Dataset
+from peft import PeftConfig
+from transformers import AutoConfig, AutoTokenizer
+
+from ..config import QuantGRPOConfig
+from ..config.preflight import check_before_loading, check_machine
+from ..config.summary import summary
+from .measured import cost
+from .memory import BESIDE, Memory, Shape, estimate
+
+
+GB = 10**9
+CARD = 80 * GB  # where there is no GPU to ask
+PROMPTS = 1000  # of which the longest is looked for
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    What a run would do.
+
+    Attributes:
+        lines (`list[str]`): That, to be printed.
+        memory ([`~report.memory.Memory`] or `None`): The estimate; `None` where weights are sharded.
+        steps (`int`): Optimizer steps.
+        refused (`Exception` or `None`): Why this machine cannot start the run.
+    """
+
+    lines: list[str]
+    memory: Memory | None
+    steps: int
+    refused: Exception | None
+
+
+def make_plan(
+    model: str,
+    args: QuantGRPOConfig,
+    peft_config: PeftConfig | None,
+    train_dataset: Dataset,
+    card: int | None = None,
+    **others,
+) -> Plan:
+    """
+    The plan of a run.
+
+    Args:
+        model (`str`): A model's name or directory.
+        args ([`QuantGRPOConfig`]): The run's settings.
+        peft_config ([`~peft.PeftConfig`] or `None`): The adapter.
+        train_dataset (`datasets.Dataset`): The prompts.
+        card (`int`, *optional*): Bytes of the GPU; by default this machine's, or 80 GB.
+        others: What else the trainer is given: `reward_funcs`, `eval_dataset`, `quantization_config`.
+
+    Returns:
+        [`Plan`]: What the run would do.
+
+    Raises:
+        `ValueError` or `ImportError`: as the trainer, for options that are wrong on any machine.
+    """
+    refused = None
+    try:
+        check_machine(args)
+    except (ImportError, ValueError) as error:
+        refused = error
+    given = {"processing_class": None, "tools": None, "rollout_func": None, "environment_factory": None}
+    given |= {"eval_dataset": None, "quantization_config": None} | others
+    check_before_loading(
+        model=model, args=args, train_dataset=train_dataset, peft_config=peft_config, here=refused is None, **given
+    )
+
+    init = args.model_init_kwargs or {}
+    options = {"revision": init.get("revision"), "trust_remote_code": args.trust_remote_code}
+    config = AutoConfig.from_pretrained(model, **options)
+    dtype = _dtype(init.get("dtype", "float32"), config)
+    shape = Shape.of(config, peft_config)
+    prompt = longest_prompt(train_dataset, AutoTokenizer.from_pretrained(model, **options))
+    total = number_of_steps(args, len(train_dataset))
+
+    adapted = f", and an adapter of {shape.adapter / 1e6:.1f} million" if shape.adapter else ""
+    lines = [
+        f"{summary(args, peft_config is not None)}.",
+        f"Model: {model}, {shape.parameters / 1e9:.2f} billion parameters{adapted}, loaded in {dtype}".replace(
+            "torch.", ""
+        ),
+        f"Steps: {total}, from {len(train_dataset)} prompts. A generation has {args.generation_batch_size} completions "
+        f"of {args.generation_batch_size // args.num_generations} prompts, with at most {prompt} + "
+        f"{args.max_completion_length} tokens",
+    ]
+    memory = None
+    if args.fsdp_version is not None or args.deepspeed_plugin is not None:
+        lines.append("Memory: not estimated where FSDP or DeepSpeed shards the weights")
+    else:
+        if card is None:
+            card = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else CARD
+        memory = estimate(args, shape, dtype, prompt, card)
+        lines += _told(memory, card)
+    lines.append(f"Cost against BF16: {cost(args, shape)}")
+    lines.append("This machine: " + ("it can start this run" if refused is None else f"it cannot. {refused}"))
+    return Plan(lines, memory, total, refused)
+
+
+def number_of_steps(args: QuantGRPOConfig, prompts: int) -> int:
+    """Optimizer steps of a run over so many prompts."""
+    if args.max_steps > 0:
+        return args.max_steps
+    generations = prompts // (args.generation_batch_size // args.num_generations)  # what is left over is not sampled
+    micro_batches = generations * args.steps_per_generation * args.num_iterations
+    return math.ceil(args.num_train_epochs * max(math.ceil(micro_batches / args.gradient_accumulation_steps), 1))
+
+
+def longest_prompt(dataset: Dataset, tokenizer) -> int:
+    """Tokens of the longest of the first prompts."""
+    prompts = dataset[: min(len(dataset), PROMPTS)]["prompt"]
+    texts = [
+        tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        if isinstance(prompt, list)
+        else prompt
+        for prompt in prompts
+    ]
+    return max(len(ids) for ids in tokenizer(texts)["input_ids"])
+
+
+def _dtype(given, config) -> torch.dtype:
+    """Type that TRL loads a model in: FP32 unless `dtype` says otherwise, and its own for "auto"."""
+    if given in ("auto", None):
+        given = config.dtype or torch.float32
+    return getattr(torch, given) if isinstance(given, str) else given
+
+
+def _told(memory: Memory, card: int) -> list[str]:
+    lines = [f"Memory of a GPU with {card / GB:.0f} GB, estimated, in GB:"]
+    for heading, parts in (("held", memory.held), ("training", memory.training), ("sampling", memory.sampling)):
+        sizes = [f"{name} {size / GB:.2f}" for name, size in parts.items() if size]
+        if sizes:
+            lines.append(f"  {heading:<10}{', '.join(sizes)}")
+    lines.append(f"  {'beside':<10}{BESIDE / GB:.2f}: CUDA and libraries")
+    fits = "fits" if memory.card <= card else "does not fit"
+    lines.append(f"  {'peak':<10}{memory.card / GB:.2f}: {fits}")
+    return lines
