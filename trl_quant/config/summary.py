@@ -6,6 +6,7 @@ Sampling: INT8, embedded (numerics only, no speed-up); correction tis, cap 2; Lo
 from dataclasses import asdict, fields
 
 from ..corrections.trl import TRL
+from ..rollout.spec import EngineSpec
 from .grpo import QuantGRPOConfig
 
 
@@ -50,11 +51,10 @@ def title(precision: str) -> str:
 
 def engine_name(args: QuantGRPOConfig) -> str | None:
     """The engine that samples, a key of [`PLACES`]; `None` where the policy itself does."""
-    if args.use_vllm:
-        return args.vllm_mode
-    if args.rollout_precision is None:
-        return None
-    return "shared" if args.samples_as_trained and args.fsdp_version is None else "embedded"
+    spec = EngineSpec.from_config(args)
+    if spec is not None:
+        return spec.kind
+    return args.vllm_mode if args.use_vllm else None
 
 
 def _sampling(args) -> str:

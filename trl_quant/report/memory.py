@@ -239,17 +239,13 @@ def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> t
         return 0, cache
     mixed = args.bf16 or dtype == torch.bfloat16
     format = FORMATS.get(PRECISIONS[args.rollout_precision].format) if args.rollout_precision != "auto" else None
-    in_groups = format is not None and format.activations is not None and not format.per_row
+    in_groups = format is not None and format.activations is not None and format.grouped
     linear = FP32 if in_groups or not mixed else BF16
     return shape.linear * linear + shape.other * dtype.itemsize, cache
 
 
 def _vllm(args, shape: Shape, card: int) -> int:
-    """Its share of the card; with a cache of a given size, that, its weights and its adapter's."""
-    given = args.vllm_engine_kwargs or {}
-    cache = given.get("kv_cache_memory_bytes")
-    if cache is None:
-        return round(args.vllm_gpu_memory_utilization * card)
+    """Its share of the card, at least its weights; with a cache of a given size, that and its weights."""
     shares = args.holds_frozen_base and args.samples_as_trained and args.lora_sync == "adapter"
     if shares:
         weights = BF16 * (shape.other - shape.embeddings)
@@ -258,7 +254,9 @@ def _vllm(args, shape: Shape, card: int) -> int:
     else:
         weights = _in_bits(shape.linear, args.rollout_precision) + BF16 * shape.other
     adapter = BF16 * shape.adapter if args.lora_sync == "adapter" else 0
-    return int(cache) + (weights + adapter) // args.vllm_tensor_parallel_size
+    least = (weights + adapter) // args.vllm_tensor_parallel_size
+    cache = (args.vllm_engine_kwargs or {}).get("kv_cache_memory_bytes")
+    return max(round(args.vllm_gpu_memory_utilization * card), least) if cache is None else int(cache) + least
 
 
 def _training(args, shape: Shape, dtype: torch.dtype, prompt: int) -> dict[str, int]:
@@ -287,6 +285,6 @@ def _kind(args, adapted: bool) -> str:
     if args.holds_frozen_base:
         return "frozen"
     if args.train_precision is not None:
-        grouped = not FORMATS[PRECISIONS[args.train_precision].format].per_row
+        grouped = FORMATS[PRECISIONS[args.train_precision].format].grouped
         return "unified in groups" if grouped else "unified"
     return "adapter" if adapted else "weights"

@@ -140,7 +140,7 @@ def _dtype(given, config) -> torch.dtype:
 
 
 def _told(memory: Memory, card: int) -> list[str]:
-    lines = [f"Memory of a GPU with {card / GB:.0f} GB, estimated, in GB:"]
+    lines = [f"Memory of a GPU with {card / GB:.4g} GB, estimated, in GB:"]
     for heading, parts in (("held", memory.held), ("training", memory.training), ("sampling", memory.sampling)):
         sizes = [f"{name} {size / GB:.2f}" for name, size in parts.items() if size]
         if sizes:

@@ -1,0 +1,414 @@
+"""A plan of a run: its memory against what was measured, its steps and its refusals against those of training."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import training
+from datasets import load_dataset
+from peft import LoraConfig
+from tiny import save_tiny, tiny_tokenizer
+from transformers import Qwen2Config
+
+import trl_quant.cli.train as train
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.cli import main
+from trl_quant.report import measured
+from trl_quant.report.memory import Shape, estimate
+from trl_quant.report.plan import longest_prompt, number_of_steps
+
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.append(str(ROOT / "benchmarks"))
+from engines import SHAPES  # noqa: E402
+
+
+H200 = 150_754_820_096  # bytes, as torch.cuda.mem_get_info tells them
+PROMPT = 256  # tokens, in every benchmark
+WITHIN = 0.10
+
+
+def read(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}-NVIDIA-H200.json").read_text())
+
+
+def shape_of(size: str, rank: int) -> Shape:
+    """Of the benchmarks' model."""
+    sizes = dict(SHAPES[size])
+    config = Qwen2Config(
+        vocab_size=152064,
+        num_attention_heads=sizes.pop("heads"),
+        num_key_value_heads=sizes.pop("kv_heads"),
+        tie_word_embeddings=False,
+        architectures=["Qwen2ForCausalLM"],
+        **sizes,
+    )
+    return Shape.of(config, LoraConfig(r=rank, target_modules="all-linear") if rank else None)
+
+
+@pytest.fixture(scope="module")
+def shapes() -> dict[tuple[str, int], Shape]:
+    found = {(size, 32): shape_of(size, 32) for size in ("3b", "7b", "14b", "32b", "70b")}
+    return found | {("7b", 0): shape_of("7b", 0)}
+
+
+@pytest.fixture
+def estimated(shapes, tmp_path):
+    """Bytes that torch holds while it trains, by the benchmark's settings."""
+
+    def of(size: str, rank: int = 32, **settings):
+        args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **settings)
+        return estimate(args, shapes[size, rank], torch.bfloat16, PROMPT, H200)
+
+    return of
+
+
+def held(memory) -> int:
+    return sum(memory.held.values())
+
+
+def while_training(memory) -> int:
+    return held(memory) + sum(memory.training.values())
+
+
+def near(estimate: int, figure: int) -> bool:
+    print(f"estimated {estimate / 1e9:.2f} GB, measured {figure / 1e9:.2f} GB: {estimate / figure - 1:+.1%}")
+    return abs(estimate / figure - 1) <= WITHIN
+
+
+# Memory
+
+
+def shape_counts(size: str) -> tuple[int, int]:
+    """Parameters of Qwen2.5's linear layers, and the rest, counted by hand."""
+    s = SHAPES[size]
+    hidden, wide, layers = s["hidden_size"], s["intermediate_size"], s["num_hidden_layers"]
+    pairs = hidden // s["heads"] * s["kv_heads"]
+    linear = layers * (2 * hidden * hidden + 2 * hidden * pairs + 3 * hidden * wide)
+    return linear, 2 * 152064 * hidden + layers * (hidden + 2 * pairs + 2 * hidden) + hidden
+
+
+@pytest.mark.parametrize("size", ["3b", "7b", "70b"])
+def test_a_models_parameters_are_counted(shapes, size):
+    shape, sizes = shapes[size, 32], SHAPES[size]
+    assert (shape.linear, shape.other) == shape_counts(size)
+    ends = 6 * sizes["hidden_size"] + 2 * sizes["hidden_size"] // sizes["heads"] * sizes["kv_heads"]
+    ends += 3 * (sizes["hidden_size"] + sizes["intermediate_size"])
+    assert shape.adapter == 32 * ends * sizes["num_hidden_layers"]
+    assert (shape.wide, shape.hidden) == (sizes["intermediate_size"], sizes["hidden_size"])
+
+
+@pytest.mark.parametrize("size", ["32b", "70b"])
+def test_memory_of_whole_steps_on_a_frozen_base(shapes, estimated, size):
+    """
+    Every figure of `benchmarks/memory.py`, but for what torch reserved before the first step: it kept blocks that it
+    had freed, up to the cap of the run, which no model's shape tells.
+    """
+    result = read("memory-32b-70b")
+    given, row = result["arguments"], result["results"][size]["nvfp4"]
+    tokens = given["batch"] * (given["prompt"] + given["new"])
+    cache = int(1.1 * tokens * 2 * shapes[size, 32].token)
+    memory = estimated(
+        size,
+        num_generations=given["generations"],
+        per_device_train_batch_size=given["micro"],
+        gradient_accumulation_steps=given["batch"] // given["micro"],
+        max_completion_length=given["new"],
+        train_precision="nvfp4",
+        is_correction=given["correction"],
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_engine_kwargs={"kv_cache_memory_bytes": cache},
+    )
+    assert memory.peak == while_training(memory)
+    before = held(memory) - memory.held["optimizer"]
+    assert near(before, row["start"]["allocated"])
+    for kind in ("allocated", "reserved"):
+        assert near(memory.peak, row["steps"][kind])
+    assert near(memory.card, row["steps"]["reserved"] + row["steps"]["beside"])
+    assert not near(memory.peak - memory.held["policy"] // 4, row["steps"]["allocated"])  # the bound can fail
+
+
+@pytest.mark.parametrize("name", ["3b", "7b", "14b", "32b", "7b-fp8"])
+def test_memory_of_an_update(estimated, name):
+    for size, kinds in read(f"update-{name}")["results"].items():
+        for kind, rows in kinds.items():
+            for tokens, row in rows.items():
+                sequences = int(tokens) // 2048
+                ours = {} if kind == "trl" else {"train_precision": kind}
+                memory = estimated(
+                    size,
+                    num_generations=max(sequences, 2),
+                    per_device_train_batch_size=sequences,
+                    gradient_accumulation_steps=1 if sequences > 1 else 2,
+                    max_completion_length=2048 - PROMPT,
+                    **ours,
+                )
+                assert near(while_training(memory), row["peak_bytes"]), (kind, tokens)
+
+
+def runs_of_steps() -> list:
+    """(arguments, size, rank, micro-batch, trainer, shape, bytes) of every step that was measured."""
+    found = []
+    for path in sorted(RESULTS.glob("step-*.json")):
+        content = json.loads(path.read_text())
+        for run in content.get("runs", [content]):
+            given = run["arguments"]
+            for size, results in run["results"].items():
+                policies = {name: rows for name, rows in results.items() if "micro-batches" in name}
+                for policy, trainers in (policies or {"": results}).items():
+                    rank, micro = given.get("lora", 32), given.get("micro", 16)
+                    if policy:
+                        rank, micro = (32, 16) if "LoRA" in policy else (0, 8)
+                    for trainer, rows in trainers.items():
+                        for shape, row in rows.items():
+                            figure = row["peak_bytes"]
+                            found.append((path.name, given, size, rank, micro, trainer.split()[0], shape, figure))
+    return found
+
+
+@pytest.mark.parametrize("run", runs_of_steps(), ids=lambda run: f"{run[0].split('-NVIDIA')[0]} {run[5]} {run[6]}")
+def test_memory_of_a_step(estimated, run):
+    _, given, size, rank, micro, kind, shape, figure = run
+    completions, new = map(int, shape.split("x"))
+    settings = {"optim": "adamw_torch_fused" if rank else "sgd"}
+    if kind != "trl":
+        settings |= {"rollout_precision": kind, "train_precision": given.get("train_precision")}
+    memory = estimated(
+        size,
+        rank,
+        num_generations=given["generations"],
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=completions // micro,
+        max_completion_length=new,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=given["vllm_gpu_memory_utilization"],
+        **settings,
+    )
+    assert near(while_training(memory), figure)
+
+
+def test_parts_follow_the_settings(shapes, tmp_path):
+    """Each part is what the settings say, by hand, in FP32 and BF16, and comes and goes with them."""
+
+    def parts(rank: int = 32, dtype=torch.bfloat16, **settings) -> dict[str, int]:
+        batch = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 44}
+        args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **batch | settings)
+        memory = estimate(args, shapes["7b", rank], dtype, 20, 80 * 10**9)
+        return memory.held | memory.training | memory.sampling
+
+    shape = shapes["7b", 32]
+    full, adapted = parts(rank=0, dtype=torch.float32), parts()
+    assert full["policy"] == full["gradients"] == full["optimizer"] // 2 == 4 * shape.parameters
+    assert adapted["policy"] == 2 * shape.parameters and adapted["adapter"] == 4 * shape.adapter
+    assert adapted["optimizer"] == 2 * adapted["gradients"] == 8 * shape.adapter
+    assert "reference" not in parts(rank=0) and "reference" not in parts(beta=0.1)
+    assert parts(rank=0, beta=0.1)["reference"] == 2 * shape.parameters
+    assert parts(rank=0, optim="adafactor")["optimizer"] == 0
+    assert parts(rank=0, optim="adamw_bnb_8bit")["optimizer"] == 2 * shape.parameters
+
+    assert adapted["engine"] == 0 and adapted["cache"] == 8 * 64 * 2 * shape.token // 4
+    assert parts(rollout_precision="int8")["engine"] == 2 * shape.parameters
+    assert parts(rollout_precision="fp8_block")["engine"] == 4 * shape.linear + 2 * shape.other
+    assert parts(train_precision="nvfp4")["engine"] == 0
+    assert parts(train_precision="nvfp4")["policy"] == shape.linear * 4.5 / 8 + 2 * shape.other
+    assert parts(train_precision="int8")["codes"] == shape.linear
+    colocated = {"rollout_precision": "fp8", "use_vllm": True, "vllm_mode": "colocate"}
+    assert parts(**colocated)["engine"] == 24 * 10**9 and parts(**colocated)["cache"] == 0
+    assert parts(**colocated | {"vllm_mode": "server"})["engine"] == 0
+    given = parts(**colocated, vllm_engine_kwargs={"kv_cache_memory_bytes": 10**9})
+    assert given["engine"] == 10**9 + shape.linear + 2 * shape.other
+    longer = parts(gradient_checkpointing=False)
+    assert longer["activations"] > adapted["checkpoints"] + adapted["work"]
+
+
+# What it costs
+
+
+def test_costs_are_those_that_were_measured():
+    """Each line of the table is a step in the raw files, and none of these is left out."""
+    found = set()
+
+    def add(size, adapted, given, trl, trainers, exact=False):
+        for kind, rows in trainers.items():
+            for shape, row in rows.items():
+                if kind != "trl" and shape in trl:
+                    rollout, sides = kind.split()[0], tuple(map(int, shape.split("x")))
+                    seconds = trl[shape]["step"], trl[shape]["scoring"], row["step"]
+                    rounded = tuple(round(value, 2) for value in seconds)
+                    found.add(measured.Step(size, adapted, given, rollout, exact, *sides, *rounded))
+
+    for policy, trainers in read("step-7b")["results"]["7b"].items():
+        add("7b", "LoRA" in policy, None, trainers["trl"], trainers)
+    runs = read("step-7b-trained")["runs"]
+    for run in runs:
+        given = run["arguments"]
+        first = runs[0]["results"]["7b"]["trl"]
+        add("7b", True, given["train_precision"], first, run["results"]["7b"], given["exact_rollouts"])
+    for run in read("step-7b-trained-weights")["runs"]:
+        trainers = run["results"]["7b"]
+        add("7b", False, run["arguments"]["train_precision"], trainers["trl"], trainers)
+    for size in ("7b", "32b"):
+        trainers = read(f"step-{size}-nvfp4")["results"][size]
+        add(size, True, "nvfp4", trainers["trl"], trainers)
+    assert set(measured.STEPS) == found and len(measured.STEPS) == len(found)
+
+
+def test_a_cost_is_told_where_it_was_measured_alone(shapes, tmp_path):
+    def cost(size: str = "7b", rank: int = 32, **settings) -> str:
+        args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **settings)
+        return measured.cost(args, shapes[size, rank])
+
+    colocated = {"use_vllm": True, "vllm_mode": "colocate", "max_completion_length": 1100}
+    told = cost(rollout_precision="fp8", **colocated)
+    assert told.startswith("14.51 s a step against TRL's 18.90 s, 1.30x (1.10x") and "of 1024 new tokens" in told
+    assert cost(rank=0, rollout_precision="fp8", **colocated).startswith("13.78 s")
+    assert cost() == "as TRL's, which this run is"
+    assert "embedded" in cost(rollout_precision="fp8")
+    for other in ({"rollout_precision": "int8"}, {"rollout_precision": "fp8", "vllm_mode": "server"}):
+        assert cost(**colocated | other).startswith("not measured")
+    assert cost("14b", rollout_precision="fp8", **colocated).startswith("not measured")
+
+
+# Steps and prompts
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings"),
+    [
+        (8, {"num_train_epochs": 2}),
+        (7, {"num_train_epochs": 1.5, "num_iterations": 2}),
+        (9, {"num_train_epochs": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}),
+        (8, {"num_train_epochs": 1, "steps_per_generation": 3, "gradient_accumulation_steps": 2}),
+        (8, {"max_steps": 3}),
+    ],
+)
+def test_the_number_of_steps_is_the_trainers(tmp_path, prompts, settings):
+    if settings.get("per_device_train_batch_size") == 4:
+        settings |= {"num_generations": 4}
+    args = training.config(QuantGRPOConfig, tmp_path, **{"max_steps": -1, "max_completion_length": 1} | settings)
+    trainer = training.make(QuantGRPOTrainer, args, train_dataset=training.dataset(prompts))
+    trainer.train()
+    assert number_of_steps(args, prompts) == trainer.state.global_step > 0
+
+
+def test_the_longest_prompt_is_measured_in_tokens():
+    tokenizer, data = tiny_tokenizer(), training.dataset(8)
+    assert longest_prompt(data, tokenizer) == max(map(len, data["prompt"]))  # a token is a byte
+    chat = data.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    assert longest_prompt(chat, tokenizer) > longest_prompt(data, tokenizer)
+
+
+# The commands
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def options(tmp_path) -> list[str]:
+    problems = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(8)]
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in problems))
+    settings = f"--dataset_name {path} --reward_funcs arithmetic --output_dir {tmp_path / 'run'} --use_cpu true"
+    settings += " --per_device_train_batch_size 4 --num_generations 4 --max_completion_length 8 --report_to none"
+    return settings.split()
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """No weights are read, and no trainer is built."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a plan loads nothing")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", refuse)
+    monkeypatch.setattr(QuantGRPOTrainer, "__init__", refuse)
+
+
+def test_plan_and_dry_run_tell_the_same(model_dir, options, capsys, unloaded):
+    quantized = ["--rollout_precision", "int4", "--use_peft", "true"]
+    main(["plan", model_dir, *options, *quantized])
+    planned = capsys.readouterr().out
+    main(["train", "--model_name_or_path", model_dir, *options, *quantized, "--dry_run", "true"])
+    assert capsys.readouterr().out == planned
+    for part in ("Sampling: INT4, embedded", "Steps: 24, from 8 prompts", "policy", "engine", "not measured", "it can"):
+        assert part in planned
+    assert "GSM8K" not in planned and "nothing is quantized" not in planned
+
+
+def test_the_card_is_the_one_that_is_named(model_dir, options, capsys, unloaded):
+    main(["plan", model_dir, *options, "--card", "0.5"])
+    told = capsys.readouterr().out
+    assert "a GPU with 0.5 GB" in told and "does not fit" in told
+    main(["plan", model_dir, *options, "--card", "80"])
+    assert ": fits" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="`--card`=-1"):
+        main(["plan", model_dir, *options, "--card", "-1"])
+
+
+WRONG = [
+    ["--rollout_precision", "int3"],
+    ["--rollout_precision", "int4", "--is_cap", "0.5"],
+    ["--rollout_precision", "int4", "--num_generations", "64", "--generation_batch_size", "1024"],
+    ["--train_precision", "nvfp4"],
+    ["--rollout_precision", "int8", "--reward_funcs", "gsm8k", "nothing"],
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: " ".join(wrong))
+def test_a_wrong_option_is_refused_as_in_training(model_dir, options, wrong):
+    told = []
+    for command in (["plan", model_dir], ["train", "--model_name_or_path", model_dir]):
+        with pytest.raises(SystemExit) as error:
+            main([*command, *options, *wrong])
+        told.append(str(error.value))
+    assert told[0] == told[1] and told[0].startswith("error: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="FP8 may run there")
+def test_what_this_machine_lacks_ends_a_dry_run_alone(model_dir, options, capsys, unloaded):
+    """A plan is for any machine, and says it; training, and its dry run, end there with the same words."""
+    quantized = ["--rollout_precision", "fp8", "--use_vllm", "true"]
+    main(["plan", model_dir, *options, *quantized])
+    told = capsys.readouterr().out
+    assert "vLLM in the training process" in told and "engine 24" in told
+    lacking = told.partition("This machine: it cannot. ")[2].strip()
+    assert "vLLM" in lacking
+    for dry in (["--dry_run", "true"], []):
+        with pytest.raises(SystemExit) as error:
+            main(["train", "--model_name_or_path", model_dir, *options, *quantized, *dry])
+        assert str(error.value) == f"error: {lacking}" or not dry
+        assert ("it cannot" in capsys.readouterr().out) == bool(dry)
+
+
+def test_without_a_gpu_bf16_is_planned_all_the_same(model_dir, options, capsys, monkeypatch, unloaded):
+    at = options.index("--use_cpu")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda *args, **kwargs: False)
+    main(["plan", model_dir, *options[:at], *options[at + 2 :]])
+    assert "Steps: 24" in capsys.readouterr().out
+
+
+def test_defaults_are_said(model_dir, options, capsys, monkeypatch, unloaded):
+    """With neither a precision nor a dataset two lines, with both none."""
+    asked = []
+
+    def load(name, split, config, tokenizer):
+        asked.append(name)
+        return load_dataset("json", data_files=options[1], split="train")
+
+    monkeypatch.setattr(train, "load_prompts", load)
+    main(["plan", model_dir, *options[2:]])
+    told = capsys.readouterr().out
+    assert asked == ["openai/gsm8k"] and told.count("the run trains on openai/gsm8k") == 1
+    assert told.count("nothing is quantized") == 1
+    main(["plan", model_dir, *options, "--rollout_precision", "int8"])
+    told = capsys.readouterr().out
+    assert asked[1:] == [options[1]] and not re.search("trains on|nothing is quantized", told)
