@@ -9,7 +9,6 @@ dataset. On the machine that is to train, `trl-quant train ... --dry_run true` f
 import argparse
 
 from trl_quant.cli import plain_errors
-from trl_quant.report.plan import GB
 
 
 @plain_errors()
@@ -31,6 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     from trl_quant.cli import train
+    from trl_quant.report.plan import GB
 
     options = ["--model_name_or_path", args.model]
     if not torch.accelerator.is_available():
