@@ -339,7 +339,14 @@ def test_plan_and_dry_run_tell_the_same(model_dir, options, capsys, unloaded):
     planned = capsys.readouterr().out
     main(["train", "--model_name_or_path", model_dir, *options, *quantized, "--dry_run", "true"])
     assert capsys.readouterr().out == planned
-    for part in ("Sampling: INT4, embedded", "Steps: 24, from 8 prompts", "policy", "engine", "not measured", "it can"):
+    for part in (
+        "Sampling: INT4, embedded",
+        "Steps: 24, from 8 prompts",
+        "policy",
+        "engine",
+        "not measured",
+        "no obstacle",
+    ):
         assert part in planned
     assert "GSM8K" not in planned and "nothing is quantized" not in planned
 

@@ -107,7 +107,7 @@ def make_plan(
         memory = estimate(args, shape, dtype, prompt, card)
         lines += _told(memory, card)
     lines.append(f"Cost against BF16: {cost(args, shape)}")
-    lines.append("This machine: " + ("it can start this run" if refused is None else f"it cannot. {refused}"))
+    lines.append("This machine: " + ("no obstacle found" if refused is None else f"it cannot. {refused}"))
     return Plan(lines, memory, total, refused)
 
 
