@@ -109,7 +109,7 @@ def test_one_line_says_what_a_run_does(tmp_path, settings, adapted, line):
 
 def test_ais_has_its_own(tmp_path):
     args = training.config(AISGRPOConfig, tmp_path, rollout_precision="int4")
-    assert summary(args, False).endswith("correction ais, cap 5, delta 0.02, gamma 1.2, beta_var 1, eps 1e-06")
+    assert summary(args, False).endswith("correction ais, cap 5, delta 0.02, gamma 1.2, beta_var 1")
 
 
 def printed(capsys) -> list[dict]:

@@ -3,11 +3,9 @@
 Sampling: INT8, embedded (numerics only, no speed-up); correction tis, cap 2; LoRA merged
 """
 
-from dataclasses import asdict, fields
-
-from ..corrections.trl import TRL
 from ..rollout.spec import EngineSpec
-from .grpo import QuantGRPOConfig
+from .fields import QuantFields
+from .hyperparameters import setting_fields
 
 
 PLACES = {
@@ -18,12 +16,12 @@ PLACES = {
 }
 
 
-def summary(args: QuantGRPOConfig, adapted: bool) -> str:
+def summary(args: QuantFields, adapted: bool) -> str:
     """
     What a run with these settings does.
 
     Args:
-        args ([`QuantGRPOConfig`]): The run's settings.
+        args ([`QuantFields`]): The run's settings.
         adapted (`bool`): Whether the policy has an adapter, which alone is trained.
 
     Returns:
@@ -49,7 +47,7 @@ def title(precision: str) -> str:
     return f"{format.upper()}-{scales}" if scales else format.upper()
 
 
-def engine_name(args: QuantGRPOConfig) -> str | None:
+def engine_name(args: QuantFields) -> str | None:
     """The engine that samples, a key of [`PLACES`]; `None` where the policy itself does."""
     spec = EngineSpec.from_config(args)
     if spec is not None:
@@ -67,17 +65,17 @@ def _sampling(args) -> str:
 
 
 def _correction(args) -> str:
-    if args.rollout_precision is None and not args.use_vllm:
+    elsewhere = args.rollout_precision is not None or args.use_vllm
+    measured = getattr(args, "vllm_importance_sampling_correction", False)  # RLOO's config has none
+    if not elsewhere or not measured or args.correction_class.ignores_sampler:
         return "no correction"
-    if args.is_correction == "none" or not args.vllm_importance_sampling_correction:
-        return "no correction"
-    if args.is_correction == "trl":
-        prefix = "vllm_importance_sampling_"
-        settings = {f.name: getattr(args, prefix + f.name) for f in fields(TRL)}
-    else:
-        settings = asdict(args.correction())
-    told = [f"{name} {_short(value)}" for name, value in settings.items() if value is not None]
-    return ", ".join([f"correction {args.is_correction}", *told])
+    correction = args.correction()  # None where TRL corrects for its own sampler
+    told = [f"correction {args.is_correction}"]
+    for name, field in setting_fields(args.is_correction, type(args)).items():
+        value = getattr(args, field) if correction is None else getattr(correction, name)
+        if value is not None:
+            told.append(f"{name} {_short(value)}")
+    return ", ".join(told)
 
 
 def _short(value) -> str:
