@@ -38,8 +38,8 @@ from ..precisions import PRECISIONS
 from ..rollout.vllm.support import quantized_layers
 
 
-BF16 = 2  # bytes
-FP32 = 4
+BF16_BYTES = 2
+FP32_BYTES = 4
 BESIDE = 900_000_000  # bytes of CUDA and libraries, 0.83 to 0.91 GB in `benchmarks/memory.py`
 # Tile of the logits that TRL's fused head computes at a time: tokens, entries of the vocabulary
 HEAD_TILE = (4096, 32768)
@@ -208,8 +208,8 @@ def _held(args, shape: Shape, dtype: torch.dtype) -> dict[str, int]:
     if args.train_precision is not None and not args.holds_frozen_base:
         held["codes"] = _in_bits(shape.linear, args.train_precision)
     if adapted:
-        held["adapter"] = FP32 * shape.adapter  # PEFT's, whatever the policy's type
-    held["optimizer"] = trained * _state(args.optim.value, FP32 if adapted else size)
+        held["adapter"] = FP32_BYTES * shape.adapter  # PEFT's, whatever the policy's type
+    held["optimizer"] = trained * _state(args.optim.value, FP32_BYTES if adapted else size)
     if args.beta != 0 and not adapted:
         held["reference"] = policy
     return held
@@ -234,13 +234,13 @@ def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> t
     tokens = args.generation_batch_size * (prompt + args.max_completion_length)
     if name == "colocate":
         return _vllm(args, shape, card), 0
-    cache = tokens * shape.token * (BF16 if args.bf16 or args.fp16 else dtype.itemsize)
+    cache = tokens * shape.token * (BF16_BYTES if args.bf16 or args.fp16 else dtype.itemsize)
     if name != "embedded":
         return 0, cache
     mixed = args.bf16 or dtype == torch.bfloat16
     format = FORMATS.get(PRECISIONS[args.rollout_precision].format) if args.rollout_precision != "auto" else None
     in_groups = format is not None and format.activations is not None and format.grouped
-    linear = FP32 if in_groups or not mixed else BF16
+    linear = FP32_BYTES if in_groups or not mixed else BF16_BYTES
     return shape.linear * linear + shape.other * dtype.itemsize, cache
 
 
@@ -248,12 +248,12 @@ def _vllm(args, shape: Shape, card: int) -> int:
     """Its share of the card, at least its weights; with a cache of a given size, that and its weights."""
     shares = args.holds_frozen_base and args.samples_as_trained and args.lora_sync == "adapter"
     if shares:
-        weights = BF16 * (shape.other - shape.embeddings)
+        weights = BF16_BYTES * (shape.other - shape.embeddings)
     elif args.rollout_precision in (None, "auto"):
-        weights = BF16 * shape.parameters
+        weights = BF16_BYTES * shape.parameters
     else:
-        weights = _in_bits(shape.linear, args.rollout_precision) + BF16 * shape.other
-    adapter = BF16 * shape.adapter if args.lora_sync == "adapter" else 0
+        weights = _in_bits(shape.linear, args.rollout_precision) + BF16_BYTES * shape.other
+    adapter = BF16_BYTES * shape.adapter if args.lora_sync == "adapter" else 0
     least = (weights + adapter) // args.vllm_tensor_parallel_size
     cache = (args.vllm_engine_kwargs or {}).get("kv_cache_memory_bytes")
     return max(round(args.vllm_gpu_memory_utilization * card), least) if cache is None else int(cache) + least
@@ -262,21 +262,21 @@ def _vllm(args, shape: Shape, card: int) -> int:
 def _training(args, shape: Shape, dtype: torch.dtype, prompt: int) -> dict[str, int]:
     adapted, mixed = shape.adapter > 0, args.bf16 or args.fp16
     tokens = args.per_device_train_batch_size * (prompt + args.max_completion_length)
-    gradients = FP32 * shape.adapter if adapted else dtype.itemsize * shape.parameters
+    gradients = FP32_BYTES * shape.adapter if adapted else dtype.itemsize * shape.parameters
     stream = dtype.itemsize * shape.hidden * tokens  # of the residual stream, at one place
     kind = WORK[_kind(args, adapted)]
     layer = tokens * (kind.wide * shape.wide + kind.hidden * shape.hidden)
     rows, columns = HEAD_TILE
-    head = BF16 * min(tokens, rows) * columns + (FP32 + BF16) * shape.hidden * tokens
+    head = BF16_BYTES * min(tokens, rows) * columns + (FP32_BYTES + BF16_BYTES) * shape.hidden * tokens
     if not adapted:
-        head += FP32 * shape.head  # its gradient is summed in FP32
+        head += FP32_BYTES * shape.head  # its gradient is summed in FP32
     if args.holds_frozen_base:
         layer += DECODED
     if not args.gradient_checkpointing:
         return {"gradients": gradients, "activations": layer * shape.layers + max(head - layer, 0)}
     # Autocast keeps the 16-bit copies that it makes of trained weights to the end of a forward pass
-    copies = BF16 * shape.linear if dtype == torch.float32 and mixed and not adapted else 0
-    work = max(layer, head, copies + BF16 * min(tokens, rows) * columns)
+    copies = BF16_BYTES * shape.linear if dtype == torch.float32 and mixed and not adapted else 0
+    work = max(layer, head, copies + BF16_BYTES * min(tokens, rows) * columns)
     return {"gradients": gradients, "checkpoints": stream * shape.layers, "work": work}
 
 

@@ -8,9 +8,9 @@ from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 
-# Metrics of this package begin so, and are printed only if they begin as one of `SHOWN` does
+# Metrics of this package begin so, and are printed only if they begin as one of `PRINTED` does
 OURS = ("ais/", "dynamic_sampling/", "mismatch/", "noise/", "profiling/", "sync_check/", "weights/")
-SHOWN = ("mismatch/kl_k3", "mismatch/ess_ratio", "mismatch/dropped_fraction", "sync_check/")
+PRINTED = ("mismatch/kl_k3", "mismatch/ess_ratio", "mismatch/dropped_fraction", "sync_check/")
 
 
 def shown(logs: dict) -> dict:
@@ -19,7 +19,7 @@ def shown(logs: dict) -> dict:
 
 
 def _is_shown(name: str) -> bool:
-    return name.startswith(SHOWN) or not name.startswith(OURS)
+    return name.startswith(PRINTED) or not name.startswith(OURS)
 
 
 class SelectivePrinter(PrinterCallback):
