@@ -34,8 +34,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ..config import QuantGRPOConfig
 from ..config.summary import engine_name
 from ..formats import FORMATS
+from ..models.linears import linears
 from ..precisions import PRECISIONS
-from ..rollout.vllm.support import quantized_layers
 
 
 BF16_BYTES = 2
@@ -122,12 +122,12 @@ class Shape:
         with torch.device("meta"):
             model = kind(config) if kind is not None else AutoModelForCausalLM.from_config(config)
             model.tie_weights()
-            linears = [model.get_submodule(name) for name in quantized_layers(model)]
-            linear = sum(layer.weight.numel() for layer in linears)
+            layers = [model.get_submodule(name) for name in linears(model)]
+            linear = sum(layer.weight.numel() for layer in layers)
             parameters = sum(parameter.numel() for parameter in model.parameters())
             tables = {id(table): table for table in _tables(model)}
             head = model.get_output_embeddings()
-            wide = max(layer.in_features for layer in linears)
+            wide = max(layer.in_features for layer in layers)
             adapter = 0
             if peft_config is not None:
                 adapted = get_peft_model(model, peft_config)
