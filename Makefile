@@ -28,7 +28,7 @@ INSTALL := $(PIP) $(QUICKLY) -c requirements/$(SET).txt
 CUDA := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 VLLM := $(if $(shell grep '^vllm' requirements/$(SET).txt),$(if $(CUDA),vllm,cpu))
 
-.PHONY: demo test test-oldest test-newest test-isa test-gpu suite lint format coverage wheel clean
+.PHONY: demo test test-oldest test-newest test-isa test-gpu suite docs lint format coverage wheel clean
 
 demo: $(VENV)/.base
 	$(PY) examples/demo.py $(DEMO_ARGS)
@@ -59,6 +59,10 @@ test-isa: $(VENV)/.test
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests -n 12 --dist worksteal $(TEST_ARGS)
 
+# The site, in `site`. mkdocs reads the package without importing it, so its environment needs no torch.
+docs: .venv-docs/.docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
 lint: .venv/.lint
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -75,7 +79,7 @@ wheel:
 	$(PYTHON) -m pip wheel -q --no-deps -w dist .
 
 clean:
-	rm -rf .venv .venv-* runs build dist *.egg-info .coverage coverage.xml
+	rm -rf .venv .venv-* runs build dist site *.egg-info .coverage coverage.xml
 
 # Torch comes first: on a CPU from PyTorch's own index, since the one on PyPI brings CUDA. On a GPU vLLM chooses it.
 $(VENV)/.torch:
@@ -104,4 +108,9 @@ endif
 .venv/.lint: requirements/lint.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements/lint.txt
+	touch $@
+
+.venv-docs/.docs: requirements/docs.txt requirements/lint.txt
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -q --disable-pip-version-check -r requirements/docs.txt
 	touch $@

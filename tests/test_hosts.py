@@ -1,4 +1,4 @@
-"""README's command for two machines, on two hosts: to its end, with a host that dies, and resumed from there.
+"""The docs' command for two machines, on two hosts: to its end, with a host that dies, and resumed from there.
 
 What is changed of it: the configuration, model, data, precision and engine, two processes, a CPU's options, and that a
 run has eight steps and saves.
@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hosts import ROOT, Host, missing, two_hosts
+from pages import TEXTS, called
 from safetensors.torch import load_file
-from test_readme import README, called
 from tiny import save_tiny
 from training import metrics
 from transformers import TrainerState
@@ -147,12 +147,12 @@ def reaches(host: Host, address: str, *before: str) -> bool:
 
 
 def test_a_namespace_keeps_others_out(pair):
-    """README's commands. Nobody outside reaches the port: no other host, and no other process of the same one."""
+    """The docs' commands. Nobody outside reaches the port: no other host, and no other process of the same one."""
     server, other = pair
     made = [["ip", *words] for words in called("ip") if "rollouts" in words and "exec" not in words]
     assert len(made) == 2, made
     inside = ("ip", "netns", "exec", "rollouts")
-    assert " ".join(inside) in README
+    assert " ".join(inside) in TEXTS["docs/servers.md"]
     try:
         for command in made:
             subprocess.run(server.inside(*command), check=True)
@@ -168,7 +168,7 @@ def test_a_namespace_keeps_others_out(pair):
 
 
 def test_a_firewall_keeps_others_out(pair):
-    """README's commands, on a server whose training nodes are 10.0.0.1 and 10.0.0.2: a third address is kept out."""
+    """The docs' commands, on a server whose training nodes are 10.0.0.1 and 10.0.0.2: a third address is kept out."""
     if not shutil.which("nft"):
         pytest.skip("needs the command `nft`")
     server, trainer = pair

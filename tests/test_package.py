@@ -84,7 +84,9 @@ def test_metadata(metadata):
     assert metadata["License-Expression"] == "Apache-2.0" and metadata["Requires-Python"] == ">=3.11"
     assert set(metadata.get_all("Provides-Extra")) >= EXTRAS
     assert metadata["Description-Content-Type"] == "text/markdown"
-    assert metadata.get_payload(decode=True).decode().startswith("# trl_quant")
+    description = metadata.get_payload(decode=True).decode()
+    assert description.startswith("# trl_quant") and "docs/memory.md" in description
+    assert "](docs/" not in description  # PyPI has no files beside it
 
 
 def test_plain_install_adds_little_to_trl(metadata):

@@ -1,6 +1,7 @@
-"""README's script runs; what README, CONTRIBUTING and the benchmarks' README name exists: files, fields, commands."""
+"""README's script runs; what README and the other pages name exists: files, fields, metrics, commands."""
 
 import configparser
+import importlib
 import json
 import re
 import runpy
@@ -8,12 +9,12 @@ import shlex
 import warnings
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import training
 from accelerate.commands.launch import launch_command_parser
+from pages import MANUAL, README, ROOT, TEXTS, blocks, called, commands, inline
 from tiny import save_tiny
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
@@ -28,9 +29,6 @@ from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout.vllm.support import VLLM_VERSIONS
 
 
-ROOT = Path(__file__).parents[1]
-TEXTS = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")}
-README = TEXTS["README.md"]
 SOURCES = "\n".join(path.read_text() for path in (ROOT / "trl_quant").rglob("*.py"))
 GPU = torch.cuda.is_available()
 # What a run of seconds sets beside what the script does
@@ -42,45 +40,13 @@ SMALL = {
     "report_to": "none",
     "disable_tqdm": True,
 }
-# Names in README that are neither fields, precisions nor metrics, by whose they are
+# Names on these pages that are neither fields, precisions nor metrics, by whose they are
 FOREIGN = {
-    "trl": {"sequence_mask", "save_model"},
-    "peft": {"modules_to_save"},
+    "trl": {"sequence_mask", "save_model", "peft_config"},
+    "peft": {"lora_dropout", "modules_to_save"},
     "transformers": {"do_sample"},
     "trl_quant": {"trl_quant"},
 }
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-
-
-def inline(text: str) -> list[str]:
-    """What stands between single backticks."""
-    return re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
-
-
-def commands(text: str) -> list[list[str]]:
-    """Every command line as words, without comments and without the variables that are set for it."""
-    lines = [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
-    lines += re.findall(r"^    (python .*)$", text, re.MULTILINE) + inline(text)
-    found = []
-    for line in lines:
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:  # prose
-            continue
-        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
-            words = words[1:]
-        if words:
-            found.append(words)
-    return found
-
-
-def called(program: str, *first: str, text: str = README) -> list[list[str]]:
-    """The arguments of the commands that begin so."""
-    start = [program, *first]
-    return [words[len(start) :] for words in commands(text) if words[: len(start)] == start]
 
 
 # The script
@@ -126,14 +92,14 @@ def check_trained(trainer, tmp_path) -> None:
 
 
 def test_script_with_the_embedded_engine(tmp_path, monkeypatch, problems):
-    """As README says for other devices, without `use_vllm=True`; and the metrics that it logs are README's."""
+    """As README says for other devices, without `use_vllm=True`; and every metric that it logs is on its page."""
     trainer = run_script(tmp_path, monkeypatch, problems, {"use_vllm=True, ": ""})
     check_trained(trainer, tmp_path)
     assert trainer.args.is_correction == "tis" and trainer.args.rollout_precision == "fp8"
     groups = ("mismatch/", "weights/")
     for entry in logged(trainer):
         names = {re.sub(r"by_position/.*", "by_position/a-b", name) for name in entry if name.startswith(groups)}
-        assert not [name for name in names if f"`{name}`" not in README]
+        assert not [name for name in names if f"`{name}`" not in TEXTS["docs/metrics.md"]]
 
 
 @pytest.mark.vllm
@@ -149,14 +115,14 @@ def test_script_with_vllm(tmp_path, monkeypatch, problems):
 
 
 def test_merging_an_adapter(tmp_path, monkeypatch):
-    """What README's second script saves is the base and the adapter, and `trl-quant prepare` takes it."""
+    """What the script saves is the base and the adapter, and `trl-quant prepare` takes it."""
     base, out = save_tiny(tmp_path / "base"), str(tmp_path / "out")
     settings = {"rollout_precision": "int8", "max_steps": 1}
     args = training.config(QuantGRPOConfig, out, **settings)
     trainer = training.make(QuantGRPOTrainer, args, model=base, peft_config=training.lora())
     trainer.train()
     trainer.save_model(out)
-    (script,) = [block for block in blocks(README, "python") if "merge_and_unload" in block]
+    (script,) = [block for block in blocks(TEXTS["docs/saving.md"], "python") if "merge_and_unload" in block]
     monkeypatch.chdir(tmp_path)
     exec(script, {})
     merged = AutoModelForCausalLM.from_pretrained("merged")
@@ -166,6 +132,23 @@ def test_merging_an_adapter(tmp_path, monkeypatch):
     (arguments,) = called("trl-quant", "prepare")[:1]
     prepare.main([{"out": "merged"}.get(word, word) for word in arguments])
     assert (tmp_path / arguments[-1] / "config.json").is_file()
+
+
+def test_the_first_run(tmp_path, monkeypatch):
+    """README's command, for one step, and the metrics that README shows of its log."""
+    (words,) = [words for words in called("trl-quant", "train", text=README) if "--config" in words]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    train.main([*words, "--max_steps", "1", "--logging_steps", "1", "--disable_tqdm", "true"])
+    state = json.loads((tmp_path / words[words.index("--output_dir") + 1] / "trainer_state.json").read_text())
+    first, last = state["log_history"]
+    (shown,) = blocks(README, "text")
+    *steps, end = shown.splitlines()
+    for line in steps:
+        named = re.findall(r"'([\w/]+)':", line)
+        assert {"reward", "mismatch/kl_k3", "mismatch/ess_ratio"} <= set(named) <= first.keys()
+    assert set(re.findall(r"'([\w/]+)':", end)) <= last.keys()
+    assert 0.2 < first["reward"] < 0.7  # the model can be taught
 
 
 def test_the_diff_is_of_two_lines():
@@ -193,24 +176,24 @@ def known_names() -> set[str]:
 
 def test_fields_exist():
     config = {field.name for field in fields(QuantGRPOConfig)}
-    named = re.findall(r"\b([a-z_]+)=[\"\dTF]", "\n".join(inline(README)))
+    named = re.findall(r"\b([a-z_]+)=[\"\dTF]", "\n".join(inline(MANUAL)))
     assert len(named) > 10
     assert not [name for name in named if name not in config | FOREIGN["transformers"]]
-    words = [word for word in inline(README) if re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)+", word)]
+    words = [word for word in inline(MANUAL) if re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)+", word)]
     assert len(words) > 15
     assert not [word for word in words if word not in known_names()]
 
 
 def test_values_exist():
     """`field="value"` is one that the field takes, and the corrections' table has each of them once."""
-    for field, value in re.findall(r"`([a-z_]+)=\"([a-z0-9_]+)\"`", README):
+    for field, value in re.findall(r"`([a-z_]+)=\"([a-z0-9_]+)\"`", MANUAL):
         settings = {field: value, "use_cpu": True, "output_dir": "out"}
         if field != "rollout_precision":
             settings["rollout_precision"] = "int8"
         if value == "auto" or field == "lora_sync":
             settings |= {"use_vllm": True, "vllm_mode": "colocate"}
         assert getattr(QuantGRPOConfig(**settings), field) == value
-    table = README.partition("| `is_correction` |")[2].partition("\n\n")[0]
+    table = TEXTS["docs/corrections.md"].partition("| `is_correction` |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
     assert sorted(rows) == sorted([*CORRECTIONS, "trl"])
 
@@ -230,9 +213,9 @@ def test_defaults_are_those_that_are_told():
 
 
 def test_metrics_exist():
-    named = {word for word in inline(README) if re.match(r"(mismatch|ais|weights|sync_check|noise)/", word)}
+    named = {word for word in inline(MANUAL) if re.match(r"(mismatch|ais|weights|sync_check|noise)/", word)}
     assert len(named) > 15
-    assert not [name for name in named if name.removesuffix("a-b") not in SOURCES]
+    assert not [name for name in named if re.sub(r"(a-b|\*)$", "", name) not in SOURCES]
 
 
 def test_what_is_said_of_versions():
@@ -247,20 +230,13 @@ def test_what_is_said_of_versions():
     assert f"transformers {lowest} to below {above}" in README
     assert f"TRL {re.search(r'trl>=(1[.][0-9]+)', pins)[1]}," in README
     assert f"Python {setup['options']['python_requires'].removeprefix('>=')} or newer" in README
-    extras = re.findall(r"trl_quant\[(\w+)\]", README)
+    extras = re.findall(r"trl_quant\[(\w+)\]", MANUAL)
     assert extras and set(extras) <= set(setup["options.extras_require"])
-    families = re.search(r"Families tested: ([\w, ]+)\.", README)[1].split(", ")
+    families = re.search(r"Families tested: ([\w, ]+)\.", TEXTS["docs/limits.md"])[1].split(", ")
     assert set(families) == {name.removesuffix("_text") for name in FAMILIES}
 
 
-# Links and commands
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_links_lead_somewhere(name):
-    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", TEXTS[name]) if "://" not in link]
-    assert links
-    assert not [link for link in links if not ((ROOT / name).parent / link.partition("#")[0]).exists()]
+# Commands
 
 
 def test_two_commands():
@@ -288,18 +264,24 @@ def test_commands_are_of_files_and_targets_that_exist(name):
             source = (ROOT / words[1]).read_text()
             if "from engines import" in source:
                 source += (ROOT / "benchmarks/engines.py").read_text()
+            if "trl_quant.cli" in source:
+                source += SOURCES
             assert not [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in source], words
-    assert found > 2
+    assert found > 2 or name.startswith("docs/")
 
 
-def test_options_of_the_command_line(capsys, tmp_path):
-    assert called("trl-quant")
-    assert {words[0] for words in called("trl-quant") if words} <= set(COMMANDS)
-    with pytest.raises(SystemExit):
-        prepare.main(["--help"])
-    help_text = capsys.readouterr().out
-    for words in called("trl-quant", "prepare"):
-        assert not [word for word in words if word.startswith("--") and word not in help_text], words
+def test_options_of_the_command_line(capsys):
+    assert {words[0] for words in called("trl-quant") if words} == set(COMMANDS)
+    for name in COMMANDS:
+        for words in called("trl-quant", name):
+            kind = ["--mismatch", "MODEL"] if "--mismatch" in words else []  # which has options of its own
+            with pytest.raises(SystemExit):
+                importlib.import_module(f"trl_quant.cli.{name}").main([*kind, "--help"])
+            help_text = capsys.readouterr().out
+            assert not [word for word in words if word.startswith("--") and word not in help_text], words
+
+
+def test_commands_for_several_processes():
     launched = called("accelerate", "launch")
     assert len(launched) == 2
     for words in launched:
@@ -315,7 +297,7 @@ def test_options_of_the_command_line(capsys, tmp_path):
 def test_server_commands():
     """Each names the host that it listens on; the one for training is the one that a wrong server is refused with."""
     served = [words for words in called("vllm", "serve") if len(words) > 1]
-    assert len(served) >= 4 and "0.0.0.0" not in README
+    assert len(served) >= 4 and "0.0.0.0" not in MANUAL
     hosts = [words[words.index("--host") + 1] for words in served]
     assert set(hosts) == {"127.0.0.1"}
     (training_server,) = [words for words in served if "--weight-transfer-config" in words]
@@ -324,7 +306,7 @@ def test_server_commands():
 
     with warnings.catch_warnings():
         expected = shlex.split(serve_command(training_server[0], "fp8").splitlines()[-1])
-    assert expected[0] == "VLLM_SERVER_DEV_MODE=1" and f"{expected[0]} vllm serve {training_server[0]}" in README
+    assert expected[0] == "VLLM_SERVER_DEV_MODE=1" and f"{expected[0]} vllm serve {training_server[0]}" in MANUAL
     expected = expected[expected.index(training_server[0]) :]
     assert sorted(training_server) == sorted(expected)
     options = {word for words in served for word in words if word.startswith("--")}

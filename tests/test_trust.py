@@ -422,7 +422,7 @@ class Payload:
 
 @pytest.mark.vllm
 def test_what_a_transfer_of_weights_unpickles(tmp_path):
-    """README and the command say so: a worker that joins a group runs what stands at the address that it is given."""
+    """The docs and the command say so: a worker that joins a group runs what stands at the address that it is given."""
     utils = pytest.importorskip("vllm.distributed.utils")
     pynccl = pytest.importorskip("vllm.distributed.device_communicators.pynccl")
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,0 +1,32 @@
+"""Builds the package. All but the description on PyPI stands in setup.cfg."""
+
+import re
+from configparser import ConfigParser
+from pathlib import Path
+
+from setuptools import setup
+
+
+ROOT = Path(__file__).parent
+
+
+def description(readme: str, url: str) -> str:
+    """
+    README as PyPI shows it, where no file stands beside it: links to files lead to the repository at `url`. Without an
+    address they become the files' names.
+    """
+
+    def replaced(link: re.Match) -> str:
+        words, target = link.groups()
+        if url:
+            return f"[{words}]({url}/blob/main/{target})"
+        return words if words == target else f"{words} (`{target}`)"
+
+    return re.sub(r"\[([^\]]+)\]\((?!\w+:|#)([^)\s]+)\)", replaced, readme)
+
+
+if __name__ == "__main__":
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    setup(long_description=description(readme, config["metadata"].get("url", "")))
