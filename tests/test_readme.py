@@ -134,7 +134,7 @@ def test_merging_an_adapter(tmp_path, monkeypatch):
     assert (tmp_path / arguments[-1] / "config.json").is_file()
 
 
-def test_the_first_run(tmp_path, monkeypatch):
+def test_the_first_run(tmp_path, monkeypatch, capsys):
     """README's command, for one step, and the metrics that README shows of its log."""
     (words,) = [words for words in called("trl-quant", "train", text=README) if "--config" in words]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -143,7 +143,8 @@ def test_the_first_run(tmp_path, monkeypatch):
     state = json.loads((tmp_path / words[words.index("--output_dir") + 1] / "trainer_state.json").read_text())
     first, last = state["log_history"]
     (shown,) = blocks(README, "text")
-    *steps, end = shown.splitlines()
+    sampling, *steps, end = shown.splitlines()
+    assert sampling in capsys.readouterr().out.splitlines()
     for line in steps:
         named = re.findall(r"'([\w/]+)':", line)
         assert {"reward", "mismatch/kl_k3", "mismatch/ess_ratio"} <= set(named) <= first.keys()
