@@ -2,7 +2,7 @@
 How far the sampler is from the policy: KL per precision, in the embedded engine, on the demo's arithmetic model.
 
     python benchmarks/mismatch.py                                    # builds the model first, half a minute on a CPU
-    python benchmarks/mismatch.py --model runs/demo/model --policy bfloat16 --seeds 0 1 2
+    python benchmarks/mismatch.py --model examples/arithmetic_model --policy bfloat16 --seeds 0 1 2
 
 The trainer itself runs, with learning rate 0: the policy stays as it was built, and each step samples at temperature 1
 from the copy and scores the samples with the policy. Printed is `mismatch/kl_k3`, in nats a token, over all tokens of

@@ -1,6 +1,5 @@
 """The examples do what they say: the model builds, what a user copies trains (on two processes too), the demo ends."""
 
-import json
 import os
 import runpy
 import subprocess
@@ -262,45 +261,62 @@ def test_train_grpo_on_two_processes(built, tmp_path):
 # The demo
 
 
+SHOWN = {"full precision": 0.6, "int4 coupled": 0.1, "int4 default": 0.55, "fp8 default": 0.58}
+
+
 @pytest.fixture
 def small(monkeypatch):
+    """Short runs that are right on a third of the problems at first, and then as often as returned here."""
     for name, value in {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8}.items():
         monkeypatch.setitem(demo.SETTINGS, name, value)
-    monkeypatch.setattr(demo, "MAX_COMPLETION_LENGTH", 8)
+    ends, before = dict(SHOWN), {}
+
+    def held_out_accuracy(model) -> float:
+        if model not in before:
+            before[model] = list(demo.RUNS)[len(before)]
+            return 0.33
+        return ends[before[model]]
+
+    monkeypatch.setattr(demo, "held_out_accuracy", held_out_accuracy)
+    return ends
 
 
-def prepare(built: Path, output_dir: Path) -> demo.DemoArguments:
-    output_dir.mkdir()
-    (output_dir / "model").symlink_to(built)
-    return demo.DemoArguments(output_dir=str(output_dir), steps=2, engine="embedded")
-
-
-def test_demo(built, tmp_path, monkeypatch, capsys, small):
-    args = prepare(built, tmp_path / "demo")
+def test_demo(tmp_path, monkeypatch, capsys, small):
+    args = demo.DemoArguments(output_dir=str(tmp_path / "demo"), steps=4)  # two generations
     assert demo.main(args) == 0
     printed = capsys.readouterr().out
-    names = ["full precision", "int4 none", "int4 ais", "fp8 none", "fp8 ais"]
-    assert all(name in printed for name in names) and printed.count("done") == len(names)
-    assert "FP8 and INT4 samples come from the embedded engine" in printed
+    assert " ".join(demo.SHOWN.split()) in " ".join(printed.split()) and "The point" not in printed
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
-    runs = {name: read_run(tmp_path / "demo" / name.replace(" ", "-")) for name in names}
+    runs = {name: read_run(tmp_path / "demo" / name.replace(" ", "-")) for name in demo.RUNS}
     for name, run in runs.items():
-        assert len(run.values("reward")) == 2 and len(run.values("eval_accuracy")) == 2 and run.status == "done"
-        assert len(run.values("mismatch/kl_k3")) == (0 if name == "full precision" else 2)
-        assert len(run.values("ais/alpha")) == (2 if name.endswith("ais") else 0)
+        assert len(run.values("reward")) == 2 and run.values("eval_accuracy") == [0.33, SHOWN[name]]
+        assert run.status == "done" and len(run.values("mismatch/kl_k3")) == (0 if name == "full precision" else 2)
+        (row,) = [line for line in printed.splitlines() if name in line and "%" in line]
+        assert "33%" in row and f"{SHOWN[name]:.0%}" in row
+        assert "collapses" in row if name == "int4 coupled" else "learns" in row
     kl = {name: run.values("mismatch/kl_k3")[0] for name, run in runs.items() if run.values("mismatch/kl_k3")}
-    assert kl["int4 none"] == kl["int4 ais"] > kl["fp8 none"] == kl["fp8 ais"] > 0  # the first step: the same samples
+    assert kl["int4 coupled"] == kl["int4 default"] > kl["fp8 default"] > 0  # the first step has the same samples
 
-    # Finished runs are kept; what was changed or removed is repeated.
+    # Finished runs are kept; runs whose settings changed, or that were removed, are repeated.
     trained = []
     monkeypatch.setattr(demo, "QuantGRPOTrainer", lambda **kwargs: trained.append(kwargs["args"].output_dir) or 1 / 0)
     assert demo.main(args) == 0 and not trained
-    (tmp_path / "demo" / "int4-ais" / "finished.json").unlink()
-    assert demo.main(args) == 1 and [Path(path).name for path in trained] == ["int4-ais"]
-    assert demo.main(demo.DemoArguments(output_dir=args.output_dir, steps=3, engine="embedded")) == len(names)
+    (tmp_path / "demo" / "int4-default" / "finished.json").unlink()
+    assert demo.main(args) == 1 and [Path(path).name for path in trained] == ["int4-default"]
+    assert demo.main(demo.DemoArguments(output_dir=args.output_dir, steps=2)) == len(demo.RUNS)
 
 
-def test_demo_reports_what_failed(built, tmp_path, monkeypatch, capsys, small):
+@pytest.mark.parametrize(
+    ("name", "after"), [("int4 coupled", 0.5), ("int4 default", 0.2), ("full precision", 0.36), ("fp8 default", 0.42)]
+)
+def test_demo_that_does_not_show_its_point_fails(tmp_path, capsys, small, name, after):
+    small[name] = after
+    assert demo.main(demo.DemoArguments(output_dir=str(tmp_path), steps=1)) == 1
+    printed = capsys.readouterr().out
+    assert f"The point is not shown: {name} ended otherwise" in printed and demo.SHOWN[:20] not in printed
+
+
+def test_demo_reports_what_failed(tmp_path, monkeypatch, capsys, small):
     real = demo.QuantGRPOTrainer
 
     def trainer(**kwargs):
@@ -309,56 +325,17 @@ def test_demo_reports_what_failed(built, tmp_path, monkeypatch, capsys, small):
         return real(**kwargs)
 
     monkeypatch.setattr(demo, "QuantGRPOTrainer", trainer)
-    runs = {"int4 none": demo.Sampler("int4", "none"), "fp8 ais": demo.Sampler("fp8", "ais")}
-    monkeypatch.setattr(demo, "samplers", lambda engine: runs)
-    args = prepare(built, tmp_path / "demo")
-    args.steps = 1
-    assert demo.main(args) == 1
+    monkeypatch.setattr(demo, "RUNS", {name: demo.RUNS[name] for name in ("fp8 default", "int4 default")})
+    assert demo.main(demo.DemoArguments(output_dir=str(tmp_path), steps=1)) == 1
     printed = capsys.readouterr().out
-    assert "out of paint" in printed and "done" in printed
-    assert (tmp_path / "demo" / "demo.png").is_file()
-    assert json.loads((tmp_path / "demo" / "fp8-ais" / "finished.json").read_text())["correction"] == "ais"
+    assert "out of paint" in printed and "learns" in printed and "The point is not shown: int4 default ended" in printed
+    assert (tmp_path / "demo.png").is_file() and (tmp_path / "fp8-default" / "finished.json").is_file()
 
 
-def test_demo_fresh_starts_over(built, tmp_path, monkeypatch, small):
-    args = prepare(built, tmp_path / "demo")
-    args.fresh = True
-    built_in = []
-
-    def build(build_args):
-        built_in.append(build_args.output_dir)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo, "build", build)
-    with pytest.raises(KeyboardInterrupt):
-        demo.main(args)
-    assert built_in == [str(tmp_path / "demo" / "model")]
-    assert (built / "eval.jsonl").is_file()
-
-
-def test_demo_takes_vllm_where_it_is_installed(built, tmp_path, monkeypatch, capfd, small):
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    import vllm_engines
-
-    eight_bits = demo.samplers("auto")
-    assert next(name for name in demo.EIGHT_BITS if demo.supported_precisions()[name] is None) + " ais" in eight_bits
-    runs = {name: run for name, run in eight_bits.items() if run.in_vllm}
-    assert len(runs) == 2
-    monkeypatch.setattr(demo, "samplers", lambda engine: runs)
-    monkeypatch.setattr(demo.QuantGRPOTrainer, "__del__", vllm_engines.keep, raising=False)
-    args = prepare(built, tmp_path / "demo")
-    assert demo.main(args) == 0
-    printed = capfd.readouterr().out
-    assert "samples come from vLLM" in printed and "embedded" not in printed
-    first, second = (read_run(tmp_path / "demo" / name.replace(" ", "-")) for name in runs)
-    assert first.values("mismatch/kl_k3")[0] == second.values("mismatch/kl_k3")[0] > 0
-    assert first.values("sync_check/bound")
-
-    monkeypatch.setattr(demo, "is_vllm_available", lambda: False)
-    with pytest.raises(ValueError, match="vLLM is not installed"):
-        demo.DemoArguments(engine="vllm")
-
-
-def test_demo_engine():
-    with pytest.raises(ValueError, match=r"engine.*'turbo'.*'embedded'"):
-        demo.DemoArguments(engine="turbo")
+def test_demo_fresh_starts_over(tmp_path, monkeypatch):
+    (tmp_path / "demo" / "fp8-default").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(demo, "RUNS", {})
+    monkeypatch.setattr(demo, "plot", lambda *args, **kwargs: None)
+    assert demo.main(demo.DemoArguments(output_dir=str(tmp_path / "demo"), fresh=True)) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
