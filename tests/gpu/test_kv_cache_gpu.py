@@ -16,7 +16,7 @@ from vllm import _custom_ops as ops
 from vllm_engines import GPU_MODEL, GPU_RUN, SMALL, keep, set_scale, unrounded
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.rollout.verify.kv_cache import FORMATS, KVCache
+from trl_quant.rollout.verify.kv_cache import CACHE_FORMATS, KVCache
 from trl_quant.rollout.vllm.support import supported_precisions
 
 
@@ -36,7 +36,7 @@ def test_it_holds_what_vllm_stores(scale):
     queries, _ = ops.scaled_fp8_quant(numbers.flatten(1), tensor)
     ours = KVCache("fp8", {"_v_scale": scale}, in_fp8=True, truncates=False).stored(numbers.float(), "_v_scale")
     for codes in (keys, values, queries):
-        assert torch.equal(codes.view(FORMATS["fp8"]).float().reshape(numbers.shape) * scale, ours)
+        assert torch.equal(codes.view(CACHE_FORMATS["fp8"]).float().reshape(numbers.shape) * scale, ours)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
