@@ -165,7 +165,7 @@ def test_a_call_in_c_ends_the_process():
     """With the signal blocked, `sleep` in C goes on as a kernel or a library does that never looks at signals."""
     code = """
 import ctypes, signal
-from trl_quant import limits
+from trl_quant.rollout import limits
 limits.GRACE, limits.AGAIN = 2.0, 0.5
 with limits.time_limit(0.1, lambda: "the call took too long."):
     signal.pthread_sigmask(signal.SIG_BLOCK, [limits.SIGNAL])
