@@ -178,7 +178,7 @@ def test_the_format_is_told_from_the_config(name):
     assert stored_format(config) == name
     assert stored_format({}) is None
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
-    with pytest.raises(ValueError, match="none that `trl-quant prepare` writes"):
+    with pytest.raises(ValueError, match="`trl-quant prepare` does not write its quantization_config"):
         stored_format(config)
     with pytest.raises(ValueError, match=r"\(gptq, None\)"):
         stored_format({"quantization_config": {"quant_method": "gptq"}})
@@ -261,13 +261,13 @@ def test_the_state_is_whole_or_as_it_was(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError), unfinished(tmp_path / "q", {"a": 1}) as result:
         save_file({"x": torch.ones(1)}, result / "model.safetensors")
         raise RuntimeError
-    write = Path.write_text
+    write = Path.write_bytes
 
-    def full(self, text, **options):
-        write(self, text[:1], **options)
+    def full(self, data):
+        write(self, data[:1])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     said = r"No space left while writing .*\.q\.part.*repeat the command"
     with pytest.raises(OSError, match=said), unfinished(tmp_path / "q", {"a": 1}):
         pytest.fail("nothing can be written")

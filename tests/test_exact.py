@@ -275,7 +275,7 @@ def test_the_config_takes_it(tmp_path):
     [
         ({"train_precision": "fp8"}, "needs `train_precision` '?\"?int8.*fp8_block"),
         ({"train_precision": None, "rollout_precision": "int8"}, "needs `train_precision`"),
-        ({"rollout_precision": "bf16"}, "sampling in that"),
+        ({"rollout_precision": "bf16"}, "sampling in the `train_precision`"),
         ({"use_vllm": False, "vllm_mode": "server"}, "`use_vllm=True`; `vllm_mode='colocate'`"),
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=1"),
         ({"lora_sync": "adapter"}, "`lora_sync='merge'`"),

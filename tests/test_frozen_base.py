@@ -260,7 +260,7 @@ def test_the_self_check_knows_the_shared_base(path, tmp_path):
         ({"uaq_scale": 1.5}, "`uaq_scale`=1.5 scales 16-bit weights"),
         (
             {"use_vllm": True, "rollout_precision": "int8", "lora_sync": "adapter"},
-            "`lora_sync`='adapter' leaves vLLM the base in 'int8'",
+            "`lora_sync`='adapter' leaves vLLM's base in 'int8'",
         ),
         (
             {"use_vllm": True, "train_precision": "nf4"},

@@ -384,6 +384,8 @@ def full(monkeypatch):
     """Files may not grow beyond a few bytes, so that each write stops in its middle."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would keep truncated bytecode of what it imports
+
     def limit(nbytes: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
 

@@ -9,6 +9,7 @@ from frozen_layers import DTYPES, close, gradients, linear, saved_bytes
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
 
 from trl_quant.formats import quantize
 from trl_quant.layers import UnifiedLinear, unified
@@ -49,8 +50,15 @@ def adapted(precision: str, merged: bool = True, dtype: torch.dtype = torch.floa
 
 
 class Decoder(nn.Sequential):
+    """As much of a model of transformers as `linears` asks for."""
+
+    config = PretrainedConfig()
+
     def get_decoder(self):
         return self
+
+    def get_output_embeddings(self):
+        return None
 
 
 # The layer

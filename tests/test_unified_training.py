@@ -178,7 +178,7 @@ def test_refused_settings(tmp_path, options, message):
 
 def test_a_quantized_policy_is_refused(tmp_path):
     args = config(QuantGRPOConfig, tmp_path, train_precision="fp8", model_init_kwargs={"quantization_config": {}})
-    with pytest.raises(ValueError, match="trains 16- or 32-bit weights, and a `quantization_config` holds others"):
+    with pytest.raises(ValueError, match="trains 16- or 32-bit weights, which a `quantization_config` replaces"):
         make(QuantGRPOTrainer, args, model=save_tiny(tmp_path / "model"))
 
 

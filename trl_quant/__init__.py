@@ -21,11 +21,11 @@ def __getattr__(name: str):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         return getattr(importlib.import_module(_PUBLIC[name], __name__), name)
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # TRL raises a RuntimeError where it cannot import a trainer
         raise blamed(error) from error
 
 
-def blamed(error: ImportError) -> ImportError:
+def blamed(error: Exception) -> Exception:
     """The error, or one that names torchvision where it is the cause, which transformers' message does not."""
     cause = error
     while cause is not None:

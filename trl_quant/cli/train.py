@@ -161,7 +161,8 @@ def _titles() -> dict[str, str]:
     found = {f.name: "what to train on" for f in fields(TrainArguments)}
     for title, section in SECTIONS.items():
         found |= {f.name: title for f in fields(section)}
-    return found
+    redefined = [f.name for f in fields(QuantGRPOConfig) if f.name in QuantGRPOConfig.__annotations__]
+    return found | dict.fromkeys(redefined, "settings that follow the correction")
 
 
 def parse_args(

@@ -201,7 +201,7 @@ def find_runs(directories: Sequence[str | Path]) -> tuple[list[Path], list[Path]
         without += empty if found else []
     once: dict[Path, Path] = {}
     for run in runs:
-        once.setdefault(run.resolve(), run)
+        once.setdefault(Path(os.path.realpath(run)), run)
     return list(once.values()), list(dict.fromkeys(without))
 
 
