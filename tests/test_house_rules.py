@@ -585,6 +585,8 @@ def exchanges(sources: Sources) -> Iterator[tuple[Patch, int]]:
                 if not is_ours and node.attr not in own:
                     yield (module, node.attr), node.lineno
             name = called(node) or ""
+            if name == "setattr" and isinstance(node.args[1], ast.Constant) and node.args[1].value not in own:
+                yield (module, node.args[1].value), node.lineno
             is_registration = name.lstrip("_").startswith("register") or name == "set_weight_attrs"
             if is_registration and name not in OWN_REGISTRATIONS:
                 yield (module, name), node.lineno
@@ -634,7 +636,7 @@ def test_every_lasting_exchange_stands_in_the_index(sources, monkeypatch):
         "trl_quant/a.py": "class A:\n    size: int = 1\n    def f(self, m):\n        self.n = m.size = m.n = 2\n"
         "        m.forward = m.data = f\n@register_loader('x')\ndef g(m): m.other, m.register_buffer('b')\n",
         "trl_quant/b.py": "import trl\ntrl.GRPOTrainer._generate = lambda self: 1\nTable.register('x', f)\n"
-        "m.__class__ = A\n",
+        "m.__class__ = A\nsetattr(m, 'forward', f), setattr(m, name, f), setattr(m, 'size', 1)\n",
         "trl_quant/d.py": "def f(m): m.forward, m.left = 1, 2\n",
         "tests/x.py": "def test_f(tmp_path): ...\n",
     }
@@ -642,6 +644,7 @@ def test_every_lasting_exchange_stands_in_the_index(sources, monkeypatch):
         "trl_quant/b.py:2 exchanges _generate, which no index has",
         "trl_quant/b.py:3 exchanges register, which no index has",
         "trl_quant/b.py:4 exchanges __class__, which no index has",
+        "trl_quant/b.py:5 exchanges forward, which no index has",
         "trl_quant/d.py:1 exchanges left, which no index has",
     ]
     assert stale_rows(made_up) == [
