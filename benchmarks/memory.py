@@ -55,8 +55,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.layers import FrozenLinear
 from trl_quant.models.linears import dense_linears
-from trl_quant.policy.frozen import BITSANDBYTES
-from trl_quant.precisions import frozen_bases
+from trl_quant.precisions import bitsandbytes_bases, frozen_bases
 from trl_quant.trl_seams import llm_with
 
 
@@ -252,7 +251,7 @@ def measure(args) -> dict:
 
 
 def main():
-    kinds = [name for name in frozen_bases() if name != BITSANDBYTES]
+    kinds = [name for name in frozen_bases() if name not in bitsandbytes_bases()]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["32b", "70b"] if CUDA else ["tiny"])
     parser.add_argument("--kinds", nargs="+", choices=["trl", *kinds], default=["trl", "nvfp4"])

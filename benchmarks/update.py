@@ -25,8 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.policy.frozen import BITSANDBYTES
-from trl_quant.precisions import train_precisions
+from trl_quant.precisions import bitsandbytes_bases, train_precisions
 
 
 WARM_UP = 2
@@ -114,7 +113,7 @@ def measure(kind: str, args) -> dict:
         trainer = TRLUpdates(args=GRPOConfig(**settings), **given)
     else:
         ours = {"train_precision": kind, "is_correction": "trl", "vllm_importance_sampling_correction": False}
-        if kind == BITSANDBYTES:  # which quantizes while it loads
+        if kind in bitsandbytes_bases():  # which quantizes while it loads
             model.save_pretrained(directory)
             given["model"] = directory
             del model

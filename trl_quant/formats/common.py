@@ -52,6 +52,8 @@ class Format:
             Least maximum of the values that share a scale, in a layer input that vLLM's kernels quantize.
         integers (`bool`): Whether codes are integers.
         table (`tuple[float, ...]` or `None`): The values of the codes 0, 1, ... where no formula gives them.
+        bitsandbytes (`bool`):
+            Whether bitsandbytes holds a frozen base in this format. It quantizes the base as the model loads.
         group (`int`): Inputs per scale if checkpoints store whole groups only; else 1.
         per_row (`bool`): Whether each row has one scale, so that codes can be multiplied first and scaled afterwards.
         shares_scale (`bool`): Whether `quantize` takes a global scale; layers that an engine fuses must share it.
@@ -65,6 +67,7 @@ class Format:
     least_amax: float = 0.0
     integers: bool = False
     table: tuple[float, ...] | None = None
+    bitsandbytes: bool = False
     group: int = 1
     per_row: bool = False
     shares_scale: bool = False

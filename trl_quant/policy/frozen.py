@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..formats import FORMATS, global_scale
 from ..layers import FrozenLinear
 from ..models.linears import FusedGroups, LinearLayer, dense_linears, is_quantizable
-from ..precisions import PRECISIONS
+from ..precisions import PRECISIONS, bitsandbytes_bases
 from ..rollout.vllm.support import check_prepared
 from .adapters import with_frozen_layers
 
@@ -29,7 +29,6 @@ from .adapters import with_frozen_layers
 logger = logging.getLogger(__name__)
 
 METHOD = "trl_quant"
-BITSANDBYTES = "nf4"  # the baseline, which has kernels of its own
 
 
 @register_quantization_config(METHOD)
@@ -220,7 +219,7 @@ def on_frozen_base(args, model, quantization_config, peft_config, **others) -> d
         raise ValueError(
             f"`train_precision`={precision!r} and a `quantization_config` both say what the base is held in. Unset one."
         )
-    if precision == BITSANDBYTES:
+    if precision in bitsandbytes_bases():
         if not isinstance(model, str) and not getattr(model, "is_loaded_in_4bit", False):
             raise ValueError(
                 f"`train_precision`={precision!r} is bitsandbytes', which quantizes while it loads: pass the model's "

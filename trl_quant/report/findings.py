@@ -2,7 +2,7 @@
 
 Each finding is a function of a run, with its thresholds as defaults, that returns a sentence or `None`. Findings look
 at moving averages, so that one odd step is no finding. They need a metric to be logged at `ENDS` steps at least.
-README's table of metrics has the same thresholds.
+docs/metrics.md tells users the same thresholds.
 """
 
 import re

@@ -325,8 +325,8 @@ def serve_command(
     lines.append(
         "# VLLM_SERVER_DEV_MODE=1 lets whoever reaches the port replace the weights, call the workers and run code: "
         "`/init_weight_transfer_engine` unpickles what it finds at an address that the caller names. `--api-key` "
-        "guards /v1 and not these endpoints, and TRL sends none: let the trainer alone reach the port (README, "
-        "Security)."
+        "guards /v1 and not these endpoints, and TRL sends none: let the trainer alone reach the port (see "
+        "Security in docs/servers.md)."
     )
     lines.append(
         f"VLLM_SERVER_DEV_MODE=1 {serve} {model}{quantization} --dtype bfloat16 --logprobs-mode processed_logprobs "
