@@ -81,7 +81,6 @@ REQUIRED = {
     "prepare": ["--model", "m", "--format", "int8", "--output", "x"],
     "export": ["--output", "x"],
     "train": ["--model_name_or_path", "m"],
-    "plan": ["m"],
     "eval": ["m", "--task", "gsm8k"],
     "plan": ["m"],
     "report": ["x"],

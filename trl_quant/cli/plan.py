@@ -1,9 +1,9 @@
-"""`trl-quant plan MODEL`: what a run of `trl-quant train` with the same options would do and need, on any machine.
+"""`trl-quant plan MODEL`: tells what a run of `trl-quant train` with these options would do and need, on any machine.
 
     trl-quant plan Qwen/Qwen2.5-7B-Instruct --rollout_precision fp8 --use_vllm true --use_peft true --card 80
 
-Options are `--card` and those of `trl-quant train`. Nothing is loaded but the model's config and tokenizer, and the
-dataset. On the machine that is to train, `trl-quant train ... --dry_run true` fails where the run would.
+The options are `--card` and those of `trl-quant train`. Only the model's config, its tokenizer and the dataset are
+loaded. On the machine that is to train, `trl-quant train ... --dry_run true` fails if the run would.
 """
 
 import argparse
