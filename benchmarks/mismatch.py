@@ -1,5 +1,5 @@
 """
-How far the sampler is from the policy: KL per precision, in the embedded engine, on the demo's arithmetic model.
+Measures the KL of the sampler from the policy for each precision, in the embedded engine, on the arithmetic model.
 
     python benchmarks/mismatch.py                                    # builds the model first, half a minute on a CPU
     python benchmarks/mismatch.py --model examples/arithmetic_model --policy bfloat16 --seeds 0 1 2
@@ -43,7 +43,7 @@ BATCH = 128
 
 
 def measure(model: Path, precision: str, policy: str, seed: int, steps: int) -> dict[str, float]:
-    """Metrics over the tokens of one seed, and their number, `tokens`."""
+    """Returns the metrics over the tokens of a seed, and the number of `tokens`."""
     trainer = QuantGRPOTrainer(
         model=str(model),
         reward_funcs=arithmetic_reward,
@@ -117,7 +117,7 @@ def main():
 
 
 def quiet() -> None:
-    """No progress bars or notices but our own."""
+    """Silences the progress bars and notices of libraries."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -169,8 +169,8 @@ def _product(
         forward (`bool`): Whether to multiply with the weight's transpose.
 
     Returns:
-        `torch.Tensor`: (..., rows), or (..., cols) if not `forward`, in the type of `x`. The weight's values are rounded
-        to `dtype`, then to the type of `x`. In Marlin's layout they are not rounded to `dtype`.
+        `torch.Tensor`: (..., rows), or (..., cols) if not `forward`, in the type of `x`. The weight's values are
+        rounded to `dtype`, then to the type of `x`. In Marlin's layout they are not rounded to `dtype`.
     """
     y = x.new_empty(*x.shape[:-1], rows if forward else cols)
     flat, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])

@@ -1,4 +1,4 @@
-"""Reward functions by name: the key of one of ours, or the dotted path of a function of the user's own."""
+"""Finds reward functions by name: a key of `REWARDS`, or the dotted path of the user's own function."""
 
 import importlib
 import os
@@ -44,7 +44,7 @@ def find_reward(name: str) -> Callable[..., list[float | None]]:
 
 
 def _checked(reward: Callable, name: str) -> Callable[..., list[float | None]]:
-    """The same reward function, with an error that names it if it returns anything but a list of rewards."""
+    """Wraps a reward function, so that an error names it if it returns anything but a list of rewards."""
 
     @wraps(reward)
     def checked(*args, **kwargs):
