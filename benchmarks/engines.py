@@ -1,4 +1,4 @@
-"""Shared parts of the engine benchmarks: policies of any size without checkpoints, engines with dummy weights, a clock."""
+"""Shared parts of the engine benchmarks: policies without checkpoints, engines with dummy weights, a clock."""
 
 import argparse
 import atexit
