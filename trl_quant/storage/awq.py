@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..formats import FORMATS
 from .files import read_config
@@ -69,38 +69,12 @@ def smooth_checkpoint(
     Raises:
         ValueError: llmcompressor's scaling changed the function of this model.
     """
-    from compressed_tensors.offload import remove_dispatch
-    from compressed_tensors.utils import patch_attr
-    from llmcompressor import oneshot
-    from llmcompressor.core import reset_session
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform.awq import AWQModifier
-    from llmcompressor.pipelines.cache import IntermediatesCache
     from llmcompressor.utils.helpers import DisableQuantization
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust).eval()
     probe = torch.tensor([sequences[0][:PROBE]])
     before = _logits(model, probe)
-    recipe = [
-        AWQModifier(),
-        QuantizationModifier(config_groups=quantization_config(format)["config_groups"], ignore=list(ignore)),
-    ]
-    data = Dataset.from_dict({"input_ids": sequences, "attention_mask": [[1] * len(row) for row in sequences]})
-    # llmcompressor 0.14 pins memory for a GPU even on a machine without one, where that raises
-    unpinned = patch_attr(IntermediatesCache, "pin_memory", lambda *_: None)
-    with nullcontext() if torch.accelerator.is_available() else unpinned:
-        oneshot(
-            model=model,
-            processor=tokenizer,
-            recipe=recipe,
-            dataset=data,
-            num_calibration_samples=len(sequences),
-            max_seq_length=len(sequences[0]),
-            shuffle_calibration_samples=False,
-            trust_remote_code_model=trust,
-        )
-    reset_session()  # the session holds the model
-    model = remove_dispatch(model)
+    model = _scaled(model, format, ignore, sequences, tokenizer, trust)
     with DisableQuantization(model):
         after = _logits(model, probe)
     change = ((after - before).norm() / before.norm()).item()
@@ -121,6 +95,45 @@ def smooth_checkpoint(
 
     rewrite_checkpoint(source, result, smoothed, read_config(source), with_code=trust)
     return change
+
+
+def _scaled(
+    model: PreTrainedModel,
+    format: str,
+    ignore: Sequence[str],
+    sequences: Sequence[Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    trust: bool,
+) -> PreTrainedModel:
+    """Scales a model by llmcompressor's AWQ, with the arguments of [`smooth_checkpoint`]. Rounds no weights."""
+    from compressed_tensors.offload import remove_dispatch
+    from compressed_tensors.utils import patch_attr
+    from llmcompressor import oneshot
+    from llmcompressor.core import reset_session
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    recipe = [
+        AWQModifier(),
+        QuantizationModifier(config_groups=quantization_config(format)["config_groups"], ignore=list(ignore)),
+    ]
+    data = Dataset.from_dict({"input_ids": sequences, "attention_mask": [[1] * len(row) for row in sequences]})
+    # llmcompressor 0.14 pins memory for a GPU even on a machine without one, where that raises
+    unpinned = patch_attr(IntermediatesCache, "pin_memory", lambda *_: None)
+    with nullcontext() if torch.accelerator.is_available() else unpinned:
+        oneshot(
+            model=model,
+            processor=tokenizer,
+            recipe=recipe,
+            dataset=data,
+            num_calibration_samples=len(sequences),
+            max_seq_length=len(sequences[0]),
+            shuffle_calibration_samples=False,
+            trust_remote_code_model=trust,
+        )
+    reset_session()  # the session holds the model
+    return remove_dispatch(model)
 
 
 def _same(stored: Tensor, loaded: Tensor) -> bool:
