@@ -267,7 +267,7 @@ def test_a_weight_that_is_not_finite_is_the_policys_fault(tmp_path, name, value)
     model = tiny_model()
     with torch.no_grad():
         model.get_parameter(name).view(-1)[7] = value
-    refused(lambda: trainer_of(tmp_path, model), f"`{name}` holds NaN or infinity", "The fault is the policy's")
+    refused(lambda: trainer_of(tmp_path, model), f"`{name}` holds NaN or infinity", "The policy itself is broken")
     model.save_pretrained(tmp_path / "saved")
     refused(lambda: trainer_of(tmp_path, str(tmp_path / "saved")), f"`{name}` holds NaN or infinity")
     with torch.no_grad():
@@ -305,7 +305,7 @@ def test_a_base_of_bitsandbytes(tmp_path, bits):
         before = trainer.model.eval()(ids).logits
         weight = trainer.model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.base_layer").weight
         if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
-            refused(trainer.vllm_generation.sync_weights, "bitsandbytes has laid the 4-bit base out", "8 or 16 bits")
+            refused(trainer.vllm_generation.sync_weights, "bitsandbytes has repacked the 4-bit base", "8 or 16 bits")
             return
         trainer.vllm_generation.sync_weights()
         assert torch.equal(trainer.model(ids).logits, before)
@@ -319,7 +319,7 @@ def test_a_reference_of_a_model_in_memory(tmp_path):
 def test_a_prompt_with_a_token_that_the_model_lacks(tmp_path):
     trainer = trainer_of(tmp_path, tiny_model())
     trainer.vllm_generation.sync_weights()
-    with pytest.raises(ValueError, match="the token 320, and the model has embeddings of 320"):
+    with pytest.raises(ValueError, match="the token 320, but the model embeds only 320"):
         trainer.vllm_generation.generate([[5, 6], [5, 320]], None, 1)
     trainer.vllm_generation.generate([[5, 6], [5, 319]], None, 1)
 

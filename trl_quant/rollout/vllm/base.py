@@ -180,7 +180,7 @@ class VLLMBase(RolloutEngine):
         if not self.weights.unified(self.precision):
             yield from checkpoint_stream(weights, format, self.ignore, **quantizers)
             return
-        for name, tensor in self.in_codes(weights):
+        for name, tensor in self.quantized_as_trained(weights):
             if isinstance(tensor, QuantizedTensor):
                 yield from checkpoint_tensors(name, tensor).items()
             else:
@@ -244,7 +244,7 @@ class VLLMBase(RolloutEngine):
         """
         self.require_alive()
         self._require_same_model()
-        self.weights.forget_codes()
+        self.weights.forget_quantized_weights()
         self.streaming = "the first tensor"
         try:
             self.send()
