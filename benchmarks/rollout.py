@@ -149,7 +149,7 @@ def host_clock(engine, lean: bool) -> Clock:
     places["extract"] = vllm_generation, "extract_logprobs"
     if lean:
         places["allocate"] = sampling.BlocksWithRoom, "allocate"
-        places["update"] = sampling, "update_with_numbers"
+        places["update"] = sampling, "update_with_float_logps"
         places["outputs"] = sampling.HeldOutputs, "__call__"
         places["extract"] = sampling, "extract_logprobs"
     clock = Clock()

@@ -53,7 +53,7 @@ def storages(tensors) -> set[int]:
 def apart(model, precision, monkeypatch):
     """An engine with a base of its own, as it reads it from the checkpoint."""
     with monkeypatch.context() as patch:
-        patch.setattr(one_copy, "lent", lambda: None)
+        patch.setattr(one_copy, "lent_weights", lambda: None)
         return engine(model, precision, lora_sync="adapter")
 
 

@@ -21,14 +21,14 @@ BAD_ROLLOUTS = [  # what a `rollout_func` returns for its prompts, and what is s
     (without("prompt_ids"), r"without \['prompt_ids'\]"),
     (lambda prompts: [answer(prompts)], "returned a list. It must return a dict"),
     (lambda prompts: None, "returned a NoneType"),
-    (lambda prompts: answer(prompts[1:]), "returned 3 entries of 'prompt_ids' for 4 prompts"),
-    (lambda prompts: answer(prompts) | {"logprobs": [[-1.0, -1.0]]}, "returned 1 entries of 'logprobs' for 4 prompts"),
+    (lambda prompts: answer(prompts[1:]), "returned 3 entries in 'prompt_ids' for 4 prompts"),
+    (lambda prompts: answer(prompts) | {"logprobs": [[-1.0, -1.0]]}, "returned 1 entries in 'logprobs' for 4 prompts"),
     (lambda prompts: answer(prompts, logprobs=[-1.0]), r"row 0 of 'logprobs' has the shape \(1,\)"),
     (lambda prompts: answer(prompts, logprobs=[[-1.0], [-1.0]]), r"row 0 of 'logprobs' has the shape \(2, 1\)"),
     (lambda prompts: answer(prompts, logprobs=[-1.0, None]), "row 0 of 'logprobs' does not hold numbers"),
     (lambda prompts: answer(prompts, logprobs=[-1.0, float("nan")]), "row 0 of 'logprobs' holds NaN"),
     (lambda prompts: answer(prompts, env_mask=[1, 0, 1]), r"row 0 of 'env_mask' has the shape \(3,\)"),
-    (lambda prompts: answer(prompts) | {"completion_ids": 3}, "returned a int of 'completion_ids'"),
+    (lambda prompts: answer(prompts) | {"completion_ids": 3}, "returned a int in 'completion_ids'"),
 ]
 
 

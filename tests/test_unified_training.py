@@ -201,7 +201,7 @@ def test_an_environment_in_which_vllm_changes_the_weights(monkeypatch):
     assert os.environ["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "1")
     with pytest.raises(
-        ValueError, match="`VLLM_USE_DEEP_GEMM_E8M0`='1' in the environment has vLLM change the weights"
+        ValueError, match="`VLLM_USE_DEEP_GEMM_E8M0`='1' in the environment makes vLLM change the weights"
     ):
         multiply_as_given("fp8_block")
 

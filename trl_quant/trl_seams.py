@@ -137,12 +137,13 @@ def trainer_builds(trainer_class: type, engine: Callable | None, args: Any, **fi
 
 
 def _module_of_engine(trainer_class: type) -> ModuleType:
-    """The module of TRL's trainer beneath `trainer_class`: the one in which its constructor looks up its engine."""
-    names = [kind.__module__ for kind in trainer_class.__mro__ if kind.__module__.startswith("trl.")]
-    found = [sys.modules[name] for name in names if "VLLMGeneration" in vars(sys.modules[name])]
-    if not found:
-        raise TypeError(f"{trainer_class.__name__} inherits from no trainer of TRL's that builds a `VLLMGeneration`.")
-    return found[0]
+    """Returns the module of TRL's trainer that `trainer_class` inherits from; its constructor looks up the engine there."""
+    for kind in trainer_class.__mro__:
+        module = sys.modules[kind.__module__]
+        # A user's module may import `VLLMGeneration` as well
+        if kind.__module__.startswith("trl.") and "VLLMGeneration" in vars(module):
+            return module
+    raise TypeError(f"{trainer_class.__name__} inherits from no trainer of TRL's that builds a `VLLMGeneration`.")
 
 
 @contextmanager
