@@ -283,7 +283,7 @@ def test_two_ways_to_quantize(path, tmp_path):
     from transformers import BitsAndBytesConfig
 
     args = config(QuantGRPOConfig, tmp_path, train_precision="nvfp4")
-    with pytest.raises(ValueError, match="both say what the base is held in"):
+    with pytest.raises(ValueError, match="both set the base's format"):
         given = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "peft_config": lora()}
         make(QuantGRPOTrainer, args, model=path, **given)
 
