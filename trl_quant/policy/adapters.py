@@ -29,7 +29,7 @@ from ..formats import QuantizedTensor
 from ..layers import FrozenLinear, frozen_lora_linear
 
 
-# The initializations of PEFT that neither read nor change the base's weight
+# Initializations of PEFT that neither read nor change the base's weight
 INITIALIZATIONS = (True, False, "gaussian")
 
 

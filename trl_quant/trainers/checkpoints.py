@@ -186,11 +186,11 @@ def checkpoint_to_resume(output_dir: str) -> str:
     refused = "`resume_from_checkpoint`=True, but"
     if not any(names for _, names in found):
         raise ValueError(f"{refused} there is nothing to resume. {how_to_go_on(output_dir)}")
-    where = _told([f"{host} has {', '.join(names) or 'none'}" for host, names in found])
+    where = _joined_answers([f"{host} has {', '.join(names) or 'none'}" for host, names in found])
     raise ValueError(f"{refused} no checkpoint in {output_dir} is whole on every host: {where}. {COPY_IT}")
 
 
-def _told(by_rank: list[str | None]) -> str:
+def _joined_answers(by_rank: list[str | None]) -> str:
     """Joins the ranks' answers for a message. Equal answers appear once, with the first rank that gave them."""
     first_rank = {}
     for rank, answer in enumerate(by_rank):
@@ -399,7 +399,7 @@ def check_same_files(checkpoint: str | Path) -> None:
     answers = []
     for host, names in found:
         answers.append(None if names == whole else f"{host} lacks {', '.join(sorted(whole - names))}")
-    lacking = _told(answers)
+    lacking = _joined_answers(answers)
     if lacking:
         raise ValueError(f"{checkpoint} is not the same on every host: {lacking}. {COPY_IT}")
 

@@ -112,7 +112,7 @@ class TransformersEngine(RolloutEngine):
             **trl.generation_kwargs,
         }
 
-    def _kind(self, policy: PreTrainedModel) -> tuple:
+    def _traits(self, policy: PreTrainedModel) -> tuple:
         """
         Returns the properties of the policy, other than weights, on which a copy depends: type, ties and sizes. A user
         may change each of them between two syncs.
@@ -126,8 +126,8 @@ class TransformersEngine(RolloutEngine):
         config = copy.deepcopy(policy.config)
         if hasattr(config, "quantization_config"):  # a 4-bit base of bitsandbytes is streamed dequantized
             del config.quantization_config
-        self._copied = self._kind(policy)
-        policy_dtype, is_tied = self._copied[:2]
+        self._copied_traits = self._traits(policy)
+        policy_dtype, is_tied = self._copied_traits[:2]
         # Calls the class itself, since `from_config` would shard the copy under ZeRO-3
         quiet, device = warnings.catch_warnings(action="ignore"), torch.device(self.accelerator.device)
         with quiet, device, default_dtype(policy_dtype), no_init_weights():
@@ -167,7 +167,7 @@ class TransformersEngine(RolloutEngine):
         self.is_current = False  # until all weights have been copied
         self.weights.forget_quantized_weights()
         policy = self.weights.base_model
-        if self._kind(policy) != self._copied:
+        if self._traits(policy) != self._copied_traits:
             self.copy = self.build_copy(policy)
         buffers = dict(self.copy.named_buffers())
         for name, buffer in policy.named_buffers():
