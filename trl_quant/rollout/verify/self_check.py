@@ -322,9 +322,11 @@ def computing_as_the_engine(
     live = [getattr(parent, leaf) for parent, leaf in places]
     names = ("forward", "_forward_pre_hooks", "_forward_hooks")
     modules = list(weights.model.modules()) if weights.is_sharded else []
-    own = {module: {name: vars(module)[name] for name in names if name in vars(module)} for module in modules}
+    saved_attributes = {}
+    for module in modules:
+        saved_attributes[module] = {name: vars(module)[name] for name in names if name in vars(module)}
     try:
-        for module in own:
+        for module in saved_attributes:
             module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
             if module._parameters:
                 module.forward = partial(_gathered_call, weights, module, module.forward)
@@ -335,7 +337,7 @@ def computing_as_the_engine(
     finally:
         for (parent, leaf), layer in zip(places, live, strict=True):
             setattr(parent, leaf, layer)
-        for module, attributes in own.items():
+        for module, attributes in saved_attributes.items():
             vars(module).pop("forward", None)
             vars(module).update(attributes)
 

@@ -237,10 +237,12 @@ def write_adapter(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         if name.endswith(".lora_A.weight"):
             prefix = name.removesuffix(".lora_A.weight")
             pairs[prefix.removeprefix("base_model.model.")] = a, tensors[f"{prefix}.lora_B.weight"]
-    found = slots(model, {name: len(a) for name, (a, _) in pairs.items()})
-    if _total_ranks(found) != {layer: len(layer.lora_a) for layer in model.modules() if hasattr(layer, "lora_a")}:
+    slots_by_name = slots(model, {name: len(a) for name, (a, _) in pairs.items()})
+    if _total_ranks(slots_by_name) != {
+        layer: len(layer.lora_a) for layer in model.modules() if hasattr(layer, "lora_a")
+    }:
         raise RuntimeError("the adapter has other layers or ranks than the engine was started for")
-    for name, slot in found.items():
+    for name, slot in slots_by_name.items():
         _write(slot, *pairs[name])
 
 

@@ -334,13 +334,13 @@ def check_exact(config: PreTrainedConfig) -> None:
 
 def prepared_precisions(config) -> set[str] | None:
     """Returns the precisions that a quantized checkpoint with this config can have; `None` if it is not quantized."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
         return None
-    found = found if isinstance(found, dict) else found.to_dict()
-    if found.get("quant_method") == "bitsandbytes":  # only the trainer's base is quantized, not the checkpoint
+    quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    if quantization.get("quant_method") == "bitsandbytes":  # only the trainer's base is quantized, not the checkpoint
         return None
-    groups = [group["weights"] for group in (found.get("config_groups") or {}).values()]
+    groups = [group["weights"] for group in (quantization.get("config_groups") or {}).values()]
     keys = ("num_bits", "type", "strategy", "group_size")
     fitting = set()
     for name, entry in PRECISIONS.items():
@@ -364,22 +364,23 @@ def check_prepared(config, precision: str, field: str = "rollout_precision") -> 
     Raises:
         `ValueError`: The checkpoint is quantized to another precision.
     """
-    found = prepared_precisions(config)
-    if found is not None and precision not in found:
+    precisions = prepared_precisions(config)
+    if precisions is not None and precision not in precisions:
+        found = ", ".join(map(repr, sorted(precisions))) or "another format"
         raise ValueError(
-            f"`{field}`={precision!r}, but the model is a checkpoint quantized to "
-            f"{', '.join(map(repr, sorted(found))) or 'another format'}. Use that precision, or the 16-bit checkpoint."
+            f"`{field}`={precision!r}, but the model is a checkpoint quantized to {found}. Use that precision, or the "
+            "16-bit checkpoint."
         )
-    return found is not None
+    return precisions is not None
 
 
 def brings_cache_scales(config) -> bool:
     """Whether a checkpoint with this config stores scales for a KV cache."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
         return False
-    found = found if isinstance(found, dict) else found.to_dict()
-    return found.get("kv_cache_scheme") is not None
+    quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    return quantization.get("kv_cache_scheme") is not None
 
 
 def layout_arguments(

@@ -208,14 +208,14 @@ def try_out(engine: VLLMEngine, trial: Trial) -> Speed:
 
     longest = engine.limits()[1]
     new_tokens = max(2, min(NEW_TOKENS, longest // 2))
-    before = min(PROMPT_TOKENS + max(0, trial.length - new_tokens) // 2, longest - new_tokens)
+    prompt_tokens = min(PROMPT_TOKENS + max(0, trial.length - new_tokens) // 2, longest - new_tokens)
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(10, 200, (trial.batch, before), generator=generator).tolist()
-    mine = prompts[engine.accelerator.process_index :: trial.ranks]
+    prompts = torch.randint(10, 200, (trial.batch, prompt_tokens), generator=generator).tolist()
+    own_prompts = prompts[engine.accelerator.process_index :: trial.ranks]
 
     def decode(new_tokens: int) -> float:
         engine.max_completion_length = new_tokens
-        return seconds(engine.generate, mine, None, 1)
+        return seconds(engine.generate, own_prompts, None, 1)
 
     decode(new_tokens)  # compiles kernels and fills the prefix cache
     many_tokens, one_token = [], []

@@ -137,8 +137,8 @@ def check_kernels(model: nn.Module, precision: str, layers: Iterable[str]) -> st
     Raises:
         `RuntimeError`: A linear layer of the decoder does not run in `precision`, or one outside of it is quantized.
     """
-    found, decoder = linear_layers(model), decoder_in_vllm(model, layers)
-    inside = {name: layer for name, layer in found.items() if name.startswith(decoder)}
+    linears, decoder = linear_layers(model), decoder_in_vllm(model, layers)
+    inside = {name: layer for name, layer in linears.items() if name.startswith(decoder)}
     if not inside:
         raise RuntimeError(
             f"`rollout_precision`={precision!r}: vLLM's {type(model).__name__} has no linear layers in {decoder!r}, "
@@ -158,7 +158,7 @@ def check_kernels(model: nn.Module, precision: str, layers: Iterable[str]) -> st
             f"vLLM did not build the engine that `rollout_precision`={precision!r} asks for: {len(wrong)} linear "
             f"layers run otherwise, such as {'; '.join(wrong[:3])}. Expected: {expected}."
         )
-    counts = Counter(map(_describe, found.values()))
+    counts = Counter(map(_describe, linears.values()))
     return ", ".join(f"{count} x {description}" for description, count in counts.items())
 
 
