@@ -48,6 +48,7 @@ def check_consistent(args) -> None:
         _check_no_rollout(args)
     if args.exact_rollouts:
         _check_exact(args)
+    _check_trainer_has(args)
     _check_unused(args)
     if args.uaq_scale is not None and args.sync_ref_model:
         raise ValueError(
@@ -73,6 +74,22 @@ def check_grpo(args) -> None:
             "`vllm_importance_sampling_correction=False` with `is_correction='trl'`: the mismatch between sampler "
             "and trainer is neither corrected nor measured."
         )
+
+
+def _check_trainer_has(args):
+    """Refuses a correction, and dynamic sampling, where the trainer of this config has none."""
+    if not args.has_dynamic_sampling:
+        _refuse_set(args, ["dynamic_sampling_rounds"], "a trainer that has dynamic sampling, such as QuantGRPOTrainer")
+    kind = args.correction_class
+    is_plain = kind.applied_by_trl and args.rollout_precision is None  # the default, which leaves everything to TRL
+    if args.has_correction or kind.ignores_sampler or is_plain:
+        return
+    allowed = [name for name, kind in ALL_CORRECTIONS.items() if kind.ignores_sampler]
+    raise ValueError(
+        f"`is_correction`={args.is_correction!r} acts only with a trainer whose loss takes the weights of a "
+        f"correction, such as QuantGRPOTrainer, and this is a {type(args).__name__}. Leave it unset, or use "
+        f"{listed(allowed)}."
+    )
 
 
 def _check_unused(args):

@@ -282,9 +282,15 @@ class QuantFields(*SECTIONS.values()):
     class QuantGRPOConfig(QuantFields, GRPOConfig):
         trl_config: ClassVar[type] = GRPOConfig
     ```
+
+    Corrections and dynamic sampling need code of their own in a trainer. The config of a trainer that has this code
+    says so. In any other config these fields would do nothing: it refuses them, and `is_correction` is "none" with a
+    `rollout_precision`.
     """
 
     trl_config: ClassVar[type[TrainingArguments]]  # the config of TRL's that has all other fields
+    has_correction: ClassVar[bool] = False  # whether the trainer's loss takes the weights of a correction
+    has_dynamic_sampling: ClassVar[bool] = False  # whether the trainer replaces groups that teach nothing
     is_taken: ClassVar[bool] = False  # whether a trainer of this package got the config
 
     def __post_init__(self):
@@ -319,7 +325,12 @@ class QuantFields(*SECTIONS.values()):
         if self.vllm_sleep_level is None:
             self.vllm_sleep_level = 1 if self.lora_sync == "adapter" else 2
         if self.is_correction is None:
-            self.is_correction = "trl" if self.rollout_precision is None else "tis"
+            self.is_correction = self._default_correction()
+
+    def _default_correction(self) -> str:
+        if self.rollout_precision is None:
+            return "trl"
+        return "tis" if self.has_correction else "none"
 
     def _join_ranks_on_cpus(self):
         """

@@ -27,6 +27,8 @@ class QuantGRPOConfig(QuantFields, GRPOConfig):
     """
 
     trl_config: ClassVar[type] = GRPOConfig
+    has_correction: ClassVar[bool] = True
+    has_dynamic_sampling: ClassVar[bool] = True
 
     scale_rewards: str | None = field(
         default=None,
