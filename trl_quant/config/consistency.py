@@ -270,15 +270,15 @@ def _refuse_set(args, names, reason: str):
 
 
 def _check_clip_bounds(args):
-    others = "`is_correction` 'tis', 'ais', 'decoupled', 'none' or 'trl'"
+    others = f"`is_correction` {listed(name for name, kind in ALL_CORRECTIONS.items() if not kind.moves_clip_bounds)}"
     if args.delta is not None:
         raise ValueError(
-            f"`is_correction`='acr' widens the upper clip bound without limit, and `delta`={args.delta!r} cuts the "
+            f"`is_correction`={args.is_correction!r} moves the upper clip bound, and `delta`={args.delta!r} cuts the "
             f"ratio before it. Unset `delta`, or use {others}."
         )
     if args.loss_type not in CLIPPED_LOSSES:
         raise ValueError(
-            f"`is_correction`='acr' widens the upper clip bound of the policy ratio, and `loss_type`="
+            f"`is_correction`={args.is_correction!r} moves the upper clip bound of the policy ratio, and `loss_type`="
             f"{args.loss_type!r} has none. Use {others}, or a loss that clips: {', '.join(CLIPPED_LOSSES)}."
         )
 
