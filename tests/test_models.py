@@ -1,6 +1,7 @@
 """Models, adapters and tokenizers that users bring: an engine samples from them, or one clear error says why not."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -9,11 +10,12 @@ import torch
 import transformers
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from tiny import EOS, FAMILIES, PAD, save_tiny, tiny_model, tiny_tokenizer
+from tiny import EOS, FAMILIES, MIXTURES, PAD, save_tiny, tiny_model, tiny_tokenizer
 from training import config, dataset, lora, make
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.config.preflight import check_before_loading
+from trl_quant.models import families
 from trl_quant.rollout.stream import PolicyWeights, default_dtype
 
 
@@ -256,6 +258,19 @@ def test_what_is_sampled_from(tmp_path, case):
 def test_every_family_with_its_head_trained_whole(tmp_path, family):
     whole = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"], init_lora_weights=False)
     assert mismatch(trainer_of(tmp_path, tiny_model(family, tied=False), peft_config=whole)) < 1e-2
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_of_experts_are_refused_by_name(tmp_path, family):
+    model = tiny_model(family)
+    for settings in ({}, {"rollout_precision": "bf16"}, {"rollout_precision": None, "train_precision": "int8"}):
+        refused(partial(trainer_of, tmp_path, model, **settings), "the policy is a mixture of 4 experts")
+    is_described = model.config.model_type in families.FAMILIES
+    says = "mixture-of-experts models" if is_described else f"{family!r} is not supported"
+    refused(lambda: trainer_of(tmp_path, model, rollout_precision=None, uaq_scale=1.5), says)
+    trainer = trainer_of(tmp_path, model, rollout_precision=None, max_steps=1)
+    trainer.train()  # TRL's own sampling, quantized nowhere, takes it
+    assert trainer.state.global_step == 1
 
 
 WEIGHTS = ["model.layers.1.input_layernorm.weight", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"]
