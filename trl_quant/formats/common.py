@@ -52,6 +52,7 @@ class Format:
             Least maximum of the values that share a scale, in a layer input that vLLM's kernels quantize.
         integers (`bool`): Whether codes are integers.
         table (`tuple[float, ...]` or `None`): The values of the codes 0, 1, ... where no formula gives them.
+        nibbles (`bool`): Whether each stored byte holds two codes of four bits.
         group (`int`): Inputs per scale if checkpoints store whole groups only; else 1.
         per_row (`bool`): Whether each row has one scale, so that codes can be multiplied first and scaled afterwards.
         shares_scale (`bool`): Whether `quantize` takes a global scale; layers that an engine fuses must share it.
@@ -65,6 +66,7 @@ class Format:
     least_amax: float = 0.0
     integers: bool = False
     table: tuple[float, ...] | None = None
+    nibbles: bool = False
     group: int = 1
     per_row: bool = False
     shares_scale: bool = False
@@ -84,6 +86,11 @@ class Format:
     def quantize_activation(x: Tensor) -> Parts:
         """Layer input of shape `(..., in)` to codes and scales."""
         raise NotImplementedError
+
+    @classmethod
+    def codes(cls, values: Tensor) -> Tensor:
+        """Stored values to codes, one in each byte. A format with a packing of its own overrides this."""
+        return unpack_nibbles(values) if cls.nibbles else values.view(torch.uint8)
 
     @staticmethod
     def stored(parts: Parts, shape: torch.Size) -> dict[str, Tensor]:

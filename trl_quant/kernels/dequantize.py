@@ -164,14 +164,14 @@ def _on_device(table: tuple[float, ...], device: torch.device) -> Tensor:
 
 def _weight(q: QuantizedTensor) -> tuple[tuple, dict]:
     """What both kernels must know of a weight: `(values, scale, global scale, table), constants`."""
-    if len(q.shape) != 2 or q.values.ndim + q.scale.ndim != 4 or q.values.dtype != torch.uint8:
+    fmt = FORMATS[q.format]
+    if len(q.shape) != 2 or q.values.ndim + q.scale.ndim != 4 or not fmt.nibbles:
         raise ValueError(
             f"q: {q.format!r} with values of shape {tuple(q.values.shape)} has no kernel; allowed are matrices with "
             "two codes in a byte and scales of each row. Use `QuantizedTensor.dequantize`."
         )
     if not q.values.is_cuda and not INTERPRETED:
         raise ValueError(f"q: on {q.device}, but a kernel needs a CUDA device. Use `QuantizedTensor.dequantize`.")
-    fmt = FORMATS[q.format]
     codes = "integers" if fmt.integers else "e2m1" if fmt.table is None else "table"
     scale = q.scale
     if scale.dtype in (torch.float8_e4m3fn, torch.bfloat16):  # some GPUs cannot read the one, the interpreter the other

@@ -41,7 +41,7 @@ ALIGNMENT = 128  # weights are cut at its multiples: whole groups in every forma
 def frozen_precisions() -> list[str]:
     """The precisions that a frozen layer can have: those with four-bit weights and 16-bit inputs."""
     formats = {name: FORMATS[entry.format] for name, entry in PRECISIONS.items() if entry.format is not None}
-    return [name for name, format in formats.items() if format.activations is None and format.bits < 5]
+    return [name for name, format in formats.items() if format.activations is None and format.nibbles]
 
 
 # Products

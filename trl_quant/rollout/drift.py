@@ -101,10 +101,7 @@ class WeightDrift:
             return numbers.view(torch.int16), numbers
         with torch.autocast(rows.device.type, enabled=False):
             quantized = self.quantizer(rows, self.format, check=False)  # the stream's own quantizer checks
-            codes = quantized.values.view(torch.uint8)
-            if FORMATS[self.format].bits < 8:  # two to a byte
-                codes = torch.stack((codes & 0xF, codes >> 4))
-            return codes, quantized.dequantize()
+            return FORMATS[self.format].codes(quantized.values), quantized.dequantize()
 
 
 class _Sums:
