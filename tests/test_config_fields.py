@@ -75,7 +75,7 @@ def test_a_trainer_without_a_correction_is_given_none():
     ("settings", "says"),
     [
         ({"rollout_precision": "fp7"}, "`rollout_precision`='fp7' is unknown"),
-        ({"train_precision": "int4"}, "`train_precision`='int4' is unknown"),
+        ({"train_precision": "int7"}, "`train_precision`='int7' is unknown"),
         ({"is_correction": "ppo"}, "`is_correction`='ppo' is unknown"),
         ({"is_cap": "2"}, "`is_cap`='2' must be a finite number or None"),
         ({"is_cap": 0.5}, "`is_cap`=0.5 is out of range. It must be >= 1"),
