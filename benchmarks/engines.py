@@ -1,4 +1,4 @@
-"""What the engine benchmarks share: policies of any size without a checkpoint, engines with dummy weights, a clock."""
+"""Shared parts of the engine benchmarks: policies without checkpoints, engines with dummy weights, a clock."""
 
 import argparse
 import atexit
@@ -33,9 +33,9 @@ SHAPES = {  # Qwen2.5; 70b is Llama 3's, with Qwen2.5's vocabulary
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "heads": 64, "kv_heads": 8},
 }
 CUDA = torch.cuda.is_available()
-# What any CPU runs, without AMX
+# The precision that every CPU runs, also without AMX
 PRECISIONS = [name for name, vllm in in_vllm().items() if CUDA or (vllm.cpu and not vllm.amx)]
-# What the others are compared with. On a CPU vLLM packs BF16 weights and TRL's push finds none to write to
+# The baseline. On a CPU vLLM packs BF16 weights, so that TRL's push finds no weights to write to
 BASELINE = "trl" if CUDA else "bf16"
 # The first sync brings the policy's weights. On a CPU INT8 layers keep what their loader gives them: it must read some
 START = {"load_format": "dummy"} if CUDA else {}
@@ -46,10 +46,11 @@ def machine() -> str:
 
 
 def load_tokenizer(path: Path | None = None):
-    """The tokenizer in a tokenizer.json; without a path the one of 129k entries that comes with litellm."""
+    """Loads a tokenizer.json; without a path, the one of 129k entries that comes with litellm."""
     from transformers import PreTrainedTokenizerFast
 
-    if path is None and (litellm := importlib.util.find_spec("litellm")):
+    litellm = importlib.util.find_spec("litellm") if path is None else None
+    if litellm:
         path = Path(litellm.origin).parent / "litellm_core_utils/tokenizers/deepseek_tokenizer.json"
     if path is None or not path.is_file():
         raise SystemExit(
@@ -60,12 +61,12 @@ def load_tokenizer(path: Path | None = None):
 
 
 def words_of(tokenizer) -> list[int]:
-    """Ids of the tokens that are a space and ASCII letters: ordinary English that tokenizes as it was sampled."""
+    """Returns the ids of tokens of a space and ASCII letters: their text tokenizes to the same ids again."""
     return sorted(token for text, token in tokenizer.get_vocab().items() if re.fullmatch("[Ġ▁][A-Za-z]+", text))
 
 
 def model_directory(size: str, tokenizer=None) -> str:
-    """A directory with only the config.json of a Qwen2.5 of this size, and the tokenizer."""
+    """Writes a directory with the config.json of a Qwen2.5 of this size and the tokenizer, without weights."""
     from transformers import Qwen2Config
 
     shape = dict(SHAPES[size])
@@ -93,9 +94,9 @@ def model_directory(size: str, tokenizer=None) -> str:
 @torch.no_grad()
 def speak(model, words: list[int]) -> None:
     """
-    Has a random policy sample `words` alone: others cost far more, or less, to turn to text than what a trained policy
-    says. Channel 0 of the residual stream is made a constant, which every embedding holds and no layer writes to; the
-    head reads all other tokens' improbability from it.
+    Makes a random policy sample `words` alone, because converting other tokens to text takes more or less time than a
+    trained policy's. Channel 0 of the residual stream becomes a constant: every embedding holds it, and no layer writes
+    to it. From it the head gives all other tokens a low probability.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     embedding.normal_()
@@ -111,8 +112,8 @@ def speak(model, words: list[int]) -> None:
 
 def policy(path: str, lora_rank: int = 0, words: list[int] | None = None):
     """
-    A BF16 policy with one layer's memory shared by all layers: it streams as many bytes as a real policy and leaves the
-    GPU to the engine. With `words` it samples them alone.
+    Builds a BF16 policy whose layers share the memory of one layer: it streams as many bytes as a real policy, but
+    leaves the GPU's memory to the engine. With `words` it samples these tokens alone.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -140,7 +141,7 @@ def policy(path: str, lora_rank: int = 0, words: list[int] | None = None):
 
 
 def save_start(model) -> None:
-    """Writes the checkpoint that engines start on, where they need one."""
+    """Writes the checkpoint from which engines start, if they need one."""
     if not START:
         from safetensors.torch import save_file
 
@@ -152,8 +153,8 @@ def build(
     kind: str, model, max_seqs: int, new_tokens: int, length: int, lora_sync: str = "merge", tokenizer=None, **arguments
 ):
     """
-    TRL's own engine (`kind="trl"`) or ours (`kind` is a precision), with dummy weights; `arguments` go to vLLM.
-    Without a tokenizer it has no text.
+    Builds TRL's engine (`kind="trl"`) or ours (`kind` is a precision) with dummy weights. `arguments` go to vLLM.
+    Without a tokenizer the engine converts nothing to text.
     """
     from accelerate import Accelerator
     from transformers import ByT5Tokenizer
@@ -165,7 +166,7 @@ def build(
     arguments = START | {"disable_log_stats": True} | arguments
     if tokenizer is None:
         arguments["skip_tokenizer_init"] = True
-        tokenizer = ByT5Tokenizer()  # of bytes, without a file
+        tokenizer = ByT5Tokenizer()  # a tokenizer of bytes, which needs no file
     settings = {
         "mode": "colocate",
         "max_model_length": length,
@@ -182,13 +183,13 @@ def build(
 
 
 def wait() -> None:
-    """Until the GPU has done what it was given."""
+    """Waits until the GPU has finished its work."""
     if CUDA:
         torch.cuda.synchronize()
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Of one call, until the GPU has done it."""
+    """Times one call, until the GPU has finished it."""
     wait()
     begin = time.perf_counter()
     run()
@@ -197,7 +198,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def call_seconds(run: Callable[[], object], budget: float = 0.03) -> float:
-    """Of one call as a trainer makes it, launches included: the mean of as many as fit into `budget` seconds."""
+    """Times one call as a trainer makes it, launches included: the mean of as many as fit into `budget` seconds."""
     run()
     run()
     count = min(max(int(budget / seconds(run)), 2), 100)
@@ -206,10 +207,10 @@ def call_seconds(run: Callable[[], object], budget: float = 0.03) -> float:
 
 class Clock:
     """
-    Seconds by name, of methods that it watches on live objects.
+    A clock of methods on live objects: seconds by name.
 
     Parameters:
-        synchronize (`bool`): Whether a time includes what the GPU has yet to do.
+        synchronize (`bool`): Whether a time includes the GPU's pending work.
     """
 
     def __init__(self, synchronize: bool = False):
@@ -230,7 +231,7 @@ class Clock:
             self.seconds[name] += self.now() - start
 
     def watch(self, owner, method: str, name: str, when: Callable[[], bool] = lambda: True) -> None:
-        """Counts the calls of `owner.method` that are made `when` this holds under `name`."""
+        """Times the calls of `owner.method` under `name`, or only those for which `when` is true."""
         original = getattr(owner, method)
 
         @functools.wraps(original)
@@ -244,7 +245,7 @@ class Clock:
 
 
 def engine_options(doc: str) -> argparse.ArgumentParser:
-    """Parser with the options of every benchmark that samples."""
+    """Returns a parser with the options of every benchmark that samples."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[1])
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["7b"] if CUDA else ["tiny"])
     parser.add_argument("--prompt", type=int, default=256 if CUDA else 16, metavar="TOKENS")
@@ -261,7 +262,7 @@ def engine_options(doc: str) -> argparse.ArgumentParser:
 
 
 def in_own_process(arguments: list[str], timeout: float) -> dict:
-    """Reruns this benchmark for one engine, which then has the GPU to itself; returns its result or the error."""
+    """Reruns this benchmark in a process for one engine, which then has the GPU alone. Returns its result or error."""
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR"}
     if not CUDA:
         defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}

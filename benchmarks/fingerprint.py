@@ -1,12 +1,12 @@
 """
-Milliseconds of the fingerprint by which an engine knows whether it still holds the policy's weights.
+Times the fingerprint that tells an engine whether it still holds the policy's weights, in milliseconds.
 
     python benchmarks/fingerprint.py                 # 7B on a GPU, tiny on a CPU: all weights, and LoRA of rank 32
     python benchmarks/fingerprint.py --size 0.5b --rounds 50
 
-A step takes one fingerprint after its sync, and one before each further generation. `fingerprint` is all of it;
-`host` is the reading of modules and settings alone, which goes on while a GPU reads the values; `values` is the
-reading of the values alone, with the bandwidth that it reaches.
+A step takes one fingerprint after its sync, and one before each further generation. `fingerprint` is the whole of it.
+`host` reads modules and settings alone, while a GPU reads the values. `values` reads the values alone, and shows the
+bandwidth.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from trl_quant.rollout import fingerprint as room
 
 
 def milliseconds(run, rounds: int) -> list[float]:
-    """Of each call of `run`, after a warm-up call."""
+    """Times each call of `run` in milliseconds, after a warm-up call."""
     run()
     return [round(1000 * seconds(run), 3) for _ in range(rounds)]
 

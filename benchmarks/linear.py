@@ -1,16 +1,18 @@
 """
-Speed of a linear layer that is frozen in four bits (`trl_quant.layers.FrozenLinear`), on a GPU.
+Measures the speed of a linear layer that is frozen in four bits (`trl_quant.layers.FrozenLinear`), on a GPU.
 
     python benchmarks/linear.py                        # 7B and 32B shapes, NVFP4, about a minute
     python benchmarks/linear.py --precision mxfp4 --sizes 7b --tokens 4096 --output benchmarks/results
 
-First each product of a layer, `X W^T` (forward) and `dY W` (dX), three ways: BF16 by `F.linear`, cuBLAS on dequantized
-numbers, the kernel that decodes as it multiplies. A time is that of the GPU in a CUDA graph, over copies of the weight
-that together are larger than the L2 cache. `limit` is the share of what the card allows: the larger of the bytes that
-must move over its bandwidth and the multiplications over its dense BF16 rate. `dB` is the SQNR against `F.linear` on
-the same numbers. The last lines say where the kernel wins: `FUSED_TOKENS` and `FUSED_OUTPUTS` of `layers/frozen.py`.
+The first table has each product of a layer, `X W^T` (forward) and `dY W` (dX), in three ways: `F.linear` in BF16,
+cuBLAS on the dequantized weight, and the kernel that decodes while it multiplies. A time is the GPU's in a CUDA graph,
+over copies of the weight that together exceed the L2 cache. `limit` is the share of the card's limit, which is the
+longer of two times: moving the necessary bytes at its bandwidth, or multiplying at its dense BF16 rate. `dB` is the
+SQNR against `F.linear` on the dequantized weight. The last lines show where the kernel is faster, which sets
+`FUSED_TOKENS` and `FUSED_OUTPUTS` of `layers/frozen.py`.
 
-Then a layer with its adapter, forward and backward: PEFT's on a BF16 layer, PEFT's on a frozen one, the joined branch.
+The second table has a layer with its adapter, forward and backward: PEFT's on a BF16 layer, PEFT's on a frozen layer,
+and the joined branch.
 """
 
 import argparse
@@ -30,15 +32,15 @@ from trl_quant.formats import quantize
 from trl_quant.layers import FrozenLinear, frozen, frozen_precisions
 
 
-BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12}  # bytes a second
+BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12}  # bytes a second, by card
 FLOPS = 990e12  # dense BF16 multiplications and additions a second
 CACHE = 128 << 20  # more than any L2
-MOST_FUSED = 1024  # tokens; the kernel decodes again for every tile of them
-NEVER, ALWAYS = 0, 1 << 40  # for `FUSED_TOKENS`
+MOST_FUSED = 1024  # tokens; the kernel decodes the weight again for each tile of tokens
+NEVER, ALWAYS = 0, 1 << 40  # tokens among which `FUSED_TOKENS` is sought
 
 
 def shapes_of(size: str) -> dict[str, tuple[int, int]]:
-    """Layer -> (out, in), and what has the same shape."""
+    """Returns layer -> (out, in). Layers of the same shape are listed once."""
     shape = SHAPES[size]
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     kv = hidden // shape["heads"] * shape["kv_heads"]
@@ -46,9 +48,9 @@ def shapes_of(size: str) -> dict[str, tuple[int, int]]:
 
 
 def replayed_seconds(calls: list, budget: float = 0.03) -> float:
-    """GPU time of one call, the mean over a CUDA graph of all of them, best of several replays."""
+    """Returns the GPU's time of one call: the mean over a CUDA graph of all calls, best of several replays."""
     for call in calls[:2]:
-        call()  # compiles, tunes
+        call()  # compiles and tunes kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -69,13 +71,13 @@ def replayed_seconds(calls: list, budget: float = 0.03) -> float:
 
 
 def sqnr(given: torch.Tensor, right: torch.Tensor) -> float:
-    """In dB; infinite where they are equal."""
+    """Returns the signal-to-quantization-noise ratio in dB; infinite for equal tensors."""
     right = right.double()
     return (20 * torch.log10(right.norm() / (given.double() - right).norm())).item()
 
 
 class Ways:
-    """The three ways, as functions of inputs and the number of a copy of the layer."""
+    """The three ways to multiply, as functions of the inputs and the index of a copy of the layer."""
 
     def __init__(self, shape: tuple[int, int], precision: str):
         layer = FrozenLinear(shape[1], shape[0], False, precision, torch.bfloat16, device="cuda")
@@ -203,7 +205,7 @@ def adapters(args, results: dict, deadline: float) -> None:
 
 
 def saved_by(layer: nn.Module, forward, x: torch.Tensor) -> int:
-    """Bytes that stay between forward and backward, but for the output."""
+    """Returns the bytes saved between forward and backward, without the output."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     with torch.autocast("cuda", dtype=torch.bfloat16):

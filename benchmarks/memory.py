@@ -1,23 +1,24 @@
 """
-Peak memory of whole GRPO steps on a frozen base in few bits, generation, scoring and update, under a cap.
+Measures the peak memory of whole GRPO steps (generation, scoring, update) on a frozen low-bit base, under a cap.
 
     python benchmarks/memory.py                        # 32B and 70B shapes on a GPU, tiny ones on a CPU
     python benchmarks/memory.py --sizes 32b --kinds trl nvfp4 mxfp4 --cap 48
 
-`trl` is TRL's `GRPOTrainer` with BF16 LoRA and BF16 vLLM, the others are `QuantGRPOTrainer` with this
-`train_precision` and `rollout_precision`, whose adapter travels by itself; each in its own process, with vLLM in it. On
-a CPU they sample without vLLM. The 4-bit policy is made of random codes and scales: no weight of its linear layers is
-ever held in 16 bits. Gradient checkpointing, one update per generation, and a correction that scores the whole batch.
+`trl` is TRL's `GRPOTrainer` with BF16 LoRA and BF16 vLLM. The other kinds are `QuantGRPOTrainer` with this
+`train_precision` and `rollout_precision`, which sends the adapter alone. Each runs in its own process, together with
+vLLM; on a CPU without vLLM. The 4-bit policy consists of random codes and scales, so that no weight of its linear
+layers is ever held in 16 bits. Runs use gradient checkpointing, one update per generation, and a correction that scores
+the whole batch.
 
-torch's allocator, which serves trainer and vLLM alike, is capped: at 40 GB for 32B, 80 GB for 70B, or `--cap`. A
-trainer that does not fit ends with what it asked for. vLLM's cache of keys and values holds the batch and a tenth more.
+torch's allocator, which trainer and vLLM share, is capped at 40 GB for 32B, 80 GB for 70B, or `--cap`. A trainer that
+does not fit ends with the allocation that failed. vLLM's cache of keys and values holds the batch and a tenth more.
 
 | column | is, in GB of 10^9 bytes |
 |---|---|
-| start | peak of torch until the first step: the policy made, vLLM started; reserved from the device, and allocated |
-| steps | the same over the steps |
+| start | peak of torch until the first step, while the policy is built and vLLM starts: reserved, and allocated |
+| steps | the same during the steps |
 | beside | memory in use on the device that is not torch's, after a step: CUDA, libraries, other processes |
-| card | reserved over the steps, and beside: what a card must have |
+| card | reserved during the steps, plus beside: the memory that a card must have |
 
 Seconds are the last step's, and those of its sampling and scoring. Without a GPU all peaks are the process's.
 """
@@ -55,25 +56,24 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.layers import FrozenLinear
 from trl_quant.models.linears import dense_linears
-from trl_quant.policy.frozen import BITSANDBYTES
-from trl_quant.precisions import frozen_bases
+from trl_quant.precisions import bitsandbytes_bases, frozen_bases
 from trl_quant.trl_seams import llm_with
 
 
 GB = 10**9
 CAPS = {"32b": 40.0, "70b": 80.0}
 DEVICE = "cuda" if CUDA else "cpu"
-# Bytes of the scales, from the first to below the second, with which weights have a standard deviation of about 0.02
+# Range of the scales' bytes (end excluded) that gives weights a standard deviation of about 0.02
 SCALES = {
     "nvfp4": (0x60, 0x78),  # E4M3: 32 to 240
     "mxfp4": (117, 122),  # E8M0: 2^-10 to 2^-6
 }
-GLOBAL_SCALE = 18000.0  # NVFP4's, which divides them
+GLOBAL_SCALE = 18000.0  # NVFP4's global scale, by which they are divided
 
 
 @torch.no_grad()
 def packed_policy(directory: str, precision: str, words: list[int]):
-    """A random policy that samples `words` alone, with a base that was never held in more bits than `precision`'s."""
+    """Builds a random policy that samples `words` alone, and whose base was never held in more bits."""
     dtype = torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype)
@@ -92,14 +92,14 @@ def packed_policy(directory: str, precision: str, words: list[int]):
         elif kind != "weight_global_scale":
             param.normal_(std=0.02)
     speak(model, words)
-    for module in model.modules():  # after `speak`, which writes zeros to scales too
+    for module in model.modules():  # comes after `speak`, which writes zeros to scales too
         if getattr(module, "weight_global_scale", None) is not None:
             module.weight_global_scale.fill_(GLOBAL_SCALE)
     return model
 
 
 def make_trainer(args, tokenizer):
-    """TRL's trainer or ours, with its engine."""
+    """Builds TRL's trainer or ours, with its engine."""
     (size,), kind = args.sizes, args.one
     words, generator = words_of(tokenizer), random.Random(0)
     prompts = [tokenizer.decode(generator.choices(words, k=args.prompt)) for _ in range(args.batch)]
@@ -141,7 +141,7 @@ def make_trainer(args, tokenizer):
         settings |= {
             "use_vllm": True,
             "vllm_mode": "colocate",
-            # vLLM only asks whether so much is free when it starts: the size of its cache is given
+            # vLLM only checks at its start that so much is free, because the size of its cache is given
             "vllm_gpu_memory_utilization": 0.05,
             "vllm_max_model_length": length + 16,
             "generation_kwargs": {"ignore_eos": True},
@@ -167,7 +167,7 @@ def make_trainer(args, tokenizer):
 
 
 class Peaks:
-    """Peaks of torch's memory, and the most beside it, although vLLM resets torch's own counters while it loads."""
+    """Records peaks of torch's memory and of the memory beside it, although vLLM resets torch's counters."""
 
     def __init__(self):
         self.bytes: Counter[str] = Counter()
@@ -175,7 +175,7 @@ class Peaks:
             self.reset, torch.cuda.reset_peak_memory_stats = torch.cuda.reset_peak_memory_stats, self.note
 
     def note(self, device=None) -> None:
-        """Takes the counters over, and resets them."""
+        """Adds the counters to the peaks, and resets them."""
         if CUDA:
             free, total = torch.cuda.mem_get_info()
             now = {
@@ -190,14 +190,14 @@ class Peaks:
         self.bytes |= now
 
     def take(self) -> dict[str, int]:
-        """The peaks since this was last called."""
+        """Returns the peaks since the last call."""
         self.note()
         taken, self.bytes = {name: self.bytes[name] for name in ("reserved", "allocated", "beside")}, Counter()
         return taken
 
 
 class Steps(TrainerCallback):
-    """The seconds of each step, and what is in use after it."""
+    """Records the seconds of each step, and the memory in use after it."""
 
     def __init__(self, clock: Clock, peaks: Peaks):
         self.clock, self.peaks = clock, peaks
@@ -234,9 +234,10 @@ def measure(args) -> dict:
             clock.watch(trainer, "_generate_single_turn", "sampling")
         without_gradient = lambda: not torch.is_grad_enabled()  # noqa: E731
         clock.watch(trainer, "_get_per_token_logps_and_entropies", "scoring", without_gradient)
-        trainer.add_callback(steps := Steps(clock, peaks))
+        steps = Steps(clock, peaks)
+        trainer.add_callback(steps)
         trainer.train()
-    except Exception as error:  # whoever asked for it says it in words of his own
+    except Exception as error:  # libraries word this error differently
         if "out of memory" not in str(error).lower():
             raise
         asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
@@ -252,7 +253,7 @@ def measure(args) -> dict:
 
 
 def main():
-    kinds = [name for name in frozen_bases() if name != BITSANDBYTES]
+    kinds = [name for name in frozen_bases() if name not in bitsandbytes_bases()]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["32b", "70b"] if CUDA else ["tiny"])
     parser.add_argument("--kinds", nargs="+", choices=["trl", *kinds], default=["trl", "nvfp4"])
@@ -275,7 +276,7 @@ def main():
     if args.one:
         args.cap = CAPS.get(args.sizes[0], 0.0) if args.cap is None else args.cap
         return report(measure(args))
-    load_tokenizer(args.tokenizer)  # or says at once what is missing
+    load_tokenizer(args.tokenizer)  # fails early if it is missing
 
     results = {}
     for size in args.sizes:

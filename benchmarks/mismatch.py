@@ -1,14 +1,14 @@
 """
-How far the sampler is from the policy: KL per precision, in the embedded engine, on the demo's arithmetic model.
+Measures the KL of the sampler from the policy for each precision, in the embedded engine, on the arithmetic model.
 
     python benchmarks/mismatch.py                                    # builds the model first, half a minute on a CPU
     python benchmarks/mismatch.py --model examples/arithmetic_model --policy bfloat16 --seeds 0 1 2
 
-The trainer itself runs, with learning rate 0: the policy stays as it was built, and each step samples at temperature 1
-from the copy and scores the samples with the policy. Printed is `mismatch/kl_k3`, in nats a token, over all tokens of
-a seed: their mean over the seeds, the smallest and the largest. The column `KL` of README's table is the mean with a
-policy in FP32, whose difference from the copy is the format's alone; `mixed` is TRL's default, FP32 weights and BF16
-autocast. Another machine builds a slightly different model. A larger model has other figures.
+The trainer itself runs, with learning rate 0, so the policy stays as it was built. Each step samples from the copy at
+temperature 1 and scores the samples with the policy. The table shows `mismatch/kl_k3` in nats a token, over all tokens
+of a seed: the mean over the seeds, the smallest and the largest. The column `KL` in docs/precisions.md is the mean with
+an FP32 policy, which differs from the copy only by the format's rounding. `mixed` is TRL's default: FP32 weights under
+BF16 autocast. Another machine builds a slightly different model, and a larger model has other figures.
 """
 
 import argparse
@@ -43,7 +43,7 @@ BATCH = 128
 
 
 def measure(model: Path, precision: str, policy: str, seed: int, steps: int) -> dict[str, float]:
-    """Metrics over the tokens of one seed, and their number, `tokens`."""
+    """Returns the metrics over the tokens of a seed, and the number of `tokens`."""
     trainer = QuantGRPOTrainer(
         model=str(model),
         reward_funcs=arithmetic_reward,
@@ -117,7 +117,7 @@ def main():
 
 
 def quiet() -> None:
-    """No progress bars or notices but our own."""
+    """Silences the progress bars and notices of libraries."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

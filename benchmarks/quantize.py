@@ -1,12 +1,12 @@
 """
-Speed of weight quantization: Triton kernels and the torch code of `trl_quant.formats`, against a plain copy.
+Measures the speed of weight quantization by Triton kernels and by `trl_quant.formats`, against a plain copy.
 
     python benchmarks/quantize.py                      # 7B shapes on a GPU, tiny shapes on a CPU
     python benchmarks/quantize.py --shapes 32b --layers 8 --output benchmarks/results
 
-GB/s counts only the bytes that must move: the weight read once, codes and scales written once. So a second read
-(fp8_tensor, nvfp4: the tensor's maximum comes first) shows as lower GB/s. Times cover all weights in sequence, best of
-the rounds, with results allocated anew each time, as in a sync; `nvfp4 given scale` skips the first read.
+GB/s counts only the necessary bytes: one read of the weight, one write of codes and scales. A second read, which
+fp8_tensor and nvfp4 need for the tensor's maximum, therefore lowers GB/s. Times cover all weights in sequence, best of
+the rounds, with new memory for the results each time, as in a sync. `nvfp4 given scale` skips the first read.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SHAPES = {  # Qwen2.5: (out, in) of the linear layers in one decoder layer, and 
 
 
 def best(run, rounds: int) -> float:
-    """Seconds of the fastest call of `run`, after a warm-up call."""
+    """Returns the seconds of the fastest call of `run`, after a warm-up call."""
     run()
     return min(seconds(run) for _ in range(rounds))
 

@@ -1,17 +1,18 @@
 """
-Sampled tokens per second, sync included, against TRL's own merged BF16 path in the same run.
+Measures sampled tokens per second, sync included, against TRL's merged BF16 path in the same run.
 
     python benchmarks/rollout.py                       # 7B shapes on a GPU, tiny ones on a CPU
     python benchmarks/rollout.py --sizes 7b 32b --precisions fp8 int8 nvfp4 --batches 1 8 64 256
     python benchmarks/rollout.py --precisions fp8 --batches 64 256 --profile
 
-A LoRA policy of rank 32 is merged and synced, then 512 tokens are sampled for each prompt of 256 words, 8 completions
-of a prompt in a row as GRPO asks for them, through TRL's class and ours with what TRL's trainer gives them, a real
-tokenizer, and vLLM's defaults for torch.compile and CUDA graphs. Each engine runs in its own process.
+A LoRA policy of rank 32 is merged and synced. Then each prompt of 256 words gets completions of 512 tokens, with the 8
+completions of a prompt in a row as in GRPO. They are sampled through TRL's class and ours, with the arguments of TRL's
+trainer, a real tokenizer, and vLLM's defaults for torch.compile and CUDA graphs. Each engine runs in its own process.
 
-`--profile` adds where the time of a decode step goes, from further generations, in milliseconds: all of it, the GPU's
-part, and the host's: scheduler (`allocate` is part of `schedule`), output processor, model runner (with waiting),
-`extract`, TRL's own conversion of the log-probabilities, and garbage collection, which is part of the others.
+`--profile` adds the time of a decode step by part, from further generations, in milliseconds: the total, the GPU's
+part, and the host's parts. These are the scheduler (`schedule` includes `allocate`), the output processor, the model
+runner (waiting included), `extract`, TRL's conversion of the log-probabilities, and garbage collection, which the
+others include.
 """
 
 import gc
@@ -89,7 +90,8 @@ def measure(kind: str, args) -> dict:
         tokens = [token for completion in completions for token in completion]
         assert len(tokens) == batch * args.new, f"{len(tokens)} tokens instead of {batch * args.new}"
         share = sum(token in ordinary for token in tokens) / len(tokens)
-        # Syncs of an adapter alone never bring the base that speaks: these samples are any tokens, and no text
+        # A sync of an adapter alone does not bring the policy's base, so these samples are arbitrary tokens without
+        # text
         assert args.lora_sync == "adapter" or share > 0.999, f"{share:.1%} of the tokens are ordinary words"
         sync, seconds = clock.seconds["sync"], clock.seconds["sample"]
         result[batch] = {"tokens_per_s": len(tokens) / (sync + seconds), "sync_s": sync, "sample_s": seconds}
@@ -106,8 +108,8 @@ def measure(kind: str, args) -> dict:
 
 def decode_step(sample, new: int) -> dict[str, float]:
     """
-    Milliseconds of a decode step in the middle of a generation, and of those in which a kernel is on the GPU: the
-    difference of two generations, so that prompts count in neither, each timed with the profiler and without.
+    Returns the milliseconds of a decode step in the middle of a generation, and those in which the GPU runs a kernel.
+    Both are differences of two generations, which excludes the prompts, each timed with and without the profiler.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -128,7 +130,7 @@ def decode_step(sample, new: int) -> dict[str, float]:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """What sorted spans cover together."""
+    """Returns the length that sorted spans cover together."""
     total, until = 0.0, 0.0
     for start, end in spans:
         total += max(0.0, end - max(start, until))
@@ -138,8 +140,8 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 def host_clock(engine, lean: bool) -> Clock:
     """
-    A clock of what a generation costs the host, with what stands before vLLM's and TRL's own methods in ours (`lean`).
-    What this vLLM or TRL does not have is left out.
+    Builds a clock of the host's work in a generation. `lean` also watches our methods that replace vLLM's and TRL's.
+    Methods that this vLLM or TRL lacks are left out.
     """
     from trl.generation import vllm_generation
 
@@ -149,7 +151,7 @@ def host_clock(engine, lean: bool) -> Clock:
     places["extract"] = vllm_generation, "extract_logprobs"
     if lean:
         places["allocate"] = sampling.BlocksWithRoom, "allocate"
-        places["update"] = sampling, "update_with_numbers"
+        places["update"] = sampling, "update_with_float_logps"
         places["outputs"] = sampling.HeldOutputs, "__call__"
         places["extract"] = sampling, "extract_logprobs"
     clock = Clock()
@@ -175,7 +177,7 @@ def main():
     args = parser.parse_args()
     if args.one:
         return report(measure(args.one, args))
-    load_tokenizer(args.tokenizer)  # or says at once what is missing
+    load_tokenizer(args.tokenizer)  # fails early if it is missing
 
     results = {}
     for size in args.sizes:

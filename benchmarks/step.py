@@ -1,26 +1,26 @@
 """
-Seconds of a whole GRPO step and of its phases, through the trainers, against TRL's own in the same run.
+Times whole GRPO steps and their phases, through the trainers, against TRL's trainer in the same run.
 
     python benchmarks/step.py                          # 7B shapes on a GPU, tiny ones on a CPU
     python benchmarks/step.py --kinds trl fp8 nvfp4 --corrections tis ais --completions 64x512 256x2048
 
-`trl` is TRL's `GRPOTrainer` with BF16 vLLM, the others are `QuantGRPOTrainer` with this `rollout_precision`, each in
-its own process. A LoRA policy of random weights is trained with gradient checkpointing, one update per generation and
-TRL's other settings. With `--lora 0` all weights are trained in BF16, with bitsandbytes' AdamW in 8 bits or, where that
-is not installed, with plain SGD: the states of a 16-bit AdamW do not fit beside a 7B policy and vLLM. Our self-check,
-one in 50 steps, is switched off.
+`trl` is TRL's `GRPOTrainer` with BF16 vLLM. The other kinds are `QuantGRPOTrainer` with this `rollout_precision`. Each
+runs in its own process. A LoRA policy of random weights is trained with gradient checkpointing, one update per
+generation and TRL's other settings. With `--lora 0` all weights are trained in BF16, with bitsandbytes' AdamW in 8 bits
+or, where that is not installed, with plain SGD: the states of a 16-bit AdamW do not fit beside a 7B policy and vLLM.
+Our self-check, one in 50 steps, is switched off.
 
 | phase | is |
 |---|---|
 | sampling | `generate` of the engine, text and log-probabilities included |
-| sync | the policy's weights on their way to the engine |
+| sync | sending the policy's weights to the engine |
 | scoring | the pass without gradients that computes old log-probabilities, if there is one |
-| update | all that follows the generation: forward, backward, clipping, optimizer |
+| update | everything after the generation: forward, backward, clipping, optimizer |
 | rest | the generation without the phases above: tokenizing, decoding, rewards, metrics |
 
-`ratio` is how many times faster a trainer is than the first. One trainer takes all `--completions`, the largest first.
-Times are means over the steps after the first of each. Memory is the peak in these: what torch has allocated on a GPU,
-else the process, whose peak only grows.
+`ratio` is how many times faster a trainer is than the first one. One trainer runs all `--completions`, the largest
+first. Times are means over the steps of each but the first. Memory is the peak in these steps: torch's allocations on a
+GPU, else the memory of the process, whose peak only grows.
 """
 
 import importlib.util
@@ -55,7 +55,7 @@ PHASES = ("sampling", "sync", "scoring", "update", "rest")
 
 
 def make_trainer(args, tokenizer):
-    """TRL's trainer or ours, with vLLM in it."""
+    """Builds TRL's trainer or ours, with vLLM in the same process."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -71,7 +71,7 @@ def make_trainer(args, tokenizer):
     directory = model_directory(size, tokenizer)
     config = AutoConfig.from_pretrained(directory)
     with torch.device("cuda" if CUDA else "cpu"):
-        # In BF16 a CPU takes far longer
+        # BF16 is far slower on a CPU
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if CUDA else torch.float32)
     speak(model, words)
     save_start(model)
@@ -141,7 +141,7 @@ class Steps(TrainerCallback):
 
 
 def set_shape(trainer, completions: int, new: int) -> None:
-    """Has the trainer's next steps take so many completions of so many tokens."""
+    """Sets the number of completions and of their tokens for the trainer's next steps."""
     args = trainer.args
     args.gradient_accumulation_steps = args.steps_per_generation = completions // args.per_device_train_batch_size
     args.generation_batch_size = completions
@@ -158,7 +158,8 @@ def measure(args) -> dict:
     clock.watch(trainer, "_generate_and_score_completions", "generation")
     trainer.add_callback(Steps(clock))
     result = {}
-    # TRL generates at each multiple of the micro-batches of a generation: the larger first, of which the smaller is one
+    # TRL generates at each multiple of the micro-batches of a generation. The larger goes first, as the smaller divides
+    # it
     for completions, new in sorted(args.completions, reverse=True):
         set_shape(trainer, completions, new)
         trainer.train()
@@ -203,7 +204,7 @@ def main():
     args = parser.parse_args()
     if args.one:
         return report(measure(args))
-    load_tokenizer(args.tokenizer)  # or says at once what is missing
+    load_tokenizer(args.tokenizer)  # fails early if it is missing
 
     results = {}
     for size in args.sizes:

@@ -1,13 +1,13 @@
 """
-Seconds and peak extra memory of one weight sync, against TRL's own BF16 push in the same run.
+Measures time and peak extra memory of a weight sync, against TRL's BF16 push in the same run.
 
     python benchmarks/sync.py                          # 7B shapes on a GPU, tiny ones on a CPU
     python benchmarks/sync.py --size 32b --precisions fp8 nvfp4 --lora 32
 
 Each engine runs in its own process. `sync` is the median of the rounds after the first; `stream` is the time to
 produce the tensors (gather, merge, quantize), without vLLM; `check` is the time of one self-check (every
-`sync_check_steps` syncs); `print` is the time of one fingerprint of the policy's weights: a step takes one after its
-sync, and one before each further generation. Extra memory is the peak above what was allocated before.
+`sync_check_steps` syncs); `print` is the time of one fingerprint of the policy's weights. A step takes one after its
+sync, and one before each further generation. Extra memory is the peak above the memory allocated before.
 """
 
 import argparse

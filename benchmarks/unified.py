@@ -1,22 +1,23 @@
 """
-Speed of a linear layer that trains in FP8 or INT8 (`trl_quant.layers.UnifiedLinear`) against `nn.Linear` in BF16.
+Measures a linear layer that trains in FP8 or INT8 (`trl_quant.layers.UnifiedLinear`) against `nn.Linear` in BF16.
 
     python benchmarks/unified.py                       # 8B shapes, about a minute on a GPU; on a CPU tiny ones
     python benchmarks/unified.py --precisions fp8_block --tokens 8192 --output benchmarks/results
-    python benchmarks/unified.py --parts quantizers blocks      # what is not a product, and layers that share inputs
+    python benchmarks/unified.py --parts quantizers blocks      # quantizers alone, and layers that share inputs
 
-First whole layers, forward and backward as a trainer calls them, with the weight trained and with it frozen (as under
-LoRA). All quantization is included but the weight's, which is done once a step: its time stands in the second table.
-`x` is how many times BF16's speed, `limit` the share of what the card multiplies at most, all products in the layer's
+The first table has whole layers, forward and backward as a trainer calls them, with a trained and with a frozen weight
+(as under LoRA). It includes all quantization but the weight's, which runs once a step and stands in the second table.
+`x` is the speed relative to BF16. `limit` is the share of the card's peak rate, if all products were in the layer's
 precision.
 
-Then what they are made of, each part by itself: `quantize` is that of the weight, once a step; `x` and `dy` the
-quantizers of inputs and gradients, for one layout where the weight is frozen and for both where it is trained; `Y`,
-`dX` and `dW` the products, with what belongs to them. `limit` is for Y alone, `dB` the SQNR of Y against BF16.
+The second table has the parts of a layer. `quantize` quantizes the weight, once a step. `x` and `dy` quantize inputs
+and gradients, in one layout for a frozen weight and in both for a trained one. `Y`, `dX` and `dW` are the products with
+their scaling. `limit` is for Y alone, and `dB` is the SQNR of Y against BF16.
 
-`quantizers`: each kernel of quantizing by itself, in several ways of launching it, and what it replaces. `GB/s` counts
-what must be read and written once, `share` is that of a plain copy's. `blocks`: forward and backward of q, k and v and
-of an MLP, whose inputs are quantized by each layer (`apart`) or once, with the activation (`shared`), against BF16.
+`quantizers` times each quantizing kernel, with several launch settings, against the torch code that it replaces. `GB/s`
+counts one read and one write of the necessary bytes, and `share` compares that with a plain copy. `blocks` times
+forward and backward of q, k and v and of an MLP, whose inputs are quantized by each layer (`apart`) or once, together
+with the activation (`shared`), against BF16.
 """
 
 import argparse
@@ -40,12 +41,12 @@ from trl_quant.precisions import unified_flows
 
 SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 6144)) if CUDA else ((256, 384), (384, 256))  # (in, out)
 TOKENS = (2048, 4096, 8192, 16384) if CUDA else (128, 300)
-BF16_RATE = 989e12  # dense multiplications and additions a second, of an H100 and an H200; 8 bits have twice as many
+BF16_RATE = 989e12  # dense BF16 operations a second of an H100 and an H200; in 8 bits twice as many
 DEVICE = "cuda" if CUDA else "cpu"
 
 
 def graph_seconds(run) -> float:
-    """Of one call without launches: in a CUDA graph of several, on a GPU."""
+    """Times one call without launches: in a CUDA graph of several calls, on a GPU."""
     if not CUDA:
         return call_seconds(run)
     run()
@@ -63,7 +64,7 @@ def sqnr(given: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def limit(tokens: int, shape: tuple[int, int], count: int, precision: str) -> float:
-    """Seconds that `count` products take at least."""
+    """Returns the least seconds that `count` products can take."""
     return 2 * count * tokens * shape[0] * shape[1] / (BF16_RATE * (1 if precision == "bf16" else 2))
 
 
@@ -79,7 +80,7 @@ def layers(args, results: dict, deadline: float) -> None:
     print("".join(f"{way + ' ms':>14}{'x':>6}{'limit':>7}" for way in args.precisions))
     for shape in SHAPES:
         for trained in (True, False):
-            for tokens in sorted(args.tokens, reverse=True):  # large ones matter most
+            for tokens in sorted(args.tokens, reverse=True):  # large layers matter most
                 name = f"{shape[0]}x{shape[1]}"
                 if time.perf_counter() > deadline:
                     print(f"{name:<14}{tokens:>7} left out: out of time")
@@ -114,7 +115,7 @@ def layers(args, results: dict, deadline: float) -> None:
 
 
 def parts_of(shape: tuple[int, int], tokens: int, precision: str) -> tuple[dict, float]:
-    """The calls that a forward and a backward pass consist of, by name; and the SQNR of Y."""
+    """Returns the calls of a forward and a backward pass by name, and the SQNR of Y."""
     torch.manual_seed(0)
     x = torch.randn(tokens, shape[0], device=DEVICE, dtype=torch.bfloat16)
     dy = torch.randn(tokens, shape[1], device=DEVICE, dtype=torch.bfloat16)
@@ -182,7 +183,7 @@ def bfloat16(*shape: int) -> torch.Tensor:
 
 
 def passes_of(tokens: int, features: int) -> dict:
-    """What is done to (tokens, features), by name: bytes for each number, and the call."""
+    """Returns the passes over (tokens, features) by name: bytes for each value, and the call."""
     from trl_quant.kernels import unified as kernels
 
     x, up, dy, y = (bfloat16(tokens, features) for _ in range(4))
@@ -266,7 +267,7 @@ def quantizers(args, results: dict, deadline: float) -> None:
 
 
 def blocks_of(tokens: int, precision: str, trained: bool) -> dict:
-    """Calls of a forward and a backward pass, by name and way."""
+    """Returns the calls of a forward and a backward pass, by name and way."""
     hidden, features = (4096, 14336) if CUDA else SHAPES[0]
     qkv = [layer_of((hidden, outputs), precision, trained) for outputs in (hidden, hidden // 4, hidden // 4)]
     gate, up, down = (layer_of(shape, precision, trained) for shape in 2 * [(hidden, features)] + [(features, hidden)])

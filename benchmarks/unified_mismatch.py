@@ -1,12 +1,12 @@
 """
-How far vLLM's samples are from the policy: trained in BF16, in the format that samples, and with the same kernels.
+Measures how far vLLM's samples are from a policy in BF16, in the sampler's precision, and with the same kernels.
 
     python benchmarks/unified_mismatch.py --data train.jsonl            # GSM8K's rows: "question" and "answer"
 
-A model is trained on the spot on the texts, one after the other, and goes on from the questions as far as it is asked
-to: past an answer it asks itself the next question. Each pair of sampler and policy then runs through the trainer in
-its own process, one step without an update, and logs `mismatch/*`. Printed are KL (k3, nats a token), the share of
-tokens whose log-probabilities are the same bits, tokens a second, and the KL by position.
+A small model is first trained on the concatenated texts. It can therefore continue a question to any length: after an
+answer it writes the next question. Each pair of sampler and policy then runs one step without an update through the
+trainer, in its own process, and logs `mismatch/*`. The benchmark prints the KL (k3, nats a token), the share of tokens
+whose log-probabilities have the same bits, tokens a second, and the KL by position.
 
 | pair | sampler | policy computes in |
 |---|---|---|
@@ -41,7 +41,7 @@ def text(row: dict) -> str:
 
 
 def train(args) -> None:
-    """Writes a language model of the texts, in BF16, and its tokenizer."""
+    """Trains a language model on the texts, and writes it in BF16 with its tokenizer."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     tokenizer = load_tokenizer(args.tokenizer)

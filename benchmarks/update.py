@@ -1,14 +1,14 @@
 """
-Seconds of a policy update, forward, backward and optimizer, in a `train_precision`, against TRL's BF16 LoRA.
+Times a policy update (forward, backward, optimizer) in a `train_precision`, against TRL's BF16 LoRA.
 
     python benchmarks/update.py                        # 7B shapes on a GPU, tiny ones on a CPU
     python benchmarks/update.py --sizes 3b 7b 14b 32b --kinds trl nvfp4 mxfp4 nf4 --tokens 2048 4096 8192 16384
 
-`trl` is TRL's `GRPOTrainer` with a BF16 policy and PEFT, the others are `QuantGRPOTrainer` with this `train_precision`;
-each in its own process, with gradient checkpointing, TRL's other settings, and a batch made up once in place of a
-generation. `--tokens` are those of a micro-batch, prompts and completions, in sequences of at most `--length`; a step
-is one micro-batch. `ratio` is the time against the first trainer's: below 1 is faster. Times are means over the steps
-after the first two. Memory is the peak in these: what torch has allocated on a GPU, else the process.
+`trl` is TRL's `GRPOTrainer` with a BF16 policy and PEFT. The other kinds are `QuantGRPOTrainer` with this
+`train_precision`. Each runs in its own process, with gradient checkpointing, TRL's other settings, and a made-up batch
+in place of a generation. `--tokens` counts a micro-batch's prompts and completions, in sequences of at most `--length`;
+a step is one micro-batch. `ratio` is the time relative to the first trainer's: below 1 is faster. Times are means over
+the steps after the first two. Memory is the peak in these: torch's allocations on a GPU, else that of the process.
 """
 
 import argparse
@@ -25,15 +25,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.policy.frozen import BITSANDBYTES
-from trl_quant.precisions import train_precisions
+from trl_quant.precisions import bitsandbytes_bases, train_precisions
 
 
 WARM_UP = 2
 
 
 def made_up(tokens: int, length: int, vocabulary: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What a generation gives the loss: sequences of which an eighth is the prompt."""
+    """Returns a batch as a generation gives it to the loss. An eighth of each sequence is the prompt."""
     rows, length = max(1, tokens // length), min(tokens, length)
     ids = torch.randint(10, min(1000, vocabulary), (rows, length), device=device)
     prompt = length // 8
@@ -48,18 +47,18 @@ def made_up(tokens: int, length: int, vocabulary: int, device: torch.device) -> 
 
 
 class Updates:
-    """Trainers whose batches are made up."""
+    """A trainer whose batches are made up."""
 
     def _prepare_inputs(self, inputs):
         return self.batch
 
 
 class TRLUpdates(Updates, GRPOTrainer):
-    """TRL's."""
+    """TRL's trainer with made-up batches."""
 
 
 class QuantUpdates(Updates, QuantGRPOTrainer):
-    """Ours."""
+    """Our trainer with made-up batches."""
 
 
 class Steps(TrainerCallback):
@@ -114,7 +113,7 @@ def measure(kind: str, args) -> dict:
         trainer = TRLUpdates(args=GRPOConfig(**settings), **given)
     else:
         ours = {"train_precision": kind, "is_correction": "trl", "vllm_importance_sampling_correction": False}
-        if kind == BITSANDBYTES:  # which quantizes while it loads
+        if kind in bitsandbytes_bases():  # bitsandbytes quantizes while it loads
             model.save_pretrained(directory)
             given["model"] = directory
             del model

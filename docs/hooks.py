@@ -5,6 +5,7 @@ page, or to a copy of the file: text is shown on a page of its own, and everythi
 """
 
 import ast
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -22,6 +23,7 @@ PAGES = {
 }
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".cff": "yaml", ".cfg": "ini", ".toml": "toml"}
 TEXT = {*LANGUAGES, ".txt", ""}  # a license has no suffix
+FIELDS = "<!-- the fields that this package adds -->"  # a line of a page, in the place of which they are described
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 
 
@@ -96,6 +98,36 @@ def where_it_is_defined(match: re.Match) -> str:
     return f"::: {match[1] if module is None else f'{module}.{name}'}"
 
 
+def field_types() -> dict[str, str]:
+    """Type of each field of the configurations, read from their sources. Ranges (`Annotated`) are left out."""
+    types, names = {}, {}
+    for file in ("fields.py", "grpo.py"):
+        tree = ast.parse((ROOT / "trl_quant/config" / file).read_text())
+        for statement in tree.body:
+            if isinstance(statement, ast.Assign):
+                names[ast.unparse(statement.targets[0])] = statement.value
+        for statement in ast.walk(tree):
+            if isinstance(statement, ast.AnnAssign):
+                annotation = names.get(ast.unparse(statement.annotation), statement.annotation)
+                if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
+                    annotation = annotation.slice.elts[0]
+                types[ast.unparse(statement.target)] = ast.unparse(annotation)
+    return types
+
+
+def described_fields() -> str:
+    """Type, default and help of each field that this package adds to TRL's configurations, section by section."""
+    types, lines = field_types(), []
+    options = json.loads((ROOT / "trl_quant/cli/options.json").read_text())["train"]
+    for title, section in options.items():
+        described = {name: option for name, option in section.items() if name in types}  # others are the command's
+        if described:
+            lines += [f"#### Fields: {title}", ""]
+        for name, option in described.items():
+            lines += [f"##### {name}", "", f"`{types[name]}`, default `{option['default']!r}`", "", option["help"], ""]
+    return "\n".join(lines)
+
+
 def on_files(files, config):
     """Adds the pages that lie elsewhere, and what all pages link to."""
     for source, page in PAGES.items():
@@ -122,6 +154,7 @@ def on_page_markdown(markdown, page, config, files):
         page.meta["search"] = {"exclude": True}
         return markdown
     markdown = re.sub(r"^::: (\S+)\.\*\n( +options: .*\n)?", every_public_name, markdown, flags=re.MULTILINE)
+    markdown = markdown.replace(FIELDS, described_fields())
     markdown = re.sub(r"^::: (\S+)$", where_it_is_defined, markdown, flags=re.MULTILINE)
     return in_the_site(markdown, source_of(page.file.src_uri))
 

@@ -6,7 +6,7 @@ GPUs:
     accelerate launch --config_file configs/accelerate/fsdp2.yaml examples/ais.py --output_dir runs/ais
 
 With LoRA, as in the paper's runs of Qwen3.5-9B: `--use_peft --lora_r 64 --lora_target_modules q_proj k_proj v_proj
-o_proj gate_proj up_proj down_proj`. On a laptop, with the model of build_arithmetic_model.py and the embedded engine:
+o_proj gate_proj up_proj down_proj`. On a laptop, with a small stored model and the embedded engine:
 
     python examples/ais.py --config examples/laptop.yaml
 

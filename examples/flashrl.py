@@ -6,7 +6,7 @@ verl), whose Qwen2.5-32B takes 32 GPUs. On eight, with a smaller model:
     accelerate launch --config_file configs/accelerate/fsdp2.yaml examples/flashrl.py \\
         --model_name_or_path Qwen/Qwen2.5-7B --output_dir runs/flashrl
 
-On a laptop, with the model of build_arithmetic_model.py and the embedded engine:
+On a laptop, with a small stored model and the embedded engine:
 
     python examples/flashrl.py --config examples/laptop.yaml --steps_per_generation 4
 

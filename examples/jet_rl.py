@@ -4,7 +4,7 @@ The hyperparameters are the paper's for DeepMATH (section 5.1). On eight H200s:
 
     accelerate launch --config_file configs/accelerate/zero2.yaml examples/jet_rl.py --output_dir runs/jet-rl
 
-On a laptop, with the model of build_arithmetic_model.py and the embedded engine:
+On a laptop, with a small stored model and the embedded engine:
 
     python examples/jet_rl.py --config examples/laptop.yaml
 

@@ -8,7 +8,7 @@ On several, with as many completions an optimizer step (8 x 2 x 8 = 128):
 
     accelerate launch --config_file configs/accelerate/ddp.yaml examples/qerl.py --gradient_accumulation_steps 2
 
-On a laptop, with the model of build_arithmetic_model.py and the embedded engine:
+On a laptop, with a small stored model and the embedded engine:
 
     python examples/qerl.py --config examples/laptop.yaml
 

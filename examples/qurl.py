@@ -11,7 +11,7 @@ eight GPUs:
         --model_name_or_path runs/qurl-16k --max_completion_length 24576 --num_generations 16 \\
         --gradient_accumulation_steps 128 --steps_per_generation 512 --max_steps 1600
 
-On a laptop, with the model of build_arithmetic_model.py and the embedded engine:
+On a laptop, with a small stored model and the embedded engine:
 
     python examples/qurl.py --config examples/laptop.yaml --steps_per_generation 4
 

@@ -1,14 +1,12 @@
 """GRPO with quantized rollouts. Copy this file, add rewards of your own, and set the rest on the command line.
 
-It runs `trl_quant/cli/train.py`: TRL's parser for the dataset's, `QuantGRPOConfig`'s and the model's options, then
-`QuantGRPOTrainer`. That file uses only public names, so copy it too if flags are not enough.
+It is `trl-quant train` with a place for reward functions: `trl_quant/cli/train.py` parses the dataset's,
+`QuantGRPOConfig`'s and the model's options, and `trl_quant/trainers/launch.py` runs `QuantGRPOTrainer` with them.
 
-On a laptop, with the model of build_arithmetic_model.py and the embedded engine:
+On a laptop, with a small stored model and the embedded engine:
 
-    python examples/train_grpo.py --model_name_or_path runs/arithmetic --dataset_name runs/arithmetic/train.jsonl \\
-        --reward_funcs arithmetic --rollout_precision int4 --is_correction ais --output_dir runs/int4-ais \\
-        --max_steps 60 --learning_rate 3e-4 --per_device_train_batch_size 128 --max_completion_length 48 \\
-        --use_cpu --bf16 false --gradient_checkpointing false
+    python examples/train_grpo.py --config examples/laptop.yaml --rollout_precision int4 --is_correction ais \\
+        --output_dir runs/int4-ais
 
 On a GPU, GSM8K, FP8 sampling in vLLM, LoRA:
 

@@ -116,7 +116,7 @@ def codes(trainer, precision: str) -> dict:
         setattr(unified, name, function)
     after = sum(w() is not None for w in alive)
     forward = forward[: len(layers)]  # checkpoints compute it again
-    sent = dict(engine.in_codes(engine._iter_named_params()))
+    sent = dict(engine.quantized_as_trained(engine._iter_named_params()))
     sent = [sent[f"{name}.weight"] for name in layers]
     return {
         "layers": len(layers),

@@ -188,6 +188,16 @@ def dppo(logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon
 
 OBJECTIVES = {"none": none, "coupled": coupled, "decoupled": decoupled, "tis": tis, "acr": acr, "ais": ais}
 OBJECTIVES |= {"icepop": icepop, "geometric": geometric, "trm": trm, "dppo": dppo}
+# What the tests give a correction where its defaults would not act on a small batch
+HYPERPARAMETERS = {
+    "tis": {"cap": 1.5},
+    "acr": {"cap": 1.5, "epsilon_low": 0.1, "epsilon_high": 0.3},
+    "ais": {"cap": 1.5, "delta": 0.6, "gamma": 0.8, "beta_var": 0.5},
+    "icepop": {"low": 0.25, "high": 3.5},
+    "geometric": {"epsilon": 0.15},
+    "trm": {"delta": 0.9},
+    "dppo": {"delta": 0.05, "cap": 1.5},
+}
 
 
 # What is dropped: whether a method drops token (b, t), for a policy `pi` against the sampler
@@ -226,6 +236,13 @@ def dppo_drops(pi, rollout_logps, advantages, mask, delta=0.15, cap=10.0):
 
 
 DROPS = {"icepop": icepop_drops, "geometric": geometric_drops, "trm": trm_drops, "dppo": dppo_drops}
+# Bounds that drop some of what a tiny model's int4 copy samples, and not all, by correction
+DROPPING = {
+    "icepop": {"icepop_low": 0.6, "icepop_high": 1.6},
+    "geometric": {"geometric_epsilon": 0.1},
+    "trm": {"trm_delta": 0.5},
+    "dppo": {"dppo_delta": 0.003},
+}
 
 
 def dropped(name, pi, rollout_logps, advantages, mask, **hyperparameters):

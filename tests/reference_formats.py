@@ -21,6 +21,18 @@ PRECISION = {torch.bfloat16: (8, -133), torch.float16: (11, -24), torch.float32:
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 # E4M3: exponent bias 7, subnormals at exponent field 0, S.1111.111 is NaN
 E4M3 = [(m / 8 if e == 0 else 1 + m / 8) * 2.0 ** (max(e, 1) - 7) for e in range(16) for m in range(8)][:-1]
+# Half the widest grid step over the largest grid value: the largest error in a block over the block's largest value.
+# More for MXFP4, where the power of two may be 4/3 of the ideal or saturate 7 to 6, and INT4, which clamps 7.5 to 7.
+ERROR = {
+    "fp8": 16 / 448,
+    "fp8_tensor": 16 / 448,
+    "fp8_block": 16 / 448,
+    "int8": 0.5 / 127.5,
+    "nvfp4": 1 / 6,
+    "mxfp4": 1 / 4,
+    "nf4": (1 - 0.6961928) / 2,
+    "int4": 0.5 / 7.5,
+}
 
 
 def to(value: float, dtype: torch.dtype) -> float:

@@ -13,7 +13,7 @@ from tiny import tiny_tokenizer
 
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli import main
-from trl_quant.cli.train import TrainArguments
+from trl_quant.trainers.launch import TrainArguments
 
 
 REFUSED_COMMANDS = [  # arguments -> exit code, what is printed

@@ -81,8 +81,8 @@ REQUIRED = {
     "prepare": ["--model", "m", "--format", "int8", "--output", "x"],
     "export": ["--output", "x"],
     "train": ["--model_name_or_path", "m"],
-    "plan": ["m"],
     "eval": ["m", "--task", "gsm8k"],
+    "plan": ["m"],
     "report": ["x"],
     "report --mismatch": ["m"],
 }
@@ -207,7 +207,7 @@ def test_own_rewards_are_added(argv, monkeypatch):
     def brevity(completions, **kwargs):
         return [0.0]
 
-    monkeypatch.setattr(train, "QuantGRPOTrainer", trainer)
+    monkeypatch.setattr(train.launch, "QuantGRPOTrainer", trainer)
     with pytest.raises(Stop) as stop:
         train.main(argv, reward_funcs=[brevity])
     (kwargs,) = stop.value.args

@@ -11,6 +11,7 @@ from trl_quant.formats import FORMATS
 
 
 OWN = [f for f in dataclasses.fields(QuantGRPOConfig) if f.name not in {g.name for g in dataclasses.fields(GRPOConfig)}]
+OF_SEQUENCES = ", ".join(repr(name) for name, kind in CORRECTIONS.items() if not kind.token_only) + " or 'trl'"
 
 
 def build(config_class=QuantGRPOConfig, **kwargs):
@@ -60,9 +61,10 @@ def build(config_class=QuantGRPOConfig, **kwargs):
         *[
             (
                 {"is_correction": name, "importance_sampling_level": "sequence"},
-                [f"`is_correction`='{name}'", "importance_sampling_level", "'sequence'", "'geometric' or 'trl'"],
+                [f"`is_correction`='{name}'", "importance_sampling_level", "'sequence'", OF_SEQUENCES],
             )
-            for name in ("acr", "trm", "dppo")
+            for name, kind in CORRECTIONS.items()
+            if kind.token_only
         ],
     ],
 )

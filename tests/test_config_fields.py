@@ -13,7 +13,7 @@ from trl import GRPOConfig, RLOOConfig, TrlParser
 from trl_quant import AISGRPOConfig, QuantGRPOConfig
 from trl_quant.config.fields import SECTIONS, QuantFields
 from trl_quant.config.hyperparameters import setting_fields
-from trl_quant.corrections import ACR, ALL_CORRECTIONS, CORRECTIONS, TIS
+from trl_quant.corrections import ACR, ALL_CORRECTIONS, CORRECTIONS, TIS, NoCorrection
 from trl_quant.corrections.base import Range, check_ranges, ranges_of
 
 
@@ -24,6 +24,13 @@ class QuantRLOOConfig(QuantFields, RLOOConfig):
     trl_config: ClassVar[type] = RLOOConfig
 
 
+@dataclass
+class CorrectedRLOOConfig(QuantRLOOConfig):
+    """The same, for a trainer whose loss takes the weights of a correction."""
+
+    has_correction: ClassVar[bool] = True
+
+
 def build(config_class=QuantGRPOConfig, **kwargs):
     return config_class("unused", use_cpu=True, bf16=False, report_to=[], **kwargs)
 
@@ -32,7 +39,7 @@ def build(config_class=QuantGRPOConfig, **kwargs):
 
 
 def test_another_trainers_config_has_its_own_fields_and_ours():
-    args = build(QuantRLOOConfig, rollout_precision="int8", normalize_advantages=True, is_cap=3.0)
+    args = build(CorrectedRLOOConfig, rollout_precision="int8", normalize_advantages=True, is_cap=3.0)
     assert isinstance(args, RLOOConfig) and not isinstance(args, GRPOConfig)
     assert (args.output_dir, args.beta, args.num_generations) == ("unused", 0.05, 2)  # RLOO's own defaults
     assert args.is_correction == "tis" and args.correction() == TIS(cap=3.0)
@@ -43,16 +50,32 @@ def test_another_trainers_config_has_its_own_fields_and_ours():
     assert args.training_settings().keys() == build().training_settings().keys()
     assert args.inherited_settings()["normalize_advantages"] is True
     assert build(QuantRLOOConfig).correction() is None
-    assert build(QuantRLOOConfig, rollout_precision="fp8", is_correction="acr", epsilon=0.3).correction() == ACR(
+    assert build(CorrectedRLOOConfig, rollout_precision="fp8", is_correction="acr", epsilon=0.3).correction() == ACR(
         epsilon_low=0.3
     )
+
+
+def test_a_trainer_without_a_correction_is_given_none():
+    assert [build(QuantRLOOConfig, rollout_precision=name).is_correction for name in (None, "int8")] == ["trl", "none"]
+    assert build(QuantRLOOConfig, rollout_precision="int8", is_correction="none").correction() == NoCorrection()
+    assert build(QuantRLOOConfig, is_correction="trl").correction() is None
+    for name in ALL_CORRECTIONS.keys() - {"none"}:
+        says = rf"`is_correction`='{name}' acts only with a trainer .*QuantGRPOTrainer, .* or use 'none'"
+        with pytest.raises(ValueError, match=says):
+            build(QuantRLOOConfig, rollout_precision="int8", is_correction=name)
+    for name in CORRECTIONS.keys() - {"none"}:  # TRL's own sampler is corrected no more than ours
+        with pytest.raises(ValueError, match=f"`is_correction`='{name}' acts only with a trainer"):
+            build(QuantRLOOConfig, use_vllm=True, is_correction=name)
+    for name in ALL_CORRECTIONS:
+        build(CorrectedRLOOConfig, rollout_precision="int8", is_correction=name)
+        build(rollout_precision="int8", is_correction=name)
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
         ({"rollout_precision": "fp7"}, "`rollout_precision`='fp7' is unknown"),
-        ({"train_precision": "int4"}, "`train_precision`='int4' is unknown"),
+        ({"train_precision": "int7"}, "`train_precision`='int7' is unknown"),
         ({"is_correction": "ppo"}, "`is_correction`='ppo' is unknown"),
         ({"is_cap": "2"}, "`is_cap`='2' must be a finite number or None"),
         ({"is_cap": 0.5}, "`is_cap`=0.5 is out of range. It must be >= 1"),
@@ -64,9 +87,11 @@ def test_another_trainers_config_has_its_own_fields_and_ours():
         ({"lora_sync": "adapter"}, "`lora_sync`='adapter' acts only with a `rollout_precision`"),
         (
             {"rollout_precision": "int8", "ais_delta": 0.1},
-            "`ais_delta`=0.1 acts only with `is_correction` 'ais', and it is 'tis'",
+            "`ais_delta`=0.1 acts only with `is_correction` 'ais', and it is 'none'",
         ),
         ({"rollout_precision": "int8", "generation_kwargs": {"num_beams": 2}}, "`generation_kwargs` has ['num_beams']"),
+        ({"rollout_precision": "int8", "is_cap": 3.0}, "`is_cap`=3.0 acts only with `is_correction` 'tis', 'acr'"),
+        ({"dynamic_sampling_rounds": 2}, "`dynamic_sampling_rounds`=2 acts only with a trainer that has"),
         ({"uaq_scale": 1.5, "sync_ref_model": True}, "`uaq_scale`=1.5 cannot be combined with `sync_ref_model=True`"),
         ({"train_precision": "int8", "exact_rollouts": True}, "`exact_rollouts`=True needs `use_vllm=True`"),
         ({"vllm_engine_kwargs": "{eager}"}, "`vllm_engine_kwargs`='{eager}' is no JSON object"),
@@ -91,7 +116,7 @@ def test_it_is_parsed_copied_and_told_of(caplog):
         "normalize_advantages": "true",
     }
     argv = [part for name, value in options.items() for part in (f"--{name}", value)]
-    (parsed,) = TrlParser(QuantRLOOConfig).parse_args_and_config(argv)
+    (parsed,) = TrlParser(CorrectedRLOOConfig).parse_args_and_config(argv)
     assert (parsed.noise_stages, parsed.is_cap, parsed.normalize_advantages) == (5, 3.0, True)
     copied = QuantRLOOConfig.from_trl(build(RLOOConfig, beta=0.2))
     assert type(copied) is QuantRLOOConfig and copied.beta == 0.2 and copied.is_correction == "trl"

@@ -14,19 +14,7 @@ from trl_quant.corrections import CORRECTIONS, CorrectionInputs
 from trl_quant.corrections.diagnostics import LOG_RATIO_BOUND
 
 
-CAPPED = ("tis", "acr", "ais", "dppo")
-HYPERPARAMETERS = {
-    "none": {},
-    "coupled": {},
-    "decoupled": {},
-    "tis": {"cap": 1.5},
-    "acr": {"cap": 1.5, "epsilon_low": 0.1, "epsilon_high": 0.3},
-    "ais": {"cap": 1.5, "delta": 0.6, "gamma": 0.8, "beta_var": 0.5},
-    "icepop": {"low": 0.25, "high": 3.5},
-    "geometric": {"epsilon": 0.15},
-    "trm": {"delta": 0.9},
-    "dppo": {"delta": 0.05, "cap": 1.5},
-}
+CAPPED = [name for name, kind in CORRECTIONS.items() if "cap" in kind.__dataclass_fields__]
 CLIP = {"epsilon_low": 0.1, "epsilon_high": 0.3}
 
 
@@ -81,7 +69,7 @@ def papers(seed):
     fields = (inputs.old_logps, inputs.rollout_logps, inputs.advantages, inputs.mask)
     found = {}
     for name, objective in reference.OBJECTIVES.items():
-        hyperparameters = {k: v for k, v in HYPERPARAMETERS[name].items() if k not in CLIP}
+        hyperparameters = {k: v for k, v in reference.HYPERPARAMETERS.get(name, {}).items() if k not in CLIP}
         value = objective(logps, *fields, **CLIP, **hyperparameters)
         found[name] = value.detach(), *torch.autograd.grad(value, logps)
     return found
@@ -93,7 +81,7 @@ def test_objective_and_gradient_are_the_papers(name, seed):
     """Each equals its own equation, in value and gradient, and no other's."""
     inputs, logps = batch(seed, shape=(8, 30), dtype=torch.float64)
     logps.requires_grad_()
-    correction = CORRECTIONS[name](**HYPERPARAMETERS[name])
+    correction = CORRECTIONS[name](**reference.HYPERPARAMETERS.get(name, {}))
     given = replace(inputs, old_logps=logps.detach()) if getattr(correction, "every_update", False) else inputs
     output = correction(given)
     mine = loss_of(output, given, logps, **CLIP)
@@ -129,8 +117,8 @@ def test_ais_alpha_and_its_parts(dims):
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_diagnostics(name):
     inputs, _ = batch(seed=1)
-    output = CORRECTIONS[name](**HYPERPARAMETERS[name])(inputs)
-    expected = diagnostics(name, inputs, **HYPERPARAMETERS[name])
+    output = CORRECTIONS[name](**reference.HYPERPARAMETERS.get(name, {}))(inputs)
+    expected = diagnostics(name, inputs, **reference.HYPERPARAMETERS.get(name, {}))
     close({k: v for k, v in output.metrics.items() if k.startswith("mismatch/")}, expected, rel=1e-5)
     assert all(0 < expected[k] < 1 for k in expected if "dropped" in k)
     assert (expected["mismatch/cap_fraction"] > 0) == (name in CAPPED)

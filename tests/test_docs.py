@@ -1,6 +1,8 @@
 """README and the pages of `docs`: their links, what they quote, and the site that `make docs` builds of them."""
 
 import ast
+import dataclasses
+import html
 import importlib
 import importlib.util
 import json
@@ -16,6 +18,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from pages import DOCS, ROOT, TEXTS, blocks
+
+from trl_quant.config.fields import QuantFields
 
 
 PUBLIC = ("corrections", "formats", "layers", "noise", "rollout", "scaling", "tasks")  # rooms of public names
@@ -245,6 +249,19 @@ def test_the_site_has_every_public_name(site):
     assert not names_of_rooms().keys() - named
     config = (site / "api.html").read_text()
     assert "rollout_precision" in config and "[<code>" not in config and "`, *optional*" not in config
+
+
+def test_the_site_describes_every_field(site):
+    """With its type, without the range that is annotated, its default and its help."""
+    ids, text = Page(site / "api.html").ids, (site / "api.html").read_text()
+    for f in dataclasses.fields(QuantFields):
+        assert f.name in ids
+        described = html.unescape(text.partition(f'id="{f.name}"')[2].partition("<h5")[0])
+        words = re.sub(r"</?(code|p)>", "", described)
+        help = f.metadata["help"].replace("`", "").partition("*")[0]
+        assert f"default {f.default!r}" in words and help in words
+        assert "Annotated" not in words and "Seconds |" not in words
+    assert "<code>float | None</code>, default <code>1800.0</code>" in text.partition('id="reward_timeout"')[2][:400]
 
 
 def test_the_search_knows_the_pages(site):

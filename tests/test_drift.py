@@ -32,9 +32,12 @@ def flat(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def codes(weight: Tensor, precision: str) -> list[int]:
-    """One number a code, unpacked without a table of formats."""
-    values = quantize(weight, precision).values.view(torch.uint8).flatten().tolist()
-    return [half for byte in values for half in (byte & 15, byte >> 4)] if FORMATS[precision].bits < 8 else values
+    """One number a code, unpacked without a table of formats: a byte has as many as there are weights to it."""
+    values = quantize(weight, precision).values.view(torch.uint8)
+    in_a_byte = weight.numel() // values.numel()
+    width = 8 // in_a_byte
+    places = range(0, 8, width)
+    return [byte >> place & (2**width - 1) for byte in values.flatten().tolist() for place in places]
 
 
 @pytest.mark.parametrize("precision", FORMATS)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training import DROPPING, config, dataset, make, metrics, parameters
+from reference import DROPPING
+from training import config, dataset, make, metrics, parameters
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.corrections import CORRECTIONS, CorrectionInputs

@@ -135,7 +135,7 @@ def test_what_is_saved_loads_anywhere(tmp_path):
 def test_cached_generation_is_refused():
     model = tiny_model("qwen3")
     compute_exactly(model, stand_ins(model))
-    with pytest.raises(ValueError, match="have its engine generate"):
+    with pytest.raises(ValueError, match="generate with its engine"):
         model.generate(torch.arange(5, 12)[None], max_new_tokens=3)
 
 

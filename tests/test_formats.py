@@ -21,7 +21,6 @@ from trl_quant.formats import (
     quantize,
     quantize_activation,
 )
-from trl_quant.formats.common import unpack_nibbles
 from trl_quant.formats.nf4 import NF4_GRID
 
 
@@ -185,7 +184,7 @@ def codes_of(q: QuantizedTensor) -> list[list[int]]:
     if q.format == "nf4":
         return [torch.stack((q.values >> 4, q.values & 15), -1).view(-1)[: q.shape.numel()].tolist()]
     if q.values.dtype == torch.uint8:
-        codes = unpack_nibbles(q.values)[..., : q.shape[-1]]
+        codes = FORMATS[q.format].codes(q.values)[..., : q.shape[-1]]
         return (codes.to(torch.int8) - 8 if q.format == "int4" else codes).tolist()
     if q.values.dtype == torch.float8_e4m3fn:
         return q.values.view(torch.uint8).tolist()
@@ -331,20 +330,6 @@ def tensors(draw):
     return x.to(dtype)
 
 
-# Half the widest grid step over the largest grid value: the largest error in a block over the block's largest value.
-# More for MXFP4, where the power of two may be 4/3 of the ideal or saturate 7 to 6, and INT4, which clamps 7.5 to 7.
-ERROR = {
-    "fp8": 16 / 448,
-    "fp8_tensor": 16 / 448,
-    "fp8_block": 16 / 448,
-    "int8": 0.5 / 127.5,
-    "nvfp4": 1 / 6,
-    "mxfp4": 1 / 4,
-    "nf4": (1 - 0.6961928) / 2,
-    "int4": 0.5 / 7.5,
-}
-
-
 @settings(max_examples=100, deadline=None)
 @given(x=tensors(), name=st.sampled_from(list(FORMATS)))
 def test_error_is_bounded(x: Tensor, name: str):
@@ -355,7 +340,7 @@ def test_error_is_bounded(x: Tensor, name: str):
     rounding = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-18}[x.dtype]  # of scale and x / scale
     if name == "nvfp4":
         rounding += 2.0**-4  # of the E4M3 scale
-    assert error.amax() <= block.float().abs().amax() * (ERROR[name] + rounding)
+    assert error.amax() <= block.float().abs().amax() * (slow.ERROR[name] + rounding)
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,6 +14,7 @@ from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import global_scale
 from trl_quant.layers import FrozenLinear
 from trl_quant.policy.frozen import FrozenBaseConfig, Packer, freeze
+from trl_quant.precisions import bitsandbytes_bases, frozen_bases, train_precisions
 from trl_quant.rollout.stream import PolicyWeights
 from trl_quant.rollout.verify.self_check import EngineLayer, Reference, mean_difference, policy_logps
 from trl_quant.storage.layout import checkpoint_stream, quantize_checkpoint
@@ -21,7 +22,7 @@ from trl_quant.storage.layout import checkpoint_stream, quantize_checkpoint
 
 pytestmark = pytest.mark.isa
 
-PRECISIONS = ("nvfp4", "mxfp4")
+PRECISIONS = [name for name in frozen_bases() if name not in bitsandbytes_bases()]
 
 
 def load(path, precision, **options):
@@ -255,7 +256,7 @@ def test_the_self_check_knows_the_shared_base(path, tmp_path):
     [
         (
             {"train_precision": "fp4"},
-            "'fp4' is unknown. Allowed: 'nf4', 'nvfp4', 'mxfp4', 'int8', 'fp8_block', 'fp8'",
+            f"'fp4' is unknown. Allowed: {', '.join(map(repr, train_precisions()))}.",
         ),
         ({"uaq_scale": 1.5}, "`uaq_scale`=1.5 scales 16-bit weights"),
         (
@@ -283,7 +284,7 @@ def test_two_ways_to_quantize(path, tmp_path):
     from transformers import BitsAndBytesConfig
 
     args = config(QuantGRPOConfig, tmp_path, train_precision="nvfp4")
-    with pytest.raises(ValueError, match="both say what the base is held in"):
+    with pytest.raises(ValueError, match="both set the base's format"):
         given = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "peft_config": lora()}
         make(QuantGRPOTrainer, args, model=path, **given)
 

@@ -539,8 +539,8 @@ INDICES = ("trl_seams.py", "rollout/vllm/seams.py")
 OWN_REGISTRATIONS = {"register_buffer", "register_parameter", "register_fake"}
 # Attributes of other libraries' objects that are there to be set
 SETTINGS = """__doc__ atexit caption daemon data dps execute_model_state finish_reason generation_config
-    init_lora_weights logprobs max_completion_length name_or_path new_logprobs new_token_ids num_input_tokens_seen
-    stop_reason text training"""
+    init_lora_weights logprobs max_completion_length model_init_kwargs name_or_path new_logprobs new_token_ids
+    num_input_tokens_seen stop_reason text training"""
 # Exchanges that end in the function that makes them
 ENDING = {
     ("rollout/verify/activations.py", "register_forward_hook"),

@@ -79,7 +79,7 @@ def makes_an_error_of_its_own():
     ],
 )
 def test_what_hangs_is_interrupted(hangs, monkeypatch):
-    monkeypatch.setattr(limits, "AGAIN", 0.2)
+    monkeypatch.setattr(limits, "REPEAT", 0.2)
     before = signal.getsignal(limits.SIGNAL)
     with pytest.raises(TimeoutError, match="the call took too long"), time_limit(0.2, message):
         hangs()
@@ -166,7 +166,7 @@ def test_a_call_in_c_ends_the_process():
     code = """
 import ctypes, signal
 from trl_quant.rollout import limits
-limits.GRACE, limits.AGAIN = 2.0, 0.5
+limits.GRACE, limits.REPEAT = 2.0, 0.5
 with limits.time_limit(0.1, lambda: "the call took too long."):
     signal.pthread_sigmask(signal.SIG_BLOCK, [limits.SIGNAL])
     ctypes.CDLL(None).sleep(60)

@@ -3,15 +3,9 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import FAMILIES, save_tiny_vision, tiny_model
+from tiny import FAMILIES, MIXTURES, save_tiny_vision, tiny_model
 from torch import nn
-from transformers import (
-    Blip2ForConditionalGeneration,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import Blip2ForConditionalGeneration
 
 from trl_quant.models import families
 from trl_quant.models.linears import (
@@ -99,29 +93,19 @@ def test_a_vision_tower_and_the_head_are_left(tmp_path):
     assert unquantized_linears(model) == [*outside, "language_model.lm_head"]
 
 
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-MIXTURES = {
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=64)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)),
-}
-
-
-@pytest.mark.parametrize("build", MIXTURES.values(), ids=MIXTURES)
-def test_experts_are_described_and_refused(build):
-    with torch.device("meta"):
-        model = build()
-    width = 64 if model.config.model_type == "qwen3_moe" else 256
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_described_and_refused(family):
+    model = tiny_model(family, num_hidden_layers=1)
+    width = getattr(model.config, "moe_intermediate_size", model.config.intermediate_size)
     found = {name.removeprefix("model.layers.0."): layer for name, layer in linears(model).items()}
     experts = {name: layer.shape for name, layer in found.items() if layer.is_expert}
     assert experts == {"mlp.experts.gate_up_proj": (4, 2 * width, 128), "mlp.experts.down_proj": (4, 128, width)}
     assert found.keys() - experts == {*QKV, "self_attn.o_proj"}  # and no router
+    if model.config.model_type in families.FAMILIES:
+        feeds = families.family_of(model.config.model_type).feeds
+        told = {path: f"model.layers.0.{norm}" for norm, fed in feeds.items() for path in fed if path in found}
+        assert told.keys() == {*QKV, "mlp.experts.gate_up_proj"}
+        assert {path: found[path].norm for path in told} == told
     with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp\.\S+: a router or an expert; mixture-of-experts"):
         dense_linears(model)
 

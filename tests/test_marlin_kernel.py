@@ -38,6 +38,6 @@ def test_numbers(group, device):
         # In FP16 the interpreter and a GPU round what it cannot hold alike, but not all that torch on a CPU does
         for dtype in (torch.bfloat16, torch.float32):
             right = marlin.product(part, marlin.scales(scales)).to(dtype)
-            ours = kernels.numbers(part.to(device), scales.to(device), dtype).cpu()
+            ours = kernels.dequantized(part.to(device), scales.to(device), dtype).cpu()
             assert ours.dtype == dtype and torch.equal(ours, right)
     assert not torch.equal(ours, right.roll(1, 0)) and right.unique().numel() > 100

@@ -1,6 +1,7 @@
 """Models, adapters and tokenizers that users bring: an engine samples from them, or one clear error says why not."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -9,11 +10,12 @@ import torch
 import transformers
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from tiny import EOS, FAMILIES, PAD, save_tiny, tiny_model, tiny_tokenizer
+from tiny import EOS, FAMILIES, MIXTURES, PAD, save_tiny, tiny_model, tiny_tokenizer
 from training import config, dataset, lora, make
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.config.preflight import check_before_loading
+from trl_quant.models import families
 from trl_quant.rollout.stream import PolicyWeights, default_dtype
 
 
@@ -258,6 +260,19 @@ def test_every_family_with_its_head_trained_whole(tmp_path, family):
     assert mismatch(trainer_of(tmp_path, tiny_model(family, tied=False), peft_config=whole)) < 1e-2
 
 
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_of_experts_are_refused_by_name(tmp_path, family):
+    model = tiny_model(family)
+    for settings in ({}, {"rollout_precision": "bf16"}, {"rollout_precision": None, "train_precision": "int8"}):
+        refused(partial(trainer_of, tmp_path, model, **settings), "the policy is a mixture of 4 experts")
+    is_described = model.config.model_type in families.FAMILIES
+    says = "mixture-of-experts models" if is_described else f"{family!r} is not supported"
+    refused(lambda: trainer_of(tmp_path, model, rollout_precision=None, uaq_scale=1.5), says)
+    trainer = trainer_of(tmp_path, model, rollout_precision=None, max_steps=1)
+    trainer.train()  # TRL's own sampling, quantized nowhere, takes it
+    assert trainer.state.global_step == 1
+
+
 WEIGHTS = ["model.layers.1.input_layernorm.weight", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"]
 
 
@@ -267,7 +282,7 @@ def test_a_weight_that_is_not_finite_is_the_policys_fault(tmp_path, name, value)
     model = tiny_model()
     with torch.no_grad():
         model.get_parameter(name).view(-1)[7] = value
-    refused(lambda: trainer_of(tmp_path, model), f"`{name}` holds NaN or infinity", "The fault is the policy's")
+    refused(lambda: trainer_of(tmp_path, model), f"`{name}` holds NaN or infinity", "The policy itself is broken")
     model.save_pretrained(tmp_path / "saved")
     refused(lambda: trainer_of(tmp_path, str(tmp_path / "saved")), f"`{name}` holds NaN or infinity")
     with torch.no_grad():
@@ -305,7 +320,7 @@ def test_a_base_of_bitsandbytes(tmp_path, bits):
         before = trainer.model.eval()(ids).logits
         weight = trainer.model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.base_layer").weight
         if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
-            refused(trainer.vllm_generation.sync_weights, "bitsandbytes has laid the 4-bit base out", "8 or 16 bits")
+            refused(trainer.vllm_generation.sync_weights, "bitsandbytes has repacked the 4-bit base", "8 or 16 bits")
             return
         trainer.vllm_generation.sync_weights()
         assert torch.equal(trainer.model(ids).logits, before)
@@ -319,7 +334,7 @@ def test_a_reference_of_a_model_in_memory(tmp_path):
 def test_a_prompt_with_a_token_that_the_model_lacks(tmp_path):
     trainer = trainer_of(tmp_path, tiny_model())
     trainer.vllm_generation.sync_weights()
-    with pytest.raises(ValueError, match="the token 320, and the model has embeddings of 320"):
+    with pytest.raises(ValueError, match="the token 320, but the model embeds only 320"):
         trainer.vllm_generation.generate([[5, 6], [5, 320]], None, 1)
     trainer.vllm_generation.generate([[5, 6], [5, 319]], None, 1)
 

@@ -53,7 +53,7 @@ def storages(tensors) -> set[int]:
 def apart(model, precision, monkeypatch):
     """An engine with a base of its own, as it reads it from the checkpoint."""
     with monkeypatch.context() as patch:
-        patch.setattr(one_copy, "lent", lambda: None)
+        patch.setattr(one_copy, "lent_weights", lambda: None)
         return engine(model, precision, lora_sync="adapter")
 
 
@@ -143,9 +143,9 @@ def test_numbers_are_vllms(precision):
     values, scale, factor = tiles(layer)
     theirs = numbers(values, scale, None)
     for dtype in (torch.bfloat16, torch.float32):
-        ours = marlin.numbers(values, scale, dtype)
+        ours = marlin.dequantized(values, scale, dtype)
         assert ours.dtype == dtype and torch.equal(ours.float(), theirs)
-        part = marlin.numbers(values[2:6, 128:], scale[32 * len(scale) // 256 : 96 * len(scale) // 256, 64:], dtype)
+        part = marlin.dequantized(values[2:6, 128:], scale[32 * len(scale) // 256 : 96 * len(scale) // 256, 64:], dtype)
         assert torch.equal(part.float(), theirs[32:96, 64:])
     exact = layer.dequantize(torch.float32).t()
     flushed = (theirs == 0) & (exact != 0)

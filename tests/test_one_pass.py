@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from reference import DROPPING
 from tiny import save_tiny, tiny_model
-from training import DROPPING, config, dataset, lora, make, metrics, parameters
+from training import config, dataset, lora, make, metrics, parameters
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.corrections import CORRECTIONS

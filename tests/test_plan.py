@@ -409,7 +409,7 @@ def test_defaults_are_said(model_dir, options, capsys, monkeypatch, unloaded):
         asked.append(name)
         return load_dataset("json", data_files=options[1], split="train")
 
-    monkeypatch.setattr(train, "load_prompts", load)
+    monkeypatch.setattr(train.launch, "load_prompts", load)
     main(["plan", model_dir, *options[2:]])
     told = capsys.readouterr().out
     assert asked == ["openai/gsm8k"] and told.count("the run trains on openai/gsm8k") == 1

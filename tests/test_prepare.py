@@ -11,16 +11,12 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import MIXTURES, save_tiny, tiny_model, tiny_tokenizer
 from training import config, make
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -29,14 +25,6 @@ from trl_quant.storage.layout import check_files, checkpoint_stream, linear_laye
 
 
 ATTENTION, MLP = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
-EXPERTS = {
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 def prepare(model, output, *options: str, format: str = "int8") -> None:
@@ -59,14 +47,6 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(
         GPT2Config(n_layer=1, n_embd=128, n_head=4, vocab_size=320, n_positions=128, eos_token_id=257)
     )
-
-
-def qwen3_moe() -> Qwen3MoeForCausalLM:
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS, head_dim=32, num_experts=4, moe_intermediate_size=128))
-
-
-def mixtral() -> MixtralForCausalLM:
-    return MixtralForCausalLM(MixtralConfig(**EXPERTS, num_local_experts=4))
 
 
 # What is quantized
@@ -114,9 +94,9 @@ def test_layers_that_the_decoder_does_not_have(tmp_path):
     prepare(model, tmp_path / "int8")
 
 
-@pytest.mark.parametrize("build", [qwen3_moe, mixtral])
-def test_mixtures_of_experts_are_refused(build, tmp_path):
-    build().save_pretrained(tmp_path / "moe")
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_of_experts_are_refused(family, tmp_path):
+    tiny_model(family).save_pretrained(tmp_path / "moe")
     assert "mixture-of-experts models cannot be quantized" in refusal(tmp_path / "moe", tmp_path / "int8")
     with pytest.raises(ValueError, match="mixture-of-experts"):
         quantize_checkpoint(tmp_path / "moe", tmp_path / "int8", "int8")

@@ -228,7 +228,7 @@ def test_help_shows_the_recipe(name, monkeypatch, capsys):
 def test_overlong_completions_are_punished(arithmetic, monkeypatch):
     """From three quarters of the length on, linearly down to -1; and by nothing where it is not asked for."""
     given = {}
-    monkeypatch.setattr(train, "QuantGRPOTrainer", lambda **kwargs: given.update(kwargs) or MagicMock())
+    monkeypatch.setattr(train.launch, "QuantGRPOTrainer", lambda **kwargs: given.update(kwargs) or MagicMock())
     argv = ["--model_name_or_path", str(arithmetic), "--dataset_name", f"{arithmetic}/train.jsonl", "--use_cpu"]
     argv += ["--bf16", "false", "--max_completion_length", "8"]
     train.main([*argv, "--overlong_punishment", "0.25"])
@@ -247,7 +247,7 @@ def test_overlong_completions_are_punished(arithmetic, monkeypatch):
     ],
 )
 def test_bad_recipes_are_refused_before_anything_is_loaded(settings, says, monkeypatch, capsys):
-    monkeypatch.setattr(train, "load_data", None)
+    monkeypatch.setattr(train.launch, "load_data", None)
     with pytest.raises(SystemExit) as stop:
         train.main(["--use_cpu", "--bf16", "false"], recipe={"model_name_or_path": "missing"} | settings)
     assert re.search(says, f"{stop.value} {capsys.readouterr().err}")

@@ -173,7 +173,7 @@ def test_an_infinite_reward_is_refused(tmp_path, value, correction):
 
 @pytest.mark.parametrize("value", ["1.0", [1.0], {}, object(), 1j, torch.ones(2), np.ones(2)])
 def test_what_is_no_number_is_refused(tmp_path, value):
-    with pytest.raises(ValueError, match=r"'faulty', at step 0, returned .* for row 2, which is no number: prompt "):
+    with pytest.raises(ValueError, match=r"'faulty', at step 0, returned .* for row 2, which is not a number: prompt "):
         run(tmp_path, returning(value))
 
 

@@ -2,8 +2,8 @@
 
 RLOO builds and calls its engine as GRPO does, so the mixin gives it quantized rollouts, noise, metrics of the sync,
 checks of rewards and steps, and checkpoints. TRL's RLOO throws the sampler's log-probabilities away and keeps one sum
-of the policy's for each completion. So there is no `mismatch/*`, and `is_correction` does nothing: the loss would have
-to change.
+of the policy's for each completion. So there is no `mismatch/*`, and a config with another `is_correction` than "none"
+is refused, since the loss would have to change.
 """
 
 from dataclasses import dataclass
@@ -57,6 +57,7 @@ def test_a_made_up_trainer_samples_from_the_embedded_int8_copy(tmp_path):
     assert second["weights/normalized_update"] > 0
     assert "profiling/sync_weights" in trainer.state.log_history[0]
     # What RLOO cannot have: TRL drops the log-probabilities of the samples
+    assert trainer.args.is_correction == "none"
     assert not starting_with("mismatch/", first) and not starting_with("sampling/", first)
 
 

@@ -1,4 +1,4 @@
-"""A `rollout_func` of the user's: what it must return, and a warning where it does not ask the engine."""
+"""A `rollout_func` of the user's: what it must return, and a warning where it does not sample from the engine."""
 
 import pytest
 from training import config, make
@@ -21,14 +21,14 @@ BAD_ROLLOUTS = [  # what a `rollout_func` returns for its prompts, and what is s
     (without("prompt_ids"), r"without \['prompt_ids'\]"),
     (lambda prompts: [answer(prompts)], "returned a list. It must return a dict"),
     (lambda prompts: None, "returned a NoneType"),
-    (lambda prompts: answer(prompts[1:]), "returned 3 entries of 'prompt_ids' for 4 prompts"),
-    (lambda prompts: answer(prompts) | {"logprobs": [[-1.0, -1.0]]}, "returned 1 entries of 'logprobs' for 4 prompts"),
+    (lambda prompts: answer(prompts[1:]), "returned 3 entries in 'prompt_ids' for 4 prompts"),
+    (lambda prompts: answer(prompts) | {"logprobs": [[-1.0, -1.0]]}, "returned 1 entries in 'logprobs' for 4 prompts"),
     (lambda prompts: answer(prompts, logprobs=[-1.0]), r"row 0 of 'logprobs' has the shape \(1,\)"),
     (lambda prompts: answer(prompts, logprobs=[[-1.0], [-1.0]]), r"row 0 of 'logprobs' has the shape \(2, 1\)"),
-    (lambda prompts: answer(prompts, logprobs=[-1.0, None]), "row 0 of 'logprobs' holds what is no number"),
+    (lambda prompts: answer(prompts, logprobs=[-1.0, None]), "row 0 of 'logprobs' does not hold numbers"),
     (lambda prompts: answer(prompts, logprobs=[-1.0, float("nan")]), "row 0 of 'logprobs' holds NaN"),
     (lambda prompts: answer(prompts, env_mask=[1, 0, 1]), r"row 0 of 'env_mask' has the shape \(3,\)"),
-    (lambda prompts: answer(prompts) | {"completion_ids": 3}, "returned a int of 'completion_ids'"),
+    (lambda prompts: answer(prompts) | {"completion_ids": 3}, "returned a int in 'completion_ids'"),
 ]
 
 
@@ -55,7 +55,7 @@ def test_a_rollout_func_that_samples_by_itself_is_told_once(tmp_path, caplog):
         trainer = make(QuantGRPOTrainer, args, rollout_func=rollout)
         caplog.clear()
         trainer.train()
-        assert caplog.text.count("`rollout_func` did not ask the rollout engine") == told
+        assert caplog.text.count("`rollout_func` did not sample from the rollout engine") == told
 
 
 def test_without_an_engine_a_rollout_func_may_leave_logprobs_out(tmp_path, caplog):
@@ -65,4 +65,4 @@ def test_without_an_engine_a_rollout_func_may_leave_logprobs_out(tmp_path, caplo
         rollout_func=lambda prompts, trainer: answer(prompts, logprobs=None),
     )
     assert trainer._generate(["a"] * 2)[1] == [[65, 257]] * 2
-    assert "did not ask" not in caplog.text
+    assert "did not sample" not in caplog.text

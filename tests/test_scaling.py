@@ -15,8 +15,6 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from trl_quant.formats import quantize
@@ -281,20 +279,9 @@ def test_bad_scales(scale):
 
 def test_unknown_architectures():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32))
-    moe = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            num_hidden_layers=1,
-            hidden_size=16,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            moe_intermediate_size=8,
-            num_experts=2,
-            num_experts_per_tok=1,
-            vocab_size=32,
-        )
-    )
-    for model, name in ((gpt2, "gpt2"), (moe, "qwen3_moe")):
+    unknown = tiny_model(num_hidden_layers=1)
+    unknown.config.model_type = "made_up"
+    for model, name in ((gpt2, "gpt2"), (unknown, "made_up")):
         before = state(model)
         with pytest.raises(ValueError, match=rf"model_type '{name}' is not supported.*Supported are qwen2, qwen3"):
             apply_uaq(model, 1.5)

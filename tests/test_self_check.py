@@ -222,7 +222,7 @@ def passes_without(sampler, monkeypatch) -> bool:
     """Whether the check finds nothing where it looks at linear layers and log-probabilities alone."""
     with monkeypatch.context() as patched:
         patched.setattr(sampler, "is_stale", lambda: False)
-        patched.setattr(sampler, "held_otherwise", lambda: None)
+        patched.setattr(sampler, "differing_weight", lambda: None)
         return sampler.check_sync()["sync_check/logp_difference"] > 0
 
 
@@ -278,7 +278,7 @@ def test_all_that_is_not_quantized_is_compared(tmp_path, family, tied):
     sampler = engine(model, "int8")
     update(model, seed=1)
     sampler.sync_weights()
-    assert sampler.held_otherwise() is None
+    assert sampler.differing_weight() is None
     own = dict(model.named_parameters())
     (names,) = sampler.llm.apply_model(worker.parameter_names)
     fused = [name for name in names if name.endswith("qkv_proj.bias")]
@@ -289,9 +289,9 @@ def test_all_that_is_not_quantized_is_compared(tmp_path, family, tied):
         other = held[name].clone()
         other.view(-1)[5] *= 1 + 2**-7
         sampler.llm.apply_model(partial(worker.write_parameters, values={name: other}))
-        assert sampler.held_otherwise() == name.replace("qkv_proj", "q_proj")
+        assert sampler.differing_weight() == name.replace("qkv_proj", "q_proj")
         sampler.llm.apply_model(partial(worker.write_parameters, values=held))
-    assert sampler.held_otherwise() is None
+    assert sampler.differing_weight() is None
 
 
 @pytest.mark.parametrize("name", [NORM, EMBEDDINGS])
@@ -309,7 +309,7 @@ def test_a_small_edit_beside_an_adapter(synced, name):
     param.data.copy_(nudged(before))
     with pytest.raises(RuntimeError, match="stale: the policy's weights or adapters have changed"):
         sampler.check_sync()
-    with pytest.raises(ValueError, match=f"`lora_sync`='adapter' sends the adapter alone, and the policy's `{name}`"):
+    with pytest.raises(ValueError, match=f"`lora_sync`='adapter' sends only the adapter, but the policy's `{name}`"):
         sampler.sync_weights()
     param.data.copy_(before)
     sampler.sync_weights()
@@ -337,7 +337,7 @@ def test_reload_that_changes_nothing(synced, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(sampler.llm, "collective_rpc", lambda function, kwargs: list(kwargs["stream"]))
         sampler.sync_weights()
-    with pytest.raises(RuntimeError, match="stale: the engine computes what it computed before"):
+    with pytest.raises(RuntimeError, match="stale: the engine computes the same as before"):
         sampler.check_sync()
 
 

@@ -179,7 +179,7 @@ def test_a_server_that_does_not_answer_in_time(tmp_path, server, proxy, fault, p
     text = refused(tmp_path, proxy, server, {path: fault}, 4.0)
     assert f"The vLLM server at {proxy} did not answer `POST {path}` within `vllm_request_timeout`=4 seconds" in text
     assert "failed at step 0" in text and "start again" in text
-    assert ("in the middle of an update: start it again" in text) is (path == "/update_weights")
+    assert ("in the middle of an update: restart it" in text) is (path == "/update_weights")
     if path == "/update_weights":
         requests.post(f"{server.url}/finish_weight_update").raise_for_status()
 
@@ -188,16 +188,20 @@ def test_a_server_that_does_not_answer_in_time(tmp_path, server, proxy, fault, p
     ("path", "fault", "words"),
     [
         (SAMPLES, broken_off, "did not answer `POST /v1/completions`: "),
-        (SAMPLES, half, "answered `POST /v1/completions` with what is no whole JSON: '{"),
-        (SAMPLES, page, "with what is no whole JSON: '<html>It works!"),
+        (SAMPLES, half, "answered `POST /v1/completions` with incomplete or invalid JSON: '{"),
+        (SAMPLES, page, "with incomplete or invalid JSON: '<html>It works!"),
         (SAMPLES, error, "500 error responses"),
         (SAMPLES, without("choices"), "not as `vllm serve` does (KeyError: 'choices')"),
-        (SAMPLES, changed(lambda c: c["choices"].pop()), "returned 7 completions, and 4 of each of 2 prompts"),
+        (
+            SAMPLES,
+            changed(lambda c: c["choices"].pop()),
+            "returned 7 completions for a request of 4 for each of 2 prompts",
+        ),
         (SAMPLES, changed(lambda c: c["choices"].clear()), "(IndexError"),
         (SAMPLES, changed(lambda c: c["choices"].reverse()), "completions of other prompts"),
         (SAMPLES, changed(lambda c: c["choices"][3]["token_ids"].clear()), "a completion without a token"),
         (SAMPLES, changed(lambda c: c["choices"][3]["token_ids"].pop()), "log-probabilities of different lengths"),
-        (WORKERS, without("results"), "answered a call of `keep_token`, but not as `vllm serve` does"),
+        (WORKERS, without("results"), "answered a call of `set_sync_token`, but not as `vllm serve` does"),
     ],
 )
 def test_answers_that_are_not_whole(tmp_path, server, proxy, path, fault, words):
@@ -330,7 +334,9 @@ def test_another_service_at_the_address(tmp_path, server, other):
     threading.Thread(target=front.serve_forever, args=[0.05], daemon=True).start()
     url = f"http://127.0.0.1:{front.server_port}"
     try:
-        with pytest.raises(ValueError, match=f"`vllm_server_base_url`='{url}' is no `vllm serve`: .*{words}") as error:
+        with pytest.raises(
+            ValueError, match=f"`vllm_server_base_url`='{url}' is not a `vllm serve`: .*{words}"
+        ) as error:
             trainer_of(tmp_path, url, server.model, "bf16")
     finally:
         front.shutdown()
@@ -340,5 +346,5 @@ def test_another_service_at_the_address(tmp_path, server, other):
 
 
 def test_a_real_server_is_none_of_those(server):
-    assert vllm_client.stranger(server.url, 5.0) is None
+    assert vllm_client.not_vllm(server.url, 5.0) is None
     assert urllib.request.urlopen(f"{server.url}/health", timeout=5).status == 200

@@ -450,7 +450,7 @@ def test_a_second_trainer_in_another_precision(tmp_path, peft, second):
         assert [type(module) for module in model.modules()] == [type(module) for module in policies(peft).modules()]
     else:
         assert torch.equal(sampled_from(trainer), policy_of(trainer))
-    with pytest.raises(ValueError, match="`train_precision`='int8', but another trainer"):
+    with pytest.raises(ValueError, match="`train_precision`='int8', but a trainer that was built later"):
         first.train()
     for each in (trainer, fresh):
         set_seed(7)
@@ -462,7 +462,7 @@ def test_a_first_trainer_whose_model_was_unified_since(tmp_path):
     model = tiny_model(seed=3)
     first = trainer_of(tmp_path / "first", model)
     trainer_of(tmp_path / "second", model, train_precision="int8", rollout_precision=None)
-    with pytest.raises(ValueError, match="`train_precision`=None, but another trainer"):
+    with pytest.raises(ValueError, match="`train_precision`=None, but a trainer that was built later"):
         first.evaluate(first.train_dataset)
 
 

@@ -204,7 +204,7 @@ def test_another_model_than_vllm_was_started_for(tmp_path, change):
     sampled_from(trainer)
     made, message = OTHER[change]
     made(trainer.model)
-    with pytest.raises(ValueError, match=f"another model than the policy is now: it {message}"):
+    with pytest.raises(ValueError, match=f"The policy is another model than vLLM was started for: it {message}"):
         sampled_from(trainer)
     if change == "parametrized":  # nothing was sent
         parametrize.remove_parametrizations(trainer.model.model.layers[0].mlp.down_proj, "weight", False)

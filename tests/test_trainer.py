@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from reference import OBJECTIVES
+from reference import DROPPING, OBJECTIVES
 from tiny import save_tiny, tiny_model
-from training import DROPPING, assert_same_run, config, dataset, lora, make, metrics, parameters, spread
+from training import assert_same_run, config, dataset, lora, make, metrics, parameters, spread
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import AISGRPOConfig, AISGRPOTrainer, QuantGRPOConfig, QuantGRPOTrainer
@@ -30,7 +30,7 @@ MISMATCH = [
 ]
 
 
-CAPPED = ("tis", "acr", "ais")
+CAPPED = [name for name, kind in CORRECTIONS.items() if kind.aliases.get("cap") == "is_cap" and name not in DROPPING]
 
 
 def quantized(trainer_class, output_dir, model=None, config_class=QuantGRPOConfig, peft=False, **overrides):

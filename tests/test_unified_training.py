@@ -12,7 +12,7 @@ from training import assert_same_run, config, lora, make, metrics, parameters
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import quantize
 from trl_quant.layers import UnifiedLinear
-from trl_quant.precisions import in_vllm, unified_flows
+from trl_quant.precisions import PRECISIONS, in_vllm, train_precisions, unified_flows
 from trl_quant.rollout import SharedEngine
 from trl_quant.rollout.vllm.support import multiply_as_given
 
@@ -167,8 +167,11 @@ def test_noise_and_other_samplers(tmp_path):
             {"precision": "fp8_block", "use_vllm": True, "vllm_mode": "server"},
             "VLLM_USE_DEEP_GEMM_E8M0=0, which cannot be seen",
         ),
-        ({"precision": "int4"}, "`train_precision`='int4'"),
-        ({"precision": "fp8_tensor"}, "`train_precision`='fp8_tensor'"),
+        *(
+            ({"precision": name}, f"`train_precision`='{name}' is unknown")
+            for name in PRECISIONS
+            if name not in train_precisions()
+        ),
     ],
 )
 def test_refused_settings(tmp_path, options, message):
@@ -201,7 +204,7 @@ def test_an_environment_in_which_vllm_changes_the_weights(monkeypatch):
     assert os.environ["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "1")
     with pytest.raises(
-        ValueError, match="`VLLM_USE_DEEP_GEMM_E8M0`='1' in the environment has vLLM change the weights"
+        ValueError, match="`VLLM_USE_DEEP_GEMM_E8M0`='1' in the environment makes vLLM change the weights"
     ):
         multiply_as_given("fp8_block")
 

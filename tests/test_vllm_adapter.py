@@ -180,7 +180,7 @@ def test_families(tmp_path, family):
     set_b(model, 0.5)
     sampler.pushed = sampler.weights.adapter()  # its bookkeeping would notice too
     sampler.mark_current()
-    with pytest.raises(RuntimeError, match="stale: the engine computes what it computed before") as error:
+    with pytest.raises(RuntimeError, match="stale: the engine computes the same as before") as error:
         sampler.check_sync()
     difference = float(str(error.value).partition("differ from the policy's by ")[2].split()[0])
     assert difference > 5 * found["sync_check/logp_difference"]

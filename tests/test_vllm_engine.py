@@ -16,6 +16,7 @@ from vllm_engines import SMALL, engine, fp8_block_anywhere, fresh, greedy, polic
 from trl_quant.models.linears import dense_linears
 from trl_quant.noise import norm_noise
 from trl_quant.rollout import RolloutNoise, TransformersEngine, VLLMEngine
+from trl_quant.rollout.vllm.support import VLLM_VERSIONS
 from trl_quant.rollout.vllm.worker import check_kernels, linear_layers
 from trl_quant.storage.layout import quantize_checkpoint
 
@@ -236,9 +237,11 @@ def test_refusals(tmp_path, options, words):
 
 def test_other_versions_are_refused(tmp_path, monkeypatch):
     model = policy(tmp_path / "policy")
-    for version in ("0.25.1", "0.34.0"):
+    lowest, above = VLLM_VERSIONS
+    major, minor = map(int, lowest.split("."))
+    for version in (f"{major}.{minor - 1}.1", f"{above}.0"):
         monkeypatch.setattr("vllm.__version__", version)
-        with pytest.raises(ImportError, match=rf"vLLM {version} is installed.*>= 0.26, < 0.34"):
+        with pytest.raises(ImportError, match=rf"vLLM {version} is installed.*>= {lowest}, < {above}"):
             engine(model, "bf16")
 
 

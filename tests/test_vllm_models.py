@@ -135,7 +135,7 @@ EDITS = {
 def test_a_model_that_was_edited_in_memory(tmp_path, edit):
     model = policy(tmp_path / "model")
     edit(model)
-    words = ["The policy is no longer what", "from which vLLM starts", EDITS[edit], "vllm_engine_kwargs={'model': ...}"]
+    words = ["The policy differs from", "on which vLLM starts", EDITS[edit], "vllm_engine_kwargs={'model': ...}"]
     refused(lambda: trainer_of(tmp_path, model), *words)
 
 

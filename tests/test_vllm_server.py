@@ -263,5 +263,5 @@ def test_server_that_misses_a_sync(tmp_path, model, servers, monkeypatch):
         trainer.vllm_generation.check_sync()
     trainer.state.global_step += 1
     monkeypatch.setattr(vllm_client.VLLMClient, "update_named_params", lambda self, metadata, params: list(params))
-    with pytest.raises(RuntimeError, match="stale: the engine computes what it computed before"):
+    with pytest.raises(RuntimeError, match="stale: the engine computes the same as before"):
         trainer.check_sync()

@@ -35,6 +35,15 @@ FAMILIES = {
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 32}),
     "phi3": (transformers.Phi3Config, {}),
 }
+# The same for mixtures of experts, which are described, and refused where they would be quantized or scaled
+ROUTED = {"num_experts_per_tok": 2}
+MIXTURES = {
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {"head_dim": 32, "num_experts": 4, "moe_intermediate_size": 128, **ROUTED},
+    ),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, **ROUTED}),
+}
 
 
 @functools.cache
@@ -66,14 +75,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_model(
     family: str = "qwen3", tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
 ) -> PreTrainedModel:
-    """A causal LM of `family` (a key of `FAMILIES`), in eval mode; the global random state is unchanged.
+    """A causal LM of `family` (a key of `FAMILIES` or `MIXTURES`), in eval mode; the global random state is unchanged.
 
     The weights are drawn in float32 and cast, so one seed gives the same model, rounded, in each dtype. `overrides`
     are settings of the family's config, such as `hidden_size=96` or `num_hidden_layers=1`.
     """
-    if family not in FAMILIES:
-        raise ValueError(f"family {family!r} is unknown; allowed are {sorted(FAMILIES)}")
-    config_class, specific = FAMILIES[family]
+    known = FAMILIES | MIXTURES
+    if family not in known:
+        raise ValueError(f"family {family!r} is unknown; allowed are {sorted(known)}")
+    config_class, specific = known[family]
     settings = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 128,

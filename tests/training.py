@@ -16,13 +16,6 @@ PROMPTS = [
     "99-1=",
     "abcdefgh",
 ]
-# Bounds that drop some of what a tiny model's int4 copy samples, and not all, by correction
-DROPPING = {
-    "icepop": {"icepop_low": 0.6, "icepop_high": 1.6},
-    "geometric": {"geometric_epsilon": 0.1},
-    "trm": {"trm_delta": 0.5},
-    "dppo": {"dppo_delta": 0.003},
-}
 TIMINGS = ("step_time", "runtime", "samples_per_second", "steps_per_second", "total_flos", "profiling")
 
 

@@ -1,9 +1,10 @@
 """
-THE table of precisions: what the policy may be sampled in, from the nearest to the policy to the farthest.
+THE table of precisions in which a policy can be sampled or trained, from the nearest to BF16 to the farthest.
 
-A precision is a number format (`trl_quant.formats`) and how an engine computes with it. Everything that must know the
-precisions asks this table: the config's choices and help, the engines, `"auto"`, the command line and README's table,
-which `python -m trl_quant.precisions` prints. The order is that of the error in a linear layer's output.
+A precision is a number format (`trl_quant.formats`) together with the way an engine computes in it. Everything that
+needs to know the precisions reads this table: the config's choices and help, the engines, `"auto"`, the command line,
+and the table in docs/precisions.md, which `python -m trl_quant.precisions` prints. The entries are ordered by the error
+in a linear layer's output.
 """
 
 from dataclasses import dataclass, field
@@ -22,22 +23,22 @@ class InVLLM:
     How vLLM runs a precision.
 
     Attributes:
-        methods (`tuple[str, ...]`): Classes of vLLM of which one must run each linear layer of the decoder.
-        capability (`tuple[int, int]`): Least CUDA compute capability.
-        needs (`str`): What needs it.
-        below (`tuple[int, int]` or `None`): Compute capability from which on vLLM has no kernel any more.
+        methods (`tuple[str, ...]`): Classes of vLLM. One of them must run each linear layer of the decoder.
+        capability (`tuple[int, int]`): Lowest CUDA compute capability on which it runs.
+        needs (`str`): The feature that requires this capability, for messages.
+        below (`tuple[int, int]` or `None`): First compute capability for which vLLM has no kernel any more.
         cpu (`bool`): Whether vLLM runs it on a CPU.
         amx (`bool`): Whether that CPU must have AMX.
-        inputs (`dict[str, str]`): Device type -> format of a layer's inputs there; where it is missing they stay BF16.
+        inputs (`dict[str, str]`): Device type -> format of a layer's inputs there. On other devices they stay BF16.
         online (`str` or `None`):
-            vLLM's name for quantizing BF16 weights as it loads them. Without one the engine starts from, and is sent,
-            weights in the layout of the format's `scheme`.
+            vLLM's name for quantizing BF16 weights as it loads them. If there is none, the engine starts from weights
+            in the layout of the format's `scheme`, and every sync sends such weights.
         fused_scale (`bool`): Whether layers that vLLM fuses (q, k, v; gate, up) are quantized as one matrix.
-        kernels (`tuple[str, ...]`): Beginnings of the names of the kernels that compute it; empty for any.
-        wrong_kernels (`tuple[str, ...]`): Beginnings of the names of kernels that compute something else.
+        kernels (`tuple[str, ...]`): Prefixes of the names of the kernels that compute it; empty if all do.
+        wrong_kernels (`tuple[str, ...]`): Prefixes of the names of kernels that compute something else.
         as_given (`dict[str, str]`):
-            Environment variables with which vLLM multiplies with the codes and scales that it is given. On Hopper
-            DeepGEMM has it quantize block-scaled weights again, with scales that are powers of two.
+            Environment variables that make vLLM multiply with the codes and scales that it is given. On Hopper it would
+            otherwise requantize block-scaled weights for DeepGEMM, with scales that are powers of two.
     """
 
     methods: tuple[str, ...]
@@ -57,18 +58,20 @@ class InVLLM:
 @dataclass(frozen=True)
 class Precision:
     """
-    One precision. The embedded engine runs each of them on any device.
+    One precision. The embedded engine runs every precision on any device.
 
     Attributes:
-        summary (`str`): Which numbers have which scales.
+        summary (`str`): How many values share a scale, for the table in the docs.
         format (`str` or `None`): Key of `FORMATS`; `None` where nothing is quantized.
         vllm ([`InVLLM`] or `None`): How vLLM runs it; `None` if it does not.
-        frozen_base (`bool`): Whether the base of a policy can be trained upon in it, under LoRA (`train_precision`).
-        unified (`bool`): Whether a policy can be trained in the products that an engine samples with (the same).
+        frozen_base (`bool`): Whether `train_precision` can freeze a policy's base in it, under a LoRA adapter.
+        unified (`bool`): Whether `train_precision` can train a policy with the products that an engine samples with.
         exact (`bool`):
-            Whether a token's outputs in vLLM, on Hopper, are the same bits whatever tokens are beside it: the kernel
-            that multiplies up to 64 tokens in `fp8` adds up otherwise than that for more, and so does cuBLAS in BF16.
-        mismatch (`float` or `None`): KL of the sampler from the policy, k3, in nats a token (`benchmarks/mismatch.py`).
+            Whether a token's outputs in vLLM on Hopper have the same bits whatever other tokens are in the batch. They
+            do not in `fp8`, whose kernel for up to 64 tokens sums in another order than the one for more, nor in BF16
+            with cuBLAS.
+        mismatch (`float` or `None`):
+            KL of the sampler from the policy (k3) in nats a token, measured by `benchmarks/mismatch.py`.
     """
 
     summary: str
@@ -81,7 +84,7 @@ class Precision:
 
     @property
     def travels_quantized(self) -> bool:
-        """Whether a vLLM engine of it loads codes and scales, not BF16 weights."""
+        """Whether a sync sends codes and scales to a vLLM engine of this precision, not BF16 weights."""
         return self.format is not None and self.vllm is not None and self.vllm.online is None
 
 
@@ -175,32 +178,37 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def in_vllm() -> dict[str, InVLLM]:
-    """The precisions that vLLM runs, and how, in the order of the table."""
+    """Returns how vLLM runs each precision that it has, in the order of the table."""
     return {name: precision.vllm for name, precision in PRECISIONS.items() if precision.vllm is not None}
 
 
 def train_precisions() -> list[str]:
-    """The precisions of `train_precision`."""
+    """Returns the precisions that `train_precision` allows."""
     return [*frozen_bases(), *unified_flows()]
 
 
 def frozen_bases() -> list[str]:
-    """Those that a policy's base can be held in, frozen under LoRA."""
+    """Returns the precisions in which a policy's base can be frozen under LoRA."""
     return [name for name, precision in PRECISIONS.items() if precision.frozen_base]
 
 
+def bitsandbytes_bases() -> list[str]:
+    """Returns those of [`frozen_bases`] that bitsandbytes holds; our own layers hold the others."""
+    return [name for name in frozen_bases() if FORMATS[PRECISIONS[name].format].bitsandbytes]
+
+
 def unified_flows() -> list[str]:
-    """Those whose products a policy can be trained in, on weights of 16 or 32 bits."""
+    """Returns the precisions whose products a policy can be trained in, on weights of 16 or 32 bits."""
     return [name for name, precision in PRECISIONS.items() if precision.unified]
 
 
 def exact_flows() -> list[str]:
-    """Those in which trainer and vLLM can get the same bits (`exact_rollouts`)."""
+    """Returns the precisions in which trainer and vLLM can get the same bits (`exact_rollouts`)."""
     return [name for name in unified_flows() if PRECISIONS[name].exact]
 
 
 def markdown() -> str:
-    """The table as README has it."""
+    """Returns the table of docs/precisions.md."""
     lines = [
         "| precision | what has a scale | bits | vLLM on a GPU of capability | vLLM on a CPU | KL |",
         "|---|---|---|---|---|---|",
@@ -208,7 +216,8 @@ def markdown() -> str:
     for name, precision in PRECISIONS.items():
         bits = 16 if precision.format is None else FORMATS[precision.format].bits
         gpu = cpu = "no"
-        if (vllm := precision.vllm) is not None:
+        vllm = precision.vllm
+        if vllm is not None:
             gpu = f"{vllm.capability[0]}.{vllm.capability[1]}"
             gpu += f" to below {vllm.below[0]}.{vllm.below[1]}" if vllm.below else " or newer"
             cpu = ("with AMX" if vllm.amx else "yes") if vllm.cpu else "no"

@@ -1,21 +1,21 @@
 """
-Every exchange of a name of TRL, transformers, PEFT or another library beneath them: those that outlive the call that
-makes them, in [`LASTING`], and the contexts for the others that several rooms share.
+Replaces names of TRL, transformers, PEFT and other host libraries. [`LASTING`] lists every replacement that outlives
+the call that makes it. The contexts below make the temporary ones that several rooms share.
 
-What a context exchanges comes back when its call ends:
+A context restores the original when it ends:
 
-| exchanged | for | because |
+| replaced | during | because |
 |---|---|---|
 | `VLLMGeneration` in the module of TRL's trainer | the construction of a trainer | TRL looks up its engine there |
 | fields of the trainer's arguments | the same | TRL corrects for its sampler only with `use_vllm` |
-| `vllm_generation.LLM` | the construction of an engine | TRL leaves no room for further arguments of vLLM |
-| `vllm_generation.VLLMClient` | the same | our client checks a server before its workers join, and its answers later |
-| `profiling.ProfilingContext` | a training | TRL reports its times to trackers alone |
-| `vllm_generation.extract_logprobs` | a generation | vLLM hands out log-probabilities as numbers, not as objects |
-| `utils._ChunkedLogProbFunction` | a forward pass | it must give the engine's log-probabilities, with TRL's gradients |
+| `vllm_generation.LLM` | the construction of an engine | TRL passes no further arguments to vLLM |
+| `vllm_generation.VLLMClient` | the same | our client checks the server and its answers |
+| `profiling.ProfilingContext` | a training | TRL reports its times only to trackers |
+| `vllm_generation.extract_logprobs` | a generation | vLLM then returns log-probabilities as floats, not as objects |
+| `utils._ChunkedLogProbFunction` | a forward pass | it must return the engine's log-probabilities |
 
-vLLM's own names stand in `rollout/vllm/seams.py`. Layers that `nn.Module.set_submodule` puts into a model are parts of
-that model and no exchange of a name.
+vLLM's own names are listed in `rollout/vllm/seams.py`. Layers that `nn.Module.set_submodule` puts into a model are not
+replacements of a name.
 """
 
 import sys
@@ -33,7 +33,7 @@ from trl.kernels import ChunkedLogProbFunction
 from .layers.exact import log_probs
 
 
-# (file, name) -> (whose it is, how long it lasts, the test that needs it)
+# (file, name) -> (its owner, how long the replacement lasts, the test that needs it)
 LASTING = {
     ("config/fields.py", "__class__"): (
         "the copy of a config of TRL's that becomes one of ours",
@@ -129,7 +129,8 @@ def exchanged(owner: Any, **values: Any) -> Iterator[None]:
 @contextmanager
 def trainer_builds(trainer_class: type, engine: Callable | None, args: Any, **fields: Any) -> Iterator[None]:
     """
-    Context in which TRL's constructor of a trainer builds `engine` in place of TRL's own, and sees `fields` in `args`.
+    Context in which the constructor of TRL's trainer builds `engine` instead of TRL's own, and finds `fields` in
+    `args`.
     """
     module = _module_of_engine(trainer_class)
     with exchanged(module, VLLMGeneration=engine or module.VLLMGeneration), exchanged(args, **fields):
@@ -137,24 +138,25 @@ def trainer_builds(trainer_class: type, engine: Callable | None, args: Any, **fi
 
 
 def _module_of_engine(trainer_class: type) -> ModuleType:
-    """The module of TRL's trainer beneath `trainer_class`: the one in which its constructor looks up its engine."""
-    names = [kind.__module__ for kind in trainer_class.__mro__ if kind.__module__.startswith("trl.")]
-    found = [sys.modules[name] for name in names if "VLLMGeneration" in vars(sys.modules[name])]
-    if not found:
-        raise TypeError(f"{trainer_class.__name__} inherits from no trainer of TRL's that builds a `VLLMGeneration`.")
-    return found[0]
+    """Returns the module of TRL's trainer from which `trainer_class` inherits. TRL looks up its engine there."""
+    for kind in trainer_class.__mro__:
+        module = sys.modules[kind.__module__]
+        # A user's module may import `VLLMGeneration` as well
+        if kind.__module__.startswith("trl.") and "VLLMGeneration" in vars(module):
+            return module
+    raise TypeError(f"{trainer_class.__name__} inherits from no trainer of TRL's that builds a `VLLMGeneration`.")
 
 
 @contextmanager
 def llm_with(**arguments: Any) -> Iterator[None]:
-    """Context in which TRL's generation builds vLLM's `LLM` with `arguments` over its own."""
+    """Context in which TRL builds vLLM's `LLM` with `arguments`, which override its own."""
     original = vllm_generation.LLM
     with exchanged(vllm_generation, LLM=lambda **own: original(**own | arguments)):
         yield
 
 
 def client_built(client: Callable) -> AbstractContextManager:
-    """Context in which TRL's generation builds `client` in place of its own client of a server."""
+    """Context in which TRL builds `client` instead of its own client of a server."""
     return exchanged(vllm_generation, VLLMClient=client)
 
 
@@ -164,7 +166,7 @@ def extracting_with(extract: Callable) -> AbstractContextManager:
 
 
 def exact_log_probs(score: Callable) -> type:
-    """TRL's fused head, whose log-probabilities are those of [`~layers.exact.log_probs`], with TRL's gradients."""
+    """Returns TRL's fused head with the log-probabilities of [`~layers.exact.log_probs`] and TRL's own gradients."""
 
     class ExactLogProbs(ChunkedLogProbFunction):
         @staticmethod
@@ -182,7 +184,7 @@ def scoring_with(function: type) -> AbstractContextManager:
 
 @contextmanager
 def phases_timed(add: Callable[[str, float], None]) -> Iterator[None]:
-    """Context in which the name and the seconds of each phase that TRL times go to `add`, too."""
+    """Context in which `add` also gets the name and the seconds of each phase that TRL times."""
 
     class Timed(profiling.ProfilingContext):
         def __enter__(self):
@@ -198,7 +200,7 @@ def phases_timed(add: Callable[[str, float], None]) -> Iterator[None]:
 
 
 def empty_cache() -> None:
-    """Gives the memory that PyTorch holds in reserve back to the device, as TRL does."""
+    """Frees the device memory that PyTorch's allocator caches, as TRL does."""
     vllm_generation.empty_cache()
 
 

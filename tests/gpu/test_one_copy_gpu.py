@@ -76,7 +76,7 @@ def test_one_memory(tmp_path, precision, family, monkeypatch, caplog):
     before = {name: layer.dequantize() for name, layer in base(model).items()}
     forward = torch.cat(logps(model, PROMPTS))
     with monkeypatch.context() as patch:
-        patch.setattr(one_copy, "lent", lambda: None)
+        patch.setattr(one_copy, "lent_weights", lambda: None)
         own = engine(model, precision, lora_sync="adapter")
     torch.cuda.synchronize()
     with caplog.at_level(logging.INFO, "trl_quant"):

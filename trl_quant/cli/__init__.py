@@ -1,7 +1,7 @@
 """
-The `trl-quant` command. This room parses arguments, and each command calls a room that does the work.
+The `trl-quant` command. This room parses arguments, and each command calls the room that does its work.
 
-Help and wrong arguments are answered before a heavy library is loaded: a command imports its room after parsing.
+A command imports its room after parsing, so that help and wrong arguments are answered before a heavy library loads.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from .options import check_train
 COMMANDS = {
     "prepare": "write a quantized copy of a checkpoint, for vLLM servers in INT8, NVFP4 or MXFP4",
     "export": "merge an adapter, or undo UAQ, for serving; in 16 bits or quantized",
-    "plan": "check a training run and tell its steps, memory and cost, with nothing loaded",
+    "plan": "check a training run and tell its steps, memory and cost, without loading the model",
     "train": "train with GRPO, quantized rollouts and a correction (also: examples/train_grpo.py)",
     "eval": "answer benchmarks and score them: greedy, avg@k, pass@k; resumable",
-    "report": "what training runs did, as one HTML page; with --mismatch, where trainer and engine part",
+    "report": "show training runs as one HTML page; with --mismatch, where trainer and engine differ",
 }
-# Errors of a write, which name no file
+# Errors of writing, for which the system names no file
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
-# Whose `raise` is a message for the user
+# Libraries whose own errors are messages for the user
 LIBRARIES = ("trl_quant", "trl", "transformers", "datasets", "huggingface_hub", "accelerate", "peft")
 
 
@@ -54,13 +54,13 @@ def main(argv: list[str] | None = None) -> None:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Context that ends the process with `error: ...` and code 1 for foreseen errors; others keep their traceback."""
+    """Context that ends the process with `error: ...` and code 1 on a foreseen error. Others keep their traceback."""
     try:
         yield
     except (ValueError, ImportError, OSError, RuntimeError) as error:
         if not _is_foreseen(error):
             raise
-        if isinstance(error, ImportError | RuntimeError):  # TRL says the latter of an import
+        if isinstance(error, ImportError | RuntimeError):  # TRL raises it for a failed import
             error = blamed(error)
         _drop_lost_output()
         from ..report.terminal import printable
@@ -69,7 +69,7 @@ def plain_errors() -> Iterator[None]:
 
 
 def _make_writable() -> None:
-    """Standard output may be missing, closed, or know ASCII alone; what it cannot take is dropped or escaped."""
+    """Makes standard output accept any text. It may be missing or closed, or encode only ASCII."""
     if sys.stdout is None or sys.stdout.closed:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     elif hasattr(sys.stdout, "reconfigure"):
@@ -77,7 +77,7 @@ def _make_writable() -> None:
 
 
 def _drop_lost_output() -> None:
-    """Standard output that cannot be written, on a full disk or in a closed pipe, would fail again when Python ends."""
+    """Discards output that cannot be written (full disk, closed pipe), which would raise again when Python exits."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -85,7 +85,7 @@ def _drop_lost_output() -> None:
 
 
 def _is_foreseen(error: Exception) -> bool:
-    """Whether the error was raised on purpose by one of `LIBRARIES`, or is the system's about a file."""
+    """Whether one of `LIBRARIES` raised the error on purpose, or the system raised it for a file."""
     if isinstance(error, OSError) and (error.filename is not None or error.errno in UNWRITABLE):
         return True
     trace = error.__traceback__

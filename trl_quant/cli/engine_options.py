@@ -1,4 +1,4 @@
-"""The options of commands that build an engine: `eval` and `report --mismatch`."""
+"""Defines the options of the commands that build an engine: `eval` and `report --mismatch`."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from .options import choices
 
 
 def add_engine_options(parser: argparse.ArgumentParser, dtype: str) -> None:
-    """Adds the fields of `trl_quant.report.trained.EngineOptions` that both commands describe alike."""
+    """Adds the fields of `trl_quant.report.trained.EngineOptions` with the same description in both commands."""
     default = "(default: the run's, else bf16)"
     parser.add_argument(
         "--rollout_precision", choices=choices("rollout_precision"), help=f"what the engine samples in {default}"

@@ -1,4 +1,4 @@
-"""`trl-quant eval`: how often a model, sampled as in training, answers a benchmark's questions right.
+"""`trl-quant eval`: evaluates a model on a benchmark, sampled as in training.
 
 trl-quant eval Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
 trl-quant eval runs/int8-acr --task aime24 --num_samples 32 --engine vllm --output aime24.json
@@ -11,22 +11,24 @@ from .options import choices, sampling
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Defines the options."""
     options = argparse.ArgumentParser(prog="trl-quant eval", description=__doc__.partition("\n")[0])
     options.add_argument("model", metavar="MODEL", help="hub id, directory or run")
-    options.add_argument("--task", required=True, choices=choices("task"), help="what is asked")
+    options.add_argument("--task", required=True, choices=choices("task"), help="the benchmark")
     options.add_argument("--data", help="file or directory with the questions (default: the task's on the hub)")
-    options.add_argument("--num_questions", type=int, help="only the first ones, or how many are generated")
+    options.add_argument("--num_questions", type=int, help="number of questions: the first ones, or generated ones")
     options.add_argument("--instruction", help="text after each question (default: the task's)")
     options.add_argument("--task_kwargs", default="{}", help="difficulty of generated problems, a JSON object")
-    options.add_argument("--num_samples", type=int, help="answers to each question (default: one, not sampled)")
+    options.add_argument("--num_samples", type=int, help="answers to each question (default: one, greedy)")
     for name, default in sampling().items():
         options.add_argument(f"--{name}", type=float, help=f"of sampling (default with --num_samples: {default})")
     options.add_argument("--max_completion_length", type=int, default=2048, help="tokens (default: %(default)s)")
-    options.add_argument("--batch_size", type=int, default=256, help="answers at a time (default: %(default)s)")
-    options.add_argument("--seed", type=int, default=0, help="of sampling and of problems (default: %(default)s)")
+    options.add_argument("--batch_size", type=int, default=256, help="answers sampled together (default: %(default)s)")
+    options.add_argument(
+        "--seed", type=int, default=0, help="of sampling and generated problems (default: %(default)s)"
+    )
     add_engine_options(options, dtype="bfloat16")
-    options.add_argument("--output", metavar="FILE.json", help="where the result goes (default: eval-TASK.json)")
+    options.add_argument("--output", metavar="FILE.json", help="file for the result (default: eval-TASK.json)")
     return options
 
 

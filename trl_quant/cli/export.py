@@ -1,4 +1,4 @@
-"""`trl-quant export`: a trained policy as one checkpoint to serve."""
+"""`trl-quant export`: writes a trained policy as one checkpoint to serve."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from .options import choices
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Defines the options."""
     options = argparse.ArgumentParser(
         prog="trl-quant export",
         usage="%(prog)s --adapter RUN --output DIR [options]",
@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--base_format",
         choices=choices("base_format"),
-        help="what a 16-bit base was rounded to when the adapter was trained, its `train_precision`",
+        help="format to which training rounded a 16-bit base: its `train_precision` (default: the run's)",
     )
     options.add_argument("--revision", help="branch, tag or commit of the base on the hub")
     options.add_argument("--trust_remote_code", action="store_true", help="run the base's own Python, and copy it")

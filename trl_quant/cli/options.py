@@ -1,10 +1,10 @@
-"""The options of all commands, known without torch, transformers and TRL, which take seconds to load.
+"""Lists the options of all commands without loading torch, transformers and TRL, which takes seconds.
 
-So `--help` and a wrong flag are answered at once. There are two sources:
+`--help` and a wrong flag are therefore answered at once. The options come from two places:
 
-- `options.json` holds what tables and dataclasses of this package say: the values that an option may have, and the
-  options of `train` that are ours. `python -m trl_quant.cli.write_options` writes it, and a test holds it up to date.
-- The sources of the installed TRL and transformers are read, not run, for the fields of their dataclasses.
+- `options.json` holds the allowed values of options, and the options of `train` that this package adds, from our tables
+  and dataclasses. `python -m trl_quant.cli.write_options` writes it, and a test fails if it is out of date.
+- TRL's and transformers' fields are read from the source files of their dataclasses, which are not executed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import NamedTuple
 PROG = "trl-quant train"
 USAGE = "%(prog)s --model_name_or_path MODEL [--config FILE.yaml] [options]"
 STORED = Path(__file__).with_name("options.json")
-# Heading in the help of `train` -> package, then file and class of the fields below it, of which the later ones win
+# Heading in the help of `train` -> package, and the file and class of the fields below it. Later classes override.
 HOST_CLASSES = {
     "ModelConfig of TRL": ("trl", (("trainer/model_config.py", "ModelConfig"),)),
     "GRPOConfig of TRL": (
@@ -30,7 +30,7 @@ HOST_CLASSES = {
     ),
     "TrainingArguments of transformers": ("transformers", (("training_args.py", "TrainingArguments"),)),
 }
-ENUM_FILES = ("training_args.py", "trainer_utils.py")  # of transformers: what some of these fields may be
+ENUM_FILES = ("training_args.py", "trainer_utils.py")  # of transformers; they hold the enums of allowed values
 
 
 class Option(NamedTuple):
@@ -39,9 +39,9 @@ class Option(NamedTuple):
 
     Attributes:
         nargs (`str` or `None`): `"?"` for a flag whose value may be left out, `"+"` for a list.
-        default (`bool`, `int`, `float`, `str`, `list` or `None`): argparse's `SUPPRESS` where it is not known.
-        help (`str` or `None`): What it does.
-        choices (`list` or `None`): Values that it may have; `None` for any.
+        default (`bool`, `int`, `float`, `str`, `list` or `None`): The default; argparse's `SUPPRESS` if unknown.
+        help (`str` or `None`): The help text.
+        choices (`list` or `None`): The allowed values; `None` for any.
     """
 
     nargs: str | None
@@ -52,17 +52,17 @@ class Option(NamedTuple):
 
 @cache
 def stored() -> dict:
-    """The contents of `options.json`."""
+    """Reads `options.json`."""
     return json.loads(STORED.read_text("utf-8"))
 
 
 def choices(option: str) -> list[str]:
-    """The values that an option may have, other than one of `train`."""
+    """Returns the allowed values of an option of any command but `train`."""
     return stored()["choices"][option]
 
 
 def sampling() -> dict[str, float]:
-    """The defaults of `eval` where it samples answers."""
+    """Returns the sampling defaults of `eval`."""
     return stored()["sampling"]
 
 
@@ -71,13 +71,13 @@ def sampling() -> dict[str, float]:
 
 def check_train(argv: list[str], prog: str = PROG, usage: str = USAGE, defaults: dict | None = None) -> None:
     """
-    Ends the process where `argv` asks for help, names an unknown option, or leaves out a value.
+    Ends the process if `argv` asks for help, names an unknown option, or leaves out a value.
 
     Args:
         argv (`list[str]`): The command line.
         prog (`str`, *optional*): Name of the program.
-        usage (`str`, *optional*): Its usage, for argparse.
-        defaults (`dict`, *optional*): Option -> default in place of the usual one.
+        usage (`str`, *optional*): The usage line, for argparse.
+        defaults (`dict`, *optional*): Defaults of options that replace the usual ones.
     """
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -97,14 +97,14 @@ def check_train(argv: list[str], prog: str = PROG, usage: str = USAGE, defaults:
 
 
 def about_unknown(arguments: list[str]) -> str:
-    """Names unknown arguments of `train`, and an option that looks like the first of them."""
+    """Returns a message that names unknown arguments of `train`, and the option most like the first of them."""
     known = [f"--{name}" for group in train_options().values() for name in group]
     close = get_close_matches(arguments[0], known, n=1)
     return f"unknown arguments: {' '.join(arguments)}" + (f" (did you mean {close[0]}?)" if close else "")
 
 
 def _add(parser: argparse.ArgumentParser, name: str, option: Option) -> None:
-    """Adds an option, with the spellings that transformers' parser takes: hyphens, and `--no_` before what is on."""
+    """Adds an option with the spellings that transformers' parser takes: hyphens, and `--no_` for flags that are on."""
     dashed = name.replace("_", "-")
     metavar = f"{{{','.join(map(str, option.choices))}}}" if option.choices else None
     flags = dict.fromkeys((f"--{name}", f"--{dashed}"))
@@ -115,7 +115,7 @@ def _add(parser: argparse.ArgumentParser, name: str, option: Option) -> None:
 
 
 def train_options() -> dict[str, dict[str, Option]]:
-    """Heading -> name -> option: first ours, then those that TRL and transformers define."""
+    """Returns heading -> name -> option: first ours, then TRL's and transformers' own."""
     ours = {
         title: {name: Option(**option) for name, option in group.items()} for title, group in stored()["train"].items()
     }
@@ -133,20 +133,20 @@ def train_options() -> dict[str, dict[str, Option]]:
 
 
 def _classes(package: str, file: str) -> dict[str, ast.ClassDef]:
-    """Name -> source of the classes in a file of an installed package."""
+    """Returns name -> syntax tree of the classes in a file of an installed package."""
     source = Path(find_spec(package).origin).parent / file
     return {node.name: node for node in ast.parse(source.read_text("utf-8")).body if isinstance(node, ast.ClassDef)}
 
 
 def _fields(package: str, file: str, name: str) -> Iterator[tuple[str, Option]]:
-    """Name and option of each field of a dataclass, from its source."""
+    """Yields the name and the option of each field of a dataclass, from its source."""
     for statement in _classes(package, file)[name].body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.value, ast.Call):
             yield statement.target.id, _option(ast.unparse(statement.annotation), statement.value)
 
 
 def _option(hint: str, field: ast.Call) -> Option:
-    """The option that transformers' parser makes of a field with a type hint, `field(default=..., metadata=...)`."""
+    """Returns the option that transformers' parser makes of a field, `field(default=..., metadata=...)`."""
     given = {keyword.arg: keyword.value for keyword in field.keywords}
     metadata = given.get("metadata", ast.Dict([], []))
     texts = {key.value: _value(value, None) for key, value in zip(metadata.keys, metadata.values, strict=True)}
@@ -160,7 +160,7 @@ def _option(hint: str, field: ast.Call) -> Option:
 
 
 def _kind(hint: str) -> str:
-    """Which type of a union transformers' parser reads."""
+    """Returns the type as which transformers' parser reads a union."""
     parts = hint.split(" | ")
     if len(parts) == 1 or ("bool" in parts and "None" in parts):
         return hint
@@ -171,7 +171,7 @@ def _kind(hint: str) -> str:
 
 @cache
 def _enums() -> dict[str, list[str]]:
-    """Name -> values of transformers' enums."""
+    """Returns name -> values of transformers' enums."""
     classes = {name: node for file in ENUM_FILES for name, node in _classes("transformers", file).items()}
     return {
         name: [member.value.value for member in node.body if isinstance(member, ast.Assign)]
@@ -181,7 +181,7 @@ def _enums() -> dict[str, list[str]]:
 
 
 def _value(node: ast.expr | None, otherwise):
-    """The value of an expression that consists of literals."""
+    """Returns the value of an expression of literals; `otherwise` for any other expression."""
     try:
         return otherwise if node is None else ast.literal_eval(node)
     except ValueError:

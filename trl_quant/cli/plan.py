@@ -1,14 +1,15 @@
-"""`trl-quant plan MODEL`: what a run of `trl-quant train` with the same options would do and need, on any machine.
+"""`trl-quant plan MODEL`: tells what a run of `trl-quant train` with these options would do and need, on any machine.
 
     trl-quant plan Qwen/Qwen2.5-7B-Instruct --rollout_precision fp8 --use_vllm true --use_peft true --card 80
 
-Options are `--card` and those of `trl-quant train`. Nothing is loaded but the model's config and tokenizer, and the
-dataset. On the machine that is to train, `trl-quant train ... --dry_run true` fails where the run would.
+The options are `--card` and those of `trl-quant train`. Only the model's config, its tokenizer and the dataset are
+loaded. On the machine that is to train, `trl-quant train ... --dry_run true` fails if the run would.
 """
 
 import argparse
 
-from trl_quant.cli import plain_errors
+from . import plain_errors
+from .options import check_train
 
 
 @plain_errors()
@@ -27,13 +28,17 @@ def main(argv: list[str] | None = None) -> None:
     args, others = parser.parse_known_args(argv)
     if args.card is not None and not args.card > 0:
         raise ValueError(f"`--card`={args.card:g} is out of range. It must be > 0.")
+    options = ["--model_name_or_path", args.model, *others]
+    check_train(options, parser.prog, parser.usage)
+
     import torch
 
-    from trl_quant.cli import train
-    from trl_quant.report.plan import GB
+    from ..report.plan import GB, make_plan
+    from ..trainers.launch import trainer_arguments
+    from .train import parse_args
 
-    options = ["--model_name_or_path", args.model]
     if not torch.accelerator.is_available():
-        options += ["--use_cpu", "true"]  # without it transformers refuses BF16 where there is no GPU
-    given = train.trainer_arguments(*train.parse_args([*options, *others]))
-    train.show_plan(given, card=None if args.card is None else round(args.card * GB))
+        options = ["--use_cpu", "true", *options]  # without it transformers refuses BF16 where there is no GPU
+    arguments = trainer_arguments(*parse_args(options))
+    plan = make_plan(**arguments, card=None if args.card is None else round(args.card * GB))
+    print("\n".join(plan.lines))

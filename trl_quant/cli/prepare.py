@@ -6,7 +6,7 @@ from .options import choices
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Defines the options."""
     options = argparse.ArgumentParser(
         prog="trl-quant prepare",
         usage="%(prog)s --model MODEL --format FORMAT --output DIR [options]",
@@ -25,11 +25,12 @@ def parser() -> argparse.ArgumentParser:
         "--awq", action="store_true", help="scale the weights on calibration data first (formats of weights alone)"
     )
     text = "a .txt, .jsonl or .parquet file, or a dataset on the hub"
-    options.add_argument("--calibration", help=f"what to calibrate `--awq` on: {text}")
+    options.add_argument("--calibration", help=f"data to calibrate `--awq` on: {text}")
     options.add_argument("--calibration_samples", type=int, default=256, help="sequences (default: %(default)s)")
     options.add_argument("--calibration_length", type=int, default=2048, help="tokens of each (default: %(default)s)")
     options.add_argument(
-        "--perplexity", help=f"what to measure perplexity on, before and after: {text} (default: what calibration left)"
+        "--perplexity",
+        help=f"data for perplexity, before and after: {text} (default: the rest of `--calibration`)",
     )
     options.add_argument(
         "--perplexity_samples", type=int, default=8, help="sequences of that length, 0 for none (default: %(default)s)"

@@ -1,11 +1,11 @@
-"""`trl-quant report`: what the logs of training runs say, as one HTML page or a chart, and a table.
+"""`trl-quant report`: reports on training runs from their logs, as a table and an HTML page or a chart.
 
     trl-quant report runs --output runs/report.html --output runs/report.png
     trl-quant report --mismatch runs/int4-ais --output runs/mismatch.png
 
 A run is a directory with the files of `trl_quant.report.runs`. A directory that is no run stands for all runs below it.
-Runs whose recorded settings differ in the seed alone are drawn as one band. With `--mismatch` it reports where the
-activations of one run's trainer and engine part (`trl_quant.report.mismatch`).
+Runs whose recorded settings differ only in the seed are drawn as one band. With `--mismatch` the command reports where
+the activations of a run's engine differ from its trainer's (`trl_quant.report.mismatch`).
 """
 
 import argparse
@@ -15,11 +15,11 @@ from .engine_options import add_engine_options
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options for runs."""
+    """Defines the options for runs."""
     options = argparse.ArgumentParser(
         prog="trl-quant report",
         description=__doc__.partition("\n")[0],
-        epilog="Instead of runs, `--mismatch MODEL_OR_RUN` reports where the activations of trainer and engine part, "
+        epilog="Instead of runs, `--mismatch MODEL_OR_RUN` reports where the activations of trainer and engine differ, "
         "operator by operator; `trl-quant report --mismatch MODEL --help` lists its options.",
     )
     options.add_argument(
@@ -30,17 +30,17 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--output",
         action="append",
-        help="where the report goes: .html is the whole, .png, .svg or .pdf its charts; may be given several times "
+        help="file for the report: .html for all of it, .png, .svg or .pdf for its charts; may be given several times "
         "(default: report.html)",
     )
     return options
 
 
 def mismatch_parser() -> argparse.ArgumentParser:
-    """The options with `--mismatch`."""
+    """Defines the options with `--mismatch`."""
     options = argparse.ArgumentParser(
         prog="trl-quant report",
-        description="where the trainer's and the engine's activations part, and what that does to tokens",
+        description="reports where the engine's activations differ from the trainer's, and the effect on tokens",
     )
     options.add_argument("--mismatch", required=True, metavar="MODEL_OR_RUN", help="hub id, directory or run")
     add_engine_options(options, dtype="mixed")

@@ -13,7 +13,7 @@ from .train import own_options
 
 
 def collect() -> str:
-    """What the file has to hold."""
+    """Returns the contents of the file."""
     allowed = {
         "rollout_precision": PRECISIONS,
         "train_precision": [BF16, *train_precisions()],

@@ -1,8 +1,8 @@
-"""The configurations and all checks that run before a model is loaded.
+"""The configurations, and all checks that run before a model is loaded.
 
 The checks come in three stages. When a configuration is built, each value is checked by itself (`values`), then the
 fields against each other (`consistency`). When a trainer is built, its arguments and this machine are checked before a
-model is loaded (`preflight`). Importing the configurations loads no engine and no trainer.
+model is loaded (`preflight`). Importing the configurations loads neither engines nor trainers.
 """
 
 from .grpo import AISGRPOConfig, QuantGRPOConfig

@@ -1,4 +1,4 @@
-"""The second stage of validation: fields that do not fit together, and fields that cannot act beside others."""
+"""The second stage of validation: refuses fields that contradict each other, and fields that would have no effect."""
 
 import logging
 from dataclasses import fields
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 MODEL_IMPLS = ("vllm", "transformers", "auto")
 EXACT_ATTENTION = ("backend", "flash_attn_max_num_splits_for_cuda_graph")  # options that `exact_rollouts` sets
-COLOCATED_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # they act in a colocated engine alone
+COLOCATED_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # they act only on a colocated engine
 
 
 def check_consistent(args) -> None:
     """
-    Raises `ValueError` for fields that every trainer has and that do not fit together, and warns of those that have
-    little effect.
+    Checks the fields that every trainer has. Raises `ValueError` if some of them contradict each other or would have no
+    effect, and warns of choices that make the run's results hard to read.
     """
     if not args.noise_sigma_start >= args.noise_sigma_end:
         raise ValueError(
@@ -48,6 +48,7 @@ def check_consistent(args) -> None:
         _check_no_rollout(args)
     if args.exact_rollouts:
         _check_exact(args)
+    _check_trainer_has(args)
     _check_unused(args)
     if args.uaq_scale is not None and args.sync_ref_model:
         raise ValueError(
@@ -60,7 +61,7 @@ def check_consistent(args) -> None:
 
 
 def check_grpo(args) -> None:
-    """The same for the fields that only GRPO has: the loss, the level of its ratios, and TRL's own correction."""
+    """Checks the fields that only GRPO has, likewise: the loss, the level of its ratios, and TRL's own correction."""
     if args.correction_class.moves_clip_bounds:
         _check_clip_bounds(args)
     if args.importance_sampling_level != "token":
@@ -75,9 +76,25 @@ def check_grpo(args) -> None:
         )
 
 
+def _check_trainer_has(args):
+    """Refuses a correction, and dynamic sampling, where the trainer of this config has none."""
+    if not args.has_dynamic_sampling:
+        _refuse_set(args, ["dynamic_sampling_rounds"], "a trainer that has dynamic sampling, such as QuantGRPOTrainer")
+    kind = args.correction_class
+    is_plain = kind.applied_by_trl and args.rollout_precision is None  # the default, which leaves everything to TRL
+    if args.has_correction or kind.ignores_sampler or is_plain:
+        return
+    allowed = [name for name, kind in ALL_CORRECTIONS.items() if kind.ignores_sampler]
+    raise ValueError(
+        f"`is_correction`={args.is_correction!r} acts only with a trainer whose loss takes the weights of a "
+        f"correction, such as QuantGRPOTrainer, and this is a {type(args).__name__}. Leave it unset, or use "
+        f"{listed(allowed)}."
+    )
+
+
 def _check_unused(args):
     """Refuses hyperparameters of other corrections, and those of a noise that is switched off."""
-    corrections = {}  # field -> the corrections that it sets a hyperparameter of
+    corrections = {}  # field -> the corrections of which it sets a hyperparameter
     for correction in ALL_CORRECTIONS:
         for name in setting_fields(correction, type(args)).values():
             if name not in args.trl_config.__dataclass_fields__:
@@ -107,13 +124,15 @@ def _check_generation_kwargs(args):
     if args.rollout_precision is not None:
         check_supported(given)
         known -= UNSUPPORTED_GENERATION_KWARGS.keys() - given.keys()
-    if unknown := [name for name in given if name not in known]:
+    unknown = [name for name in given if name not in known]
+    if unknown:
         raise ValueError(not_taken("transformers' `generate`, which samples without vLLM,", unknown, known))
 
 
 def _warn_of_sampler(args):
-    """Warns of options that blur the comparison of sampler and trainer, and of a correction that equals another."""
-    if biasing := biasing_options(args):
+    """Warns of sampling options that bias the ratio, and of a correction that equals another in this run."""
+    biasing = biasing_options(args)
+    if biasing:
         logger.warning(
             "%s: the sampler draws from another distribution than the trainer scores with, and its log-probabilities "
             "are those of that distribution. Part of `mismatch/*`, and of what the correction acts on, then comes from "
@@ -223,7 +242,8 @@ def _check_exact(args):
             args, "cast_lm_head_to_fp32", False
         ),
     }
-    if missing := [what for what, given in needed.items() if not given]:
+    missing = [condition for condition, is_met in needed.items() if not is_met]
+    if missing:
         raise ValueError(f"`exact_rollouts`=True needs {'; '.join(missing)}.")
     given = args.vllm_engine_kwargs or {}
     compiled, attention = (given.get(name) or {} for name in ("compilation_config", "attention_config"))
@@ -235,8 +255,9 @@ def _check_exact(args):
         "attention_backend": given.get("attention_backend"),
         "disable_cascade_attn": given.get("disable_cascade_attn") is False,
     }
-    if refused := [name for name, is_set in overrides.items() if is_set]:
-        name = refused[0]
+    overridden = [name for name, is_set in overrides.items() if is_set]
+    if overridden:
+        name = overridden[0]
         raise ValueError(
             f"`vllm_engine_kwargs` has {name!r}={given[name]!r}, and `exact_rollouts`=True sets cache, compilation, "
             "CUDA graphs and attention itself. Leave it out."
@@ -245,7 +266,7 @@ def _check_exact(args):
 
 def _refuse_set(args, names, reason: str):
     """Raises `ValueError` for fields that were set but cannot act."""
-    # By now the fields that depend on others are filled in
+    # `_resolve` has already set the fields whose default depends on others
     default = {f.name: f.default for f in fields(args)} | {"lora_sync": "merge", "vllm_sleep_level": 2}
     given = [f"`{name}`={getattr(args, name)!r}" for name in names if getattr(args, name) not in (default[name], {})]
     if given:
@@ -253,15 +274,15 @@ def _refuse_set(args, names, reason: str):
 
 
 def _check_clip_bounds(args):
-    others = "`is_correction` 'tis', 'ais', 'decoupled', 'none' or 'trl'"
+    others = f"`is_correction` {listed(name for name, kind in ALL_CORRECTIONS.items() if not kind.moves_clip_bounds)}"
     if args.delta is not None:
         raise ValueError(
-            f"`is_correction`='acr' widens the upper clip bound without limit, and `delta`={args.delta!r} cuts the "
+            f"`is_correction`={args.is_correction!r} moves the upper clip bound, and `delta`={args.delta!r} cuts the "
             f"ratio before it. Unset `delta`, or use {others}."
         )
     if args.loss_type not in CLIPPED_LOSSES:
         raise ValueError(
-            f"`is_correction`='acr' widens the upper clip bound of the policy ratio, and `loss_type`="
+            f"`is_correction`={args.is_correction!r} moves the upper clip bound of the policy ratio, and `loss_type`="
             f"{args.loss_type!r} has none. Use {others}, or a loss that clips: {', '.join(CLIPPED_LOSSES)}."
         )
 

@@ -30,7 +30,7 @@ from .values import check_types, check_values, listed
 
 logger = logging.getLogger(__name__)
 
-# Our fields that change how a run computes and not what it computes
+# Our fields that do not change what is trained
 OPERATIONAL = (
     "vllm_engine_kwargs",
     "vllm_sleep_level",
@@ -39,13 +39,13 @@ OPERATIONAL = (
     "reward_timeout",
     "vllm_request_timeout",
 )
-# The fields of transformers that change what is trained
+# transformers' fields that change what is trained
 LEARNING = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "seed"),
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16", "data_seed"),
 )
-# How the fields of TRL begin that do not; all others do
+# Prefixes of TRL's fields that do not change what is trained; all others do
 NOT_LEARNING = (
     *("log_", "num_completions_to_print", "num_generations_eval", "trust_remote_code", "ds3_", "vllm_server"),
     *("vllm_group_port", "vllm_gpu_memory", "vllm_enable_sleep", "vllm_tensor", "model_init_kwargs"),
@@ -56,7 +56,7 @@ Seconds = Annotated[float | None, Range(0.0, TIMEOUT_MAX, open_low=True)]
 
 @dataclass
 class PolicyFields:
-    """What the policy computes in."""
+    """The policy's precision."""
 
     train_precision: str | None = field(
         default=None,
@@ -259,7 +259,7 @@ class ScalingFields:
     )
 
 
-# What a section's fields control -> the section, in the order of the help
+# What the fields of a section control -> the section, in the order of the help
 SECTIONS = {
     "what the policy computes in": PolicyFields,
     "the rollout copy": RolloutFields,
@@ -282,9 +282,15 @@ class QuantFields(*SECTIONS.values()):
     class QuantGRPOConfig(QuantFields, GRPOConfig):
         trl_config: ClassVar[type] = GRPOConfig
     ```
+
+    Corrections and dynamic sampling need code of their own in a trainer. The config of a trainer that has this code
+    says so. In any other config these fields would do nothing: it refuses them, and `is_correction` is "none" with a
+    `rollout_precision`.
     """
 
     trl_config: ClassVar[type[TrainingArguments]]  # the config of TRL's that has all other fields
+    has_correction: ClassVar[bool] = False  # whether the trainer's loss takes the weights of a correction
+    has_dynamic_sampling: ClassVar[bool] = False  # whether the trainer replaces groups that teach nothing
     is_taken: ClassVar[bool] = False  # whether a trainer of this package got the config
 
     def __post_init__(self):
@@ -302,7 +308,7 @@ class QuantFields(*SECTIONS.values()):
         """Parses JSON strings, and checks the types of all values before anything computes with them."""
         for name in (*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"):
             value = getattr(self, name)
-            if isinstance(value, str) and value.lstrip().startswith("{"):  # TRL takes other strings for file names
+            if isinstance(value, str) and value.lstrip().startswith("{"):  # for TRL any other string is a file name
                 try:
                     setattr(self, name, json.loads(value))
                 except ValueError as error:
@@ -310,7 +316,7 @@ class QuantFields(*SECTIONS.values()):
         check_types(self, _own_fields())
 
     def _resolve(self):
-        """Fills in the fields that were left to depend on others."""
+        """Sets the fields whose default depends on other fields."""
         if self.rollout_precision is None:
             self.rollout_precision = self.train_precision
         if self.lora_sync is None:
@@ -319,7 +325,12 @@ class QuantFields(*SECTIONS.values()):
         if self.vllm_sleep_level is None:
             self.vllm_sleep_level = 1 if self.lora_sync == "adapter" else 2
         if self.is_correction is None:
-            self.is_correction = "trl" if self.rollout_precision is None else "tis"
+            self.is_correction = self._default_correction()
+
+    def _default_correction(self) -> str:
+        if self.rollout_precision is None:
+            return "trl"
+        return "tis" if self.has_correction else "none"
 
     def _join_ranks_on_cpus(self):
         """
@@ -338,7 +349,7 @@ class QuantFields(*SECTIONS.values()):
 
     @classmethod
     def from_trl(cls, args: TrainingArguments) -> "QuantFields":
-        """Copies TRL's config into one of this class. Its values stay, and the added fields take our defaults."""
+        """Copies TRL's config into one of this class. It keeps TRL's values; the added fields get their defaults."""
         if not isinstance(args, cls.trl_config):
             raise ValueError(
                 f"`args` is a {type(args).__name__}. It must be a `{cls.__name__}` or TRL's "
@@ -361,12 +372,12 @@ class QuantFields(*SECTIONS.values()):
 
     @property
     def holds_frozen_base(self) -> bool:
-        """Whether the policy's base is held in 4 bits, frozen under an adapter."""
+        """Whether the policy's base is in 4 bits, frozen under an adapter."""
         return self.train_precision in frozen_bases()
 
     @property
     def fsdp_version(self) -> int | None:
-        """The version of the FSDP that shards the policy, set here (`fsdp`) or by accelerate's launcher."""
+        """The version of FSDP, set by `fsdp` or by accelerate's launcher; `None` without FSDP."""
         if self.fsdp_plugin_args is not None:
             return self.fsdp_plugin_args["fsdp_version"]
         launched = parse_flag_from_env("ACCELERATE_USE_FSDP")
@@ -374,11 +385,11 @@ class QuantFields(*SECTIONS.values()):
 
     @property
     def one_update_per_generation(self) -> bool:
-        """Whether each generation serves one optimizer step, which then updates the very policy that was sampled."""
+        """Whether each generation serves one optimizer step, which then updates the same policy that sampled it."""
         return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
 
     def noise_sigma(self, step: int, total_steps: int) -> float:
-        """Standard deviation of the noise at an optimizer step; 0 without a `noise_schedule`."""
+        """Returns the standard deviation of the noise at an optimizer step; 0 without a `noise_schedule`."""
         if self.noise_schedule is None:
             return 0.0
         ends = self.noise_sigma_start, self.noise_sigma_end
@@ -386,7 +397,7 @@ class QuantFields(*SECTIONS.values()):
 
     @property
     def correction_class(self) -> type[Correction]:
-        """The class of this run's correction, with its traits."""
+        """The class of this run's correction, which states its traits."""
         return ALL_CORRECTIONS[self.is_correction]
 
     def correction(self) -> Correction | None:
@@ -394,26 +405,28 @@ class QuantFields(*SECTIONS.values()):
         Builds the correction of this run with its hyperparameters (see [`~config.hyperparameters`]). A hyperparameter
         whose field is `None` keeps its own default.
 
-        Returns `None` where nothing is to be corrected, and where TRL corrects for its own sampler.
+        Returns `None` if TRL corrects for its own sampler.
         """
         if self.correction_class.applied_by_trl and self.rollout_precision is None:
             return None
-        names = setting_fields(self.is_correction, type(self))
-        given = {own: getattr(self, name) for own, name in names.items()}
-        return self.correction_class(**{own: x for own, x in given.items() if x is not None})
+        given = {}
+        for hyperparameter, name in setting_fields(self.is_correction, type(self)).items():
+            if getattr(self, name) is not None:
+                given[hyperparameter] = getattr(self, name)
+        return self.correction_class(**given)
 
     def training_settings(self) -> dict:
-        """The added fields that change what is trained, as a checkpoint records them."""
+        """Returns the added fields that change what is trained, as a checkpoint records them."""
         return {name: getattr(self, name) for name in sorted({*_own_fields()} - {*OPERATIONAL})}
 
     @classmethod
     def plain_settings(cls) -> dict:
-        """The [`~QuantFields.training_settings`] that a checkpoint of TRL's own trainer stands for."""
+        """Returns the [`~QuantFields.training_settings`] that describe a run of TRL's own trainer."""
         defaults = {f.name: f.default for f in fields(QuantFields)} | {"is_correction": "trl", "lora_sync": "merge"}
         return {name: defaults[name] for name in sorted({*_own_fields()} - {*OPERATIONAL})}
 
     def inherited_settings(self) -> dict:
-        """The fields of TRL and transformers that change what is trained, as a checkpoint records them."""
+        """Returns TRL's and transformers' fields that change what is trained, as a checkpoint records them."""
         of_trl = set(self.trl_config.__dataclass_fields__) - set(TrainingArguments.__dataclass_fields__)
         names = {name for name in of_trl if not name.startswith(NOT_LEARNING)} | {*LEARNING}
         return {name: value for name, value in sorted(self.to_sanitized_dict().items()) if name in names}

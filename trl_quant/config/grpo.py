@@ -27,6 +27,8 @@ class QuantGRPOConfig(QuantFields, GRPOConfig):
     """
 
     trl_config: ClassVar[type] = GRPOConfig
+    has_correction: ClassVar[bool] = True
+    has_dynamic_sampling: ClassVar[bool] = True
 
     scale_rewards: str | None = field(
         default=None,
@@ -44,10 +46,10 @@ class QuantGRPOConfig(QuantFields, GRPOConfig):
                 setattr(self, name, value)
 
     def _method_settings(self) -> dict[str, str]:
-        """`scale_rewards` and `loss_type` as the correction's method asks for them, else TRL's defaults."""
+        """Returns `scale_rewards` and `loss_type` as the correction's method defines them, or TRL's defaults."""
         trl = {name: GRPOConfig.__dataclass_fields__[name].default for name in ("scale_rewards", "loss_type")}
-        kind = ALL_CORRECTIONS.get(self.is_correction, Correction)  # an unknown name is refused later
-        return trl | kind.settings
+        correction_class = ALL_CORRECTIONS.get(self.is_correction, Correction)  # `check_values` refuses unknown names
+        return trl | correction_class.settings
 
     def _check(self):
         check_choice("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
@@ -58,15 +60,18 @@ class QuantGRPOConfig(QuantFields, GRPOConfig):
     @classmethod
     def from_trl(cls, args: GRPOConfig) -> "QuantGRPOConfig":
         """
-        Copies TRL's config into one of this class. Its values stay, and the added fields take our defaults. Settings
-        that the correction's method asks for replace TRL's defaults, and the log says so.
+        Copies TRL's config into one of this class. TRL's values are kept, and the added fields get their defaults.
+        Settings that the correction's method defines replace TRL's defaults, and the log says so.
         """
         config = super().from_trl(args)
         for name, value in config._method_settings().items():
             default = GRPOConfig.__dataclass_fields__[name].default
             if value != default and getattr(args, name) == default:
                 logger.warning(
-                    "`%s`=%r, as the method of `is_correction`=%r has it.", name, value, config.is_correction
+                    "`%s` is set to %r, which the method of `is_correction`=%r needs.",
+                    name,
+                    value,
+                    config.is_correction,
                 )
                 setattr(config, name, value)
         return config
@@ -75,8 +80,8 @@ class QuantGRPOConfig(QuantFields, GRPOConfig):
 
     def correction(self) -> Correction | None:
         """
-        Builds the correction of this run with its hyperparameters (see [`~QuantFields.correction`]). Returns `None`
-        where TRL corrects for its own sampler, and where nothing is to be corrected.
+        Builds the correction of this run with its hyperparameters (see [`~QuantFields.correction`]). Returns `None` if
+        TRL corrects for its own sampler, or if there is nothing to correct.
         """
         if self.correction_class.applied_by_trl and not self.vllm_importance_sampling_correction:
             return None

@@ -49,7 +49,7 @@ def name_of(model) -> str:
 
 
 def check_machine(args) -> None:
-    """Raises `ValueError` or `ImportError` where vLLM, or its version, cannot sample in a run's precision here."""
+    """Raises `ValueError` or `ImportError` if this machine's vLLM cannot sample in the run's precision."""
     if args.use_vllm and args.rollout_precision is not None:
         check_version()
         if args.vllm_mode == "colocate":
@@ -60,9 +60,8 @@ def check_before_loading(
     model, args, train_dataset, eval_dataset, reward_funcs, peft_config, here: bool = True, **others
 ) -> None:
     """
-    Raises `ValueError` for arguments of a trainer that do not fit together, or that this machine cannot run, and
-    `ImportError` for a library that it lacks. If the run is not to start `here`, nothing is asked of this machine's
-    vLLM.
+    Raises `ValueError` for arguments of a trainer that do not fit together or that this machine cannot run, and
+    `ImportError` for a missing library. With `here=False`, this machine's vLLM is not checked.
     """
     tools, rollout_func, environments = map(others.get, ("tools", "rollout_func", "environment_factory"))
     _check_correction_acts(args, rollout_func)
@@ -90,8 +89,8 @@ def check_before_loading(
             _check_norms(config, model, args, peft_config)
     if args.beta != 0 and peft_config is None and not name_of(model) and not is_peft_model(model):
         raise ValueError(
-            f"`beta`={args.beta} needs a reference model, which TRL loads from where the policy was loaded, and this "
-            "policy was built in memory. Save it and pass the directory, or set `beta=0`."
+            f"`beta`={args.beta} needs a reference model, which TRL loads from the policy's path, but this policy was "
+            "built in memory. Save it and pass the directory, or set `beta=0`."
         )
     for start in (model, (args.vllm_engine_kwargs or {}).get("model")):
         if isinstance(start, str) and Path(start).is_dir():
@@ -102,8 +101,9 @@ def check_before_loading(
 
 def _check_correction_acts(args, rollout_func) -> None:
     """Refuses a correction that TRL's loss would ignore, and warns of one that has nothing to correct."""
-    kind = args.correction_class
-    if kind.applied_by_trl or kind.ignores_sampler or args.use_vllm or args.rollout_precision is not None:
+    correction = args.correction_class
+    has_sampler = args.use_vllm or args.rollout_precision is not None
+    if correction.applied_by_trl or correction.ignores_sampler or has_sampler:
         return
     if rollout_func is not None:
         raise ValueError(
@@ -156,7 +156,7 @@ def _check_rewards(reward_funcs, train_dataset) -> None:
 
 
 def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, environment_factory=None) -> None:
-    """Raises `ValueError` where dynamic sampling cannot sample completions again, or cannot draw fresh prompts."""
+    """Raises `ValueError` if dynamic sampling cannot sample completions again, or cannot draw fresh prompts."""
     if not args.dynamic_sampling_rounds:
         return
     option = f"`dynamic_sampling_rounds`={args.dynamic_sampling_rounds}"
@@ -169,8 +169,10 @@ def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, e
         )
     if isinstance(train_dataset, IterableDataset):
         raise ValueError(f"{option} draws prompts at random, which a stream cannot give. Use a `datasets.Dataset`.")
-    if images := {"image", "images"} & set(train_dataset.column_names):
-        raise ValueError(f"{option} samples texts, and `train_dataset` has a column {images.pop()!r}. Set it to 0.")
+    image_columns = {"image", "images"} & set(train_dataset.column_names)
+    if image_columns:
+        column = image_columns.pop()
+        raise ValueError(f"{option} samples texts, but `train_dataset` has a column {column!r}. Set it to 0.")
     prompts = args.generation_batch_size // args.num_generations
     if len(train_dataset) <= prompts:
         raise ValueError(
@@ -182,8 +184,8 @@ def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, e
 
 def _check_turns(args, tools, environment_factory) -> None:
     """
-    Refuses tools where TRL makes several processes take each turn together, since each process needs its own number of
-    turns.
+    Refuses tools in runs where TRL makes several processes take each turn together, because each process needs its own
+    number of turns.
     """
     if not tools and environment_factory is None:
         return
@@ -229,39 +231,40 @@ def _read_config(model, args, **options):
         if Path(model).is_dir() and not Path(model, "config.json").is_file():
             fault = "is a directory without a config.json"
         elif isinstance(error, OSError) and not Path(model).is_dir():
-            fault = "is no directory here, and no model that the hub, or what is stored of it here, gives"
+            fault = "is no directory here, and no model on the hub or in its local cache"
         raise ValueError(f"`model`={model!r} {fault}: {error}") from error
 
 
 def _check_kind(config, model) -> None:
-    """Refuses a model without a head that gives the next token."""
+    """Refuses a model without a head that predicts the next token."""
     if isinstance(model, str):
-        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        model_class = getattr(transformers, (config.architectures or [""])[0], None)
     else:
-        kind = type(model.get_base_model() if is_peft_model(model) else model)
-    if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and not kind.can_generate():
+        model_class = type(model.get_base_model() if is_peft_model(model) else model)
+    is_known = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
+    if is_known and not model_class.can_generate():
         raise ValueError(
-            f"The policy is a {kind.__name__}, which generates no text. Load it with `AutoModelForCausalLM`, or train "
-            "another checkpoint."
+            f"The policy is a {model_class.__name__}, which generates no text. Load it with `AutoModelForCausalLM`, or "
+            "train another checkpoint."
         )
 
 
 def _check_adapter(peft_config) -> None:
     """
-    Refuses adapters that do not change weights of the layers that the model's config describes, because engines receive
-    weights alone.
+    Refuses adapters that are not changes of weights, or that add layers to those in the model's config, because an
+    engine gets only weights.
     """
     if getattr(peft_config, "is_prompt_learning", False) or getattr(peft_config, "is_adaption_prompt", False):
         raise ValueError(f"`peft_config`: {NO_WEIGHTS.format(type(peft_config).__name__)}")
     if getattr(peft_config, "layer_replication", None):
         raise ValueError(
-            f"`peft_config`: `layer_replication`={peft_config.layer_replication!r} makes a model of more layers than "
-            "its config describes, and engines are built by that config. Unset it, or leave `rollout_precision` unset."
+            f"`peft_config`: `layer_replication`={peft_config.layer_replication!r} adds layers that the model's config "
+            "does not describe, and engines are built by that config. Unset it, or leave `rollout_precision` unset."
         )
 
 
 def _check_tokenizer(config, processing_class, train_dataset) -> None:
-    """Checks a given tokenizer. One that TRL reads from the model's directory is checked when the engine is built."""
+    """Checks a given tokenizer. If TRL loads one, the check follows when the engine is built."""
     if processing_class is None:
         return
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -269,22 +272,23 @@ def _check_tokenizer(config, processing_class, train_dataset) -> None:
     template = getattr(processing_class, "chat_template", None) or tokenizer.chat_template
     if template is None and isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), list):
         raise ValueError(
-            "`train_dataset` has conversations, and the tokenizer has no chat template to write them with. Set "
+            "`train_dataset` has conversations, but the tokenizer has no chat template to format them. Set "
             "`tokenizer.chat_template`, or use prompts that are plain text."
         )
 
 
 def _check_policy(config, args, quantization_config, here: bool) -> None:
-    """Refuses policies that no engine samples from, and a checkpoint for vLLM that holds another model."""
+    """Refuses policies that no engine can sample from, and a checkpoint for vLLM that holds another model."""
     quantization_config = quantization_config or (args.model_init_kwargs or {}).get("quantization_config")
-    trained = args.holds_frozen_base or getattr(quantization_config, "dequantize", False)
-    if prepared_precisions(config) is not None and not trained:
+    is_trainable = args.holds_frozen_base or getattr(quantization_config, "dequantize", False)
+    if prepared_precisions(config) is not None and not is_trainable:
         raise ValueError(
             f"The policy {config.name_or_path!r} is quantized already (`quantization_config` in config.json). Train "
             "the 16-bit checkpoint, or this one under LoRA with `train_precision`; vLLM may start on this one, with "
             "`vllm_engine_kwargs={'model': ...}`."
         )
-    if (experts := number_of_experts(config.to_dict())) > 1:
+    experts = number_of_experts(config.to_dict())
+    if experts > 1:
         raise ValueError(
             f"`rollout_precision`={args.rollout_precision!r}, but the policy is a mixture of {experts} experts, which "
             "no engine here samples from. Leave `rollout_precision` unset: TRL generates."
@@ -292,7 +296,7 @@ def _check_policy(config, args, quantization_config, here: bool) -> None:
     if config.is_encoder_decoder:
         raise ValueError(
             f"`rollout_precision`={args.rollout_precision!r}, but {config.model_type} is an encoder with a decoder. "
-            "The engines run decoders alone."
+            "The engines run only decoders."
         )
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(context, int) and args.max_completion_length >= context:
@@ -325,19 +329,20 @@ def _check_policy(config, args, quantization_config, here: bool) -> None:
                 f"The policy was loaded from {start!r}, where vLLM finds no config: {error}. {instead}."
             ) from error
         raise ValueError(f"`vllm_engine_kwargs` has 'model'={start!r}, which cannot be read: {error}") from error
-    if differ := differences(config, engine):
-        if given is None:
-            raise ValueError(
-                f"The policy is no longer what {start!r} holds, from which vLLM starts: {differ}. {instead}."
-            )
-        raise ValueError(f"`vllm_engine_kwargs` has 'model'={start!r}, another model than the policy: {differ}.")
+    differing_fields = differences(config, engine)
+    if differing_fields and given is None:
+        raise ValueError(f"The policy differs from {start!r}, on which vLLM starts, in {differing_fields}. {instead}.")
+    if differing_fields:
+        raise ValueError(
+            f"`vllm_engine_kwargs` has 'model'={start!r}, another model than the policy: {differing_fields}."
+        )
     check_architecture(engine, args.vllm_model_impl)
     if args.rollout_precision != "auto":
         check_prepared(engine, args.rollout_precision)
 
 
 def _check_untouched(args, model) -> None:
-    """Refuses a model that an earlier trainer changed for good: a base in 4 bits, or an engine's kernels."""
+    """Refuses a model that an earlier trainer changed irreversibly: to a base in 4 bits, or to an engine's kernels."""
     packed = {module.precision for module in model.modules() if isinstance(module, FrozenLinear)}
     if packed and not args.holds_frozen_base:
         raise ValueError(
@@ -365,21 +370,18 @@ def _check_trained(args, model, peft_config, quantization_config) -> None:
             f"`train_precision`={precision!r} freezes the policy's base, and there is no adapter to train: pass a "
             "`peft_config`."
         )
-    zero3 = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
-    if zero3 or args.fsdp_version == 1 or (frozen and args.fsdp_version is not None):
-        raise ValueError(
-            f"`train_precision`={precision!r} with {'ZeRO-3' if zero3 else f'FSDP{args.fsdp_version}'}, which shards "
-            "weights that must be "
-            + (
-                "held whole. Use DDP or ZeRO-2: the base takes a quarter of the memory and is not sharded."
-                if frozen
-                else "quantized whole. Use FSDP2 (`fsdp_version: 2`), DDP or ZeRO-2."
-            )
-        )
+    is_zero3 = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
+    if is_zero3 or args.fsdp_version == 1 or (frozen and args.fsdp_version is not None):
+        sharding = "ZeRO-3" if is_zero3 else f"FSDP{args.fsdp_version}"
+        if frozen:
+            advice = "held whole. Use DDP or ZeRO-2: the base takes a quarter of the memory and is not sharded."
+        else:
+            advice = "quantized whole. Use FSDP2 (`fsdp_version: 2`), DDP or ZeRO-2."
+        raise ValueError(f"`train_precision`={precision!r} with {sharding}, which shards weights that must be {advice}")
 
 
 def _check_norms(config, model, args, peft_config) -> None:
-    """Refuses noise and scaling for models whose norms are unknown, and a scaling on top of another one."""
+    """Refuses noise and scaling for models whose norms are unknown, and scaling a model by a second factor."""
     family_of(config.get_text_config().model_type)
     applied = getattr(config, "uaq_scale", None)
     if args.uaq_scale is None:

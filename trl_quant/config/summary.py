@@ -1,4 +1,4 @@
-"""One sentence that says what a run does: where samples come from, their correction, and how an adapter gets there.
+"""Describes a run in one line: the source of its samples, their correction, and how an adapter reaches the sampler.
 
 Sampling: INT8, embedded (numerics only, no speed-up); correction tis, cap 2; LoRA merged
 """
@@ -18,11 +18,11 @@ PLACES = {
 
 def summary(args: QuantFields, adapted: bool) -> str:
     """
-    What a run with these settings does.
+    Describes a run with these settings.
 
     Args:
         args ([`QuantFields`]): The run's settings.
-        adapted (`bool`): Whether the policy has an adapter, which alone is trained.
+        adapted (`bool`): Whether the policy has an adapter.
 
     Returns:
         `str`: One line.
@@ -42,13 +42,13 @@ def summary(args: QuantFields, adapted: bool) -> str:
 
 
 def title(precision: str) -> str:
-    """A precision as a heading has it: `fp8_block` is "FP8-block"."""
+    """Returns a precision's name in a heading: `fp8_block` is "FP8-block"."""
     format, _, scales = precision.partition("_")
     return f"{format.upper()}-{scales}" if scales else format.upper()
 
 
 def engine_name(args: QuantFields) -> str | None:
-    """The engine that samples, a key of [`PLACES`]; `None` where the policy itself does."""
+    """Returns the engine that samples, a key of [`PLACES`]; `None` if the policy itself samples."""
     spec = EngineSpec.from_config(args)
     if spec is not None:
         return spec.kind
@@ -65,17 +65,17 @@ def _sampling(args) -> str:
 
 
 def _correction(args) -> str:
-    elsewhere = args.rollout_precision is not None or args.use_vllm
-    measured = getattr(args, "vllm_importance_sampling_correction", False)  # RLOO's config has none
-    if not elsewhere or not measured or args.correction_class.ignores_sampler:
+    has_sampler = args.rollout_precision is not None or args.use_vllm
+    compares_sampler = getattr(args, "vllm_importance_sampling_correction", False)  # RLOO's config has no such field
+    if not has_sampler or not compares_sampler or args.correction_class.ignores_sampler:
         return "no correction"
-    correction = args.correction()  # None where TRL corrects for its own sampler
-    told = [f"correction {args.is_correction}"]
+    correction = args.correction()  # `None` if TRL corrects for its own sampler
+    parts = [f"correction {args.is_correction}"]
     for name, field in setting_fields(args.is_correction, type(args)).items():
         value = getattr(args, field) if correction is None else getattr(correction, name)
         if value is not None:
-            told.append(f"{name} {_short(value)}")
-    return ", ".join(told)
+            parts.append(f"{name} {_short(value)}")
+    return ", ".join(parts)
 
 
 def _short(value) -> str:
@@ -92,5 +92,5 @@ def _adapter(args) -> str:
 def _training(args) -> str:
     if args.holds_frozen_base:
         return f"training on a frozen {title(args.train_precision)} base"
-    same = ", with the engine's own kernels" if args.exact_rollouts else ""
-    return f"training in {title(args.train_precision)}{same}"
+    kernels = ", with the engine's own kernels" if args.exact_rollouts else ""
+    return f"training in {title(args.train_precision)}{kernels}"

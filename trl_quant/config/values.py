@@ -1,4 +1,4 @@
-"""The first stage of validation: each field by itself. Errors name the field, its value and what is allowed."""
+"""The first stage of validation: each field by itself. Errors name the field, its value and the allowed values."""
 
 import math
 from numbers import Integral, Real
@@ -21,7 +21,7 @@ TYPES = {
     dict: "a dict (or a JSON object)",
     type(None): "None",
 }
-# The ranges of TRL's fields. TRL checks them only after it has loaded the model, or not at all.
+# Ranges of TRL's fields, which TRL checks only after it has loaded the model, or not at all
 TRL_RANGES = {
     "temperature": Range(0.0, open_low=True),
     "top_p": Range(0.0, 1.0, open_low=True),
@@ -40,14 +40,14 @@ CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
 def check_types(args, own_fields) -> None:
-    """Raises `ValueError` for one of `own_fields`, or a field in `TRL_RANGES`, whose value is not of its type."""
+    """Raises `ValueError` if one of `own_fields`, or of the fields in `TRL_RANGES`, has a value of another type."""
     hints = get_type_hints(type(args))
     for name in (*own_fields, *TRL_RANGES):
         check_type(name, getattr(args, name), hints[name])
 
 
 def check_values(args) -> None:
-    """Raises `ValueError` for a field whose value is unknown or out of range, on any machine."""
+    """Raises `ValueError` if a field's value is unknown or out of range. The checks are the same on any machine."""
     check_choice("train_precision", args.train_precision, train_precisions())
     check_choice("rollout_precision", args.rollout_precision, (*PRECISIONS, "auto"))
     check_choice("lora_sync", args.lora_sync, ("merge", "adapter"))
@@ -67,8 +67,8 @@ def _check_hyperparameters(args) -> None:
     Checks the fields that set hyperparameters against the ranges that the corrections state. TRL's fields are checked
     against those of the chosen correction alone: `epsilon` may be above 1 unless `acr` reads it.
     """
-    for correction, kind in ALL_CORRECTIONS.items():
-        ranges = ranges_of(kind)
+    for correction, correction_class in ALL_CORRECTIONS.items():
+        ranges = ranges_of(correction_class)
         for hyperparameter, name in setting_fields(correction, type(args)).items():
             is_trls = name in args.trl_config.__dataclass_fields__
             if hyperparameter in ranges and (correction == args.is_correction or not is_trls):
@@ -76,23 +76,23 @@ def _check_hyperparameters(args) -> None:
 
 
 def listed(names) -> str:
-    """`'a', 'b' or 'c'`."""
+    """Joins names for a message: `'a', 'b' or 'c'`."""
     *first, last = map(repr, names)
     return f"{', '.join(first)} or {last}" if first else last
 
 
 def is_of(kind: type, value) -> bool:
-    """Whether a field of type `kind` takes `value`. An integer is a number; `True`, infinity and NaN are not."""
+    """Whether a field of type `kind` takes `value`. A float field takes integers, but not `True`, infinity or NaN."""
     if kind in (int, float):
-        number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-        return number and math.isfinite(value)
+        is_number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+        return is_number and math.isfinite(value)
     return isinstance(value, kind)
 
 
 def check_type(name: str, value, hint) -> None:
     """Raises `ValueError` unless a field with the type hint `hint` takes `value`."""
     kinds = get_args(hint) or (hint,)
-    kinds = [kind for kind in kinds if kind is not str or dict not in kinds]  # JSON strings were read before
+    kinds = [kind for kind in kinds if kind is not str or dict not in kinds]  # JSON strings have been parsed already
     if not any(is_of(kind, value) for kind in kinds):
         raise ValueError(f"`{name}`={value!r} must be {' or '.join(TYPES[kind] for kind in kinds)}.")
 
@@ -105,5 +105,6 @@ def check_choice(name: str, value, choices) -> None:
 
 def check_range(name: str, value: float | None, allowed: Range) -> None:
     """Raises `ValueError` unless `value` is `None` or in the range."""
-    if value is not None and (broken := allowed.broken_bound(value)):
-        raise ValueError(f"`{name}`={value!r} is out of range. It must be {broken}.")
+    broken_bound = None if value is None else allowed.broken_bound(value)
+    if broken_bound:
+        raise ValueError(f"`{name}`={value!r} is out of range. It must be {broken_bound}.")

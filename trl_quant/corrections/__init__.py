@@ -1,4 +1,4 @@
-"""What is a stale token worth? Each file has one answer, in pure torch.
+"""Corrections for the mismatch between sampler and trainer, in pure torch, one method in each file.
 
 A quantized sampler draws tokens from `exp(rollout_logps)`, and the trainer scores them with `exp(old_logps)`. Every
 correction maps the same inputs to a weight for each token. Some also return clip bounds or another proximal policy. The
@@ -52,7 +52,7 @@ CORRECTIONS = {
     "trm": TRM,
     "dppo": DPPO,
 }
-# All that `is_correction` takes: those above, and TRL's own, which TRL applies to its loss
+# The values of `is_correction`: the methods above, and TRL's own, which TRL applies to its loss
 ALL_CORRECTIONS = ChainMap({"trl": TRL}, CORRECTIONS)
 
 __all__ = [

@@ -29,7 +29,7 @@ class CorrectionInputs:
         advantages (`torch.Tensor` of shape `(B,)`, `(B, 1)` or `(B, T)`):
             Advantages, broadcast over the tokens of a sequence.
         mask (`torch.Tensor` of shape `(B, T)`):
-            1 (or `True`) on the completion tokens that count. Nothing is read of the other tokens.
+            1 (or `True`) on the completion tokens that count. The other tokens are not read.
         level (`str`, *optional*, defaults to `"token"`):
             What has a weight: each `"token"`, or each `"sequence"`, whose ratio is the product of its tokens' ratios.
 
@@ -102,7 +102,7 @@ class Range:
     open_low: bool = False
 
     def broken_bound(self, value: float) -> str | None:
-        """The bound that `value` breaks, such as `">= 1"`; `None` if it breaks none. NaN breaks the lower one."""
+        """Returns the bound that `value` violates, such as `">= 1"`, or `None`. NaN violates the lower bound."""
         is_above = value > self.low if self.open_low else value >= self.low
         if not is_above:
             return self._lower_bound()
@@ -116,14 +116,14 @@ class Range:
 
 
 def ranges_of(kind: type) -> dict[str, Range]:
-    """The range of each field of a dataclass whose type states one."""
+    """Returns field -> range, for the fields of a dataclass whose type states one."""
     hints = get_type_hints(kind, include_extras=True)
     stated = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
     return {name: part for name, parts in stated.items() for part in parts if isinstance(part, Range)}
 
 
 def check_ranges(correction) -> None:
-    """Raises `ValueError` for a hyperparameter outside of its range; `None` passes where its type allows that."""
+    """Raises `ValueError` for a hyperparameter outside its range. `None` passes if the type allows it."""
     hints = get_type_hints(type(correction))
     for name, allowed in ranges_of(type(correction)).items():
         value = getattr(correction, name)

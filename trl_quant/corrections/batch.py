@@ -1,4 +1,4 @@
-"""A correction applied to a scored batch, which is a dict of tensors under TRL's names.
+"""Applies a correction to a scored batch, a dict of tensors under TRL's names.
 
 | read | symbol |
 |---|---|
@@ -22,14 +22,14 @@ from .base import CorrectionInputs, CorrectionOutput
 
 
 def counted(batch: dict[str, Tensor]) -> Tensor:
-    """The mask `(B, T)` of the tokens that count: those of completions, except what tools wrote."""
+    """Returns the mask `(B, T)` of the tokens that count: completion tokens that no tool wrote."""
     return batch["completion_mask"] * batch.get("tool_mask", 1)
 
 
 def corrected(
     correction: Callable[[CorrectionInputs], CorrectionOutput], batch: dict[str, Tensor], level: str
 ) -> CorrectionOutput:
-    """Applies a correction to a batch, which stays as it is."""
+    """Applies a correction to a batch, without changing it."""
     return correction(
         CorrectionInputs(
             rollout_logps=batch["sampling_per_token_logps"],
@@ -42,7 +42,7 @@ def corrected(
 
 
 def write(output: CorrectionOutput, batch: dict[str, Tensor]) -> None:
-    """Writes what a correction returned into the batch, where the loss reads it."""
+    """Writes a correction's output into the batch, where the loss reads it."""
     if output.weights is not None:
         batch["importance_sampling_ratio"] = output.weights
     if output.old_logps is not None:
@@ -52,7 +52,7 @@ def write(output: CorrectionOutput, batch: dict[str, Tensor]) -> None:
 
 
 def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Micro-batches of one generation, all `(B, T)` with one `T`, as one batch of what a correction reads."""
+    """Joins the micro-batches of a generation, all with one `T`, into one batch of what a correction reads."""
     names = ("sampling_per_token_logps", "old_per_token_logps", "advantages", "completion_mask", "tool_mask")
     return {name: torch.cat([batch[name] for batch in batches]) for name in names if name in batches[0]}
 

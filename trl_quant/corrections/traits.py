@@ -1,4 +1,4 @@
-"""What a correction says of itself, so that nobody has to know it by its name."""
+"""The traits of a correction, which other code asks in place of comparing its name."""
 
 from typing import ClassVar
 
@@ -32,5 +32,5 @@ class Correction:
     aliases: ClassVar[dict[str, str]] = {}
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
-        """The weights of a batch, and perhaps clip bounds or another proximal policy."""
+        """Returns the weights of a batch, and for some methods clip bounds or another proximal policy."""
         raise NotImplementedError

@@ -1,6 +1,6 @@
 """
-The low-precision number formats, each defined once, in pure torch, bit-exact with compressed-tensors (NF4: with
-bitsandbytes).
+The low-precision number formats, each defined once in pure torch. They are bit-exact with compressed-tensors, and NF4
+with bitsandbytes.
 
     q = quantize(weight, "nvfp4")           # codes and scales, stored in low precision
     w = q.dequantize()                      # the values they stand for, in the weight's shape and dtype
@@ -71,7 +71,7 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """
-        The values that the codes stand for, in the original shape.
+        Returns the values that the codes stand for, in the original shape.
 
         Args:
             dtype (`torch.dtype`, *optional*):
@@ -83,7 +83,7 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: codes and scales."""
+        """Bytes of the codes and scales."""
         return sum(t.nbytes for t in (self.values, self.scale, self.global_scale) if t is not None)
 
     @property
@@ -91,7 +91,7 @@ class QuantizedTensor:
         return self.values.device
 
     def to(self, device: torch.device | str) -> "QuantizedTensor":
-        """This tensor on another device."""
+        """Copies this tensor to another device."""
         g = self.global_scale
         g = None if g is None else g.to(device)
         return replace(self, values=self.values.to(device), scale=self.scale.to(device), global_scale=g)
@@ -127,7 +127,8 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
 
 def quantize_activation(x: Tensor, name: str, check: bool = True) -> QuantizedTensor | None:
     """
-    Quantizes a layer input with scales computed from it; `None` in weight-only formats, whose inputs stay 16-bit.
+    Quantizes a layer input, with scales computed from it. Returns `None` for weight-only formats, whose inputs stay in
+    16 bits.
 
     Args:
         x (`torch.Tensor`): Layer input of shape `(..., in)`, bfloat16, float16 or float32.
@@ -145,7 +146,7 @@ def quantize_activation(x: Tensor, name: str, check: bool = True) -> QuantizedTe
 
 
 def fake_quantize_activation(x: Tensor, name: str, check: bool = True) -> Tensor:
-    """`quantize_activation(x, name).dequantize()` if the format quantizes activations, else `x` itself."""
+    """Returns `quantize_activation(x, name).dequantize()`, or `x` itself for a weight-only format."""
     q = quantize_activation(x, name, check)
     return x if q is None else q.dequantize()
 
@@ -160,7 +161,7 @@ def not_finite(x: Tensor) -> ValueError:
 
 
 def checked(x: Tensor, name: str, check: bool) -> type[Format]:
-    """The format called `name`, if `x` can be quantized to it; `check` also looks for NaN and infinity."""
+    """Returns the format called `name` if `x` can be quantized to it. `check` also refuses NaN and infinity."""
     if name not in FORMATS:
         raise ValueError(f"name: {name!r} is not a format; allowed: {', '.join(FORMATS)}.")
     if x.dtype not in DTYPES:

@@ -1,5 +1,5 @@
 """
-What several formats share: the base class, grouping, zero scales, the E2M1 grid, nibble packing.
+The parts that several formats share: the base class, grouping, zero scales, the E2M1 grid, nibble packing.
 
 Rounding rules in every file of this folder (compressed-tensors', bit for bit):
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Parts(NamedTuple):
-    """What is stored for one tensor: codes, their scales, and NVFP4's second scale."""
+    """The stored form of a tensor: codes, their scales, and NVFP4's second scale."""
 
     values: Tensor
     scale: Tensor
@@ -26,7 +26,7 @@ class Parts(NamedTuple):
 
 class Scheme(NamedTuple):
     """
-    How compressed-tensors describes a format in a checkpoint's `quantization_config`.
+    A format as compressed-tensors describes it in a checkpoint's `quantization_config`.
 
     Attributes:
         compressor (`str`): compressed-tensors' name for the tensor layout.
@@ -41,17 +41,20 @@ class Scheme(NamedTuple):
 
 class Format:
     """
-    A number format: how a tensor becomes codes and scales, and back. Stateless; never instantiated.
+    A number format: converts a tensor to codes and scales, and back. It has no state and is never instantiated.
 
     Attributes:
         bits (`float`): Stored bits per value, scales included, for a large bfloat16 weight.
         max (`float`): Largest magnitude on the grid.
-        activations (`str` or `None`): Block of a layer input that shares a scale; `None` if inputs stay 16-bit.
+        activations (`str` or `None`): The part of a layer input that shares a scale; `None` if inputs stay in 16 bits.
         grouped (`bool`): Whether a layer input has a scale for each group of values, not one for a token or tensor.
         least_amax (`float`):
             Least maximum of the values that share a scale, in a layer input that vLLM's kernels quantize.
         integers (`bool`): Whether codes are integers.
         table (`tuple[float, ...]` or `None`): The values of the codes 0, 1, ... where no formula gives them.
+        bitsandbytes (`bool`):
+            Whether bitsandbytes holds a frozen base in this format. It quantizes the base as the model loads.
+        nibbles (`bool`): Whether each stored byte holds two codes of four bits.
         group (`int`): Inputs per scale if checkpoints store whole groups only; else 1.
         per_row (`bool`): Whether each row has one scale, so that codes can be multiplied first and scaled afterwards.
         shares_scale (`bool`): Whether `quantize` takes a global scale; layers that an engine fuses must share it.
@@ -65,6 +68,8 @@ class Format:
     least_amax: float = 0.0
     integers: bool = False
     table: tuple[float, ...] | None = None
+    bitsandbytes: bool = False
+    nibbles: bool = False
     group: int = 1
     per_row: bool = False
     shares_scale: bool = False
@@ -72,22 +77,27 @@ class Format:
 
     @staticmethod
     def quantize(x: Tensor) -> Parts:
-        """Weight of shape `(..., out, in)` to codes and scales."""
+        """Converts a weight of shape `(..., out, in)` to codes and scales."""
         raise NotImplementedError
 
     @staticmethod
     def dequantize(parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Codes and scales to values: code times scale, rounded once to `dtype`."""
+        """Converts codes and scales to values: code times scale, rounded once to `dtype`."""
         raise NotImplementedError
 
     @staticmethod
     def quantize_activation(x: Tensor) -> Parts:
-        """Layer input of shape `(..., in)` to codes and scales."""
+        """Converts a layer input of shape `(..., in)` to codes and scales."""
         raise NotImplementedError
+
+    @classmethod
+    def codes(cls, values: Tensor) -> Tensor:
+        """Stored values to codes, one in each byte. A format with a packing of its own overrides this."""
+        return unpack_nibbles(values) if cls.nibbles else values.view(torch.uint8)
 
     @staticmethod
     def stored(parts: Parts, shape: torch.Size) -> dict[str, Tensor]:
-        """Tensors that compressed-tensors stores for a weight of `shape` (out, in), by suffix of the weight's name."""
+        """Returns suffix -> tensor, as compressed-tensors stores a weight of `shape` (out, in) below its name."""
         return {"": parts.values, "_scale": parts.scale}
 
 
@@ -109,7 +119,8 @@ def scaled(x: Tensor, scale: Tensor) -> Tensor:
 
 def group(x: Tensor, size: int) -> Tensor:
     """`(..., n)` to `(..., ceil(n / size), size)`; a partial last group is padded with zeros."""
-    if pad := -x.shape[-1] % size:
+    pad = -x.shape[-1] % size
+    if pad:
         x = torch.nn.functional.pad(x, (0, pad))
     return x.unflatten(-1, (-1, size))
 

@@ -31,6 +31,7 @@ class INT4(Format):
     bits = 4 + 16 / GROUP
     max = 7.5
     integers = True
+    nibbles = True
     group = GROUP
     scheme = Scheme("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP})
 

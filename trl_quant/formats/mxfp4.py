@@ -64,6 +64,7 @@ class MXFP4(Format):
 
     bits = 4 + 8 / BLOCK
     max = E2M1[-1]
+    nibbles = True
     group = BLOCK
     scheme = Scheme(
         "mxfp4-pack-quantized",

@@ -52,6 +52,8 @@ class NF4(Format):
     bits = 4 + 32 / BLOCK
     max = 1.0
     table = NF4_GRID
+    bitsandbytes = True
+    nibbles = True
 
     @staticmethod
     def quantize(x: Tensor) -> Parts:

@@ -57,6 +57,7 @@ class NVFP4(Format):
 
     bits = 4 + 8 / BLOCK
     max = E2M1_MAX
+    nibbles = True
     group = BLOCK
     shares_scale = True
     scheme = Scheme(

@@ -1,1 +1,1 @@
-"""Triton kernels, each equal bit for bit to its twin in plain torch in `trl_quant.formats`."""
+"""Triton kernels. Each gives the same bits as its twin in plain torch, in `trl_quant.formats` or `layers`."""

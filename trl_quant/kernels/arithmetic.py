@@ -1,6 +1,6 @@
 """
-What the kernels share: where they are launched, and conversions of a tile's numbers, for compiled kernels and Triton's
-interpreter alike.
+Helpers of the kernels: the device on which they are launched, and conversions of a tile's values. They work in compiled
+kernels and in Triton's interpreter.
 """
 
 from contextlib import nullcontext
@@ -16,13 +16,13 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def on(x: Tensor):
-    """Makes the device of x current, since Triton launches there."""
+    """Context in which the device of x is current, because Triton launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 @triton.jit
 def wide(x):
-    """Any of the three dtypes to float32; bfloat16 by its bits, since the interpreter would lose its subnormals."""
+    """Converts any of the three dtypes to float32; bfloat16 by its bits, as the interpreter loses its subnormals."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -31,7 +31,7 @@ def wide(x):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 to `dtype`, nearest even."""
+    """Converts float32 to `dtype`, to nearest even."""
     if dtype == tl.bfloat16 and INTERPRETED:  # the interpreter's conversion truncates
         bits = x.to(tl.int32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -41,7 +41,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def to_e4m3(x):
-    """float32 to E4M3, nearest even, saturating."""
+    """Converts float32 to E4M3, to nearest even, saturating."""
     if INTERPRETED:  # the interpreter's conversion rounds small numbers wrongly
         x = tl.minimum(tl.maximum(x, -448.0), 448.0)
         bits = x.to(tl.int32, bitcast=True)
@@ -70,10 +70,10 @@ def _byte(x):
 
 @triton.jit
 def e4m3_word(a, b, c, d):
-    """The codes of four float32 as the bytes of an int32, `a`'s the lowest."""
+    """Packs the codes of four float32 into an int32, `a`'s in the lowest byte."""
     if INTERPRETED:
         return _byte(a) | _byte(b) << 8 | _byte(c) << 16 | _byte(d) << 24
-    else:  # two bytes at once, which Triton would make of two columns
+    else:  # converts two values at once, which Triton does only for adjacent columns
         return tl.inline_asm_elementwise(
             """
             {
@@ -93,6 +93,6 @@ def e4m3_word(a, b, c, d):
 
 @triton.jit
 def to_int8(x):
-    """float32 to INT8 codes, nearest even, saturating: the low byte of a sum whose last bit is 1."""
+    """Converts float32 to INT8, to nearest even, saturating: the low byte of a sum whose last bit stands for 1."""
     x = tl.minimum(tl.maximum(x, -128.0), 127.0)
     return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # 1.5 * 2^23

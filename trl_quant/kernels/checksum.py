@@ -1,5 +1,5 @@
 """
-Checksums of many tensors in one pass over the memory that they lie in. The twin is
+Computes checksums of many tensors in one pass over their memory. The twin is
 [`trl_quant.rollout.fingerprint.checksum`].
 
 | kernel            | one program handles                 | reads, writes                               |
@@ -15,21 +15,21 @@ from torch import Tensor
 from .arithmetic import on
 
 
-TILE = 1024  # words that a program reads at once
-PROGRAMS = 1056  # that share the tiles: eight for each multiprocessor of a Hopper
+TILE = 1024  # words that a program reads at a time
+PROGRAMS = 1056  # programs that share the tiles: eight for each multiprocessor of a Hopper GPU
 _GOLDEN = tl.constexpr(-7046029254386353131)  # of `fingerprint`
 _LOW = tl.constexpr(0x1FFFFFFFF)
 
 
 @triton.jit
 def _folded(x):
-    """The upper 33 bits of each word laid on the lower ones."""
+    """XORs the upper 33 bits of each word into the lower ones."""
     return x ^ ((x >> 31) & _LOW)
 
 
 @triton.jit
 def checksum_kernel(table_ptr, sums_ptr, tensors, programs, TILE: tl.constexpr):
-    """The table has a row for each tensor: its address, its words, and the tiles of all tensors up to its end."""
+    """Adds up each tensor's checksum. The table has a row for each: address, words, and the tiles up to its end."""
     tile = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     first = tile * 0
@@ -50,11 +50,14 @@ def checksum_kernel(table_ptr, sums_ptr, tensors, programs, TILE: tl.constexpr):
 
 def checksums(tensors: list[Tensor]) -> Tensor:
     """
+    Computes [`~rollout.fingerprint.checksum`] of each tensor.
+
     Args:
-        tensors (`list[Tensor]`): Contiguous, on one device, each a whole number of 8-byte words at such an address.
+        tensors (`list[Tensor]`):
+            Contiguous tensors on one device, each of whole 8-byte words at an address that is a multiple of 8.
 
     Returns:
-        `Tensor` of shape (tensors,), int64, on that device: [`~rollout.fingerprint.checksum`] of each.
+        `Tensor` of shape (tensors,), int64, on that device.
     """
     rows, end = [], 0
     for tensor in tensors:

@@ -1,16 +1,16 @@
 """
-Four-bit weights in Triton: the numbers they stand for, bit-equal to `QuantizedTensor.dequantize`, and products with
-them that never write those numbers to memory.
+Dequantizes four-bit weights in Triton, bit-equal to `QuantizedTensor.dequantize`, and multiplies with them without
+writing the dequantized values to memory.
 
 | kernel                | one program handles                 | reads, writes                                       |
 |-----------------------|-------------------------------------|-----------------------------------------------------|
-| `dequantize_kernel`   | 16 rows of 256 numbers              | codes and scales once; each number once             |
+| `dequantize_kernel`   | 16 rows of 256 values               | codes and scales once; each value once              |
 | `matmul_kernel`       | one tile of Y = X Q(W)^T or X Q(W)  | codes and scales once for each tile of tokens       |
 
-A number takes a few instructions and no table: the three bits of an E2M1 magnitude, moved to where FP32 has the end of
-its exponent and the start of its mantissa, are the number times 2^-126, its subnormal 0.5 included. An E4M3 scale is
-read the same way. Code times scale is rounded to FP32, then to the weight's type, as in `formats`. Only NF4's quantiles
-come from a table.
+Decoding takes a few instructions and no table. The three bits of an E2M1 magnitude are moved to the end of FP32's
+exponent and the start of its mantissa. The result is the magnitude times 2^-126, even for the subnormal 0.5. E4M3
+scales are decoded the same way. Code times scale is rounded to FP32, then to the weight's type, as in `formats`. Only
+NF4's quantiles come from a table.
 """
 
 from functools import cache
@@ -25,21 +25,21 @@ from trl_quant.formats import FORMATS, QuantizedTensor
 from .arithmetic import INTERPRETED, on, rounded
 
 
-INPUTS = (torch.bfloat16, torch.float16)  # what `matmul` multiplies with
-# `matmul` takes the fastest for each shape of a weight and number of tokens, rounded up to a power of two
+INPUTS = (torch.bfloat16, torch.float16)  # types of the inputs of `matmul`
+# `matmul` uses the fastest of these for each weight shape and number of tokens, rounded up to a power of two
 TILINGS = [
     triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": 128}, num_warps=warps, num_stages=stages)
     for m, n, warps, stages in ((16, 32, 4, 4), (16, 64, 4, 4), (64, 64, 4, 3), (64, 128, 8, 3), (128, 128, 8, 3))
 ]
 
 
-# A tile of numbers
+# A tile of values
 
 
 @triton.jit
 def _scales(scale_ptr, global_ptr, offset, mask):
-    """Scales in float32, by the type they are stored in: BF16 (as int16), E4M3 (as uint8, under a global scale), E8M0
-    (uint8), FP16 or FP32."""
+    """Loads scales as float32. They are stored as BF16 (in int16), E4M3 (in uint8, with a global scale), E8M0 (uint8),
+    FP16 or FP32."""
     stored = tl.load(scale_ptr + offset, mask=mask, other=0)
     if stored.dtype == tl.int16:
         scale = (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -63,15 +63,16 @@ def _numbers(
     CODES: tl.constexpr, GROUP: tl.constexpr, NUMBER: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """
-    COLS numbers from column `first` on in each of the given rows, of the type NUMBER. A weight has `rows` rows of
-    `groups` groups, `stride` groups apart; beyond them the numbers are finite. COLS and `first` are multiples of GROUP.
+    Dequantizes COLS values of the type NUMBER from column `first` on, in each of the given rows. A weight has `rows`
+    rows of `groups` groups, `stride` groups apart. Values beyond them are finite. COLS and `first` are multiples of
+    GROUP.
     """
     inside = (row < rows)[:, None]
     start = row.to(tl.int64)[:, None] * stride
     byte = (first // 2 + tl.arange(0, COLS // 2))[None, :]
     mask = inside & (byte < groups * (GROUP // 2))
     packed = tl.load(values_ptr + start * (GROUP // 2) + byte, mask=mask, other=0).to(tl.int32)
-    if CODES == "table":  # the first of two codes in the high four bits
+    if CODES == "table":  # the high four bits hold the first of two codes
         code = tl.reshape(tl.join(packed >> 4, packed & 0xF), (row.shape[0], COLS))
         number = tl.load(table_ptr + code)
     else:
@@ -163,18 +164,19 @@ def _on_device(table: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _weight(q: QuantizedTensor) -> tuple[tuple, dict]:
-    """What both kernels must know of a weight: `(values, scale, global scale, table), constants`."""
-    if len(q.shape) != 2 or q.values.ndim + q.scale.ndim != 4 or q.values.dtype != torch.uint8:
+    """Returns a weight as arguments of both kernels: `(values, scale, global scale, table), constants`."""
+    fmt = FORMATS[q.format]
+    if len(q.shape) != 2 or q.values.ndim + q.scale.ndim != 4 or not fmt.nibbles:
         raise ValueError(
             f"q: {q.format!r} with values of shape {tuple(q.values.shape)} has no kernel; allowed are matrices with "
             "two codes in a byte and scales of each row. Use `QuantizedTensor.dequantize`."
         )
     if not q.values.is_cuda and not INTERPRETED:
         raise ValueError(f"q: on {q.device}, but a kernel needs a CUDA device. Use `QuantizedTensor.dequantize`.")
-    fmt = FORMATS[q.format]
     codes = "integers" if fmt.integers else "e2m1" if fmt.table is None else "table"
     scale = q.scale
-    if scale.dtype in (torch.float8_e4m3fn, torch.bfloat16):  # some GPUs cannot read the one, the interpreter the other
+    # Some GPUs cannot read E4M3, and the interpreter cannot read BF16
+    if scale.dtype in (torch.float8_e4m3fn, torch.bfloat16):
         scale = scale.view(torch.uint8 if scale.dtype.itemsize == 1 else torch.int16)
     table = None if fmt.table is None else _on_device(fmt.table, q.device)
     constants = {"CODES": codes, "GROUP": 2 * q.values.shape[1] // q.scale.shape[1]}
@@ -184,13 +186,13 @@ def _weight(q: QuantizedTensor) -> tuple[tuple, dict]:
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
     """
-    `q.dequantize(dtype)` on the GPU, with the same bits.
+    Computes `q.dequantize(dtype)` on the GPU, with the same bits.
 
     Args:
         q (`QuantizedTensor`):
             A four-bit matrix (out, in), or a part of one. Values (out, bytes) and scales (out, groups), whose rows may
             lie further apart than they are long.
-        dtype (`torch.dtype`, *optional*): What the numbers are rounded to, by default the original type.
+        dtype (`torch.dtype`, *optional*): Type of the result, by default the original type.
 
     Raises:
         ValueError: Another layout, or a tensor on a CPU.
@@ -210,18 +212,18 @@ def matmul(
     x: Tensor, q: QuantizedTensor, bias: Tensor | None = None, transposed: bool = True, out: Tensor | None = None
 ) -> Tensor:
     """
-    `x Q(W)^T + bias`, or `x Q(W)` where not `transposed`, accumulated in FP32. It pays for few tokens, where reading
-    the weight takes the time: each tile of tokens decodes the weight again.
+    Computes `x Q(W)^T + bias`, or `x Q(W)` if not `transposed`, accumulated in FP32. It is faster for few tokens, where
+    reading the weight takes most of the time, because each tile of tokens decodes the weight again.
 
     Args:
-        x (`torch.Tensor`): (tokens, in), or (tokens, out) where not `transposed`; BF16 or FP16.
-        q (`QuantizedTensor`): As in [`dequantize`]. Its numbers are rounded to `q.dtype`, then to that of `x`.
+        x (`torch.Tensor`): (tokens, in), or (tokens, out) if not `transposed`; BF16 or FP16.
+        q (`QuantizedTensor`): As in [`dequantize`]. Its values are rounded to `q.dtype`, then to the type of `x`.
         bias (`torch.Tensor`, *optional*): (out,), of the type of `x`.
         transposed (`bool`, *optional*, defaults to `True`): Whether to multiply with the weight's transpose.
         out (`torch.Tensor`, *optional*): A contiguous tensor for the result.
 
     Returns:
-        `torch.Tensor`: (tokens, out), or (tokens, in) where not `transposed`, of the type of `x`.
+        `torch.Tensor`: (tokens, out), or (tokens, in) if not `transposed`, in the type of `x`.
 
     Raises:
         ValueError: As in [`dequantize`], or inputs of another type.

@@ -1,9 +1,9 @@
 """
-The numbers of a weight in Marlin's layout, in Triton, bit-equal to `layers.marlin.numbers`.
+Dequantizes a weight in Marlin's layout, in Triton, bit-equal to `layers.marlin.dequantized`.
 
-A program reads tiles of 16 inputs by 64 outputs, all of a tile's words at once, shifts the eight codes out of each, and
-writes the tile with its 64 outputs side by side: the bits of a word's place and of a code's place in it become those of
-input and output by one reordering of axes.
+A program reads tiles of 16 inputs by 64 outputs. It loads all words of a tile at once, shifts eight codes out of each,
+and writes the tile with its 64 outputs side by side. One reordering of axes turns the bits of a word's place, and of a
+code's place in the word, into those of input and output.
 """
 
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor
 from .arithmetic import INTERPRETED, on, rounded
 
 
-TILES = 4  # of a program, one below the other
+TILES = 4  # tiles of a program, one below the other
 
 
 @triton.jit
-def numbers_kernel(
+def dequantize_tiles_kernel(
     y_ptr, values_ptr, scale_ptr, rows, outputs, value_stride, scale_stride,
     GROUP: tl.constexpr, E8M0: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -39,7 +39,7 @@ def numbers_kernel(
     bits = stored.to(tl.int32)
     if E8M0:
         scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)
-    else:  # of 128 scale, five bits of exponent with a bias of 15, three of mantissa
+    else:  # 128 scale, with five bits of exponent (bias 15) and three of mantissa
         scale = (bits << 20).to(tl.float32, bitcast=True) * 2.0**112 * 2.0**-7
     number = tl.reshape(number * scale[:, None, :], (TILES * 16, 64))
 
@@ -48,26 +48,28 @@ def numbers_kernel(
     tl.store(y_ptr + k * outputs + column * 64 + n[None, :], y, mask=k < rows * 16)
 
 
-def numbers(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
-    Code times scale, (in, out); see `layers.marlin.numbers`.
+    Returns code times scale, (in, out); see `layers.marlin.dequantized`.
 
     Args:
         values (`torch.Tensor`): (in / 16, 2 out) int32; rows may lie further apart than they are long.
         scale (`torch.Tensor`): (in / group, out), likewise.
-        dtype (`torch.dtype`): Of the result.
+        dtype (`torch.dtype`): Type of the result.
 
     Raises:
         ValueError: On a CPU.
     """
     if not values.is_cuda and not INTERPRETED:
-        raise ValueError(f"values: on {values.device}, but a kernel needs a CUDA device. Use `layers.marlin.numbers`.")
+        raise ValueError(
+            f"values: on {values.device}, but a kernel needs a CUDA device. Use `layers.marlin.dequantized`."
+        )
     (rows, words), e8m0 = values.shape, scale.dtype == torch.float8_e8m0fnu
     outputs = words // 2
     y = torch.empty(rows * 16, outputs, dtype=dtype, device=values.device)
     grid = (outputs // 64, triton.cdiv(rows, TILES))
     with on(values):
-        numbers_kernel[grid](
+        dequantize_tiles_kernel[grid](
             y, values, scale.view(torch.uint8), rows, outputs, values.stride(0), scale.stride(0),
             GROUP=rows * 16 // len(scale), E8M0=e8m0, TILES=TILES,
         )  # fmt: skip

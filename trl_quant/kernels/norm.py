@@ -1,13 +1,13 @@
 """
-RMSNorm, each token by itself: its bits do not depend on how many tokens there are, where vLLM's kernel takes other
-blocks of threads from 256 tokens on and adds up in another order. Its twin is [`trl_quant.layers.norm.rms_norm`].
+RMSNorm whose bits for a token do not depend on the number of tokens. vLLM's kernel, in contrast, uses other blocks of
+threads from 256 tokens on, and then sums in another order. The twin is [`trl_quant.layers.norm.rms_norm`].
 
 | kernel            | one program handles | reads, writes                                                           |
 |-------------------|---------------------|-------------------------------------------------------------------------|
-| `norm_kernel`     | some tokens         | input and residual once; output, the sum, and codes and scales if so    |
-| `gradient_kernel` | every n-th of these | input and dY once; dX, and a row of the weight's gradient where it trains |
+| `norm_kernel`     | some tokens         | input and residual once; output, sum and, on request, codes and scales  |
+| `gradient_kernel` | every n-th of these | input and dY once; dX, and a row of the weight's gradient if it trains  |
 
-Codes and scales are those that the quantizers of [`trl_quant.kernels.unified`] make of the rounded output.
+Codes and scales are those of the rounded output by the quantizers of [`trl_quant.kernels.unified`].
 """
 
 import torch
@@ -22,13 +22,13 @@ from .arithmetic import on, rounded, wide
 from .unified import group_codes, row_codes
 
 
-TILE = 1024  # numbers that a program handles at least
-PROGRAMS = 528  # that share the tokens where a weight's gradient is added up: four for each multiprocessor of a Hopper
+TILE = 1024  # fewest values that a program handles
+PROGRAMS = 528  # programs that share the tokens if the weight trains: four for each multiprocessor of a Hopper GPU
 
 
 @triton.jit
 def _inverse(x, features, eps):
-    """`1 / rms(x)` of each row. The order of a sum in FP64 does not show in FP32, whatever is compiled around it."""
+    """Computes `1 / rms(x)` of each row. It sums in FP64, so that the order of the sum does not change FP32 bits."""
     precise = x.to(tl.float64)
     return tl.rsqrt((tl.sum(precise * precise, axis=1) / features).to(tl.float32) + eps)
 
@@ -38,7 +38,7 @@ def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, values_ptr, scale_ptr, rows, features, eps, least,
     CODE: tl.constexpr, GROUPED: tl.constexpr, INT8: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of (tokens, features). With `values_ptr`, the output is rounded to the type CODE and quantized."""
+    """Normalizes rows of (tokens, features). With `values_ptr` it rounds the output to CODE and quantizes it."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
     mask = (row < rows)[:, None] & (col < features)
@@ -73,8 +73,8 @@ def gradient_kernel(
     dy_ptr, x_ptr, weight_ptr, dx_ptr, dw_ptr, rows, features, eps, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
     """
-    Of y = w x r, r = 1 / rms(x): dX = r (w dY - x r^2 mean(w dY x)). With `dw_ptr`, a row of (programs, features) for
-    what each program's tokens add to dW = sum(dY round(x r)).
+    Computes the gradients of y = w x r, r = 1 / rms(x): dX = r (w dY - x r^2 mean(w dY x)). With `dw_ptr` each program
+    writes its tokens' part of dW = sum(dY round(x r)) to its row of (programs, features).
     """
     col = tl.arange(0, COLS)[None, :]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -112,12 +112,12 @@ def rms_norm(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, QuantizedTensor | None]:
     """
-    [`trl_quant.layers.norm.rms_norm`], and the codes of its output where there is a `format`.
+    Computes [`trl_quant.layers.norm.rms_norm`] and, with a `format`, the codes of its output.
 
     Args:
         x, weight, eps, residual: As there.
         format (`str`, *optional*): Key of `FORMATS`, in which [`trl_quant.layers.products`] quantizes the output.
-        dtype (`torch.dtype`, *optional*): What the output is rounded to before it is quantized.
+        dtype (`torch.dtype`, *optional*): Type to which the output is rounded before it is quantized.
 
     Returns:
         `tuple`: output, sum, and codes (tokens, features) or `None`.
@@ -146,7 +146,7 @@ def rms_norm(
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> tuple[Tensor, Tensor | None]:
-    """Gradients of [`rms_norm`], of x and, if it `trains`, of the weight."""
+    """Computes the gradients of [`rms_norm`] for x and, if the weight `trains`, for the weight."""
     dy, x = dy.contiguous(), x.contiguous()
     dx, features = torch.empty_like(x), x.shape[-1]
     if not x.numel():

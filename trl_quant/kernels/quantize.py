@@ -1,5 +1,5 @@
 """
-Quantizers in Triton: one read of the weight, one write of codes and scales, bit-equal to `trl_quant.formats`.
+Quantizers in Triton, bit-equal to `trl_quant.formats`. Most read the weight once and write codes and scales once.
 
 | format         | one program handles              | reads of the weight                                     |
 |----------------|----------------------------------|---------------------------------------------------------|
@@ -9,7 +9,7 @@ Quantizers in Triton: one read of the weight, one write of codes and scales, bit
 | fp8_tensor     | 8192 values                      | 2: the maximum of the tensor comes first                |
 | nvfp4          | 512 blocks of 16                 | 2, or 1 when the global scale is given                  |
 
-Why the bits are equal, although a GPU's shortcuts are not IEEE:
+The bits are equal, although some of a GPU's instructions do not follow IEEE:
 
 - Divisions are `div.rn`, with one shortcut, which is exact. For a bfloat16 x, `x * RN(1/s)` in float32 rounds to the
   same bfloat16 as `RN(x/s)`: with 8-bit x and s, the quotient is never midway between two bfloat16 numbers (x = m s
@@ -34,12 +34,12 @@ E4M3_NAN = tl.constexpr(0x7F)
 E8M0_NAN = tl.constexpr(0xFF)
 
 
-# Arithmetic shared by the kernels. Numbers are float32 and hold values of the weight's dtype.
+# Arithmetic shared by the kernels. Values are computed in float32, and are representable in the weight's dtype.
 
 
 @triton.jit
 def _magnitude(x):
-    """Bits of |x| as int32: they order as |x| does, infinity and NaN on top."""
+    """Returns the bits of |x| as int32. They have the order of |x|, with infinity and NaN on top."""
     if x.dtype == tl.float32:
         return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
@@ -59,7 +59,7 @@ def _number(magnitude, dtype: tl.constexpr):
 
 @triton.jit
 def _narrow(x, dtype: tl.constexpr):
-    """float32 to `dtype`, for values that `dtype` holds exactly."""
+    """Converts float32 to `dtype`, for values that `dtype` holds exactly."""
     if dtype == tl.bfloat16:
         return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
@@ -68,7 +68,7 @@ def _narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def _round(x, dtype: tl.constexpr):
-    """float32 rounded to `dtype`, kept in float32."""
+    """Rounds float32 to `dtype`, and returns float32."""
     if dtype == tl.bfloat16 and INTERPRETED:  # the interpreter's conversion truncates
         bits = x.to(tl.int32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
@@ -88,7 +88,7 @@ def _amax_scale(amax, largest: tl.constexpr, dtype: tl.constexpr):
 def _divide(x, scale, dtype: tl.constexpr):
     """`x / scale` rounded to `dtype`: `formats.common.scaled`, except for -0. `scale` must broadcast to x."""
     if dtype == tl.bfloat16:
-        # 1 / scale must not overflow; where a scale is that small, so is every x under it
+        # keeps 1 / scale finite; every x is small if its scale is
         boost = tl.where(scale < 2.0**-100, 2.0**64, 1.0)
         reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale * boost)
         return _round((x * boost) * reciprocal, dtype)
@@ -100,14 +100,14 @@ def _divide(x, scale, dtype: tl.constexpr):
 def _e4m3_to_float32(code):
     if INTERPRETED:
         bits = code.to(tl.uint8, bitcast=True).to(tl.int32)
-        return (bits << 20).to(tl.float32, bitcast=True) * 2.0**120  # non-negative codes only
+        return (bits << 20).to(tl.float32, bitcast=True) * 2.0**120  # for non-negative codes only
     else:
         return code.to(tl.float32)
 
 
 @triton.jit
 def _e2m1(x):
-    """float32 to E2M1 codes 0..15 (int32), nearest even, saturating: `formats.common.encode_e2m1`."""
+    """Converts float32 to E2M1 codes 0..15 (int32), to nearest even, saturating, as `formats.common.encode_e2m1`."""
     magnitude = tl.minimum(tl.abs(x), 6.0)
     bits = magnitude.to(tl.int32, bitcast=True)
     normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - (126 << 1)
@@ -294,7 +294,7 @@ def _block(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _amax(*tensors: Tensor) -> Tensor:
-    """Bits of the largest magnitude of all tensors, int32 `(1,)`."""
+    """Returns the bits of the largest magnitude of all tensors, int32 `(1,)`."""
     amax = torch.zeros(1, dtype=torch.int32, device=tensors[0].device)
     for x in tensors:
         _amax_kernel[(triton.cdiv(x.numel(), 16384),)](x, amax, x.numel(), SIZE=16384, num_warps=8)
@@ -345,7 +345,7 @@ def _input(x: Tensor, name: str) -> Tensor:
 
 
 def global_scale(*tensors: Tensor) -> Tensor:
-    """[`trl_quant.formats.global_scale`] on the GPU, without synchronizing; NaN if a tensor holds NaN or infinity."""
+    """Computes [`trl_quant.formats.global_scale`] without waiting for the GPU; NaN if a tensor is not finite."""
     tensors = tuple(_input(x, "nvfp4") for x in tensors)
     with on(tensors[0]):
         return _global_scale(*tensors)
@@ -353,17 +353,17 @@ def global_scale(*tensors: Tensor) -> Tensor:
 
 def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bool = True) -> QuantizedTensor:
     """
-    [`trl_quant.formats.quantize`] for a tensor on a GPU: the same arguments, bits and errors.
+    Does the same as [`trl_quant.formats.quantize`] on a GPU: same arguments, bits and errors.
 
     Args:
         x (`torch.Tensor`): Weight of shape `(out, in)` on a CUDA device, bfloat16, float16 or float32.
         name (`str`): One of [`KERNELS`].
         global_scale (`torch.Tensor`, *optional*): NVFP4 only, from [`global_scale`].
         check (`bool`, *optional*, defaults to `True`):
-            Reject NaN and infinity. Reads only the scales, where they show, but waits for the GPU.
+            Reject NaN and infinity. Reads only the scales, which reveal them, but waits for the GPU.
 
     Raises:
-        ValueError: As there; also for a tensor on a CPU and for formats without a kernel.
+        ValueError: As in [`trl_quant.formats.quantize`], for a tensor on a CPU, or a format without a kernel.
     """
     x = _input(x, name)
     if global_scale is not None and not FORMATS[name].shares_scale:
@@ -384,7 +384,7 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
 
 
 def shows_non_finite(scale: Tensor, name: str) -> Tensor:
-    """Whether a weight's scales reveal NaN or infinity in it: a bool of shape () on their device."""
+    """Returns whether a weight's scales reveal NaN or infinity, as a bool tensor of shape () on their device."""
     match name:
         case "nvfp4":
             return (scale.view(torch.uint8) == E4M3_NAN.value).any()

@@ -1,21 +1,21 @@
 """
-Kernels of the training flow in FP8 and INT8: what stands before and after its products. Each equals its twin in
-`trl_quant.layers.products` bit for bit.
+Kernels for training in FP8 and INT8, which run before and after the products. Each gives the same bits as its twin in
+`trl_quant.layers.products`.
 
 | kernel            | one program handles              | reads, writes                                             |
 |-------------------|----------------------------------|-----------------------------------------------------------|
 | `rows_kernel`     | some tokens                      | the input once; codes and a scale for each token          |
-| `groups_kernel`   | 128 tokens x 128 features        | the input once; codes and scales, for both layouts if so  |
-| `gradient_kernel` | 2048 numbers                     | dY, gate and up once; their gradients                     |
+| `groups_kernel`   | 128 tokens x 128 features        | the input once; codes and scales in one or both layouts   |
+| `gradient_kernel` | 2048 values                      | dY, gate and up once; their gradients                     |
 | `transpose_kernel`| 128 x 128 bytes                  | codes once                                                |
 | `sums_kernel`     | 16 x 256 sums of an INT8 product | sums once; outputs                                        |
-| `numbers_kernel`  | 16 x 256 codes                   | codes once; the numbers they stand for                    |
+| `numbers_kernel`  | 16 x 256 codes                   | codes once; dequantized values                            |
 
-The input of the first two may be silu(gate) up, which they then read once and write as well.
+The input of the first two may be silu(gate) up. They then read gate and up once, and write the input as well.
 
 A division by a scale takes three instructions. With r = RN(1 / s) and q = RN(x r), within one step of x / s, the
 remainder x - q s is exact in an FMA, and RN(q + r (x - q s)) is RN(x / s) (Markstein's theorem); x and s are far from
-FP32's least numbers wherever a code is not 0.
+FP32's smallest values wherever a code is not 0.
 """
 
 import torch
@@ -29,7 +29,7 @@ from trl_quant.formats.fp8 import BLOCK
 from .arithmetic import INTERPRETED, e4m3_word, on, rounded, silu, to_e4m3, to_int8, wide
 
 
-# Of `groups_kernel`, with `up` and without: what benchmarks/unified.py finds fastest on an H200
+# Settings of `groups_kernel`, with `up` and without: the fastest on an H200 by benchmarks/unified.py
 LAUNCH = {True: {"num_warps": 16, "maxnreg": 64}, False: {"num_warps": 4}}
 
 
@@ -38,7 +38,7 @@ LAUNCH = {True: {"num_warps": 16, "maxnreg": 64}, False: {"num_warps": 4}}
 
 @triton.jit
 def _divide(x, scale):
-    """`x / scale`, rounded once; `scale` must broadcast to x."""
+    """Computes `x / scale`, rounded once. `scale` must broadcast to x."""
     if INTERPRETED:  # its FMA rounds twice
         return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     else:
@@ -48,7 +48,7 @@ def _divide(x, scale):
 
 @triton.jit
 def _times_inverse(x, scale, inverse):
-    """`x / scale`, rounded once, of the rounded `1 / scale`; both must broadcast to x."""
+    """Computes `x / scale`, rounded once, from the rounded `1 / scale`. Both must broadcast to x."""
     scale, inverse = tl.broadcast_to(scale, x.shape), tl.broadcast_to(inverse, x.shape)
     quotient = x * inverse
     # A zero keeps its sign
@@ -66,7 +66,7 @@ def _group_scale(amax, least):
 
 @triton.jit
 def row_codes(x, least, INT8: tl.constexpr, ON_CUDA: tl.constexpr):
-    """Codes of float32 (rows, columns), and the scale of each row, whose maximum is at least `least` in FP8."""
+    """Quantizes float32 (rows, columns). Returns codes and a scale for each row, from a maximum of at least `least`."""
     amax = tl.max(tl.abs(x), axis=1)
     if INT8:
         limit = tl.full(amax.shape, 127.0, tl.float32)
@@ -86,7 +86,7 @@ def row_codes(x, least, INT8: tl.constexpr, ON_CUDA: tl.constexpr):
 
 @triton.jit
 def group_codes(x, least):
-    """Codes of float32 (groups, 128), and the scale of each group."""
+    """Quantizes float32 (groups, 128). Returns codes and the scale of each group."""
     scale = _group_scale(tl.max(tl.abs(x), axis=1), least)
     return to_e4m3(_divide(x, scale[:, None])), scale
 
@@ -112,7 +112,7 @@ def rows_kernel(
 
 @triton.jit
 def _input(x_ptr, up_ptr, y_ptr, offset, mask):
-    """What is quantized, as float32: x or, where there is `up`, y = round(round(silu(x)) up), which is stored."""
+    """Loads the input as float32: x or, if there is `up`, y = round(round(silu(x)) up), which it also stores."""
     x = tl.load(x_ptr + offset, mask=mask, other=0.0)
     if up_ptr is None:
         return wide(x)
@@ -126,7 +126,7 @@ def _input(x_ptr, up_ptr, y_ptr, offset, mask):
 
 @triton.jit
 def _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row, rows, col, cols, least):
-    """Quantizes rows of 128 columns, `scale_ptr` to those of their first row. Returns them."""
+    """Quantizes rows of 128 columns and returns them. `scale_ptr` points to the scale of the first row."""
     offset = row.to(tl.int64)[:, None] * cols + col[None, :]
     mask = (row < rows)[:, None] & (col < cols)[None, :]
     x = _input(x_ptr, up_ptr, y_ptr, offset, mask)
@@ -166,7 +166,7 @@ def groups_kernel(
 
 @triton.jit
 def gradient_kernel(dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, count, BLOCK: tl.constexpr):
-    """Of y = round(round(silu(gate)) up)."""
+    """Computes the gradients of y = round(round(silu(gate)) up)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     dtype: tl.constexpr = dy_ptr.dtype.element_ty
@@ -182,7 +182,7 @@ def gradient_kernel(dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, count, BLOCK
 
 @triton.jit
 def transpose_kernel(x_ptr, words_t_ptr, rows, cols):
-    """(rows, cols) bytes to (cols, rows), as words of four, in parts as above."""
+    """Transposes (rows, cols) bytes as words of four, in parts as in `groups_kernel`."""
     col = tl.program_id(0) * 128 + tl.arange(0, 128)
     quad = tl.program_id(1) * 32 + tl.arange(0, 32)
     offset = (quad * 4).to(tl.int64)[:, None] * cols + col[None, :]
@@ -196,7 +196,7 @@ def transpose_kernel(x_ptr, words_t_ptr, rows, cols):
 
 @triton.jit
 def _outputs(sums, x_scale_ptr, w_scale_ptr, bias_ptr, row, col, rows, cols):
-    """`fma(s_x, s_w sum, b)` for sums of some rows and columns of (rows, cols)."""
+    """Computes `fma(s_x, s_w sum, b)` for the sums of some rows and columns of (rows, cols)."""
     y = sums.to(tl.float32) * tl.load(w_scale_ptr + col, mask=col < cols, other=0.0)[None, :]
     x_scale = tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
     if bias_ptr is None:
@@ -213,7 +213,7 @@ def _outputs(sums, x_scale_ptr, w_scale_ptr, bias_ptr, row, col, rows, cols):
 def sums_kernel(
     sums_ptr, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """`fma(s_x, s_w sum, b)` for each sum of (rows, cols)."""
+    """Computes `fma(s_x, s_w sum, b)` for each sum of (rows, cols)."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     mask = (row < rows)[:, None] & (col < cols)[None, :]
@@ -227,7 +227,7 @@ def sums_kernel(
 def numbers_kernel(
     values_ptr, scale_ptr, y_ptr, rows, cols, INT8: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """Codes (rows, cols), as bytes, times the scale of their row."""
+    """Multiplies codes (rows, cols), as bytes, with the scale of their row."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
     mask = (row < rows)[:, None] & (col < cols)
@@ -247,13 +247,13 @@ def numbers_kernel(
 
 
 def _gated(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What a kernel reads and writes beside codes: x, and where there is `up` that and silu(x) up."""
+    """Returns the tensors beside the codes that a kernel reads and writes: x and, if given, `up` and silu(x) up."""
     x = x.contiguous()
     return (x, None, None) if up is None else (x, up.contiguous(), torch.empty_like(x))
 
 
 def rows(x: Tensor, format: str, on_cuda: bool, up: Tensor | None = None) -> tuple[QuantizedTensor, Tensor | None]:
-    """[`quantize_rows`] of x or, where there is `up`, of y = silu(x) up; and y."""
+    """Applies [`quantize_rows`] to x or, with `up`, to y = silu(x) up, and returns y as well."""
     (rows, cols), fmt = x.shape, FORMATS[format]
     x, up, y = _gated(x, up)
     values = torch.empty_like(x, dtype=torch.int8 if fmt.integers else torch.float8_e4m3fn)
@@ -271,7 +271,7 @@ def rows(x: Tensor, format: str, on_cuda: bool, up: Tensor | None = None) -> tup
 def groups(
     x: Tensor, least: float, both: bool, up: Tensor | None = None
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
-    """[`quantize_groups`], for both layouts if so, of x or, where there is `up`, of y = silu(x) up; and y."""
+    """Applies [`quantize_groups`], for one or both layouts, to x or, with `up`, to y = silu(x) up. Returns y too."""
     x, up, y = _gated(x, up)
     rows, cols = x.shape
     filled = triton.cdiv(rows, BLOCK) * BLOCK
@@ -302,22 +302,22 @@ def groups(
 
 
 def quantize_rows(x: Tensor, format: str, on_cuda: bool) -> QuantizedTensor:
-    """`products.quantize_int8(x, on_cuda)`, or `products.quantize_fp8(x)`."""
+    """Computes `products.quantize_int8(x, on_cuda)` or `products.quantize_fp8(x)`."""
     return rows(x, format, on_cuda)[0]
 
 
 def quantize_groups(x: Tensor, least: float) -> QuantizedTensor:
-    """`products.quantize_groups(x, least)`, with scales by column: those of a group next to each other."""
+    """Computes `products.quantize_groups(x, least)`, with the scales stored column by column."""
     return groups(x, least, both=False)[0]
 
 
 def quantize_groups_for_both(x: Tensor, least: float) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """`products.quantize_groups_for_both(x, least)`, with scales by column."""
+    """Computes `products.quantize_groups_for_both(x, least)`, with the scales stored column by column."""
     return groups(x, least, both=True)[:2]
 
 
 def silu_mul_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `silu(gate) up`, rounded where torch rounds."""
+    """Computes the gradients of `silu(gate) up`, rounded where torch rounds."""
     dy = dy.contiguous()
     d_gate, d_up = torch.empty_like(dy), torch.empty_like(dy)
     if dy.numel():
@@ -329,7 +329,7 @@ def silu_mul_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 
 
 def transpose(codes: Tensor) -> Tensor:
-    """`codes.t().contiguous()` of a matrix of bytes."""
+    """Computes `codes.t().contiguous()` of a matrix of bytes."""
     rows, cols = codes.shape
     if rows % 4:
         return codes.t().contiguous()
@@ -342,7 +342,7 @@ def transpose(codes: Tensor) -> Tensor:
 
 
 def scale_sums(sums: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`products.scale_sums`, of sums in INT32."""
+    """Computes `products.scale_sums` for sums in INT32."""
     sums = sums.contiguous()
     rows, cols = sums.shape
     y = sums.new_empty(rows, cols, dtype=dtype)
@@ -354,7 +354,7 @@ def scale_sums(sums: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | No
 
 
 def dequantize_rows(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """`q.dequantize(dtype)` of a matrix in "fp8" or "int8"."""
+    """Computes `q.dequantize(dtype)` of a matrix in "fp8" or "int8"."""
     rows, cols = q.shape
     y = q.values.new_empty(rows, cols, dtype=dtype)
     if y.numel():

@@ -1,4 +1,4 @@
-"""Linear layers that compute in low precision: what an engine computes, for engines, self-check and training alike."""
+"""Linear layers that compute in low precision as an engine does. Engines, the self-check and training use them."""
 
 from .frozen import FrozenLinear, frozen_precisions
 from .lora import frozen_lora_linear

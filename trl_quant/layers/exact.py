@@ -38,7 +38,7 @@ class Kernels:
         attend (`Callable`): (q (T, H, D), k and v (T, G, D), packed, scale, window) to (T, H, D), causal.
         score (`Callable`): (logits (N, vocabulary), ids (N,), temperature) to log-probabilities (N,), FP32, in nats.
         rotated (`int`): Features of a head that are rotated.
-        dtype (`torch.dtype`): What the engine computes in.
+        dtype (`torch.dtype`): Type in which the engine computes.
     """
 
     rotate: Callable[[Tensor, Tensor, Tensor, bool], None]
@@ -218,7 +218,7 @@ def log_probs(
         hidden (`torch.Tensor`): (N, features), the input of the head, in the type that the engine computes in.
         weight, bias (`torch.Tensor`): The head's, (vocabulary, features) and (vocabulary,) or `None`.
         targets (`torch.Tensor`): (N,), ids of the tokens.
-        temperature (`float`): What logits are divided by.
+        temperature (`float`): Divisor of the logits.
         score (`Callable`): As in [`Kernels`].
         rows (`int`, *optional*): The number of tokens whose logits are held at once.
 

@@ -31,17 +31,17 @@ from ..precisions import PRECISIONS
 from . import marlin
 
 
-# Where the kernel that decodes as it reads is faster, on an H200 (`benchmarks/linear.py`)
+# Bounds within which the kernel that decodes while it reads is faster, on an H200 (`benchmarks/linear.py`)
 FUSED_TOKENS = 64  # at most
 FUSED_OUTPUTS = 16384  # at least: fewer do not fill the card
-BUFFER_BYTES = 128 << 20  # for the numbers of a part of a weight
-ALIGNMENT = 128  # weights are cut at its multiples: whole groups in every format
+BUFFER_BYTES = 128 << 20  # for the dequantized part of a weight
+ALIGNMENT = 128  # weights are cut at multiples of it, which are whole groups in every format
 
 
 def frozen_precisions() -> list[str]:
-    """The precisions that a frozen layer can have: those with four-bit weights and 16-bit inputs."""
+    """Returns the precisions of frozen layers: those with four-bit weights and 16-bit inputs."""
     formats = {name: FORMATS[entry.format] for name, entry in PRECISIONS.items() if entry.format is not None}
-    return [name for name, format in formats.items() if format.activations is None and format.bits < 5]
+    return [name for name, format in formats.items() if format.activations is None and format.nibbles]
 
 
 # Products
@@ -52,7 +52,7 @@ def _quantized(values, scale, global_scale, format, rows, cols, dtype) -> Quanti
 
 
 def _in_rows(q: QuantizedTensor) -> QuantizedTensor | None:
-    """Gives each row of the weight its own row of codes and scales; `None` where NF4's blocks run across rows."""
+    """Returns the weight with a row of codes and scales for each row; `None` if NF4's blocks run across rows."""
     if q.values.ndim == 2:
         return q
     if q.shape[1] % NF4_BLOCK:
@@ -61,7 +61,7 @@ def _in_rows(q: QuantizedTensor) -> QuantizedTensor | None:
 
 
 def _parts(q: QuantizedTensor, dim: int, itemsize: int) -> Iterator[tuple[slice, QuantizedTensor]]:
-    """A weight in rows, cut along `dim` into parts of at most `BUFFER_BYTES` of numbers, each with its place."""
+    """Cuts a weight along `dim` into parts of at most `BUFFER_BYTES` when dequantized; yields place and part."""
     length, across = q.shape[dim], q.shape[1 - dim]
     size = max(BUFFER_BYTES // (across * itemsize) // ALIGNMENT, 1) * ALIGNMENT
     width = q.values.shape[1] // q.scale.shape[1]  # bytes of a group
@@ -76,8 +76,8 @@ def _parts(q: QuantizedTensor, dim: int, itemsize: int) -> Iterator[tuple[slice,
         yield place, replace(q, values=values, scale=scale, shape=shape)
 
 
-def _numbers(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Computes `q.dequantize(dtype)`, with a kernel where there is one."""
+def _dequantized(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Computes `q.dequantize(dtype)`, with a kernel if there is one."""
     if q.values.is_cuda and q.values.ndim == 2:
         from ..kernels import dequantize as kernels
 
@@ -85,22 +85,23 @@ def _numbers(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
     return q.dequantize(dtype)
 
 
-def _add_product(bias: Tensor, x: Tensor, numbers: Tensor, y: Tensor, factor: float = 1.0) -> None:
+def _add_product(bias: Tensor, x: Tensor, weight: Tensor, y: Tensor, factor: float = 1.0) -> None:
     """
-    Writes `bias + factor x numbers` into `y`, rounded once.
+    Writes `bias + factor x weight` into `y`, rounded once.
 
-    cuBLAS adds the bias before it rounds only where the result is contiguous. Into some columns of a larger matrix
+    cuBLAS adds the bias before it rounds only if the result is contiguous. For some columns of a larger matrix,
     `torch.addmm` writes the rounded product, adds the bias and rounds again, which makes the error 1.4 times as large.
     """
     if y.is_contiguous():
-        torch.addmm(bias, x, numbers, alpha=factor, out=y)
+        torch.addmm(bias, x, weight, alpha=factor, out=y)
     else:
-        y.copy_(torch.addmm(bias, x, numbers, alpha=factor))
+        y.copy_(torch.addmm(bias, x, weight, alpha=factor))
 
 
 def _multiply(x: Tensor, q: QuantizedTensor, bias: Tensor | None, forward: bool, y: Tensor) -> None:
-    """`x Q(W)^T + bias`, or `x Q(W)` where not `forward`, of matrices, into `y`."""
-    if (weight := _in_rows(q)) is None:
+    """Writes `x Q(W)^T + bias` into `y` if `forward`, else `x Q(W)`, for matrices."""
+    weight = _in_rows(q)
+    if weight is None:
         parts = [(slice(None), q)]
     else:
         if x.is_cuda and len(x) <= FUSED_TOKENS and y.shape[1] >= FUSED_OUTPUTS:
@@ -108,17 +109,17 @@ def _multiply(x: Tensor, q: QuantizedTensor, bias: Tensor | None, forward: bool,
 
             if x.dtype in kernels.INPUTS:
                 return kernels.matmul(x, weight, bias, forward, out=y)
-        # Each part gives whole outputs, so that no rounded sums are added to each other
+        # Each part computes whole outputs, so that rounded sums are never added
         parts = _parts(weight, 0 if forward else 1, x.itemsize)
     for place, part in parts:
-        numbers = _numbers(part).to(x.dtype)
+        dequantized = _dequantized(part).to(x.dtype)
         if not forward:
-            torch.mm(x, numbers, out=y[:, place])
+            torch.mm(x, dequantized, out=y[:, place])
         elif bias is None:
-            torch.mm(x, numbers.t(), out=y[:, place])
+            torch.mm(x, dequantized.t(), out=y[:, place])
         else:
-            _add_product(bias[place], x, numbers.t(), y[:, place])
-        del numbers  # before the next part's
+            _add_product(bias[place], x, dequantized.t(), y[:, place])
+        del dequantized  # frees its memory before the next part
 
 
 def _multiply_tiles(
@@ -131,18 +132,18 @@ def _multiply_tiles(
     for start in range(0, length, size):
         end = min(start + size, length)
         if forward:
-            numbers = marlin.numbers(values[:, 2 * start : 2 * end], scale[:, start:end], x.dtype)
+            dequantized = marlin.dequantized(values[:, 2 * start : 2 * end], scale[:, start:end], x.dtype)
         else:
             groups = slice(start * len(scale) // inputs, end * len(scale) // inputs)
-            numbers = marlin.numbers(
+            dequantized = marlin.dequantized(
                 values[start // marlin.TILE_IN : end // marlin.TILE_IN], scale[groups], x.dtype
             ).t()
         part = y[:, start:end]
         if bias is None:
-            part.addmm_(x, numbers, beta=0, alpha=factor)
+            part.addmm_(x, dequantized, beta=0, alpha=factor)
         else:
-            _add_product(bias[start:end], x, numbers, part, factor)
-        del numbers  # before the next part's
+            _add_product(bias[start:end], x, dequantized, part, factor)
+        del dequantized  # frees its memory before the next part
 
 
 def _product(
@@ -159,17 +160,17 @@ def _product(
     forward: bool,
 ) -> Tensor:
     """
-    `x Q(W)^T + bias`, or `x Q(W)` where not `forward`, without a gradient of its own.
+    Computes `x Q(W)^T + bias` if `forward`, else `x Q(W)`, without a gradient of its own.
 
     Args:
-        x (`torch.Tensor`): (..., cols), or (..., rows) where not `forward`.
+        x (`torch.Tensor`): (..., cols), or (..., rows) if not `forward`.
         bias (`torch.Tensor` or `None`): (rows,), of the type of `x`.
         values, scale, global_scale, format, rows, cols, dtype, factor: From [`FrozenLinear.packed`].
         forward (`bool`): Whether to multiply with the weight's transpose.
 
     Returns:
-        `torch.Tensor`: (..., rows), or (..., cols) where not `forward`, of the type of `x`, in which the product is
-        computed: the numbers are rounded to `dtype`, then to it. In Marlin's layout they are not rounded.
+        `torch.Tensor`: (..., rows), or (..., cols) if not `forward`, in the type of `x`. The weight's values are
+        rounded to `dtype`, then to the type of `x`. In Marlin's layout they are not rounded to `dtype`.
     """
     y = x.new_empty(*x.shape[:-1], rows if forward else cols)
     flat, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
@@ -191,8 +192,8 @@ def _(x, bias, values, scale, global_scale, format, rows, cols, dtype, factor, f
 def frozen_product(*args) -> Tensor:
     """
     Computes [`_product`]. Under torch.compile it is an opaque operator: if the compiler saw that both passes dequantize
-    the same weight, it would keep the values between them. Elsewhere it is the plain function, because an operator's
-    call costs the host more than all the rest.
+    the same weight, it would keep the values between them. Otherwise it is the plain function, because the call of an
+    operator costs the host more time than everything else.
     """
     return (_operator if torch.compiler.is_compiling() else _product)(*args)
 
@@ -215,13 +216,13 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 def _stored(q: QuantizedTensor) -> dict[str, Tensor]:
-    """The parameters that hold a quantized weight, by name."""
+    """Returns the parameters that hold a quantized weight, by name."""
     stored = FORMATS[q.format].stored(Parts(q.values, q.scale, q.global_scale), q.shape)
     return {f"weight{suffix or '_packed'}": tensor for suffix, tensor in stored.items()}
 
 
 def autocast_dtype(x: Tensor, in_features: int) -> torch.dtype:
-    """The type that `F.linear` would compute in: autocast's, or that of x. `ValueError` if x has other features."""
+    """Returns the type in which `F.linear` would compute: autocast's, or that of x. Checks the number of features."""
     if x.shape[-1] != in_features:
         raise ValueError(f"x: shape {tuple(x.shape)}, but the layer has {in_features} inputs.")
     device = x.device.type
@@ -231,7 +232,7 @@ def autocast_dtype(x: Tensor, in_features: int) -> torch.dtype:
 
 
 def autocast_inputs(x: Tensor, in_features: int) -> Tensor:
-    """Inputs in [`autocast_dtype`]."""
+    """Converts inputs to [`autocast_dtype`]."""
     return x.to(autocast_dtype(x, in_features))
 
 
@@ -266,14 +267,15 @@ class FrozenLinear(nn.Linear):
         device: torch.device | str | None = None,
     ):
         nn.Module.__init__(self)  # `nn.Linear` would allocate a weight
-        if precision not in (allowed := frozen_precisions()):
+        allowed = frozen_precisions()
+        if precision not in allowed:
             raise ValueError(f"precision: {precision!r} cannot be a frozen layer's; allowed: {', '.join(allowed)}.")
         if dtype not in DTYPES:
             raise ValueError(f"dtype: {dtype} cannot be a frozen layer's; allowed: {', '.join(map(str, DTYPES))}.")
         self.in_features, self.out_features = in_features, out_features
         self.precision, self.format, self.dtype = precision, PRECISIONS[precision].format, dtype
-        self.factor: float | None = None  # in Marlin's layout, what code times scale is multiplied by
-        self._is_hf_initialized = True  # transformers would draw a weight for it
+        self.factor: float | None = None  # in Marlin's layout, a factor of code times scale
+        self._is_hf_initialized = True  # or transformers would initialize a weight for it
         like = quantize(torch.empty(out_features, in_features, dtype=dtype, device="meta"), self.format, check=False)
         tensors = {"weight_global_scale": None, **_stored(like)}
         tensors["bias"] = torch.empty(out_features, dtype=dtype, device="meta") if bias else None
@@ -304,7 +306,7 @@ class FrozenLinear(nn.Linear):
         Takes a quantized weight and a bias, without a copy.
 
         Raises:
-            ValueError: Another format, shape or type than the layer's, or a bias too few or too many.
+            ValueError: Another format, shape or type than the layer's, or a missing or surplus bias.
         """
         given, own = (
             (q.format, tuple(q.shape), q.dtype),
@@ -319,14 +321,14 @@ class FrozenLinear(nn.Linear):
 
     def hold_tiles(self, values: Tensor, scale: Tensor, factor: float) -> None:
         """
-        From now on, holds the same weight in memory of another owner, in Marlin's layout; see [`marlin`].
+        Holds the same weight in another owner's memory from now on, in Marlin's layout; see [`marlin`].
 
         Args:
             values (`torch.Tensor`): Codes (in / 16, 2 out) int32.
             scale (`torch.Tensor`): Scales (in / group, out), E5M3 of NVFP4 or E8M0 of MXFP4.
-            factor (`float`): What code times scale is multiplied by.
+            factor (`float`): Factor of code times scale.
         """
-        if self.weight_global_scale is not None:  # the scales may be the format's times a power of two
+        if self.weight_global_scale is not None:  # the scales may differ from the format's by a power of two
             global_scale = self.weight_global_scale
             self._hold("weight_global_scale", global_scale * (1 / (global_scale * factor)).log2().round().exp2())
         self._hold("weight_packed", values)
@@ -339,7 +341,7 @@ class FrozenLinear(nn.Linear):
         self.register_parameter(name, parameter)
 
     def packed(self) -> tuple:
-        """The weight as arguments of [`frozen_product`]: codes, scales and global scale, then the rest."""
+        """Returns the weight as arguments of [`frozen_product`]: codes, scales and global scale, then the rest."""
         tensors = (self.weight_packed, self.weight_scale, self.weight_global_scale)
         return *tensors, self.format, self.out_features, self.in_features, self.dtype, self.factor
 
@@ -355,10 +357,10 @@ class FrozenLinear(nn.Linear):
             scale = scale if self.weight_global_scale is None else scale / self.weight_global_scale
             return marlin.product(self.weight_packed, scale).t().to(dtype or self.dtype).contiguous()
         q = _quantized(*self.packed()[:-1])
-        return _numbers(_in_rows(q) or q, dtype)
+        return _dequantized(_in_rows(q) or q, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in) to (..., out), of the type of `x` or autocast's."""
+        """Maps (..., in) to (..., out), in the type of `x` or autocast's."""
         x = self.inputs(x)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return _FrozenLinear.apply(x, bias, *self.packed())
@@ -373,14 +375,14 @@ class FrozenLinear(nn.Linear):
     def __getattr__(self, name: str):
         if name == "weight":
             raise AttributeError(
-                f"{type(self).__name__} has no `weight`, but codes and scales: `dequantize()` gives the numbers, in a "
+                f"{type(self).__name__} has no `weight`, but codes and scales: `dequantize()` gives the values, in a "
                 "tensor of their own. PEFT takes the layer with "
                 "`trl_quant.policy.adapters.with_frozen_layers(peft_config)`."
             )
         return super().__getattr__(name)
 
     def _apply(self, fn, recurse=True):
-        """Moves the weight like any other, but `.to(dtype)` does not convert it: other scales are other numbers."""
+        """Moves the weight like any other, but `.to(dtype)` does not convert it: other scales are other values."""
 
         packed = [id(tensor) for tensor in self.packed()[:3]]
 

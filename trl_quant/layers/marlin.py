@@ -32,7 +32,7 @@ TILE_IN, TILE_OUT = 16, 64
 
 
 def scales(scale: Tensor) -> Tensor:
-    """Scales (groups, out) as stored, E5M3 for NVFP4 and E8M0 for MXFP4, to float32 in the order of the outputs."""
+    """Converts stored scales (groups, out), E5M3 or E8M0, to float32 in the order of the outputs."""
     ordered = scale.view(torch.uint8).unflatten(1, (-1, 8, 2, 2, 2)).permute(0, 1, 3, 5, 4, 2)  # tile, j1, j0, b, c
     ordered = ordered.flatten(1)
     if scale.dtype == torch.float8_e8m0fnu:
@@ -41,7 +41,7 @@ def scales(scale: Tensor) -> Tensor:
 
 
 def codes(values: Tensor) -> Tensor:
-    """Codes (in, out), E2M1 in uint8, of words (in / 16, 2 out)."""
+    """Unpacks words (in / 16, 2 out) into codes (in, out), E2M1 in uint8."""
     shifts = 4 * torch.arange(8, dtype=torch.int32, device=values.device)
     out = ((values.unsqueeze(-1) >> shifts) & 0xF).to(torch.uint8)
     # rows, tile, c, l, j, z, b, h  ->  rows, h, l, z, tile, j, b, c
@@ -50,17 +50,17 @@ def codes(values: Tensor) -> Tensor:
 
 
 def product(values: Tensor, scale: Tensor) -> Tensor:
-    """Codes (in, out) of words times scales (groups, out) in float32."""
+    """Multiplies the codes (in, out) of words with scales (groups, out), in float32."""
     decoded = decode_e2m1(codes(values))
     return (decoded.view(len(scale), -1, decoded.shape[1]) * scale.unsqueeze(1)).view_as(decoded)
 
 
-def numbers(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
-    Code times scale.
+    Dequantizes a weight: code times scale.
 
     Args:
-        values (`torch.Tensor`): Codes (in / 16, 2 out) int32, or a part of them: whole tiles.
+        values (`torch.Tensor`): Words (in / 16, 2 out) int32 of codes, or some whole tiles of them.
         scale (`torch.Tensor`): Their scales (in / group, out).
         dtype (`torch.dtype`): BF16 and wider types hold the values exactly; FP16 rounds some.
 
@@ -68,7 +68,7 @@ def numbers(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         `torch.Tensor`: (in, out), the transposed weight, contiguous.
     """
     if values.is_cuda:
-        from ..kernels.marlin import numbers as kernel
+        from ..kernels.marlin import dequantized as kernel
 
         return kernel(values, scale, dtype)
     return product(values, scales(scale)).to(dtype)

@@ -49,7 +49,7 @@ LEAST_GRADIENT = 2.0**-60  # least maximum of a group of gradients, which may al
 # sampler's values; the kernels for `fp8_block` add every 128 products to a sum in FP32.
 FAST_ACCUMULATION = True
 LONGEST_ROW = 32768  # most features of a token that the kernel with one scale a token takes
-TOKENS = 64  # zero tokens fill up to a multiple of these: with fewer tokens, cuBLAS sums in another order
+TOKENS = 64  # tokens are padded with zeros to a multiple of this; with fewer, cuBLAS sums in another order
 
 
 # Quantizers
@@ -74,7 +74,8 @@ def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
     Raises:
         ValueError: Another format.
     """
-    if format not in (allowed := unified_flows()):
+    allowed = unified_flows()
+    if format not in allowed:
         raise ValueError(f"format: {format!r} has no products for training; allowed: {', '.join(allowed)}.")
     x = x.detach().contiguous()
     if FORMATS[format].grouped:
@@ -212,7 +213,7 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
 
 def input_gradient(dy: Tensor, w: QuantizedTensor) -> Tensor:
     """
-    `dy w`. For a weight in "fp8_block" dy is quantized; for other formats it is multiplied with the weight's numbers.
+    `dy w`. For a weight in "fp8_block" dy is quantized; for other formats it is multiplied with the dequantized weight.
 
     Args:
         dy (`torch.Tensor`): (T, N), BF16 or FP32.
@@ -259,7 +260,7 @@ def input_and_weight_gradient(
 
 def scale_sums(sums: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """
-    What follows a product of codes, in torch: `fma(s_x, s_w sum, b)` in FP32, rounded.
+    Scales the sums of a product of codes, in torch: `fma(s_x, s_w sum, b)` in FP32, rounded.
 
     Args:
         sums (`torch.Tensor`): (T, N), rounded to FP32 first.
@@ -322,7 +323,7 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def filled(x: Tensor, by_column: bool = False) -> Tensor:
-    """Zero rows added up to a multiple of `TOKENS`; `by_column`, with the rows next to each other in memory."""
+    """Pads with zero rows to a multiple of `TOKENS`. `by_column` stores the matrix column by column."""
     missing = -len(x) % TOKENS
     if by_column:
         x = x.float().t()
@@ -335,7 +336,7 @@ def filled(x: Tensor, by_column: bool = False) -> Tensor:
 
 
 def block_scales(scale: Tensor) -> Tensor:
-    """Scales (N / 128, K / 128) as (K / 128, N / 128), filled up to a multiple of 4 along K, K first in memory."""
+    """Returns scales (N / 128, K / 128) as (K / 128, N / 128), padded to a multiple of 4 along K, K first in memory."""
     missing = -scale.shape[1] % 4
     return (F.pad(scale.float(), (0, missing)) if missing else scale.float()).contiguous().t()
 

@@ -1,5 +1,5 @@
 r"""
-What an engine computes in a quantized linear layer.
+A quantized linear layer, computed as an engine computes it.
 
     Y = Q(X) Q(W)^T + b
 
@@ -9,10 +9,11 @@ What an engine computes in a quantized linear layer.
 | `Q(X)` | quantized by [`quantized_linear`], scales computed from it | (..., in) |
 | `Y`, `b` | | (..., out), (out,) |
 
-Where scales are constant along the inner dimension (per channel, per token, per tensor) the product is taken over the
-codes and scaled afterwards, as the INT8 and FP8 kernels do: every code is exact in BF16. Formats with groups along the
-inner dimension are dequantized first: to the type of the product where only the weights are quantized (as Marlin does),
-to FP32 where the inputs have groups too, whose kernels accumulate the groups in FP32.
+If scales are constant along the inner dimension (per channel, per token, per tensor), the codes are multiplied first,
+and the product is scaled afterwards, as in the INT8 and FP8 kernels; BF16 holds every code exactly. Formats with groups
+along the inner dimension are dequantized first. If only the weights are quantized, they are dequantized to the type of
+the product, as Marlin does. If the inputs have groups too, both are dequantized to FP32, because the kernels accumulate
+such groups in FP32.
 """
 
 from collections.abc import Sequence
@@ -28,18 +29,18 @@ from ..precisions import PRECISIONS
 
 class EngineWeight(NamedTuple):
     """
-    A weight as the product takes it.
+    A weight, ready for the product.
 
     Attributes:
-        values (`torch.Tensor`): Codes or dequantized numbers (out, in), of the type that the product is computed in.
-        scale (`torch.Tensor` or `None`): FP32 scales (out,) or (1,) where `values` holds codes.
+        values (`torch.Tensor`): Codes or dequantized values (out, in), in the type of the product.
+        scale (`torch.Tensor` or `None`): FP32 scales (out,) or (1,) if `values` holds codes.
     """
 
     values: Tensor
     scale: Tensor | None = None
 
     def rows(self, rows: slice) -> "EngineWeight":
-        """Some of the outputs."""
+        """Returns the weight of some of the outputs."""
         scale = self.scale
         return EngineWeight(self.values[rows], scale if scale is None or scale.numel() == 1 else scale[rows])
 
@@ -51,31 +52,31 @@ def engine_weight(weight: Tensor, format: str | None, dtype: torch.dtype) -> tup
     Args:
         weight (`torch.Tensor`): (out, in).
         format (`str` or `None`): Key of `FORMATS`; `None` rounds to BF16 and quantizes nothing.
-        dtype (`torch.dtype`): The type that products are computed in, where the format does not ask for FP32.
+        dtype (`torch.dtype`): The type of the product, unless the format needs FP32.
 
     Returns:
-        `(EngineWeight, torch.Tensor)`: the weight, and the numbers (out, in) that it stands for.
+        `(EngineWeight, torch.Tensor)`: The weight, and its dequantized values (out, in).
     """
     if format is None:
-        numbers = weight.to(torch.bfloat16)
-        return EngineWeight(numbers.to(dtype)), numbers
+        rounded = weight.to(torch.bfloat16)
+        return EngineWeight(rounded.to(dtype)), rounded
     kind = FORMATS[format]
-    with torch.autocast(weight.device.type, enabled=False):  # on CUDA it computes BF16 reciprocals in FP32
+    with torch.autocast(weight.device.type, enabled=False):  # CUDA's autocast would compute BF16 reciprocals in FP32
         quantized = quantize(weight, format)
-        numbers = quantized.dequantize()
+        dequantized = quantized.dequantize()
     if kind.per_row:
-        return EngineWeight(quantized.values.to(dtype), quantized.scale.flatten().float()), numbers
-    return EngineWeight(numbers.to(dtype if kind.activations is None else torch.float32)), numbers
+        return EngineWeight(quantized.values.to(dtype), quantized.scale.flatten().float()), dequantized
+    return EngineWeight(dequantized.to(dtype if kind.activations is None else torch.float32)), dequantized
 
 
 def quantized_linear(x: Tensor, weight: EngineWeight, inputs: str | None, bias: Tensor | None = None) -> Tensor:
     """
-    The product, (..., in) to (..., out), of the type of `x`.
+    Multiplies inputs (..., in) with a weight, and returns (..., out) in the type of `x`.
 
     Args:
-        x (`torch.Tensor`): Inputs; their scales are computed in their own type.
+        x (`torch.Tensor`): The inputs. Their scales are computed in their own type.
         weight ([`EngineWeight`]): The weight.
-        inputs (`str` or `None`): Format that the inputs are quantized to; `None`, or one for weights alone: none.
+        inputs (`str` or `None`): Format of the inputs. With `None` or a weight-only format they are not quantized.
         bias (`torch.Tensor`, *optional*): (out,).
     """
     dtype = weight.values.dtype
@@ -99,9 +100,9 @@ class QuantizedLinear(nn.Module):
     A linear layer of the embedded engine.
 
     Parameters:
-        linear (`nn.Linear`): The layer to stand in for, (out, in).
+        linear (`nn.Linear`): The layer that it replaces, (out, in).
         precision (`str`): Key of `PRECISIONS`.
-        dtype (`torch.dtype`): The type that products are computed in.
+        dtype (`torch.dtype`): The type of the products.
     """
 
     def __init__(self, linear: nn.Linear, precision: str, dtype: torch.dtype):
@@ -112,12 +113,12 @@ class QuantizedLinear(nn.Module):
         self.bias = None if linear.bias is None else nn.Parameter(torch.empty_like(linear.bias), requires_grad=False)
 
     def load(self, weight: Tensor) -> Tensor:
-        """Takes a new weight (out, in) and returns what it is after quantization, (out, in)."""
-        self.weight, numbers = engine_weight(weight, self.format, self.dtype)
-        return numbers
+        """Quantizes a new weight (out, in), and returns its dequantized values (out, in)."""
+        self.weight, dequantized = engine_weight(weight, self.format, self.dtype)
+        return dequantized
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in) to (..., out), of the type of `x`."""
+        """Maps (..., in) to (..., out), in the type of `x`."""
         return quantized_linear(x, self.weight, self.format, self.bias)
 
 
@@ -125,16 +126,16 @@ def vllm_linear(
     x: Tensor, weights: Sequence[Tensor], part: int, precision: str, bias: Tensor | None = None, wide: bool = False
 ) -> Tensor:
     """
-    One part of a layer as vLLM computes it: inputs and outputs in BF16, scales of inputs in FP32.
+    Computes one part of a fused layer as vLLM does: inputs and outputs in BF16, scales of inputs in FP32.
 
     Args:
         x (`torch.Tensor`): Inputs (..., in).
         weights (`Sequence[torch.Tensor]`): Weights (out, in) that are quantized together, in vLLM's order.
-        part (`int`): Which of them to multiply with.
+        part (`int`): Index of the weight to multiply with.
         precision (`str`): Key of `PRECISIONS`, one that vLLM runs.
-        bias (`torch.Tensor`, *optional*): Of that part, (out,).
+        bias (`torch.Tensor`, *optional*): The bias of that part, (out,).
         wide (`bool`, *optional*, defaults to `False`):
-            Whether vLLM quantizes the weights itself: it rounds them to BF16 first, and computes their scales in FP32.
+            Whether vLLM quantizes the weights itself. It then rounds them to BF16 first, and computes scales in FP32.
 
     Returns:
         `torch.Tensor`: (..., out) in BF16.

@@ -1,1 +1,1 @@
-"""What models are made of: their families, the names of their parameters, their norms and their linear layers."""
+"""The structure of models: families, names of parameters, norms and linear layers."""

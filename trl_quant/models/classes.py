@@ -1,11 +1,11 @@
-"""transformers' classes of norms and MLPs that our fused kernels may stand in for, by family.
+"""Lists transformers' classes of norms and MLPs that our fused kernels can replace, by family.
 
 Most decoders of transformers have Llama's norm and MLP under class names of their own:
 
     RMSNorm(x) = w * x / rms(x)
     MLP(x) = down_proj(act_fn(gate_proj(x)) * up_proj(x))
 
-A family that is not in the table trains with its own classes, whose numbers are the same and which are slower.
+A family that is not in the table trains with its own classes, which give the same results and are slower.
 """
 
 import sys
@@ -20,8 +20,8 @@ class Classes(NamedTuple):
 
     Attributes:
         module (`str`): Where transformers defines them, below `transformers.models`.
-        norm (`str` or `None`): Its RMSNorm; `None` if that is another function than Llama's.
-        mlp (`str` or `None`): Its MLP; `None` if that is another function than Llama's.
+        norm (`str` or `None`): Its RMSNorm; `None` if it computes another function than Llama's.
+        mlp (`str` or `None`): Its MLP; `None` if it computes another function than Llama's.
     """
 
     module: str
@@ -58,22 +58,23 @@ CLASSES = {
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Whether a module is an RMSNorm of a family in the table, and nobody gave it another forward pass."""
+    """Whether a module is an RMSNorm of a family in the table, with its original forward pass."""
     return _is_one_of(module, [(classes.module, classes.norm) for classes in CLASSES.values()])
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
-    """Whether a module is an MLP of a family in the table, and nobody gave it another forward pass."""
+    """Whether a module is an MLP of a family in the table, with its original forward pass."""
     return _is_one_of(module, [(classes.module, classes.mlp) for classes in CLASSES.values()])
 
 
 def _is_one_of(module: nn.Module, names: list[tuple[str, str | None]]) -> bool:
     if "forward" in vars(module):
         return False
-    for host, name in names:
-        loaded = sys.modules.get(f"transformers.models.{host}")  # loaded for any model of the family
-        kind = getattr(loaded, name, None) if name is not None else None
-        # FSDP makes a subclass of a module's class, with the same forward pass
-        if kind is not None and isinstance(module, kind) and type(module).forward is kind.forward:
+    for path, name in names:
+        loaded = sys.modules.get(f"transformers.models.{path}")  # `None` if no model of the family exists
+        family_class = getattr(loaded, name, None) if name is not None else None
+        if family_class is None or not isinstance(module, family_class):
+            continue
+        if type(module).forward is family_class.forward:  # FSDP's subclasses keep the forward pass
             return True
     return False

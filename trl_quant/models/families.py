@@ -1,4 +1,4 @@
-"""The table of model families: what is known of the decoder layers of each. A new family is one entry in `FAMILIES`.
+"""The table of model families, with the structure of each family's decoder layers. A new family is one new entry.
 
 All paths are paths inside a decoder layer. Two RMSNorms of each layer feed only linear layers: one feeds q, k and v,
 the other gate and up. A factor on such a norm's gain is a factor on the inputs of those layers, and nowhere else:
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 class Family(NamedTuple):
     """
-    What the models of one family have in common.
+    The structure that the models of one family share.
 
     Attributes:
         feeds (`dict[str, tuple[str, ...]]`): norm -> the linear layers that it feeds.

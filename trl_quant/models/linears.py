@@ -1,4 +1,4 @@
-"""The map from a model to its quantizable linear layers. Nothing outside of `models/` decides what is quantized.
+"""Maps a model to its quantizable linear layers. Nothing outside of `models/` decides which layers are quantized.
 
 Engines quantize the linear layers of the decoder. The head, the embeddings, a vision tower and the routers of a mixture
 of experts keep their type: a quantized router would send tokens to other experts.
@@ -102,14 +102,11 @@ def unquantized_linears(model: nn.Module, head: bool = True) -> list[str]:
     """
     quantized = linears(model)
     left_out = set() if head else set(_head_modules(model))
-    names = [
-        clean_name(place)
-        for place, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and place not in quantized
-        and module not in left_out
-        and not _is_adapters(place)
-    ]
+    names = []
+    for place, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or place in quantized or module in left_out or _is_adapters(place):
+            continue
+        names.append(clean_name(place))
     return list(dict.fromkeys(names))
 
 
@@ -151,7 +148,14 @@ def is_quantizable(name: str, tensor: Tensor, ignore: Iterable[str] = HEAD) -> b
     module, _, kind = name.rpartition(".")
     if kind != "weight" or tensor.ndim != 2 or not tensor.is_floating_point() or EMBEDDING.fullmatch(name):
         return False
-    return not any(re.match(i[3:], module) if i.startswith("re:") else i == module for i in ignore)
+    for ignored in ignore:
+        if ignored.startswith("re:"):
+            is_ignored = re.match(ignored.removeprefix("re:"), module) is not None
+        else:
+            is_ignored = ignored == module
+        if is_ignored:
+            return False
+    return True
 
 
 def is_mixtures(name: str) -> bool:
@@ -186,15 +190,15 @@ def fused_with(name: str) -> tuple[str, ...]:
 
 
 def fused_layer(name: str) -> str:
-    """The module of a tensor called `name`, or one name for all modules that an engine fuses with it."""
+    """Returns the name of the module that has the tensor `name`, or one joint name such as `mlp.gate_proj+up_proj`."""
     first, *others = fused_with(name.rpartition(".")[0])
     return "+".join([first, *(other.rpartition(".")[2] for other in others)])
 
 
 class FusedGroups:
     """
-    Holds back the weights of layers that an engine fuses until all of them have come. NVFP4 needs that, since fused
-    layers share a global scale.
+    Collects the weights of layers that an engine fuses until a group is complete. NVFP4 needs that, since fused layers
+    share a global scale.
 
     Parameters:
         siblings (`Callable`, *optional*): Name of a layer -> names of all that are fused with it, itself included.
@@ -212,6 +216,6 @@ class FusedGroups:
         return self.waiting.pop(group) if len(weights) == len(group) else {}
 
     def rest(self) -> Iterator[dict[str, Tensor]]:
-        """Takes out the groups that stayed incomplete."""
+        """Yields and removes the groups that are still incomplete."""
         while self.waiting:
             yield self.waiting.pop(next(iter(self.waiting)))

@@ -1,4 +1,4 @@
-"""The norms of a model that feed linear layers, found by name: what noise (AQN) and scaling (UAQ) act on."""
+"""Finds, by name, the norms of a model that feed linear layers. Noise (AQN) and scaling (UAQ) act on these."""
 
 from collections.abc import Iterable
 

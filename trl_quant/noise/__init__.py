@@ -1,4 +1,4 @@
-"""Adaptive quantization noise (AQN, QeRL): how much, when, and on which weights. Pure torch."""
+"""Adaptive quantization noise (AQN, QeRL): its size, its schedule and its weights. Pure torch."""
 
 from .gaussian import noised_norms, norm_noise
 from .schedules import SCHEDULES, sigma, stage

@@ -28,7 +28,7 @@ from ..models.norms import feeding_norms
 
 def noised_norms(model_type: str, names: Iterable[str]) -> list[str]:
     """
-    Names of the noised norm weights, two per decoder layer.
+    Returns the names of the noised norm weights, two per decoder layer.
 
     Args:
         model_type (`str`): `model_type` of the text model's config.
@@ -43,7 +43,7 @@ def noised_norms(model_type: str, names: Iterable[str]) -> list[str]:
 @torch.no_grad()
 def norm_noise(weight: Tensor, sigma: float, seed: int, step: int, name: str, draw: int = 0) -> Tensor:
     """
-    A norm's weight plus its noise, as a new tensor.
+    Returns a norm's weight plus its noise, as a new tensor.
 
     The noise depends only on `(seed, step, name, draw)`, so it is the same on every rank, on every device, and after a
     resume. Drawing it leaves the global random state unchanged.
@@ -73,7 +73,7 @@ def norm_noise(weight: Tensor, sigma: float, seed: int, step: int, name: str, dr
 
 
 def _generator(seed: int, step: int, name: str, draw: int) -> torch.Generator:
-    """Keyed by a cryptographic hash: Python's `hash` differs between processes."""
+    """Builds a generator keyed by a cryptographic hash, because Python's `hash` differs between processes."""
     place = f"{step}.{draw}" if draw else step
     digest = hashlib.sha256(f"{seed}/{place}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))

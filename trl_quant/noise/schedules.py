@@ -1,4 +1,4 @@
-r"""How large the noise is at each step (QeRL, section 3.3, eq. 8, algorithm 1 line 5-7, fig. 15).
+r"""The size of the noise at each step (QeRL, section 3.3, eq. 8, algorithm 1 line 5-7, fig. 15).
 
 Training is divided into K equal stages. Stage 0 has quantization noise only; from stage 1 to stage K-1, sigma decays
 from `sigma_start` to `sigma_end`.
@@ -47,7 +47,7 @@ SCHEDULES = {"exponential": exponential, "linear": linear, "cosine": cosine, "lo
 
 
 def stage(step: int, total_steps: int, stages: int) -> int:
-    """The stage of `step`, from 0 to `stages - 1`; steps from `total_steps` on stay in the last stage."""
+    """Returns the stage of `step`, from 0 to `stages - 1`. Steps from `total_steps` on stay in the last stage."""
     if total_steps < 1:
         raise ValueError(f"total_steps must be at least 1, got {total_steps}.")
     if step < 0:
@@ -57,7 +57,7 @@ def stage(step: int, total_steps: int, stages: int) -> int:
 
 def sigma(step: int, total_steps: int, schedule: str, stages: int, sigma_start: float, sigma_end: float) -> float:
     """
-    Standard deviation of the noise at a training step.
+    Returns the standard deviation of the noise at a training step.
 
     Args:
         step (`int`): Optimizer step, from 0.

@@ -1,1 +1,1 @@
-"""How the trained model computes: adapters, a frozen 4-bit base, training in FP8 or INT8, the engine's own kernels."""
+"""The trained model's arithmetic: adapters, a frozen 4-bit base, training in FP8 or INT8, the engine's own kernels."""

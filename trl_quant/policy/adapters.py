@@ -1,15 +1,16 @@
 """
-PEFT's LoRA on a frozen four-bit base, QeRL's policy, Q(W) + s B A:
+PEFT's LoRA layers around the layers of this package.
 
-    config = with_frozen_layers(LoraConfig(r=32, target_modules="all-linear"))
-    model = get_peft_model(model, config)
+- [`FrozenLoraLinear`] computes Q(W) + s B A on a frozen 4-bit base (QeRL):
 
-and the adapter merged before the weight is quantized, Q(W + s B A), for training in FP8 or INT8
-([`UnifiedLoraLinear`]).
+      config = with_frozen_layers(LoraConfig(r=32, target_modules="all-linear"))
+      model = get_peft_model(model, config)
 
-[`FrozenLoraLinear`] differs from PEFT's own layer in two things: while one plain adapter is active, one function
-computes base and adapter together, and nothing can be merged into the base. PEFT makes, saves, loads and switches
-adapters.
+  It differs from PEFT's own layer in two ways: one function computes base and adapter together while one plain adapter
+  is active, and nothing can be merged into the base.
+- [`UnifiedLoraLinear`] merges the adapter before the weight is quantized, Q(W + s B A), for training in FP8 or INT8.
+
+PEFT creates, saves, loads and switches the adapters.
 """
 
 import math
@@ -28,38 +29,41 @@ from ..formats import QuantizedTensor
 from ..layers import FrozenLinear, frozen_lora_linear
 
 
-# PEFT's other initializations start from the base's weight, and most of them change it
+# Initializations of PEFT that neither read nor change the base's weight
 INITIALIZATIONS = (True, False, "gaussian")
 
 
 class FrozenLoraLinear(Linear):
-    """PEFT's LoRA layer around a [`FrozenLinear`]; made by PEFT, with [`with_frozen_layers`]."""
+    """PEFT's LoRA layer around a [`FrozenLinear`]. PEFT creates it for a config from [`with_frozen_layers`]."""
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        """(..., in) to (..., out), of the type of `x` or autocast's."""
-        name = None if args or kwargs else self._joined()
+        """Maps `x` of shape (..., in) to (..., out), in the type of `x` or of autocast."""
+        name = None if args or kwargs else self._fusible_adapter()
         if name is None:
             return super().forward(x, *args, **kwargs)
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         return frozen_lora_linear(x, self.base_layer, a, b, self.scaling[name])
 
-    def _joined(self) -> str | None:
-        """The one active adapter, if it is B A and nothing else, so that it can be computed together with the base."""
+    def _fusible_adapter(self) -> str | None:
+        """
+        Returns the one active adapter, if one function can compute it together with the base: a plain product B A.
+        """
         names = [name for name in self.active_adapters if name in self.lora_A]
         if len(names) != 1 or self.disable_adapters or self.merged:
             return None
         (name,) = names
         dropout = self.lora_dropout[name]
-        if name in self.lora_variant or self.lora_bias[name] or (dropout.training and not _is(dropout, nn.Identity)):
+        has_dropout = dropout.training and not _is(dropout, nn.Identity)
+        if name in self.lora_variant or self.lora_bias[name] or has_dropout:
             return None
-        plain = _is(self.lora_A[name], nn.Linear) and _is(self.lora_B[name], nn.Linear)
-        return name if plain and _is(self.base_layer, FrozenLinear) else None
+        is_plain = _is(self.lora_A[name], nn.Linear) and _is(self.lora_B[name], nn.Linear)
+        return name if is_plain and _is(self.base_layer, FrozenLinear) else None
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Raises `ValueError`: a sum of Q(W) and an adapter is not on the grid of the base's format."""
+        """Raises `ValueError`: the base's format cannot hold the sum of Q(W) and an adapter."""
         precision = self.get_base_layer().precision
         raise ValueError(
-            f"merge: a base held in {precision!r} cannot take an adapter in, which its rounding would bury. Keep base "
+            f"merge: a base in {precision!r} cannot hold a merged adapter, because rounding would erase it. Keep base "
             "and adapter apart (`save_pretrained`), or write a merged checkpoint with `trl-quant export`."
         )
 
@@ -72,8 +76,8 @@ class FrozenLoraLinear(Linear):
 
 class UnifiedLoraLinear(Linear):
     """
-    PEFT's LoRA layer around a [`~layers.UnifiedLinear`]. It computes Q(W + s B A), as an engine does that merges the
-    adapter, or keeps the branch beside Q(W). It is saved as PEFT's own layer.
+    PEFT's LoRA layer around a [`~layers.UnifiedLinear`]. It computes Q(W + s B A), like an engine that merges the
+    adapter, or keeps the adapter beside Q(W). Checkpoints have it as PEFT's own layer.
 
     Attributes:
         merges (`bool`): Whether the adapter is merged into the weight before that is quantized.
@@ -81,27 +85,29 @@ class UnifiedLoraLinear(Linear):
 
     merges = True
 
-    @torch.compiler.disable  # as its base
+    @torch.compiler.disable  # like its base layer
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        """(..., in) to (..., out), of the type of `x` or autocast's."""
-        name = None if args or kwargs else self._adapter()
+        """Maps `x` of shape (..., in) to (..., out), in the type of `x` or of autocast."""
+        name = None if args or kwargs else self._merged_adapter()
         if name is None:
             return super().forward(x, *args, **kwargs)
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         return self.base_layer.adapted(x, partial(self._codes, name), a, b, self.scaling[name])
 
     def codes(self) -> QuantizedTensor:
-        """As [`~layers.UnifiedLinear.codes`], of the weight that the layer multiplies with. `ValueError` for several
-        adapters."""
-        name = self._adapter()
+        """
+        Returns the quantized weight that the layer multiplies with, as [`~layers.UnifiedLinear.codes`] does. Raises
+        `ValueError` if several adapters are active.
+        """
+        name = self._merged_adapter()
         return self.base_layer.codes() if name is None else self._codes(name)
 
     def _codes(self, name: str) -> QuantizedTensor:
-        of = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
-        return self.base_layer.codes(partial(delta_weight, self, name), *of)
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        return self.base_layer.codes(partial(delta_weight, self, name), a, b, self.scaling[name])
 
-    def _adapter(self) -> str | None:
-        """The adapter that is merged into the weight, if there is one."""
+    def _merged_adapter(self) -> str | None:
+        """Returns the adapter that is merged into the weight before it is quantized; `None` if there is none."""
         names = [name for name in self.active_adapters if name in self.lora_A]
         if not self.merges or self.disable_adapters or self.merged or not names:
             return None
@@ -110,18 +116,21 @@ class UnifiedLoraLinear(Linear):
         return names[0]
 
     def merge(self, *args, **kwargs) -> None:
-        """PEFT's, which writes the weight through `.data`, unseen by PyTorch's version counter."""
+        """Calls PEFT's method. It writes through `.data`, which PyTorch's version counter misses."""
         super().merge(*args, **kwargs)
         self.base_layer.forget()
 
     def unmerge(self) -> None:
-        """PEFT's, as [`~UnifiedLoraLinear.merge`]."""
+        """Calls PEFT's method; see [`~UnifiedLoraLinear.merge`]."""
         super().unmerge()
         self.base_layer.forget()
 
 
 def delta_weight(layer: BaseTunerLayer, adapter: str) -> Tensor:
-    """PEFT's `get_delta_weight`. It scales B instead of the product of B and A where that gives the same bits."""
+    """
+    Computes an adapter's change of the weight, s B A, of shape (out, in), as PEFT's `get_delta_weight` does. It scales
+    B instead of the product where that gives the same bits.
+    """
     if is_plain(layer) and layer.lora_B[adapter].weight.dtype == torch.float32:
         scaling = layer.scaling[adapter]
         if math.frexp(scaling)[0] == 0.5:  # a power of two
@@ -130,28 +139,25 @@ def delta_weight(layer: BaseTunerLayer, adapter: str) -> Tensor:
 
 
 def is_plain(layer: BaseTunerLayer) -> bool:
-    """Whether a layer's adapters are products of two layers, B and A: AdaLoRA's are parameters, with a diagonal."""
+    """Whether a layer's adapters are products of two layers, B and A, unlike AdaLoRA's."""
     return isinstance(layer, LoraLayer) and isinstance(layer.lora_B, nn.ModuleDict)
 
 
 def _is(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module computes what its class does: FSDP changes the class, DeepSpeed and others add hooks."""
+    """Whether a module is exactly of a class and has no hooks. FSDP changes the class; DeepSpeed adds hooks."""
     return type(module) is kind and not module._forward_pre_hooks and not module._forward_hooks
 
 
 def with_frozen_layers(peft_config: PeftConfig) -> PeftConfig:
     """
-    A LoRA configuration with which PEFT can adapt [`FrozenLinear`] layers too.
+    Returns a copy of a LoRA configuration with which PEFT can also adapt [`FrozenLinear`] layers.
 
     Args:
-        peft_config (`peft.LoraConfig`): The configuration, which is not changed. Loading needs one as well:
+        peft_config (`peft.LoraConfig`): The configuration. Loading needs such a copy as well:
             `PeftModel.from_pretrained(model, path, config=with_frozen_layers(LoraConfig.from_pretrained(path)))`.
 
-    Returns:
-        `peft.LoraConfig`: A copy that knows the layers.
-
     Raises:
-        ValueError: For another method than LoRA, or for a variant or initialization that needs the base's weight.
+        `ValueError`: The method is not LoRA, or its variant or initialization needs the base's weight.
     """
     if peft_config.peft_type != PeftType.LORA or not isinstance(peft_config, LoraConfig):
         raise ValueError(

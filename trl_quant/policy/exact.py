@@ -1,9 +1,9 @@
 """
 Makes the policy compute with its engine's kernels (`exact_rollouts`).
 
-| part of the policy | becomes | because the engine |
+| part of the policy | is replaced by | because the engine |
 |---|---|---|
-| embeddings | rounded to BF16, and with them the residual stream | adds and rounds in BF16 |
+| embeddings | embeddings rounded to BF16, and with them the residual stream | adds and rounds in BF16 |
 | norms | [`~layers.norm.FusedRMSNorm`] | uses the same kernel |
 | rotary embeddings, attention | [`~layers.exact.ExactAttention`], called by transformers | uses these kernels |
 | TRL's fused head | [`~trl_seams.exact_log_probs`] | takes a log-softmax of whole rows |
@@ -36,14 +36,17 @@ def attend(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """[`~layers.exact.ExactAttention`], as transformers calls it; `ValueError` for a step of cached generation."""
+    """
+    Computes [`~layers.exact.ExactAttention`], with the signature of transformers' attention functions. Raises
+    `ValueError` in a step of cached generation.
+    """
     if query.shape[2] != key.shape[2]:
-        raise ValueError("A policy with `exact_rollouts`=True computes whole sequences: have its engine generate.")
+        raise ValueError("A policy with `exact_rollouts`=True computes whole sequences only: generate with its engine.")
     return module.exact_attention(query, key, value, attention_mask, scaling, sliding_window), None
 
 
 AttentionInterface.register(ATTENTION, attend)
-AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # (B, S), or `None` without padding
+AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # shape (B, S), or `None` without padding
 
 
 def compute_exactly(model: nn.Module, kernels: Kernels) -> None:

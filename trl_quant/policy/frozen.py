@@ -1,11 +1,11 @@
 """
-The policy's base in 4 bits, frozen under a LoRA adapter (QeRL): how a policy comes to hold it.
+Loads the policy's base in 4 bits, frozen under a LoRA adapter (QeRL):
 
-    policy = Q(W) + B A                    the decoder's linear layers; Q(W) is loaded once and never changes
+    policy = Q(W) + B A                    in the decoder's linear layers; Q(W) is loaded once and never changes
 
-[`FrozenBaseConfig`] is a `quantization_config` of transformers. `from_pretrained` then packs a 16-bit checkpoint layer
-by layer while it reads it, or takes the packed tensors of one that `trl-quant prepare` wrote. What a vLLM engine
-quantizes from the same checkpoint has the same codes and scales. `nf4` is bitsandbytes' own (QLoRA).
+[`FrozenBaseConfig`] is a `quantization_config` of transformers. With it, `from_pretrained` packs a 16-bit checkpoint
+layer by layer while it reads it, or takes the packed tensors of a checkpoint that `trl-quant prepare` wrote. A vLLM
+engine that quantizes the same checkpoint has the same codes and scales. `nf4` is bitsandbytes' format (QLoRA).
 """
 
 import logging
@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..formats import FORMATS, global_scale
 from ..layers import FrozenLinear
 from ..models.linears import FusedGroups, LinearLayer, dense_linears, is_quantizable
-from ..precisions import PRECISIONS
+from ..precisions import PRECISIONS, bitsandbytes_bases
 from ..rollout.vllm.support import check_prepared
 from .adapters import with_frozen_layers
 
@@ -29,7 +29,6 @@ from .adapters import with_frozen_layers
 logger = logging.getLogger(__name__)
 
 METHOD = "trl_quant"
-BITSANDBYTES = "nf4"  # the baseline, which has kernels of its own
 
 
 @register_quantization_config(METHOD)
@@ -40,9 +39,9 @@ class FrozenBaseConfig(QuantizationConfigMixin):
     Parameters:
         precision (`str`): Key of `PRECISIONS`: `"nvfp4"` or `"mxfp4"`.
         checkpoint_dtype (`str`, *optional*, defaults to `"bfloat16"`):
-            Type of the checkpoint's weights, in which scales are computed and to which numbers are rounded.
+            Type of the checkpoint's weights. Scales are computed from weights in this type.
         prepared (`list[str]`, *optional*):
-            For a checkpoint that holds packed weights: names of the linear layers that it leaves as they are.
+            For a checkpoint with packed weights: names of the linear layers that are not packed.
     """
 
     def __init__(self, precision: str, checkpoint_dtype: str = "bfloat16", prepared: list[str] | None = None, **kwargs):
@@ -52,7 +51,7 @@ class FrozenBaseConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class FrozenBaseQuantizer(HfQuantizer):
-    """Puts a [`~layers.FrozenLinear`] in the place of each linear layer of the decoder as its weight is read."""
+    """Replaces each linear layer of the decoder by a [`~layers.FrozenLinear`] when its weight is read."""
 
     def __init__(self, quantization_config: FrozenBaseConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
@@ -72,7 +71,7 @@ class FrozenBaseQuantizer(HfQuantizer):
         return True
 
     def update_device_map(self, device_map):
-        """A policy that is trained lies on one device."""
+        """Puts the whole model on one device, as training needs it."""
         if device_map is None or isinstance(device_map, str):
             return {"": torch.cuda.current_device()} if torch.cuda.is_available() else None
         return device_map
@@ -114,7 +113,7 @@ class FrozenBaseQuantizer(HfQuantizer):
 
 
 class _Pack(ConversionOps):
-    """Takes the weight of one layer out of the stream of a checkpoint; nothing is left to be set afterwards."""
+    """Passes the weight of one layer from a checkpoint to the packer. Returns nothing for transformers to assign."""
 
     def __init__(self, packer: "Packer"):
         self.packer = packer
@@ -129,13 +128,13 @@ class _Pack(ConversionOps):
 
 class Packer:
     """
-    Packs a model's linear layers one after the other. Layers that an engine fuses wait for each other where they share
-    a scale (NVFP4), as in [`~storage.layout.checkpoint_stream`].
+    Packs a model's linear layers one after the other. In a format whose fused layers share a scale (NVFP4), a layer
+    waits until all layers of its group have come, as in [`~storage.layout.checkpoint_stream`].
 
     Parameters:
         layers (`dict[str, LinearLayer]`): The layers to pack, by their places in the model.
         precision (`str`): Key of `PRECISIONS`.
-        dtype (`torch.dtype`): Type of the weights, in which scales are computed and to which numbers are rounded.
+        dtype (`torch.dtype`): Type to which weights are rounded before they are quantized.
     """
 
     def __init__(self, layers: dict[str, LinearLayer], precision: str, dtype: torch.dtype):
@@ -144,15 +143,14 @@ class Packer:
         self.groups = FusedGroups(lambda place: layers[place].fused)
 
     def take(self, model: nn.Module, place: str, weight: Tensor) -> None:
-        """Packs `weight` (out, in) of the layer at `place`, at once or with those that it shares a scale with."""
-        weights = {place: weight.to(self.dtype)}
-        if self.shares_scale:
-            weights = self.groups.add(place, weights[place])
-        if weights:
-            self._pack(model, weights)
+        """Packs `weight`, (out, in), of the layer at `place`, at once or with the last layer that shares its scale."""
+        weight = weight.to(self.dtype)
+        group = self.groups.add(place, weight) if self.shares_scale else {place: weight}
+        if group:
+            self._pack(model, group)
 
     def finish(self, model: nn.Module) -> None:
-        """Packs what still waits."""
+        """Packs the layers that still wait for others of their group."""
         for group in self.groups.rest():
             self._pack(model, group)
 
@@ -171,12 +169,13 @@ class Packer:
 @torch.no_grad()
 def freeze(model: nn.Module, precision: str, dtype: torch.dtype = torch.bfloat16) -> None:
     """
-    Packs the base of a model that is loaded already, in place and one layer after the other.
+    Packs the base of a loaded model, in place and one layer after the other.
 
     Args:
         model (`nn.Module`): A model of transformers, with or without an adapter of PEFT.
         precision (`str`): Key of `PRECISIONS`.
-        dtype (`torch.dtype`, *optional*): Type that weights are rounded to first: the checkpoint's.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`):
+            Type of the checkpoint's weights, to which weights are rounded first.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     packer = Packer(dense_linears(base), precision, dtype)
@@ -189,7 +188,10 @@ def freeze(model: nn.Module, precision: str, dtype: torch.dtype = torch.bfloat16
 
 
 def keep_from_ddp(model: nn.Module) -> None:
-    """Has DDP not send the packed weights at its start: every rank loaded the same, and gloo cannot send E4M3."""
+    """
+    Excludes the packed weights from DDP's broadcast at its start. Every rank has loaded the same ones, and gloo cannot
+    send E4M3.
+    """
     layers = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
     kinds = {name for layer in layers for name, _ in model.get_submodule(layer).named_parameters() if "weight" in name}
     places = [f"base_model.model.{layer.removesuffix('.base_layer')}" for layer in layers]  # below PEFT's wrapper
@@ -200,27 +202,28 @@ def keep_from_ddp(model: nn.Module) -> None:
 
 def on_frozen_base(args, model, quantization_config, peft_config, **others) -> dict:
     """
-    What a trainer's arguments become with a `train_precision`.
+    Returns a trainer's arguments for a policy on a frozen base.
 
     Args:
         args ([`QuantGRPOConfig`]): The run's configuration.
         model (`str` or [`~transformers.PreTrainedModel`]): The policy; one that is loaded already is packed in place.
         quantization_config: The trainer's.
         peft_config ([`~peft.LoraConfig`] or `None`): The trainer's.
-        others: Not used.
+        others: Ignored.
 
     Returns:
-        `dict`: `quantization_config`, `peft_config`, and the `model_init_kwargs` of `args`, in place of those given.
+        `dict`: New values of `quantization_config`, `peft_config`, and the `model_init_kwargs` of `args`.
 
     Raises:
-        `ValueError`: for a policy that is quantized otherwise.
+        `ValueError`: The policy is quantized in another way.
     """
     precision, init = args.train_precision, dict(args.model_init_kwargs or {})
     if quantization_config is not None or "quantization_config" in init:
         raise ValueError(
-            f"`train_precision`={precision!r} and a `quantization_config` both say what the base is held in. Unset one."
+            f"`train_precision`={precision!r} and a `quantization_config` both set the base's format. Unset one of the "
+            "two."
         )
-    if precision == BITSANDBYTES:
+    if precision in bitsandbytes_bases():
         if not isinstance(model, str) and not getattr(model, "is_loaded_in_4bit", False):
             raise ValueError(
                 f"`train_precision`={precision!r} is bitsandbytes', which quantizes while it loads: pass the model's "
@@ -258,7 +261,7 @@ def _freeze_loaded(model: PreTrainedModel, precision: str) -> None:
         )
     if not packed and getattr(model, "is_quantized", False):
         raise ValueError(
-            f"`train_precision`={precision!r}, but the policy is quantized otherwise. Pass the name of its 16-bit "
+            f"`train_precision`={precision!r}, but the policy is quantized in another way. Pass the name of its 16-bit "
             "checkpoint."
         )
     if not packed:

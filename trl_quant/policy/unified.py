@@ -1,5 +1,5 @@
 """
-Training in FP8 or INT8: makes the policy compute as the engine that samples from it (Jet-RL, arXiv:2601.14243).
+Trains in FP8 or INT8: makes the policy compute like the engine that samples from it (Jet-RL, arXiv:2601.14243).
 
     policy = Q(W), or Q(W + s B A)         the decoder's linear layers, in trainer and engine alike
 
@@ -46,7 +46,7 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
         rounds_to (`torch.dtype`, *optional*): As in [`~layers.UnifiedLinear`].
 
     Raises:
-        `ValueError`: for layers in another quantized format, and adapters that cannot be merged at each step.
+        `ValueError`: A layer has another quantized format, or an adapter cannot be merged at each step.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     layers = dense_linears(base)
@@ -83,7 +83,7 @@ def restore(model: nn.Module) -> None:
 
 
 def flow(model: nn.Module) -> set[tuple]:
-    """How [`unify`] makes a model compute, for comparison; empty for a model that it did not touch."""
+    """Returns the choices of [`unify`] for a model, for comparison; empty for a model that it did not change."""
     layers = {("layer", layer.precision, layer.rounds_to) for layer in unified_layers(model)}
     return layers | {("adapter", m.merges) for m in model.modules() if isinstance(m, UnifiedLoraLinear)}
 
@@ -92,8 +92,8 @@ def check_flow(trainer, before: set[tuple]) -> None:
     """Raises `ValueError` if another trainer changed how the policy computes: `before` is what [`flow`] returned."""
     if flow(trainer.model) != before:
         raise ValueError(
-            f"`train_precision`={trainer.args.train_precision!r}, but another trainer that was built on this model "
-            "since has it compute otherwise. Build this trainer again, or load a model for each of the two."
+            f"`train_precision`={trainer.args.train_precision!r}, but a trainer that was built later on the same model "
+            "changed how it computes. Build this trainer again, or load a model for each of the two."
         )
 
 
@@ -123,7 +123,7 @@ class Gated(partial):
 @torch.compiler.disable  # like its layers
 def _gated(mlp: nn.Module, x: Tensor) -> Tensor:
     down = _base(mlp.down_proj)
-    if not isinstance(down, UnifiedLinear):  # somebody replaced it since
+    if not isinstance(down, UnifiedLinear):  # the layer was replaced after `unify`
         return type(mlp).forward(mlp, x)
     return mlp.down_proj(silu_mul(mlp.gate_proj(x), mlp.up_proj(x), down.precision, down.trains()))
 
@@ -133,26 +133,28 @@ def _base(layer: nn.Module) -> nn.Module:
 
 
 def _adapt_base(name: str, layer: nn.Module, merged: bool) -> None:
-    """Makes PEFT's layer around a [`~layers.UnifiedLinear`] a [`UnifiedLoraLinear`], if it is plain LoRA."""
-    plain = type(layer) is Linear and not layer.lora_variant and not any(layer.lora_bias.values())
-    if merged and (not plain or any(type(dropout) is not nn.Identity for dropout in layer.lora_dropout.values())):
+    """Turns PEFT's LoRA layer around a [`~layers.UnifiedLinear`] into a [`UnifiedLoraLinear`]."""
+    is_plain = type(layer) is Linear and not layer.lora_variant and not any(layer.lora_bias.values())
+    if is_plain:
+        is_plain = all(type(dropout) is nn.Identity for dropout in layer.lora_dropout.values())
+    if merged and not is_plain:
         raise ValueError(
             f"`train_precision`: the adapter of `{name}` is more than a product of B and A (dropout, a bias, DoRA or "
             "another method), and cannot be quantized with the weight at each step. Use plain LoRA with "
             "`lora_dropout=0`, or with vLLM in colocate mode `lora_sync='adapter'`."
         )
     if type(layer) is Linear:
-        layer.__class__ = UnifiedLoraLinear  # nothing else of PEFT's layer changes
+        layer.__class__ = UnifiedLoraLinear
         layer.merges = merged
 
 
 def unified_layers(model: nn.Module) -> list[UnifiedLinear]:
-    """The layers of a model that compute as an engine does."""
+    """Returns the layers of a model that compute like an engine's."""
     return [module for module in model.modules() if isinstance(module, UnifiedLinear)]
 
 
 def checkpoint_dtype(name: str, trust_remote_code: bool = False) -> torch.dtype:
-    """Type of a checkpoint's weights, which an engine starts on and quantizes, whatever type a trainer loads."""
+    """Returns the type of a checkpoint's weights, which an engine quantizes even if the trainer loads another type."""
     return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).dtype or torch.bfloat16
 
 
@@ -170,7 +172,7 @@ class WeightsMoved(TrainerCallback):
 
 
 def hand_out(model: nn.Module, device: torch.device) -> None:
-    """Sends a model's weights from the first rank to all. FSDP's `cpu_ram_efficient_loading` reads them there alone."""
+    """Sends a model's weights from the first rank to all. With FSDP's `cpu_ram_efficient_loading` only it has them."""
     for param in model.parameters():
         param.data = broadcast(param.data.to(device)).to(param.device)
 
@@ -179,7 +181,7 @@ def train_as_sampled(trainer) -> None:
     """Switches the loaded policy and reference of a trainer to its `train_precision`."""
     args, reference = trainer.args, getattr(trainer, "ref_model", None)
     if reference is not None and args.fsdp_version == 2:
-        hand_out(reference, trainer.accelerator.device)  # accelerate does that for the policy, TRL not for this one
+        hand_out(reference, trainer.accelerator.device)  # accelerate does so for the policy only
     if args.train_precision not in unified_flows():
         return
     merged, rounds_to = args.lora_sync == "merge", None
@@ -189,8 +191,8 @@ def train_as_sampled(trainer) -> None:
     device = trainer.accelerator.device
     if device.type == "cuda" and not multiplies(PRECISIONS[args.train_precision].format, device):
         logger.warning(
-            "This device does not multiply in `train_precision`=%r: the policy's layers multiply rounded numbers in "
-            "BF16, slower than without it, and not what vLLM computes.",
+            "This device does not multiply in `train_precision`=%r, so the policy's layers multiply the rounded values "
+            "in BF16. That is slower than without it, and not what vLLM computes.",
             args.train_precision,
         )
     unify(trainer.model, args.train_precision, merged, rounds_to)

@@ -1,1 +1,1 @@
-"""What the logs of training runs say: runs, findings, panels, pages."""
+"""Reports on training runs from their logs, plans of runs, evaluations, and comparisons of trainer and engine."""

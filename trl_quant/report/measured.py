@@ -1,6 +1,6 @@
-"""What a step costs against TRL's in BF16, where it was measured: on one H200, with vLLM in the training process.
+"""Measured times of a step against TRL's in BF16, on one H200 with vLLM in the training process.
 
-`tests/test_plan.py` compares each line with the raw files in `benchmarks/results`.
+`tests/test_plan.py` compares each entry with the raw files in `benchmarks/results`.
 """
 
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from .memory import Shape
 
 
 SIZES = {"7b": 7.6e9, "32b": 32.8e9}  # parameters of the models that were measured
-NEAR = 0.15  # how far a model's may be from that
+NEAR = 0.15  # largest relative difference at which a model counts as of the same size
 
 
 @dataclass(frozen=True)
 class Step:
     """
-    Seconds of a step.
+    A measured step.
 
     Attributes:
         size (`str`): Key of [`SIZES`].
-        adapted (`bool`): Whether LoRA was trained, or all weights.
+        adapted (`bool`): Whether LoRA was trained, not all weights.
         train (`str` or `None`): `train_precision`.
         rollout (`str`): `rollout_precision`.
         exact (`bool`): `exact_rollouts`.
         completions, new (`int`): Completions of a step, and new tokens of each.
         trl (`float`): Seconds of TRL's step in BF16.
-        scoring (`float`): Of these, seconds of a pass that TRL's correction needs and ours mostly does without.
+        scoring (`float`): Seconds of these for scoring, which TRL's correction needs and most of ours do not.
         ours (`float`): Seconds of our step.
     """
 
@@ -64,7 +64,7 @@ STEPS = (
 
 
 def cost(args: QuantGRPOConfig, shape: Shape) -> str:
-    """What is known of a run's cost against TRL's in BF16, from the measured step that is nearest to its own."""
+    """Describes a run's cost against TRL's in BF16, by the measured step that is most like its own."""
     engine = engine_name(args)
     if args.rollout_precision is None:
         return "as TRL's, which this run is"
@@ -83,8 +83,8 @@ def cost(args: QuantGRPOConfig, shape: Shape) -> str:
 
 def _is_like(step: Step, args, shape: Shape) -> bool:
     near = abs(shape.parameters / SIZES[step.size] - 1) <= NEAR
-    mine = shape.adapter > 0, args.train_precision, args.rollout_precision, args.exact_rollouts
-    return near and mine == (step.adapted, step.train, step.rollout, step.exact)
+    planned = shape.adapter > 0, args.train_precision, args.rollout_precision, args.exact_rollouts
+    return near and planned == (step.adapted, step.train, step.rollout, step.exact)
 
 
 def _distance(step: Step, args) -> tuple[int, int]:

@@ -1,26 +1,25 @@
-"""
-An estimate of a GPU's memory in a run, by part, from the model's config alone.
+"""Estimates a GPU's memory in a run, by part, from the model's config alone.
 
     peak = held + max(training, sampling)
 
 | part | is |
 |---|---|
-| policy | its weights, in the type that it is loaded in, or in a frozen base's bits |
-| codes | with `train_precision` on trained weights: their codes, which lie beside them |
+| policy | its weights, in the type in which it is loaded or in a frozen base's format |
+| codes | the quantized copy of trained weights, with a `train_precision` in FP8 or INT8 |
 | adapter | LoRA's weights |
-| optimizer | its states |
+| optimizer | the optimizer's states |
 | reference | the reference model of a run with `beta`, unless an adapter is switched off for it |
-| engine | what samples, beside the policy; with vLLM its weights, its cache and its work space |
-| gradients | while training: of what is trained |
+| engine | the sampler's weights; with vLLM its cache and its work space as well |
+| gradients | while training: of the trained weights |
 | checkpoints | while training: each layer's input, kept by gradient checkpointing |
 | work | while training: one layer, or the head, with its backward pass |
 | cache | while sampling without vLLM: keys and values of a generation |
-| beside | CUDA, and libraries, which no allocator counts |
+| beside | CUDA and libraries, which no allocator counts |
 
-The model is built on the meta device, where weights take no memory, and its parameters are counted. What a layer needs
-for its backward pass is the one part that cannot be counted from outside. It is proportional to the tokens of a
-micro-batch: so many bytes for each unit of the MLP's width, and for each of the hidden width ([`WORK`]). These few
-numbers are the slopes that `benchmarks/update.py` measured from 3B to 32B; all else is computed.
+The model is built on the meta device, where weights take no memory, and its parameters are counted. Only the memory of
+a layer's backward pass cannot be counted from outside. It is proportional to the tokens of a micro-batch, with so many
+bytes for each unit of the MLP's width and of the hidden width ([`WORK`]). These few factors are the slopes that
+`benchmarks/update.py` measured from 3B to 32B. Everything else is computed.
 """
 
 from dataclasses import dataclass
@@ -41,16 +40,16 @@ from ..precisions import PRECISIONS
 BF16_BYTES = 2
 FP32_BYTES = 4
 BESIDE = 900_000_000  # bytes of CUDA and libraries, 0.83 to 0.91 GB in `benchmarks/memory.py`
-# Tile of the logits that TRL's fused head computes at a time: tokens, entries of the vocabulary
+# Tile of the logits that TRL's fused head computes at a time: tokens, vocabulary entries
 HEAD_TILE = (4096, 32768)
-# Numbers that a layer decodes at a time for a product, in bytes
+# Bytes of the weights that a frozen layer dequantizes at a time for a product
 DECODED = 128 << 20
-# Bytes of optimizer state for a parameter of so many bytes, by the beginning of `optim`
+# Prefix of `optim` -> function from the bytes of a parameter to the bytes of its optimizer state
 OPTIMIZERS = {
     "adamw_torch_8bit": lambda size: 2,
     "adamw_8bit": lambda size: 2,
     "adamw_bnb_8bit": lambda size: 2,
-    "paged_adamw_8bit": lambda size: 0,  # in the host's memory where the GPU's is short
+    "paged_adamw_8bit": lambda size: 0,  # it moves to the host's memory where the GPU's is short
     "paged_adamw": lambda size: 0,
     "adamw": lambda size: 2 * size,
     "sgd": lambda size: 0,
@@ -61,7 +60,7 @@ OPTIMIZERS = {
 @dataclass(frozen=True)
 class Work:
     """
-    What a layer's backward pass holds of each token.
+    Memory of a layer's backward pass for each token.
 
     Attributes:
         wide (`int`): Bytes for each unit of the MLP's width.
@@ -72,8 +71,8 @@ class Work:
     hidden: int
 
 
-# gate, up, silu(gate), their product and its gradient are 10 bytes a unit of the MLP's width in BF16. PEFT's branch has
-# gradients of its own; a fused adapter has not.
+# In BF16, gate, up, silu(gate), their product and its gradient take 10 bytes for each unit of the MLP's width. PEFT's
+# branch needs gradients of its own, which a fused adapter does not.
 WORK = {
     "weights": Work(12, 35),
     "adapter": Work(14, 35),
@@ -86,7 +85,7 @@ WORK = {
 @dataclass(frozen=True)
 class Shape:
     """
-    What a model is made of.
+    Sizes of a model.
 
     Attributes:
         linear (`int`): Parameters of the decoder's linear layers, which are quantized.
@@ -97,7 +96,7 @@ class Shape:
         hidden (`int`): Width of the residual stream.
         wide (`int`): Width of the MLP.
         layers (`int`): Decoder layers.
-        token (`int`): Numbers that the cache holds of a token.
+        token (`int`): Values that the KV cache holds for a token.
     """
 
     linear: int
@@ -112,12 +111,12 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Those of the model without its adapter."""
+        """The number of parameters without the adapter's."""
         return self.linear + self.other
 
     @classmethod
     def of(cls, config: PreTrainedConfig, peft_config: PeftConfig | None = None) -> "Shape":
-        """The shape of a model, by its config; nothing is loaded."""
+        """Counts the sizes of a model from its config. Nothing is loaded."""
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         with torch.device("meta"):
             model = kind(config) if kind is not None else AutoModelForCausalLM.from_config(config)
@@ -155,8 +154,8 @@ def _tables(model: nn.Module) -> list[nn.Parameter]:
 @dataclass(frozen=True)
 class Memory:
     """
-    Bytes by part. `held` lasts all the time (an engine that sleeps, while it samples), `training` and `sampling` take
-    turns.
+    Bytes by part. `held` stays allocated, `training` and `sampling` take turns. An engine with sleep mode counts in
+    `sampling`.
     """
 
     held: dict[str, int]
@@ -165,25 +164,25 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The most that torch's allocator holds at a time."""
+        """The peak of torch's allocator."""
         return sum(self.held.values()) + max(sum(self.training.values()), sum(self.sampling.values()))
 
     @property
     def card(self) -> int:
-        """What a card must have for that."""
+        """The memory that a card must have."""
         return self.peak + BESIDE
 
 
 def estimate(args: QuantGRPOConfig, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> Memory:
     """
-    The memory of one GPU that holds the whole policy; with FSDP or DeepSpeed a part of it is spread.
+    Estimates the memory of one GPU that holds the whole policy, unlike with FSDP or DeepSpeed.
 
     Args:
         args ([`QuantGRPOConfig`]): The run's settings.
-        shape ([`Shape`]): The model's.
-        dtype (`torch.dtype`): Type that the policy is loaded in.
-        prompt (`int`): Tokens of a prompt, the longest.
-        card (`int`): Bytes of the GPU, of which vLLM takes its share.
+        shape ([`Shape`]): The model's sizes.
+        dtype (`torch.dtype`): Type in which the policy is loaded.
+        prompt (`int`): Tokens of the longest prompt.
+        card (`int`): Bytes of the GPU. vLLM takes a share of them.
 
     Returns:
         [`Memory`]: The estimate.
@@ -208,7 +207,7 @@ def _held(args, shape: Shape, dtype: torch.dtype) -> dict[str, int]:
     if args.train_precision is not None and not args.holds_frozen_base:
         held["codes"] = _in_bits(shape.linear, args.train_precision)
     if adapted:
-        held["adapter"] = FP32_BYTES * shape.adapter  # PEFT's, whatever the policy's type
+        held["adapter"] = FP32_BYTES * shape.adapter  # PEFT holds it in FP32, whatever the policy's type
     held["optimizer"] = trained * _state(args.optim.value, FP32_BYTES if adapted else size)
     if args.beta != 0 and not adapted:
         held["reference"] = policy
@@ -221,13 +220,13 @@ def _in_bits(parameters: int, precision: str) -> int:
 
 
 def _state(optimizer: str, size: int) -> int:
-    """Bytes for each parameter; an optimizer that is not known counts as AdamW."""
+    """Returns the bytes of optimizer state for a parameter. An unknown optimizer counts as AdamW."""
     kinds = [kind for kind in OPTIMIZERS if optimizer.startswith(kind)]
     return OPTIMIZERS[max(kinds, key=len, default="adamw")](size)
 
 
 def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> tuple[int, int]:
-    """Bytes of the engine beside the policy, and of the cache that it has while it samples alone."""
+    """Returns the engine's bytes beside the policy, and those of a cache that it holds only while it samples."""
     name = engine_name(args)
     if name == "server":
         return 0, 0
@@ -245,7 +244,7 @@ def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> t
 
 
 def _vllm(args, shape: Shape, card: int) -> int:
-    """Its share of the card, at least its weights; with a cache of a given size, that and its weights."""
+    """Returns vLLM's bytes: its share of the card, at least its weights; or its weights and a cache of a given size."""
     shares = args.holds_frozen_base and args.samples_as_trained and args.lora_sync == "adapter"
     if shares:
         weights = BF16_BYTES * (shape.other - shape.embeddings)
@@ -263,25 +262,25 @@ def _training(args, shape: Shape, dtype: torch.dtype, prompt: int) -> dict[str, 
     adapted, mixed = shape.adapter > 0, args.bf16 or args.fp16
     tokens = args.per_device_train_batch_size * (prompt + args.max_completion_length)
     gradients = FP32_BYTES * shape.adapter if adapted else dtype.itemsize * shape.parameters
-    stream = dtype.itemsize * shape.hidden * tokens  # of the residual stream, at one place
+    stream = dtype.itemsize * shape.hidden * tokens  # one copy of the residual stream
     kind = WORK[_kind(args, adapted)]
     layer = tokens * (kind.wide * shape.wide + kind.hidden * shape.hidden)
     rows, columns = HEAD_TILE
     head = BF16_BYTES * min(tokens, rows) * columns + (FP32_BYTES + BF16_BYTES) * shape.hidden * tokens
     if not adapted:
-        head += FP32_BYTES * shape.head  # its gradient is summed in FP32
+        head += FP32_BYTES * shape.head  # the head's gradient is summed in FP32
     if args.holds_frozen_base:
         layer += DECODED
     if not args.gradient_checkpointing:
         return {"gradients": gradients, "activations": layer * shape.layers + max(head - layer, 0)}
-    # Autocast keeps the 16-bit copies that it makes of trained weights to the end of a forward pass
+    # Autocast keeps its 16-bit copies of trained weights until the forward pass ends
     copies = BF16_BYTES * shape.linear if dtype == torch.float32 and mixed and not adapted else 0
     work = max(layer, head, copies + BF16_BYTES * min(tokens, rows) * columns)
     return {"gradients": gradients, "checkpoints": stream * shape.layers, "work": work}
 
 
 def _kind(args, adapted: bool) -> str:
-    """Key of [`WORK`]."""
+    """Returns the key of [`WORK`] for a run."""
     if args.holds_frozen_base:
         return "frozen"
     if args.train_precision is not None:

@@ -1,11 +1,11 @@
-"""Where the trainer's and the engine's activations part, and what that does to tokens.
+"""Reports where the engine's activations begin to differ from the trainer's, and how that changes log-probabilities.
 
     trl-quant report --mismatch runs/int8-acr --output mismatch.png
     trl-quant report --mismatch Qwen/Qwen2.5-0.5B-Instruct --rollout_precision fp8 --engine vllm --output mismatch.json
 
 The engine samples a few completions of a model, or of a run's newest whole checkpoint. The trainer scores their tokens.
 Then both compute each sequence in one pass, and their activations are compared operator by operator
-(`trl_quant.rollout.verify.activations`). What is not given is taken from the run's settings.
+(`trl_quant.rollout.verify.activations`). Options that are not given are taken from the run's settings.
 """
 
 import json
@@ -37,20 +37,20 @@ from .terminal import plain
 from .trained import EngineOptions, Trained, build_engine, resolve_engine
 
 
-PROMPT_LENGTH = 32  # of the prompts that are used without `--prompts`
-LOCATED = 0.9  # share of what operators add whose layers are named
+PROMPT_LENGTH = 32  # tokens of each prompt, if `--prompts` is not given
+LOCATED = 0.9  # the summary names the layers that add this share of the error
 
 
 @dataclass
 class MismatchOptions(EngineOptions):
     """
-    What is compared.
+    The options of `trl-quant report --mismatch`.
 
     Attributes:
         mismatch (`str`): Hub id, directory or run.
         prompts (`str` or `None`): File with a column 'prompt' or 'question'; `None` for a few texts.
-        num_completions (`int`): How many completions are sampled.
-        output (`str`): Where the chart goes, or all numbers if it ends in `.json`.
+        num_completions (`int`): Number of completions to sample.
+        output (`str`): File for the chart, or for all figures if it ends in `.json`.
     """
 
     mismatch: str
@@ -60,10 +60,10 @@ class MismatchOptions(EngineOptions):
 
 
 def report_mismatch(options: MismatchOptions) -> Iterator[Table | str]:
-    """Compares trainer and engine, gives the table and the lines to print, and writes the chart or the numbers."""
+    """Compares trainer and engine, yields the table and the lines to print, and writes the chart or the figures."""
     check_output(options.output, "json")
     trained = Trained.find(options.mismatch, trust=options.trust_remote_code)
-    kwargs = resolve_engine(options, trained) | {"enforce_eager": True}  # or there are no modules to look at
+    kwargs = resolve_engine(options, trained) | {"enforce_eager": True}  # CUDA graphs would hide the modules
     for name in ("num_completions", "max_completion_length"):
         if getattr(options, name) < 1:
             raise ValueError(f"`--{name}`={getattr(options, name)} is out of range. It must be >= 1.")
@@ -80,16 +80,16 @@ def report_mismatch(options: MismatchOptions) -> Iterator[Table | str]:
     result = {"arguments": {name: getattr(options, name) for name in fields}} | result
     yield table(result)
     yield from result["summary"]
-    numbers = Path(options.output).suffix == ".json"
-    if numbers:
+    as_json = Path(options.output).suffix == ".json"
+    if as_json:
         write_whole(options.output, json.dumps(result, indent=1))
     else:
         write_figure(options.output, chart(result))
-    yield f"{'numbers' if numbers else 'chart'}: {options.output}"
+    yield f"{'numbers' if as_json else 'chart'}: {options.output}"
 
 
 def _prompts(options: MismatchOptions, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of a prompt for each completion."""
+    """Returns the token ids of a prompt for each completion."""
     if options.prompts is None:
         found = check_sequences(tokenizer, PROMPT_LENGTH)
     else:
@@ -100,7 +100,7 @@ def _prompts(options: MismatchOptions, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def measure(engine: RolloutEngine, prompts: list[list[int]], temperature: float) -> dict:
-    """Compares an engine's completions of the prompts with its policy. The result can be written as JSON."""
+    """Samples completions of the prompts, compares engine and policy on them, and returns the figures for JSON."""
     comparison, scored = Comparison(engine), []
     _, completions, sampled, _ = engine.generate(prompts, None, 1)
     for prompt, completion, logps in zip(prompts, completions, sampled, strict=True):
@@ -116,13 +116,13 @@ def measure(engine: RolloutEngine, prompts: list[list[int]], temperature: float)
 
 
 def _log_probs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
-    """Log-probability of the token that follows each row of float32 logits."""
+    """Returns the log-probability of the token that follows each row of float32 logits."""
     tempered = logits / temperature
     return tempered.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - tempered.logsumexp(-1)
 
 
 def described(comparison: Comparison) -> dict:
-    """All numbers of a comparison: its points, their layers, and the operators that could not be compared."""
+    """Returns a comparison's figures by point and by layer, and the operators that could not be compared."""
     points, layers = list(comparison.points.values()), []
     for layer, group in groupby(points, key=lambda point: point.layer):
         name = ("head" if layers else "embedding") if layer is None else f"layers.{layer}"
@@ -136,7 +136,7 @@ def described(comparison: Comparison) -> dict:
 
 
 def token_metrics(rollout_logps: tuple[Tensor, ...], trainer_logps: tuple[Tensor, ...]) -> dict[str, float]:
-    """Diagnostics of several completions' tokens (`corrections.diagnostics`), and the share with the same bits."""
+    """Returns the mismatch metrics of the completions' tokens, and the share of tokens with the same bits."""
     rollout_logps, old = (pad_sequence(rows, batch_first=True) for rows in (rollout_logps, trainer_logps))
     mask = pad_sequence([torch.ones(len(row)) for row in trainer_logps], batch_first=True)
     inputs = CorrectionInputs(rollout_logps, old, torch.zeros(len(old)), mask)
@@ -146,7 +146,7 @@ def token_metrics(rollout_logps: tuple[Tensor, ...], trainer_logps: tuple[Tensor
 
 
 def row(group: list[Point], inherited: float) -> dict:
-    """A row of the table. Errors that operators add are summed in squares."""
+    """Returns a layer's row of the table. The errors that its operators add are summed in squares."""
     worst = max(group, key=lambda point: point.added.error)
     return {
         "inherited": inherited,
@@ -159,7 +159,7 @@ def row(group: list[Point], inherited: float) -> dict:
 
 
 def _kind(name: str) -> str:
-    """What an operator is called in its layer."""
+    """Returns the name of an operator within its layer."""
     if re.fullmatch(r"layers\.\d+|.*norm\.input", name):
         return "residual sum"
     *_, parent, leaf = "", *name.split(".")
@@ -167,7 +167,7 @@ def _kind(name: str) -> str:
 
 
 def about_tokens(result: dict) -> list[str]:
-    """The tokens' numbers in words."""
+    """Describes in words how the log-probabilities of the tokens differ."""
     lines = []
     for name, how in (("sampled", "as it sampled"), ("one_pass", "in one pass over each sequence")):
         found = result[name]
@@ -179,7 +179,7 @@ def about_tokens(result: dict) -> list[str]:
 
 
 def about_operators(result: dict) -> list[str]:
-    """The operators' numbers in words."""
+    """Describes in words where the activations differ."""
     points = result["points"]
     differing = [re.sub(r"\.input$", "'s input", point["name"]) for point in points if point["same"] < 1]
     if not differing:
@@ -188,7 +188,8 @@ def about_operators(result: dict) -> list[str]:
         lines = [f"The first operator differs already, {differing[0]}."]
     else:
         lines = [f"The first operator that differs is {differing[0]}; until then all bits are the same."]
-    if total := sum(point["added"] ** 2 for point in points):
+    total = sum(point["added"] ** 2 for point in points)
+    if total:
         lines.append(_located(result, total))
     if result["missing"]:
         names = ", ".join(dict.fromkeys(_kind(name) for name in result["missing"]))
@@ -197,7 +198,7 @@ def about_operators(result: dict) -> list[str]:
 
 
 def _located(result: dict, total: float) -> str:
-    """Names the layers in which most of the error enters; `total` is the sum of the squares of all that enters."""
+    """Names the layers that add most of the error. `total` is the sum of the squares of all added errors."""
     chosen, found = [], 0.0
     for layer in sorted(result["layers"], key=lambda layer: -layer["added"]):
         if found < LOCATED * total:
@@ -214,16 +215,16 @@ def _located(result: dict, total: float) -> str:
 
 
 def _ranges(names: list[str]) -> str:
-    """`layers 0-3, 7 and the head`"""
-    numbers = sorted(int(name.rpartition(".")[2]) for name in names if name.startswith("layers."))
-    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    """Lists layers briefly, such as `layers 0-3, 7 and the head`."""
+    indices = sorted(int(name.rpartition(".")[2]) for name in names if name.startswith("layers."))
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0])]
     spans = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    layers = [f"layer{'s' * (len(numbers) > 1)} {spans}"] if numbers else []
+    layers = [f"layer{'s' * (len(indices) > 1)} {spans}"] if indices else []
     return " and ".join(layers + [f"the {name}" for name in names if not name.startswith("layers.")])
 
 
 def table(result: dict) -> Table:
-    """A row for each layer: the error that it inherits, what its operators add, the worst of them, what leaves it."""
+    """Makes the table: for each layer its inherited, added and final error, and the operator that adds most."""
     found = Table("layer", "inherited", "added", "worst operator", "its part", "error", "same bits")
     found.box, found.padding, found.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
     for column in (1, 2, 4, 5, 6):
@@ -238,7 +239,7 @@ def table(result: dict) -> Table:
 
 
 def chart(result: dict) -> Figure:
-    """The error along the depth, and the mismatch by position in the completion."""
+    """Draws the error along the depth, and the mismatch by position in the completion."""
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     depth, position = figure.subplots(1, 2)
     layers = result["layers"]

@@ -1,4 +1,4 @@
-"""A report on runs: tables and findings to print, and files, the page as `.html` or its charts in any other format."""
+"""Reports on runs: returns tables and findings to print, and writes the page (`.html`) or its charts."""
 
 import io
 from collections.abc import Collection, Iterator, Sequence
@@ -16,7 +16,7 @@ from .table import speed_table, table
 
 
 def report(directories: Sequence[str], outputs: Sequence[str]) -> Iterator[Table | str]:
-    """Gives the tables and lines to print on the runs in and below some directories, and writes the `outputs`."""
+    """Returns the tables and lines to print for the runs in and below some directories, and writes the `outputs`."""
     for path in outputs:
         check_output(path, "html")
     paths, without = find_runs(directories)
@@ -43,7 +43,7 @@ def report(directories: Sequence[str], outputs: Sequence[str]) -> Iterator[Table
 
 
 def plot(runs: Sequence[Run], path: str | Path, titles: Collection[str] = ()) -> None:
-    """Writes the page, or [`~panels.chart`] (of the panels with `titles`), as what `path` ends in."""
+    """Writes the page, or [`~panels.chart`] (of the panels with `titles`), in the format of `path`'s suffix."""
     if Path(path).suffix == ".html":
         write_whole(path, page(runs))
     else:
@@ -51,14 +51,14 @@ def plot(runs: Sequence[Run], path: str | Path, titles: Collection[str] = ()) ->
 
 
 def write_figure(path: str | Path, figure: Figure) -> None:
-    """Writes a figure, in one step, as what `path` ends in."""
+    """Writes a figure in one step, in the format of `path`'s suffix."""
     file = io.BytesIO()
     figure.savefig(file, format=Path(path).suffix.removeprefix("."), dpi=120)
     write_whole(path, file.getvalue())
 
 
 def check_output(path: str, *others: str) -> None:
-    """Raises `ValueError` for a directory, and for a file whose ending is neither a chart's nor one of `others`."""
+    """Raises `ValueError` for a directory, or a file whose suffix is neither a chart's nor one of `others`."""
     if Path(path).is_dir():
         raise ValueError(f"`--output`={path!r} is a directory. Name a file.")
     suffix, known = Path(path).suffix.removeprefix("."), [*Figure().canvas.get_supported_filetypes(), *others]

@@ -1,4 +1,4 @@
-"""The report as one HTML file, light and dark, for phones and screen readers too. It loads nothing."""
+"""Writes the report as one HTML file, light and dark, also for phones and screen readers. It loads nothing."""
 
 import html
 import io
@@ -49,11 +49,11 @@ th:first-child, th:last-child, td:last-child { text-align: left; }
 BANDS = "Lines are moving averages, over the runs that came so far; a band is the range of a setting's runs."
 RAW = "Lines are moving averages; faint lines are the logged values."
 SPEED_CAPTION = "Means over all logged steps but the first. A ratio above 1 is a run that is faster than the first run."
-SIZE = (4.4, 2.8)  # inches of a panel; in the page it is as wide as its card
+SIZE = (4.4, 2.8)  # inches of a panel; the page scales it to the width of its card
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The whole file."""
+    """Returns the whole file."""
     groups = grouped(runs)
     topics = logged(groups)
     seeds = f" of {_count(len(groups), 'setting')}" if len(groups) < len(runs) else ""
@@ -70,7 +70,8 @@ def page(runs: Sequence[Run]) -> str:
         _table(f"Rewards and the last KL are means over {ENDS} logged steps.", HEADER, [row(run) for run in runs]),
         "</section>",
     ]
-    if differing := differences(groups):
+    differing = differences(groups)
+    if differing:
         values = [[name, *map(_setting, row)] for name, row in differing.items()]
         table = _table("Recorded settings that are not the same everywhere.", ["setting", *_names(groups)], values)
         parts += ["<section aria-labelledby=settings><h2 id=settings>What differs</h2>", table, "</section>"]
@@ -106,7 +107,7 @@ def _findings(i: int, group: Group) -> str:
 
 
 def _prose(text: str) -> str:
-    """Names in backticks as code."""
+    """Turns names in backticks into code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
@@ -116,7 +117,7 @@ def _table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -
         f"<tr><th scope=row>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
         for name, *cells in rows
     )
-    # Scrolls by itself on a narrow screen, with the keyboard too
+    # Scrolls on its own on a narrow screen, also with the keyboard
     return (
         f"<div class=wide tabindex=0 role=region aria-label='{escape(caption)}'><table>"
         f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
@@ -136,7 +137,7 @@ def _figure(panel: Panel, groups: Sequence[Group], name: str) -> str:
 
 
 def _described(panel: Panel, groups: Sequence[Group]) -> str:
-    """Describes the picture: where each line starts and ends."""
+    """Describes a picture in words: where each line starts and ends."""
     parts = []
     for label, metric in panel.metrics([run for group in groups for run in group.runs]).items():
         for group in groups:
@@ -148,20 +149,20 @@ def _described(panel: Panel, groups: Sequence[Group]) -> str:
 
 
 def themed_svg(figure: Figure, salt: str) -> str:
-    """A figure as inline SVG. Text stays text, colours are the page's variables, and no id occurs twice in a page."""
+    """Returns a figure as inline SVG. Text stays text, colours are the page's variables, and every id is unique."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r"<[^>]*>", lambda tag: _themed_tag(tag[0]), svg)  # text between tags stays as it is
+    svg = re.sub(r"<[^>]*>", lambda tag: _themed_tag(tag[0]), svg)  # text between tags stays unchanged
     return re.sub(r"\s+", " ", svg).strip()
 
 
 def _themed_tag(tag: str) -> str:
     tag = re.sub(r'<svg[^>]*(viewBox="[^"]*")[^>]*>', r"<svg \1>", tag)
     tag = re.sub(r'<g id="[^"]*"', "<g", tag)
-    # Paths of thousands of points, to a tenth of one
+    # Rounds paths of thousands of points to a tenth of a point
     tag = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(?<=\.\d)\d+", "", path[0]), tag)
     tag = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", tag)
     for variable, (light, _) in COLORS.items():
@@ -170,12 +171,12 @@ def _themed_tag(tag: str) -> str:
 
 
 def escape(text: str) -> str:
-    """`text` as HTML. All text that comes from a run passes here."""
+    """Escapes text as HTML. All text from a run passes through here."""
     return html.escape(printable(text))
 
 
 def _called(i: int, group: Group, place: str) -> str:
-    """A setting's name behind a sample of its line, at a place in the page."""
+    """Returns a setting's name after a sample of its line, for one place in the page."""
     figure = Figure(figsize=(0.44, 0.17))
     look = {"color": color_of(i), "marker": marker_of(i), "markevery": [1], "markersize": 5}
     figure.add_artist(Line2D([0.05, 0.5, 0.95], [0.5] * 3, **look))

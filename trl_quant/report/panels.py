@@ -1,7 +1,7 @@
-"""The panels of a report by topic. A panel is drawn only where one of its metrics was logged.
+"""Defines and draws the panels of a report, by topic. A panel is drawn only if one of its metrics was logged.
 
-Colours and markers distinguish settings, line styles distinguish the metrics of one panel. A line is the mean over
-seeds of moving averages, a band their range. A single run also shows its raw values, faintly.
+Colours and markers distinguish settings; line styles distinguish the metrics of a panel. A line is the mean of moving
+averages over seeds, and a band is their range. A single run also shows its raw values, faintly.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,7 +18,7 @@ from .runs import ENDS, KL, REWARD, TOKENS_PER_SECOND, Group, Run, grouped
 from .terminal import printable
 
 
-# CSS variable -> colour on white, on near black: told apart in any colour vision, contrast 3 and more (text: 4.5)
+# CSS variable -> colour on white, and on near black. Distinct in any colour vision, with a contrast of 3 (text: 4.5)
 COLORS = {
     "--ink": ("#1b1f24", "#e6e9ed"),
     "--muted": ("#59636e", "#a3adb8"),
@@ -33,24 +33,24 @@ COLORS = {
 INK, MUTED, GRID, *SERIES = (light for light, _ in COLORS.values())
 MARKERS = "os^DvP*X"
 STYLES = ("-", "--", ":", "-.")
-POINTS = 150  # of a line that is a moving average, at most
-DECADE = 10.0  # values further apart than this are drawn on a logarithmic scale, where the panel allows it
+POINTS = 150  # most points of a line that is a moving average
+DECADE = 10.0  # a larger ratio of values gets a logarithmic scale, if the panel allows it
 
 
 @dataclass(frozen=True)
 class Panel:
     """
-    One picture.
+    A picture of the report.
 
     Attributes:
-        title (`str`): What it shows.
-        note (`str`): What to look for.
-        unit (`str`): Of the values.
+        title (`str`): Its title.
+        note (`str`): Advice on what to look for.
+        unit (`str`): The unit of the values.
         lines (`dict[str, str]`): Label -> metric.
         log (`bool`): Whether a logarithmic scale makes sense. Values are then drawn without their signs.
         smooth (`bool`): Whether lines are moving averages.
         kind (`str`): `"steps"`, `"position"` (by position in the completion), or `"bars"` (means over the run).
-        prefix (`str`): Its lines are the metrics that begin with it, in place of `lines`.
+        prefix (`str`): Prefix of the metrics to draw, in place of `lines`.
         scale (`float`): Factor from logged values to `unit`, for bars.
     """
 
@@ -65,7 +65,7 @@ class Panel:
     scale: float = 1.0
 
     def metrics(self, runs: Sequence[Run]) -> dict[str, str]:
-        """Label -> metric, for the metrics that were logged."""
+        """Returns label -> metric, for the metrics that were logged."""
         lines = self.lines
         if self.prefix:
             names = list(dict.fromkeys(name for run in runs for name in run.names(self.prefix)))
@@ -218,7 +218,7 @@ TOPICS = {
 
 
 def logged(groups: Sequence[Group]) -> dict[str, list[Panel]]:
-    """Topic -> the panels that have something to show. Topics without any are left out."""
+    """Returns topic -> the panels with something to show. Topics without such a panel are left out."""
     runs = [run for group in groups for run in group.runs]
     found = {topic: [panel for panel in panels if panel.metrics(runs)] for topic, panels in TOPICS.items()}
     return {topic: panels for topic, panels in found.items() if panels}
@@ -228,7 +228,7 @@ def logged(groups: Sequence[Group]) -> dict[str, list[Panel]]:
 
 
 def draw(axis: Axes, panel: Panel, groups: Sequence[Group]) -> None:
-    """Draws one panel, with a legend where it has several line styles."""
+    """Draws a panel, with a legend if it has several line styles."""
     labels = {"steps": _draw_steps, "position": _draw_position, "bars": _draw_bars}[panel.kind](axis, panel, groups)
     if panel.kind != "bars":
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -255,7 +255,7 @@ def _draw_steps(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[str, 
             steps, mean, low, high = group.band(metric, panel.smooth, size=panel.log)
             if not steps:
                 continue
-            if panel.smooth:  # a moving average says little new from one step to the next; the last value stays
+            if panel.smooth:  # neighbouring moving averages hardly differ; the last value is kept
                 every = -(-len(steps) // POINTS)
                 steps, mean, low, high = (
                     values[(len(values) - 1) % every :: every] for values in (steps, mean, low, high)
@@ -299,7 +299,8 @@ def _draw_bars(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[str, s
     height = 0.8 / len(groups)
     for i, group in enumerate(groups):
         for y, metric in enumerate(metrics.values()):
-            means = [panel.scale * fmean(values) for run in group.runs if (values := run.values(metric))]
+            series = [run.values(metric) for run in group.runs]
+            means = [panel.scale * fmean(values) for values in series if values]
             if means:
                 mean = fmean(means)
                 spread = [[mean - min(means)], [max(means) - mean]] if len(means) > 1 else None
@@ -313,7 +314,7 @@ def _draw_bars(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[str, s
 
 
 def _scale(axis: Axes, log: bool) -> None:
-    """Sets a logarithmic scale where it makes sense and the lines span more than a decade."""
+    """Sets a logarithmic scale if the panel allows it and the lines span more than a decade."""
     values = [y for line in axis.lines for y in line.get_ydata()]
     values += [y for band in axis.collections for path in band.get_paths() for y in path.vertices[:, 1]]
     positive = [y for y in values if y > 0]
@@ -322,7 +323,7 @@ def _scale(axis: Axes, log: bool) -> None:
     if not log or not positive or max(positive) <= DECADE * min(positive):
         return
     axis.set_yscale("log")
-    axis.set_ylim(min(positive) / 1.5, max(positive) * 1.5)  # zeros have no place there
+    axis.set_ylim(min(positive) / 1.5, max(positive) * 1.5)  # which cannot show zeros
     axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if max(positive) > 1000 * min(positive) else (1.0, 2.0, 5.0)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.yaxis.set_minor_locator(NullLocator())
@@ -337,7 +338,7 @@ def marker_of(i: int) -> str:
 
 
 def chart(runs: Sequence[Run], titles: Collection[str] = ()) -> Figure:
-    """All panels, or those with one of `titles`, in one picture with one legend."""
+    """Draws all panels, or those with one of `titles`, in one picture with one legend."""
     groups = grouped(runs)
     panels = [panel for found in logged(groups).values() for panel in found if not titles or panel.title in titles]
     columns = min(4, max(1, len(panels)))

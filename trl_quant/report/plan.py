@@ -1,9 +1,9 @@
-"""What a run would do, told before anything is loaded: its checks, engine, steps, memory and cost.
+"""Plans a run before anything is loaded: makes its checks, and tells its engine, steps, memory and cost.
 
     trl-quant plan Qwen/Qwen2.5-7B-Instruct --rollout_precision fp8 --use_vllm true --use_peft true
     trl-quant train ... --dry_run true
 
-Of the model only its config and its tokenizer are read; it is built on the meta device, where weights take no memory.
+Only the model's config and tokenizer are read. The model is built on the meta device, where weights take no memory.
 """
 
 import math
@@ -22,20 +22,20 @@ from .memory import BESIDE, Memory, Shape, estimate
 
 
 GB = 10**9
-CARD = 80 * GB  # where there is no GPU to ask
-PROMPTS = 1000  # of which the longest is looked for
+CARD = 80 * GB  # memory of the GPU, if this machine has none
+PROMPTS = 1000  # the longest prompt is searched among so many
 
 
 @dataclass(frozen=True)
 class Plan:
     """
-    What a run would do.
+    The plan of a run.
 
     Attributes:
-        lines (`list[str]`): That, to be printed.
-        memory ([`~report.memory.Memory`] or `None`): The estimate; `None` where weights are sharded.
+        lines (`list[str]`): The plan in words, to be printed.
+        memory ([`~report.memory.Memory`] or `None`): The estimated memory; `None` if the weights are sharded.
         steps (`int`): Optimizer steps.
-        refused (`Exception` or `None`): Why this machine cannot start the run.
+        refused (`Exception` or `None`): The reason why this machine cannot start the run.
     """
 
     lines: list[str]
@@ -53,7 +53,7 @@ def make_plan(
     **others,
 ) -> Plan:
     """
-    The plan of a run.
+    Plans a run.
 
     Args:
         model (`str`): A model's name or directory.
@@ -61,13 +61,13 @@ def make_plan(
         peft_config ([`~peft.PeftConfig`] or `None`): The adapter.
         train_dataset (`datasets.Dataset`): The prompts.
         card (`int`, *optional*): Bytes of the GPU; by default this machine's, or 80 GB.
-        others: What else the trainer is given: `reward_funcs`, `eval_dataset`, `quantization_config`.
+        others: The trainer's other arguments: `reward_funcs`, `eval_dataset`, `quantization_config`.
 
     Returns:
-        [`Plan`]: What the run would do.
+        [`Plan`]: The plan.
 
     Raises:
-        `ValueError` or `ImportError`: as the trainer, for options that are wrong on any machine.
+        `ValueError` or `ImportError`: for options that the trainer would refuse on any machine.
     """
     refused = None
     try:
@@ -105,23 +105,23 @@ def make_plan(
         if card is None:
             card = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else CARD
         memory = estimate(args, shape, dtype, prompt, card)
-        lines += _told(memory, card)
+        lines += _memory_lines(memory, card)
     lines.append(f"Cost against BF16: {cost(args, shape)}")
     lines.append("This machine: " + ("no obstacle found" if refused is None else f"it cannot. {refused}"))
     return Plan(lines, memory, total, refused)
 
 
 def number_of_steps(args: QuantGRPOConfig, prompts: int) -> int:
-    """Optimizer steps of a run over so many prompts."""
+    """Returns the number of optimizer steps of a run over so many prompts."""
     if args.max_steps > 0:
         return args.max_steps
-    generations = prompts // (args.generation_batch_size // args.num_generations)  # what is left over is not sampled
+    generations = prompts // (args.generation_batch_size // args.num_generations)  # an incomplete batch is dropped
     micro_batches = generations * args.steps_per_generation * args.num_iterations
     return math.ceil(args.num_train_epochs * max(math.ceil(micro_batches / args.gradient_accumulation_steps), 1))
 
 
 def longest_prompt(dataset: Dataset, tokenizer) -> int:
-    """Tokens of the longest of the first prompts."""
+    """Returns the length in tokens of the longest of the first `PROMPTS` prompts."""
     prompts = dataset[: min(len(dataset), PROMPTS)]["prompt"]
     texts = [
         tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
@@ -133,13 +133,14 @@ def longest_prompt(dataset: Dataset, tokenizer) -> int:
 
 
 def _dtype(given, config) -> torch.dtype:
-    """Type that TRL loads a model in: FP32 unless `dtype` says otherwise, and its own for "auto"."""
+    """Returns the type in which TRL loads a model: the given `dtype`, or the checkpoint's own for "auto"."""
     if given in ("auto", None):
         given = config.dtype or torch.float32
     return getattr(torch, given) if isinstance(given, str) else given
 
 
-def _told(memory: Memory, card: int) -> list[str]:
+def _memory_lines(memory: Memory, card: int) -> list[str]:
+    """Describes the memory by part."""
     lines = [f"Memory of a GPU with {card / GB:.4g} GB, estimated, in GB:"]
     for heading, parts in (("held", memory.held), ("training", memory.training), ("sampling", memory.sampling)):
         sizes = [f"{name} {size / GB:.2f}" for name, size in parts.items() if size]

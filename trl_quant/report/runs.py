@@ -1,11 +1,11 @@
-"""The logs and settings that training runs leave behind, and which runs differ only in the seed.
+"""Reads the logs and settings that training runs leave behind, and groups runs that differ only in the seed.
 
 | file in a run's directory | written by | holds |
 |---|---|---|
 | `metrics.jsonl` | a callback, during the run | one log entry per line |
 | `trainer_state.json`, also in `checkpoint-*` | [`~transformers.Trainer`] | the log up to there |
 | `settings.json` | a script that started the run | its settings, one JSON object |
-| `rollout_state.json` in `checkpoint-*` | `QuantGRPOTrainer` | the same, where there is no `settings.json` |
+| `rollout_state.json` in `checkpoint-*` | `QuantGRPOTrainer` | the same; read if there is no `settings.json` |
 """
 
 import json
@@ -24,13 +24,13 @@ from statistics import fmean
 
 
 REWARD, KL = "reward", "mismatch/kl_k3"
-ENDS = 5  # logged steps that the first and last values are averaged over
-TOKENS_PER_SECOND = "tokens_per_second"  # computed from what TRL logs, see `Run.series`
-LARGEST = 1e100  # of a value: squares of larger ones cannot be summed, and axes cannot hold them
+ENDS = 5  # number of logged steps whose mean is a run's first or last value
+TOKENS_PER_SECOND = "tokens_per_second"  # not logged by TRL; `Run.series` computes it
+LARGEST = 1e100  # largest value that is used: squares of larger ones overflow, and axes cannot show them
 MOST_STEPS = 2**53
 SMALLEST_FLOATS_IN_1 = 2**1074
-DEEPEST = 50  # levels of lists and objects in a setting
-# Settings in which repetitions of a run may differ, since they do not change what it does
+DEEPEST = 50  # most levels of nested lists and objects in a setting
+# Settings in which repetitions of a run may differ
 REPETITION = ("seed", "data_seed", "output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_model_id")
 
 
@@ -41,19 +41,19 @@ class Run:
     name: str
     history: list[dict]
     note: str = ""
-    finished: bool = False  # whether all its steps were made
-    total: int = 0  # steps that it was to make; 0 where it did not say
+    finished: bool = False  # whether it made all its steps
+    total: int = 0  # planned steps; 0 if unknown
     settings: dict = field(default_factory=dict)
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
-        """Steps and values of the entries that have `metric` as a number."""
+        """Returns the steps and values of the entries in which `metric` is a number."""
         if metric == TOKENS_PER_SECOND:
             return self._tokens_per_second()
         return self._columns.get(metric, ([], []))
 
     @cached_property
     def _columns(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Metric -> steps and values, from one walk through all entries."""
+        """Metric -> steps and values, collected in one pass over all entries."""
         columns: dict[str, tuple[list[int], list[float]]] = {}
         for entry in self.history:
             for name, value in entry.items():
@@ -64,7 +64,7 @@ class Run:
         return columns
 
     def averages(self, metric: str, size: bool = False) -> list[float]:
-        """Moving averages of a metric's values, with `size` of the values without their signs."""
+        """Returns moving averages of a metric's values; with `size`, of their absolute values."""
         if (metric, size) not in self._averages:
             values = self.values(metric)
             self._averages[metric, size] = moving_average([abs(value) for value in values] if size else values)
@@ -72,37 +72,38 @@ class Run:
 
     @cached_property
     def _averages(self) -> dict[tuple[str, bool], list[float]]:
-        """Averages that were computed before. Findings, charts and descriptions ask for the same ones."""
+        """Cache of moving averages, because findings, charts and descriptions ask for the same ones."""
         return {}
 
     def values(self, metric: str) -> list[float]:
         return self.series(metric)[1]
 
     def names(self, prefix: str) -> list[str]:
-        """Metrics that begin so, in the order in which they were logged first."""
+        """Returns the metrics with this prefix, in the order in which they were first logged."""
         return [name for name in self._columns if name.startswith(prefix)]
 
     def first(self, metric: str) -> float | None:
-        """Mean over the first logged steps, `None` without any."""
+        """Returns the mean over the first logged steps; `None` if there are none."""
         values = self.values(metric)[:ENDS]
         return fmean(values) if values else None
 
     def last(self, metric: str) -> float | None:
-        """Mean over the last logged steps, `None` without any."""
+        """Returns the mean over the last logged steps; `None` if there are none."""
         values = self.values(metric)[-ENDS:]
         return fmean(values) if values else None
 
     def _tokens_per_second(self) -> tuple[list[int], list[float]]:
         """
-        Prompts and completions over the time of whole steps. `step_time` is a mean over the steps of an entry,
-        `num_tokens` a total, logged where there was a generation.
+        Divides the tokens of prompts and completions by the time of whole steps. TRL logs `step_time` as a mean over
+        the steps of an entry. It logs `num_tokens`, a total, in entries with a generation.
         """
         steps, rates, step, tokens, seconds = [], [], 0, 0.0, 0.0
         for entry in self.history:
-            if is_number(time := entry.get("step_time")):
-                seconds += time * (entry["step"] - step)
+            step_time, total = entry.get("step_time"), entry.get("num_tokens")
+            if is_number(step_time):
+                seconds += step_time * (entry["step"] - step)
                 step = entry["step"]
-            if is_number(total := entry.get("num_tokens")) and seconds > 0:
+            if is_number(total) and seconds > 0:
                 steps.append(entry["step"])
                 rates.append((total - tokens) / seconds)
                 tokens, seconds = total, 0.0
@@ -114,7 +115,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How far it came. A log does not show whether a run still goes on or was stopped."""
+        """How far the run came. A log does not show whether the run continues or was stopped."""
         if self.note:
             return self.note
         if self.finished or self.values("train_runtime"):
@@ -129,10 +130,11 @@ def is_number(value) -> bool:
 
 def moving_average(values: Sequence[float], window: int | None = None) -> list[float]:
     """
-    Mean of each value and up to `window - 1` values before it; by default a fiftieth of all, at least 10.
+    Returns the mean of each value and the up to `window - 1` values before it. The default window is a fiftieth of all
+    values, at least 10.
 
-    Each sum is the previous one plus the value that enters the window minus the one that leaves it, so that the time
-    does not grow with the window. Sums are exact integers: the means have the bits of `statistics.fmean`.
+    Each sum is the previous one plus the value that enters the window minus the value that leaves it, so the time does
+    not grow with the window. Sums are exact integers, so the means have the same bits as `statistics.fmean`.
     """
     window = window or max(2 * ENDS, len(values) // 50)
     parts = [_in_smallest_floats(value) for value in values]
@@ -144,7 +146,7 @@ def moving_average(values: Sequence[float], window: int | None = None) -> list[f
 
 
 def _in_smallest_floats(value: float) -> int:
-    """A number as a multiple of the smallest float, 2**-1074; every float is a whole one."""
+    """Returns a float as a multiple of the smallest float, 2**-1074. The multiple is an integer for every float."""
     numerator, denominator = value.as_integer_ratio()
     return numerator * (SMALLEST_FLOATS_IN_1 // denominator)
 
@@ -153,16 +155,16 @@ def _in_smallest_floats(value: float) -> int:
 
 
 class NotWhole(ValueError):
-    """A file that ends within its JSON, since it is being written or its run was killed."""
+    """Raised for a file whose JSON is incomplete, because it is being written or its run was killed."""
 
 
 def read_run(directory: str | Path, name: str | None = None) -> Run:
     """
-    Reads one output directory. A `trainer_state.json` or settings that were only written in part count as missing.
+    Reads a run's output directory. An incomplete `trainer_state.json` or settings file counts as missing.
 
     Raises:
         ValueError: The directory holds neither `metrics.jsonl` nor a whole `trainer_state.json`, or one of its files
-            cannot be read or holds something else; the message names the file.
+            cannot be read or has other contents. The message names the file.
     """
     directory = Path(directory)
     name = name or directory_name(directory)
@@ -170,7 +172,7 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
     checkpoints.sort(key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
     broken: list[str] = []
     newest = next(filter(None, (_state(path, broken) for path in checkpoints)), None)
-    # A run that went on after its end has newer checkpoints than the state that it saved there.
+    # A run that was continued after its end has checkpoints that are newer than its final state
     state = max(filter(None, (_state(directory, broken), newest)), key=_reached, default=None)
     total, reached = (state["max_steps"], state["global_step"]) if state else (0, 0)
     history = _logged(directory / "metrics.jsonl")
@@ -191,13 +193,13 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
 
 def find_runs(directories: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
     """
-    The runs among `directories`, and those in and below a directory that is no run itself; then the directories in
-    which no run was found. A run's own directories, a directory behind a link, and hidden ones are not searched.
+    Returns the runs among `directories` and below those that are not runs, then the directories without any run. The
+    search leaves out the directories inside a run, behind a link, or with a hidden name.
     """
     runs, without = [], []
     for directory in map(Path, directories):
         found, empty = _search(directory)
-        runs += found or [directory]  # `read_run` says what is wrong with a directory that was named
+        runs += found or [directory]  # `read_run` then says what is wrong with the directory
         without += empty if found else []
     once: dict[Path, Path] = {}
     for run in runs:
@@ -206,7 +208,7 @@ def find_runs(directories: Sequence[str | Path]) -> tuple[list[Path], list[Path]
 
 
 def _search(directory: Path) -> tuple[list[Path], list[Path]]:
-    """Runs in a directory, itself included, and the highest directories without any."""
+    """Returns the runs in a directory, itself included, and the topmost directories without any."""
     if _is_run(directory):
         return [directory], []
     if not directory.is_dir():
@@ -222,25 +224,25 @@ def _search(directory: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _is_run(directory: Path) -> bool:
-    """Whether a directory holds a run's log, also where the log cannot be read."""
+    """Whether a directory holds a run's log, readable or not."""
     names = ("metrics.jsonl", "trainer_state.json", "checkpoint-*/trainer_state.json")
     return any(any(directory.glob(name)) for name in names)
 
 
 def named(directories: Sequence[str | Path]) -> list[str]:
-    """Names of the runs: those of their directories, or whole paths where two would be the same."""
+    """Names the runs by their directories, or by their whole paths where two directories have the same name."""
     names = [directory_name(directory) for directory in directories]
     count = Counter(names)
     return [name if count[name] == 1 else str(path) for name, path in zip(names, directories, strict=True)]
 
 
 def directory_name(directory: str | Path) -> str:
-    """A run's name: that of its directory, also where the path is `.` or a link."""
+    """Returns the name of a run's directory, resolving `.` and links."""
     return os.path.basename(os.path.realpath(directory)) or str(directory)
 
 
 def _state(directory: Path, broken: list[str]) -> dict | None:
-    """A trainer's state, or `None` where it is missing or not whole. In the latter case adds the error to `broken`."""
+    """Reads a trainer's state; `None` if it is missing or incomplete. Adds the error to `broken` if incomplete."""
     path = directory / "trainer_state.json"
     try:
         state = _object(path)
@@ -265,18 +267,21 @@ def _reached(state: dict) -> int:
 
 
 def _settings(directory: Path, *checkpoints: Path) -> dict:
-    if own := _whole_object(directory / "settings.json"):
-        return own
-    paths = (path / "rollout_state.json" for path in (directory, *checkpoints))
-    path, state = next(((path, state) for path in paths if (state := _whole_object(path))), (None, {}))
-    arguments = state.get("arguments", {})
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{path}: `arguments`={reprlib.repr(arguments)} is no JSON object.")
-    return arguments
+    settings = _whole_object(directory / "settings.json")
+    if settings:
+        return settings
+    for path in (place / "rollout_state.json" for place in (directory, *checkpoints)):
+        state = _whole_object(path)
+        if state:
+            arguments = state.get("arguments", {})
+            if not isinstance(arguments, dict):
+                raise ValueError(f"{path}: `arguments`={reprlib.repr(arguments)} is no JSON object.")
+            return arguments
+    return {}
 
 
 def _whole_object(path: Path) -> dict:
-    """A JSON file's object, to be shown; empty where the file is missing or not whole."""
+    """Reads a JSON file's object; an empty one if the file is missing or incomplete. Refuses one nested too deeply."""
     try:
         found = _object(path) or {}
     except NotWhole:
@@ -292,7 +297,7 @@ def _is_deep(value, levels: int = DEEPEST) -> bool:
 
 
 def _object(path: Path) -> dict | None:
-    """A JSON file's object, or `None` where the file is missing."""
+    """Reads a JSON file's object; `None` if the file is missing."""
     text = _text(path)
     if text is None:
         return None
@@ -303,21 +308,21 @@ def _object(path: Path) -> dict | None:
 
 
 def _parsed(text: str, place: str):
-    """The value of a JSON text that stands at `place`."""
+    """Parses a JSON text; error messages name its `place`."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise NotWhole(f"{place} is not whole: {error}.") from error
-    except ValueError as error:  # an integer of thousands of digits
+    except ValueError as error:  # for example an integer with thousands of digits
         raise ValueError(f"{place} cannot be read: {error}.") from error
     except RecursionError as error:
         raise ValueError(f"{place} is nested too deeply.") from error
 
 
 def _text(path: Path) -> str | None:
-    """A file's text, or `None` where the file is missing. All files of a run are read here."""
+    """Reads a file's text; `None` if the file is missing. All files of a run are read here."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO or a device may never end
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO or a device may never end
             raise ValueError(f"{path} is no regular file.")
         return path.read_text("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
@@ -330,8 +335,8 @@ def _text(path: Path) -> str | None:
 
 def _logged(path: Path) -> list[dict] | None:
     """
-    The entries of a log, or `None` where it is missing. The last line may be half written. A resumed run logs again the
-    steps after its checkpoint, so a training step replaces all that was logged from that step on before.
+    Reads the entries of a log; `None` if it is missing. An incomplete last line is left out. A resumed run logs the
+    steps after its checkpoint again, so a training step replaces whatever earlier lines logged from that step on.
     """
     text = _text(path)
     if text is None:
@@ -355,7 +360,7 @@ def _logged(path: Path) -> list[dict] | None:
 
 
 def _entry(value, place: str) -> dict:
-    """A log entry, with its step as an integer."""
+    """Checks a log entry, and returns it with its step as an integer."""
     if not isinstance(value, dict) or not _is_count(value.get("step")):
         raise ValueError(
             f"{place}: {reprlib.repr(value)} is no log entry, a JSON object whose 'step' is a whole number."
@@ -364,7 +369,7 @@ def _entry(value, place: str) -> dict:
 
 
 def _is_count(value) -> bool:
-    """Whether it is a number of steps. Charts draw steps as floats, which are exact up to `MOST_STEPS`."""
+    """Whether a value is a number of steps. Charts draw steps as floats, which are exact up to `MOST_STEPS`."""
     return is_number(value) and 0 <= value <= MOST_STEPS and value == int(value)
 
 
@@ -390,8 +395,8 @@ class Group:
         self, metric: str, smooth: bool = True, size: bool = False
     ) -> tuple[list[int], list[float], list[float], list[float]]:
         """
-        Steps, and at each step the mean, smallest and largest value of the runs that came so far. With `smooth` these
-        are of moving averages, with `size` of values without their signs.
+        Returns the steps, and for each step the mean, the smallest and the largest value over the runs that reached it.
+        `smooth` takes moving averages in place of values, `size` absolute values.
         """
         found: dict[int, list[float]] = {}
         for run in self.runs:
@@ -407,7 +412,7 @@ class Group:
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """The runs by their settings, in the order of the first of each."""
+    """Groups runs with the same settings, in the order of the first run of each group."""
     found: dict[str, list[Run]] = {}
     for i, run in enumerate(runs):
         key = _key(_without_seed(run)) if run.settings else f"run {i}"
@@ -416,14 +421,14 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 
 def differences(groups: Sequence[Group]) -> dict[str, list]:
-    """Setting in which the groups differ -> the value of each group, `None` where it is not recorded."""
+    """Returns setting -> value of each group (`None` if not recorded), for the settings in which groups differ."""
     names = dict.fromkeys(name for group in groups for name in group.settings)
     values = {name: [group.settings.get(name) for group in groups] for name in names}
     return {name: row for name, row in sorted(values.items()) if len(set(map(_key, row))) > 1}
 
 
 def _key(value) -> str:
-    """A text that is the same for equal settings. NaN, which is not equal to itself, counts as equal."""
+    """Returns a text that is the same for equal settings. Unlike `==`, it takes NaN as equal to NaN."""
     return json.dumps(value, sort_keys=True, default=str)
 
 
@@ -432,7 +437,7 @@ def _without_seed(run: Run) -> dict:
 
 
 def _stem(names: list[str]) -> str:
-    """The part that names of repetitions share: `int4-ais` for `int4-ais-seed0` and `int4-ais-seed1`."""
+    """Returns what the names of repetitions share: `int4-ais` for `int4-ais-seed0` and `int4-ais-seed1`."""
     if len(names) == 1:
         return names[0]
     shared = "".join(letters[0] for letters in takewhile(lambda x: len(set(x)) == 1, zip(*names, strict=False)))

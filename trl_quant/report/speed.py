@@ -1,9 +1,9 @@
 """
-How fast runs are: seconds a step, tokens per second, and each run's ratio to the first one.
+Measures how fast runs are: seconds a step, tokens per second, and each run's ratio to the first one.
 
 TRL logs `step_time`, the mean over the steps of a log entry, and `num_tokens`, the total of prompts and completions so
-far. Speeds here are totals: all tokens, and all seconds, over the entries after the first. The first entry is left out,
-since it holds compilation and other work that later steps do not repeat, unless the run logged no other.
+far. A speed is all tokens and all seconds over the entries after the first. The first entry is left out, unless it is
+the only one, because it includes compilation and other work that later steps do not repeat.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ HEADER = ("run", "s a step", "ratio", "tokens/s", "ratio")
 
 class Speed(NamedTuple):
     """
-    How fast a run is.
+    The speed of a run.
 
     Attributes:
-        step_seconds (`float` or `None`): Seconds a step; `None` where no step time was logged.
-        tokens_per_second (`float` or `None`): Prompts and completions; `None` where they were not logged.
+        step_seconds (`float` or `None`): Seconds a step; `None` if no step time was logged.
+        tokens_per_second (`float` or `None`): Tokens of prompts and completions; `None` if not logged.
     """
 
     step_seconds: float | None
@@ -29,7 +29,7 @@ class Speed(NamedTuple):
 
 
 def speed(run: Run) -> Speed:
-    """The run's speed, from its logged step times and token counts."""
+    """Computes the run's speed from its logged step times and token counts."""
     timed = [entry for entry in run.history if is_number(entry.get("step_time"))]
     steps = seconds = 0.0
     before = 0
@@ -42,7 +42,7 @@ def speed(run: Run) -> Speed:
 
 
 def _tokens_per_second(timed: Sequence[dict]) -> float | None:
-    """Tokens between the first entry and the last one that count them, by the seconds that passed between the two."""
+    """Divides the tokens between the first and the last entry that count them by the seconds in between."""
     elapsed = counted_from = counted_to = 0.0
     tokens_from, tokens_to, step, counts = 0.0, 0.0, 0, 0
     for entry in timed:
@@ -58,7 +58,7 @@ def _tokens_per_second(timed: Sequence[dict]) -> float | None:
 
 
 def speed_rows(runs: Sequence[Run]) -> list[list[str]]:
-    """A row below `HEADER` for each run. A ratio above 1 is a run that is faster than the first."""
+    """Returns a row below `HEADER` for each run. A run with a ratio above 1 is faster than the first."""
     speeds = [speed(run) for run in runs]
     first = speeds[0]
     rows = []

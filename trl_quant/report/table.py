@@ -1,4 +1,4 @@
-"""The tables of a report on a terminal: how fast runs are, and what they learned."""
+"""Makes the tables of a report for a terminal: how fast runs are, and what they learned."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -18,7 +18,7 @@ HEADER = ("run", "reward", "held-out", "KL mean", "last", "weight", "s", "status
 
 
 def row(run: Run) -> list[str]:
-    """A run's row below `HEADER`. First and last rewards, and the last KL, are means over `ENDS` logged steps."""
+    """Returns a run's row below `HEADER`. First and last rewards and the last KL are means over `ENDS` steps."""
     reward, kl, weight = run.values(REWARD), run.values(KL), run.values(WEIGHT)
     held_out = next(filter(None, map(run.values, HELD_OUT)), [])
     seconds = run.values("train_runtime")
@@ -34,7 +34,7 @@ def row(run: Run) -> list[str]:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """What each run learned."""
+    """Makes the table of what each run learned."""
     result = _empty(HEADER)
     for column in result.columns[1:-1]:
         column.justify = "right"
@@ -44,7 +44,7 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def speed_table(runs: Sequence[Run]) -> Table:
-    """How fast each run is, and its ratio to the first one."""
+    """Makes the table of each run's speed and its ratio to the first one."""
     result = _empty(speed.HEADER)
     for column in result.columns[1:]:
         column.justify = "right"
@@ -54,7 +54,7 @@ def speed_table(runs: Sequence[Run]) -> Table:
 
 
 def _empty(header: Sequence[str]) -> Table:
-    """A table without rows that fits 80 columns."""
+    """Makes an empty table that fits 80 columns."""
     result = Table(*header)
     result.box, result.padding, result.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
     return result

@@ -1,4 +1,4 @@
-"""Text for a terminal. Names of runs and of metrics come from files, so nothing in them may act on a terminal."""
+"""Prints text on a terminal. Names of runs and metrics come from files, so control characters are escaped."""
 
 from collections.abc import Iterable
 
@@ -8,17 +8,17 @@ from rich.text import Text
 
 
 def printable(text: str) -> str:
-    """`text` with an escape such as `\\x1b` for each character that acts on a terminal or that a reader cannot see."""
+    """Escapes each character that controls a terminal, or that a reader cannot see, such as `\\x1b`."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def plain(text: str) -> Text:
-    """`text` for rich, which then reads neither markup nor emoji codes in it."""
+    """Converts text for rich, so that it takes nothing in it for markup or an emoji code."""
     return Text(printable(text))
 
 
 def show(parts: Iterable[Table | str]) -> None:
-    """Prints tables and lines as they come."""
+    """Prints tables and lines, each as soon as it is there."""
     console = Console()
     for part in parts:
         console.print(plain(part) if isinstance(part, str) else part)

@@ -1,4 +1,4 @@
-"""A trained policy, or a model, and the engine that samples it as a run with the same settings has it."""
+"""Loads a run's policy, or a model, and builds the engine with which a run of the same settings samples."""
 
 import json
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from .. import rollout
 from ..policy.adapters import with_frozen_layers
-from ..policy.frozen import BITSANDBYTES, freeze
+from ..policy.frozen import freeze
 from ..policy.unified import checkpoint_dtype, unify
-from ..precisions import frozen_bases, in_vllm, train_precisions
+from ..precisions import bitsandbytes_bases, frozen_bases, in_vllm, train_precisions
 from ..rollout.spec import EngineSpec, default_lora_sync, engine_kind
 from ..rollout.vllm.support import check_device, check_engine_kwargs
 from ..trainers.checkpoints import how_to_go_on, last_complete_checkpoint, read_rollout_state
@@ -27,18 +27,18 @@ MODES = {"embedded": "embedded", "vllm": "colocate"}  # `--engine` -> what sampl
 @dataclass
 class EngineOptions:
     """
-    What samples, and from which policy. The names are those of the command line's options.
+    Options for the engine and the policy, under the names that they have on the command line.
 
     Attributes:
-        rollout_precision (`str` or `None`): What the engine samples in; `None` for the run's, else BF16.
-        train_precision (`str` or `None`): What the policy is trained in; `None` for the run's, else BF16.
+        rollout_precision (`str` or `None`): The engine's precision; `None` for the run's, else BF16.
+        train_precision (`str` or `None`): The policy's precision; `None` for the run's, else BF16.
         engine (`str`): Key of `MODES`.
         vllm_engine_kwargs (`str`): Further arguments of vLLM's `LLM`, a JSON object.
         vllm_gpu_memory_utilization (`float`): Share of the GPU's memory for vLLM.
         dtype (`str`): Key of `FORWARD_TYPES`: types of the trainer's forward pass.
         trust_remote_code (`bool`): Whether the model's own Python may run.
-        max_completion_length (`int`): Most tokens of a completion.
-        temperature (`float` or `None`): Of sampling.
+        max_completion_length (`int`): Largest number of tokens of a completion.
+        temperature (`float` or `None`): Temperature of sampling.
     """
 
     rollout_precision: str | None
@@ -55,14 +55,14 @@ class EngineOptions:
 @dataclass(frozen=True)
 class Trained:
     """
-    A model, or the newest whole checkpoint of a run.
+    A model, or the newest complete checkpoint of a run.
 
     Attributes:
         path (`str`): Its directory, or its id on the hub.
-        base (`str`): Where its model's weights are: the same, or an adapter's base.
-        adapter (`bool`): Whether it is an adapter.
+        base (`str`): Directory or id of its model's weights: the same, or an adapter's base.
+        adapter (`bool`): Whether it is an adapter, not a whole model.
         settings (`dict`): The run's settings, as the checkpoint records them.
-        trust (`bool`): Whether its own Python may run.
+        trust (`bool`): Whether the model's own Python may run.
     """
 
     path: str
@@ -100,11 +100,12 @@ class Trained:
 
     def policy(self, precision: str, dtype: torch.dtype, merged: bool):
         """
-        The model as a run trains it in `precision`, with `merged` for a run whose engine quantizes an adapter together
-        with the base.
+        Loads the model as a run trains it in `precision`. `merged` says that the run's engine quantizes the sum of base
+        and adapter.
         """
         model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype, trust_remote_code=self.trust)
-        if frozen := precision in frozen_bases():
+        frozen = precision in frozen_bases()
+        if frozen:
             freeze(model, precision, checkpoint_dtype(self.base, self.trust))
         if self.adapter:
             config = PeftConfig.from_pretrained(self.path)
@@ -115,18 +116,18 @@ class Trained:
 
 
 def resolve_engine(options: EngineOptions, trained: Trained) -> dict:
-    """Fills in `options` from what a run recorded, checks that they go together, and returns vLLM's arguments."""
+    """Fills in `options` from the run's record, checks that they fit together, and returns vLLM's arguments."""
     for name in ("rollout_precision", "train_precision"):
         if getattr(options, name) is None:
             setattr(options, name, trained.settings.get(name) or BF16)
     if not 0 < options.vllm_gpu_memory_utilization <= 1:
         share = options.vllm_gpu_memory_utilization
         raise ValueError(f"`--vllm_gpu_memory_utilization`={share:g} is out of range. It must be > 0 and <= 1.")
-    if options.train_precision == BITSANDBYTES:
-        held = [name for name in train_precisions() if name != BITSANDBYTES]
+    if options.train_precision in bitsandbytes_bases():
+        allowed = [BF16, *(name for name in train_precisions() if name not in bitsandbytes_bases())]
         raise ValueError(
-            f"`--train_precision`={BITSANDBYTES!r} is bitsandbytes', which is not read here yet. Allowed: "
-            f"{', '.join(map(repr, [BF16, *held]))}."
+            f"`--train_precision`={options.train_precision!r} is bitsandbytes', which is not read here yet. Allowed: "
+            f"{', '.join(map(repr, allowed))}."
         )
     try:
         kwargs = dict(json.loads(options.vllm_engine_kwargs))
@@ -134,10 +135,10 @@ def resolve_engine(options: EngineOptions, trained: Trained) -> dict:
         given = options.vllm_engine_kwargs
         raise ValueError(f"`--vllm_engine_kwargs`={given!r} is no JSON object: {error}.") from error
     if options.engine == "vllm":
-        if options.rollout_precision not in (allowed := in_vllm()):
+        if options.rollout_precision not in in_vllm():
             raise ValueError(
                 f"`--rollout_precision`={options.rollout_precision!r} does not run in vLLM. Allowed: "
-                f"{', '.join(map(repr, allowed))}; or `--engine embedded`."
+                f"{', '.join(map(repr, in_vllm()))}; or `--engine embedded`."
             )
         check_device(options.rollout_precision)
         check_engine_kwargs(kwargs)
@@ -156,14 +157,14 @@ def build_engine(
     **sampling,
 ) -> rollout.RolloutEngine:
     """
-    The engine with the policy's weights, as a run with these settings has it.
+    Builds the engine of a run with these settings, and syncs the policy's weights to it.
 
     Args:
-        options ([`EngineOptions`]): From [`resolve_engine`].
-        trained ([`Trained`]): Whose policy it samples.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The policy's.
+        options ([`EngineOptions`]): The options, filled in by [`resolve_engine`].
+        trained ([`Trained`]): The model or run whose policy samples.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The policy's tokenizer.
         longest_prompt (`int`): Tokens of the longest prompt.
-        num_sequences (`int`): Sequences that vLLM may sample at a time.
+        num_sequences (`int`): Number of sequences that vLLM may sample at a time.
         kwargs (`dict`): Further arguments of vLLM's `LLM`.
         sampling: Further arguments of the engine, such as `top_p`.
     """

@@ -1,6 +1,6 @@
-"""Where samples come from: engines that hold a quantized copy of the policy.
+"""Engines: quantized copies of the policy that sample completions for TRL's trainers.
 
-The engines are imported when they are first asked for, because TRL's trainer imports vLLM where it is installed.
+The class of an engine is imported on first use: it imports TRL's trainers, and with them vLLM where that is installed.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from .engine import Engine
 from .spec import ENGINES, EngineSpec
 
 
-# name -> module
+# public name -> the module that defines it
 _PUBLIC = {
     "RolloutEngine": ".trl_adapter",
     "RolloutNoise": ".engine",
@@ -34,17 +34,17 @@ def __getattr__(name: str):
 
 def build_engine(spec: EngineSpec, model, accelerator, processing_class, **settings):
     """
-    Builds the engine that `spec` describes, and measures its precision first where that is `"auto"`.
+    Builds the engine that `spec` describes. A precision of `"auto"` is chosen first, by measuring each candidate.
 
     Args:
         spec ([`EngineSpec`]): The engine.
         model (`nn.Module`): The policy.
         accelerator ([`~accelerate.Accelerator`]): The trainer's.
         processing_class: The tokenizer or processor.
-        settings: What TRL gives to its own engine: lengths, sampling options and the like.
+        settings: The arguments of TRL's own engine: lengths, sampling options and the like.
 
     Returns:
-        [`RolloutEngine`]: the engine.
+        [`RolloutEngine`]: The engine.
     """
     options = settings | spec.options()
     if spec.precision == "auto":
@@ -57,27 +57,28 @@ def build_engine(spec: EngineSpec, model, accelerator, processing_class, **setti
 def engine_of(
     trainer_class: type,
     args,
-    loaded: Callable[[], None],
-    built: Callable[[object], None],
+    models_loaded: Callable[[], None],
+    engine_built: Callable[[object], None],
     build: Callable[..., Engine] = build_engine,
     **fields,
 ) -> Iterator[None]:
     """
-    Context in which TRL's constructor of a trainer builds the engine that `args` mean. Without a `rollout_precision` it
-    builds TRL's own.
+    Context in which the constructor of TRL's trainer builds the engine that `args` describe. Without a
+    `rollout_precision`, TRL builds its own.
 
-    TRL builds its engine when the models are loaded and before it shards the reference model. At this point `loaded` is
-    called, then `build`, then `built` with the engine.
+    TRL builds its engine after it has loaded the models and before it shards the reference model. At that point this
+    context calls `models_loaded`, then `build`, then `engine_built` with the engine.
 
-    While TRL's constructor runs it finds other values of some `fields` in `args`; afterwards `args` holds its own
-    again. Only `rollout_precision="auto"` gives way to the precision that was chosen.
+    Inside the context, `args` has the given `fields`. On exit its own values are restored, except that
+    `rollout_precision="auto"` becomes the precision that was chosen.
 
     Args:
         trainer_class (`type`): The trainer's class.
         args ([`QuantGRPOConfig`]): The run's configuration.
-        loaded (`Callable`): Called before the engine is built.
-        built (`Callable`): Called with the engine as TRL gets it, a [`RolloutEngine`].
-        build (`Callable`, *optional*, defaults to [`build_engine`]): Takes what [`build_engine`] takes.
+        models_loaded (`Callable`): Called before the engine is built.
+        engine_built (`Callable`): Called with the [`RolloutEngine`] that TRL gets.
+        build (`Callable`, *optional*, defaults to [`build_engine`]):
+            Builds the engine. It takes the arguments of [`build_engine`].
         fields: Fields of `args`, with the values that TRL's constructor must find.
     """
     from ..trl_seams import trainer_builds
@@ -87,9 +88,9 @@ def engine_of(
     engines = []
 
     def build_for_trl(**given):
-        loaded()
+        models_loaded()
         engine = adapted(build(spec, **given), spec, **given)
-        built(engine)
+        engine_built(engine)
         engines.append(engine)
         return engine
 

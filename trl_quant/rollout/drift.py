@@ -1,17 +1,18 @@
-"""How far the weights moved, over one sync and since the start, how far quantizing moves them, and what of the update
-arrived (QuRL, 4.3 and appendix A).
+"""Metrics of a sync: how far the weights moved, how large the quantization error is, and how much of the update
+survives quantization (QuRL, 4.3 and appendix A).
 
 | metric | formula | paper |
 |---|---|---|
 | `weights/normalized_update` | `||W_t - W_{t-1}|| / ||W_t||` | eq. 13 for one sync |
 | `weights/normalized_total_update` | `||W_t - W_0|| / ||W_0||`, `W_0` of the run's first sync | eq. 13, fig. 9 |
 | `weights/normalized_quantization_error` | `||Q(W_t) - W_t|| / ||W_t||` | eq. 14 |
-| `weights/codes_changed` | share of the codes of `Q(W)` that differ from those of the sync before | |
+| `weights/codes_changed` | share of the codes of `Q(W)` that differ from those of the previous sync | |
 | `weights/update_cosine` | `<dQ, dW> / (||dQ|| ||dW||)`, `dQ = Q(W_t) - Q(W_{t-1})`, `dW = W_t - W_{t-1}` | |
 """
 
 import zlib
 from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,24 +21,42 @@ from ..formats import FORMATS, QuantizedTensor, quantize
 from ..precisions import PRECISIONS
 
 
+class SampledRows(NamedTuple):
+    """
+    The rows of one layer that are measured, at one sync.
+
+    Attributes:
+        weight (`torch.Tensor` of shape `(rows, in)`): The policy's weight.
+        codes (`torch.Tensor` of 8- or 16-bit integers): Its quantized codes, one in each element.
+        dequantized (`torch.Tensor` of shape `(rows, in)`): The values that the codes stand for.
+    """
+
+    weight: Tensor
+    codes: Tensor
+    dequantized: Tensor
+
+
 class WeightDrift:
     """
-    Samples about `MAX_LAYERS` trained layers by name hash, and of large ones the leading rows (whole 128-row blocks),
-    at most `MAX_ELEMENTS` values, or 128 rows where these are more. It keeps a copy of them, and their codes, until the
-    next sync. A resumed run has no such copy: it takes what it would have found from its checkpoint.
+    Measures a sample of the weights at each sync.
 
-    The total update needs one more copy of the sampled rows, as the first sync brought them, on the device and in each
+    The sample has about `MAX_LAYERS` trained layers, chosen by a hash of their names. A large layer contributes its
+    leading rows: whole blocks of 128 rows with at most `MAX_ELEMENTS` values, but at least one block. The sampled rows
+    and their codes are kept until the next sync. A resumed run has no such copy, and reads the metrics of its first
+    sync from the checkpoint.
+
+    The total update needs one more copy of the sampled rows, taken at the first sync, on the device and in each
     checkpoint: 18M values of Qwen2.5-7B, 36 MB in BF16, where all initial weights take 15 GB.
 
     Parameters:
-        trained (`Collection[str]`): Names of the weights that training moves.
+        trained (`Collection[str]`): Names of the trained weights.
         precision (`str`): Key of `PRECISIONS`.
         quantizer (`Callable`, *optional*): `formats.quantize`, or a function with its signature.
 
     Attributes:
         initial (`dict[str, Tensor]` or `None`):
-            The sampled rows as the run's first sync brought them, empty before it. `None` where they are not known: the
-            total update is then not measured.
+            The sampled rows at the run's first sync; empty before it. If `None`, they are unknown, and the total update
+            is not measured.
     """
 
     MAX_LAYERS = 32
@@ -48,45 +67,47 @@ class WeightDrift:
         self.names = {name for name in trained if zlib.crc32(name.encode()) % stride == 0}
         self.format, self.quantizer = PRECISIONS[precision].format, quantizer
         self.resumed: dict[str, float] = {}
-        self.previous: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # rows, their codes, the numbers these stand for
+        self.previous: dict[str, SampledRows] = {}  # from the last sync
         self.initial: dict[str, Tensor] | None = {}
         self.forget()
 
     def forget(self) -> None:
-        """Makes the next sync count as the first: nothing is compared with it."""
+        """Forgets the last sync, so that the next one is compared with none."""
         self.previous.clear()
-        self._found = _Sums()
+        self._sums = _Sums()
 
     def measures(self, name: str) -> bool:
         """Whether the weight called `name` is in the sample."""
         return name in self.names
 
     def add(self, name: str, weight: Tensor) -> None:
-        """Counts a layer, (out, in), as it is sent to the engine."""
-        rows = self._rows(weight).clone()
-        current = (rows, *self._quantized(rows))
-        self._found.add(current, self.previous.get(name))
+        """Measures a layer's weight, of shape (out, in), as it is sent to the engine."""
+        current = self._sampled(self._rows(weight).clone())
+        self._sums.add(current, self.previous.get(name))
         if self.initial and name in self.initial:
-            self.initial[name] = self.initial[name].to(rows.device)  # a checkpoint's are on the CPU
-            self._found.add_total(rows, self.initial[name])
+            self.initial[name] = self.initial[name].to(weight.device)  # those of a checkpoint are on the CPU
+            self._sums.add_total(current.weight, self.initial[name])
         self.previous[name] = current
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of the sync, which ends here; those of updates only where there was a sync before."""
-        found, self._found = self._found, _Sums()
+        """Ends a sync and returns its metrics. Those of the update need an earlier sync."""
+        sums, self._sums = self._sums, _Sums()
         if self.initial == {}:
-            self.initial = {name: rows for name, (rows, _, _) in self.previous.items()}
-        metrics = found.error() | (found.update() or self.resumed) | found.total()
+            self.initial = {name: rows.weight for name, rows in self.previous.items()}
+        metrics = sums.error() | (sums.update() or self.resumed) | sums.total()
         return {f"weights/{name}": value for name, value in metrics.items()}
 
     def since_sync(self, named_params: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
-        """What the next sync will find of the update, for a checkpoint; empty before the first sync."""
-        found = _Sums()
-        for name, tensor in named_params:  # to its end also where nothing is known: gathering is collective
+        """
+        Returns the metrics of the update since the last sync, for a checkpoint; empty before the first sync. Reads
+        `named_params` to the end in any case, because gathering them is collective.
+        """
+        sums = _Sums()
+        for name, tensor in named_params:
             if name in self.previous:
-                rows = self._rows(tensor.to(self.previous[name][0].device))
-                found.add((rows, *self._quantized(rows)), self.previous[name])
-        return found.update()
+                rows = self._rows(tensor.to(self.previous[name].weight.device))
+                sums.add(self._sampled(rows), self.previous[name])
+        return sums.update()
 
     def _rows(self, weight: Tensor) -> Tensor:
         weight = weight.detach()
@@ -94,34 +115,37 @@ class WeightDrift:
             return weight
         return weight[: max(128, self.MAX_ELEMENTS // weight[0].numel() // 128 * 128)]
 
-    def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The codes of some rows, one a byte or two, and the numbers that they stand for."""
+    def _sampled(self, rows: Tensor) -> SampledRows:
+        """Quantizes the rows of a weight."""
         if self.format is None:
-            numbers = rows.bfloat16()
-            return numbers.view(torch.int16), numbers
+            rounded = rows.bfloat16()
+            return SampledRows(rows, rounded.view(torch.int16), rounded)
         with torch.autocast(rows.device.type, enabled=False):
-            quantized = self.quantizer(rows, self.format, check=False)  # the stream's own quantizer checks
-            codes = quantized.values.view(torch.uint8)
-            if FORMATS[self.format].bits < 8:  # two to a byte
-                codes = torch.stack((codes & 0xF, codes >> 4))
-            return codes, quantized.dequantize()
+            quantized = self.quantizer(rows, self.format, check=False)  # the sync itself checks for NaN
+            return SampledRows(rows, FORMATS[self.format].codes(quantized.values), quantized.dequantize())
 
 
 class _Sums:
-    """Sums over layers, kept on the device until they are asked for."""
+    """Sums over layers. They stay on the device until a metric is computed."""
 
     def __init__(self):
         self.rows: list[Tensor] = []
         self.totals: list[Tensor] = []
 
-    def add(self, current: tuple[Tensor, Tensor, Tensor], before: tuple[Tensor, Tensor, Tensor] | None) -> None:
-        weight, codes, numbers = current
-        sums = [_square(weight), _square(numbers.to(weight.dtype) - weight)]
-        if before is not None:
-            moved, arrived = weight - before[0], numbers.float() - before[2].float()
-            changed = (codes != before[1]).sum(dtype=torch.float32)
-            sums += [_square(moved), _square(arrived), (moved.float() * arrived).sum(), changed]
-            sums += [changed.new_tensor(codes.numel())]
+    def add(self, current: SampledRows, previous: SampledRows | None) -> None:
+        weight = current.weight
+        sums = [_square(weight), _square(current.dequantized.to(weight.dtype) - weight)]
+        if previous is not None:
+            weight_update = weight - previous.weight
+            quantized_update = current.dequantized.float() - previous.dequantized.float()
+            changed = (current.codes != previous.codes).sum(dtype=torch.float32)
+            sums += [
+                _square(weight_update),
+                _square(quantized_update),
+                (weight_update.float() * quantized_update).sum(),
+                changed,
+                changed.new_tensor(current.codes.numel()),
+            ]
         self.rows.append(torch.stack([x.double() for x in sums]))
 
     def add_total(self, weight: Tensor, initial: Tensor) -> None:
@@ -137,18 +161,18 @@ class _Sums:
         rows = [row for row in self.rows if len(row) > 2]
         if not rows:
             return {}
-        weight, _, moved, arrived, product, changed, codes = torch.stack(rows).sum(0).tolist()
+        weight, _, weight_update, quantized_update, product, changed, codes = torch.stack(rows).sum(0).tolist()
         return {
-            "normalized_update": (moved / max(weight, 1e-60)) ** 0.5,
+            "normalized_update": (weight_update / max(weight, 1e-60)) ** 0.5,
             "codes_changed": changed / codes,
-            "update_cosine": product / max((moved * arrived) ** 0.5, 1e-60),
+            "update_cosine": product / max((weight_update * quantized_update) ** 0.5, 1e-60),
         }
 
     def total(self) -> dict[str, float]:
         if not self.totals:
             return {}
-        moved, initial = torch.stack(self.totals).sum(0).tolist()
-        return {"normalized_total_update": (moved / max(initial, 1e-60)) ** 0.5}
+        total_update, initial = torch.stack(self.totals).sum(0).tolist()
+        return {"normalized_total_update": (total_update / max(initial, 1e-60)) ** 0.5}
 
 
 def _square(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The protocol of an engine: what any trainer needs of one, and nothing of a host library.
+"""The protocol of an engine: the methods that any trainer needs, without a host library.
 
-An engine holds a copy of the policy in its own number format. A trainer brings that copy up to date with `sync` and
-takes completions from it with `sample`:
+An engine holds a copy of the policy in its own number format. A trainer updates that copy with `sync` and draws
+completions from it with `sample`:
 
     class Shouting:
         def sync(self) -> None: ...
@@ -24,10 +24,10 @@ class Samples:
 
     Parameters:
         token_ids (`list[list[int]]`):
-            The tokens that were drawn, without the prompt.
+            The sampled tokens of each completion, without the prompt.
         logps (`list[list[float | None]]`, *optional*):
-            The log-probability, in nats, that each token was drawn with; `None` for a token whose log-probability is
-            not known. If `None`, the engine knows none of them.
+            The log-probability, in nats, with which each token was sampled; `None` for a token where it is unknown. If
+            the whole argument is `None`, the engine knows no log-probabilities.
     """
 
     token_ids: list[list[int]]
@@ -35,33 +35,33 @@ class Samples:
 
 
 class Engine(Protocol):
-    """An engine, as every trainer sees it."""
+    """The methods that every trainer calls."""
 
     def sync(self) -> None:
-        """Takes the policy's weights over into the engine's own format. Collective."""
+        """Copies the policy's weights into the engine, in the engine's own format. Collective."""
 
     def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
         """
-        Draws one completion for each prompt.
+        Samples one completion for each prompt.
 
         Args:
             prompts (`list[list[int]]`): Token ids of each prompt.
-            images (`list`, *optional*): The images of each prompt, for a model that reads them.
+            images (`list`, *optional*): The images of each prompt, for a vision-language model.
         """
 
 
 class ScoringEngine(Engine, Protocol):
-    """An engine that also scores tokens which it did not draw."""
+    """An engine that can also score given tokens."""
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """
-        Computes the log-probabilities of given tokens, in nats, in the engine's numbers and at temperature 1.
+        Computes the log-probabilities of given tokens, in nats, with the engine's arithmetic and at temperature 1.
 
         Args:
             sequences (`list[list[int]]`): Token ids of whole sequences.
 
         Returns:
-            `list[list[float]]`: for each sequence one value for each token but the first.
+            `list[list[float]]`: For each sequence, one value for each token but the first.
         """
 
 
@@ -71,10 +71,10 @@ class RolloutNoise:
     Adaptive quantization noise of one generation (QeRL eq. 7-8).
 
     Parameters:
-        sigma (`float`): Standard deviation; 0 means the clean weights.
+        sigma (`float`): Standard deviation of the noise; 0 for none.
         seed (`int`): The run's seed.
         step (`int`): The optimizer step that the generation belongs to.
-        draw (`int`): Which of the step's generations it is, from 0.
+        draw (`int`): Index, from 0, of the generation within its step.
     """
 
     sigma: float = 0.0

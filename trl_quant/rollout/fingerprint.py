@@ -1,19 +1,19 @@
 """
-A fingerprint of the policy's weights, by which an engine knows whether it still holds them.
+Computes a fingerprint of the policy's weights, with which an engine finds out whether it still holds them.
 
 A sync belongs to an optimizer step, but weights also change between two steps: an evaluation swaps in averaged weights,
-`load_state_dict` or `load_best_model_at_end` brings others, an adapter is switched, disabled, merged or scaled. So an
-engine keeps the fingerprint of what it was given and compares it before each generation.
+`load_state_dict` or `load_best_model_at_end` loads others, an adapter is switched, disabled, merged or scaled. So an
+engine stores the fingerprint of the weights that it got, and compares it before each generation.
 
-| the stream of weights depends on | the fingerprint has |
+| the stream of weights depends on | the fingerprint contains |
 |---|---|
 | the values, however they were written | a checksum of each parameter |
-| the tree of modules, and which parameters are tied | names, shapes, types and the places of what occurs again |
+| the tree of modules, and which parameters are tied | names, shapes, types, and where each parameter occurs |
 | adapters: active, disabled, merged, scaled | these settings of each adapted layer |
 
 PyTorch's version counters would cost less, but they miss writes through `.data`, which is how weights are usually
-averaged and how PEFT merges. Reading the values takes one pass over the memory; on a GPU a Triton kernel reads all
-parameters at once.
+averaged and how PEFT merges. The checksums take one pass over the memory; on a GPU one Triton kernel reads all
+parameters.
 
 The checksum of the words `x_1, x_2, ...`, 8 bytes each, is
 
@@ -41,35 +41,37 @@ WORD = 8  # bytes
 GOLDEN = -7046029254386353131  # g as a signed integer
 LOW = 0x1FFFFFFFF
 ADAPTED = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-PART = 2**16  # words that the twin of the kernel reads at once, which fit into a CPU's cache
+PART = 2**16  # words that the PyTorch version of the kernel reads at once; they fit into a CPU's cache
 
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> Hashable:
     """
-    The fingerprint of a model's parameters and adapter settings. Of a sharded parameter it reads this rank's shard, so
-    a rank may find a change that others do not.
+    Computes the fingerprint of a model's parameters and adapter settings. It reads only this rank's shard of a sharded
+    parameter, so one rank may find a change that others do not.
 
     Args:
         model (`nn.Module`): The policy, with or without PEFT's wrapper.
 
     Returns:
-        `Hashable`: Equal as long as values, tree, ties and settings are.
+        `Hashable`: Two fingerprints are equal if values, tree, ties and settings are.
     """
     tree, params, layers = _read(model)
-    started = checksums([whole_words(param) for param in params])  # a GPU computes while the host goes on
+    sums_by_device = checksums([whole_words(param) for param in params])  # a GPU computes while the host continues
     shapes = tuple((param.shape, param.dtype) for param in params)
     settings = tuple(_settings(layer) for layer in layers)
-    return tuple(tree), shapes, settings, tuple(tuple(sums.tolist()) for sums in started)
+    return tuple(tree), shapes, settings, tuple(tuple(sums.tolist()) for sums in sums_by_device)
 
 
 def checksum(words: Tensor) -> Tensor:
     """
+    Computes the checksum that the module's docstring defines.
+
     Args:
-        words (`Tensor` of shape (words,), int64): What to read.
+        words (`Tensor` of shape (words,), int64): The words `x_i`.
 
     Returns:
-        `Tensor` of shape (), int64: The checksum of the module's docstring.
+        `Tensor` of shape (), int64: The checksum.
     """
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, len(words), PART):
@@ -85,9 +87,9 @@ def _fold(x: Tensor) -> Tensor:
 
 def _read(model: nn.Module) -> tuple[list[Hashable], list[nn.Parameter], list[nn.Module]]:
     """
-    The tree of a model: for each module the names of its children and parameters, then which parameter stands in each
-    place. With the parameters, each once, and the adapted layers. `named_parameters` and `modules` would take ten times
-    as long.
+    Reads the tree of a model: the names of each module's children and parameters, followed by the index of the
+    parameter at each place. Also returns the parameters, each once, and the adapted layers. `named_parameters` and
+    `modules` would take ten times as long.
     """
     tree, places, layers, waiting = [], [], [], [model]
     while waiting:
@@ -100,12 +102,15 @@ def _read(model: nn.Module) -> tuple[list[Hashable], list[nn.Parameter], list[nn
         if isinstance(module, ADAPTED):
             layers.append(module)
     params = {id(param): param for param in places if param is not None}
-    numbers = {key: number for number, key in enumerate(params)}
-    return tree + [numbers.get(id(param)) for param in places], list(params.values()), layers
+    indices = {key: index for index, key in enumerate(params)}
+    return tree + [indices.get(id(param)) for param in places], list(params.values()), layers
 
 
 def whole_words(param: nn.Parameter) -> Tensor:
-    """What this rank holds of a parameter, contiguous, as whole words at an address that is one's multiple."""
+    """
+    Returns this rank's shard of a parameter as whole words: contiguous, aligned to `WORD`, and padded with zeros to a
+    multiple of it.
+    """
     tensor = local_part(param)
     if tensor.is_contiguous() and tensor.nbytes % WORD == 0 and tensor.data_ptr() % WORD == 0:
         return tensor
@@ -114,11 +119,11 @@ def whole_words(param: nn.Parameter) -> Tensor:
 
 
 def checksums(tensors: list[Tensor]) -> list[Tensor]:
-    """The checksums of tensors, together for each device."""
-    devices: dict[torch.device, list[Tensor]] = {}
+    """Computes the checksums of tensors, in one int64 tensor of shape (tensors,) for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        devices.setdefault(tensor.device, []).append(tensor)
-    return [_on_one_device(held) for held in devices.values()]
+        by_device.setdefault(tensor.device, []).append(tensor)
+    return [_on_one_device(on_device) for on_device in by_device.values()]
 
 
 def _on_one_device(tensors: list[Tensor]) -> Tensor:

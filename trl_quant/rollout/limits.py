@@ -1,18 +1,18 @@
-"""Limits on the time of a single call that may never come back: of a user's reward function, or to a server.
+"""Time limits for single calls that may never return: a user's reward function, or a request to a server.
 
-[`time_limit`] is for what runs in the main thread. When the time is over, another thread sends a signal to the main
-one, whose handler raises an exception wherever Python stands, also in a system call that waits. It is sent again every
-second, since the code that is interrupted may swallow it or wait while it cleans up.
+[`time_limit`] limits code in the main thread. When the time is over, another thread signals the main one. The signal's
+handler raises an exception at the current instruction, even inside a system call that waits. The signal is repeated
+every second, because the interrupted code may swallow the exception or wait again while it cleans up.
 
     main     ---- the call ------------x (interrupted: `TimeoutError` where the context ends)
     monitor  ---- waits `seconds` -----^ signal ---- after `GRACE` more: the process ends
 
-Python handles signals between two of its instructions. A call that hangs in C and never returns to Python therefore
-cannot be interrupted; nor can code that swallows every interrupt. After `GRACE` seconds the process says so and ends,
-since a run that ended can be resumed and a run that waits cannot.
+Python handles signals between two of its instructions. A call that hangs in C therefore cannot be interrupted, nor can
+code that swallows every exception. `GRACE` seconds after the limit the process says so and ends: a run that has ended
+can be resumed, and one that waits cannot.
 
-[`finished_within`] is for what may run in a thread of its own, from any thread: a request to a server;
-[`awaited_within`] for a coroutine.
+[`finished_within`] limits a call that may run in a thread of its own, such as a request to a server. It can be called
+from any thread. [`awaited_within`] limits a coroutine.
 """
 
 import asyncio
@@ -33,14 +33,15 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 GRACE = 60.0  # seconds from the limit to the end of a process that cannot be interrupted
-AGAIN = 1.0  # seconds from one interrupt to the next
-# One that nobody else takes: `signal.alarm` is math-verify's, and job schedulers send SIGUSR1 and SIGUSR2
+REPEAT = 1.0  # seconds from one signal to the next
+# A signal that nobody else uses: math-verify takes SIGALRM, and job schedulers send SIGUSR1 and SIGUSR2
 SIGNAL = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
-WAYS_OUT = (__file__, contextlib.__file__)  # raised in these, an interrupt could pass the context that is to catch it
+# Files whose code must not be interrupted: an exception raised there could miss the context that has to catch it
+UNINTERRUPTED_FILES = (__file__, contextlib.__file__)
 
 
 class Interrupted(BaseException):
-    """What a [`Limit`] raises in the main thread: no `Exception`, which a user's code may take for one of its own."""
+    """Raised by a [`Limit`] in the main thread. Not an `Exception`, which a user's code might catch as its own."""
 
     def __init__(self, limit: "Limit"):
         self.limit = limit
@@ -49,15 +50,15 @@ class Interrupted(BaseException):
 
 class Limit:
     """
-    A limit that the main thread is under, and the thread that watches it.
+    A time limit on the main thread, and the thread that watches it.
 
     Attributes:
         over (`bool`): Whether the time is over.
-        pending (`bool`): Whether a signal was sent that the main thread has not handled yet.
-        ended (`bool`): Whether the main thread left the context.
+        pending (`bool`): Whether the main thread has yet to handle a signal.
+        ended (`bool`): Whether the main thread has left the context.
     """
 
-    active: list["Limit"] = []  # the outermost first
+    active: list["Limit"] = []  # from the outermost to the innermost
 
     def __init__(self, seconds: float, message: Callable[[], str]):
         self.seconds, self.message = seconds, message
@@ -66,13 +67,16 @@ class Limit:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="time-limit")
 
     def start(self) -> None:
-        """Begins to watch. Called by the main thread, as `stop` is."""
+        """Starts the watching thread. Called in the main thread."""
         Limit.active.append(self)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the watch. No signal of this limit is on its way any more, so the handler may go."""
-        self.ended = True  # from here on the handler raises nothing of this limit
+        """
+        Stops the watching thread and waits for signals that it sent, so that the handler may be removed. Called in the
+        main thread.
+        """
+        self.ended = True  # from now on the handler raises nothing for this limit
         try:
             with self._changed:
                 self._changed.notify()
@@ -89,28 +93,28 @@ class Limit:
             if self._changed.wait_for(lambda: self.ended, self.seconds):
                 return
             self.over = True
-            for _ in range(int(GRACE / AGAIN)):
+            for _ in range(int(GRACE / REPEAT)):
                 self.pending = True
                 signal.pthread_kill(threading.main_thread().ident, SIGNAL)
-                if self._changed.wait_for(lambda: self.ended, AGAIN):
+                if self._changed.wait_for(lambda: self.ended, REPEAT):
                     return
         end_process(f"{self.message()} It could not be interrupted for {GRACE:g} seconds, so this process ends.")
 
 
 def end_process(message: str) -> None:
-    """Ends this process at once, with status 1, after it said why and where each of its threads stands."""
+    """Prints `message` and the stack of every thread, and ends this process at once with status 1."""
     print(message, file=sys.__stderr__, flush=True)
     faulthandler.dump_traceback(sys.__stderr__)
     os._exit(1)
 
 
 def _handle(number, frame) -> None:
-    sent = [limit for limit in Limit.active if limit.pending]
-    for limit in sent:
+    signalled = [limit for limit in Limit.active if limit.pending]
+    for limit in signalled:
         limit.pending = False
-    if frame is not None and frame.f_code.co_filename in WAYS_OUT:
-        return  # a context that is just left; else the signal comes again
-    for limit in sent:
+    if frame is not None and frame.f_code.co_filename in UNINTERRUPTED_FILES:
+        return  # either the context is being left, or the signal will be repeated
+    for limit in signalled:
         if not limit.ended:
             raise Interrupted(limit)
 
@@ -118,20 +122,21 @@ def _handle(number, frame) -> None:
 @contextmanager
 def time_limit(seconds: float | None, message: Callable[[], str]) -> Iterator[None]:
     """
-    Context that the main thread leaves with a `TimeoutError` when it takes longer than `seconds`; `None` sets no limit.
-    Contexts may stand in one another. At the end the handler of the signal is the one of before.
+    Context that raises `TimeoutError` if it takes longer than `seconds`. Contexts may be nested. On exit the previous
+    handler of the signal is restored.
 
-    Python interrupts the main thread alone: off it, and on systems without signals for threads (Windows), what hangs
-    goes on to hang, which the log says, and what comes back too late is a `TimeoutError`.
+    Only the main thread can be interrupted. In another thread, and on a system that cannot signal threads (Windows), a
+    call that hangs keeps hanging, and the log says so; if it returns late, the context raises `TimeoutError`.
 
     Args:
-        message (`Callable[[], str]`): What the error says; called when the time is over.
+        seconds (`float` or `None`): The limit; `None` for no limit.
+        message (`Callable[[], str]`): Returns the text of the error. Called when the time is over.
     """
     if seconds is None:
         yield
         return
-    in_main = threading.current_thread() is threading.main_thread() and hasattr(signal, "pthread_kill")
-    with _interrupting(seconds, message) if in_main else _telling(seconds, message):
+    can_interrupt = threading.current_thread() is threading.main_thread() and hasattr(signal, "pthread_kill")
+    with _interrupting(seconds, message) if can_interrupt else _reporting(seconds, message):
         yield
 
 
@@ -149,7 +154,7 @@ def _interrupting(seconds: float, message: Callable[[], str]) -> Iterator[None]:
         if interrupted.limit is not limit:
             raise
         cause = interrupted
-    except Exception as error:  # some code makes an error of its own of an interrupt
+    except Exception as error:  # the interrupted code may have raised an error of its own instead
         if not limit.over:
             raise
         cause = error
@@ -161,7 +166,7 @@ def _interrupting(seconds: float, message: Callable[[], str]) -> Iterator[None]:
 
 
 @contextmanager
-def _telling(seconds: float, message: Callable[[], str]) -> Iterator[None]:
+def _reporting(seconds: float, message: Callable[[], str]) -> Iterator[None]:
     began = time.monotonic()
     timer = threading.Timer(seconds, lambda: logger.error("%s It cannot be interrupted in this thread.", message()))
     timer.daemon = True
@@ -176,8 +181,8 @@ def _telling(seconds: float, message: Callable[[], str]) -> Iterator[None]:
 
 def finished_within(seconds: float | None, message: Callable[[], str], call: Callable, *args, **kwargs) -> Any:
     """
-    What `call` returns or raises, from a thread of its own. If it takes longer than `seconds` a `TimeoutError` is
-    raised here, and that thread is left behind: it keeps no process from ending.
+    Runs `call` in a thread of its own and returns its result, or raises its error. If it takes longer than `seconds`,
+    raises `TimeoutError` and abandons the thread, which does not keep the process alive.
     """
     if seconds is None:
         return call(*args, **kwargs)
@@ -196,7 +201,7 @@ def finished_within(seconds: float | None, message: Callable[[], str], call: Cal
 
 
 async def awaited_within(seconds: float | None, message: Callable[[], str], awaitable: Awaitable) -> Any:
-    """What `awaitable` gives; a `TimeoutError` after `seconds`, also where it refuses to be cancelled."""
+    """Awaits `awaitable`. After `seconds`, raises `TimeoutError`, even if `awaitable` refuses to be cancelled."""
     task = asyncio.ensure_future(awaitable)
     done, _ = await asyncio.wait([task], timeout=seconds)
     if not done:

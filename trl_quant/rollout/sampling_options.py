@@ -1,13 +1,16 @@
-"""Sampling options that bias the ratio between trainer and sampler: which they are, and which of them a run sets.
+"""The sampling options that bias the ratio between trainer and sampler.
 
-Both engines return the log-probability that a token was drawn with: vLLM its `processed_logprobs`, the embedded engine
-what is left after all logits processors. The trainer scores the same token with the policy's own distribution, at the
-run's `temperature` and with nothing else. An option that changes the sampler's distribution is therefore in the ratio
-w = exp(old_logps - rollout_logps), as if it were an error of the format. Options that only end a completion (`stop`,
-`ignore_eos`, `max_tokens`) or choose the random numbers (`seed`) leave the ratio alone.
+Both engines return the log-probability with which a token was sampled: vLLM its `processed_logprobs`, the embedded
+engine the result of all logits processors. The trainer scores the same token with the policy's own distribution at the
+run's `temperature`, and applies no other option. An option that changes the sampler's distribution therefore changes
+
+    w = exp(old_logps - rollout_logps)
+
+as an error of the number format would. Options that only end a completion (`stop`, `ignore_eos`, `max_tokens`) or seed
+the random numbers (`seed`) do not change w.
 """
 
-# Option -> values with which it does nothing, beside None and what is empty
+# Option -> the values with which it has no effect. `None` and empty values have none for any option.
 BOTH = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 VLLM = BOTH | {
     "presence_penalty": (0,),
@@ -19,7 +22,7 @@ VLLM = BOTH | {
     "structured_outputs": (),
     "thinking_token_budget": (-1,),
     "trace_decode_token_ids": (),
-    "logits_processors": (),  # of `vllm_engine_kwargs`: what they compute cannot be known
+    "logits_processors": (),  # from `vllm_engine_kwargs`; their effect is unknown
 }
 TRANSFORMERS = BOTH | {
     "encoder_repetition_penalty": (1,),
@@ -36,9 +39,9 @@ TRANSFORMERS = BOTH | {
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
 }
-FIELDS = ("temperature", *BOTH)  # of TRL's configuration, which `generation_kwargs` override
-# What the embedded engine cannot sample with: transformers applies it after our log-probabilities are taken, or it is
-# no sampling at all, or another form of output. vLLM has none of these.
+FIELDS = ("temperature", *BOTH)  # fields of TRL's configuration that `generation_kwargs` override
+# Options that the embedded engine refuses: transformers applies them after our log-probabilities are taken, does not
+# sample with them, or returns another form of output. vLLM has none of these options.
 UNSUPPORTED_GENERATION_KWARGS = {
     "assistant_early_exit": (),
     "constraints": (),
@@ -59,7 +62,7 @@ UNSUPPORTED_GENERATION_KWARGS = {
     "typical_p": (1,),
     "watermarking_config": (),
 }
-# What transformers calls it -> what vLLM does
+# transformers' name of an option -> vLLM's
 TWINS = {
     "bad_words_ids": "bad_words",
     "eos_token_id": "stop_token_ids",
@@ -72,13 +75,15 @@ TWINS = {
 
 def biasing_options(args) -> dict[str, object]:
     """
-    The sampling options of a run that bias the ratio, as its engine merges them.
+    Returns the sampling options of a run that bias the ratio. `generation_kwargs` override the fields of the same name,
+    as in the engine.
 
     Args:
-        args ([`~config.QuantGRPOConfig`]): The run's.
+        args ([`~config.QuantGRPOConfig`]): The run's configuration.
 
     Returns:
-        `dict`: option -> its value, where that acts; `temperature` where the sampler's is not the trainer's.
+        `dict`: option -> value, for each option that has an effect; `temperature` if the sampler's differs from the
+        trainer's.
     """
     given = {name: value for name, value in (args.generation_kwargs or {}).items() if value is not None}
     options = {name: getattr(args, name) for name in FIELDS} | given
@@ -91,27 +96,30 @@ def biasing_options(args) -> dict[str, object]:
 
 
 def check_supported(generation_kwargs: dict) -> None:
-    """Raises `ValueError` for those that the embedded engine cannot sample with."""
+    """Raises `ValueError` for `generation_kwargs` that the embedded engine cannot sample with."""
     known = UNSUPPORTED_GENERATION_KWARGS
     refused = [name for name, value in generation_kwargs.items() if name in known and acts(value, known[name])]
     if refused:
         raise ValueError(
             f"`generation_kwargs` has {refused}, which the embedded engine cannot sample with: it must know the "
-            "probability that each token is drawn with. vLLM has none of these options either. Remove them."
+            "probability with which each token is sampled. vLLM has none of these options either. Remove them."
         )
 
 
 def not_taken(engine: str, names, known) -> str:
-    """What is said of options that an engine lacks, with what it calls them where another engine has them."""
-    twins = TWINS | {own: other for other, own in TWINS.items()}
-    named = [f"{name!r}" + (f" (there it is {twins[name]!r})" if twins.get(name) in known else "") for name in names]
+    """Returns the error message for options that an engine lacks. It names the engine's own option for the same."""
+    twins = TWINS | {vllm: transformers for transformers, vllm in TWINS.items()}
+    described = []
+    for name in names:
+        twin = twins.get(name)
+        described.append(f"{name!r} (there it is {twin!r})" if twin in known else repr(name))
     return (
-        f"`generation_kwargs` has {', '.join(named)}, which {engine} does not take. Allowed are "
+        f"`generation_kwargs` has {', '.join(described)}, which {engine} does not take. Allowed are "
         f"{', '.join(sorted(known))}."
     )
 
 
 def acts(value, neutral: tuple) -> bool:
-    """Whether an option of this value does something, where it does nothing with the `neutral` ones."""
+    """Whether an option has an effect with `value`; with one of the `neutral` values it has none."""
     is_empty = isinstance(value, str | list | tuple | dict) and not value
     return value is not None and not is_empty and value not in neutral

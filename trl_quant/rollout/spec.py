@@ -1,10 +1,10 @@
-"""Decides which engine a configuration means: once, from plain values, before a model, vLLM or a trainer is loaded.
+"""Decides which engine a configuration describes: once, before a model, vLLM or a trainer is loaded.
 
-| where the samples come from | `kind` | class |
+| source of the samples | `kind` | class |
 |---|---|---|
 | TRL's own generation | no `EngineSpec` | |
 | a quantized copy of the policy in transformers | `"embedded"` | `TransformersEngine` |
-| the policy's own layers, which already compute in that precision | `"shared"` | `SharedEngine` |
+| the policy's own layers, if they already compute in that precision | `"shared"` | `SharedEngine` |
 | vLLM in the trainer's process | `"colocate"` | `VLLMEngine` |
 | vLLM behind a server | `"server"` | `VLLMServerEngine` |
 
@@ -28,7 +28,7 @@ ENGINES = {
 VLLM_MODES = ("colocate", "server")  # the kinds that are values of TRL's `vllm_mode`
 
 _EVERY_ENGINE = ("precision", "wide_norms", "uaq_scale")
-# kind -> the fields of `EngineSpec` that its class takes
+# kind -> the fields of `EngineSpec` that the engine's class takes as arguments
 _OPTIONS = {
     "embedded": _EVERY_ENGINE,
     "shared": _EVERY_ENGINE,
@@ -40,19 +40,19 @@ _OPTIONS = {
 @dataclass(frozen=True)
 class EngineSpec:
     """
-    An engine, before it is built.
+    The description of an engine, from which [`~rollout.build_engine`] builds it.
 
     Parameters:
         kind (`str`):
             Key of [`ENGINES`].
         precision (`str`):
-            Key of [`~precisions.PRECISIONS`], or `"auto"`, which is measured when the engine is built.
+            Key of [`~precisions.PRECISIONS`], or `"auto"`, which is resolved by measurement when the engine is built.
         wide_norms (`bool`, *optional*, defaults to `False`):
             Whether the engine holds the norms that get noise in FP32.
         uaq_scale (`float`, *optional*, defaults to `1.0`):
             Factor by which UAQ has scaled the norms.
         sync_check_steps (`int`, *optional*, defaults to `0`):
-            Syncs from one self-check of a vLLM engine to the next; 0 for none.
+            Number of syncs between two self-checks of a vLLM engine; 0 for no self-checks.
         engine_kwargs (`dict`, *optional*):
             Further arguments of vLLM's `LLM`.
         lora_sync (`str`, *optional*, defaults to `"merge"`):
@@ -60,7 +60,7 @@ class EngineSpec:
         sleep_level (`int`, *optional*, defaults to `0`):
             vLLM's sleep level while the trainer computes; 0 if the engine stays awake.
         exact (`bool`, *optional*, defaults to `False`):
-            Whether a token's numbers must not depend on the tokens beside it.
+            Whether the results for a token must not depend on the other tokens of its batch.
         request_timeout (`float`, *optional*):
             Seconds that a server may take to answer; `None` for no limit.
     """
@@ -78,7 +78,7 @@ class EngineSpec:
 
     @classmethod
     def from_config(cls, config) -> "EngineSpec | None":
-        """The engine that a [`QuantGRPOConfig`] means; `None` where TRL generates by itself."""
+        """Returns the engine that a [`QuantGRPOConfig`] describes; `None` if TRL generates by itself."""
         if config.rollout_precision is None:
             return None
         return cls(
@@ -101,29 +101,29 @@ class EngineSpec:
 
     @property
     def is_vllm(self) -> bool:
-        """Whether vLLM samples, here or behind a server."""
+        """Whether vLLM samples, in this process or behind a server."""
         return self.kind in VLLM_MODES
 
     def options(self) -> dict[str, Any]:
-        """The arguments of the engine's class, beside those that TRL gives to its own."""
+        """Returns the arguments that the engine's class takes in addition to those of TRL's `VLLMGeneration`."""
         return {name: getattr(self, name) for name in _OPTIONS[self.kind]}
 
     def fields_for_trl(self) -> dict[str, Any]:
         """
-        The values that TRL's constructor must find in the configuration to take samples from this engine. TRL asks an
-        engine for samples, and corrects for it, only where `use_vllm` holds.
+        Returns the values that TRL's constructor must find in the configuration so that it samples from this engine.
+        TRL samples from an engine, and corrects for it, only if `use_vllm` is set.
         """
         return {} if self.is_vllm else {"use_vllm": True, "vllm_mode": "embedded"}
 
 
 def engine_kind(mode: str, precision: str, train_precision: str | None, is_sharded: bool = False) -> str:
     """
-    The kind of engine that samples in `precision`.
+    Returns the kind of engine that samples in `precision`, a key of [`ENGINES`].
 
     Args:
         mode (`str`): `"embedded"`, or one of [`VLLM_MODES`].
-        precision (`str`): The precision that samples.
-        train_precision (`str` or `None`): The precision that the policy is trained in, if it has one.
+        precision (`str`): The `rollout_precision`.
+        train_precision (`str` or `None`): The `train_precision`.
         is_sharded (`bool`, *optional*, defaults to `False`): Whether FSDP shards the policy.
     """
     if mode == "embedded" and precision == train_precision and not is_sharded:
@@ -132,6 +132,9 @@ def engine_kind(mode: str, precision: str, train_precision: str | None, is_shard
 
 
 def default_lora_sync(mode: str, precision: str | None, train_precision: str | None) -> str:
-    """How an adapter reaches the engine if the user does not say: beside the base where both hold the same 4 bits."""
+    """
+    Returns the default of `lora_sync`: `"adapter"` in colocate mode if trainer and engine hold the same frozen 4-bit
+    base, else `"merge"`.
+    """
     holds_same_base = train_precision in frozen_bases() and precision == train_precision
     return "adapter" if mode == "colocate" and holds_same_base else "merge"

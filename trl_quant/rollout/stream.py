@@ -1,7 +1,7 @@
-"""The policy's weights as engines take them: full, dense, with adapters merged, under clean names, one at a time.
+"""Streams the policy's weights to an engine, one at a time: full, dense, under clean names and with adapters merged.
 
-They are read under DDP, FSDP2, ZeRO-3 and PEFT. Reading sharded weights gathers them, which is collective: every rank
-must read the same weights in the same order. Nothing here writes to the policy.
+This works under DDP, FSDP2, ZeRO-3 and PEFT. Reading a sharded weight gathers it, which is collective: every rank must
+read the same weights in the same order. Nothing here writes to the policy.
 """
 
 import copy
@@ -28,36 +28,38 @@ from ..models.names import clean_name
 from ..policy.adapters import UnifiedLoraLinear, delta_weight, is_plain
 
 
-SAVED_WHOLE = re.compile(r"\.modules_to_save\.([^.]+)\.")  # the adapter's name
+SAVED_WHOLE = re.compile(r"\.modules_to_save\.([^.]+)\.")  # group 1: the adapter's name
 
 
 class PolicyWeights:
     """
-    Iterating over it yields all parameters of the policy in the model's order, as `(name, tensor)`.
+    The weights of the policy. Iterating over it yields all parameters in the model's order, as `(name, tensor)`.
 
-    Adapters are merged as PEFT does it, but into stand-ins, one layer at a time, so that the trainer's base weights are
-    never written: TRL merges and unmerges in place, which in BF16 moves the base a little at every sync.
+    Adapters are merged as PEFT merges them, but into copies, one layer at a time, so that the trainer's base weights
+    are never written. TRL merges and unmerges in place, which in BF16 moves the base a little at every sync.
 
     Parameters:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The policy.
-        accelerator ([`~accelerate.Accelerator`]): The trainer's, which knows how the policy is sharded.
+        accelerator ([`~accelerate.Accelerator`]): The trainer's. It knows how the policy is sharded.
 
     Attributes:
-        sharding ([`~trl.distributed.DistributedBackend`]): How it is sharded.
-        gathered_dtype (`torch.dtype` or `None`): What FSDP2 rounds weights to when it gathers them for a forward pass.
-        has_adapters (`bool`): Whether PEFT wraps it.
+        sharding ([`~trl.distributed.DistributedBackend`]): How the policy is sharded.
+        gathered_dtype (`torch.dtype` or `None`): The type that FSDP2 rounds weights to when it gathers them.
+        has_adapters (`bool`): Whether PEFT wraps the policy.
         unread (`set[str]`):
-            Weights whose values nobody reads: they come without the adapters that wrap them, and as FSDP2 shards them.
+            Names of weights whose values the consumer does not read. For these the stream yields a placeholder: the
+            base weight without its adapters, sharded under FSDP2.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator):
         self.model, self.device = model, accelerator.device
         self.sharding = DistributedBackend(accelerator)
         self.gathered_dtype = None
-        if self.sharding.fsdp_version == 2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy):
-            self.gathered_dtype = policy.param_dtype
+        if self.sharding.fsdp_version == 2:
+            mixed_precision = accelerator.state.fsdp_plugin.mixed_precision_policy
+            self.gathered_dtype = mixed_precision.param_dtype if mixed_precision else None
         self.unread: set[str] = set()
-        self.has_adapters = is_peft_model(model)  # asked for every parameter, and accelerate takes 5 ms to tell
+        self.has_adapters = is_peft_model(model)  # stored, since this takes 5 ms and is needed for every parameter
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         adapted, seen = None, set()
@@ -71,12 +73,13 @@ class PolicyWeights:
                 continue
             if isinstance(module, BaseTunerLayer):
                 adapted = f"{path}."
-                unread = clean_name(f"{path}.weight") in self.unread
-                for leaf, tensor in (self._unmerged(module) if unread else self.merged(module)).items():
+                is_unread = clean_name(f"{path}.weight") in self.unread
+                tensors = self._unmerged(module) if is_unread else self.merged(module)
+                for leaf, tensor in tensors.items():
                     yield clean_name(f"{path}.{leaf}"), tensor
                 continue
             if isinstance(module, FrozenLinear):
-                for leaf, tensor in numbers(module).items():
+                for leaf, tensor in dense_parameters(module).items():
                     yield clean_name(f"{path}.{leaf}"), tensor
                 continue
             for leaf, param in module.named_parameters(recurse=False):
@@ -89,29 +92,35 @@ class PolicyWeights:
                     yield name, param.data if name in self.unread else self.dense(module, param)
 
     def _unmerged(self, layer: BaseTunerLayer) -> dict[str, Tensor]:
-        """The parameters of an adapted layer's base, of which nobody reads the weight."""
+        """Returns the parameters of an adapted layer's base. The weight is a placeholder, see `unread`."""
         own = layer.get_base_layer().named_parameters()
         return {name: param.data if name == "weight" else self.full(param) for name, param in own}
 
     def _is_adapters(self, name: str) -> bool:
-        """Whether a parameter is an adapter's: of LoRA, an original that one trains whole, or another adapter's own."""
+        """
+        Whether a parameter does not belong to the policy's own model: an adapter's matrix, the original of a module
+        that is trained whole (`modules_to_save`), or such a module of an adapter that is not active.
+        """
         if not self.has_adapters:
             return False
-        of_adapter = SAVED_WHOLE.search(name)
-        is_used = of_adapter is None or of_adapter[1] in self.model.active_adapters
-        return self.model.prefix in name or ".original_module." in name or not is_used
+        saved_whole = SAVED_WHOLE.search(name)
+        is_active = saved_whole is None or saved_whole[1] in self.model.active_adapters
+        return self.model.prefix in name or ".original_module." in name or not is_active
 
     def frozen(self) -> Iterator[tuple[str, FrozenLinear]]:
-        """The layers of a frozen base, by the names of their own."""
+        """Yields the layers of a frozen 4-bit base with their clean names."""
         for path, module in self.model.named_modules():
             if isinstance(module, FrozenLinear):
                 yield clean_name(path), module
 
     def unified(self, precision: str) -> dict[str, nn.Module]:
-        """The layers that compute in `precision` as an engine does, by the names of their own; see [`codes`]."""
+        """
+        Returns the layers that quantize their weights to `precision` in training too, by their clean names; see
+        [`quantized_weight`].
+        """
         found, adapted = {}, ""
         for path, module in self.model.named_modules():
-            if ".modules_to_save." in path or ".original_module" in path:  # quantized as they come
+            if ".modules_to_save." in path or ".original_module" in path:  # streamed unquantized
                 continue
             if isinstance(module, UnifiedLoraLinear) and module.merges:
                 adapted = f"{path}."
@@ -121,29 +130,38 @@ class PolicyWeights:
                 found[clean_name(path)] = module
         return found
 
-    def codes(self, layer: nn.Module) -> QuantizedTensor:
+    def quantized_weight(self, layer: nn.Module) -> QuantizedTensor:
         """
-        The quantized weight that a layer of [`unified`] computes with, an adapter that is merged into it included. Of a
-        sharded layer it is made anew, the same on each rank, and not kept.
+        Returns the quantized weight that a layer of [`unified`] computes with, including an adapter that is merged into
+        it. A sharded layer is gathered and quantized again, with the same result on each rank, which is not cached.
         """
         with self.whole(layer):
             return layer.codes()
 
-    def forget_codes(self) -> None:
-        """Drops the codes that layers keep of their weights, which may have been written past PyTorch's counters."""
+    def forget_quantized_weights(self) -> None:
+        """
+        Drops the quantized weights that layers cache. PyTorch's version counter misses writes through `.data`, so a
+        cached weight may be stale.
+        """
         for module in self.model.modules():
             if isinstance(module, UnifiedLinear):
                 module.forget()
 
     def outside_base(self) -> Iterator[tuple[str, Tensor]]:
-        """What is neither a frozen layer's weight nor an adapter's: embeddings, norms, the head, biases."""
+        """
+        Yields the parameters that belong neither to the packed weights of a frozen base nor to an adapter: embeddings,
+        norms, the head, biases.
+        """
         packed = {id(tensor) for _, module in self.frozen() for tensor in module.packed()[:3]}
         for name, param in self.parameters().items():
             if id(param) not in packed:
                 yield name, param.data
 
     def first_non_finite(self) -> str | None:
-        """Name of the first parameter that holds NaN or infinity, in what this rank has of it. Not collective."""
+        """
+        Returns the name of the first parameter that holds NaN or infinity in this rank's shard; `None` if all are
+        finite. Not collective.
+        """
         for name, param in self.model.named_parameters():
             if not is_finite(local_part(param)):
                 return clean_name(name)
@@ -151,13 +169,13 @@ class PolicyWeights:
 
     @property
     def base_model(self) -> PreTrainedModel:
-        """The policy without PEFT's wrapper."""
-        model = getattr(self.model, "_orig_mod", self.model)  # of `torch.compile`
+        """The policy without the wrappers of PEFT and `torch.compile`."""
+        model = getattr(self.model, "_orig_mod", self.model)
         return model.get_base_model() if self.has_adapters else model
 
     @property
     def model_type(self) -> str:
-        """Of the text model."""
+        """`model_type` of the text model's config."""
         return self.model.config.get_text_config().model_type
 
     @property
@@ -166,21 +184,21 @@ class PolicyWeights:
         return self.sharding.is_zero3 or self.sharding.fsdp_version == 2
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's own parameters by their clean names, in order, without those of adapters."""
+        """Returns the model's own parameters by their clean names, in order, without those of adapters."""
         named = self.model.named_parameters()
         return {clean_name(name): param for name, param in named if not self._is_adapters(name)}
 
     def linears(self) -> dict[str, LinearLayer]:
         """
-        The quantizable layers in use, by their places in the unwrapped policy. The place of an adapted layer is that of
-        the adapter that wraps it.
+        Returns the quantizable layers in use, by their places in the unwrapped policy. The place of an adapted layer is
+        that of the adapter that wraps it.
         """
         layers = dense_linears(self.base_model)
         in_use = {place: layer for place, layer in layers.items() if not self._is_adapters(f"{place}.")}
         return {place.removesuffix(".base_layer"): layer for place, layer in in_use.items()}
 
     def trained(self) -> list[str]:
-        """Names of the quantizable weights that training moves."""
+        """Returns the names of the quantizable weights that are trained, directly or by an adapter."""
         policy, found = self.base_model, []
         for place, layer in self.linears().items():
             module = policy.get_submodule(place)
@@ -190,20 +208,23 @@ class PolicyWeights:
         return found
 
     def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager:
-        """Context in which ZeRO-3's `params` are whole; FSDP2's are made so by [`~PolicyWeights.full`]."""
+        """Context in which ZeRO-3's `params` are gathered. FSDP2's are gathered by [`~PolicyWeights.full`]."""
         return self.sharding.gather_params(list(params))
 
     def full(self, param: nn.Parameter) -> Tensor:
-        """A parameter in full, in its own type."""
-        if isinstance(param, DTensor):  # FSDP2; gathering needs the accelerator also where parameters are offloaded
+        """Returns a parameter in full, in its own type."""
+        if isinstance(param, DTensor):  # FSDP2. Offloaded parameters must be on the accelerator to be gathered
             return (param.to(self.device) if param.is_cpu else param).full_tensor()
         return param.data
 
     @contextmanager
     def whole(self, layer: nn.Module) -> Iterator[None]:
-        """Context in which a layer has what FSDP2 shards in full; one that quantizes it, as for its forward pass."""
-        own = [(m, name, param) for m in layer.modules() for name, param in m.named_parameters(recurse=False)]
-        sharded = [(m, name, param) for m, name, param in own if isinstance(param, DTensor)]
+        """
+        Context in which the parameters of a layer that FSDP2 shards are gathered. A layer that quantizes its weight
+        gets them in the type of its forward pass, any other in their own.
+        """
+        owned = [(m, name, param) for m in layer.modules() for name, param in m.named_parameters(recurse=False)]
+        sharded = [(m, name, param) for m, name, param in owned if isinstance(param, DTensor)]
         dtype = self.gathered_dtype if isinstance(base_layer(layer), UnifiedLinear) else None
         try:
             for module, name, param in sharded:
@@ -214,12 +235,12 @@ class PolicyWeights:
                 setattr(module, name, param)
 
     def dense(self, module: nn.Module, param: nn.Parameter) -> Tensor:
-        """`param` of `module` in full; a 4- or 8-bit base of bitsandbytes is dequantized."""
+        """Returns `param` of `module` in full; a 4- or 8-bit base of bitsandbytes is dequantized."""
         full = self.full(param)
         return full if full.is_floating_point() else dequantized(module)
 
     def of_linear(self, layer: nn.Module) -> Tensor:
-        """The weight (out, in) of a linear layer, with the adapters that wrap it."""
+        """Returns the weight of a linear layer, shape (out, in), with its adapters merged."""
         with torch.autocast(self.device.type, enabled=False):
             if isinstance(layer, BaseTunerLayer):
                 return self.merged(layer)["weight"]
@@ -231,37 +252,40 @@ class PolicyWeights:
     @torch.no_grad()
     def merged(self, layer: BaseTunerLayer) -> dict[str, Tensor]:
         """
-        The parameters of an adapted layer's base with the adapters merged in that its forward pass adds, as new
+        Returns the parameters of an adapted layer's base, with the adapters of its forward pass merged in, as new
         tensors by name.
         """
         base, adapters = layer.get_base_layer(), adapters_beside(layer)
         with self.gathered(layer.parameters()), self.whole(layer):
             if not adapters:
-                return {name: tensor.clone() for name, tensor in numbers(base).items()}
-            if is_sum(layer):  # what PEFT's merge computes, without its bookkeeping, which takes longer than the sum
-                own = numbers(base)
+                return {name: tensor.clone() for name, tensor in dense_parameters(base).items()}
+            if merges_by_adding(layer):  # PEFT's merge gives the same, but its bookkeeping takes longer than the sum
+                params = dense_parameters(base)
                 for adapter in adapters:
-                    # In one pass: summed in the wider type, rounded to the base's
-                    weight = own["weight"]
-                    own["weight"] = torch.add(weight, delta_weight(layer, adapter), out=torch.empty_like(weight))
-                return own
-            own = [(m, name, param) for m in layer.modules() for name, param in m.named_parameters(recurse=False)]
+                    # In one pass: summed in the wider of the two types and rounded to the base's
+                    weight = params["weight"]
+                    params["weight"] = torch.add(weight, delta_weight(layer, adapter), out=torch.empty_like(weight))
+                return params
+            owned = [(m, name, param) for m in layer.modules() for name, param in m.named_parameters(recurse=False)]
             try:
-                for module, name, param in own:
+                for module, name, param in owned:
                     setattr(module, name, nn.Parameter(param.data.clone() if module is base else param.data, False))
-                with default_dtype(torch.float32):  # vLLM's reload, which reads this, has another
+                with default_dtype(torch.float32):  # vLLM's reload, which reads this stream, sets another default
                     layer.merge()
                 merged = layer.get_base_layer()
-                if merged is not base:  # LN tuning exchanges the two
+                if merged is not base:  # LN tuning replaces the base layer
                     layer.unmerge()
                 return {name: param.data for name, param in merged.named_parameters()}
             finally:
                 layer.merged_adapters.clear()
-                for module, name, param in own:
+                for module, name, param in owned:
                     setattr(module, name, param)
 
     def adapter(self) -> dict[str, Tensor]:
-        """A and B of each adapted layer by PEFT's names; B times the adapter's scale, which may differ by layer."""
+        """
+        Returns A and B of each adapted layer by PEFT's names. B is multiplied by the adapter's scale, which may differ
+        from layer to layer.
+        """
         tensors, (adapter,) = {}, self.model.active_adapters
         for name, layer in self.model.named_modules():
             if isinstance(layer, BaseTunerLayer) and adapter in layer.lora_A:
@@ -278,7 +302,7 @@ class PolicyWeights:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context in which torch makes tensors of `dtype`. vLLM's own, below 0.30, leaves it so after an error."""
+    """Context in which `dtype` is torch's default. Unlike vLLM's below 0.30, it restores the default on an error."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -289,10 +313,10 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def adapters_beside(layer: BaseTunerLayer) -> list[str]:
     """
-    The adapters that a layer's forward pass adds to its base: none where they are disabled, or merged into it.
+    Returns the adapters that a layer's forward pass adds to its base: none if they are disabled, or merged already.
 
     Raises:
-        ValueError: Adapters that are merged and disabled, which the forward pass would first take out of the base.
+        `ValueError`: The adapters are merged and disabled, so the next forward pass would take them out of the base.
     """
     if layer.merged and layer.disable_adapters:
         raise ValueError(
@@ -304,8 +328,8 @@ def adapters_beside(layer: BaseTunerLayer) -> list[str]:
 
 def ties_embeddings(policy: PreTrainedModel) -> bool:
     """
-    Whether the head of a policy multiplies with the weight of its embeddings, which its config may say of a policy that
-    was untied since: by `modules_to_save` or LoRA on one of the two, or in memory.
+    Whether a policy's head has the weight of its embeddings. The config may wrongly say so: `modules_to_save`, LoRA on
+    one of the two, or a change in memory unties them.
     """
     embeddings, head = policy.get_input_embeddings(), policy.get_output_embeddings()
     wrapped = BaseTunerLayer | AuxiliaryTrainingWrapper
@@ -315,45 +339,51 @@ def ties_embeddings(policy: PreTrainedModel) -> bool:
 
 
 def base_layer(layer: nn.Module) -> nn.Module:
-    """The layer that an adapter wraps, or the layer itself."""
+    """Returns the layer that an adapter wraps, or the layer itself."""
     return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
 
 
-def numbers(linear: nn.Linear) -> dict[str, Tensor]:
-    """The parameters of a linear layer that is held in full here, by name; a packed weight as what it stands for."""
+def dense_parameters(linear: nn.Linear) -> dict[str, Tensor]:
+    """Returns the parameters of a linear layer that is not sharded, by name; a quantized weight is dequantized."""
     if isinstance(linear, FrozenLinear):
-        return {"weight": linear.dequantize()} | ({} if linear.bias is None else {"bias": linear.bias.data})
-    own = {name: param.data for name, param in linear.named_parameters()}
-    return own if own["weight"].is_floating_point() else own | {"weight": dequantized(linear)}
+        params = {"weight": linear.dequantize()}
+        if linear.bias is not None:
+            params["bias"] = linear.bias.data
+        return params
+    params = {name: param.data for name, param in linear.named_parameters()}
+    if not params["weight"].is_floating_point():
+        params["weight"] = dequantized(linear)
+    return params
 
 
 def dequantized(linear: nn.Linear) -> Tensor:
-    """The weight that a 4- or 8-bit layer of bitsandbytes stands for. On CPUs PEFT replaces 8-bit ones."""
+    """Returns the dequantized weight of a 4- or 8-bit layer of bitsandbytes, and leaves the layer as it was."""
     weight = linear.weight
     if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
         raise ValueError(
-            "bitsandbytes has laid the 4-bit base out for AVX-512 in a forward pass of an evaluation, and it cannot be "
-            "read exactly any more. Load the base in 8 or 16 bits on this CPU, or use a GPU."
+            "bitsandbytes has repacked the 4-bit base for AVX-512 in the forward pass of an evaluation, and it can no "
+            "longer be read exactly. Load the base in 8 or 16 bits on this CPU, or use a GPU."
         )
     try:
         return dequantize_module_weight(linear).data
     finally:
-        linear.weight = weight
+        linear.weight = weight  # PEFT replaces an 8-bit weight on a CPU
 
 
-def is_sum(layer: BaseTunerLayer) -> bool:
-    """Whether merging a layer's adapters adds a matrix each to its weight, held in full here, and nothing else."""
-    if isinstance(layer.get_base_layer(), FrozenLinear):
+def merges_by_adding(layer: BaseTunerLayer) -> bool:
+    """Whether merging a layer's adapters only adds one matrix for each adapter to its weight."""
+    base = layer.get_base_layer()
+    if isinstance(base, FrozenLinear):
         return True
-    weight = layer.get_base_layer().weight
     if not is_plain(layer):
-        return not weight.is_floating_point()  # PEFT cannot merge other adapters into a copy of a 4- or 8-bit base
-    plain = isinstance(layer.get_base_layer(), nn.Linear) and not layer.lora_variant
-    return plain and all(a in layer.lora_A and not layer.lora_bias.get(a, False) for a in layer.active_adapters)
+        return not base.weight.is_floating_point()  # PEFT cannot merge other adapters into a copy of such a base
+    if layer.lora_variant or not isinstance(base, nn.Linear):
+        return False
+    return all(name in layer.lora_A and not layer.lora_bias.get(name, False) for name in layer.active_adapters)
 
 
 def fault_of(weights: PolicyWeights) -> str | None:
-    """Why no engine could sample from a policy as it is, seen from this rank; `None` where engines can."""
+    """Returns the reason, seen from this rank, why no engine can sample from a policy; `None` if engines can."""
     model = weights.model
     if weights.has_adapters and getattr(model.active_peft_config, "is_prompt_learning", False):
         return NO_WEIGHTS.format(model.active_peft_config.peft_type.value)
@@ -369,51 +399,59 @@ def fault_of(weights: PolicyWeights) -> str | None:
     for name, param in model.named_parameters():
         if param.dtype == torch.float64:
             return f"`{clean_name(name)}` is in float64, which no format takes. Load it in float32 or bfloat16."
-    if broken := weights.first_non_finite():
+    broken = weights.first_non_finite()
+    if broken is not None:
         return (
-            f"its weight `{broken}` holds NaN or infinity, so that nothing it computes has a meaning. The fault is the "
-            "policy's: load or save it again, or take an earlier checkpoint."
+            f"its weight `{broken}` holds NaN or infinity, so its results mean nothing. The policy itself is broken: "
+            "load or save it again, or use an earlier checkpoint."
         )
     return _unlike_config(weights.base_model)
 
 
 NO_WEIGHTS = (
-    "an adapter of the kind {} is no change of the policy's weights, and weights are all that engines are given. Use "
-    "LoRA or another adapter that is merged into them, or leave `rollout_precision` unset: TRL generates."
+    "an adapter of the kind {} does not change the policy's weights, but an engine gets only weights. Use LoRA or "
+    "another adapter that can be merged, or leave `rollout_precision` unset: TRL generates."
 )
 
 
 def local_part(param: Tensor) -> Tensor:
-    """What this rank holds of a parameter that FSDP2 or ZeRO-3 may have sharded; the parameter itself otherwise."""
+    """Returns this rank's shard of a parameter under FSDP2 or ZeRO-3, and otherwise the parameter itself."""
     return param.to_local() if isinstance(param, DTensor) else getattr(param, "ds_tensor", param)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity; true of codes, and of what has no values on this rank."""
+    """
+    Whether a tensor holds neither NaN nor infinity. True for 8-bit codes, and for a tensor without values on this rank.
+    """
     if not tensor.is_floating_point() or tensor.element_size() == 1 or tensor.is_meta or not tensor.numel():
         return True
     return bool(torch.stack(tensor.detach().aminmax()).isfinite().all())
 
 
 def _unlike_config(policy: PreTrainedModel) -> str | None:
-    """What tells a policy's modules from those that its config describes, by which engines are built."""
+    """
+    Returns the first difference between a policy's parameters and those that its config describes; `None` if there is
+    none. Engines are built by the config.
+    """
     with torch.device("meta"), no_init_weights():
         described = type(policy)(copy.deepcopy(policy.config))
     expected = {name: tuple(param.shape) for name, param in described.named_parameters(remove_duplicate=False)}
     found = {clean_name(name): shape for name, shape in _shapes(policy)}
     instead = "Engines are built by the config: change `config` with the model, and save both together."
-    if missing := [name for name in expected if name not in found]:
-        return f"it has no `{missing[0]}`, and its config describes one. {instead}"
-    if added := [name for name in found if name not in expected]:
-        return f"it has `{added[0]}`, which its config does not describe. {instead}"
+    for name in expected:
+        if name not in found:
+            return f"it has no `{name}`, but its config describes one. {instead}"
+    for name in found:
+        if name not in expected:
+            return f"it has `{name}`, which its config does not describe. {instead}"
     for name, shape in found.items():
         if shape is not None and shape != expected[name]:
-            return f"its `{name}` has the shape {shape}, and its config describes {expected[name]}. {instead}"
+            return f"its `{name}` has the shape {shape}, but its config describes {expected[name]}. {instead}"
     return None
 
 
 def _shapes(policy: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...] | None]]:
-    """A policy's parameters, without adapters; their shapes where they are not packed."""
+    """Yields the names of a policy's parameters, without adapters, and their shapes; `None` for a packed parameter."""
     adapted = None
     for path, module in policy.named_modules():
         if ".original_module" in path or (adapted is not None and path.startswith(adapted)):
@@ -422,7 +460,9 @@ def _shapes(policy: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...] | No
             adapted = f"{path}."
         layer = base_layer(module)
         if isinstance(layer, FrozenLinear):
-            yield from ((f"{path}.{name}", None) for name in ("weight", *(() if layer.bias is None else ("bias",))))
+            yield f"{path}.weight", None
+            if layer.bias is not None:
+                yield f"{path}.bias", None
             continue
         for name, param in layer.named_parameters(recurse=False):
             shape = tuple(getattr(param, "ds_shape", param.shape))

@@ -1,4 +1,4 @@
-"""The name that `vllm serve --worker-extension-cls` is given; what it names lives in `vllm/transfer.py`."""
+"""The module to name in `vllm serve --worker-extension-cls`. The class itself is in `vllm/transfer.py`."""
 
 from .vllm.transfer import WorkerExtension
 

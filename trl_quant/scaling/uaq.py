@@ -29,13 +29,13 @@ from ..models.names import clean_name
 from ..models.norms import feeding_norms
 
 
-# Where `s` may lie. FP16 is the narrowest type of 16 bits, normal from 2^-14 to 2^16. Linear weights are about 0.02 in
-# size (2^-5.6) and stay normal down to 2^-13.6; norm gains below 2^8 stay below 2^16.
+# The allowed range of `s`. FP16, the 16-bit type with the smallest range, has normal values from 2^-14 to 2^16. Linear
+# weights of about 0.02 (2^-5.6) stay normal down to 2^-13.6, and norm gains below 2^8 stay below 2^16.
 SCALES = (2.0**-8, 2.0**8)
 
 
 class _Fed(NamedTuple):
-    """One checked norm and what it feeds: `inputs` are the tensors that act on the norm's output."""
+    """A checked norm and the tensors that multiply its output (`inputs`)."""
 
     gain: Tensor
     offset: bool
@@ -64,13 +64,13 @@ def apply_uaq(model: nn.Module, scale: float) -> int:
 
 
 def uaq_applied(model: nn.Module) -> float | None:
-    """The model's scale, also after loading from a checkpoint; `None` if it was never scaled."""
+    """Returns the model's scale, also after loading from a checkpoint; `None` if it was never scaled."""
     return getattr(model.config, "uaq_scale", None)
 
 
 @torch.no_grad()
 def scale_norms(model: nn.Module, scale: float, folded: tuple[type, ...] = ()) -> int:
-    """[`apply_uaq`] for models where norms of the classes `folded` replace the family's and store the gain itself."""
+    """[`apply_uaq`] for models whose norms are of the classes `folded`, which store the gain itself."""
     check_scale(scale)
     plan = _plan(model, folded)
     if scale != 1:
@@ -119,7 +119,7 @@ def check_scale(scale: float, name: str = "scale") -> None:
 
 
 def _fed_by_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """As [`~models.norms.feeding_norms`]; `ValueError` where a norm feeds a router or experts."""
+    """Calls [`~models.norms.feeding_norms`]. Raises `ValueError` if a norm feeds a router or experts."""
     feeds = feeding_norms(model_type, names)
     for linears in feeds.values():
         for linear in linears:
@@ -145,7 +145,7 @@ def _plan(model: nn.Module, folded: tuple[type, ...]) -> list[_Fed]:
 
 
 def _inputs(name: str, linear: nn.Module, channels: int) -> list[Tensor]:
-    """The tensors of a linear layer, or of one wrapped by PEFT, that multiply its input."""
+    """Returns the tensors of a linear layer, or of one wrapped by PEFT, that multiply its input."""
     base = linear.base_layer if hasattr(linear, "base_layer") else linear
     weight = getattr(base, "weight", None)
     if not isinstance(weight, Tensor):
@@ -176,13 +176,13 @@ def _dense(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _scaled_gain(w: Tensor, scale: float, offset: bool) -> Tensor:
-    """A norm's weight with its gain multiplied; computed in at least float32 and rounded once."""
+    """Multiplies the gain of a norm's weight, in at least float32, and rounds once."""
     wide, one = _wide(w), float(offset)
     return (scale * (one + wide) - one).to(w.dtype)
 
 
 def _scaled_input(w: Tensor, scale: float) -> Tensor:
-    """What acts on the norm's output, divided; computed in at least float32 and rounded once."""
+    """Divides a tensor that multiplies the norm's output, in at least float32, and rounds once."""
     return (_wide(w) / scale).to(w.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Merges a LoRA adapter on disk into the tensors of a checkpoint, one at a time. PEFT computes BA."""
+"""Merges a LoRA adapter on disk into the tensors of a checkpoint, one tensor at a time. PEFT computes BA."""
 
 import json
 from dataclasses import dataclass
@@ -17,10 +17,11 @@ from .files import Stored
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# Fields of a LoRA config with which merging is more than W + BA
+# If one of these fields of a LoRA config is set, the merged weight is not W + BA
 BEYOND_A_SUM = ("use_dora", "fan_in_fan_out", "lora_bias", "target_parameters", "trainable_token_indices")
 BEYOND_A_SUM += ("layer_replication", "alora_invocation_tokens")
-INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # which leave the base as it was
+# Values of `init_lora_weights` that leave the base weights unchanged
+INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 NAME = "default"
 
 
@@ -30,8 +31,8 @@ class Adapter:
     The layers and parameters that an adapter changes.
 
     Attributes:
-        layers (`dict[str, LoraLayer]`): PEFT's layer, by the name of the weight (out, in) that it adds to.
-        replaced (`dict[str, torch.Tensor]`): Parameters that were trained whole (`modules_to_save`, biases), by name.
+        layers (`dict[str, LoraLayer]`): Name of an adapted weight (out, in) -> PEFT's layer.
+        replaced (`dict[str, torch.Tensor]`): Name -> parameter that was trained in full (`modules_to_save`, biases).
     """
 
     layers: dict[str, LoraLayer]
@@ -39,11 +40,11 @@ class Adapter:
 
     @torch.no_grad()
     def delta(self, name: str) -> Tensor:
-        """BA times its scale, (out, in)."""
+        """Returns the scaled BA of a weight, (out, in)."""
         return self.layers[name].get_delta_weight(NAME)
 
     def merged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A checkpoint's tensors with the adapter, added in the wider type and rounded once to the checkpoint's."""
+        """Adds the adapter to a checkpoint's tensors, in the wider type, and rounds once to the checkpoint's type."""
         result = {}
         for name, tensor in tensors.items():
             if name in self.layers:
@@ -55,7 +56,7 @@ class Adapter:
 
     def check(self, heads: dict[str, Stored], packed: bool) -> None:
         """
-        Raises `ValueError` if the adapter belongs to another base.
+        Raises `ValueError` if the adapter was trained on another base.
 
         Args:
             heads (`dict[str, Stored]`): The base's tensors.
@@ -66,39 +67,41 @@ class Adapter:
         for name, shape in shapes.items():
             found = heads.get(name)
             if found is None and packed and name in self.layers and f"{name}_packed" in heads:
-                continue  # of the shape that its config says, which PEFT compared
+                continue  # PEFT has compared the shape that the base's config gives
             if found is None:
                 raise ValueError(
-                    f"`--adapter`: it changes {name}, which the base has no tensor of. A head that is tied to the "
-                    "embedding cannot take an adapter of its own; otherwise give its own base with `--model`."
+                    f"`--adapter`: it changes {name}, which the base does not have. A head that is tied to the "
+                    "embedding cannot take an adapter of its own; otherwise give the adapter's own base with `--model`."
                 )
             if found.shape != shape:
                 raise ValueError(
-                    f"`--adapter`: it is for a base whose {name} has shape {shape}, but this one's has {found.shape}. "
-                    "Give its own base with `--model`."
+                    f"`--adapter`: it is for a base whose {name} has shape {shape}, but here it has {found.shape}. "
+                    "Give the adapter's own base with `--model`."
                 )
 
 
 def read_adapter_config(path: Path) -> dict:
     """
-    Reads adapter_config.json of an adapter that can be merged into weights.
+    Reads the adapter_config.json of an adapter, and checks that the adapter can be merged into weights.
 
     Raises:
-        ValueError: There is no adapter, its weights are missing, or its merge is more than W + BA.
+        ValueError: There is no adapter, its weights are missing, or the merged weight is not W + BA.
     """
     if not (path / CONFIG).is_file():
         raise ValueError(f"`--adapter`: {path} has no {CONFIG}; give the directory of a PEFT adapter.")
     config = json.loads((path / CONFIG).read_text())
     if not any((path / name).is_file() for name in WEIGHTS):
         raise ValueError(f"`--adapter`: {path} has {CONFIG}, but neither {' nor '.join(WEIGHTS)}.")
-    if (kind := config.get("peft_type")) != "LORA":
+    kind = config.get("peft_type")
+    if kind != "LORA":
         raise ValueError(f"`--adapter`: only LoRA can be exported, and {path} holds {kind}.")
-    if found := [field for field in BEYOND_A_SUM if config.get(field)]:
+    found = [f"`{field}`={config[field]!r}" for field in BEYOND_A_SUM if config.get(field)]
+    if found:
         raise ValueError(
-            f"`--adapter`: with {', '.join(f'`{field}`={config[field]!r}' for field in found)} merging is more than "
-            "W + BA. Merge with PEFT's `merge_and_unload`."
+            f"`--adapter`: with {', '.join(found)} merging is more than W + BA. Merge with PEFT's `merge_and_unload`."
         )
-    if (init := config.get("init_lora_weights")) not in INITS:
+    init = config.get("init_lora_weights")
+    if init not in INITS:
         raise ValueError(
             f"`--adapter`: `init_lora_weights`={init!r} changed the base as well, which {path} does not hold. Merge "
             "with PEFT's `merge_and_unload` where it was trained."
@@ -108,21 +111,20 @@ def read_adapter_config(path: Path) -> dict:
 
 def load_adapter(path: Path, skeleton: PreTrainedModel) -> Adapter:
     """
-    Loads an adapter onto a model that has no memory for its weights.
+    Loads an adapter onto a model whose own weights take no memory.
 
     Raises:
-        ValueError: It does not fit the model, or adapts layers that are not linear.
+        ValueError: The adapter does not fit the model, or adapts layers that are not linear.
     """
     ends = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
     tied = getattr(skeleton.config.get_text_config(), "tie_word_embeddings", False)
     shared = {f"{name}.weight" for name, module in skeleton.named_modules() if tied and module in ends}
     try:
         model = PeftModel(skeleton, PeftConfig.from_pretrained(path), NAME, low_cpu_mem_usage=True)
-    except ValueError as error:  # such as target modules that the base lacks
+    except ValueError as error:  # for example, the base lacks the target modules
         raise ValueError(f"`--adapter`: {path} does not fit the base {type(skeleton).__name__}: {error}") from error
-    weights = {
-        key: tensor.float() for key, tensor in load_peft_weights(path, device="cpu").items()
-    }  # as PEFT casts them
+    # FP32, to which PEFT casts an adapter that it loads
+    weights = {key: tensor.float() for key, tensor in load_peft_weights(path, device="cpu").items()}
     layers: dict[str, LoraLayer] = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
@@ -141,6 +143,9 @@ def load_adapter(path: Path, skeleton: PreTrainedModel) -> Adapter:
             linears[NAME].weight = nn.Parameter(found, requires_grad=False)
         layers[f"{clean_name(name)}.weight"] = layer
     replaced = {clean_name(name): tensor for name, tensor in weights.items()}
-    if whole := [name for name in replaced if name in shared]:
-        raise ValueError(f"`--adapter`: it replaces {whole[0]}, which the base shares between embedding and head.")
+    tied_and_replaced = [name for name in replaced if name in shared]
+    if tied_and_replaced:
+        raise ValueError(
+            f"`--adapter`: it replaces {tied_and_replaced[0]}, which the base shares between embedding and head."
+        )
     return Adapter(layers, replaced)

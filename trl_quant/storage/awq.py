@@ -1,11 +1,11 @@
 r"""
-AWQ through llmcompressor: an invariant scaling of the inputs of linear layers, found on calibration data.
+AWQ through llmcompressor: scales the inputs of linear layers by calibration data, without changing the function.
 
     Q(W diag(s)) diag(s)^-1 X        s minimizes the error against W X (AWQ, arXiv:2306.00978, eq. 4 and 5)
 
-`diag(s)^-1` is absorbed by what comes before: a norm's gain, or the rows of the layer before. So a smoothed checkpoint
-is an ordinary one of 16 bits, which computes the same function from other weights, and is then rounded to nearest as
-any other.
+The norm or the layer before absorbs `diag(s)^-1`: in its gain, or in the rows of its weight. A smoothed checkpoint is
+therefore an ordinary 16-bit checkpoint. It computes the same function with other weights, and is then rounded to
+nearest like any other.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,23 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..formats import FORMATS
 from .files import read_config
 from .layout import quantization_config, rewrite_checkpoint, storable
 
 
-PROBE = 128  # tokens that tell whether the function is unchanged
-# Most that the logits may change, relative: by rounding of weights and activations. A wrong scaling changes them by 1.
+PROBE = 128  # tokens on which the smoothed model is compared with the source
+# Largest relative change of the logits that rounding explains. A wrong scaling changes them by about 1.
 BOUNDS = {torch.float32: 1e-3}
 BOUND_16_BITS = 0.1
 
 
 def check_awq(format: str) -> None:
-    """Raises `ValueError` for a format that AWQ is not for, `ImportError` without llmcompressor."""
-    if format not in (allowed := [name for name in storable() if FORMATS[name].activations is None]):
+    """Raises `ValueError` for a format that quantizes inputs too, and `ImportError` if llmcompressor is missing."""
+    allowed = [name for name in storable() if FORMATS[name].activations is None]
+    if format not in allowed:
         raise ValueError(f"`--awq` is for formats of weights alone, not {format!r}; allowed: {', '.join(allowed)}.")
     try:
         import llmcompressor  # noqa: F401
@@ -56,18 +57,55 @@ def smooth_checkpoint(
     Args:
         source (`Path`): The checkpoint.
         result (`Path`): Directory to write in.
-        format (`str`): What the copy will be quantized to, of weights alone.
-        ignore (`Sequence[str]`): Linear layers that will not be.
+        format (`str`): The format to which the copy will be quantized; it must leave inputs in 16 bits.
+        ignore (`Sequence[str]`): Linear layers that will not be quantized.
         sequences (`Sequence[Sequence[int]]`): Tokens to calibrate on, (sequences, length).
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The model's.
         trust (`bool`, *optional*): Whether the checkpoint's own Python may run.
 
     Returns:
-        `float`: Relative change of the logits, in 16 or 32 bits, which should be rounding.
+        `float`: Relative change of the logits, which should not exceed rounding.
 
     Raises:
-        ValueError: llmcompressor's scaling changes the function of this model.
+        ValueError: llmcompressor's scaling changed the function of this model.
     """
+    from llmcompressor.utils.helpers import DisableQuantization
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust).eval()
+    probe = torch.tensor([sequences[0][:PROBE]])
+    before = _logits(model, probe)
+    model = _scaled(model, format, ignore, sequences, tokenizer, trust)
+    with DisableQuantization(model):
+        after = _logits(model, probe)
+    change = ((after - before).norm() / before.norm()).item()
+    bound = BOUNDS.get(model.dtype, BOUND_16_BITS)
+    if not change <= bound:
+        raise ValueError(
+            f"`--awq`: llmcompressor's scaling changes the logits of {type(model).__name__} by {change:.1e} of their "
+            f"size, more than rounding does ({bound}). Leave `--awq` out."
+        )
+    weights = dict(model.named_parameters())
+
+    def smoothed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Replaces the scaled tensors alone, because the source may hold the others in another type than the model."""
+        return {
+            name: tensor if name not in weights or _same(tensor, weights[name]) else weights[name].data.to(tensor)
+            for name, tensor in tensors.items()
+        }
+
+    rewrite_checkpoint(source, result, smoothed, read_config(source), with_code=trust)
+    return change
+
+
+def _scaled(
+    model: PreTrainedModel,
+    format: str,
+    ignore: Sequence[str],
+    sequences: Sequence[Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    trust: bool,
+) -> PreTrainedModel:
+    """Scales a model by llmcompressor's AWQ, with the arguments of [`smooth_checkpoint`]. Rounds no weights."""
     from compressed_tensors.offload import remove_dispatch
     from compressed_tensors.utils import patch_attr
     from llmcompressor import oneshot
@@ -75,17 +113,13 @@ def smooth_checkpoint(
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.pipelines.cache import IntermediatesCache
-    from llmcompressor.utils.helpers import DisableQuantization
 
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust).eval()
-    probe = torch.tensor([sequences[0][:PROBE]])
-    before = _logits(model, probe)
     recipe = [
         AWQModifier(),
         QuantizationModifier(config_groups=quantization_config(format)["config_groups"], ignore=list(ignore)),
     ]
     data = Dataset.from_dict({"input_ids": sequences, "attention_mask": [[1] * len(row) for row in sequences]})
-    # llmcompressor 0.14 pins memory for a GPU also where there is none, which raises
+    # llmcompressor 0.14 pins memory for a GPU even on a machine without one, where that raises
     unpinned = patch_attr(IntermediatesCache, "pin_memory", lambda *_: None)
     with nullcontext() if torch.accelerator.is_available() else unpinned:
         oneshot(
@@ -98,27 +132,8 @@ def smooth_checkpoint(
             shuffle_calibration_samples=False,
             trust_remote_code_model=trust,
         )
-    reset_session()  # which holds the model
-    model = remove_dispatch(model)
-    with DisableQuantization(model):
-        after = _logits(model, probe)
-    change = ((after - before).norm() / before.norm()).item()
-    if not change <= (bound := BOUNDS.get(model.dtype, BOUND_16_BITS)):
-        raise ValueError(
-            f"`--awq`: llmcompressor's scaling changes the logits of {type(model).__name__} by {change:.1e} of their "
-            f"size, more than rounding does ({bound}). Leave `--awq` out."
-        )
-    weights = dict(model.named_parameters())
-
-    def smoothed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What was not scaled is taken from the source, which may hold it in another type than the model does."""
-        return {
-            name: tensor if name not in weights or _same(tensor, weights[name]) else weights[name].data.to(tensor)
-            for name, tensor in tensors.items()
-        }
-
-    rewrite_checkpoint(source, result, smoothed, read_config(source), with_code=trust)
-    return change
+    reset_session()  # the session holds the model
+    return remove_dispatch(model)
 
 
 def _same(stored: Tensor, loaded: Tensor) -> bool:

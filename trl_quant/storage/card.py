@@ -1,4 +1,4 @@
-"""The model card of a checkpoint that `trl-quant` wrote: its source, and what was done to it, in a README.md."""
+"""The model card (README.md) of a checkpoint that `trl-quant` wrote: its source, and what was done to it."""
 
 import re
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ FRONT_MATTER = re.compile(r"---\n.*?\n---\n", re.DOTALL)
 
 
 def describe(source: Source) -> str:
-    """A checkpoint's name and revision."""
+    """Returns a checkpoint's name and revision, in Markdown."""
     return f"`{source.name}`" + (f", revision `{source.revision}`" if source.revision else "")
 
 
 def versions() -> str:
-    """The versions of the libraries that computed the checkpoint."""
+    """Returns the versions of the libraries that computed the checkpoint."""
     return (
         f"trl_quant {__version__}, torch {torch.__version__}, transformers {transformers.__version__}; layout of "
         f"compressed-tensors {LAYOUT_VERSION}"
@@ -31,14 +31,15 @@ def versions() -> str:
 
 def write_card(result: Path, name: str, source: Source, summary: str, rows: Sequence[tuple[str, str]]) -> None:
     """
-    Writes README.md: a summary, a table, how to serve it, then the source's card. Keeps the source's metadata.
+    Writes README.md: a summary, a table, the command that serves the checkpoint, then the source's card. The source's
+    metadata are kept.
 
     Args:
-        result (`Path`): The checkpoint.
-        name (`str`): Its name.
-        source ([`~storage.source.Source`]): The checkpoint that it was made from.
-        summary (`str`): One sentence or several.
-        rows (`Sequence[tuple[str, str]]`): The table.
+        result (`Path`): The checkpoint's directory.
+        name (`str`): The checkpoint's name.
+        source ([`~storage.source.Source`]): The checkpoint from which it was made.
+        summary (`str`): One or more sentences.
+        rows (`Sequence[tuple[str, str]]`): The rows of the table.
     """
     card = source.path / "README.md"
     old = card.read_text(errors="replace") if card.is_file() else ""

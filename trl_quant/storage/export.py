@@ -4,8 +4,8 @@
     trl-quant export --adapter runs/qerl --model base-nvfp4 --format nvfp4 --output policy-nvfp4
     trl-quant export --model runs/qurl --output policy
 
-Merges an adapter into its base and undoes UAQ, one layer at a time. The result has 16 bits, or is quantized. Four bits
-bury a small adapter: the result tells how much of BA is left in Q(W + BA) - Q(W).
+Merges an adapter into its base and undoes UAQ, one layer at a time. The result has 16 bits or is quantized. Rounding to
+four bits can lose a small adapter, so the command reports how much of BA is left in Q(W + BA) - Q(W).
 """
 
 import logging
@@ -27,6 +27,7 @@ from .adapter import CONFIG, Adapter, load_adapter, read_adapter_config
 from .card import describe, write_card
 from .files import (
     TOKENIZER,
+    Stored,
     Tensors,
     Transform,
     check_links,
@@ -52,20 +53,20 @@ from .source import Source, find_source
 
 logger = logging.getLogger(__name__)
 
-BURIED = 0.5  # cosine below which most of what the checkpoint changed is not the adapter
+BURIED = 0.5  # cosine; below it, most of the checkpoint's change is rounding and not the adapter
 
 
 @dataclass(frozen=True)
 class ExportOptions:
     """
-    What to export.
+    The options of `trl-quant export`.
 
     Attributes:
         adapter (`str` or `None`): Directory of a run or a checkpoint, with a LoRA adapter or a whole model.
         model (`str` or `None`): Hub id or directory of the base, 16-bit or prepared; `None` for the adapter's.
         output (`str`): Directory to write, which must not exist.
         format (`str`): One of [`~layout.storable`], or `"none"` for 16 bits.
-        base_format (`str` or `None`): What a 16-bit base was rounded to when the adapter was trained.
+        base_format (`str` or `None`): Format to which training rounded a 16-bit base; `None` for the run's own record.
         revision (`str` or `None`): Branch, tag or commit of the base on the hub.
         trust_remote_code (`bool`): Whether to run the base's own Python, and copy it.
     """
@@ -86,7 +87,7 @@ class Change:
 
     Attributes:
         size (`float`): |BA| / |W|; 0 for an adapter that changes no layer.
-        cosine (`float`): Between BA and the checkpoint's change; 1 if all of BA is left, `nan` if nothing changed.
+        cosine (`float`): Cosine of BA with the checkpoint's change; 1 if all of BA is left, `nan` if nothing changed.
     """
 
     size: float
@@ -100,14 +101,97 @@ class Change:
         return f"|BA|/|W| = {self.size:.2e}; cosine of what changed in the checkpoint with BA = {self.cosine:.3f}"
 
 
+@dataclass(frozen=True)
+class Policy:
+    """
+    The policy to export, as it was found on disk.
+
+    Attributes:
+        source ([`~storage.source.Source`]): The base, or the whole model if there is no adapter.
+        config (`dict`): Its config.json.
+        heads (`dict[str, Stored]`): Its tensors.
+        model_type (`str`): `model_type` of its text model's config.
+        ignore (`list[str]`): Its linear layers that are never quantized.
+        stored (`str` or `None`): Format in which it is quantized; `None` if it has 16 bits.
+        uaq_scale (`float` or `None`): UAQ's scale, to be undone.
+        adapter_path (`Path` or `None`): The adapter's directory.
+        adapter ([`~storage.adapter.Adapter`] or `None`): The adapter.
+    """
+
+    source: Source
+    config: dict
+    heads: dict[str, Stored]
+    model_type: str
+    ignore: list[str]
+    stored: str | None
+    uaq_scale: float | None
+    adapter_path: Path | None
+    adapter: Adapter | None
+
+
+@dataclass(frozen=True)
+class Steps:
+    """
+    The transforms that an export applies to a layer's tensors, in this order, with the adapter's merge after `base`.
+
+    Attributes:
+        base (`list[Transform]`): From the base's tensors to the values on which the adapter was trained.
+        unscale (`list[Transform]`): UAQ undone.
+        store (`list[Transform]`): Quantization to the result's format.
+    """
+
+    base: list[Transform]
+    unscale: list[Transform]
+    store: list[Transform]
+
+
 def export(options: ExportOptions) -> list[str]:
-    """Exports a policy and returns the lines that say what was done. Warns where its adapter was buried."""
+    """Exports a policy and returns the lines that say what was done. Warns if rounding lost most of its adapter."""
     if options.adapter is None and options.model is None:
         raise ValueError("`--adapter`: give the directory of a run, or a trained model with `--model`.")
     check_target(options.output)
-    path, model, revision = _adapter_and_base(options)
-
+    options, policy = _find_policy(options)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    steps = _steps(options, policy, device)
+    merge = [] if policy.adapter is None else [policy.adapter.merged]
+    transform = _chained([*steps.base, *merge, *steps.unscale, *steps.store])
+    source, path, code = policy.source, policy.adapter_path, options.trust_remote_code
+    settings = {
+        "source": fingerprint(source.path, *filter(None, [path])),
+        "format": options.format,
+        "base_format": options.base_format,
+        "code": code,
+    }
+    target, rows, change = Path(options.output), _rows(options, policy), None
+    with unfinished(target, settings) as result:
+        with progress_bar("exporting", source.nbytes) as progress:
+            rewrite_checkpoint(
+                source.path, result, transform, _exported_config(options, policy), device, None, code, progress
+            )
+        if path is not None:
+            for file in path.iterdir():
+                if any(fnmatchcase(file.name, pattern) for pattern in TOKENIZER):
+                    shutil.copyfile(file, result / file.name)
+            change = _measure(options, policy, steps, result, device)
+            rows.append(("merged", str(change)))
+        write_card(result, target.name, source, _summary(options, policy), rows)
+    if change is not None:
+        _warn_of_losses(options, path, change)
+    kind = "16 bits" if options.format == "none" else options.format
+    return [*(f"{key}: {value}" for key, value in rows), f"{target}: {kind}"]
+
+
+def _find_policy(options: ExportOptions) -> tuple[ExportOptions, Policy]:
+    """
+    Finds the policy that the options name, and checks that it can be exported as they ask.
+
+    Returns:
+        `(ExportOptions, Policy)`: The options, with the run's recorded `base_format` if none is given, and the policy.
+
+    Raises:
+        ValueError: There is nothing to export, or the options do not fit the policy.
+    """
+    path, model, revision = _adapter_and_base(options)
     source = find_source(model, revision, options.trust_remote_code)
     config, heads, skeleton = read_config(source.path), source.heads, source.skeleton()
     ignore, scale, stored = source.ignored(), config.get("uaq_scale"), stored_format(config)
@@ -121,104 +205,97 @@ def export(options: ExportOptions) -> list[str]:
         trained_in = read_rollout_state(path).get("settings", {}).get("train_precision")
         options = replace(options, base_format=trained_in)
     if stored is None and (options.format != "none" or options.base_format is not None):
-        source.layers()  # refuses what cannot be quantized
+        source.layers()  # raises if a layer cannot be quantized
     adapter = None if path is None else load_adapter(path, skeleton)
     if adapter is not None:
         adapter.check(heads, stored is not None)
+    model_type = skeleton.config.get_text_config().model_type
+    policy = Policy(source, config, heads, model_type, ignore, stored, scale, path, adapter)
+    return options, policy
 
-    on = quantizers_on(device)
-    base, fold, store = [], [], []
-    if stored is not None:
-        base.append(dense(stored, _dtype(config)))
+
+def _steps(options: ExportOptions, policy: Policy, device: str) -> Steps:
+    """Returns the transforms of an export, apart from the adapter's merge."""
+    base, unscale, store = [], [], []
+    quantizers = quantizers_on(device)
+    if policy.stored is not None:
+        base.append(dense(policy.stored, _dtype(policy.config)))
     elif options.base_format is not None:
-        base.append(rounded(options.base_format, ignore, **on))
-    if scale is not None:
-        fold.append(_unscaled(skeleton.config.get_text_config().model_type, _dense_names(heads), scale))
-    merge = [] if adapter is None else [adapter.merged]
+        base.append(rounded(options.base_format, policy.ignore, **quantizers))
+    if policy.uaq_scale is not None:
+        unscale.append(_unscaled(policy.model_type, _dense_names(policy.heads), policy.uaq_scale))
     if options.format != "none":
-        store.append(quantized(options.format, ignore, **on))
-    new = {key: value for key, value in config.items() if key not in ("quantization_config", "uaq_scale")}
-    if options.format != "none":
-        new["quantization_config"] = quantization_config(options.format, ignore)
+        store.append(quantized(options.format, policy.ignore, **quantizers))
+    return Steps(base, unscale, store)
 
-    target, rows = Path(options.output), _rows(options, source, path, scale, stored)
-    settings = {
-        "source": fingerprint(source.path, *filter(None, [path])),
-        "format": options.format,
-        "base_format": options.base_format,
-        "code": options.trust_remote_code,
-    }
-    with unfinished(target, settings) as result:
-        with progress_bar("exporting", source.nbytes) as progress:
-            steps = _after_one_another([*base, *merge, *fold, *store])
-            rewrite_checkpoint(source.path, result, steps, new, device, None, options.trust_remote_code, progress)
-        if path is not None:
-            for file in path.iterdir():
-                if any(fnmatchcase(file.name, pattern) for pattern in TOKENIZER):
-                    shutil.copyfile(file, result / file.name)
-            numbers = [*base, *fold, *([rounded(options.format, ignore, **on)] if store else [])]
-            back = dense(options.format, _dtype(config)) if store else None
-            change = measure(adapter, heads, numbers, fold, result, back, device)
-            rows.append(("merged", str(change)))
-        write_card(result, target.name, source, _summary(options, source, path, scale), rows)
-    if path is not None and change.size == 0:
+
+def _exported_config(options: ExportOptions, policy: Policy) -> dict:
+    """Returns the config.json of the result."""
+    config = {key: value for key, value in policy.config.items() if key not in ("quantization_config", "uaq_scale")}
+    if options.format != "none":
+        config["quantization_config"] = quantization_config(options.format, policy.ignore)
+    return config
+
+
+def _warn_of_losses(options: ExportOptions, path: Path, change: Change) -> None:
+    """Warns if the adapter in `path` changes nothing, or if rounding lost it or could have."""
+    if change.size == 0:
         logger.warning("%s changes no layer: BA is 0 in all of them, as it is before training.", path)
-    elif path is not None and not change.cosine >= BURIED:
+    elif not change.cosine >= BURIED:
         logger.warning(
             "Most of what the adapter changed was lost in rounding, or drowned in it (%s). Serve the base "
             "with the adapter beside it (`vllm serve BASE --enable-lora --lora-modules policy=%s`).",
             change,
             path,
         )
-    elif path is not None and store and FORMATS[options.format].bits < 8:
+    elif options.format != "none" and FORMATS[options.format].bits < 8:
         logger.warning("Merging into %s buries a small adapter; see the cosine above.", options.format)
-    kind = "16 bits" if options.format == "none" else options.format
-    return [*(f"{key}: {value}" for key, value in rows), f"{target}: {kind}"]
 
 
-def measure(
-    adapter: Adapter,
-    heads: dict,
-    numbers: list[Transform],
-    fold: list[Transform],
-    result: Path,
-    back: Transform | None,
-    device: str,
-) -> Change:
+def _measure(options: ExportOptions, policy: Policy, steps: Steps, result: Path, device: str) -> Change:
     """
-    Reads an exported checkpoint and compares its change with the adapter.
+    Reads the exported checkpoint and compares its change with the adapter.
+
+    Without the adapter the checkpoint would hold Q(W): the base after all steps, rounded to the result's format. With
+    it the checkpoint holds Q(W + BA). Their difference is compared with BA, from which UAQ is undone as well.
 
     Args:
-        adapter ([`~storage.adapter.Adapter`]): What was merged.
-        heads (`dict[str, Stored]`): The base's tensors.
-        numbers (`list[Transform]`): From them to the values of the checkpoint without the adapter: Q(W).
-        fold (`list[Transform]`): Those of `numbers` that scale weights, and so the adapter.
-        result (`Path`): The exported checkpoint, Q(W + BA).
-        back (`Transform` or `None`): From the exported checkpoint's tensors to their values.
+        options ([`ExportOptions`]): The options.
+        policy ([`Policy`]): The policy that was exported.
+        steps ([`Steps`]): The transforms that were applied.
+        result (`Path`): The exported checkpoint.
         device (`str`): Where to compute.
     """
-    written = read_heads(weight_files(result))
-    whole = changed = product = ours = 0.0
-    for names, after in _units(heads, written):
-        layers = [name for name in _dense_names(after) if name in adapter.layers]
+    without_adapter, read_back = [*steps.base, *steps.unscale], []
+    if options.format != "none":
+        without_adapter.append(rounded(options.format, policy.ignore, **quantizers_on(device)))
+        read_back.append(dense(options.format, _dtype(policy.config)))
+    adapter, written = policy.adapter, read_heads(weight_files(result))
+    weight_squares = change_squares = product = adapter_squares = 0.0
+    for names, written_names in _units(policy.heads, written):
+        layers = [name for name in _dense_names(written_names) if name in adapter.layers]
         if not layers:
             continue
-        before = _after_one_another(numbers)(read_tensors(heads, names, device))
-        tensors = read_tensors(written, after, device)
-        tensors = tensors if back is None else back(tensors)
+        before = _chained(without_adapter)(read_tensors(policy.heads, names, device))
+        after = _chained(read_back)(read_tensors(written, written_names, device))
         for name in layers:
-            delta = _after_one_another(fold)({name: adapter.delta(name).float().to(device)})[name]
-            difference = tensors[name].float() - before[name].float()
-            whole += before[name].float().square().sum().item()
-            ours += delta.square().sum().item()
-            changed += difference.square().sum().item()
-            product += (difference * delta).sum().item()
-    cosine = product / math.sqrt(changed * ours) if changed and ours else math.nan
-    return Change(math.sqrt(ours / whole) if whole else math.inf if ours else 0.0, cosine)
+            delta = _chained(steps.unscale)({name: adapter.delta(name).float().to(device)})[name]
+            change = after[name].float() - before[name].float()
+            weight_squares += before[name].float().square().sum().item()
+            adapter_squares += delta.square().sum().item()
+            change_squares += change.square().sum().item()
+            product += (change * delta).sum().item()
+    size = 0.0
+    if adapter_squares:
+        size = math.sqrt(adapter_squares / weight_squares) if weight_squares else math.inf
+    cosine = math.nan
+    if adapter_squares and change_squares:
+        cosine = product / math.sqrt(change_squares * adapter_squares)
+    return Change(size, cosine)
 
 
-def _units(heads: dict, written: dict) -> Iterable[tuple[list[str], list[str]]]:
-    """Names of the tensors of each fused layer, in the base and in the result."""
+def _units(heads: dict[str, Stored], written: dict[str, Stored]) -> Iterable[tuple[list[str], list[str]]]:
+    """Returns the names of the tensors of each fused layer, in the base and in the result."""
     units: dict[str, tuple[list[str], list[str]]] = {}
     for i, names in enumerate((heads, written)):
         for name in names:
@@ -226,37 +303,37 @@ def _units(heads: dict, written: dict) -> Iterable[tuple[list[str], list[str]]]:
     return units.values()
 
 
-def _after_one_another(transforms: Iterable[Transform]) -> Transform:
-    transforms = list(transforms)
+def _chained(transforms: list[Transform]) -> Transform:
+    """Returns a transform that applies all of these, one after another."""
 
-    def all_of_them(tensors: Tensors) -> Tensors:
+    def chained(tensors: Tensors) -> Tensors:
         for transform in transforms:
             tensors = transform(tensors)
         return tensors
 
-    return all_of_them
+    return chained
 
 
 def _dense_names(names: Iterable[str]) -> list[str]:
-    """Names of the tensors once quantized weights are dequantized."""
+    """Returns the names that the tensors have once quantized weights are dequantized."""
     return list(dict.fromkeys(name.removesuffix("_packed") for name in names))
 
 
 def _unscaled(model_type: str, names: list[str], scale: float) -> Transform:
-    """Undoes UAQ."""
+    """Returns a transform that undoes UAQ."""
     undo: dict[str, Callable] = scalings(model_type, names, 1 / scale)
     return lambda tensors: {name: undo[name](tensor) if name in undo else tensor for name, tensor in tensors.items()}
 
 
-def _dtype(config: dict):
-    """The type of a checkpoint's weights before they were quantized."""
+def _dtype(config: dict) -> torch.dtype:
+    """Returns the type that a checkpoint's weights had before they were quantized."""
     text = config.get("text_config") or config
     name = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16"
     return getattr(torch, str(name).removeprefix("torch."))
 
 
 def _adapter_and_base(options: ExportOptions) -> tuple[Path | None, str, str | None]:
-    """The adapter's directory, or `None` without an adapter; then the name and the revision of the base."""
+    """Returns the adapter's directory, or `None` for a whole model; then the name and the revision of the base."""
     if options.adapter is None:
         return None, options.model, options.revision
     path = Path(options.adapter)
@@ -277,25 +354,29 @@ def _adapter_and_base(options: ExportOptions) -> tuple[Path | None, str, str | N
     return path, base, options.revision or (config.get("revision") if own else None)
 
 
-def _rows(options: ExportOptions, source: Source, path: Path | None, scale: float | None, stored: str | None) -> list:
-    """The card's table."""
-    rows = [("base" if path is not None else "source", describe(source) + (f", in {stored}" if stored else ""))]
-    if path is not None:
-        rows.append(("adapter", f"`{path.resolve().name}`"))
+def _rows(options: ExportOptions, policy: Policy) -> list[tuple[str, str]]:
+    """Returns the rows of the card's table."""
+    role = "source" if policy.adapter_path is None else "base"
+    held = f", in {policy.stored}" if policy.stored else ""
+    rows = [(role, describe(policy.source) + held)]
+    if policy.adapter_path is not None:
+        rows.append(("adapter", f"`{policy.adapter_path.resolve().name}`"))
     if options.base_format is not None:
         rows.append(("the adapter's base", f"rounded to {options.base_format}, as in training"))
-    if scale is not None:
-        rows.append(("UAQ", f"scale {scale}, undone"))
+    if policy.uaq_scale is not None:
+        rows.append(("UAQ", f"scale {policy.uaq_scale}, undone"))
     return [*rows, ("format", "16 bits" if options.format == "none" else f"`{options.format}`")]
 
 
-def _summary(options: ExportOptions, source: Source, path: Path | None, scale: float | None) -> str:
-    """The card's first sentence."""
-    done = ["a LoRA adapter merged into it"] if path is not None else []
-    done += [f"UAQ's scale {scale} undone"] if scale is not None else []
-    done += (
-        [f"the linear layers of its decoder in {options.format}"]
-        if options.format != "none"
-        else ["weights in 16 bits"]
-    )
-    return f"{describe(source)} with {', '.join(done)}; by `trl-quant export`."
+def _summary(options: ExportOptions, policy: Policy) -> str:
+    """Returns the card's first sentence."""
+    done = []
+    if policy.adapter_path is not None:
+        done.append("a LoRA adapter merged into it")
+    if policy.uaq_scale is not None:
+        done.append(f"UAQ's scale {policy.uaq_scale} undone")
+    if options.format == "none":
+        done.append("weights in 16 bits")
+    else:
+        done.append(f"the linear layers of its decoder in {options.format}")
+    return f"{describe(policy.source)} with {', '.join(done)}; by `trl-quant export`."

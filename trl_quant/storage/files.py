@@ -1,14 +1,13 @@
 """
-Checkpoints on disk: reading the heads of safetensors files, and writing a changed copy that survives a killed process.
+Checkpoints on disk: reads the heads of safetensors files, and writes a changed copy that a killed process can resume.
 
-A copy is planned from the heads alone: which tensors go together into which file of the result. Each file is computed
-by itself, whichever files of the source its tensors lie in, and appears under its name when it is whole, so that a run
-that was killed goes on with the first file that is missing. The copy lies in `.NAME.part` beside the target and takes
-the target's name as its last step.
+The heads alone decide which tensors go into which file of the copy. Each file is computed independently of the others
+and gets its final name only when it is complete, so a run that was killed continues with the first missing file. The
+copy is written to `.NAME.part` beside the target, and renamed to the target as the last step.
 
-A copy is often published, so it is made of the source's own files alone: an index or a link that leads out of the
-source's directory is refused. Of what an earlier run left, only weight files are kept, and only where its `run.json`
-says that it did the same.
+Copies are often published, so a copy is made of the source's own files alone: an index or a link that leads out of the
+source's directory is refused. Of an interrupted run only the weight files are reused, and only if its `run.json` shows
+the same settings.
 """
 
 import json
@@ -29,16 +28,16 @@ from .whole import told_if_full, write_whole
 
 logger = logging.getLogger(__name__)
 
-# What a copy of a checkpoint takes over beside the weights: no data, no pickles, and code only where it is trusted
+# Files copied along with the weights: no data and no pickles. `CODE` is copied only from a trusted checkpoint.
 FILES = ("*.json", "*.jinja", "*.md", "*.model", "*.tiktoken", "*.txt", "LICENSE", "NOTICE")
 INDEX = "model.safetensors.index.json"
 CODE = "*.py"
 SHARD_BYTES = 4 << 30
 STATE = "run.json"
 LOCK = "lock"
-# What else of a checkpoint or an adapter reaches the copy: its weights
+# Files whose tensors reach the copy
 WEIGHTS = ("*.safetensors", "*.bin")
-# What a run keeps of its tokenizer, which may differ from its base's
+# Files of a tokenizer, which a run saves because it may differ from its base's
 TOKENIZER = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
 
 Tensors = dict[str, Tensor]
@@ -47,12 +46,12 @@ Transform = Callable[[Tensors], Tensors]
 
 class Stored(NamedTuple):
     """
-    One tensor of a checkpoint, from the head of its file.
+    A tensor of a checkpoint, as the head of its file describes it.
 
     Attributes:
-        file (`Path`): Where it lies.
+        file (`Path`): The file that holds it.
         shape (`tuple[int, ...]`): Its shape.
-        floating (`bool`): Whether it holds floating-point numbers.
+        floating (`bool`): Whether its type is a floating-point type.
         nbytes (`int`): Its size in bytes.
     """
 
@@ -63,12 +62,12 @@ class Stored(NamedTuple):
 
     @property
     def like(self) -> Tensor:
-        """A tensor without memory of that shape, floating-point if it is."""
+        """A tensor on the meta device with the same shape, floating-point if this one is."""
         return torch.empty(self.shape, dtype=torch.float if self.floating else torch.int, device="meta")
 
 
 def weight_files(source: Path) -> list[Path]:
-    """The safetensors files that a checkpoint should have; `ValueError` for an index of files that lie elsewhere."""
+    """Returns the weight files that a checkpoint should have. Its index may not name files elsewhere."""
     if not (source / INDEX).is_file():
         return [source / "model.safetensors"]
     weight_map = read_json(source / INDEX).get("weight_map")
@@ -84,8 +83,8 @@ def weight_files(source: Path) -> list[Path]:
 
 def check_links(source: str | Path) -> None:
     """
-    Raises `ValueError` where a file of a checkpoint is a link out of its directory: a copy would hold, under the
-    checkpoint's name, what the link leads to. The links of the hub's cache, from `snapshots` to `blobs`, are its own.
+    Raises `ValueError` if a file of a checkpoint is a link out of its directory, because a copy would then publish the
+    file behind the link. Links from `snapshots` to `blobs` in the hub's cache are allowed.
     """
     root = Path(source).resolve()
     own = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
@@ -99,7 +98,7 @@ def check_links(source: str | Path) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """A JSON file's object; `ValueError` for another file."""
+    """Reads a JSON object. Raises `ValueError` if the file holds none."""
     try:
         value = json.loads(path.read_text())
     except ValueError as error:
@@ -110,32 +109,33 @@ def read_json(path: Path) -> dict:
 
 
 def read_config(source: Path) -> dict:
-    """config.json of a checkpoint; `ValueError` without one, or where a weight file is missing."""
+    """Reads the config.json of a checkpoint. Raises `ValueError` if it or a weight file is missing."""
     if not (source / "config.json").is_file():
         raise ValueError(f"source: {source} has no config.json; give the directory of a checkpoint.")
-    if missing := [file.name for file in weight_files(source) if not file.is_file()]:
+    missing = [file.name for file in weight_files(source) if not file.is_file()]
+    if missing:
         raise ValueError(f"source: {source} lacks {', '.join(missing)}; only safetensors checkpoints can be read.")
     return read_json(source / "config.json")
 
 
 def read_heads(files: Iterable[Path]) -> dict[str, Stored]:
-    """All tensors of safetensors files, in the files' order; `ValueError` for a file that is not whole."""
+    """Lists the tensors of safetensors files, in the files' order. Raises `ValueError` for an incomplete file."""
     return {name: stored for file in files for name, stored in _head(file)}
 
 
 def check_files(source: str | Path) -> None:
-    """Raises `ValueError` for a safetensors file of a checkpoint, quantized or not, that is not whole."""
+    """Raises `ValueError` if a safetensors file of a checkpoint, quantized or not, is incomplete."""
     read_heads(file for file in weight_files(Path(source)) if file.is_file())
 
 
 def check_target(target: str | Path) -> None:
-    """Raises `ValueError` for a target that exists."""
+    """Raises `ValueError` if the target exists."""
     if Path(target).exists() or Path(target).is_symlink():
         raise ValueError(f"target: {target} exists; give a directory that does not.")
 
 
 def read_tensors(heads: dict[str, Stored], names: Iterable[str], device: torch.device | str = "cpu") -> Tensors:
-    """Some tensors of a checkpoint, by name."""
+    """Reads some tensors of a checkpoint, by name."""
     from safetensors import safe_open
 
     result: Tensors = {}
@@ -149,16 +149,16 @@ def read_tensors(heads: dict[str, Stored], names: Iterable[str], device: torch.d
 @contextmanager
 def unfinished(target: str | Path, settings: dict) -> Iterator[Path]:
     """
-    Context with a directory to write in, which becomes `target` when the context ends without an error. After an error
-    its finished weight files are kept, and the next context with the same settings has them, and nothing else.
+    Context with a directory to write in. The directory becomes `target` when the context ends without an error. After
+    an error its finished weight files are kept, and the next context with the same settings starts with them alone.
 
     Args:
         target (`str` or `Path`): Directory to create; must not exist.
-        settings (`dict`): What determines the result; JSON.
+        settings (`dict`): Everything that determines the result; JSON.
 
     Raises:
-        ValueError: `target` exists, or what is unfinished beside it has other settings, tells none, or is being
-        written.
+        ValueError: `target` exists; or the unfinished directory beside it belongs to other settings, does not say to
+        which, or is being written by another process.
         OSError: The disk is full.
     """
     target = Path(target)
@@ -166,8 +166,9 @@ def unfinished(target: str | Path, settings: dict) -> Iterator[Path]:
     settings = json.loads(json.dumps(settings))
     work = target.with_name(f".{target.name}.part")
     result = work / "result"
-    if link := next((path for path in (work, result) if path.is_symlink()), None):
-        raise ValueError(f"target: {link} is a link, which no run leaves. Delete it.")
+    for path in (work, result):
+        if path.is_symlink():
+            raise ValueError(f"target: {path} is a link, which no run leaves. Delete it.")
     with told_if_full(work):
         result.mkdir(parents=True, exist_ok=True)
         with _alone(work):
@@ -187,12 +188,13 @@ def unfinished(target: str | Path, settings: dict) -> Iterator[Path]:
 
 
 def _check_left(work: Path, settings: dict) -> None:
-    """Raises `ValueError` where `work` holds what a run with other settings left, or what no run tells of."""
+    """Raises `ValueError` if `work` was left by a run with other settings, or by an unknown one."""
     try:
         before = read_json(work / STATE)
     except (FileNotFoundError, ValueError):
         found = [path for path in sorted(work.rglob("*")) if path.is_symlink() or not path.is_dir()]
-        if left := [str(path.relative_to(work)) for path in found if path not in (work / STATE, work / LOCK)]:
+        left = [str(path.relative_to(work)) for path in found if path not in (work / STATE, work / LOCK)]
+        if left:
             raise ValueError(
                 f"target: {work} holds {', '.join(left[:3])}, but no whole {STATE} that says of which run. Delete the "
                 "directory."
@@ -209,7 +211,7 @@ def _check_left(work: Path, settings: dict) -> None:
 
 
 def _keep_weights_alone(result: Path) -> None:
-    """Deletes what is written again in any case, and what nothing would overwrite."""
+    """Deletes everything but weight files: other files are written anew, or do not belong to the copy."""
     for path in result.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -219,7 +221,7 @@ def _keep_weights_alone(result: Path) -> None:
 
 @contextmanager
 def _alone(work: Path) -> Iterator[None]:
-    """Context in which no other process writes in `work`; the system ends it with the process, however that dies."""
+    """Context in which no other process writes in `work`. The system frees the lock when the process dies."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -234,7 +236,7 @@ def _alone(work: Path) -> Iterator[None]:
 
 
 def fingerprint(*sources: str | Path) -> dict[str, list[int]]:
-    """Size and time of the last change of each file that a copy of the checkpoints is made from."""
+    """Returns the size and the modification time of each file from which a copy of the checkpoints is made."""
     files = [
         file
         for source in map(Path, sources)
@@ -246,7 +248,7 @@ def fingerprint(*sources: str | Path) -> dict[str, list[int]]:
 
 def copy_files(source: Path, result: Path, with_code: bool) -> None:
     """
-    Copies what belongs to a checkpoint beside its weights; its Python files only with `with_code`.
+    Copies the files of a checkpoint other than its weights, and its Python files only with `with_code`.
 
     Raises:
         ValueError: As in [`check_links`].
@@ -269,17 +271,17 @@ def rewrite_weights(
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """
-    Writes the weight files of a changed copy, those that `result` does not hold already.
+    Writes the weight files of a changed copy that are not in `result` already.
 
     Args:
-        heads (`dict[str, Stored]`): The source, from [`read_heads`].
+        heads (`dict[str, Stored]`): The source's tensors, from [`read_heads`].
         result (`Path`): Directory to write in.
-        transform (`Callable`): From the tensors of a unit, by name, to those of the result.
-        unit (`Callable`): Name of a tensor -> name of its unit: tensors that `transform` must see together.
+        transform (`Callable`): Function from the tensors of a unit, by name, to the tensors of the result.
+        unit (`Callable`): Name of a tensor -> name of its unit. `transform` gets the tensors of a unit together.
         device (`torch.device` or `str`, *optional*): Where to compute.
         max_shard_bytes (`int`, *optional*, defaults to [`SHARD_BYTES`]):
-            Most that the tensors of a file would take in 16 bits, unless one unit takes more.
-        progress (`Callable`, *optional*): Called with the bytes of each unit that is finished.
+            Largest size of a file, counted in 16 bits. A single unit may exceed it.
+        progress (`Callable`, *optional*): Called with the bytes of each finished unit.
     """
     from safetensors.torch import save_file
 
@@ -288,7 +290,7 @@ def rewrite_weights(
     if len(parts) == 1:
         paths = [result / "model.safetensors"]
     for path in set(result.glob("*.safetensors")) - set(paths):
-        path.unlink()  # of an earlier plan
+        path.unlink()  # left by a run that divided the files otherwise
     weight_map, total = {}, 0
     for path, part in zip(paths, parts, strict=True):
         if not _is_whole(path):
@@ -316,9 +318,9 @@ def rewrite_weights(
 
 
 def _check_finite(tensors: Tensors) -> None:
-    """Raises `ValueError` for a tensor with NaN or infinity: who loads the copy would be the first to notice."""
+    """Raises `ValueError` for a tensor with NaN or infinity, which would be noticed only when the copy is loaded."""
     for name, tensor in tensors.items():
-        wide = tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel()  # FP8 has a wide scale
+        wide = tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel()  # FP8: see its scale
         if wide and not torch.stack(torch.aminmax(tensor)).isfinite().all():
             raise ValueError(
                 f"{name} holds NaN or infinity, in the source or after an adapter was merged into it. Go back to a "
@@ -332,7 +334,7 @@ def _tell(progress: Callable[[int], None] | None, heads: dict[str, Stored], name
 
 
 def _plan(heads: dict[str, Stored], unit: Callable[[str], str], max_bytes: int) -> list[list[list[str]]]:
-    """Files of units of names, all in the order of the source."""
+    """Divides the tensors into files, each a list of units, each a list of names; all in the order of the source."""
     units: dict[str, list[str]] = {}
     for name in heads:
         units.setdefault(unit(name), []).append(name)
@@ -349,8 +351,8 @@ def _plan(heads: dict[str, Stored], unit: Callable[[str], str], max_bytes: int) 
 
 
 def _bytes_in_16_bits(name: str, stored: Stored) -> int:
-    """Quantized weights are counted as what they become when they are dequantized."""
-    if name.endswith(".weight_packed"):  # two numbers in a byte
+    """Returns the size of a tensor in 16 bits, to which quantized weights may be dequantized."""
+    if name.endswith(".weight_packed"):  # with two codes in a byte
         return 4 * stored.nbytes
     one_byte = name.endswith(".weight") and stored.nbytes == torch.Size(stored.shape).numel()
     return stored.nbytes * (2 if one_byte else 1)
@@ -364,7 +366,7 @@ def _is_whole(file: Path) -> bool:
 
 
 def _head(file: Path) -> list[tuple[str, Stored]]:
-    """What the head of a safetensors file says; `ValueError` for a file that is not whole."""
+    """Lists the tensors of a safetensors file. Raises `ValueError` if the file is incomplete."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -376,7 +378,7 @@ def _head(file: Path) -> list[tuple[str, Stored]]:
 
 
 def _stored(file: Path, shape: list[int], dtype: str) -> Stored:
-    """By safetensors' name of the type: BF16, F8_E4M3, I32, U8, BOOL."""
+    """Returns a tensor's description from safetensors' name of its type: BF16, F8_E4M3, I32, U8, BOOL."""
     bits = re.search(r"\d+", dtype)
     bits = int(bits[0]) if bits else 8
     return Stored(file, tuple(shape), dtype.startswith(("F", "BF")), torch.Size(shape).numel() * bits // 8)

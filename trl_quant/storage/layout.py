@@ -380,7 +380,8 @@ def linear_layers(source: str | Path, ignore: Iterable[str] = HEAD) -> tuple[lis
         experts, or it has nothing to quantize.
     """
     source, ignore = Path(source), tuple(ignore)
-    if (old := read_config(source).get("quantization_config")) is not None:
+    old = read_config(source).get("quantization_config")
+    if old is not None:
         raise ValueError(
             f"source: {source} is already quantized ({old.get('quant_method')}); give the 16-bit checkpoint."
         )

@@ -1,5 +1,7 @@
 """
-Perplexity of a checkpoint and of its quantized copy. One model is in memory: the copy's weights replace the source's.
+Measures the perplexity of a checkpoint and of its quantized copy.
+
+Only one model is in memory: the copy's weights replace the source's.
 """
 
 import gc
@@ -21,11 +23,11 @@ def perplexities(
     source: Path, result: Path, format: str, sequences: Sequence[Sequence[int]], device: str, trust: bool
 ) -> tuple[float, float]:
     """
-    Perplexity of a 16-bit checkpoint and of its quantized copy, which computes with the values of `formats`.
+    Returns the perplexity of a 16-bit checkpoint and of its quantized copy, computed with the values of `formats`.
 
     Args:
         source, result (`Path`): The two checkpoints.
-        format (`str`): The copy's.
+        format (`str`): The copy's format.
         sequences (`Sequence[Sequence[int]]`): Tokens, (sequences, length).
         device (`str`): Where to compute.
         trust (`bool`): Whether the checkpoint's own Python may run.
@@ -41,7 +43,7 @@ def perplexities(
 
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> float:
-    """`exp` of the mean negative log-probability of each token after the first of its sequence, in FP32."""
+    """Returns `exp` of the mean negative log-probability in FP32, over all tokens but the first of each sequence."""
     total = count = 0
     for sequence in sequences:
         ids = torch.tensor([sequence], device=model.device)
@@ -51,17 +53,17 @@ def perplexity(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> fl
             count += len(targets)
     if math.isnan(total):
         raise ValueError(f"{type(model).__name__} computes NaN instead of log-probabilities, so it has no perplexity.")
-    return torch.tensor(total / count, dtype=torch.double).exp().item()  # infinite where `math.exp` raises
+    return torch.tensor(total / count, dtype=torch.double).exp().item()  # `math.exp` would raise where this is infinite
 
 
 @torch.no_grad()
 def become_quantized(model: PreTrainedModel, checkpoint: Path, format: str) -> None:
     """
-    Gives a model the weights of a quantized checkpoint, dequantized to the model's type, and rounds the inputs of its
-    linear layers where the format does.
+    Loads the weights of a quantized checkpoint into a model, dequantized to the model's type, and rounds the inputs of
+    its linear layers if the format does.
 
     Raises:
-        ValueError: The model calls the checkpoint's tensors otherwise.
+        ValueError: The model has other names for the checkpoint's tensors.
     """
     heads = read_heads(weight_files(checkpoint))
     own = dict(model.named_parameters(remove_duplicate=False))
@@ -71,11 +73,12 @@ def become_quantized(model: PreTrainedModel, checkpoint: Path, format: str) -> N
     for names in units.values():
         tensors = read_tensors(heads, names, model.device)
         layers = read_quantized(tensors, format, model.dtype)
-        numbers = {f"{layer}.weight": q.dequantize() for layer, q in layers.items()}
-        others = {name: tensor for name, tensor in tensors.items() if name in own and name not in numbers}
-        if strangers := [name for name in numbers if name not in own]:
-            raise ValueError(f"{type(model).__name__} has no {strangers[0]}, so no perplexity can be computed.")
-        for name, tensor in (numbers | others).items():
+        weights = {f"{layer}.weight": q.dequantize() for layer, q in layers.items()}
+        unknown = [name for name in weights if name not in own]
+        if unknown:
+            raise ValueError(f"{type(model).__name__} has no {unknown[0]}, so no perplexity can be computed.")
+        others = {name: tensor for name, tensor in tensors.items() if name in own and name not in weights}
+        for name, tensor in (weights | others).items():
             own[name].copy_(tensor)
         for layer in layers:
             model.get_submodule(layer).register_forward_pre_hook(

@@ -1,10 +1,10 @@
 """Writes a quantized copy of a checkpoint (`trl-quant prepare`).
 
-A vLLM server that samples in INT8, NVFP4 or MXFP4 is started on such a copy, while the trainer keeps the 16-bit one. A
-colocated engine also takes one (`vllm_engine_kwargs={"model": ...}`), and then starts without quantizing first. So does
-a policy that is trained on a 4-bit base.
+A vLLM server that samples in INT8, NVFP4 or MXFP4 starts from such a copy, while the trainer loads the 16-bit
+checkpoint. A colocated engine (`vllm_engine_kwargs={"model": ...}`) and a policy on a 4-bit base can start from one
+too, and then do not quantize first.
 
-Weights are rounded to nearest, without data. With `--awq` they are first scaled on calibration data. The same command
+Weights are rounded to nearest, without data. `--awq` first scales them on calibration data. Repeating the command
 resumes a run that was killed.
 """
 
@@ -30,7 +30,7 @@ from .text import token_sequences
 @dataclass(frozen=True)
 class PrepareOptions:
     """
-    What to quantize, to what and where. Data are a .txt, .jsonl or .parquet file, or a dataset on the hub.
+    The options of `trl-quant prepare`. Data are a .txt, .jsonl or .parquet file, or a dataset on the hub.
 
     Attributes:
         model (`str`): Hub id or directory of a 16-bit safetensors checkpoint.
@@ -40,10 +40,10 @@ class PrepareOptions:
         trust_remote_code (`bool`): Whether to run the checkpoint's own Python, and copy it.
         awq (`bool`): Whether to scale the weights on calibration data first.
         calibration (`str` or `None`): Data for AWQ.
-        calibration_samples (`int`): How many sequences of it.
-        calibration_length (`int`): Tokens of each sequence, also of those for perplexity.
-        perplexity (`str` or `None`): Data to measure perplexity on; `None` for what calibration left.
-        perplexity_samples (`int`): How many sequences of it, 0 for none.
+        calibration_samples (`int`): Number of sequences for AWQ.
+        calibration_length (`int`): Tokens of each sequence, for AWQ and for perplexity.
+        perplexity (`str` or `None`): Data for perplexity; `None` for the part of `calibration` that AWQ did not use.
+        perplexity_samples (`int`): Number of sequences for perplexity; 0 measures none.
     """
 
     model: str
@@ -60,7 +60,7 @@ class PrepareOptions:
 
 
 def prepare(options: PrepareOptions) -> list[str]:
-    """Quantizes a checkpoint, a fused layer at a time, and returns the lines that say what was done."""
+    """Quantizes a checkpoint, one fused layer at a time, and returns the lines that say what was done."""
     _check(options)
     if options.awq:
         check_awq(options.format)
@@ -77,19 +77,21 @@ def prepare(options: PrepareOptions) -> list[str]:
         settings["calibration"] = [options.calibration, len(calibration), options.calibration_length]
 
     with unfinished(target, settings) as result:
-        wide, done = source.path, [("calibration", "none; weights rounded to nearest")]
+        unquantized, done = source.path, [("calibration", "none; weights rounded to nearest")]
         if options.awq:
-            wide = result.with_name("awq")
+            unquantized = result.with_name("awq")
             note = result.with_name("awq.json")
-            if not wide.exists():
-                with unfinished(wide, settings) as smooth:
-                    given = options.format, ignore, calibration, tokenizer, trust
-                    note.write_text(json.dumps(smooth_checkpoint(source.path, smooth, *given)))
+            if not unquantized.exists():
+                with unfinished(unquantized, settings) as smooth:
+                    change = smooth_checkpoint(
+                        source.path, smooth, options.format, ignore, calibration, tokenizer, trust
+                    )
+                    note.write_text(json.dumps(change))
             done = _awq_rows(options, len(calibration), json.loads(note.read_text()))
         transform = quantized(options.format, ignore, **quantizers_on(device))
         config = read_config(source.path) | {"quantization_config": scheme}
         with progress_bar("quantizing", source.nbytes) as progress:
-            rewrite_checkpoint(wide, result, transform, config, device, None, trust, progress)
+            rewrite_checkpoint(unquantized, result, transform, config, device, None, trust, progress)
         if measured:
             before, after = perplexities(source.path, result, options.format, measured, device, trust)
             used = _used(len(measured), options.calibration_length, options.perplexity or options.calibration)
@@ -108,7 +110,7 @@ def prepare(options: PrepareOptions) -> list[str]:
 
 
 def _check(options: PrepareOptions) -> None:
-    """Raises `ValueError` for options that do not go together."""
+    """Raises `ValueError` if options are out of range or contradict each other."""
     if options.awq and options.calibration is None:
         raise ValueError("`--awq` needs text to calibrate on: give `--calibration`, a file or a dataset on the hub.")
     if options.calibration is not None and not options.awq:
@@ -121,7 +123,7 @@ def _check(options: PrepareOptions) -> None:
 
 
 def _sequences(options: PrepareOptions, source: Source) -> tuple[list, list, PreTrainedTokenizerBase | None]:
-    """Tokens for calibration, tokens for perplexity, and the tokenizer. Without data there are none."""
+    """Returns tokens for calibration, tokens for perplexity, and the tokenizer; nothing if neither is asked for."""
     measuring = options.perplexity_samples if options.perplexity or options.awq else 0
     if not options.awq and not measuring:
         return [], [], None
@@ -142,7 +144,7 @@ def _sequences(options: PrepareOptions, source: Source) -> tuple[list, list, Pre
 
 
 def _awq_rows(options: PrepareOptions, samples: int, change: float) -> list[tuple[str, str]]:
-    """What the card says about AWQ."""
+    """Returns the card's rows about AWQ."""
     used = _used(samples, options.calibration_length, options.calibration)
     return [
         ("calibration", f"AWQ through llmcompressor, {used}"),
@@ -151,12 +153,12 @@ def _awq_rows(options: PrepareOptions, samples: int, change: float) -> list[tupl
 
 
 def _used(samples: int, length: int, data: str) -> str:
-    """The data that were used. A card names a file, but not the directory in which it lies."""
+    """Describes the data that were used. A card names a file, but not the directory that holds it."""
     return f"{samples} sequences of {length} tokens of {Path(data).name if Path(data).exists() else data}"
 
 
 def _summary(options: PrepareOptions, source: Source) -> str:
-    """The card's first paragraphs."""
+    """Returns the card's first paragraphs."""
     text = f"{describe(source)}, with the linear layers of its decoder in {options.format}; by `trl-quant prepare`."
     if options.awq:
         text += (

@@ -1,4 +1,4 @@
-"""The progress of a command that reads a whole checkpoint."""
+"""Shows the progress of a command that reads a whole checkpoint."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Gives a function that adds bytes to a bar on standard error. Draws nothing where that is no terminal."""
+    """Context with a function that adds bytes to a bar on standard error. Draws nothing if that is no terminal."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

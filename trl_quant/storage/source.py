@@ -1,4 +1,4 @@
-"""The checkpoint that `trl-quant prepare` and `trl-quant export` read, from disk or the hub, and its linear layers."""
+"""Finds the checkpoint that `trl-quant prepare` or `export` reads, on disk or the hub, and its linear layers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from .layout import CODE, FILES, INDEX, linear_layers
 @dataclass(frozen=True)
 class Source:
     """
-    A checkpoint.
+    A checkpoint to read.
 
     Attributes:
         path (`Path`): Its directory.
@@ -30,36 +30,37 @@ class Source:
 
     @property
     def heads(self) -> dict[str, Stored]:
-        """Its tensors."""
+        """The tensors of the checkpoint."""
         return read_heads(weight_files(self.path))
 
     @property
     def nbytes(self) -> int:
-        """Size of its weights."""
+        """The size of its weights in bytes."""
         return sum(stored.nbytes for stored in self.heads.values())
 
     def skeleton(self):
-        """Its model, without memory for the weights."""
+        """Builds its model, whose weights take no memory."""
         return skeleton(AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust), self.trust)
 
     def ignored(self) -> list[str]:
-        """Names of the linear layers outside the decoder, which are never quantized."""
+        """Returns the names of the linear layers outside the decoder, which are never quantized."""
         return unquantized_linears(self.skeleton())
 
     def layers(self) -> tuple[list[str], list[str]]:
         """
-        Names of the linear layers to quantize, and of those to leave as they are.
+        Returns the names of the linear layers to quantize, and of the others.
 
         Raises:
-            ValueError: A layer to quantize is no linear layer of the decoder, or as in
+            ValueError: A layer to quantize is not a linear layer of the decoder, or as in
             [`~storage.layout.linear_layers`].
         """
         policy = self.skeleton()
         decoder = {layer.name for layer in dense_linears(policy).values()}
         chosen, left = linear_layers(self.path, unquantized_linears(policy))
-        if strangers := [name for name in chosen if name not in decoder]:
+        outside = [name for name in chosen if name not in decoder]
+        if outside:
             raise ValueError(
-                f"source: `{strangers[0]}` ({len(strangers)} such) is no linear layer in the decoder of "
+                f"source: `{outside[0]}` ({len(outside)} such) is no linear layer in the decoder of "
                 f"{type(policy).__name__}, and only those can be quantized."
             )
         return chosen, left
@@ -67,7 +68,7 @@ class Source:
 
 def find_source(model: str, revision: str | None, trust: bool, option: str = "--revision") -> Source:
     """
-    Finds the checkpoint called `model`, a directory or an id on the hub, and downloads its files from there.
+    Finds the checkpoint called `model`: a directory, or an id on the hub, from which its files are downloaded.
 
     Raises:
         ValueError: A directory was given with a revision, or as in [`~storage.files.check_links`].
@@ -87,5 +88,5 @@ def find_source(model: str, revision: str | None, trust: bool, option: str = "--
 
 
 def kinds(names: list[str]) -> str:
-    """The layers' names in their modules, such as `q_proj`, each once."""
+    """Lists the last parts of the layers' names, such as `q_proj`, each once."""
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))

@@ -1,4 +1,4 @@
-"""Text to calibrate and to measure on: any local text, or a dataset on the hub, as sequences of tokens."""
+"""Reads text for calibration and perplexity, from a local file or a dataset on the hub, as sequences of tokens."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -14,26 +14,29 @@ BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 TEXT = ("text", "content")
 CONVERSATION = ("messages", "conversations", "prompt")
 ASKED, ANSWERED = ("question", "problem", "prompt"), ("answer", "solution", "completion")
-ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's, which OpenThoughts has too
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names, which OpenThoughts uses too
 
 
 def token_sequences(data: str, tokenizer: PreTrainedTokenizerBase, samples: int, length: int) -> list[list[int]]:
     """
-    The first tokens of a text, cut into sequences.
+    Cuts the first tokens of a text into sequences.
 
     Args:
         data (`str`): A `.txt`, `.json`, `.jsonl` or `.parquet` file, a directory that `datasets` loads, or an id on the
-            hub, whose train split is taken. Rows hold a text, a conversation, or a question and its answer.
+            hub, of which the train split is read. Rows hold a text, a conversation, or a question and its answer.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The model's; its end-of-sequence token separates texts.
-        samples (`int`): How many sequences, at most.
-        length (`int`): Tokens of each.
+        samples (`int`): Largest number of sequences.
+        length (`int`): Tokens of each sequence.
 
     Raises:
-        ValueError: No such file, no column with text, or less text than one sequence.
+        ValueError: There is no such file, no column with text, or less text than one sequence.
     """
     tokens = _tokens(data, tokenizer)
     sequences = []
-    while len(sequences) < samples and len(sequence := list(islice(tokens, length))) == length:
+    while len(sequences) < samples:
+        sequence = list(islice(tokens, length))
+        if len(sequence) < length:
+            break
         sequences.append(sequence)
     if not sequences:
         raise ValueError(f"{data!r} holds {len(sequence)} tokens, less than one sequence of {length}.")
@@ -63,7 +66,7 @@ def _texts(data: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
 
 
 def _text(row: dict, data: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """One row's text; conversations in the model's chat template, where it has one."""
+    """Returns the text of a row. A conversation gets the model's chat template, if there is one."""
     for column in TEXT:
         if isinstance(row.get(column), str):
             return row[column]

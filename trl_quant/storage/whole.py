@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, on disks that may be full. Needs no torch, so that reports load fast."""
+"""Writes files completely or not at all, on disks that may be full. Needs no torch, so that reports load fast."""
 
 import errno
 import os
@@ -13,11 +13,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
     """
-    Writes a file in one step. A reader sees the file from before or the whole new one, also when the disk fills up or
-    the process is killed. Creates the file's directory.
+    Writes a file in one step. A reader sees the old file or the complete new one, even if the disk fills up or the
+    process is killed. Creates the file's directory.
 
     Raises:
-        OSError: The file cannot be written. The error names `path`, also where that of a full disk names no file.
+        OSError: The file cannot be written. The error names `path`, which the system's error for a full disk does not.
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
@@ -39,7 +39,7 @@ def is_full(error: BaseException) -> bool:
 
 @contextmanager
 def told_if_full(path: Path) -> Iterator[None]:
-    """Reports a disk that fills up while `path` is written in one line, which says how much room is left."""
+    """Context that turns an error of a full disk, while `path` is written, into one line with the room that is left."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Tasks: questions, and the rewards that score answers."""
+"""Tasks: questions, and rewards that score their answers."""
 
 from .countdown import countdown_reward
 from .data import load_prompts

@@ -176,15 +176,16 @@ def plain(text: str) -> str:
 
 
 def numbers(text: str) -> list[str | None]:
-    """All numbers in a text, in canonical form (`1,234` -> `1234`, `1e3` -> `1000`); `None` for an unreadable one."""
+    """Lists the numbers of a text in canonical form (`1,234` -> `1234`, `1e3` -> `1000`), `None` if unreadable."""
     return [number for number, _, _ in _numbers(plain(text))]
 
 
 def _numbers(text: str) -> list[tuple[str | None, str, str]]:
-    """Yields each number of a plain text, in canonical form, with the text before it and after it and its unit."""
+    """Lists the numbers of a plain text in canonical form, each with the text before it and the text after its unit."""
     found = []
     for match in _NUMBER.finditer(text):
-        end = unit.end() if (unit := _UNIT.match(text, match.end())) else match.end()
+        unit = _UNIT.match(text, match.end())
+        end = match.end() if unit is None else unit.end()
         number = None if _CONTINUED.match(text, end) else _canonical(match)
         found.append((number, text[: match.start()], text[end:]))
     return found
@@ -286,7 +287,8 @@ def extract_answer(text: str, last_number: bool = True) -> str | None:
     """
     cut = len(text) > TAIL_CHARACTERS
     text = text[-TAIL_CHARACTERS:]
-    if marked := marked_answers(text):
+    marked = marked_answers(text)
+    if marked:
         return single_number(marked[-1][0])
     if last_number:
         return _last_number(text)

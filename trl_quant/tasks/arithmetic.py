@@ -131,7 +131,8 @@ def problems(
     The `operations` are equally frequent, and so are digit counts from `min_digits` to `max_digits`. Problems with one
     of their operands as the answer (`80-40`) are left out: copying from the question must never be right.
     """
-    if unknown := set(operations) - set(OPERATIONS):
+    unknown = set(operations) - set(OPERATIONS)
+    if unknown:
         raise ValueError(f"`operations` has {sorted(unknown)}. Allowed: {', '.join(map(repr, OPERATIONS))}.")
     rng = random.Random(seed)
     while True:

@@ -38,11 +38,11 @@ class Benchmark:
     A task to evaluate on.
 
     Attributes:
-        reward (`Callable`): In TRL's signature, 1 where an answer is right.
+        reward (`Callable`): A reward in TRL's signature, 1 for a right answer.
         source (`str` or `None`): The dataset on the hub.
-        split (`str`): Of the dataset.
+        split (`str`): The dataset's split.
         answer (`str`): The dataset's column that is passed to the reward as `answer`.
-        instruction (`str`): What follows each question.
+        instruction (`str`): Text after each question.
         problems (`Callable` or `None`): Generates questions from a seed and from keywords for their difficulty.
     """
 
@@ -89,7 +89,7 @@ def generate(task: str, count: int, seed: int = 0, held_out: bool = False, **dif
 
     Args:
         task (`str`): `"arithmetic"`, `"countdown"` or `"sudoku"`.
-        count (`int`): How many.
+        count (`int`): Number of problems.
         seed (`int`): The same one gives the same problems.
         held_out (`bool`): Whether they are for evaluation. No problem serves both evaluation and training.
         difficulty: Keywords of the task's `problems`.
@@ -139,11 +139,11 @@ def load_questions(
         data (`str`, *optional*): A file or directory to read instead, see [`load_prompts`].
         count (`int`, *optional*): Number of questions to take, from the first on.
         seed (`int`): Seed of generated questions.
-        instruction (`str`, *optional*): What follows each question, in place of the benchmark's own.
+        instruction (`str`, *optional*): Text after each question, in place of the benchmark's own.
         difficulty (`dict`, *optional*): Keywords of the generator.
 
     Raises:
-        ValueError: No data, or data without what is needed.
+        ValueError: There are no questions, or a column is missing.
     """
     benchmark = BENCHMARKS[task]
     source = data or benchmark.source
@@ -161,7 +161,8 @@ def load_questions(
     else:
         raise ValueError(f"`--task {task}` needs `--data`: a file with the columns 'prompt' and 'answer'.")
     check_prompts(source or task, dataset)
-    if missing := [name for name in benchmark.columns if name not in dataset.column_names]:
+    missing = [name for name in benchmark.columns if name not in dataset.column_names]
+    if missing:
         raise ValueError(
             f"{source!r} has the columns {dataset.column_names}; `--task {task}` needs {', '.join(map(repr, missing))}."
         )

@@ -29,8 +29,8 @@ from .answers import final_answer, single_number, truth_text
 from .splits import is_held_out
 
 
-TRIALS = 8  # of a worked solution, at most
-MAX_CHARACTERS = 256  # of an expression; six numbers of three digits and all their parentheses take 50
+TRIALS = 8  # most trials of a worked solution
+MAX_CHARACTERS = 256  # most characters of an expression; six numbers of three digits with all parentheses take 50
 _ALLOWED = re.compile(rf"[0-9+\-*/() ]{{1,{MAX_CHARACTERS}}}")
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -75,8 +75,8 @@ def problems(
     """Yields problems without end, the same ones for the same seed: either held-out ones only or training ones only.
 
     Args:
-        seed (`int`): of the stream.
-        min_numbers, max_numbers (`int`): how many numbers there are, from 2 to 8, all counts equally frequent.
+        seed (`int`): seed of the stream.
+        min_numbers, max_numbers (`int`): range of the count of numbers, from 2 to 8, all equally frequent.
         max_number (`int`): numbers are drawn from 1 to this.
         max_target (`int`): targets lie between 10 and this, and are none of the numbers.
         use_all (`bool`): whether an answer must use all numbers.
@@ -108,7 +108,7 @@ def _reachable(rng: random.Random, nums: Sequence[int]) -> int:
 
 
 def _results(a: int, b: int) -> list[tuple[str, int]]:
-    """Operations on `a >= b` whose results are positive whole numbers."""
+    """Returns the operations on `a >= b` whose results are positive whole numbers."""
     differences = [("-", a - b)] if a > b else []
     return [("+", a + b), ("*", a * b), *differences, *([("/", a // b)] if a % b == 0 else [])]
 
@@ -146,7 +146,7 @@ class Search(Problem):
 
 
 def _ways(left: list[tuple[int, str]], steps: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str, int]]:
-    """Steps, expression and value of all ways to make one of the numbers in `left`, given with their expressions."""
+    """Yields steps, expression and value of all ways to combine the numbers in `left`, given with expressions."""
     if len(left) == 1:
         yield steps, left[0][1][1:-1], left[0][0]
     for i, j in itertools.combinations(range(len(left)), 2):
@@ -158,7 +158,7 @@ def _ways(left: list[tuple[int, str]], steps: tuple[str, ...] = ()) -> Iterator[
 
 
 def searches(seed: int, numbers: int = 3, held_out: bool = False) -> Iterator[Search]:
-    """An endless stream of problems of so many numbers from 1 to 9 and few trials, the same for the same seed."""
+    """Yields problems with so many numbers from 1 to 9 and few trials without end, the same ones for the same seed."""
     for problem in problems(seed, numbers, numbers, max_number=9, held_out=held_out):
         search = Search(problem.nums, problem.target)
         if search.trials <= TRIALS:

@@ -1,4 +1,4 @@
-"""Prompts to train on, from the hub or a local file, in TRL's `prompt` column; the ground truth stays in `answer`."""
+"""Loads prompts from the hub or a local file into TRL's `prompt` column. The ground truth stays in `answer`."""
 
 from itertools import chain
 from pathlib import Path
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
-SCANNED_ROWS = 1000  # read at once by `check_prompts`
+SCANNED_ROWS = 1000  # rows that `check_prompts` reads at once
 DEFAULT_CONFIGS = {"openai/gsm8k": "main"}  # hub datasets that load only with a configuration
 
 
@@ -59,7 +59,7 @@ def load_prompts(
 
 
 def as_conversations(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """The dataset with plain prompts as conversations of one user message, where the tokenizer has a chat template."""
+    """Turns plain prompts into conversations of one user message, if the tokenizer has a chat template."""
     if tokenizer.chat_template is not None and len(dataset) and isinstance(dataset[0]["prompt"], str):
         dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     return dataset
@@ -74,13 +74,13 @@ def token_ids(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[in
 
 
 def check_prompts(name: str, dataset: Dataset | IterableDataset) -> None:
-    """Raises `ValueError` for a dataset without prompts or with a bad one. A stream is not read.
+    """Raises `ValueError` for a dataset without prompts or with a malformed one. A stream is not read.
 
     Args:
         name (`str`): the dataset's name in the message.
         dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): with a column `prompt`.
     """
-    if getattr(dataset, "format", {}).get("type") == "custom":  # rows are made when they are read
+    if getattr(dataset, "format", {}).get("type") == "custom":  # rows are computed when they are read
         return
     columns = dataset.column_names
     if columns is not None and "prompt" not in columns:
@@ -94,20 +94,26 @@ def check_prompts(name: str, dataset: Dataset | IterableDataset) -> None:
     # A shuffled dataset is read much faster in the order in which it is stored, which may hold rows that were filtered.
     if len(prompts) <= table.num_rows <= 2 * len(prompts) and _bad_prompt(Dataset(table, info=prompts.info)) is None:
         return
-    if (found := _bad_prompt(prompts)) is not None:
+    found = _bad_prompt(prompts)
+    if found is not None:
+        row, fault = found
         raise ValueError(
-            f"`{name}`: the prompt of row {found[0]} {found[1]}. A prompt is a text, or a list of messages "
+            f"`{name}`: the prompt of row {row} {fault}. A prompt is a text, or a list of messages "
             "{'role': ..., 'content': ...} that asks something."
         )
 
 
 def _bad_prompt(dataset: Dataset) -> tuple[int, str] | None:
-    """Returns the index of the first bad prompt, and its fault."""
+    """Returns the index of the first malformed prompt, and its fault."""
     rows = chain.from_iterable(batch["prompt"] for batch in dataset.iter(SCANNED_ROWS))
-    return next(((index, wrong) for index, prompt in enumerate(rows) if (wrong := _wrong_with(prompt))), None)
+    for index, prompt in enumerate(rows):
+        fault = _fault(prompt)
+        if fault is not None:
+            return index, fault
+    return None
 
 
-def _wrong_with(prompt) -> str | None:
+def _fault(prompt) -> str | None:
     if prompt is None:
         return "is missing"
     if not isinstance(prompt, str | list):
@@ -125,6 +131,6 @@ def _wrong_with(prompt) -> str | None:
 
 
 def _has_content(content: str | list[dict] | None) -> bool:
-    if isinstance(content, list):  # of parts: texts, images
+    if isinstance(content, list):  # a list of parts: texts, images
         return any(part.get("type") not in (None, "text") or part.get("text") for part in content)
     return bool(content)

@@ -26,21 +26,21 @@ RESAMPLES = 10_000
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of `k` answers is right, drawn from `n` answers of which `c` are right."""
+    """Returns the chance that at least one of `k` answers is right, drawn from `n` answers of which `c` are right."""
     if not 1 <= k <= n or not 0 <= c <= n:
         raise ValueError(f"pass@k of `n`={n}, `c`={c}, `k`={k}: `k` must be from 1 to `n`, `c` from 0 to `n`.")
     return 1 - comb(n - c, k) / comb(n, k)
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:
-    """Wilson's interval for a share, given `right` of `n` in a sample."""
+    """Returns Wilson's interval for a share, given `right` of `n` in a sample."""
     z, p = NormalDist().inv_cdf((1 + LEVEL) / 2), right / n
     center, width = p + z**2 / (2 * n), z * sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
     return max(0.0, (center - width) / (1 + z**2 / n)), min(1.0, (center + width) / (1 + z**2 / n))
 
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """Bootstrap interval for a mean, given a sample of `values`."""
+    """Returns the bootstrap interval for a mean, given a sample of `values`."""
     generator, values = torch.Generator().manual_seed(seed), torch.tensor(values, dtype=torch.float64)
     shape = (RESAMPLES // 100, len(values))  # a hundredth at a time, which bounds the memory
     means = torch.cat([values[torch.randint(len(values), shape, generator=generator)].mean(-1) for _ in range(100)])
@@ -48,7 +48,7 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
 
 
 def estimate(values: Sequence[float]) -> dict[str, float]:
-    """Mean over questions with its interval: Wilson's if each is right or wrong, else by bootstrap."""
+    """Returns the mean over questions with its interval: Wilson's if each is right or wrong, else by bootstrap."""
     mean = fmean(values)
     low, high = wilson(sum(values), len(values)) if set(values) <= {0.0, 1.0} else bootstrap(values)
     return {"value": mean, "low": low, "high": high}
@@ -59,8 +59,8 @@ def estimates(right: Sequence[int], n: int) -> dict[str, dict[str, float]]:
     Estimates all metrics from `n` answers to each question.
 
     Args:
-        right (`Sequence[int]`): How many of them are right, by question.
-        n (`int`): Answers to each; one has an `accuracy`, several have `avg@n`, and pass@k for k = 2, 4, 8 ... and n.
+        right (`Sequence[int]`): Number of right answers to each question.
+        n (`int`): Answers to each question. One gives `accuracy`, several `avg@n` and pass@k for k = 2, 4, 8 ... n.
 
     Returns:
         `dict[str, dict[str, float]]`: `value`, `low` and `high` by metric.

@@ -132,7 +132,8 @@ def _same(gold: str, answer: str, depth: int = 0) -> bool:
         return named_alike and _same(*rests, depth + 1)
     if kind or other_kind:
         return kind == other_kind and _same_parts(kind, parts, others, depth)
-    if (number := literal(gold)) is not None:
+    number = literal(gold)
+    if number is not None:
         found = literal(answer)
         return found is not None and same_number(number, found)
     return _same_value(gold, answer)
@@ -162,9 +163,11 @@ def _parts(text: str) -> tuple[str, list[str]]:
     both = [signed for part in _split(text, ",") for signed in _signed(part)]
     if len(both) > 1:
         return "list", both
-    if len(parts := _split(text, r"\\cup ?")) > 1:
-        return "union", parts
-    if matrix := _MATRIX.fullmatch(text):
+    united = _split(text, r"\\cup ?")
+    if len(united) > 1:
+        return "union", united
+    matrix = _MATRIX.fullmatch(text)
+    if matrix:
         rows = [row.split("&") for row in re.split(r"\\newline ?", matrix[2]) if row]
         return f"matrix of {[len(row) for row in rows]}", [entry for row in rows for entry in row]
     if text.startswith("\\{") and text.endswith("\\}") and _is_closed(text[2:-2]):
@@ -176,13 +179,13 @@ def _parts(text: str) -> tuple[str, list[str]]:
 
 
 def _signed(part: str) -> list[str]:
-    """`3\\pm x` as `3+x` and `3-x`."""
+    """Splits `3\\pm x` into `3+x` and `3-x`."""
     before, sign, after = part.partition("\\pm")
     return [f"{before}+{after.strip()}" if before else after.strip(), f"{before}-{after.strip()}"] if sign else [part]
 
 
 def _depths(text: str) -> Iterator[int]:
-    """How many brackets are open after each character."""
+    """Yields the number of open brackets after each character."""
     depth = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -195,7 +198,7 @@ def _is_closed(text: str) -> bool:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """The parts of a text between separators outside of all brackets."""
+    """Splits a text at the separators that are outside all brackets."""
     depths, parts, start = list(_depths(text)), [], 0
     for found in re.finditer(separator, text):
         if depths[found.start()] == 0:

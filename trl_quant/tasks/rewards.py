@@ -79,9 +79,10 @@ def arithmetic_reward(completions, answer, prompts=None, **kwargs) -> list[float
 
 
 def division_reward(completions, answer, **kwargs) -> list[float | None]:
-    """Share of a division's differences that are right: the n-th, up to its `;`, ends with `#### ` and the n-th answer.
+    """Returns the share of a division's differences that are right: the n-th one ends with `#### ` and the n-th answer.
 
-    A slip costs all that follow from it. Whatever is written after the last difference counts as wrong ones.
+    Each difference ends with `;`. An error makes the differences that follow from it wrong as well. Text after the last
+    difference counts as wrong differences.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
@@ -100,7 +101,8 @@ def division_reward(completions, answer, **kwargs) -> list[float | None]:
     """
     rewards = []
     for completion, gold in zip(completions, answer, strict=True):
-        if not (gold := truth_text(gold)):
+        gold = truth_text(gold)
+        if not gold:
             rewards.append(None)
             continue
         (*written, rest), answers = message_text(completion).split(";"), gold.split(";")
@@ -156,15 +158,16 @@ REWARDS = {
     "sudoku": sudoku_reward,
 }
 
-GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")  # by TRL, and columns
+# The arguments that TRL passes to a reward, beside the dataset's columns
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 def check_reward(reward: Callable, columns: Sequence[str]) -> None:
-    """Raises `ValueError` for what TRL cannot call as a reward.
+    """Raises `ValueError` if TRL cannot call `reward` as a reward.
 
     Args:
         reward (`Callable`): in TRL's signature.
-        columns (`Sequence[str]`): of the dataset, which are passed to it as well.
+        columns (`Sequence[str]`): the dataset's columns, which TRL passes to the reward as well.
     """
     if not callable(reward):
         raise ValueError(
@@ -173,7 +176,7 @@ def check_reward(reward: Callable, columns: Sequence[str]) -> None:
     name = getattr(reward, "__name__", type(reward).__name__)
     try:
         signature = inspect.signature(reward)
-    except ValueError:  # a builtin that does not tell
+    except ValueError:  # a builtin without a signature
         return
     given = dict.fromkeys((*GIVEN, *(column for column in columns if column not in ("prompt", "completion"))))
     try:
@@ -186,9 +189,9 @@ def check_reward(reward: Callable, columns: Sequence[str]) -> None:
 
 
 def check_truths(reward: Callable, dataset: Dataset) -> None:
-    """Raises `ValueError` where a reward of ours can compare with none of a dataset's rows, as TRL would not tell.
+    """Raises `ValueError` if a reward of ours can compare with none of a dataset's rows, which TRL would not notice.
 
-    Rows without any of the reward's columns are another task's. Only the first `SCANNED_ROWS` are read.
+    Rows without any of the reward's columns belong to another task. Only the first `SCANNED_ROWS` rows are read.
     """
     if reward not in REWARDS.values():
         return

@@ -6,8 +6,8 @@ r"""Sudoku of 4 x 4 cells: each row, column and 2 x 2 box holds 1, 2, 3 and 4.
     _ 1 | 4 _          2 1 | 4 3
     4 _ | _ 1          4 3 | 2 1
 
-There are 288 filled grids. A puzzle is one of them with cells left blank, as many as possible without a second solution
-or fewer. What is held out is the grid: no puzzle for evaluation has the solution of one for training.
+There are 288 filled grids. A puzzle is one of them with some cells blank, and has only one solution. Whole grids are
+held out: no puzzle for evaluation has the solution of a puzzle for training.
 """
 
 import random
@@ -23,7 +23,7 @@ from .splits import is_held_out
 
 DIGITS = "1234"
 BLANK = "_"
-MAX_BLANKS = 12  # four given cells are the fewest that can have one solution
+MAX_BLANKS = 12  # a puzzle needs at least four given cells to have only one solution
 _ROWS = [range(4 * i, 4 * i + 4) for i in range(4)]
 _COLUMNS = [range(i, 16, 4) for i in range(4)]
 _BOXES = [(i, i + 1, i + 4, i + 5) for i in (0, 2, 8, 10)]
@@ -56,7 +56,7 @@ class Problem:
 
     @property
     def row(self) -> dict:
-        """Of a dataset: the prompt, and what the reward compares with."""
+        """The row of a dataset: the prompt, and the puzzle that the reward checks."""
         return {"prompt": self.prompt, "puzzle": self.puzzle, "solution": _lines(self.solution)}
 
 
@@ -71,7 +71,7 @@ def is_solved(grid: str) -> bool:
 
 @cache
 def grids() -> tuple[str, ...]:
-    """All filled grids."""
+    """Returns all filled grids."""
     rows = ["".join(row) for row in permutations(DIGITS)]
     halves = [a + b for a, b in product(rows, rows) if len({*a[:2], *b[:2]}) == 4]
     return tuple(filter(is_solved, map("".join, product(halves, halves))))
@@ -79,17 +79,17 @@ def grids() -> tuple[str, ...]:
 
 @cache
 def _differences(solution: str) -> list[int]:
-    """For each other grid, the cells in which it is another one, as bits: given one of those, it is no solution."""
+    """Returns, for each other grid, the cells that differ, as bits. A given cell among them excludes that grid."""
     others = (grid for grid in grids() if grid != solution)
     return [sum(1 << i for i in range(16) if grid[i] != solution[i]) for grid in others]
 
 
 def problems(seed: int, min_blanks: int = 4, max_blanks: int = 8, held_out: bool = False) -> Iterator[Problem]:
-    """An endless stream of puzzles with one solution each, the same for the same seed, all held out or none.
+    """Yields puzzles with one solution each without end, the same ones for the same seed, all held out or none.
 
     Args:
-        seed (`int`): of the stream.
-        min_blanks, max_blanks (`int`): how many cells are blank, from 1 to 12, all counts equally frequent.
+        seed (`int`): seed of the stream.
+        min_blanks, max_blanks (`int`): range of the number of blank cells, from 1 to 12, all equally frequent.
         held_out (`bool`): puzzles for evaluation, or for training.
     """
     if not 1 <= min_blanks <= max_blanks <= MAX_BLANKS:
@@ -100,13 +100,14 @@ def problems(seed: int, min_blanks: int = 4, max_blanks: int = 8, held_out: bool
     own = [grid for grid in grids() if is_held_out(grid) == held_out]
     while True:
         blanks = rng.randint(min_blanks, max_blanks)
-        while (problem := _blanked(rng, rng.choice(own), blanks)) is None:
-            pass
+        problem = None
+        while problem is None:
+            problem = _blanked(rng, rng.choice(own), blanks)
         yield problem
 
 
 def _blanked(rng: random.Random, solution: str, blanks: int) -> Problem | None:
-    """A puzzle with that many blanks; `None` where cell after cell, in one random order, does not lead there."""
+    """Blanks cells one after the other, in a random order; returns `None` if that does not reach `blanks` cells."""
     given = 2**16 - 1
     for i in rng.sample(range(16), 16):
         if all(given & ~(1 << i) & differing for differing in _differences(solution)):
@@ -149,7 +150,7 @@ def _as_text(puzzle) -> str:
 
 
 def _filled(text: str | None) -> str | None:
-    """The 16 digits of four lines, spaces aside; `None` if they are anything else."""
+    """Returns the 16 digits of four lines without spaces; `None` for anything else."""
     rows = [line.replace(" ", "") for line in (text or "").strip().splitlines()]
     fine = len(rows) == 4 and all(len(row) == 4 and set(row) <= set(DIGITS) for row in rows)
     return "".join(rows) if fine else None

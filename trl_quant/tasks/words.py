@@ -1,8 +1,8 @@
 """Word problems with worked solutions, such as GSM8K's, to learn by heart.
 
-A model of some million parameters cannot solve them, but it can learn their solutions. What it samples is then real
-text, unsure of itself at every word, on which RL goes on. No problems are held out: what is learned by heart says
-nothing of others.
+A model of a few million parameters cannot solve them, but it can memorize their solutions. Its samples are then real
+text with uncertainty at every word, which RL can improve. No problems are held out, because memorized solutions say
+nothing about other problems.
 
     Weng earns $12 an hour for babysitting. [...] How much did she earn?
     Weng earns 12/60 = $0.2 per minute.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from .data import load_prompts
 
 
-LONGEST = 240  # characters of a solution; those of 4 in 7 of GSM8K's training questions have no more
+LONGEST = 240  # most characters of a solution; 4 in 7 of GSM8K's training questions have one so short
 _CALCULATION = re.compile("<<.*?>>")  # GSM8K's notes for a calculator
 
 
@@ -35,7 +35,7 @@ class WordProblem:
 
     @property
     def row(self) -> dict:
-        """Of a dataset: the prompt, and what the reward compares with."""
+        """The row of a dataset: the prompt, and the answer that the reward compares with."""
         return {"prompt": self.prompt, "answer": self.solution.rpartition("#### ")[2]}
 
     @property
@@ -45,16 +45,16 @@ class WordProblem:
 
 
 def word_problems(source: str, seed: int, count: int) -> Iterator[WordProblem]:
-    """An endless stream of `count` problems, the same for the same seed: in random order, then all in another.
+    """Yields `count` problems without end, the same ones for the same seed, in a new random order each time.
 
     Args:
         source (`str`): as [`load_prompts`] takes it, with the columns `question` and `answer` (`openai/gsm8k`, say);
             the first `count` of its problems with short solutions are taken.
-        seed (`int`): of the order.
-        count (`int`): how many problems there are.
+        seed (`int`): seed of the order.
+        count (`int`): number of problems.
 
     Raises:
-        ValueError: not so many problems.
+        ValueError: the source has fewer problems.
     """
     rows = load_prompts(source)
     if "answer" not in rows.column_names:

@@ -1,4 +1,4 @@
-"""Checkpoints: which one is complete, what this package adds to it, and what must match when a run resumes from it."""
+"""Checkpoints: finds complete ones, saves the engine's state with them, and checks that a run may resume from one."""
 
 import errno
 import json
@@ -33,30 +33,30 @@ logger = logging.getLogger(__name__)
 
 ROLLOUT_STATE_NAME = "rollout_state.json"
 SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(safetensors|bin)")
-# As transformers and accelerate name them: one file, one per rank, or a directory under FSDP
+# The names that transformers and accelerate use: one file, one for each rank, or a directory under FSDP
 OPTIMIZER = re.compile(r"optimizer\.(pt|bin)|optimizer_\d+|optimizer\.pt_.*|rank\d+-of-\d+-optimizer\.pt")
 RANDOM = re.compile(r"rng_state(_\d+)?\.pth")
 COPY_IT = "Copy the newest whole one to every host, or have all hosts share `output_dir`."
-INITIAL_WEIGHTS_NAME = "initial_weights.pt"  # no .safetensors: vLLM loads all of those in a directory
+INITIAL_WEIGHTS_NAME = "initial_weights.pt"  # not .safetensors: vLLM loads every such file in a directory
 
 
 def last_complete_checkpoint(output_dir: str) -> str | None:
     """
-    The newest checkpoint in `output_dir` with complete weights, or `None`. A run may need more to resume from it (see
-    [`last_to_resume`]).
+    Returns the newest checkpoint in `output_dir` with complete weights, or `None`. To resume, a run may need more files
+    (see [`last_to_resume`]).
     """
     whole = [path for path in _checkpoints(output_dir) if _has_whole_weights(path)]
     return os.fspath(whole[-1]) if whole else None
 
 
 def last_to_resume(output_dir: str) -> str | None:
-    """The newest checkpoint in `output_dir` that a run can resume from, or `None`."""
+    """Returns the newest checkpoint in `output_dir` from which a run can resume, or `None`."""
     whole = [path for path in _checkpoints(output_dir) if _is_whole(path)]
     return os.fspath(whole[-1]) if whole else None
 
 
 def _checkpoints(output_dir: str) -> list[Path]:
-    """All checkpoints in `output_dir`, complete or not, in the order of their steps."""
+    """Returns all checkpoints in `output_dir`, complete or not, in the order of their steps."""
     found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step_of(path).isdecimal()]
     return sorted(found, key=_number_of)
 
@@ -75,33 +75,35 @@ def _is_whole(path: Path) -> bool:
 
 def _has_whole_weights(path: Path) -> bool:
     """
-    Whether a checkpoint holds its trainer state and all of its weights. The trainer state is written last, so a run
-    that was killed while it saved, or whose disk was full, leaves a directory without a readable one. A run that was
-    killed while it deleted may leave some of the weights or none. With `save_on_each_node` only the first host has
-    weights, since transformers writes a model on rank 0 alone.
+    Whether a checkpoint holds its trainer state and all of its weights. The trainer state is written last. So a run
+    that was killed while it saved, or whose disk was full, leaves a directory without a readable trainer state. A run
+    that was killed while it deleted a checkpoint may leave only some of its weights. With `save_on_each_node` only the
+    first host has weights, since transformers writes a model on rank 0 alone.
     """
     try:
         json.loads((path / TRAINER_STATE_NAME).read_text())
         read_heads(sorted(path.glob("*.safetensors")))
-        parts = {name for index in path.glob("*.index.json") for name in read_json(index)["weight_map"].values()}
-        if any(not (path / name).is_file() for name in parts):
+        indexed = set()
+        for index in path.glob("*.index.json"):
+            indexed |= set(read_json(index)["weight_map"].values())
+        if any(not (path / name).is_file() for name in indexed):
             return False
         shards = {file.name for file in path.iterdir() if SHARD.fullmatch(file.name)}
         weights = {file.name for file in path.iterdir() if file.is_dir() or file.suffix in (".safetensors", ".bin")}
-        return shards <= parts and bool(weights - {TRAINING_ARGS_NAME})
+        return shards <= indexed and bool(weights - {TRAINING_ARGS_NAME})
     except (OSError, ValueError, KeyError):
         return False
 
 
 def _lacking(path: Path) -> list[str]:
-    """What a checkpoint lacks that a run needs beside weights to resume; nothing with `save_only_model`."""
+    """Returns what a checkpoint lacks to resume a run, beside weights; empty with `save_only_model`."""
     if _saved_only_model(path):
         return []
     names = {file.name for file in path.iterdir() if file.suffix not in (".pt", ".pth") or zipfile.is_zipfile(file)}
-    deepspeed = any(name.startswith("global_step") for name in names)  # holds the optimizer and perhaps the scheduler
-    needed = {} if deepspeed else {"optimizer": OPTIMIZER, "scheduler": re.compile(re.escape(SCHEDULER_NAME))}
-    needed["random state"] = RANDOM
-    return [what for what, pattern in needed.items() if not any(map(pattern.fullmatch, names))]
+    needed = {"random state": RANDOM}
+    if not any(name.startswith("global_step") for name in names):  # DeepSpeed's directory, with optimizer and scheduler
+        needed = {"optimizer": OPTIMIZER, "scheduler": re.compile(re.escape(SCHEDULER_NAME))} | needed
+    return [part for part, pattern in needed.items() if not any(map(pattern.fullmatch, names))]
 
 
 def _saved_only_model(path: str | Path) -> bool:
@@ -111,12 +113,12 @@ def _saved_only_model(path: str | Path) -> bool:
 def _arguments(path: str | Path) -> dict:
     try:
         return read_rollout_state(path).get("arguments", {})
-    except ValueError:  # raised again by whoever needs the file
+    except ValueError:  # code that needs the file raises it again
         return {}
 
 
 def _runs_of(path: str | Path) -> list[str]:
-    """Names of the runs that led to a checkpoint, its own run last; empty for checkpoints of older versions."""
+    """Returns the names of the runs that led to a checkpoint, its own last; empty for older versions."""
     try:
         return read_rollout_state(path).get("runs", [])
     except ValueError:
@@ -124,54 +126,55 @@ def _runs_of(path: str | Path) -> list[str]:
 
 
 def new_run(before: list[str]) -> list[str]:
-    """The names of the runs that a new run goes on from, and a name for it. Collective."""
+    """Returns the names of the runs that a new run continues, followed by a name for the new run. Collective."""
     return [*before, gather_object([uuid4().hex[:8]])[0]]
 
 
 def _check_one_run(output_dir: str, found: list[Path]) -> None:
     """
-    Raises `ValueError` if a directory holds checkpoints of runs that did not go on from one another. The checkpoint
-    with the highest step may then belong to another run than the one to resume.
+    Raises `ValueError` if a directory holds checkpoints of runs that did not continue one another. The checkpoint with
+    the highest step may then belong to another run than the one to resume.
     """
-    runs = [_runs_of(path) for path in found]
-    unknown = [_number_of(path) for path, names in zip(found, runs, strict=True) if not names]
-    known = [_number_of(path) for path, names in zip(found, runs, strict=True) if names]
-    line = next((names for names in reversed(runs) if names), [])
-    strangers = any(names and names[-1] not in line for names in runs)
-    if strangers or (unknown and known and max(unknown) > min(known)):
-        listed = ", ".join(
-            f"{path.name} (run {names[-1] if names else 'unknown'})" for path, names in zip(found, runs, strict=True)
-        )
+    runs = {path: _runs_of(path) for path in found}
+    steps_of_unknown_runs = [_number_of(path) for path, names in runs.items() if not names]
+    known = {path: names for path, names in runs.items() if names}
+    line_of_runs = list(known.values())[-1] if known else []  # of the newest checkpoint whose run is known
+    has_stranger = any(names[-1] not in line_of_runs for names in known.values())
+    if steps_of_unknown_runs and known:  # checkpoints of older versions must come first
+        has_stranger |= max(steps_of_unknown_runs) > min(map(_number_of, known))
+    if has_stranger:
+        listed = ", ".join(f"{path.name} (run {names[-1] if names else 'unknown'})" for path, names in runs.items())
         raise ValueError(
             f"`resume_from_checkpoint`=True, but {output_dir} holds checkpoints of several runs: {listed}. Name the "
-            f"one to go on from, as in `train(resume_from_checkpoint={os.fspath(found[0])!r})`, and give each run an "
+            f"one to resume from, as in `train(resume_from_checkpoint={os.fspath(found[0])!r})`, and give each run an "
             "`output_dir` of its own."
         )
 
 
 def rotate(output_dir: str, step: int, limit: int | None, best: str | None, runs: list[str]) -> None:
     """
-    Deletes the oldest checkpoints beyond `limit`, by their steps. transformers goes by their times, and a clock that
-    was set back makes new checkpoints look old. Checkpoints beyond `step` are deleted first: the run resumed from
-    before them. Checkpoints of other runs are neither counted nor deleted.
+    Deletes the oldest checkpoints, by their steps, until `limit` are left. transformers compares their times instead,
+    and a clock that was set back makes new checkpoints look old. Checkpoints after `step` are deleted first, since the
+    run resumed from an earlier one. Checkpoints of other runs are neither counted nor deleted.
     """
     if limit is None or limit <= 0:
         return
     own = [path for path in _checkpoints(output_dir) if not _runs_of(path) or _runs_of(path)[-1] in runs]
     own.sort(key=lambda path: (_number_of(path) <= step, _number_of(path)))
-    kept = {path.name for path in own if _number_of(path) == step or (best and path.name == Path(best).name)}
-    surplus = len(own) - max(limit, len(kept))
-    for path in [path for path in own if path.name not in kept][: max(surplus, 0)]:
+    protected = {path for path in own if _number_of(path) == step or (best and path.name == Path(best).name)}
+    surplus = max(len(own) - max(limit, len(protected)), 0)
+    deletable = [path for path in own if path not in protected]
+    for path in deletable[:surplus]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def checkpoint_to_resume(output_dir: str) -> str:
     """
-    The newest checkpoint that is complete on every host. Each host looks in its own `output_dir`, which they may share.
-    Collective.
+    Returns the newest checkpoint that is complete on every host. Each host looks in its own `output_dir`, which they
+    may share. Collective.
 
     Raises:
-        `ValueError`: on every rank, if there is none, or if it may be another run's.
+        `ValueError`: There is none, or it may be another run's. Raised on every rank.
     """
     mine = [path.name for path in _checkpoints(output_dir) if _is_whole(path)]
     found = gather_object([(platform.node(), mine)])
@@ -183,24 +186,23 @@ def checkpoint_to_resume(output_dir: str) -> str:
     refused = "`resume_from_checkpoint`=True, but"
     if not any(names for _, names in found):
         raise ValueError(f"{refused} there is nothing to resume. {how_to_go_on(output_dir)}")
-    where = _told([f"{host} has {', '.join(names) or 'none'}" for host, names in found])
+    where = _joined_answers([f"{host} has {', '.join(names) or 'none'}" for host, names in found])
     raise ValueError(f"{refused} no checkpoint in {output_dir} is whole on every host: {where}. {COPY_IT}")
 
 
-def _told(by_rank: list[str | None]) -> str:
-    """What the ranks say, in one sentence; equal answers once, with the first rank that gave them."""
-    first = {}
-    for rank, said in enumerate(by_rank):
-        if said is not None:
-            first.setdefault(said, rank)
-    return "; ".join(f"{said} (rank {rank})" for said, rank in first.items())
+def _joined_answers(by_rank: list[str | None]) -> str:
+    """Joins the ranks' answers for a message. Equal answers appear once, with the first rank that gave them."""
+    first_rank = {}
+    for rank, answer in enumerate(by_rank):
+        if answer is not None:
+            first_rank.setdefault(answer, rank)
+    return "; ".join(f"{answer} (rank {rank})" for answer, rank in first_rank.items())
 
 
 @contextmanager
 def on_every_rank() -> Iterator[None]:
     """
-    Context that raises the `ValueError` of one rank on all ranks. Otherwise the others would wait for that rank.
-    Collective.
+    Context that raises one rank's `ValueError` on all ranks, since the others would wait for that rank. Collective.
     """
     fault = None
     try:
@@ -216,17 +218,20 @@ def on_every_rank() -> Iterator[None]:
 
 
 def check_whole(checkpoint: str) -> None:
-    """Raises `ValueError` if a directory to resume from is no checkpoint or an incomplete one."""
+    """Raises `ValueError` unless a directory to resume from is a complete checkpoint."""
     path = Path(checkpoint)
     if not _is_whole(path):
-        wrong = "was not written to its end" if path.is_dir() else "is no directory"
-        if _has_whole_weights(path):
+        if not path.is_dir():
+            wrong = "is not a directory"
+        elif _has_whole_weights(path):
             wrong = f"lacks its {' and '.join(_lacking(path))}"
+        else:
+            wrong = "was not written to its end"
         raise ValueError(f"`resume_from_checkpoint`={checkpoint!r} {wrong}. {how_to_go_on(os.fspath(path.parent))}")
 
 
 def how_to_go_on(output_dir: str) -> str:
-    """Says from which checkpoint a run that failed can resume, as far as this host can see."""
+    """Returns advice, for an error message, from which checkpoint a run can resume, as far as this host can see."""
     checkpoint = last_to_resume(output_dir)
     if checkpoint is not None:
         return f"The last whole checkpoint is {checkpoint}; continue with `train(resume_from_checkpoint=True)`."
@@ -255,7 +260,7 @@ def is_lost(error: BaseException) -> bool:
 
 @contextmanager
 def others_lost(trainer: Trainer) -> Iterator[None]:
-    """Context in which a rank that has lost another one says so, and from where the run can resume."""
+    """Context in which the error of a rank that has lost another one says so, and how the run can resume."""
     try:
         yield
     except RuntimeError as error:
@@ -264,20 +269,21 @@ def others_lost(trainer: Trainer) -> Iterator[None]:
         args, step = trainer.args, trainer.state.global_step
         raise RuntimeError(
             f"Rank {args.process_index} ({platform.node()}) lost another rank at step {step}: it ended, or did not "
-            f"answer for `ddp_timeout`={args.ddp_timeout} seconds. What it printed says why. "
+            f"answer for `ddp_timeout`={args.ddp_timeout} seconds. Its own output says why. "
             f"{how_to_go_on(args.output_dir)} Cause: {error}"
         ) from error
 
 
 @contextmanager
 def saving(checkpoint: str) -> Iterator[None]:
-    """Context in which the error of a full disk names the directory, the space left and where the run can resume."""
+    """Context in which the error of a full disk names the directory, the space left and how the run can resume."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         directory = Path(checkpoint).parent
         free = shutil.disk_usage(directory).free if directory.is_dir() else 0
-        if not is_full(error) and not (isinstance(error, RuntimeError) and free < 2**20):  # torch.save does not say why
+        may_be_full = isinstance(error, RuntimeError) and free < 2**20  # torch.save does not tell the cause
+        if not is_full(error) and not may_be_full:
             raise
         raise OSError(
             errno.ENOSPC,
@@ -288,11 +294,11 @@ def saving(checkpoint: str) -> Iterator[None]:
 
 def precision_before(args) -> str | None:
     """
-    A run's `rollout_precision`. For `"auto"` in a run that resumes, it is the precision of the checkpoint; this is
-    collective, since a host without the checkpoint takes what the others read.
+    Returns a run's `rollout_precision`. For `"auto"` in a run that resumes, it is the precision of the checkpoint. This
+    is collective, since a host without the checkpoint takes the precision that another host has read.
 
     Raises:
-        `ValueError`: if vLLM does not run that precision.
+        `ValueError`: vLLM does not run that precision.
     """
     resume = args.resume_from_checkpoint
     if args.rollout_precision != "auto" or not resume or str(resume).lower() == "false":
@@ -310,13 +316,13 @@ def precision_before(args) -> str | None:
 
 
 def recorded(trainer: Trainer) -> dict:
-    """What a checkpoint records of its run: the settings that a resume compares, all arguments, and the runs' names."""
+    """Returns a checkpoint's record of its run: settings that a resume compares, all arguments, the names of runs."""
     arguments = {"model": getattr(trainer.model, "name_or_path", None)} | trainer.args.to_sanitized_dict()
     return {"settings": trainer.args.training_settings(), "arguments": arguments, "runs": trainer.runs}
 
 
 def write_rollout_state(checkpoint: str | Path, state: dict) -> None:
-    """Writes the state that the engine needs to resume. Comes before the rest of the checkpoint."""
+    """Writes the state that the engine needs to resume. Must be called before the rest of the checkpoint is saved."""
     Path(checkpoint).mkdir(parents=True, exist_ok=True)
     plain = {name: value for name, value in state.items() if name != "initial_weights"}
     (Path(checkpoint) / ROLLOUT_STATE_NAME).write_text(json.dumps(plain))
@@ -326,7 +332,7 @@ def write_rollout_state(checkpoint: str | Path, state: dict) -> None:
 
 
 def read_initial_weights(checkpoint: str | Path) -> dict[str, torch.Tensor] | None:
-    """Those of a run's initial weights that its engine keeps; `None` if the checkpoint has none."""
+    """Reads the sample of a run's initial weights that its engine compares with; `None` if the checkpoint has none."""
     path = Path(checkpoint, INITIAL_WEIGHTS_NAME)
     if not path.is_file():
         return None
@@ -337,12 +343,12 @@ def read_initial_weights(checkpoint: str | Path) -> dict[str, torch.Tensor] | No
 
 
 def read_rollout_state(checkpoint: str | Path) -> dict:
-    """The state that [`write_rollout_state`] wrote; empty for a checkpoint of another trainer."""
+    """Reads the state that [`write_rollout_state`] wrote; empty for a checkpoint of another trainer."""
     return _read(Path(checkpoint, ROLLOUT_STATE_NAME))
 
 
 def _read(path: Path) -> dict:
-    """The object in a JSON file; empty if there is no file."""
+    """Reads the object in a JSON file; empty if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -356,7 +362,7 @@ def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
     Checks that a run may resume from a checkpoint, and returns the state that its engine needs.
 
     Raises:
-        `ValueError`: if the checkpoint is incomplete, or was trained with other settings than this run's.
+        `ValueError`: The checkpoint is incomplete, or was trained with other settings than this run's.
     """
     with on_every_rank():
         check_whole(checkpoint)
@@ -368,13 +374,13 @@ def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
     tell_changes(checkpoint, state.get("arguments", {}), args.inherited_settings())
     if _saved_only_model(checkpoint):
         logger.warning(
-            "%s was saved with `save_only_model`: optimizer, learning rate schedule and random state begin anew.",
+            "%s was saved with `save_only_model`: optimizer, learning rate schedule and random state start again.",
             checkpoint,
         )
     check_same_files(checkpoint)
     if initial is None and state.get("drift", True) and args.rollout_precision is not None:
         logger.warning(
-            "The checkpoint %s has no %s, so the weights that its run was started with are not known: "
+            "The checkpoint %s has no %s, so the initial weights of its run are not known, and "
             "`weights/normalized_total_update` is not logged.",
             checkpoint,
             INITIAL_WEIGHTS_NAME,
@@ -384,25 +390,27 @@ def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
 
 def check_same_files(checkpoint: str | Path) -> None:
     """
-    Raises `ValueError` if hosts with disks of their own hold different parts of a checkpoint. Under FSDP rank 0 alone
+    Raises `ValueError` if hosts with disks of their own hold different files of a checkpoint. Under FSDP only rank 0
     saves the optimizer, and a host without that file would not take part in loading it.
     """
     mine = {path.name for path in Path(checkpoint).iterdir() if not path.name.startswith("rng_state")}
     found = gather_object([(platform.node(), mine)])
     whole = set().union(*(names for _, names in found))
-    lacking = _told(
-        [f"{host} lacks {', '.join(sorted(whole - names))}" if names != whole else None for host, names in found]
-    )
+    answers = []
+    for host, names in found:
+        answers.append(None if names == whole else f"{host} lacks {', '.join(sorted(whole - names))}")
+    lacking = _joined_answers(answers)
     if lacking:
         raise ValueError(f"{checkpoint} is not the same on every host: {lacking}. {COPY_IT}")
 
 
 def check_settings(checkpoint: str | Path, before: dict, now: dict, changes_allowed: bool) -> None:
     """
-    Raises `ValueError` if a checkpoint was trained with other settings of the training's mathematics than this run's.
+    Raises `ValueError` if a checkpoint's settings that change what is trained differ from this run's.
 
     Args:
-        before, now (`dict`): See [`~config.QuantGRPOConfig.training_settings`].
+        checkpoint (`str` or `Path`): The checkpoint, for the message.
+        before, now (`dict`): Settings as [`~config.QuantGRPOConfig.training_settings`] returns them.
         changes_allowed (`bool`): Whether to log differences instead.
     """
     changed = {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
@@ -441,8 +449,8 @@ def check_uaq(checkpoint: str | Path, applied: float | None) -> None:
 
 def same_after_resume(sampler: Sampler | None) -> Sampler | None:
     """
-    Makes TRL's sampler shuffle each epoch of a resumed run as an unbroken run does. By itself it draws the order of one
-    epoch after the other, so a run that resumes in a later epoch would start with the order of the first.
+    Makes TRL's sampler shuffle each epoch of a resumed run as in an unbroken run. By itself the sampler draws one order
+    after the other, so a run that resumes in a later epoch would begin with the first epoch's order.
     """
     if getattr(sampler, "shuffle", False) and getattr(sampler, "seed", None) is not None:
         sampler.set_epoch = partial(_set_epoch, sampler)

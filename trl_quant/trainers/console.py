@@ -1,20 +1,20 @@
-"""What a run prints: TRL's own metrics and the four of ours that README explains.
+"""Selects the metrics that a run prints: TRL's own and the four of ours that README explains.
 
-The callbacks of transformers print every logged metric, 30 of ours among them. These print a selection. What is logged
-(`trainer.state.log_history`, trackers) stays whole, and callbacks that a user passed are left alone.
+The callbacks of transformers print every logged metric, 30 of ours among them. These print a selection. The log itself
+(`trainer.state.log_history`, trackers) stays complete, and callbacks that a user passed are not changed.
 """
 
 from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 
-# Metrics of this package begin so, and are printed only if they begin as one of `PRINTED` does
+# Prefixes of this package's metrics. Of these, only metrics with a prefix in `PRINTED` are printed
 OURS = ("ais/", "dynamic_sampling/", "mismatch/", "noise/", "profiling/", "sync_check/", "weights/")
 PRINTED = ("mismatch/kl_k3", "mismatch/ess_ratio", "mismatch/dropped_fraction", "sync_check/")
 
 
 def shown(logs: dict) -> dict:
-    """The metrics of a step, or of an evaluation (`eval_...`), that are printed."""
+    """Returns the metrics that are printed, among those of a step or of an evaluation (`eval_...`)."""
     return {name: value for name, value in logs.items() if _is_shown(name.removeprefix("eval_"))}
 
 
@@ -23,14 +23,14 @@ def _is_shown(name: str) -> bool:
 
 
 class SelectivePrinter(PrinterCallback):
-    """transformers' printer of logs (`disable_tqdm=True`), for what is [`shown`]."""
+    """transformers' printer of logs (`disable_tqdm=True`), for the metrics that [`shown`] selects."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         super().on_log(args, state, control, logs=shown(logs), **kwargs)
 
 
 class SelectiveProgress(ProgressCallback):
-    """transformers' progress bar, with what is [`shown`]."""
+    """transformers' progress bar, with the metrics that [`shown`] selects."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         super().on_log(args, state, control, logs=shown(logs), **kwargs)
@@ -40,7 +40,7 @@ SELECTIVE = {PrinterCallback: SelectivePrinter, ProgressCallback: SelectiveProgr
 
 
 def print_selectively(trainer: Trainer) -> None:
-    """Replaces the callback with which transformers prints; in a notebook that prints the loss alone, and stays."""
+    """Replaces transformers' printing callback. The one for notebooks prints only the loss, and is not replaced."""
     default = PrinterCallback if trainer.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
     if default not in SELECTIVE:
         return

@@ -1,6 +1,7 @@
-"""The way of a correction through TRL's loss: from sampled tokens to the weights that multiply each token's loss.
+"""Applies a correction in TRL's loss: from sampled tokens to the weights that multiply each token's loss.
 
-TRL calls our trainer at five places between a generation and its losses. [`CorrectionStep`] is what those calls share.
+TRL calls our trainer at five places between a generation and its losses. [`CorrectionStep`] holds the state that those
+calls share.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from ..trl_seams import exchanged
 
 class CorrectionStep:
     """
-    The correction of one trainer, and what must be remembered between two calls of TRL.
+    The correction of one trainer, and its state between two calls of TRL.
 
     A correction needs three things for each token: the sampler's log-probability, the old policy's and the advantage.
     The sampler's come with the tokens. The old policy's come from one of two places, as `trainer.one_pass` says:
@@ -98,7 +99,8 @@ class CorrectionStep:
         Writes what the rest of TRL's loss reads. Outside of a loss it does nothing.
 
         Args:
-            logps (`torch.Tensor` of shape `(B, T)`): Of the current policy, just computed in the loss; detached.
+            logps (`torch.Tensor` of shape `(B, T)`):
+                Log-probabilities of the current policy in nats, just computed in the loss; detached.
         """
         batch = self.open_batch
         if batch is None:
@@ -113,7 +115,7 @@ class CorrectionStep:
             self._set_clip_bounds(batch, logps)
 
     def _log_after_last(self, batch: dict[str, Tensor], output: CorrectionOutput) -> None:
-        """Logs the generation when all of its micro-batches were seen; `batch` and `output` are the newest one's."""
+        """Logs the generation after its last micro-batch. `batch` and `output` belong to the newest micro-batch."""
         seen = self.seen[self.mode]
         seen.append(batch)
         parts = self.trainer.args.steps_per_generation if self.mode == "train" else 1

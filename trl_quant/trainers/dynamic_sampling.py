@@ -40,11 +40,14 @@ def informative(rewards: Tensor, weights: Tensor, num_generations: int, apart: b
     Finds the groups whose rewards differ by more than float32 rounding.
 
     Args:
-        rewards (`torch.Tensor` of shape `(groups * num_generations, reward functions)`): NaN where a function has none.
-        weights (`torch.Tensor` of shape `(reward functions,)`): Of the sum that a completion's reward is.
-        num_generations (`int`): Completions of a group.
+        rewards (`torch.Tensor` of shape `(groups * num_generations, reward functions)`):
+            Rewards of each function; NaN where a function does not apply.
+        weights (`torch.Tensor` of shape `(reward functions,)`):
+            Weights of the sum that is a completion's reward.
+        num_generations (`int`): Number of completions in a group.
         apart (`bool`): Whether TRL normalises the rewards of each function before the sum
-            (`multi_objective_aggregation="normalize_then_sum"`). Then it is enough that those of one function differ.
+            (`multi_objective_aggregation="normalize_then_sum"`). A group is then informative if the rewards of one
+            function differ.
 
     Returns:
         `torch.Tensor` of shape `(groups,)`: Booleans. Completions without any reward are left out.
@@ -54,31 +57,37 @@ def informative(rewards: Tensor, weights: Tensor, num_generations: int, apart: b
         unscored = rewards.isnan().all(1, keepdim=True)
         weighted = weighted.nansum(1, keepdim=True).masked_fill(unscored, math.nan)
     groups = weighted.unflatten(0, (-1, num_generations))
-    high, low = groups.nan_to_num(nan=-math.inf).amax(1), groups.nan_to_num(nan=math.inf).amin(1)
+    high = groups.nan_to_num(nan=-math.inf).amax(1)
+    low = groups.nan_to_num(nan=math.inf).amin(1)
     return ((high > low) & ~torch.isclose(high, low, rtol=1e-6)).any(1)
 
 
 def replacements(kept: Tensor, fresh: Tensor) -> dict[int, int]:
     """
-    Assigns the informative groups of a further round, in order, to the free places of the batch: place -> group.
+    Assigns the informative groups of a further round, in order, to the uninformative groups of the batch.
 
     Args:
         kept (`torch.Tensor` of shape `(groups,)`): Which groups of the batch stay.
         fresh (`torch.Tensor` of shape `(sampled groups,)`): Which groups of the round are informative.
+
+    Returns:
+        `dict[int, int]`: place in the batch -> group of the round.
     """
-    return dict(zip((~kept).nonzero().flatten().tolist(), fresh.nonzero().flatten().tolist(), strict=False))
+    places = (~kept).nonzero().flatten().tolist()
+    groups = fresh.nonzero().flatten().tolist()
+    return dict(zip(places, groups, strict=False))
 
 
 def groups_to_sample(missing: int, num_generations: int, ranks: int) -> int:
-    """The smallest number of groups, at least `missing`, whose completions can be divided equally among the ranks."""
+    """Returns the least number of groups, `missing` or more, whose completions can be divided equally among ranks."""
     step = ranks // math.gcd(ranks, num_generations)
     return math.ceil(missing / step) * step
 
 
 def fresh_rows(dataset, used: Iterable, key: str) -> Iterator[dict[str, Any]]:
     """
-    Rows of `dataset` in a random order that depends on `key` alone, each prompt once and without those in `used`. The
-    global random state stays unchanged.
+    Yields rows of `dataset` in a random order that depends only on `key`: each prompt once, and none that is in `used`.
+    The global random state does not change.
     """
     seen = set(map(str, used))  # as text, since conversations cannot be hashed
     digest = hashlib.sha256(key.encode()).digest()  # Python's `hash` differs between processes
@@ -92,7 +101,7 @@ def fresh_rows(dataset, used: Iterable, key: str) -> Iterator[dict[str, Any]]:
 
 
 class Sample(NamedTuple):
-    """A completion as it was sampled, with the extra columns that reward functions logged for it."""
+    """A sampled completion, with the extra columns that reward functions logged for it."""
 
     prompt_length: int
     completion_ids: list[int]
@@ -102,15 +111,15 @@ class Sample(NamedTuple):
 
 class Batch:
     """
-    One generation batch, from its first round on. Groups are laid out over the ranks one after the other and may begin
-    on one rank and end on the next, so a replacement travels to the rank that has its place.
+    One generation batch and its rounds of sampling. The groups lie one after the other over all ranks, and one may
+    begin on one rank and end on the next. So a replacement is sent to the rank that needs it.
 
     Attributes:
-        inputs (`list[dict]`), samples (`list[Sample]`): One for each completion of this rank.
-        rewards (`torch.Tensor` of shape `(completions, reward functions)`): Of all ranks, as TRL gathers them.
-        useful (`torch.Tensor` of shape `(groups,)`): Which groups are informative, of all ranks.
+        inputs (`list[dict]`), samples (`list[Sample]`): One entry for each completion of this rank.
+        rewards (`torch.Tensor` of shape `(completions, reward functions)`): Rewards of all ranks, as TRL gathers them.
+        useful (`torch.Tensor` of shape `(groups,)`): Which groups of all ranks are informative.
         thrown (`list[Sample]`): Samples of this rank that are not trained on.
-        metrics (`dict[str, float]`): To be logged.
+        metrics (`dict[str, float]`): Metrics to log.
     """
 
     def __init__(self, trainer, inputs: list[dict]):
@@ -128,9 +137,11 @@ class Batch:
         rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids)
         columns = dict(trainer._pending_extra_logs)
         trainer._pending_extra_logs.clear()
-        extra = [{name: values[i] for name, values in columns.items() if i < len(values)} for i in range(len(inputs))]
         logps = logps or [None] * len(inputs)
-        samples = [Sample(len(ids), *rest) for ids, *rest in zip(prompt_ids, completion_ids, logps, extra, strict=True)]
+        samples = []
+        for i, (prompt, completion, its_logps) in enumerate(zip(prompt_ids, completion_ids, logps, strict=True)):
+            extra = {name: values[i] for name, values in columns.items() if i < len(values)}
+            samples.append(Sample(len(prompt), completion, its_logps, extra))
         apart = trainer.multi_objective_aggregation == "normalize_then_sum"
         weights = trainer.reward_weights.to(rewards.device)
         return samples, rewards, informative(rewards, weights, self.num_generations, apart).cpu()
@@ -157,14 +168,17 @@ class Batch:
         return int((~self.useful).sum())
 
     def fresh(self) -> Iterator[dict[str, Any]]:
-        """Fresh rows for this batch. Its own prompts, which differ between the generations of a step, make the key."""
+        """
+        Yields fresh rows for this batch. The key contains the batch's prompts, which differ between the generations of
+        a step.
+        """
         prompts = gather_object([row["prompt"] for row in self.inputs])[:: self.num_generations]
         key = f"{self.trainer.args.seed}/{self.trainer.state.global_step}/{prompts}"
         for row in fresh_rows(self.trainer.train_dataset, prompts, key):
             yield {name: row[name] for name in self.inputs[0]}  # the columns of the batch's rows
 
     def round(self, rows: list[dict]) -> None:
-        """Samples a group for each prompt and puts the informative ones into the free places."""
+        """Samples a group for each prompt, and replaces uninformative groups of the batch by the informative ones."""
         size = len(rows) * self.num_generations // self.ranks  # completions of a rank
         indices = range(self.rank * size, (self.rank + 1) * size)
         samples, rewards, fresh = self.sampled([dict(rows[i // self.num_generations]) for i in indices])
@@ -184,7 +198,7 @@ class Batch:
             self.useful[place] = True
 
     def wasted(self) -> tuple[int, int]:
-        """Tokens of the prompts and of the completions that are not trained on, on all ranks."""
+        """Returns the number of prompt and of completion tokens that are not trained on, summed over all ranks."""
         lengths = [[sample.prompt_length, len(sample.completion_ids)] for sample in self.thrown]
         device = self.trainer.accelerator.device
         total = torch.tensor(lengths, dtype=torch.long, device=device).view(-1, 2).sum(0)
@@ -194,10 +208,10 @@ class Batch:
 @contextmanager
 def dynamically_sampled(trainer, inputs: list[dict]) -> Iterator[list[dict]]:
     """
-    Context of TRL's `_generate_and_score_completions`, which must be given the rows that this yields: it finds their
-    completions and rewards without sampling. So TRL pads, scores and logs the final batch alone, and `num_tokens`
-    counts all that was sampled. Metrics that reward functions log come from every round, since each call logs its own.
-    Without `dynamic_sampling_rounds`, and in an evaluation, the context does nothing.
+    Context of TRL's `_generate_and_score_completions`, which must get the rows that this yields. TRL then finds their
+    completions and rewards without sampling again. So it pads, scores and logs only the final batch, while `num_tokens`
+    counts everything that was sampled. Reward functions log their own metrics in every round. Without
+    `dynamic_sampling_rounds`, and in an evaluation, the context does nothing.
     """
     rounds = trainer.args.dynamic_sampling_rounds
     if not rounds or not trainer.model.training:
@@ -213,7 +227,8 @@ def dynamically_sampled(trainer, inputs: list[dict]) -> Iterator[list[dict]]:
         trainer._metrics["train"][name].append(value)
     for name in sorted({name for sample in batch.samples for name in sample.extra}):
         trainer._pending_extra_logs[name] = [sample.extra.get(name) for sample in batch.samples]
-    completion_ids, logps = [sample.completion_ids for sample in batch.samples], [s.logps for s in batch.samples]
+    completion_ids = [sample.completion_ids for sample in batch.samples]
+    logps = [sample.logps for sample in batch.samples]
     sampled = completion_ids, None if logps[0] is None else logps
     with exchanged(
         trainer,

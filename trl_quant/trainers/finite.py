@@ -1,18 +1,18 @@
 """
-The rule on NaN and infinity: a run stops at the step whose loss or gradient is not finite, and saves nothing of it.
+Stops a run at the step whose loss or gradient is not finite, and saves nothing of that step.
 
 One NaN in a gradient makes every weight NaN, and a checkpoint of such weights would replace a good one. So each step is
-checked before the optimizer takes it. Since NaN can come in other ways too, the weights are checked before each
-checkpoint and at the end of training:
+checked before the optimizer takes it. Since NaN has other causes too, the weights are checked before each checkpoint
+and at the end of training:
 
-| checked | what | the last good weights are |
+| time of the check | checked tensors | where good weights remain |
 |---|---|---|
-| before the optimizer's step | the losses of the micro-batches, the norm of the gradient | those of the model |
-| after it under DeepSpeed, whose engine takes it earlier | the same | those of the last checkpoint |
-| before a checkpoint, and when training ends | trained weights, the optimizer's state | the same |
+| before the optimizer's step | the losses of the micro-batches, the norm of the gradient | in the model |
+| after it under DeepSpeed, whose engine takes it earlier | the same | in the last checkpoint |
+| before a checkpoint, and when training ends | trained weights, the optimizer's state | in the last checkpoint |
 
-Under FP16 the loss scaler skips steps whose gradients overflow, as it should, so steps are not checked there. The check
-of a step moves one number from the device to the host.
+Under FP16 the loss scaler skips steps whose gradients overflow, so steps are not checked there. The check of a step
+moves one number from the device to the host.
 """
 
 from collections.abc import Iterator
@@ -62,12 +62,12 @@ class FiniteSteps:
 
 def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None) -> None:
     """
-    Raises `RuntimeError`, on all ranks, if a step must not be taken. Collective.
+    Raises `RuntimeError`, on all ranks, if a step's loss or gradient is not finite. Collective.
 
     Args:
         trainer ([`~transformers.Trainer`]): The trainer.
         loss (`torch.Tensor`): Sum of this rank's losses in this step, shape ().
-        norm (`torch.Tensor`, `float` or `None`): Of the whole gradient.
+        norm (`torch.Tensor`, `float` or `None`): Norm of the whole gradient.
     """
     accelerator = trainer.accelerator
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -78,7 +78,7 @@ def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None) -> N
     elif isinstance(norm, DTensor):
         norm = norm.full_tensor()
     norm = torch.as_tensor(0.0 if norm is None else norm, device=loss.device)
-    bad = ~(loss + norm).isfinite() | (norm < 0)  # DeepSpeed has -1 for a norm that is not finite
+    bad = ~(loss + norm).isfinite() | (norm < 0)  # DeepSpeed returns -1 for a norm that is not finite
     if accelerator.reduce(bad.float(), "sum").item() > 0:
         raise RuntimeError(
             f"Step {trainer.state.global_step + 1} is not finite: its loss is {loss.item():g}, the norm of its "
@@ -94,7 +94,7 @@ def check_trained(trainer: Trainer) -> None:
     found = [name for names in gather_object([mine]) for name in names]
     if not found:
         return
-    others = f", as {len(found) - 1} other tensors" if len(found) > 1 else ""
+    others = f", nor are {len(found) - 1} other tensors" if len(found) > 1 else ""
     raise RuntimeError(
         f"{found[0]} is not finite after step {trainer.state.global_step}{others}. The run stops here and does not "
         f"save it. {how_to_go_on(trainer.args.output_dir)}"
@@ -102,7 +102,7 @@ def check_trained(trainer: Trainer) -> None:
 
 
 def _trained(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """This rank's part of the trained weights and of the optimizer's state, with their names."""
+    """Yields this rank's part of the trained weights and of the optimizer's state, with names for a message."""
     for name, param in trainer.model.named_parameters():
         if param.requires_grad:
             yield f"`{name}`", local_part(param)

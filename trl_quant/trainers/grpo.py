@@ -28,9 +28,9 @@ class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
     >>> trainer.train()
     ```
 
-    A step whose loss or gradient is not finite ends the run before the optimizer takes it, and no checkpoint with
-    weights that are not finite is saved (see [`trainers.finite`]). To free the memory of a vLLM engine, as in a
-    notebook, run `del trainer; gc.collect()`.
+    A step whose loss or gradient is not finite ends the run before the optimizer takes it, and weights that are not
+    finite are never saved (see [`trainers.finite`]). To free the memory of a vLLM engine, for example in a notebook,
+    run `del trainer; gc.collect()`.
 
     Attributes:
         one_pass (`bool`): Whether the loss's own forward scores the tokens for the correction too (see
@@ -93,7 +93,7 @@ class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
             return {"vllm_importance_sampling_mode": "token_truncate"}
         return {}
 
-    # The correction, in the order of the timeline of `CorrectionStep`
+    # The correction, in the order of `CorrectionStep`'s timeline
 
     def _generate_and_score_completions(self, inputs):
         with dynamically_sampled(self, inputs) as inputs, self._correction_step.scoring():

@@ -1,4 +1,4 @@
-"""What a run says of itself: one line when its trainer is built, and the same in the model card."""
+"""Describes a run: one printed line when its trainer is built, and the same line in the model card."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def introduce(trainer: Trainer) -> None:
 
 
 def add_to_card(trainer: Trainer) -> None:
-    """Adds the package, its version and what the run does to the model card that TRL has just written."""
+    """Adds the package, its version and the description of the run to the model card that TRL has just written."""
     if not trainer.is_world_process_zero():
         return
     path = Path(trainer.args.output_dir, "README.md")

@@ -1,6 +1,6 @@
-"""The metrics `profiling/NAME`: how many seconds of a step TRL's phase NAME took.
+"""Logs the metrics `profiling/NAME`: the seconds that TRL's phase NAME took in a step.
 
-TRL reports its phases to wandb, MLflow and Trackio alone, call by call; here they are metrics like all others. Phases
+TRL reports its phases only to wandb, MLflow and Trackio, call by call. Here they are metrics like all others. Phases
 nest: `_prepare_inputs` includes sync, sampling and scoring. No phase includes the backward pass and the optimizer.
 """
 
@@ -13,12 +13,12 @@ from transformers import Trainer, TrainerCallback
 from ..trl_seams import phases_timed
 
 
-# TRL's name of the phase in which an engine samples, and of the one in which transformers' `generate` does
+# TRL's names of the phases in which an engine samples, and in which transformers' `generate` samples
 IN_VLLM, IN_TRANSFORMERS = "vLLM.generate", "transformers.generate"
 
 
 class PhaseTimes(TrainerCallback):
-    """Gives `log` the seconds of each phase at the end of a step, before the trainer logs the step."""
+    """Passes the seconds of each phase to `log` at the end of a step, before the trainer logs the step."""
 
     def __init__(self, log: Callable[[dict[str, float]], None], in_vllm: bool):
         self.log, self.in_vllm, self.seconds = log, in_vllm, defaultdict(float)
@@ -29,7 +29,7 @@ class PhaseTimes(TrainerCallback):
         self.seconds[f"profiling/{name}"] += seconds
 
     def on_step_begin(self, *args, **kwargs):
-        # Drops the times of an evaluation. A phase that does not run takes 0 s of its step, which keeps means right.
+        # Drops the times of an evaluation. A phase that does not run in a step counts as 0 s, so that means are right.
         self.seconds = defaultdict(float, dict.fromkeys(self.seconds, 0.0))
 
     def on_step_end(self, *args, **kwargs):
@@ -38,7 +38,7 @@ class PhaseTimes(TrainerCallback):
 
 @contextmanager
 def logged(trainer: Trainer, log: Callable[[dict[str, float]], None] | None) -> Iterator[None]:
-    """Context in which the phases of `trainer` are given to `log`; with `None` for `log` it does nothing."""
+    """Context in which the phases of `trainer` are passed to `log`. If `log` is `None`, it does nothing."""
     if log is None:
         yield
         return

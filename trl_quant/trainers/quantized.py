@@ -2,8 +2,8 @@
 
     class QuantGRPOTrainer(QuantRollouts, GRPOTrainer): ...
 
-[`QuantRollouts`] comes first among the bases. It builds the engine in the place of TRL's own, gives it the policy's
-weights and noise before each generation, and guards the run: rewards, steps and checkpoints.
+[`QuantRollouts`] is the first base class. It builds the engine instead of TRL's own, gives it the policy's weights and
+noise before each generation, and checks rewards, steps and checkpoints.
 """
 
 from collections.abc import Iterator
@@ -32,22 +32,22 @@ class QuantRollouts:
     Mixin for a trainer of TRL's that builds a `VLLMGeneration` and samples from it, such as `GRPOTrainer` or
     `RLOOTrainer`. Without a `rollout_precision` TRL generates as it always does.
 
-    What it builds on is tested on both trainers: the trainer's module looks up `VLLMGeneration` when it is built;
-    `_generate` samples a generation, in one or more calls of `_generate_single_turn`; `_calculate_rewards` calls
-    `reward_funcs`; `_metrics["train"]` and `["eval"]` hold lists of values until they are logged.
+    It needs four properties of TRL's trainer, which tests check on both: its constructor looks up `VLLMGeneration` in
+    its module; `_generate` samples a generation, in one or more calls of `_generate_single_turn`; `_calculate_rewards`
+    calls `reward_funcs`; `_metrics["train"]` and `["eval"]` hold lists of values until they are logged.
 
-    What a trainer does with the sampler's log-probabilities is left to it: GRPO's loss takes weights from them
+    The mixin does not use the sampler's log-probabilities. GRPO's loss computes weights from them
     ([`~trainers.correction_step`]).
 
     Attributes:
-        runs (`list[str]`): Names of the runs that this one goes on from, and last its own.
+        runs (`list[str]`): Names of the runs that this one continues, followed by its own.
     """
 
     runs: list[str] = []
     _engine: RolloutEngine | None = None  # `None` where TRL itself generates
 
     def __init__(self, *, model, args, eval_dataset=None, quantization_config=None, peft_config=None, **given):
-        """Takes the arguments of TRL's trainer, with a configuration that has this package's fields and is checked."""
+        """Takes the arguments of TRL's trainer. `args` is a configuration with this package's fields."""
         given |= {
             "eval_dataset": eval_dataset,
             "quantization_config": quantization_config,
@@ -63,8 +63,14 @@ class QuantRollouts:
             given |= on_frozen_base(model=model, args=args, **given)
             fields["model_init_kwargs"] = given.pop("model_init_kwargs")
         fields |= self.fields_while_built(args)
-        models_loaded, engine_built = partial(train_as_sampled, self), partial(follow_engine, self)
-        with engine_of(type(self), args, models_loaded, engine_built, build=self.build_engine, **fields):
+        with engine_of(
+            type(self),
+            args,
+            models_loaded=partial(train_as_sampled, self),
+            engine_built=partial(follow_engine, self),
+            build=self.build_engine,
+            **fields,
+        ):
             super().__init__(model=model, args=args, **given)
         engine = getattr(self, "vllm_generation", None)
         self._engine = engine if isinstance(engine, RolloutEngine) else None
@@ -78,36 +84,36 @@ class QuantRollouts:
     def build_engine(self, spec: EngineSpec, model, accelerator, processing_class, **settings) -> Engine:
         """
         Builds the engine that a run with a `rollout_precision` samples from. Override it to sample from an
-        [`~rollout.engine.Engine`] of your own. It is called when the models are loaded.
+        [`~rollout.engine.Engine`] of your own. It is called after the models are loaded.
 
         Args:
-            spec ([`~rollout.EngineSpec`]): The engine that the configuration means.
+            spec ([`~rollout.EngineSpec`]): The engine that the configuration describes.
             model (`nn.Module`): The policy.
             accelerator ([`~accelerate.Accelerator`]): The trainer's.
             processing_class: The tokenizer or processor.
-            settings: What TRL gives to its own engine: lengths, sampling options and the like.
+            settings: The arguments of TRL's own engine: lengths, sampling options and the like.
         """
         return build_engine(spec, model, accelerator, processing_class, **settings)
 
     def fields_while_built(self, args) -> dict:
-        """Fields of `args` that TRL's constructor must see with other values."""
+        """Returns the fields of `args` for which TRL's constructor must see other values."""
         return {}
 
     # Metrics
 
     def log_values(self, values: dict[str, float]) -> None:
-        """Adds values to those that TRL logs next."""
+        """Adds values to the metrics that TRL logs next."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in values.items():
             metrics[name].append(value)
 
     def replace_values(self, values: dict[str, float]) -> None:
-        """As [`log_values`], in the place of the last value of each name."""
+        """As [`log_values`], but replaces the last value of each metric."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in values.items():
             metrics[name][-1:] = [value]
 
-    # Generate. The ranks sync, check and add noise together before the first turn; then each takes turns of its own.
+    # Generate. The ranks sync, check and add noise together before the first turn. Later turns need no other rank.
 
     def _generate(self, prompts):
         check_flow(self, self._flow)
@@ -123,8 +129,8 @@ class QuantRollouts:
     @contextmanager
     def generation(self) -> Iterator[None]:
         """
-        Context of one generation: syncs the engine, checks it and adds the noise once, whatever the number of turns.
-        TRL then finds the weights synced, and a `rollout_func` that calls the engine itself finds it awake.
+        Context of one generation: syncs the engine, checks it and adds the noise once, for any number of turns. TRL
+        then need not sync, and a `rollout_func` may call the engine itself.
         """
         self._engine.noise = self.rollout_noise()
         with ExitStack() as turns:
@@ -142,13 +148,13 @@ class QuantRollouts:
 
     @contextmanager
     def _engine_errors_explained(self) -> Iterator[None]:
-        """Context in which an error of the engine says at which step it came and where the run can go on."""
+        """Context in which an error of the engine also names the step, and the checkpoint to resume from."""
         try:
             yield
-        except ValueError:  # already clear
+        except ValueError:  # its message is for the user already
             raise
         except Exception as error:
-            if checkpoints.is_lost(error):  # `train` explains a lost rank
+            if checkpoints.is_lost(error):  # `train` adds the explanation
                 raise
             step, go_on = self.state.global_step, checkpoints.how_to_go_on(self.args.output_dir)
             broken = self._engine.weights.first_non_finite()
@@ -158,7 +164,7 @@ class QuantRollouts:
 
     def _sync(self) -> None:
         """
-        Gives the engine the policy's weights at a new step, as TRL does, and whenever they changed since the last sync.
+        Syncs the engine at a new step, as TRL does, and whenever the policy's weights have changed since the last sync.
         A step keeps the metrics of its first sync.
         """
         is_new_step = self.state.global_step != self._last_loaded_step
@@ -172,7 +178,7 @@ class QuantRollouts:
         self._last_loaded_step = self.state.global_step
 
     def rollout_noise(self) -> RolloutNoise:
-        """The noise of the next generation. A step with several generations draws one for each; evaluation has none."""
+        """Returns the noise of the next generation. Each generation of a step has its own; evaluation has none."""
         args, step = self.args, self.state.global_step
         draw = self._step % args.gradient_accumulation_steps // (args.steps_per_generation * args.num_iterations)
         sigma = args.noise_sigma(step, self.state.max_steps) if self.model.training else 0.0
@@ -180,8 +186,7 @@ class QuantRollouts:
 
     def check_sync(self) -> dict[str, float]:
         """
-        Runs [`~rollout.verify.self_check.self_check`] now, after a sync if the next generation would sync. Needs a vLLM
-        engine.
+        Runs [`~rollout.verify.self_check.self_check`] now, after a sync if one is due. Needs a vLLM engine.
         """
         if not hasattr(self._engine, "check_sync"):
             raise ValueError("`check_sync` checks vLLM engines: set `use_vllm=True` and a `rollout_precision`.")
@@ -194,7 +199,7 @@ class QuantRollouts:
             self.log_values(self._engine.take_metrics())
         return output
 
-    # Reward: each function returns in time, and each number is finite
+    # Reward: each function must return in time, and each reward must be finite
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         with self._reward_calls.watched():
@@ -202,7 +207,7 @@ class QuantRollouts:
         self._reward_calls.check_gathered(rewards)
         return rewards
 
-    # Step: the optimizer takes only finite ones
+    # Step: the optimizer takes only finite steps
 
     def training_step(self, model, inputs, num_items_in_batch):
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -214,14 +219,14 @@ class QuantRollouts:
         self._finite_steps.check_and_forget(norm)
         return norm
 
-    # Checkpoints: a run saves finite weights, resumes from a complete checkpoint, and scales a model once
+    # Checkpoints: a run saves only finite weights, and resumes only from a complete checkpoint
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         check_trainable(self.model)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = checkpoints.checkpoint_to_resume(self.args.output_dir)
         state = {}
-        if resume_from_checkpoint:  # checked here, since transformers loads DeepSpeed's checkpoints in another place
+        if resume_from_checkpoint:  # checked here, before transformers or DeepSpeed loads it
             state = checkpoints.check_resume(resume_from_checkpoint, self.args, uaq_applied(self.model))
             if self._engine is not None:
                 self._engine.load_state_dict(state)
@@ -250,7 +255,8 @@ class QuantRollouts:
         with checkpoints.saving(checkpoint):
             if self.args.should_save:
                 checkpoints.write_rollout_state(checkpoint, state)
-            with exchanged(self.args, save_total_limit=None):  # else transformers deletes checkpoints by their times
+            # `rotate` deletes old checkpoints by their steps; transformers would delete them by their times
+            with exchanged(self.args, save_total_limit=None):
                 super()._save_checkpoint(model, trial)
         if self.args.should_save:
             checkpoints.rotate(directory, step, limit, self.state.best_model_checkpoint, self.runs)

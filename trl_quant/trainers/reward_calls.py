@@ -1,7 +1,7 @@
-"""Checks of reward functions: a call must end in time and return one finite number for each completion.
+"""Checks reward functions: a call must end in time and return one finite number for each completion.
 
-TRL calls reward functions in the process that trains and takes what they return. A function that hangs would hang the
-run, on one rank all ranks; an infinite reward makes every weight NaN. So each function is wrapped while TRL's
+TRL calls reward functions in the training process and does not check their results. A function that hangs on one rank
+stops the run on all ranks, and an infinite reward makes every weight NaN. So each function is wrapped while TRL's
 `_calculate_rewards` runs. A reward of `None` keeps its meaning for TRL: the function does not apply, and the others
 score the completion. NaN means the same, and the log says so once for each function. Tools have the same time limit.
 """
@@ -22,8 +22,8 @@ from .checkpoints import how_to_go_on
 
 logger = logging.getLogger(__name__)
 
-LARGEST_REWARD = torch.finfo(torch.float32).max  # TRL holds rewards in float32, in which a larger one is infinite
-SHOWN = 80  # characters of a prompt and of a completion in a message
+LARGEST_REWARD = torch.finfo(torch.float32).max  # TRL holds rewards in float32, where a larger one becomes infinite
+SHOWN = 80  # characters of a prompt or a completion that a message shows
 
 
 class RewardCalls:
@@ -31,13 +31,13 @@ class RewardCalls:
     The calls of a trainer's reward functions, with the limit `reward_timeout`.
 
     Attributes:
-        told (`set[str]`): Functions whose NaN was logged.
-        running (`set[str]`): Asynchronous functions that have not returned.
+        warned (`set[str]`): Functions whose NaN was logged.
+        running (`set[str]`): Asynchronous functions that have not returned yet.
     """
 
     def __init__(self, trainer):
         self.trainer, self.seconds = trainer, trainer.args.reward_timeout
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         self.running: set[str] = set()
 
     @contextmanager
@@ -47,9 +47,9 @@ class RewardCalls:
         self.running.clear()
         for name, function in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
             functions.append(function if isinstance(function, nn.Module) else self._wrapped(name, function))
-        # TRL awaits all asynchronous functions together. One that blocks their event loop needs a limit out here.
-        waits = self.seconds is not None and any(map(is_async, functions))
-        seconds = self.seconds * (len(functions) + 1) if waits else None
+        # TRL awaits all asynchronous functions together. If one blocks their event loop, only a limit here can end it.
+        has_async = any(map(is_async, functions))
+        seconds = self.seconds * (len(functions) + 1) if has_async and self.seconds is not None else None
         with exchanged(trainer, reward_funcs=functions), time_limit(seconds, self._too_long_together):
             yield
 
@@ -68,7 +68,7 @@ class RewardCalls:
             @functools.wraps(function)
             def call(**arguments):
                 with time_limit(self.seconds, lambda: self._too_long(name)), self._exit_refused(name):
-                    return self._rewards(name, function(**arguments), arguments)  # a generator runs in there
+                    return self._rewards(name, function(**arguments), arguments)  # `_rewards` may run a generator
 
         return call
 
@@ -78,7 +78,7 @@ class RewardCalls:
 
     @contextmanager
     def _exit_refused(self, name: str) -> Iterator[None]:
-        """Context that refuses `sys.exit` in a reward function, which would end the training as if it were done."""
+        """Context that refuses `sys.exit` in a reward function. It would end the training as if it were complete."""
         try:
             yield
         except SystemExit as error:
@@ -100,7 +100,7 @@ class RewardCalls:
         return f"The rewards of another rank, at step {step}, did not come in time. {self._go_on()}"
 
     def _rewards(self, name: str, returned, arguments: dict) -> list[float | None]:
-        """The rewards as numbers; `ValueError` if one is no number or not finite."""
+        """Returns the rewards as floats. Raises `ValueError` if one is not a finite number."""
         count = len(arguments["prompts"])
         rewards = _listed(returned)
         if rewards is None:
@@ -117,17 +117,17 @@ class RewardCalls:
             return None
         number = _number(reward)
         if number is None or abs(number) > LARGEST_REWARD:
-            wrong = "no number" if number is None else "not finite"
+            wrong = "not a number" if number is None else "not finite"
             raise ValueError(
                 f"{self._at(name)} returned {_short(reward)} for row {row}, which is {wrong}: prompt "
                 f"{_short(arguments['prompts'][row])}, completion {_short(arguments['completions'][row])}. A reward is "
                 f"a finite number, or None where the function does not apply. {self._go_on()}"
             )
-        if math.isnan(number) and name not in self.told:
-            self.told.add(name)
+        if math.isnan(number) and name not in self.warned:
+            self.warned.add(name)
             logger.warning(
-                "%s returned NaN for row %d. TRL takes it as None: the function does not apply, and the others alone "
-                "score the completion %s. Return None where that is meant. This is said once.",
+                "%s returned NaN for row %d. TRL takes NaN as None: the function does not apply, and only the others "
+                "score the completion %s. If you mean that, return None. This warning comes once.",
                 self._at(name),
                 row,
                 _short(arguments["completions"][row]),
@@ -153,43 +153,43 @@ class RewardCalls:
 
 
 def limited_tool(tool: Callable, seconds: float | None) -> Callable:
-    """A tool whose calls end within `seconds`, else with an error, which TRL passes to the model."""
+    """Returns a tool whose calls fail after `seconds`. TRL passes the error on to the model."""
 
-    def told() -> str:
+    def message() -> str:
         return f"The tool {tool.__name__!r} did not return within `reward_timeout`={seconds:g} seconds."
 
     if is_async(tool):
 
         @functools.wraps(tool)
         async def call(*args, **kwargs):
-            return await awaited_within(seconds, told, tool(*args, **kwargs))
+            return await awaited_within(seconds, message, tool(*args, **kwargs))
     else:
 
         @functools.wraps(tool)
         def call(*args, **kwargs):
-            with time_limit(seconds, told):
+            with time_limit(seconds, message):
                 return tool(*args, **kwargs)
 
     return call
 
 
 def _listed(returned) -> list | None:
-    """What a reward function returned, as a list; `None` if it is no sequence."""
+    """Returns a reward function's result as a list; `None` if it is not a sequence."""
     if isinstance(returned, str | bytes | Mapping | Set):
         return None
     try:
         return returned.tolist() if isinstance(returned, Tensor) and returned.dim() == 1 else list(returned)
-    except TypeError:  # a single number among others
+    except TypeError:  # for example a single number
         return None
 
 
 def _number(reward) -> float | None:
-    """A reward as a `float`, also a bool or a scalar of NumPy or torch; `None` if it is no number."""
+    """Converts a reward to a float, also a bool or a scalar of NumPy or torch; `None` if it is not a number."""
     if isinstance(reward, str | bytes):
         return None
     try:
         return float(reward)
-    except OverflowError:  # of an integer
+    except OverflowError:  # an integer that is too large for a float
         return math.inf
     except (TypeError, ValueError, RuntimeError):
         return None

@@ -1,4 +1,4 @@
-"""The embedded engine for a policy that already computes in the engine's precision: both use one set of weights."""
+"""The embedded engine for a policy that already computes in the engine's precision: both share one set of weights."""
 
 import logging
 from copy import deepcopy
@@ -19,27 +19,28 @@ logger = logging.getLogger(__name__)
 class SharedEngine(TransformersEngine):
     """
     [`TransformersEngine`] for a policy that is sampled in its own `train_precision`: Q(W) + BA (QeRL), or layers that
-    train in the numbers of the sampler (Jet-RL).
+    compute in FP8 or INT8 in training too (Jet-RL).
 
-    The copy has its own modules, in evaluation mode, around the policy's own tensors: linear layers, adapters,
-    embeddings and the head. Only the norms that get noise are held twice. A sync copies those and nothing else, and the
-    remaining mismatch comes from sums in another order.
+    The copy has its own modules, in evaluation mode, around the policy's tensors: linear layers, adapters, embeddings
+    and the head. Only the norms that get noise are held twice, and a sync copies nothing else. The remaining mismatch
+    comes from sums in another order.
     """
 
     def build_copy(self, policy: PreTrainedModel) -> PreTrainedModel:
-        """Builds the model that samples around the policy's own tensors."""
-        own = set(noised_norms(self.weights.model_type, dict(policy.named_parameters()))) if self.wide_norms else set()
-        shared = [tensor for name, tensor in policy.named_parameters() if name not in own]
+        """Builds the model that samples, around the policy's own tensors."""
+        params = dict(policy.named_parameters())
+        own = set(noised_norms(self.weights.model_type, params)) if self.wide_norms else set()
+        shared = [tensor for name, tensor in params.items() if name not in own]
         policy_modules = set(policy.modules())
         linears = [policy.get_submodule(place) for place in dense_linears(policy)]
         shared += [*policy.buffers(), *linears]
         model = deepcopy(policy, {id(part): part for part in shared})
         for module in model.modules():
             if module not in policy_modules:
-                vars(module).pop("forward", None)  # a wrapper, such as accelerate's, calls the policy's module
+                vars(module).pop("forward", None)  # a wrapper such as accelerate's would call the policy's module
         for name in own:
             model.get_parameter(name).requires_grad_(False)
-        self._own = own
+        self._own_params = own
         logger.info(
             "The embedded engine samples from the policy's own %d linear layers in %s.",
             count_layers(policy, self.precision),
@@ -49,34 +50,34 @@ class SharedEngine(TransformersEngine):
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Copies the clean norms and the settings of adapters; everything else is the policy's."""
+        """Copies the clean norms and the settings of adapters. Everything else is shared with the policy."""
         policy = self.weights.base_model
-        self.weights.forget_codes()
-        if not self._is_around(policy):
+        self.weights.forget_quantized_weights()
+        if not self._shares_with(policy):
             self.copy = self.build_copy(policy)
         for name, module in policy.named_modules():
             if isinstance(module, BaseTunerLayer):
                 follow_adapters(self.copy.get_submodule(name), module)
-        for name in self._own:
+        for name in self._own_params:
             self.copy.get_parameter(name).copy_(policy.get_parameter(name))
         self.forget_noise()
         self.mark_current()
 
-    def _is_around(self, policy: PreTrainedModel) -> bool:
-        """Whether the copy still holds the policy's tensors and linear layers, which others may have replaced."""
+    def _shares_with(self, policy: PreTrainedModel) -> bool:
+        """Whether the copy still shares the policy's tensors and linear layers, which other code may have replaced."""
         modules, copies = dict(policy.named_modules()), dict(self.copy.named_modules())
         if modules.keys() != copies.keys():
             return False
         linears = dense_linears(policy)
         for path, module in modules.items():
-            if ".lora_" in path:  # `follow_adapters` takes care of it
+            if ".lora_" in path:  # `follow_adapters` copies these
                 continue
             copy = copies[path]
             if type(copy) is not type(module) or (path in linears and copy is not module):
                 return False
-            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            if any(getattr(copy, name) is not part for name, part in own if f"{path}.{name}" not in self._own):
-                return False
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                if f"{path}.{name}" not in self._own_params and getattr(copy, name) is not tensor:
+                    return False
         return True
 
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class _SampledLogps(LogitsProcessor):
-    """The last processor: collects at each step the log-probabilities of the drawn tokens in the final scores."""
+    """The last processor: collects, at each step, the log-probability of the token sampled from the final scores."""
 
     def __init__(self):
         self.logps: list[Tensor] = []
@@ -56,7 +56,7 @@ class _Likeliest(LogitsProcessor):
     """Keeps only the likeliest token, the first one of equals, for a temperature of 0. Refuses NaN and infinity."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if not scores.amax(-1).isfinite().all():  # NaN where any score is
+        if not scores.amax(-1).isfinite().all():  # `amax` is NaN if any score is
             raise ValueError("The model computes scores that are not finite, so no token is the likeliest.")
         return torch.full_like(scores, -torch.inf).scatter(-1, scores.argmax(-1, keepdim=True), 0.0)
 
@@ -69,8 +69,9 @@ class TransformersEngine(RolloutEngine):
     Embeddings, norms and the head keep the policy's type, and attention runs as in the policy. If the policy runs in
     mixed precision, the copy runs under the same autocast, so that only the quantization separates the two.
 
-    If the policy is trained in `precision` and sharded (FSDP2), the copy's linear layers are the trainer's kind and
-    hold its codes. If each rank holds it whole, there is no copy: see [`~rollout.SharedEngine`].
+    If the policy is trained in `precision` and sharded (FSDP2), the copy's linear layers hold the same codes and scales
+    as the trainer's and compute the same product. If each rank holds the whole policy, there is no copy: see
+    [`~rollout.SharedEngine`].
 
     Memory: one copy of the policy, with 2 bytes a parameter in BF16 or mixed precision, 4 otherwise and for
     `fp8_block`, 1 for codes, plus the KV cache of one generation batch. Only the arithmetic is of low precision, not
@@ -111,8 +112,11 @@ class TransformersEngine(RolloutEngine):
             **trl.generation_kwargs,
         }
 
-    def _kind(self, policy: PreTrainedModel) -> tuple:
-        """What a copy depends on beside the policy's weights: type, ties and sizes, all of which a user may change."""
+    def _traits(self, policy: PreTrainedModel) -> tuple:
+        """
+        Returns the properties of the policy, other than weights, on which a copy depends: type, ties and sizes. A user
+        may change each of them between two syncs.
+        """
         dtype, config = policy.get_input_embeddings().weight.dtype, policy.config.get_text_config()
         sizes = config.vocab_size, config.num_hidden_layers
         return self.weights.gathered_dtype or dtype, ties_embeddings(policy), *sizes
@@ -122,17 +126,18 @@ class TransformersEngine(RolloutEngine):
         config = copy.deepcopy(policy.config)
         if hasattr(config, "quantization_config"):  # a 4-bit base of bitsandbytes is streamed dequantized
             del config.quantization_config
-        self._copied = self._kind(policy)
-        policy_dtype, is_tied = self._copied[:2]
-        # The class itself rather than `from_config`, which would shard the copy under ZeRO-3.
+        self._copied_traits = self._traits(policy)
+        policy_dtype, is_tied = self._copied_traits[:2]
+        # Calls the class itself, since `from_config` would shard the copy under ZeRO-3
         quiet, device = warnings.catch_warnings(action="ignore"), torch.device(self.accelerator.device)
         with quiet, device, default_dtype(policy_dtype), no_init_weights():
             model = type(policy)(config)
         model.tie_weights()
         head = model.get_output_embeddings()
         if head is not None:  # tied as the policy's, whatever the config says
-            own = model.get_input_embeddings().weight if is_tied else nn.Parameter(torch.empty_like(head.weight))
-            head.weight = own
+            head.weight = (
+                model.get_input_embeddings().weight if is_tied else nn.Parameter(torch.empty_like(head.weight))
+            )
         model.requires_grad_(False).eval()
 
         decoder = model.get_decoder()
@@ -148,22 +153,25 @@ class TransformersEngine(RolloutEngine):
         )
         unified = self.weights.unified(self.precision)
         for place, layer in dense_linears(model).items():
-            linear, in_codes = model.get_submodule(place), layer.name in unified
-            samples = SampledLinear(linear) if in_codes else QuantizedLinear(linear, self.precision, dtype)
-            model.set_submodule(place, samples)
+            linear = model.get_submodule(place)
+            if layer.name in unified:
+                sampling = SampledLinear(linear)
+            else:
+                sampling = QuantizedLinear(linear, self.precision, dtype)
+            model.set_submodule(place, sampling)
         return model
 
     @torch.no_grad()
     def sync(self) -> None:
         """Quantizes the policy's current weights into the copy, without noise; fills `sync_metrics`."""
-        self.is_current = False  # until all weights are there
-        self.weights.forget_codes()
+        self.is_current = False  # until all weights have been copied
+        self.weights.forget_quantized_weights()
         policy = self.weights.base_model
-        if self._kind(policy) != self._copied:
+        if self._traits(policy) != self._copied_traits:
             self.copy = self.build_copy(policy)
         buffers = dict(self.copy.named_buffers())
         for name, buffer in policy.named_buffers():
-            if name in buffers:  # shared with the policy, so that a write to it acts at once
+            if name in buffers:  # shared with the policy, so that a later write to it acts here too
                 path, _, leaf = name.rpartition(".")
                 setattr(self.copy.get_submodule(path), leaf, buffer.to(self.accelerator.device))
         linears = {
@@ -173,7 +181,7 @@ class TransformersEngine(RolloutEngine):
         }
         params = dict(self.copy.named_parameters())
         waiting = {*linears, *params}
-        for name, tensor in self.in_codes(self._measured(linears)):
+        for name, tensor in self.quantized_as_trained(self._measured(linears)):
             if name in linears:
                 try:
                     linears[name].load(tensor)
@@ -191,7 +199,7 @@ class TransformersEngine(RolloutEngine):
         self.mark_current()
 
     def _measured(self, linears: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights. Those of linear layers come on the engine's device and are counted in the metrics."""
+        """Streams the policy's weights. Those of linear layers are moved to the engine's device and measured."""
         for name, tensor in self._iter_named_params():
             if name in linears:
                 tensor = tensor.to(self.accelerator.device)
@@ -204,7 +212,7 @@ class TransformersEngine(RolloutEngine):
         names = noised_norms(self.weights.model_type, params)
         for name in names:
             if self.wide_norms and params[name].dtype != torch.float32:
-                # The weight acts in FP32; the output has the type of the input.
+                # The norm multiplies in FP32; the hook casts the output back to the type of the input
                 params[name].data = params[name].data.float()
                 norm = self.copy.get_submodule(name.removesuffix(".weight"))
                 norm.register_forward_hook(lambda module, args, output: output.to(args[0].dtype))
@@ -222,32 +230,37 @@ class TransformersEngine(RolloutEngine):
 
         Args:
             prompts (`list[list[int]]`): Token ids, one list for each completion.
-            images (`list`, *optional*): The images of each prompt. The trainer gives what the processor made of them as
+            images (`list`, *optional*): The images of each prompt. The trainer sets the processor's results for them as
                 `multimodal_fields`.
 
         Returns:
-            [`Samples`]: the completions, with the log-probability that each token was drawn with, after temperature,
-            top-k, top-p and min-p.
+            [`Samples`]: The completions, with the log-probability, in nats, with which each token was sampled: after
+            temperature, top-k, top-p and min-p.
         """
         if images is not None and any(images) and not self.multimodal_fields:
             raise ValueError(
-                "The embedded rollout engine got `images` without the processor's `multimodal_fields`, as from "
-                "a tool that returns images. Use `use_vllm=True` there."
+                "The embedded rollout engine got `images` without the processor's `multimodal_fields`. A tool that "
+                "returns images causes this. Use `use_vllm=True`."
             )
         known = self.copy.get_input_embeddings().num_embeddings
-        if (largest := max(map(max, prompts))) >= known:
-            raise ValueError(f"A prompt has the token {largest}, and the model has embeddings of {known} tokens.")
+        largest = max(map(max, prompts))
+        if largest >= known:
+            raise ValueError(f"A prompt has the token {largest}, but the model embeds only {known} tokens.")
         device = self.accelerator.device
         options = dict(self._options)
         sampled = _SampledLogps()
         processors = _warpers(options, device)
         processors.append(sampled)
         tokenizer = self.tokenizer
-        # TRL ends a completion at one of these, whatever else `generation_kwargs` name
-        ends = [*self.eos_token_ids, *_listed(options.pop("eos_token_id", None))]
-        own = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id, "disable_compile": True}
-        drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "eos_token_id": ends or None}
-        config = GenerationConfig(**own | options | drawn)
+        # `generation_kwargs` may add tokens that end a completion. TRL's own always do.
+        end_ids = [*self.eos_token_ids, *_listed(options.pop("eos_token_id", None))]
+        defaults = {
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "disable_compile": True,
+        }
+        fixed = {"do_sample": True, "temperature": 1.0, "top_k": 0, "eos_token_id": end_ids or None}
+        config = GenerationConfig(**defaults | options | fixed)
         self.copy.generation_config = config
 
         input_ids = _left_padded(prompts, tokenizer.pad_token_id, device)
@@ -272,7 +285,7 @@ class TransformersEngine(RolloutEngine):
         completions = sequences[:, longest:]
         logps = torch.stack(sampled.logps, dim=1).tolist()
 
-        is_end = torch.isin(completions, torch.tensor(ends, device=device))
+        is_end = torch.isin(completions, torch.tensor(end_ids, device=device))
         if "stop_strings" in options:
             stopped = StopStringCriteria(tokenizer, options["stop_strings"])
             lengths = range(longest + 1, sequences.shape[1] + 1)
@@ -283,7 +296,7 @@ class TransformersEngine(RolloutEngine):
 
     @torch.no_grad()
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Computes log-probabilities of given tokens, without temperature; see [`~rollout.engine.ScoringEngine`]."""
+        """Computes the log-probabilities of given tokens; see [`~rollout.engine.ScoringEngine`]."""
         scored = []
         with self.accelerator.autocast():
             for ids in sequences:
@@ -294,7 +307,7 @@ class TransformersEngine(RolloutEngine):
 
 
 def _left_padded(rows: list[list[int]], value: int, device: torch.device) -> torch.LongTensor:
-    """Rows of different lengths as one tensor (batch, longest)."""
+    """Pads rows of different lengths on the left to one tensor of shape (batch, longest)."""
     tensors = [torch.tensor(row) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side="left").to(device)
 
@@ -318,4 +331,6 @@ def _warpers(options: dict, device: torch.device) -> LogitsProcessorList:
 
 
 def _listed(token_ids: int | list[int] | None) -> list[int]:
-    return [] if token_ids is None else [token_ids] if isinstance(token_ids, int) else list(token_ids)
+    if token_ids is None:
+        return []
+    return [token_ids] if isinstance(token_ids, int) else list(token_ids)

@@ -1,1 +1,1 @@
-"""Checks that an engine computes what the policy does: log-probabilities, keys and values, activations."""
+"""Compares what an engine computes with what the policy computes: log-probabilities, keys and values, activations."""

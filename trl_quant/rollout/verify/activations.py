@@ -1,21 +1,23 @@
 r"""
-Where the trainer's and the engine's activations part, operator by operator.
+Finds the operators at which the trainer's and the engine's activations differ.
 
-Points are the outputs of linear layers, norms and embeddings, the inputs of those that no such output is (of `o_proj`,
-attention's result; of `down_proj`, the activation's; of a norm, a residual sum), and the logits. The operator at a
-point is what computes it from the points before. A sequence passes three times:
+Activations are compared at points. A point is the output of a linear layer, a norm or the embeddings; or the input of
+one of these, if no other point has the same tensor (the result of attention before `o_proj`, of the activation before
+`down_proj`, a residual sum before a norm); or the logits. The operator of a point computes it from the points before.
+A sequence passes through three forward passes:
 
-    b = f(b of the points before)       the trainer's
-    a = g(a of the points before)       the engine's
-    c = f(a of the points before)       the trainer's operator, on what the engine's got
+    b = f(b of the points before)       the trainer's operators
+    a = g(a of the points before)       the engine's operators
+    c = f(a of the points before)       the trainer's operators on the engine's inputs
 
 | measure | formula | |
 |---|---|---|
-| error | norm(a - b) / norm(b) | what an operator inherits, and what it adds |
-| added | norm(a - c) / norm(c) | what it adds |
+| error | norm(a - b) / norm(b) | the error that an operator inherits and adds |
+| added | norm(a - c) / norm(c) | the error that it adds |
 | same | share of elements with a = b, or a = c | |
 
-The third pass is a forward of the trainer's in which each point, once it is measured, is overwritten with the engine's.
+The third pass is a forward pass of the trainer in which each point is overwritten with the engine's value after it was
+measured.
 """
 
 import re
@@ -38,7 +40,7 @@ LAYER = re.compile(r"(?:.*\.)?(layers\.(\d+))(?:\.|$)")
 
 @dataclass
 class Difference:
-    """Of one tensor from another, over all that are added."""
+    """The difference between tensors and their references, summed over all pairs that are added."""
 
     square: float = 0.0
     reference: float = 0.0
@@ -54,7 +56,7 @@ class Difference:
 
     @property
     def error(self) -> float:
-        """Relative, in the Frobenius norm."""
+        """Relative error in the Frobenius norm."""
         return (self.square / self.reference) ** 0.5 if self.reference else float(self.square > 0)
 
     @property
@@ -66,14 +68,15 @@ class Difference:
 @dataclass
 class Point:
     """
-    What an operator puts out.
+    A point at which activations are compared.
 
     Attributes:
-        name (`str`): Of the module whose output it is, or whose input where it ends in `.input`; `layers.3` for a sum
-            that leaves a layer.
-        layer (`int` or `None`): The decoder layer whose operator it is.
-        total ([`Difference`]): Of the engine's from the trainer's.
-        added ([`Difference`]): Of the engine's from the trainer's operator on the engine's input.
+        name (`str`):
+            Name of the module whose output the point is. It ends in `.input` for the module's input; `layers.3` is the
+            residual sum that leaves this layer.
+        layer (`int` or `None`): Index of the decoder layer that the operator belongs to.
+        total ([`Difference`]): The engine's activations against the trainer's, a against b.
+        added ([`Difference`]): The engine's activations against the trainer's operator on the same input, a against c.
     """
 
     name: str
@@ -84,15 +87,15 @@ class Point:
 
 class Comparison:
     """
-    Of a policy's activations with those of its engine.
+    The comparison of a policy's activations with those of its engine.
 
     Parameters:
-        engine ([`RolloutEngine`]): The engine, with the policy's weights. One of vLLM's must be in this process, on one
+        engine ([`RolloutEngine`]): The engine, with the policy's weights. A vLLM engine must be in this process, on one
             device, and run eagerly.
 
     Attributes:
-        points (`dict[str, Point]`): In the order in which the trainer's forward reaches them.
-        missing (`list[str]`): Points that the engine does not have; what they add counts for the next one.
+        points (`dict[str, Point]`): The points, in the order of the trainer's forward pass.
+        missing (`list[str]`): Points that the engine lacks. The next point's operator includes their error.
     """
 
     def __init__(self, engine: RolloutEngine):
@@ -103,20 +106,20 @@ class Comparison:
 
     @torch.no_grad()
     def add(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """Compares over one sequence; returns the trainer's and the engine's logits, (tokens, vocabulary)."""
+        """Adds one sequence. Returns the trainer's and the engine's logits, each of shape (tokens, vocabulary)."""
         trainer: dict[str, Tensor] = {}
-        seen: dict[tuple, Tensor] = {}  # alive, lest their memory be used again
+        seen: dict[tuple, Tensor] = {}  # holds the tensors, so that no other tensor gets the same memory
 
-        def note(name: str, tensor: Tensor) -> None:
+        def record(name: str, tensor: Tensor) -> None:
             key = tensor.data_ptr(), tensor.numel()
-            known = name.endswith(INPUT) and (key in seen or not tensor.is_floating_point())
-            if not known and tensor.shape[:2] == (1, len(tokens)):
+            is_known = name.endswith(INPUT) and (key in seen or not tensor.is_floating_point())
+            if not is_known and tensor.shape[:2] == (1, len(tokens)):
                 seen[key], trainer[name] = tensor, tensor.reshape(len(tokens), -1)
 
-        self._forward(tokens, note)
-        engine = self._engines(tokens, list(trainer))
-        engine = {name: a.to(trainer[name].device) for name, a in engine.items() if a.shape == trainer[name].shape}
-        self._name(list(trainer), engine)
+        self._forward(tokens, record)
+        found = self._engine_activations(tokens, list(trainer))
+        engine = {name: a.to(trainer[name].device) for name, a in found.items() if a.shape == trainer[name].shape}
+        self._create_points(list(trainer), engine)
         for name, a in engine.items():
             self.points[name].total.add(a, trainer[name])
         logits = trainer[LOGITS]
@@ -126,20 +129,20 @@ class Comparison:
         def replace(name: str, tensor: Tensor) -> None:
             if name in engine and tensor.shape[:2] == (1, len(tokens)):
                 self.points[name].added.add(engine[name], tensor.reshape(len(tokens), -1))
-                tensor.copy_(engine[name].view(tensor.shape))  # in place: the residual stream goes on with it too
+                tensor.copy_(engine[name].view(tensor.shape))  # in place, so that the residual stream has it too
 
         self._forward(tokens, replace)
         return logits, engine[LOGITS]
 
-    def _forward(self, tokens: list[int], see: Callable[[str, Tensor], None]) -> None:
-        """The trainer's forward."""
+    def _forward(self, tokens: list[int], observe: Callable[[str, Tensor], None]) -> None:
+        """Runs the trainer's forward pass; `observe` gets the name and the tensor of each point."""
         accelerator = self.engine.accelerator
-        with accelerator.autocast(), hooked(self.modules, see):
+        with accelerator.autocast(), hooked(self.modules, observe):
             logits = self.policy(input_ids=torch.tensor([tokens], device=accelerator.device), use_cache=False).logits
-        see(LOGITS, logits)
+        observe(LOGITS, logits)
 
-    def _engines(self, tokens: list[int], names: list[str]) -> dict[str, Tensor]:
-        """The engine's activations, (tokens, features), of those points that it has."""
+    def _engine_activations(self, tokens: list[int], names: list[str]) -> dict[str, Tensor]:
+        """Returns the engine's activations, each of shape (tokens, features), at the points that it has."""
         if not hasattr(self.engine, "copy"):
             from ..vllm.activations import activations
 
@@ -147,29 +150,30 @@ class Comparison:
         found: dict[str, Tensor] = {}
         wanted = set(names)
 
-        def note(name: str, tensor: Tensor) -> None:
+        def record(name: str, tensor: Tensor) -> None:
             if name in wanted:
                 found[name] = tensor.reshape(len(tokens), -1)
 
         accelerator = self.engine.accelerator
-        with accelerator.autocast(), hooked(operators(self.engine.copy), note):
+        with accelerator.autocast(), hooked(operators(self.engine.copy), record):
             ids = torch.tensor([tokens], device=accelerator.device)
-            note(LOGITS, self.engine.copy(input_ids=ids, use_cache=False).logits)
+            record(LOGITS, self.engine.copy(input_ids=ids, use_cache=False).logits)
         return found
 
-    def _name(self, names: list[str], found: dict[str, Tensor]) -> None:
-        """Makes the points, at the first sequence."""
+    def _create_points(self, names: list[str], found: dict[str, Tensor]) -> None:
+        """Creates the points at the first sequence, from the names of the trainer's and the engine's activations."""
         if self.points:
             return
-        before = None
+        previous_layer = None
         for name in names:
             place = LAYER.match(name)
-            layer, label = (
-                (None, name.removeprefix("model.")) if place is None else (int(place[2]), name[place.start(1) :])
-            )
-            if name.endswith(INPUT) and before is not None and layer != before:
-                layer, label = before, f"layers.{before}"  # the sum that leaves the layer before
-            before = layer
+            if place is None:
+                layer, label = None, name.removeprefix("model.")
+            else:
+                layer, label = int(place[2]), name[place.start(1) :]
+            if name.endswith(INPUT) and previous_layer is not None and layer != previous_layer:
+                layer, label = previous_layer, f"layers.{previous_layer}"  # the residual sum that leaves that layer
+            previous_layer = layer
             if name in found:
                 self.points[name] = Point(label, layer)
             else:
@@ -177,7 +181,7 @@ class Comparison:
 
 
 def operators(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules with weights, by their names in the policy; a layer and its adapter are one."""
+    """Returns the modules with weights, by their names in the policy. A layer and its adapter count as one module."""
     found, adapted = {}, None
     for name, module in model.named_modules():
         if adapted is not None and name.startswith(adapted):
@@ -186,18 +190,18 @@ def operators(model: nn.Module) -> dict[str, nn.Module]:
             adapted = f"{name}."
         elif not isinstance(module, QuantizedLinear) and not any(True for _ in module.parameters(recurse=False)):
             continue
-        if module is not model.get_output_embeddings():  # what is compared are the logits
+        if module is not model.get_output_embeddings():  # its output, the logits, is a point already
             found[clean_name(name)] = module
     return found
 
 
 @contextmanager
-def hooked(modules: dict[str, nn.Module], see: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Context in which `see` gets the input of each module, as `name.input`, and its output, as they come."""
+def hooked(modules: dict[str, nn.Module], observe: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Context in which `observe` is called with each module's input, named `name.input`, and its output."""
     handles = []
     for name, module in modules.items():
-        handles.append(module.register_forward_pre_hook(lambda _, args, name=name: see(name + INPUT, args[0])))
-        handles.append(module.register_forward_hook(lambda _, args, output, name=name: see(name, output)))
+        handles.append(module.register_forward_pre_hook(lambda _, args, name=name: observe(name + INPUT, args[0])))
+        handles.append(module.register_forward_hook(lambda _, args, output, name=name: observe(name, output)))
     try:
         yield
     finally:

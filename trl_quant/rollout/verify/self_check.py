@@ -1,24 +1,26 @@
 r"""
-Does the engine sample from the policy? Its log-probabilities against those of the policy's own forward.
+Checks that the engine samples from the policy: compares its log-probabilities with a forward pass of the policy.
 
-The reference is the trainer's model itself, with each linear layer of the decoder computing, for the duration of one
-forward, what it computes in the engine's format: `Y = Q(X) Q(W + BA)^T`, through `formats`, one layer at a time. Keys
-and values are rounded as in the engine's KV cache, where that is quantized (`kv_cache.py`). What is left between the
-two is the order of sums: kernels differ in the last bit of BF16, and a last bit may move a code to the next one. The
-bound on that comes from the format and the model as they are: the same reference forward with every linear layer's
-output off by up to one BF16 rounding, `y (1 + 2^-8 u)`, u uniform in [-1, 1], moves by
+The reference is the trainer's model itself. For one forward pass, each linear layer of its decoder computes in the
+engine's format, `Y = Q(X) Q(W + BA)^T`, through `formats`, one layer at a time. Keys and values are rounded as in the
+engine's KV cache, if that is quantized (`kv_cache.py`). Reference and engine then differ only in the order of sums:
+kernels differ in the last bit of BF16, and a last bit may move a quantized input to the next code.
 
-    d = mean |log p_jittered - log p_reference|        and the engine must stay within   SLACK * d + FLOOR.
+The bound on this difference is measured with the run's own format and model. A second reference pass changes every
+linear layer's output by up to one BF16 rounding, `y (1 + 2^-8 u)` with u uniform in [-1, 1]. It differs from the first
+by d, and the engine must stay within the bound:
 
-Weights that lag behind may differ by less than any such bound. So three things are compared without one:
+    d = mean |log p_jittered - log p_reference|        mean |log p_engine - log p_reference| <= SLACK * d + FLOOR
+
+Weights of an earlier step may differ by less than such a bound. So three more comparisons are exact:
 
 | compared | with |
 |---|---|
 | the policy's adapters, or merged weights on the layers and rows that `WeightDrift` measures | the last sync's |
-| the policy's [`~fingerprint.fingerprint`], which has all of its weights and settings | the last sync's |
+| the policy's [`~fingerprint.fingerprint`], which covers all of its weights and settings | the last sync's |
 | the embeddings, norms and biases that an engine in this process holds | the policy's, in the engine's type |
 
-The scales of a quantized KV cache are read, and compared with those of a fresh engine.
+The scales of a quantized KV cache are compared with those of a fresh engine.
 """
 
 import math
@@ -40,8 +42,8 @@ from .kv_cache import KVCache, attending_to
 
 SLACK = 4.0
 FLOOR = 2e-3  # nats
-SAME = 1e-7  # relative
-CHECKED_TOKENS = 4
+SAME = 1e-7  # relative difference up to which weights count as equal
+CHECKED_TOKENS = 4  # tokens that the engine adds to each text
 TEXTS = (
     "To find how many apples are left, start from what was bought and take away what was eaten. Ana bought 3 bags with "
     "12 apples each, so she had 3 * 12 = 36 apples. She gave 7 to her brother and ate 2 a day for 5 days, which makes "
@@ -56,7 +58,7 @@ TEXTS = (
 
 
 def check_sequences(tokenizer, length: int) -> list[list[int]]:
-    """The texts as token ids, `length` of each: the same on every rank, natural language, longer than a cache block."""
+    """Returns `length` token ids of each text, repeating it if it is shorter. The result is the same on every rank."""
     sequences = []
     for text in TEXTS:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -66,11 +68,21 @@ def check_sequences(tokenizer, length: int) -> list[list[int]]:
 
 @torch.no_grad()
 def policy_logps(model: nn.Module, sequences: list[list[int]], device: torch.device) -> list[Tensor]:
-    """The policy's log-probability of each token but the first of each sequence, in BF16 as the engine computes."""
+    """
+    Computes the policy's log-probability, in nats, of each token but the first, in BF16 like the engine.
+
+    Args:
+        model (`nn.Module`): The policy.
+        sequences (`list[list[int]]`): Token ids, all sequences of the same length.
+        device (`torch.device`): The policy's device.
+
+    Returns:
+        `list[torch.Tensor]`: For each sequence, a tensor of shape (length - 1,) on the CPU.
+    """
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        tokens = torch.tensor(sequences, device=device)  # all as long, so that one forward quantizes each layer once
+        tokens = torch.tensor(sequences, device=device)  # one batch, so that each layer is quantized only once
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
         targets = tokens[:, 1:, None]
@@ -81,7 +93,7 @@ def policy_logps(model: nn.Module, sequences: list[list[int]], device: torch.dev
 
 
 def mean_difference(left: Iterable[Tensor], right: Iterable[Tensor]) -> float:
-    """Mean |difference| over all tokens; infinite where one of them is not a number."""
+    """Returns the mean absolute difference over all tokens; infinite if one of them is NaN."""
     difference = (torch.cat(list(left)) - torch.cat(list(right))).abs().mean().item()
     return difference if difference == difference else float("inf")
 
@@ -93,93 +105,111 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
     Args:
         engine ([`VLLMEngine`]): The engine, awake and without noise.
         quick (`bool`, *optional*, defaults to `False`):
-            Scores one text, against the unquantized policy: the two may then differ by twice what the last whole check
-            found between them, plus its bound.
+            Whether to compare one text with the unquantized policy instead of all texts with the reference. The
+            difference may then be twice that of the last full check, plus its bound.
 
     Returns:
         `dict[str, float]`: `sync_check/logp_difference` and `sync_check/bound`, in nats.
 
     Raises:
-        `RuntimeError`: if the engine's weights are stale, corrupted, or those of the base model alone.
+        `RuntimeError`: The engine's weights are stale, corrupted, or those of the base model without its adapter.
     """
     device, last = engine.accelerator.device, engine.last_check
-    lag, changed, other = engine.update_since_sync(), engine.is_stale(), engine.held_otherwise()
+    update = engine.update_since_sync()
+    is_stale = engine.is_stale()
+    differing_weight = engine.differing_weight()
     block, longest = engine.limits()
-    # Two blocks of the prefix cache and a part of a third, where the engine takes so many
+    # Two blocks of the prefix cache and part of a third, if the engine's sequences may be that long
     prompts = check_sequences(engine.tokenizer, min(max(2 * block + 32, 160), longest - CHECKED_TOKENS))
     sequences, sampled = engine.logps(prompts[:1] if quick else prompts, CHECKED_TOKENS)
-    plain = None
-    if engine.sleep_level:  # what a quick check after a wake-up is held against
-        plain = mean_difference(sampled, policy_logps(engine.model, sequences, device))
+    unquantized_difference = None
+    if engine.sleep_level:  # a quick check, after the engine wakes up, needs it
+        unquantized_difference = mean_difference(sampled, policy_logps(engine.model, sequences, device))
     if quick:
-        difference, bound = plain, 2 * last["plain"] + last["bound"]
+        difference = unquantized_difference
+        bound = 2 * last["unquantized_difference"] + last["bound"]
     else:
         reference = Reference(engine)
         expected = reference.logps(sequences)
         difference = mean_difference(sampled, expected)
         bound = SLACK * mean_difference(reference.logps(sequences, jitter=True), expected) + FLOOR
-        engine.last_check = {"plain": plain, "bound": bound, "logps": sampled}
+        engine.last_check = {
+            "unquantized_difference": unquantized_difference,
+            "bound": bound,
+            "logps": sampled,
+        }
 
+    changed_scale = _changed_cache_scale(engine)
     fault = None
-    if lag > SAME:
-        fault = f"stale: the policy has moved since the last sync, by {lag:.1e} of its norm"
-    elif changed:
+    if update > SAME:
+        fault = f"stale: the policy has moved since the last sync, by {update:.1e} of its norm"
+    elif is_stale:
         fault = "stale: the policy's weights or adapters have changed since the last sync"
     elif engine.stale_cache:
         fault = "stale: the prefix cache still holds keys and values from before the last sync"
-    elif (scale := _other_scale(engine)) is not None:
-        fault = f"stale: {scale}"
+    elif changed_scale is not None:
+        fault = f"stale: {changed_scale}"
     elif not difference <= bound:
-        fault = _describe(engine, sequences, sampled, bound, last)
-    elif other is not None:
-        fault = f"corrupted: the engine holds another `{other}` than the policy"
+        fault = _explain_difference(engine, sequences, sampled, bound, last)
+    elif differing_weight is not None:
+        fault = f"corrupted: the engine holds another `{differing_weight}` than the policy"
+    message = None
     if fault is not None:
-        fault = (
+        message = (
             f"The {engine.precision} vLLM engine does not sample from the policy. Its weights are {fault}. Its "
             f"log-probabilities differ from the policy's by {difference:.4f} nats a token on average; the format "
             f"explains up to {bound:.4f}."
         )
-    if not math.isfinite(difference) and (broken := engine.weights.first_non_finite()) is not None:
-        fault = f"The policy itself is broken, not the engine: its `{broken}` holds NaN or infinity."
-    fault = next((found for found in gather_object([fault]) if found), None)
-    if fault is not None:
-        raise RuntimeError(fault)
+    if not math.isfinite(difference):
+        broken = engine.weights.first_non_finite()
+        if broken is not None:
+            message = f"The policy itself is broken, not the engine: its `{broken}` holds NaN or infinity."
+    messages = [other for other in gather_object([message]) if other]
+    if messages:
+        raise RuntimeError(messages[0])
     return {"sync_check/logp_difference": difference, "sync_check/bound": bound}
 
 
-def _other_scale(engine) -> str | None:
-    """The first scale of the engine's KV cache that is not what a fresh engine has."""
-    for held in engine.read_caches() if engine.caches else ():
+def _changed_cache_scale(engine) -> str | None:
+    """Describes the first scale of the engine's KV cache that differs from a fresh engine's; `None` if none does."""
+    if not engine.caches:
+        return None
+    for held in engine.read_caches():
         for index, cache in engine.caches.items():
             for name, expected in cache.scales.items():
-                if (found := held[index].scales[name]) != expected:
+                found = held[index].scales[name]
+                if found != expected:
                     return f"in layer {index} the KV cache's `{name}` is {found:g}, a fresh engine's {expected:g}"
     return None
 
 
-def _describe(engine, sequences: list[list[int]], sampled: list[Tensor], bound: float, last: dict | None) -> str:
-    """Which of the known faults explains the engine's log-probabilities."""
+def _explain_difference(
+    engine, sequences: list[list[int]], sampled: list[Tensor], bound: float, last: dict | None
+) -> str:
+    """Returns the known fault that explains the engine's log-probabilities."""
     if is_peft_model(engine.model):
         base = mean_difference(sampled, Reference(engine).logps(sequences, adapted=False))
         if base <= bound:
             return f"base-only: the adapter does not act (without it the difference is {base:.4f})"
-    prompts = [len(ids) - CHECKED_TOKENS - 1 for ids in sequences]
-    if last is not None and all(torch.equal(a[:n], b[:n]) for a, b, n in zip(sampled, last["logps"], prompts)):
-        return "stale: the engine computes what it computed before the last syncs"
+    if last is not None:
+        lengths = [len(ids) - CHECKED_TOKENS - 1 for ids in sequences]
+        rows = zip(sampled, last["logps"], lengths)
+        if all(torch.equal(now[:length], before[:length]) for now, before, length in rows):
+            return "stale: the engine computes the same as before the last syncs"
     if engine.lora_sync == "adapter":
         return (
-            "corrupted: neither the policy's, nor those of a sync before. With `lora_sync='adapter'` the engine keeps "
-            "the base that it started on: where that is not the policy's, use `lora_sync='merge'`"
+            "corrupted: neither the policy's nor those of an earlier sync. With `lora_sync='adapter'` the engine keeps "
+            "the base that it started on: if that is not the policy's, use `lora_sync='merge'`"
         )
-    return "corrupted: neither the policy's, nor those of a sync before"
+    return "corrupted: neither the policy's nor those of an earlier sync"
 
 
 class Reference:
     """
-    The policy's forward as the engine should compute it.
+    The policy's forward pass as the engine should compute it.
 
     Parameters:
-        engine ([`VLLMBase`]): Whose policy, precision and way of syncing adapters are taken.
+        engine ([`VLLMBase`]): The engine. It determines the policy, the precision and how adapters are synced.
     """
 
     def __init__(self, engine):
@@ -187,7 +217,15 @@ class Reference:
         self.weights = engine.weights
 
     def logps(self, sequences: list[list[int]], adapted: bool = True, jitter: bool = False) -> list[Tensor]:
-        """Log-probabilities as [`policy_logps`]; without the adapters, or one rounding off, on request."""
+        """
+        Computes log-probabilities in nats, as [`policy_logps`] returns them.
+
+        Args:
+            sequences (`list[list[int]]`): Token ids.
+            adapted (`bool`, *optional*, defaults to `True`): Whether the adapters act.
+            jitter (`bool`, *optional*, defaults to `False`): Whether each linear layer's output gets an error of up to
+                one rounding.
+        """
         device = self.engine.accelerator.device
         rounding = Rounding(device) if jitter else None
         stand_ins = self._stand_ins(adapted, rounding)
@@ -203,15 +241,15 @@ class Reference:
                     hook.remove()
 
     def _stand_ins(self, adapted: bool, rounding: "Rounding | None") -> dict[str, nn.Module]:
-        """What each linear layer of the decoder computes in the engine, by the layer's place in the policy."""
+        """Returns the module that replaces each linear layer of the decoder, by the layer's place in the policy."""
         policy, engine = self.weights.base_model, self.engine
         layers = self.weights.linears()
         named = {layer.name: policy.get_submodule(place) for place, layer in layers.items()}
         merged = adapted and engine.lora_sync == "merge"
-        fuses = PRECISIONS[engine.precision].vllm.fused_scale
+        shares_scale = PRECISIONS[engine.precision].vllm.fused_scale
         stand_ins = {}
         for place, layer in layers.items():
-            fused = layer.fused if fuses else (layer.name,)
+            fused = layer.fused if shares_scale else (layer.name,)
             group = [named[name] if merged else base_layer(named[name]) for name in fused]
             stand_in = EngineLayer(engine, group, fused.index(layer.name), rounding)
             keeps_adapter = adapted and not merged and isinstance(named[layer.name], BaseTunerLayer)
@@ -221,46 +259,46 @@ class Reference:
 
 class EngineLayer(nn.Module):
     """
-    Stands in for a linear layer of the policy and computes what the engine does, from the policy's weights as they are
-    when it is called: one layer at a time is held in full.
+    Replaces a linear layer of the policy and computes as the engine does. It reads the policy's weights at each call,
+    so that only one layer at a time is held in full.
 
     Parameters:
         engine ([`VLLMBase`]): The engine.
         group (`list[nn.Module]`): The layers that the engine quantizes as one matrix, with the adapters that it merges.
-        part (`int`): Which of them this is.
-        rounding ([`Rounding`] or `None`): What the outputs are put through.
+        part (`int`): Index of this layer in the group.
+        rounding ([`Rounding`] or `None`): Adds an error to the outputs, if given.
     """
 
     def __init__(self, engine, group: list[nn.Module], part: int, rounding: "Rounding | None"):
         super().__init__()
-        # In a tuple, lest the policy's layers become this module's children
-        self.parts = (engine, group, part, rounding)
+        # In a tuple, so that the policy's layers do not become this module's children
+        self.setup = (engine, group, part, rounding)
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        engine, group, part, rounding = self.parts
+        engine, group, part, rounding = self.setup
         base, bias = base_layer(group[part]), None
         if base.bias is not None:
             with engine.weights.gathered([base.bias]):
                 bias = engine.weights.full(base.bias).clone()
         if isinstance(group[part], FrozenLinear) and group[part].precision == engine.precision:
-            numbers = EngineWeight(group[part].dequantize(torch.bfloat16))  # the engine's own base
-            y = quantized_linear(x.to(torch.bfloat16), numbers, None, bias)
+            weight = EngineWeight(group[part].dequantize(torch.bfloat16))  # the engine holds the same frozen base
+            y = quantized_linear(x.to(torch.bfloat16), weight, None, bias)
             return y if rounding is None else rounding(y)
         weights = [engine.weights.of_linear(layer) for layer in group]
         if engine.travels_quantized and engine.lora_sync == "adapter":
-            weights = [weight.to(engine.checkpoint_dtype) for weight in weights]  # it stays as it was loaded
+            weights = [weight.to(engine.checkpoint_dtype) for weight in weights]  # the engine keeps the loaded base
         y = vllm_linear(x, weights, part, engine.precision, bias, wide=not engine.travels_quantized)
         return y if rounding is None else rounding(y, engine.product_errors.get(base.in_features, 0.0))
 
 
 class Rounding:
-    """Moves outputs by up to one rounding of BF16, and by the error of the device's own product; seeded."""
+    """Adds seeded random errors to outputs: up to one rounding of BF16, and the error of the device's product."""
 
     def __init__(self, device: torch.device):
         self.generator = torch.Generator(device).manual_seed(0)
 
     def __call__(self, y: Tensor, product_error: float = 0.0) -> Tensor:
-        """`y`, (..., out), one rounding and `product_error` (relative, root mean square) off."""
+        """Returns `y`, of shape (..., out), with both errors. `product_error` is relative, a root mean square."""
         u = torch.rand(y.shape, generator=self.generator, device=y.device) * 2 - 1
         n = torch.randn(y.shape, generator=self.generator, device=y.device)
         return (y * (1 + 2.0**-8 * u) + product_error * y.float().square().mean(-1, True).sqrt() * n).to(y.dtype)
@@ -271,22 +309,24 @@ def computing_as_the_engine(
     weights: PolicyWeights, stand_ins: dict[str, nn.Module], caches: dict[int, KVCache], rounding: Rounding | None
 ) -> Iterator[None]:
     """
-    All that the self-check does to a live model, undone on exit.
+    Context in which the live policy computes as the engine does. Everything is undone on exit.
 
-    1. `stand_ins` take the places of the layers that they are named after.
-    2. Of a sharded policy (FSDP2, ZeRO-3) the other modules are called without the hooks that gather parameters, each
-       with its own parameters gathered as for a sync: FSDP2's hooks would round them to the type of its forward before
-       they are quantized, and DeepSpeed's do not bear that one layer reads the weights of another.
-    3. Attention reads keys and values from `caches`, which are empty unless the engine's are quantized.
+    1. `stand_ins` replace the layers that they are named after.
+    2. In a sharded policy (FSDP2, ZeRO-3) the other modules run without the hooks that gather parameters, and gather
+       their own parameters as a sync does. FSDP2's hooks would round them before they are quantized, and DeepSpeed's
+       fail if one layer reads the weights of another.
+    3. Attention rounds keys and values as `caches` do. They are empty unless the engine's KV cache is quantized.
     """
     policy = weights.base_model
     places = [(policy.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in stand_ins]
     live = [getattr(parent, leaf) for parent, leaf in places]
     names = ("forward", "_forward_pre_hooks", "_forward_hooks")
     modules = list(weights.model.modules()) if weights.is_sharded else []
-    own = {module: {name: vars(module)[name] for name in names if name in vars(module)} for module in modules}
+    saved_attributes = {}
+    for module in modules:
+        saved_attributes[module] = {name: vars(module)[name] for name in names if name in vars(module)}
     try:
-        for module in own:
+        for module in saved_attributes:
             module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
             if module._parameters:
                 module.forward = partial(_gathered_call, weights, module, module.forward)
@@ -297,7 +337,7 @@ def computing_as_the_engine(
     finally:
         for (parent, leaf), layer in zip(places, live, strict=True):
             setattr(parent, leaf, layer)
-        for module, attributes in own.items():
+        for module, attributes in saved_attributes.items():
             vars(module).pop("forward", None)
             vars(module).update(attributes)
 

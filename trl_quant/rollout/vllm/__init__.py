@@ -1,1 +1,1 @@
-"""The one room that touches vLLM, which is imported where it is used: this package imports without it."""
+"""Everything that touches vLLM. Functions import vLLM when they need it, so the package imports without it."""

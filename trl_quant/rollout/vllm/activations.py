@@ -1,4 +1,4 @@
-"""What the layers of a vLLM engine in this process compute, by the policy's names."""
+"""Records the activations of a vLLM engine in this process, by the policy's names."""
 
 from functools import partial
 
@@ -10,17 +10,20 @@ from .adapter import names_in_vllm, places
 
 def activations(engine, tokens: list[int], names: list[str]) -> dict[str, Tensor]:
     """
-    The engine's activations over one sequence, in a pass without its prefix cache.
+    Returns the engine's activations for one sequence, computed without its prefix cache.
 
     Args:
         engine ([`VLLMEngine`]): The engine, on one device and with `enforce_eager`.
         tokens (`list[int]`): The sequence.
         names (`list[str]`):
-            Modules of the policy for their outputs, `name.input` for their inputs, in the order in which they run; at
-            the end the norm before the head, and `logits`.
+            Points to record, in the order in which they are computed: a policy's module for its output, `name.input`
+            for its input. The last two are the norm before the head, and `logits`.
 
     Returns:
-        `dict[str, torch.Tensor]`: (tokens, features), of those that vLLM's model has.
+        `dict[str, torch.Tensor]`: Each of shape (tokens, features), for the points that vLLM's model has.
+
+    Raises:
+        `ValueError`: vLLM's model lacks the norm before the head.
     """
     from vllm import SamplingParams
 
@@ -28,39 +31,45 @@ def activations(engine, tokens: list[int], names: list[str]) -> dict[str, Tensor
     *names, logits = names
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     modules = list(dict.fromkeys(name.removesuffix(".input") for name in names))
-    layers, own, handles = places(model, modules), dict(model.named_modules()), []
-    for name, vllms in names_in_vllm(model, modules):
-        if layers[name] is not None:
-            layer, parts = layers[name]
-            handles.append(layer.register_forward_hook(partial(_note_linear, found, name, parts)))
-        elif vllms in own:
-            handles.append(own[vllms].register_forward_hook(partial(_note, found, name)))
+    linear_places = places(model, modules)
+    vllm_modules = dict(model.named_modules())
+    handles = []
+    for name, vllm_name in names_in_vllm(model, modules):
+        if linear_places[name] is not None:
+            layer, parts = linear_places[name]
+            handles.append(layer.register_forward_hook(partial(_record_linear, found, name, parts)))
+        elif vllm_name in vllm_modules:
+            handles.append(vllm_modules[vllm_name].register_forward_hook(partial(_record, found, name)))
     engine.llm.reset_prefix_cache()
     try:
-        one = SamplingParams(temperature=0, max_tokens=1)
-        engine.llm.generate([{"prompt_token_ids": tokens}], one, use_tqdm=False)
+        one_token = SamplingParams(temperature=0, max_tokens=1)
+        engine.llm.generate([{"prompt_token_ids": tokens}], one_token, use_tqdm=False)
     finally:
         for handle in handles:
             handle.remove()
-    # A prompt may come in several parts, and what is computed after it does not count
-    whole = {name: torch.cat(parts)[: len(tokens)].flatten(1) for name, parts in found.items() if parts}
+    # vLLM may split the prompt into chunks. Activations after the prompt are dropped.
+    whole = {name: torch.cat(chunks)[: len(tokens)].flatten(1) for name, chunks in found.items() if chunks}
     if names[-1] not in whole:
-        raise ValueError(f"vLLM's {type(model).__name__} has no {names[-1]}, which its logits are computed from.")
+        raise ValueError(f"vLLM's {type(model).__name__} has no {names[-1]}, from which its logits are computed.")
     with torch.inference_mode():
         return whole | {logits: model.compute_logits(whole[names[-1]])}
 
 
-def _note(found: dict[str, list[Tensor]], name: str, module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
-    """Of a norm that adds to the residual stream first, the sum is the input. Copies, since vLLM goes on in place."""
+def _record(found: dict[str, list[Tensor]], name: str, module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+    """
+    Records a module's input and output, copied, since vLLM writes over them. A norm that first adds to the residual
+    stream returns the sum beside its output; that sum is its input.
+    """
     y, x = output if isinstance(output, tuple) else (output, args[0])
     for point, tensor in ((name, y), (f"{name}.input", x)):
         if point in found:
             found[point].append(tensor.clone())
 
 
-def _note_linear(
+def _record_linear(
     found: dict[str, list[Tensor]], name: str, parts: range, layer: nn.Module, args: tuple, output: tuple
 ) -> None:
-    """Of a layer that is several of the policy's, the outputs that are its own."""
+    """Records one of the policy's layers, whose outputs are the `parts` of a fused layer of vLLM's."""
     sizes = layer.output_partition_sizes
-    _note(found, name, layer, args, output[0][..., sum(sizes[: parts.start]) : sum(sizes[: parts.stop])])
+    start, stop = sum(sizes[: parts.start]), sum(sizes[: parts.stop])
+    _record(found, name, layer, args, output[0][..., start:stop])

@@ -1,23 +1,23 @@
 r"""
-The policy's LoRA adapter in vLLM, as two dense products beside the base's own, inside the captured graph:
+Runs the policy's LoRA adapter in vLLM, as two dense products beside the base's own, inside the captured graph:
 
     Y = base(X) + (X A^T) B^T
 
 | symbol | here | shape |
 |---|---|---|
-| X | what the layer gets, in the engine's 16 bits, before the base quantizes it | (tokens, in) |
-| A | the As of the layer's parts (q, k, v or gate, up) one below the other, so that X and A are read once | (R, in) |
-| B | their Bs, times the adapters' scales, block-diagonal: each acts on its own rows of A and outputs of Y | (out, R) |
+| X | the layer's input, in the engine's 16 bits, before the base quantizes it | (tokens, in) |
+| A | the A of each of the layer's parts (q, k, v or gate, up), stacked, so that X is read once | (R, in) |
+| B | their B, times the adapters' scales, block-diagonal: each maps its own rows of A to its part of Y | (out, R) |
 
-R is the sum of the parts' ranks. One product with the zeros of a block-diagonal B is one kernel, where a product for
-each part would be three: with rank 32 the gate and up of a 7B model read 4.8 MB instead of 2.4, which takes an H200
-half a microsecond, less than another kernel takes to start. On a GPU the branch is computed on a stream of its own
-while the base's product runs, which reads its weight from memory and leaves most of the card's arithmetic idle. vLLM's
-own adapters, built for many at a time, cost more.
+R is the sum of the parts' ranks. One product with a block-diagonal B needs one kernel, and a product for each part
+would need three. The zeros cost little: with rank 32, gate and up of a 7B model read 4.8 MB instead of 2.4, which takes
+an H200 half a microsecond, less than the start of another kernel. On a GPU the branch runs on a stream of its own
+beside the base's product, which waits for memory and leaves most of the arithmetic units idle. vLLM's own adapters are
+built for many adapters at a time and cost more.
 
-A and B are buffers of vLLM's layers, written in place: CUDA graphs stay valid, and a reload of the base, which goes
-by the parameters that a layer was built with, leaves them alone. Under tensor parallelism each rank holds what its part
-of the layer needs; the sum over ranks after a row-parallel layer adds up the adapter's parts like the base's.
+A and B are buffers of vLLM's layers and are written in place, so CUDA graphs stay valid. A reload of the base touches
+only the parameters that a layer was built with. Under tensor parallelism each rank holds the rows or columns that its
+part of the layer needs; the sum over ranks after a row-parallel layer includes the adapter.
 """
 
 from collections import defaultdict
@@ -37,12 +37,12 @@ from vllm.model_executor.utils import get_packed_modules_mapping
 @dataclass(frozen=True)
 class Slot:
     """
-    Where the adapter of one of the policy's layers stands.
+    The place of one policy layer's adapter in vLLM's model.
 
     Attributes:
-        layer (`LinearBase`): vLLM's layer, which may be several of the policy's.
-        parts (`range`): Which of the layer's outputs are this one's, as indices of `layer.output_partition_sizes`.
-        ranks (`slice`): Its rows of A, and columns of B.
+        layer (`LinearBase`): vLLM's layer, which may fuse several of the policy's.
+        parts (`range`): The outputs of `layer` that belong to it, as indices of `layer.output_partition_sizes`.
+        ranks (`slice`): Its rows of A, and its columns of B.
     """
 
     layer: LinearBase
@@ -51,34 +51,44 @@ class Slot:
 
 
 def linear_layers(model: nn.Module) -> dict[str, LinearBase]:
-    """vLLM's linear layers by name."""
+    """Returns vLLM's linear layers by name."""
     return {module.prefix: module for module in model.modules() if isinstance(module, LinearBase)}
 
 
 def slots(model: nn.Module, ranks: dict[str, int]) -> dict[str, Slot]:
     """
-    The slots of an adapter whose `ranks` are given by the names of the policy's layers.
+    Returns the slots of an adapter.
+
+    Args:
+        model (`nn.Module`): vLLM's model.
+        ranks (`dict[str, int]`): Rank of the adapter of each of the policy's layers, by the policy's names.
 
     Raises:
-        `ValueError`: for layers of the policy that are no linear layers, or parts of one, that vLLM's model calls.
+        `ValueError`: vLLM's model has no linear layer, or part of one, for some of the policy's layers.
     """
-    stands = places(model, ranks)
-    if unknown := [name for name, place in stands.items() if place is None]:
+    found_places = places(model, ranks)
+    unknown = [name for name, place in found_places.items() if place is None]
+    if unknown:
         raise ValueError(
             f"`lora_sync`='adapter': vLLM's {type(model).__name__} calls no linear layers for the adapter of "
             f"{', '.join(sorted(unknown)[:4])}. Use `lora_sync='merge'`, or leave them out of `target_modules`."
         )
-    found, taken = {}, defaultdict(int)
-    for name, (layer, parts) in sorted(stands.items(), key=lambda item: item[1][1].start):
-        found[name] = Slot(layer, parts, slice(taken[layer], taken[layer] + ranks[name]))
-        taken[layer] += ranks[name]
+    found = {}
+    used_ranks: dict[LinearBase, int] = defaultdict(int)
+    for name, (layer, parts) in sorted(found_places.items(), key=lambda item: item[1][1].start):
+        start = used_ranks[layer]
+        used_ranks[layer] = start + ranks[name]
+        found[name] = Slot(layer, parts, slice(start, used_ranks[layer]))
     return found
 
 
 def places(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[LinearBase, range] | None]:
     """
-    By the names of the policy's linear layers, vLLM's layer that has each of them in it, and which of that layer's
-    outputs it is, as indices of `output_partition_sizes`; `None` where there is no such layer.
+    Finds the policy's linear layers in vLLM's model.
+
+    Returns:
+        `dict`: policy's name -> (vLLM's layer, which may fuse several of the policy's; indices into its
+        `output_partition_sizes`), or `None` if vLLM has no such layer.
     """
     layers, fused = linear_layers(model), get_packed_modules_mapping(model)
     return {name: _place(own, layers, fused) for name, own in names_in_vllm(model, names)}
@@ -86,27 +96,38 @@ def places(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[LinearBase
 
 def names_in_vllm(model: nn.Module | type | None, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """
-    The policy's names of modules with vLLM's names of what has them in it, or is one with its own name. `model` is
-    vLLM's model, or its class; `None` stands for one with the policy's own names.
+    Yields the policy's `names` of modules with vLLM's names, before vLLM fuses q, k and v or gate and up.
+
+    Args:
+        model (`nn.Module`, `type` or `None`): vLLM's model or its class; `None` for one with the policy's own names.
+        names (`Iterable[str]`): Names of modules in the policy.
     """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is not None:  # renames alone, which keep q, k and v apart; the method was renamed after 0.26
-        mapper = (getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper)()
+    if mapper is not None:
+        # The part of vLLM's mapping that only renames. The method was renamed after vLLM 0.26.
+        renaming = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
+        mapper = renaming()
     for name in names:
-        (own,) = [name] if mapper is None else mapper.apply_list([f"{name}.weight"])
-        yield name, own.removesuffix(".weight")
+        if mapper is None:
+            yield name, name
+        else:
+            (vllm_name,) = mapper.apply_list([f"{name}.weight"])
+            yield name, vllm_name.removesuffix(".weight")
 
 
 def decoder_in_vllm(model: nn.Module | type | None, layers: Iterable[str]) -> str:
-    """What vLLM's names of a decoder's linear layers begin with, from the policy's names of those `layers`."""
-    parts = zip(*(own.split(".") for _, own in names_in_vllm(model, layers)))
-    common = takewhile(lambda at_one_place: len(set(at_one_place)) == 1, parts)
-    return "".join(f"{same[0]}." for same in common)
+    """Returns the common prefix of vLLM's names for a decoder's linear layers, which have these names in the policy."""
+    split_names = (vllm_name.split(".") for _, vllm_name in names_in_vllm(model, layers))
+    common = takewhile(lambda parts: len(set(parts)) == 1, zip(*split_names))
+    return "".join(f"{parts[0]}." for parts in common)
 
 
 def _place(name: str, layers: dict[str, LinearBase], fused: dict[str, list[str]]) -> tuple[LinearBase, range] | None:
-    """The layer and the parts of it that `name` is: one part, or all of them (Phi-3's q, k and v are one layer)."""
-    if name.endswith(".kv_b_proj"):  # latent attention multiplies by its weights without calling it
+    """
+    Returns vLLM's layer for its name of a policy's layer, before fusion, and the indices of the layer's outputs: one
+    index, or all (Phi-3's q, k and v are one layer in the policy too).
+    """
+    if name.endswith(".kv_b_proj"):  # latent attention reads its weights and never calls it
         return None
     if name in layers:
         return layers[name], range(len(layers[name].output_partition_sizes))
@@ -118,40 +139,44 @@ def _place(name: str, layers: dict[str, LinearBase], fused: dict[str, list[str]]
     return None
 
 
-def _rooms(found: dict[str, Slot]) -> dict[LinearBase, int]:
-    """The sum of ranks of each of vLLM's layers."""
-    rooms: dict[LinearBase, int] = defaultdict(int)
+def _total_ranks(found: dict[str, Slot]) -> dict[LinearBase, int]:
+    """Returns R, the sum of its parts' ranks, for each of vLLM's layers."""
+    totals: dict[LinearBase, int] = defaultdict(int)
     for slot in found.values():
-        rooms[slot.layer] = max(rooms[slot.layer], slot.ranks.stop)
-    return dict(rooms)
+        totals[slot.layer] = max(totals[slot.layer], slot.ranks.stop)
+    return dict(totals)
 
 
 def hold_adapter(model: nn.Module, ranks: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> None:
     """
-    Makes room in a loaded model for an adapter with these `ranks`, zeros for now, and has its layers compute with it.
-    To be called before the model is compiled and CUDA graphs are captured; layers without an adapter stay as they are.
+    Gives the layers of a loaded model buffers for an adapter with these `ranks`, filled with zeros, and makes them
+    compute with it. Must be called before the model is compiled and CUDA graphs are captured. Layers without an adapter
+    do not change.
 
     Raises:
-        `ValueError`: as [`slots`].
+        `ValueError`: As [`slots`].
     """
-    for layer, rank in _rooms(slots(model, ranks)).items():
+    for layer, rank in _total_ranks(slots(model, ranks)).items():
         shapes = {"lora_a": (rank, _inputs(layer)), "lora_b": (sum(layer.output_partition_sizes), rank)}
         for name, shape in shapes.items():
             layer.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
-        layer.requires_unquantized_input = True  # or vLLM may quantize X in the kernel before this layer
-        # On the object: the layer's method stays what it is for all else that vLLM and we ask of it.
+        layer.requires_unquantized_input = True  # else vLLM may quantize X in the kernel before this layer
+        # Only `apply` is replaced: vLLM and this package ask the method's object for other things too
         layer.quant_method.apply = partial(_apply, layer.quant_method.apply)
 
 
 def _apply(base: Callable, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The layer's product with the adapter's, in place of `base`, the one of its quantization method."""
+    """Replaces `base`, the `apply` of a layer's quantization method: adds the adapter's product to the base's."""
     branch = torch.ops.trl_quant.adapter_branch(x, layer.lora_a, layer.lora_b)
     return torch.ops.trl_quant.add_branch(base(layer, x, bias), branch, x)
 
 
 @torch.library.custom_op("trl_quant::adapter_branch", mutates_args=())
 def _branch(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """(X A^T) B^T, on a GPU beside what is launched next: to be read by `add_branch` alone."""
+    """
+    Computes (X A^T) B^T. On a GPU it runs on a side stream, beside the kernels that are launched next, so only
+    `add_branch` may read the result.
+    """
     y = x.new_empty(*x.shape[:-1], len(b))
     with _beside(x.device):
         torch.mm(linear(x, a).flatten(0, -2), b.t(), out=y.view(-1, len(b)))
@@ -160,7 +185,7 @@ def _branch(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 @torch.library.custom_op("trl_quant::add_branch", mutates_args=())
 def _sum(y: Tensor, branch: Tensor, x: Tensor) -> Tensor:
-    """The sum, once the branch is there; until then nothing may take the memory of its inputs `x`."""
+    """Waits for the branch and adds it. The argument `x` keeps the branch's input alive until then."""
     if y.is_cuda:
         torch.cuda.current_stream(y.device).wait_stream(_side(y.device))
     return y + branch
@@ -183,7 +208,7 @@ def _side(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[None]:
-    """Context whose kernels run beside those launched after it, and are captured with them."""
+    """Context whose kernels run on a side stream, beside those that are launched after it. CUDA graphs capture both."""
     if device.type != "cuda":
         yield
         return
@@ -196,47 +221,59 @@ def _beside(device: torch.device) -> Iterator[None]:
 @torch.no_grad()
 def write_adapter(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """
-    Writes an adapter where [`hold_adapter`] made room, in place of the one before it.
+    Writes an adapter into the buffers that [`hold_adapter`] made, over the previous one.
 
     Args:
         model (`nn.Module`): vLLM's model.
         tensors (`dict[str, torch.Tensor]`):
-            By PEFT's names A, (rank, in), and B times the adapter's scale, (out, rank), of each layer of the policy.
+            By PEFT's names, A of shape (rank, in), and B times the adapter's scale, of shape (out, rank), for each of
+            the policy's layers.
 
     Raises:
-        `RuntimeError`: for an adapter of other layers or other ranks than there is room for.
+        `RuntimeError`: The adapter has other layers or other ranks than the buffers.
     """
-    ends = {"lora_a": ".lora_A.weight", "lora_b": ".lora_B.weight"}
-    names = [name.removesuffix(ends["lora_a"]) for name in tensors if name.endswith(ends["lora_a"])]
-    pairs = {n.removeprefix("base_model.model."): tuple(tensors[n + end] for end in ends.values()) for n in names}
-    found = slots(model, {name: len(a) for name, (a, _) in pairs.items()})
-    if _rooms(found) != {layer: len(layer.lora_a) for layer in model.modules() if hasattr(layer, "lora_a")}:
+    pairs = {}
+    for name, a in tensors.items():
+        if name.endswith(".lora_A.weight"):
+            prefix = name.removesuffix(".lora_A.weight")
+            pairs[prefix.removeprefix("base_model.model.")] = a, tensors[f"{prefix}.lora_B.weight"]
+    slots_by_name = slots(model, {name: len(a) for name, (a, _) in pairs.items()})
+    if _total_ranks(slots_by_name) != {
+        layer: len(layer.lora_a) for layer in model.modules() if hasattr(layer, "lora_a")
+    }:
         raise RuntimeError("the adapter has other layers or ranks than the engine was started for")
-    for name, slot in found.items():
+    for name, slot in slots_by_name.items():
         _write(slot, *pairs[name])
 
 
 def _write(slot: Slot, a: Tensor, b: Tensor) -> None:
     layer, sizes = slot.layer, slot.layer.output_partition_sizes
     layer.lora_a[slot.ranks].copy_(_shard(a, 1, _inputs(layer), layer))
-    whole = [len(b)] if len(slot.parts) == 1 else _whole_sizes(layer)
-    for part, rows in zip(slot.parts, b.split(whole), strict=True):
+    rows_of_parts = [len(b)] if len(slot.parts) == 1 else _whole_sizes(layer)
+    for part, rows in zip(slot.parts, b.split(rows_of_parts), strict=True):
         start = sum(sizes[:part])
         layer.lora_b[start : start + sizes[part], slot.ranks].copy_(_shard(rows, 0, sizes[part], layer))
 
 
 def _shard(tensor: Tensor, dim: int, size: int, layer: LinearBase) -> Tensor:
-    """This rank's `size` of a whole tensor along `dim`. Where there are fewer shards than ranks, neighbours share."""
+    """
+    Returns this rank's shard, of length `size` along `dim`, of a whole tensor. If there are fewer shards than ranks,
+    neighbouring ranks have the same one.
+    """
     shards = tensor.shape[dim] // size
     return tensor.narrow(dim, layer.tp_rank * shards // layer.tp_size * size, size)
 
 
 def _inputs(layer: LinearBase) -> int:
-    """Inputs of this rank's part of a layer."""
+    """Returns the number of inputs of this rank's part of a layer."""
     return getattr(layer, "input_size_per_partition", layer.input_size)
 
 
 def _whole_sizes(layer: LinearBase) -> list[int]:
-    """Outputs of each part over all ranks; vLLM counts heads of keys and values that several ranks share as often."""
+    """
+    Returns the number of outputs of each part over all ranks. vLLM counts heads of keys and values once for each rank
+    that holds them; here they count once.
+    """
     copies = getattr(layer, "num_kv_head_replicas", 1)
-    return [size // (copies if part else 1) for part, size in enumerate(layer.output_sizes)]
+    queries, *keys_and_values = layer.output_sizes
+    return [queries, *(size // copies for size in keys_and_values)]

@@ -1,9 +1,9 @@
-"""`rollout_precision="auto"`: the precision that samples fastest on this device, found by measuring each; of those that
-are about as fast, the one nearest to the policy.
+"""Implements `rollout_precision="auto"`: measures each precision on this device and chooses the fastest; among those
+that are about as fast, the one nearest to the policy.
 
-Every precision that device and vLLM support is measured where TRL builds the run's engine, with the arguments that TRL
-gives for it, in processes of its own that leave nothing behind (`trial`). The policy is loaded by then, as it is when
-the run samples. The main process measures, and the others take its choice.
+Every precision that the device and vLLM support is measured when TRL builds the run's engine, with the arguments that
+TRL gives for it, in processes of its own that leave nothing behind (`trial`). The policy is loaded by then, as it is
+when the run samples. The main process measures, and the others take its choice.
 """
 
 from collections.abc import Iterable
@@ -23,8 +23,8 @@ from .support import adapter_arguments, check_architecture, prepared_precisions,
 from .trial import Speed, Trial, measure
 
 
-WORTHWHILE = 1.05  # a precision must beat a nearer one by as much: below that, less mismatch is the better bargain
-PATIENCE = timedelta(hours=4)  # of the ranks that wait for the choice
+WORTHWHILE = 1.05  # the factor by which a precision must be faster than one that is nearer to the policy
+PATIENCE = timedelta(hours=4)  # how long the other ranks wait for the choice
 
 
 def fastest_engine(model: nn.Module, accelerator: Accelerator, processing_class, **settings) -> VLLMEngine:
@@ -34,8 +34,8 @@ def fastest_engine(model: nn.Module, accelerator: Accelerator, processing_class,
     Args:
         model (`nn.Module`): The policy.
         accelerator ([`~accelerate.Accelerator`]): The trainer's.
-        processing_class: The trainer's.
-        settings: Further arguments of [`VLLMEngine`], but for the precision.
+        processing_class: The trainer's tokenizer or processor.
+        settings: Further arguments of [`VLLMEngine`], without the precision.
     """
     precision = choose_precision(model, accelerator, settings)
     return VLLMEngine(model, accelerator, processing_class, precision=precision, **settings)
@@ -45,20 +45,20 @@ def choose_precision(
     model: nn.Module, accelerator: Accelerator, settings: dict, candidates: Iterable[str] | None = None
 ) -> str:
     """
-    The fastest precision for an engine. Collective; prints a table on the main process.
+    Chooses the precision of an engine. Collective; prints a table on the main process.
 
     Args:
-        model (`nn.Module`): The policy, of which only the shape counts.
+        model (`nn.Module`): The policy. Only its shape matters.
         accelerator ([`~accelerate.Accelerator`]): The trainer's.
-        settings (`dict`): The arguments of the run's [`VLLMEngine`], but for the precision.
+        settings (`dict`): The arguments of the run's [`VLLMEngine`], without the precision.
         candidates (`Iterable[str]`, *optional*): The precisions to measure. If `None`, all that run here.
 
     Returns:
-        `str`: The nearest to the policy of those precisions that no other beats by 5% in tokens per second.
+        `str`: Among the precisions that no other beats by 5% in tokens per second, the one nearest to the policy.
 
     Raises:
-        `ValueError`: for an architecture that vLLM does not know, or an adapter that it does not run.
-        `RuntimeError`: if no engine started.
+        `ValueError`: vLLM does not know the architecture, or does not run the adapter.
+        `RuntimeError`: No engine started.
     """
     given = settings.get("engine_kwargs") or {}
     start = given.get("model", model.name_or_path)
@@ -87,19 +87,24 @@ def choose_precision(
 
 
 def rates_of(measured: dict[str, Speed | str], batch: int, length: int) -> dict[str, float | str]:
-    """Tokens per second over a whole generation, or why there are none."""
-    return {name: s if isinstance(s, str) else s.rate(batch, length) for name, s in measured.items()}
+    """Returns each precision's tokens per second over a whole generation, or the reason why it failed."""
+    rates = {}
+    for name, speed in measured.items():
+        rates[name] = speed if isinstance(speed, str) else speed.rate(batch, length)
+    return rates
 
 
 def choice_of(rates: dict[str, float | str]) -> str | None:
-    """The choice among precisions with their tokens per second, or why they have none; `None` if all failed."""
+    """Returns the choice for the result of [`rates_of`]; `None` if all precisions failed."""
     speeds = {name: rate for name, rate in rates.items() if not isinstance(rate, str)}
-    fastest = max(speeds.values(), default=None)
-    return next((name for name in PRECISIONS if name in speeds and speeds[name] * WORTHWHILE >= fastest), None)
+    for name in PRECISIONS:  # the nearest to the policy comes first
+        if name in speeds and speeds[name] * WORTHWHILE >= max(speeds.values()):
+            return name
+    return None
 
 
 def from_main_process(values: list) -> list:
-    """The main process's `values`, on all. The others wait on their CPUs, so that the GPUs are free to be measured."""
+    """Returns the main process's `values` on all processes. The others wait on their CPUs, which leaves GPUs free."""
     if torch.distributed.is_initialized():
         group = torch.distributed.new_group(timeout=PATIENCE, backend="gloo")
         torch.distributed.broadcast_object_list(values, src=0, group=group)
@@ -108,7 +113,7 @@ def from_main_process(values: list) -> list:
 
 
 def uncounted(model: nn.Module, accelerator: Accelerator, settings: dict) -> list[str]:
-    """What takes time in this run and is not measured."""
+    """Returns the parts of a step that take time in this run and are not measured."""
     parts = {
         "reading prompts": True,
         "gathering the sharded policy": PolicyWeights(model, accelerator).is_sharded,

@@ -1,7 +1,7 @@
 """The common part of the two vLLM engines, the one in the trainer's process and the one behind a server.
 
 A sync streams the policy into the engine. Before the engine samples, noise is added to its norms, and at intervals the
-self-check compares it with the policy. TRL's own code starts vLLM and asks it for samples ([`TRLGeneration`]).
+self-check compares it with the policy. TRL's own code starts vLLM and samples from it ([`TRLGeneration`]).
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,21 +30,22 @@ class VLLMBase(RolloutEngine):
     Base of the vLLM engines. A subclass sets its own attributes and then calls [`start`].
 
     Parameters:
-        sync_check_steps (`int`, *optional*, defaults to `50`): Syncs from one self-check to the next; 0 for none.
+        sync_check_steps (`int`, *optional*, defaults to `50`):
+            Number of syncs between two self-checks; 0 for no self-checks.
 
     Attributes:
         lora_sync (`str`): How an adapter reaches the engine, `"merge"` or `"adapter"`.
         sleep_level (`int`): vLLM's sleep level between generations; 0 if it stays awake.
-        checkpoint_dtype (`torch.dtype` or `None`): Type of the weights that the engine starts on, if that is known.
-        ignore (`list[str]`): Linear layers of the policy that are not quantized.
-        travels_quantized (`bool`): Whether the engine takes codes and scales rather than BF16 weights.
+        checkpoint_dtype (`torch.dtype` or `None`): Type of the weights that the engine starts on, if it is known.
+        ignore (`list[str]`): Names of the policy's linear layers that are not quantized.
+        travels_quantized (`bool`): Whether a sync sends codes and scales instead of BF16 weights.
         quantizers (`dict`): The functions that quantize on the engine's device; see [`~support.quantizers_on`].
-        streaming (`str`): The tensor that a sync is sending, for errors.
-        stale_cache (`bool`): Whether the prefix cache outlived the last sync.
-        last_check (`dict` or `None`): What the last whole self-check measured.
+        streaming (`str`): The tensor that a sync is sending, for error messages.
+        stale_cache (`bool`): Whether the prefix cache still holds blocks from before the last sync.
+        last_check (`dict` or `None`): Results of the last full self-check.
         product_errors (`dict[int, float]`): Relative errors of the device's INT8 products; see [`~worker.int8_errors`].
         caches (`dict[int, KVCache]`): The quantized KV caches, by layer, with the scales of a fresh engine.
-        syncs_to_check (`int`): Syncs until the next self-check.
+        syncs_to_check (`int`): Number of syncs until the next self-check.
     """
 
     def __init__(self, *args, sync_check_steps: int = 50, **kwargs):
@@ -64,68 +65,81 @@ class VLLMBase(RolloutEngine):
         self.syncs_to_check = 1  # the first sync is checked
         self._failure: str | None = None
         self._non_finite: dict[str, Tensor] = {}
-        self._built_for: set = set()
+        self._started_model: set = set()  # `_model_traits` when the engine started
 
     def start(self) -> None:
-        """Starts vLLM, and settles what the engine was started for."""
+        """Starts vLLM, adds the policy's stop tokens, and records the model that the engine was started for."""
         self.start_vllm()
-        if not self.generation_kwargs.get("ignore_eos"):  # vLLM knows only the stop tokens of its own checkpoint
+        if not self.generation_kwargs.get("ignore_eos"):  # by itself vLLM stops only at its checkpoint's tokens
             given = self.generation_kwargs.get("stop_token_ids") or []
             self.generation_kwargs = self.generation_kwargs | {"stop_token_ids": [*given, *self.eos_token_ids]}
         self.drift.quantizer = self.quantizers["quantizer"]
-        self._built_for = self._kind_of_model()
+        self._started_model = self._model_traits()
 
-    # What a vLLM engine implements, beside `read_norms` and `write_norms`
+    # Methods that a vLLM engine implements, beside `read_norms` and `write_norms`
 
     def start_vllm(self) -> None:
         """Starts vLLM, or connects to its server."""
         raise NotImplementedError
 
     def send(self) -> None:
-        """Brings the policy's weights into the engine."""
+        """Sends the policy's weights to the engine."""
         raise NotImplementedError
 
     def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
         """
-        Lets the engine continue the prompts greedily, with its prefix cache, and score them without it.
+        Lets the engine continue the prompts greedily, with its prefix cache, and score the prompts without it.
 
         Returns:
-            `(list[list[int]], list[torch.Tensor])`: the prompts with `new_tokens` more tokens each, and the
-            log-probability of each token but the first, shape (length - 1,), in nats.
+            `(list[list[int]], list[torch.Tensor])`: The prompts with `new_tokens` more tokens each; for each sequence
+            the log-probabilities, in nats, of all tokens but the first, shape (length - 1,).
         """
         raise NotImplementedError
 
     def limits(self) -> tuple[int, int]:
-        """`(tokens in a block of the prefix cache, tokens in the longest sequence)`."""
+        """Returns the number of tokens in a block of the prefix cache, and in the longest sequence."""
         raise NotImplementedError
 
     def read_caches(self) -> list[dict[int, KVCache]]:
-        """The quantized KV caches, by layer, as each worker that this process can ask holds them now."""
+        """Returns the current quantized KV caches, by layer, of each worker that this process can ask."""
         raise NotImplementedError
 
     def expect_caches(self, format: str, config: PreTrainedConfig) -> None:
-        """Records the KV caches, in vLLM's `format`, of an engine that just started on a checkpoint with `config`."""
+        """
+        Records the KV caches of an engine that has just started, with the scales of a fresh engine.
+
+        Args:
+            format (`str`): vLLM's name of the caches' type.
+            config ([`~transformers.PreTrainedConfig`]): The config of the checkpoint that the engine started on.
+        """
         if format in UNQUANTIZED:
             return
         self.caches = self.read_caches()[0]
         if not brings_cache_scales(config):
-            self.caches = {
-                index: replace(cache, scales=dict.fromkeys(cache.scales, 1.0)) for index, cache in self.caches.items()
-            }
+            for index, cache in self.caches.items():
+                self.caches[index] = replace(cache, scales=dict.fromkeys(cache.scales, 1.0))
 
-    # The policy's weights on their way
+    # The stream of the policy's weights
 
     @property
     def on_cpu(self) -> bool:
         return self.accelerator.device.type == "cpu"
 
     def own_base_bytes(self) -> int:
-        """Bytes of the policy's base where it is frozen in the engine's precision, else 0."""
+        """Returns the bytes of the policy's base if it is frozen in the engine's precision, else 0."""
         layers = [layer for _, layer in self.weights.frozen() if layer.precision == self.precision]
         return sum(tensor.nbytes for layer in layers for tensor in layer.parameters())
 
     def plan_stream(self, prepared: bool) -> None:
-        """Decides which layers travel quantized. An engine that quantizes by itself takes BF16 weights."""
+        """
+        Decides whether a sync sends codes and scales, or BF16 weights that the engine quantizes itself.
+
+        Args:
+            prepared (`bool`): Whether the engine starts on a quantized checkpoint.
+
+        Raises:
+            `ValueError`: The policy ties its head to its embeddings, and its config does not, or the reverse.
+        """
         policy = self.weights.base_model
         count_layers(policy, self.precision)
         ties = policy.config.get_text_config().tie_word_embeddings
@@ -146,26 +160,27 @@ class VLLMBase(RolloutEngine):
         self.travels_quantized = prepared or PRECISIONS[self.precision].travels_quantized
         self.quantizers = quantizers_on(self.accelerator.device)
 
-    def _kind_of_model(self) -> set:
-        """What a vLLM model is built for: the names of its parameters and the size of its vocabulary."""
+    def _model_traits(self) -> set:
+        """Returns the traits of the policy that vLLM's model is built for: parameter names and vocabulary size."""
         vocabulary = f"a vocabulary of {self.weights.base_model.config.get_text_config().vocab_size}"
-        if self.weights.sharding.fsdp_version == 1:  # FSDP1 joins parameters
+        if self.weights.sharding.fsdp_version == 1:  # FSDP1 flattens parameters into one
             return {vocabulary}
         return {vocabulary, *dict(self.weights.outside_base())}
 
     def _require_same_model(self) -> None:
         """Raises `ValueError` if the policy has become another model."""
-        before, now = self._built_for, self._kind_of_model()
+        before, now = self._started_model, self._model_traits()
         if now != before:
-            added, missing = (", ".join(sorted(names)[:3]) or "nothing" for names in (now - before, before - now))
+            gained = ", ".join(sorted(now - before)[:3]) or "nothing"
+            lost = ", ".join(sorted(before - now)[:3]) or "nothing"
             raise ValueError(
-                f"vLLM was started for another model than the policy is now: it gained {added}, and lost {missing}. "
-                "Undo what did that (a head that was tied or untied, a vocabulary that was resized, torch's "
-                "`parametrize` or `prune`), save the model and start from that, or sample with `use_vllm=False`."
+                f"The policy is another model than vLLM was started for: it gained {gained}, and lost {lost}. Undo the "
+                "change (tying or untying the head, resizing the vocabulary, torch's `parametrize` or `prune`), save "
+                "the changed model and start from that, or sample with `use_vllm=False`."
             )
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights under the names and in the layout that the engine loads. Collective."""
+        """Streams the policy's weights under the names and in the layout that the engine loads. Collective."""
         weights = self._watched(self._iter_named_params())
         if not self.travels_quantized:
             return weights
@@ -175,19 +190,22 @@ class VLLMBase(RolloutEngine):
         return self._flagged(self._quantized(weights, **unchecked))
 
     def _quantized(self, weights: Iterable[tuple[str, Tensor]], **quantizers) -> Iterator[tuple[str, Tensor]]:
-        """The weights in the engine's layout. A policy that trains in its codes and scales gives those."""
+        """Streams weights in the engine's quantized layout. A policy that trains in it provides codes and scales."""
         format = PRECISIONS[self.precision].format
         if not self.weights.unified(self.precision):
             yield from checkpoint_stream(weights, format, self.ignore, **quantizers)
             return
-        for name, tensor in self.in_codes(weights):
+        for name, tensor in self.quantized_as_trained(weights):
             if isinstance(tensor, QuantizedTensor):
                 yield from checkpoint_tensors(name, tensor).items()
             else:
                 yield from checkpoint_stream([(name, tensor)], format, self.ignore, **quantizers)
 
     def _flagged(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Records on the GPU which scales show NaN or infinity; reading the result here would wait for each layer."""
+        """
+        Records, on the GPU, which scales reveal NaN or infinity. [`_require_finite`] reads the records after the sync;
+        reading them here would wait for each layer.
+        """
         from ...kernels.quantize import shows_non_finite
 
         format = PRECISIONS[self.precision].format
@@ -203,7 +221,7 @@ class VLLMBase(RolloutEngine):
             raise ValueError("it holds NaN or infinity")
 
     def _watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Moves `weights` to the engine's device and records their names, for errors, and norms, for the metrics."""
+        """Moves `weights` to the engine's device, records the current name for errors, and measures the weights."""
         for name, tensor in weights:
             self.streaming = f"`{name}`"
             tensor = tensor.to(self.accelerator.device)
@@ -212,21 +230,21 @@ class VLLMBase(RolloutEngine):
             yield name, tensor
 
     def update_since_sync(self) -> float:
-        """How far the policy has moved since the last sync, relative to its norm. Collective."""
+        """Returns the norm of the policy's update since the last sync, relative to the policy's norm. Collective."""
         return self.drift.since_sync(self._iter_named_params()).get("normalized_update", 0.0)
 
     def unquantized(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights without those of the linear layers that the engine quantizes. Collective."""
+        """Streams the policy's weights, except those of the linear layers that the engine quantizes. Collective."""
         layers = {f"{layer.name}.weight" for layer in dense_linears(self.weights.base_model).values()}
         with exchanged(self.weights, unread=layers):
             for name, tensor in self._iter_named_params():
                 if name not in layers:
                     yield name, tensor
 
-    def held_otherwise(self) -> str | None:
+    def differing_weight(self) -> str | None:
         """
-        The name of the first of the [`unquantized`] weights that differs between engine and policy; `None` if all are
-        equal or this process cannot read them. Collective.
+        Returns the name of the first of the [`unquantized`] weights that differs between engine and policy; `None` if
+        all are equal, or if this process cannot read the engine's. Collective.
         """
         return None
 
@@ -235,16 +253,16 @@ class VLLMBase(RolloutEngine):
     @torch.no_grad()
     def sync(self) -> None:
         """
-        Gives the engine the policy's current weights, without noise; fills `sync_metrics`.
+        Sends the policy's current weights to the engine, without noise, and sets `sync_metrics`.
 
         Raises:
-            `ValueError`: if the policy has become another model.
-            `RuntimeError`: if the sync fails, with the tensor's name. Then vLLM's model is half loaded and cannot be
-                used any more.
+            `ValueError`: The policy has become another model.
+            `RuntimeError`: The sync failed; the message names the tensor. vLLM's model is then half loaded, and the
+                engine cannot be used any more.
         """
         self.require_alive()
         self._require_same_model()
-        self.weights.forget_codes()
+        self.weights.forget_quantized_weights()
         self.streaming = "the first tensor"
         try:
             self.send()
@@ -272,7 +290,7 @@ class VLLMBase(RolloutEngine):
     # Self-check
 
     def check_sync(self, quick: bool = False) -> dict[str, float]:
-        """Compares engine and policy, both without noise: [`~rollout.verify.self_check.self_check`]."""
+        """Compares engine and policy without noise; see [`~rollout.verify.self_check.self_check`]."""
         from ..verify.self_check import self_check
 
         self.ensure_ready()
@@ -301,5 +319,5 @@ class VLLMBase(RolloutEngine):
         return Samples(token_ids, [[drawn for drawn, *_ in row] for row in logprobs])
 
     def sampling(self) -> AbstractContextManager:
-        """Context in which TRL asks vLLM for samples. A server gets TRL's requests as they are."""
+        """Context in which TRL samples from vLLM. A subclass may change vLLM in it; here nothing changes."""
         return nullcontext()

@@ -1,7 +1,7 @@
-"""The vLLM engine in the trainer's process, in one precision and with the policy's weights of the current step.
+"""The vLLM engine in the trainer's process.
 
-TRL builds vLLM's `LLM` and calls it. This class adds the arguments that make it a quantized one, and takes care of
-sync, noise and sleep itself. Functions import vLLM when they need it, so that this package imports without it.
+TRL builds vLLM's `LLM` and samples from it. This class adds the arguments for the precision, and handles sync, noise
+and sleep itself. Functions import vLLM when they need it, so that this package imports without it.
 """
 
 import logging
@@ -32,7 +32,7 @@ from .support import (
     layout_arguments,
     multiply_as_given,
     outside_decoder,
-    two_copies,
+    warn_of_two_copies,
 )
 
 
@@ -43,23 +43,25 @@ class VLLMEngine(VLLMBase):
     """
     vLLM in `precision`, in the trainer's process.
 
-    A sync is one bracketed reload of the whole model. It streams tensor by tensor in the model's order and quantizes on
-    the way. Afterwards the engine equals, bit for bit, one that was started from a checkpoint of the same weights. With
-    `lora_sync="adapter"` the quantized base stays as it was loaded and only A and B travel. If the policy is trained on
-    that base, both hold one copy of it ([`one_copy`]).
+    A sync is one bracketed reload of the whole model. It streams tensor by tensor, in the model's order, and quantizes
+    each tensor on the way. Afterwards the engine equals, bit for bit, an engine that was started on a checkpoint of the
+    same weights. With `lora_sync="adapter"` the quantized base stays as it was loaded, and only A and B are sent. If
+    the policy is trained on that base, trainer and engine share one copy of it ([`one_copy`]).
 
     Parameters:
         engine_kwargs (`dict`, *optional*):
-            Further arguments of vLLM's `LLM`. Its `model`, such as a prepared checkpoint, is what vLLM starts on.
+            Further arguments of vLLM's `LLM`. vLLM starts on the `model` among them, such as a prepared checkpoint, or
+            else on the policy's own.
         lora_sync (`str`, *optional*, defaults to `"merge"`): How an adapter reaches the engine: `"merge"`, `"adapter"`.
         sleep_level (`int`, *optional*, defaults to `2`): vLLM's sleep level if TRL's `enable_sleep_mode` is set.
         exact (`bool`, *optional*, defaults to `False`):
-            Whether a token's numbers must not depend on the tokens beside it; see [`exact`].
+            Whether the results for a token must not depend on the other tokens of its batch; see [`exact`].
 
     Attributes:
         pushed (`dict[str, torch.Tensor]`): The adapter that the engine holds, with `lora_sync="adapter"`.
         llm (`vllm.LLM`): vLLM itself.
-        kernels ([`~layers.exact.Kernels`] or `None`): With `exact`, the kernels that give the policy the engine's bits.
+        kernels ([`~layers.exact.Kernels`] or `None`):
+            With `exact`, vLLM's kernels, with which the policy computes the same bits.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class VLLMEngine(VLLMBase):
         enable_sleep_mode: bool = False,
         **kwargs,
     ):
-        # TRL only knows sleep level 2, which would lose an adapter's base, so the engine sleeps without TRL.
+        # TRL knows only sleep level 2, which would discard the base under an adapter. So the engine sleeps without TRL.
         super().__init__(*args, enable_sleep_mode=False, **kwargs)
         self.engine_kwargs = dict(engine_kwargs or {})
         self.lora_sync = lora_sync
@@ -80,9 +82,11 @@ class VLLMEngine(VLLMBase):
         self.sleep_level = sleep_level if enable_sleep_mode else 0
         self.pushed: dict[str, Tensor] = {}
         self.kernels: Kernels | None = None
-        self._asleep: set[str] = set()  # vLLM's tags of what must be woken
-        self._base: dict[str, Hashable] = {}  # fingerprints of what does not travel, from when the engine started
-        self._base_seen: Hashable = None
+        self._asleep: set[str] = set()  # vLLM's tags of the memory that sleeps
+        # With `lora_sync="adapter"`, fingerprints of the base's parameters when the engine started ...
+        self._base_at_start: dict[str, Hashable] = {}
+        # ... and of the whole base when it was last found to be unchanged
+        self._unchanged_base: Hashable = None
         self.start()
 
     # Start
@@ -91,7 +95,7 @@ class VLLMEngine(VLLMBase):
         check_device(self.precision, self.sleep_level > 0)
         if self.weights.unified(self.precision):
             multiply_as_given(self.precision)
-        from . import lifetime, one_copy, worker  # also registers the loader
+        from . import lifetime, one_copy, worker  # importing `worker` registers the model loader
 
         arguments = self._llm_arguments()
         with lifetime.starting(), llm_with(**arguments), one_copy.lending(self._base_to_share()):
@@ -114,40 +118,47 @@ class VLLMEngine(VLLMBase):
         (self.product_errors,) = self.llm.apply_model(worker.int8_errors)
         if max(self.product_errors.values(), default=0.0) > 2**-7:
             logger.warning(
-                "This CPU has neither VNNI nor AMX: its INT8 products saturate and are off by %s (relative, by number "
-                "of inputs). INT8 samples are noisier here than elsewhere.",
+                "This CPU has neither VNNI nor AMX, so its INT8 products saturate. Their relative errors, by number of "
+                "inputs, are %s. INT8 samples are noisier here than elsewhere.",
                 {inputs: round(error, 4) for inputs, error in self.product_errors.items()},
             )
         started = self.llm.llm_engine.vllm_config
         self.expect_caches(started.cache_config.cache_dtype, started.model_config.hf_config)
-        # Sharding comes later and leaves each rank other numbers. There only the self-check compares the base.
+        # A policy that will be sharded has other fingerprints later. There only the self-check compares the base.
         is_sharded = self.weights.sharding.is_fsdp or self.weights.sharding.is_zero3
-        is_on_trial = next(self.model.parameters()).is_meta  # a trial's policy gets its numbers later
+        is_on_trial = next(self.model.parameters()).is_meta  # a trial's policy gets its values later
         if self.lora_sync == "adapter" and not is_sharded and not is_on_trial:
-            self._base = self._base_fingerprints()
+            self._base_at_start = self._base_fingerprints()
         self.rest()
 
     def _base_to_share(self) -> PolicyWeights | None:
-        """The policy's weights, if this engine can sample from the policy's own frozen base."""
+        """
+        Returns the policy's weights if vLLM can share the policy's frozen base. If the policy has one that vLLM cannot
+        share, warns of the second copy and returns `None`.
+        """
         if not self.own_base_bytes():
             return None
         if self.lora_sync == "adapter" and "model" not in self.engine_kwargs:
             return self.weights
-        own = "the adapter is merged into it" if self.lora_sync == "merge" else "vLLM has a checkpoint of its own"
-        two_copies(self.own_base_bytes(), f"in vLLM {own}")
+        if self.lora_sync == "merge":
+            reason = "in vLLM the adapter is merged into it"
+        else:
+            reason = "vLLM has a checkpoint of its own"
+        warn_of_two_copies(self.own_base_bytes(), reason)
         return None
 
     def _llm_arguments(self) -> dict:
-        """The arguments that are added to TRL's arguments of `LLM`, or replace them."""
+        """Returns the arguments of `LLM` that are added to TRL's, or replace them."""
         arguments = dict(self.engine_kwargs)
-        if "model" not in arguments and (commit := getattr(self.model.config, "_commit_hash", None)):
-            arguments.setdefault("revision", commit)  # the hub's revision that the policy was loaded from
+        commit = getattr(self.model.config, "_commit_hash", None)  # the hub's revision that the policy was loaded from
+        if "model" not in arguments and commit:
+            arguments.setdefault("revision", commit)
         start, revision = arguments.get("model", self.model.name_or_path), arguments.get("revision")
         config = AutoConfig.from_pretrained(start, revision=revision, trust_remote_code=self.trl.trust_remote_code)
         check_architecture(config, self.trl.model_impl)
         self.checkpoint_dtype = config.dtype or torch.bfloat16
         prepared = check_prepared(config, self.precision)
-        # If the engine quantized the policy's BF16 weights itself, its scales would be FP32
+        # A policy that trains in this precision sends its own codes and scales: vLLM would compute FP32 scales
         self.plan_stream(prepared or bool(self.weights.unified(self.precision)))
         entry = PRECISIONS[self.precision]
         arguments = {"dtype": "bfloat16", "quantization": entry.vllm.online, **arguments}
@@ -160,41 +171,49 @@ class VLLMEngine(VLLMBase):
             arguments |= layout_arguments(entry.format, self.ignore, outside, device, prepared, arguments)
         elif entry.vllm.online and outside:
             arguments["quantization_config"] = {"ignore": outside}
-        held = {"wide_norms": True} if self.wide_norms else {}
+        loader_options = {"wide_norms": True} if self.wide_norms else {}
         if self.exact:
             from .exact import exact_arguments
 
-            arguments, held = arguments | exact_arguments(arguments), held | {"exact": True}
+            arguments |= exact_arguments(arguments)
+            loader_options["exact"] = True
         if self.lora_sync == "adapter":
-            held |= adapter_arguments(self.model, arguments)
-        return arguments | _holding(held, arguments)
+            loader_options |= adapter_arguments(self.model, arguments)
+        return arguments | _loader_arguments(loader_options, arguments)
 
     # Sync
 
     def sync(self) -> None:
-        """As [`VLLMBase.sync`]; raises `ValueError` if a weight changed that does not travel."""
-        if self._base:
-            self._require_base()
+        """
+        As [`VLLMBase.sync`].
+
+        Raises:
+            `ValueError`: A weight that is not sent has changed, with `lora_sync="adapter"`.
+        """
+        if self._base_at_start:
+            self._require_unchanged_base()
         super().sync()
 
-    def _require_base(self) -> None:
+    def _require_unchanged_base(self) -> None:
         """
-        Raises `ValueError` if the base beneath the adapter is no longer the one that the engine started on and keeps.
-        DeepSpeed may round it to the type in which the engine holds it, which changes nothing there.
+        Raises `ValueError` if the base under the adapter has changed since the engine started on it. DeepSpeed may
+        round the base to the engine's type, which does not count as a change.
         """
         base = dict(self.weights.outside_base())
-        if (seen := _fingerprint(*base.values())) == self._base_seen:
+        current = _fingerprint(*base.values())
+        if current == self._unchanged_base:
             return
-        now = self._base_fingerprints()
-        if changed := [name for name in now | self._base if now.get(name) != self._base.get(name)]:
+        before, now = self._base_at_start, self._base_fingerprints()
+        changed = [name for name in now | before if now.get(name) != before.get(name)]
+        if changed:
             raise ValueError(
-                f"`lora_sync`='adapter' sends the adapter alone, and the policy's `{changed[0]}` changed since the "
+                f"`lora_sync`='adapter' sends only the adapter, but the policy's `{changed[0]}` changed since the "
                 f"engine started ({len(changed)} of {len(now)} parameters of the base did). Use `lora_sync='merge'`."
             )
-        self._base_seen = seen
+        self._unchanged_base = current
 
     def _base_fingerprints(self) -> dict[str, Hashable]:
-        """Fingerprint of each parameter of the base, in the type of the engine. Frozen layers never change."""
+        """Returns the fingerprint of each parameter of the base, in the engine's type. Frozen layers never change."""
         return {
             name: _fingerprint(tensor.to(self.checkpoint_dtype) if tensor.is_floating_point() else tensor)
             for name, tensor in self.weights.outside_base()
@@ -229,11 +248,11 @@ class VLLMEngine(VLLMBase):
         update = torch.stack([(now[name] - sent).norm() for name, sent in self.pushed.items()]).norm()
         return (update / torch.stack([sent.norm() for sent in self.pushed.values()]).norm()).item()
 
-    def held_otherwise(self) -> str | None:
+    def differing_weight(self) -> str | None:
         from . import worker
 
         dtype = self.llm.llm_engine.vllm_config.model_config.dtype
-        compare = partial(worker.held_otherwise, weights=self.unquantized(), dtype=dtype)
+        compare = partial(worker.differing_weight, weights=self.unquantized(), dtype=dtype)
         return self.llm.apply_model(compare)[0]
 
     # Noise
@@ -276,7 +295,7 @@ class VLLMEngine(VLLMBase):
     # Sample
 
     def requests(self) -> int:
-        """Counts also what others ask of vLLM itself (`llm.generate`, `llm.chat`)."""
+        """Also counts requests to vLLM itself (`llm.generate`, `llm.chat`)."""
         return super().requests() + self.llm.request_counter.counter
 
     @contextmanager
@@ -288,7 +307,7 @@ class VLLMEngine(VLLMBase):
         from vllm import SamplingParams
 
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
-        # Greedy decoding leaves the random state of the run's samples alone
+        # Greedy decoding does not advance the random state of the run's samples
         continuing = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, logprobs=0)
         scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         with nothing_left_behind(self.llm):
@@ -316,33 +335,37 @@ def _fingerprint(*tensors: Tensor) -> Hashable:
     return fingerprint(nn.ParameterList([nn.Parameter(tensor, requires_grad=False) for tensor in tensors]))
 
 
-def _holding(held: dict, given: dict) -> dict:
-    """Arguments for our loader, which wraps the `given` one and gives vLLM's model more than weights."""
-    if not held:
+def _loader_arguments(options: dict, given: dict) -> dict:
+    """
+    Returns the arguments of `LLM` that select our loader with its `options`. It wraps the loader that the `given`
+    arguments select.
+    """
+    if not options:
         return {}
-    extra = given.get("model_loader_extra_config", {}) | held
-    if (reader := given.get("load_format", "trl_quant")) != "trl_quant":
-        extra["load_format"] = reader
+    extra = given.get("model_loader_extra_config", {}) | options
+    wrapped = given.get("load_format", "trl_quant")
+    if wrapped != "trl_quant":
+        extra["load_format"] = wrapped
     return {
         "load_format": "trl_quant",
         "model_loader_extra_config": extra,
-        # vLLM looks up compiled models by a hash of its configuration, which contains this and not the loader.
-        "additional_config": {**given.get("additional_config", {}), "trl_quant": held},
+        # vLLM's cache of compiled models is keyed by its configuration, which includes this and not the loader's
+        "additional_config": {**given.get("additional_config", {}), "trl_quant": options},
     }
 
 
 def _cached_blocks(llm) -> int:
-    """Number of blocks of keys and values that the prefix cache would serve again."""
+    """Returns the number of blocks of keys and values that the prefix cache would reuse."""
     manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     return len(manager.block_pool.cached_block_hash_to_block)
 
 
 def _start_error(error: Exception, precision: str, model: str) -> Exception:
-    """The error for an engine that did not start, with advice."""
+    """Returns the error for an engine that did not start, with advice."""
     message = f"vLLM did not start {model} with `rollout_precision`={precision!r}: {error}"
     if "'lm_head'" in str(error):
         return ValueError(
-            f"{message}\nvLLM's model has no head of its own, and the policy has one (`tie_word_embeddings=False`). "
+            f"{message}\nvLLM's model has no head of its own, but the policy has one (`tie_word_embeddings=False`). "
             "Sample with `use_vllm=False`."
         )
     if "memory" not in str(error).lower() and not isinstance(error, MemoryError):

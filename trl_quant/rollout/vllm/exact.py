@@ -1,20 +1,21 @@
 """
-vLLM where a token's numbers do not depend on the tokens beside it, and its kernels for the trainer ([`layers.exact`]).
+Makes vLLM compute each token independently of the rest of its batch, and gives the trainer vLLM's kernels
+([`layers.exact`]).
 
-| what would depend on them | what is set |
+| computation of vLLM that depends on the batch | setting that prevents it |
 |---|---|
-| kernels that torch.compile writes, fused otherwise from one graph to the next | `compilation_config`: mode 0 |
-| norms, summed by other blocks of threads from 256 tokens on | [`layers.norm.rms_norm`] in their place |
-| keys split into parts, more of them the fewer sequences there are | one part, in graphs and out of them |
-| a common prefix, attended apart and merged | `disable_cascade_attn` |
-| DeepGEMM's scales, for which block-scaled weights are quantized again | `precisions.InVLLM.as_given` |
+| torch.compile fuses kernels differently from graph to graph | `compilation_config`: mode 0 |
+| norms sum in other blocks of threads from 256 tokens on | [`layers.norm.rms_norm`] in their place |
+| attention splits the keys into more parts the fewer sequences there are | always one part |
+| a common prefix is attended separately and merged | `disable_cascade_attn` |
+| DeepGEMM quantizes block-scaled weights again for scales of its own | `precisions.InVLLM.as_given` |
 
-vLLM's own `VLLM_BATCH_INVARIANT` was not enough in 0.26 on Hopper, and is not needed. The norms' blocks are read from
-its sources, all else was seen.
+vLLM's own `VLLM_BATCH_INVARIANT` was not enough in 0.26 on Hopper, and is not needed. The row on norms was read from
+vLLM's sources; the other effects were measured.
 
-What is left is the linear layers' own: those of `int8` and `fp8_block` were the same for any number of tokens. With the
-same operators beside them `fp8` was not, whose products have other kernels up to 64 tokens than above. With heads of
-128 FlashAttention 3 gave the same bits in decoding as in a whole pass, with heads of 64 only up to 128 tokens.
+The linear layers themselves decide the rest. Products in `int8` and `fp8_block` gave the same bits for any number of
+tokens. Those in `fp8` did not: they use other kernels up to 64 tokens than above. With heads of 128, FlashAttention 3
+gave the same bits in decoding as over a whole sequence; with heads of 64 only up to 128 tokens.
 """
 
 import sys
@@ -36,7 +37,7 @@ from ...layers.norm import rms_norm
 
 
 def exact_arguments(given: dict) -> dict:
-    """vLLM's arguments, over those `given`."""
+    """Returns the arguments of vLLM's `LLM` that make it exact, merged into those `given`."""
     return {
         "compilation_config": {**(given.get("compilation_config") or {}), "mode": 0, "cudagraph_mode": "FULL"},
         "attention_config": {
@@ -50,13 +51,14 @@ def exact_arguments(given: dict) -> dict:
 
 def hold_exact_norms(model: nn.Module) -> None:
     """
-    Has a model compute its norms with [`layers.norm.rms_norm`], before CUDA graphs are captured.
+    Makes a model compute its norms with [`layers.norm.rms_norm`]. Must be called before CUDA graphs are captured.
 
     Raises:
-        `ValueError`: for norms of another kind.
+        `ValueError`: The model has norms of another kind.
     """
     norms = [module for module in model.modules() if type(module).__name__.endswith("Norm")]
-    if others := sorted({type(norm).__name__ for norm in norms if type(norm) is not RMSNorm}):
+    others = sorted({type(norm).__name__ for norm in norms if type(norm) is not RMSNorm})
+    if others:
         raise ValueError(f"`exact_rollouts` does not know the norms of vLLM's {type(model).__name__}: {others}.")
     for norm in norms:
         norm.forward = partial(_norm, norm)
@@ -68,33 +70,35 @@ def _norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | 
 
 
 def attend_in_one_part(worker) -> None:
-    """Has a worker split no sequence's keys, whatever the number of tokens. For `LLM.collective_rpc`."""
+    """Stops a worker from splitting the keys of a sequence, for any number of tokens. For `LLM.collective_rpc`."""
     for groups in worker.model_runner.attn_groups:
         for group in groups:
             for builder in group.metadata_builders:
                 if not isinstance(builder, FlashAttentionMetadataBuilder):
                     raise ValueError(f"`exact_rollouts` needs FlashAttention 3, and vLLM has {type(builder).__name__}.")
-                builder.max_num_splits, builder.max_cudagraph_size = 1, sys.maxsize  # the second limits the first
+                builder.max_num_splits = 1
+                builder.max_cudagraph_size = sys.maxsize  # vLLM applies `max_num_splits` only up to this size
 
 
 def kernels(worker) -> Kernels:
     """
-    What a worker computes rotary embeddings, attention and log-probabilities with. For `LLM.collective_rpc`.
+    Returns the kernels with which a worker computes rotary embeddings, attention and log-probabilities. For
+    `LLM.collective_rpc`.
 
     Raises:
-        `ValueError`: for a model with other rotary embeddings.
+        `ValueError`: The model has rotary embeddings of another kind.
     """
     model = worker.get_model()
     embeddings = {m for m in model.modules() if isinstance(m, RotaryEmbedding)}
-    plain = len(embeddings) == 1 and all(type(m).forward_cuda is RotaryEmbedding.forward_cuda for m in embeddings)
-    if not plain:
+    is_plain = len(embeddings) == 1 and all(type(m).forward_cuda is RotaryEmbedding.forward_cuda for m in embeddings)
+    if not is_plain:
         names = ", ".join(sorted(type(m).__name__ for m in embeddings)) or "none"
         raise ValueError(
             f"`exact_rollouts` does not know the rotary embeddings of vLLM's {type(model).__name__}: {names}. Leave it "
             "at False."
         )
     (rotary,) = embeddings
-    cache = rotary.cos_sin_cache.to(torch.bfloat16, copy=True)  # vLLM's own goes where its weights sleep
+    cache = rotary.cos_sin_cache.to(torch.bfloat16, copy=True)  # a copy, since vLLM's own is gone while it sleeps
     rotate = partial(_rotate, cache=cache, size=rotary.head_size, neox=rotary.is_neox_style)
     score = _score if isinstance(worker.model_runner.sampler, Sampler) else log_softmax
     return Kernels(rotate, _attend, score, rotary.rotary_dim, torch.bfloat16)
@@ -106,7 +110,7 @@ def _rotate(positions: Tensor, q: Tensor, k: Tensor, inverse: bool, cache: Tenso
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None) -> Tensor:
     starts, longest = packed.starts, packed.longest
-    return fa_utils.flash_attn_varlen_func(  # not there on a CPU
+    return fa_utils.flash_attn_varlen_func(  # looked up here, because it does not exist on a CPU
         q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest,
         softmax_scale=scale, causal=True, window_size=None if window is None else [window - 1, 0],
         num_splits=1, fa_version=3,
@@ -114,8 +118,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, windo
 
 
 def _score(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
-    """As vLLM's second model runner, which rounds logits again after the division by the temperature."""
+    """
+    Computes the log-probabilities of `ids` as vLLM's second model runner does, which rounds the logits again after it
+    divides them by the temperature.
+    """
     if temperature != 1:
-        whose = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
-        apply_temperature(logits, whose, torch.full((1,), temperature, device=logits.device))
+        request_of_row = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+        apply_temperature(logits, request_of_row, torch.full((1,), temperature, device=logits.device))
     return compute_token_logprobs(logits, ids.unsqueeze(1)).squeeze(1)

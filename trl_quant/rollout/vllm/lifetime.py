@@ -1,13 +1,13 @@
 """
-One vLLM engine after another in a process, as in a notebook where a cell with a trainer is run again.
+Lets a process start one vLLM engine after another, as a notebook does where a cell with a trainer is run again.
 
-Two things of the first engine would break the second trainer:
+Two effects of the first engine would break the second trainer:
 
-- TRL sets `RANK`, `WORLD_SIZE` and their like for vLLM, as a launcher does. By them a trainer that is made later takes
-  itself for one rank of several, which talk through torch's process group. Here they are set while an engine starts.
-- All engines of a process share that group and those that vLLM makes of it. vLLM destroys them with the first engine
-  that ends, which may be long after its trainer was replaced. Here an engine gives its memory back when nothing holds
-  its trainer any more (`del trainer; gc.collect()`), and the groups stay.
+- TRL sets `RANK`, `WORLD_SIZE` and similar variables for vLLM, as a launcher does. A later trainer would then believe
+  that it is one rank of several. Here the variables are set only while an engine starts.
+- All engines of a process share torch's process group and the groups that vLLM derives from it. vLLM destroys them when
+  the first engine ends, which may be long after its trainer was replaced. Here the groups stay, and an engine frees its
+  memory when nothing refers to its trainer any more (`del trainer; gc.collect()`).
 """
 
 import gc
@@ -20,28 +20,28 @@ from contextlib import contextmanager, redirect_stdout
 from ...trl_seams import empty_cache
 
 
-OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_ended: list = []  # vLLM's clients of engines that gave their memory back; collected, they would destroy the groups
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ended: list = []  # vLLM's clients of engines that have ended. If they were collected, they would destroy the groups
 
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Context in which an engine starts, after those that nothing holds any more have ended."""
+    """Context in which an engine starts. Engines of trainers that nothing refers to are ended first."""
     gc.collect()
-    before = {name: os.environ.get(name) for name in OF_LAUNCHERS}
+    before = {name: os.environ.get(name) for name in LAUNCHER_VARIABLES}
     try:
         with _file_as_output():
             yield
     finally:
-        gc.unfreeze()  # vLLM froze what exists now, and a frozen trainer would never be collected
-        for name in OF_LAUNCHERS:
+        gc.unfreeze()  # vLLM froze all existing objects, and a frozen trainer would never be collected
+        for name in LAUNCHER_VARIABLES:
             os.environ.pop(name, None)
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 @contextmanager
 def _file_as_output() -> Iterator[None]:
-    """Context with a file as standard output: vLLM asks for its number, and a notebook's or a test's may have none."""
+    """Context in which standard output has a file number. vLLM needs one, and a notebook's output may have none."""
     try:
         sys.stdout.fileno()
     except (AttributeError, OSError, ValueError):
@@ -52,7 +52,7 @@ def _file_as_output() -> Iterator[None]:
 
 
 def ends_with(owner: object, llm) -> None:
-    """Has vLLM's `llm` give its memory back when `owner` is collected."""
+    """Makes vLLM's `llm` free its memory when `owner` is collected."""
     weakref.finalize(owner, _end, llm).atexit = False
 
 
@@ -60,6 +60,6 @@ def _end(llm) -> None:
     client, config = llm.llm_engine.engine_core, llm.llm_engine.vllm_config
     client.engine_core.model_executor.shutdown()
     client.engine_core.model_executor = None
-    config.compilation_config.static_forward_context.clear()  # holds layers with their caches
+    config.compilation_config.static_forward_context.clear()  # refers to layers and their KV caches
     _ended.append(client)
     empty_cache()

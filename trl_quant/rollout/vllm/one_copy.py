@@ -1,14 +1,14 @@
 """
-One copy of a frozen four-bit base for trainer and engine: QeRL's policy, Q(W) + B A, in the memory of one Q(W).
+Lets trainer and engine share one copy of a frozen 4-bit base: QeRL's policy, Q(W) + B A, in the memory of one Q(W).
 
-vLLM's Marlin kernels want codes and scales in an order of their own. While vLLM loads its model, each of its layers
-gets the codes and scales of the policy's layers (q, k and v, say), is repacked by vLLM itself, and the policy's layers
-go on with their parts of the result; what they held is freed, so there is at no time more than one layer twice.
-Embeddings and head are shared as they are. Norms and biases are not: noise is laid on the engine's, and Marlin reorders
+vLLM's Marlin kernels need codes and scales in an order of their own. While vLLM loads its model, each of its layers
+gets the codes and scales of the policy's layers (for example q, k and v), and vLLM repacks them. The policy's layers
+then use their parts of the result and free their own memory, so at most one layer is held twice at any time. Embeddings
+and head are shared as they are. Norms and biases are not shared: the engine's norms get noise, and Marlin reorders
 biases.
 
-The order of events is vLLM's: it builds its model, for which the memory of the decoder's layers is left out, and asks
-its loader for the weights ([`~worker.QuantizingLoader`]), which asks here what was lent.
+vLLM first builds its model, without memory for the decoder's layers. It then asks its loader for the weights
+([`~worker.QuantizingLoader`]), and the loader asks this module for the policy.
 """
 
 import logging
@@ -30,27 +30,28 @@ from ...layers.marlin import TILE_OUT
 from ...trl_seams import exchanged
 from ..stream import PolicyWeights
 from .adapter import names_in_vllm, places
-from .support import two_copies
+from .support import warn_of_two_copies
 
 
 logger = logging.getLogger(__name__)
 
-_lent: PolicyWeights | None = None
+_lent_weights: PolicyWeights | None = None
 
 
 @contextmanager
 def lending(weights: PolicyWeights | None) -> Iterator[None]:
-    """Context in which an engine that starts in this process takes over the policy's base; `None` for no policy."""
-    global _lent
-    _lent = weights
+    """Context in which an engine that starts in this process shares the base of `weights`; `None` for no sharing."""
+    global _lent_weights
+    _lent_weights = weights
     try:
         yield
     finally:
-        _lent = None
+        _lent_weights = None
 
 
-def lent() -> PolicyWeights | None:
-    return _lent
+def lent_weights() -> PolicyWeights | None:
+    """Returns the weights whose base an engine should share; `None` outside of [`lending`]."""
+    return _lent_weights
 
 
 @contextmanager
@@ -68,59 +69,57 @@ def without_memory() -> Iterator[None]:
 
 def share(model: nn.Module, weights: PolicyWeights, device: torch.device) -> bool:
     """
-    Fills a model that was built [`without_memory`], so that it holds its base together with the policy; all its other
-    weights are loaded too.
+    Fills a model that was built [`without_memory`] so that it shares its base with the policy, and loads its other
+    weights.
 
     Returns:
-        `bool`: `False` where that is impossible. Then the model got memory of its own, which is still to be loaded.
+        `bool`: Whether the base is shared. If not, the model got memory of its own, and its weights must be loaded.
     """
     base = dict(weights.frozen())
-    bare = {name: layer for name, layer in model.named_modules() if _is_bare(layer)}
+    unallocated = {name: layer for name, layer in model.named_modules() if _lacks_memory(layer)}
     parts = _parts(model, base)
-    reasons = (_reason(name, layer, parts.get(layer, []), device) for name, layer in bare.items())
-    if reason := next(filter(None, reasons), None):
-        size = sum(tensor.nbytes for layer in bare.values() for tensor in layer.parameters() if tensor.is_meta)
-        two_copies(size, reason)
-        for layer in bare.values():
-            _allocate(layer, device)
-        return False
-    rest = dict(weights.outside_base())
-    model.load_weights(iter(rest.items()))
-    # In a thread of its own, since vLLM's sleep mode takes away what the loading thread allocates
+    for name, layer in unallocated.items():
+        reason = _why_not_shared(name, layer, parts.get(layer, []), device)
+        if reason is not None:
+            _allocate_own(list(unallocated.values()), device, reason)
+            return False
+    other_weights = dict(weights.outside_base())
+    model.load_weights(iter(other_weights.items()))
+    # In a thread of its own, because vLLM's sleep mode discards memory that the loading thread allocates
     with ThreadPoolExecutor(1) as thread:
-        for layer in bare.values():
+        for layer in unallocated.values():
             thread.submit(_merge, layer, parts[layer]).result()
-    own, shared = dict(model.named_parameters()), 0
-    matrices = {name.removesuffix(".weight"): tensor for name, tensor in rest.items() if tensor.ndim == 2}
-    for name, theirs in names_in_vllm(model, matrices):
-        param = own.get(f"{theirs}.weight")
-        if param is not None and _alike(param, matrices[name]):
+    params, shared = dict(model.named_parameters()), 0
+    matrices = {name.removesuffix(".weight"): tensor for name, tensor in other_weights.items() if tensor.ndim == 2}
+    for name, vllm_name in names_in_vllm(model, matrices):
+        param = params.get(f"{vllm_name}.weight")
+        if param is not None and _are_interchangeable(param, matrices[name]):
             param.data = matrices[name]
             shared += 1
     logger.info("Trainer and vLLM hold one copy of %d linear layers and %d embeddings.", len(base), shared)
     return True
 
 
-def _is_bare(layer: nn.Module) -> bool:
+def _lacks_memory(layer: nn.Module) -> bool:
     return isinstance(layer, LinearBase) and any(param.is_meta for param in layer.parameters())
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _are_interchangeable(a: Tensor, b: Tensor) -> bool:
     return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
 def _parts(model: nn.Module, base: dict[str, FrozenLinear]) -> dict[LinearBase, list[FrozenLinear]]:
-    """The policy's layers that each of vLLM's is made of, in its order."""
-    found = defaultdict(list)
+    """Maps each of vLLM's layers to the policy's layers that it fuses, in its order."""
+    found: dict[LinearBase, dict[int, FrozenLinear]] = defaultdict(dict)
     for name, place in places(model, base).items():
         if place is not None:
             layer, parts = place
-            found[layer].append((parts.start, base[name]))
-    return {layer: [module for _, module in sorted(parts, key=lambda part: part[0])] for layer, parts in found.items()}
+            found[layer][parts.start] = base[name]
+    return {layer: [modules[start] for start in sorted(modules)] for layer, modules in found.items()}
 
 
-def _reason(name: str, layer: LinearBase, parts: list[FrozenLinear], device: torch.device) -> str | None:
-    """Why a layer of vLLM's cannot hold the policy's `parts`; `None` if it can."""
+def _why_not_shared(name: str, layer: LinearBase, parts: list[FrozenLinear], device: torch.device) -> str | None:
+    """Returns the reason why a layer of vLLM's cannot share the policy's `parts`; `None` if it can."""
     kernel = type(layer.scheme.kernel).__name__
     if not kernel.startswith("Marlin"):
         return f"{name} runs {kernel}, and the trainer knows Marlin's layout alone"
@@ -128,7 +127,7 @@ def _reason(name: str, layer: LinearBase, parts: list[FrozenLinear], device: tor
         return "each rank of vLLM has a part of each layer (`vllm_tensor_parallel_size`)"
     shape = sum(module.out_features for module in parts), parts[0].in_features if parts else 0
     if shape != (layer.output_size_per_partition, layer.input_size_per_partition):
-        return f"the policy's base has not all of {name}"
+        return f"the policy's base lacks parts of {name}"
     if any(module.factor is not None for module in parts):
         return "the policy shares its base with another engine already"
     group = shape[1] // parts[0].weight_scale.shape[1]
@@ -136,9 +135,18 @@ def _reason(name: str, layer: LinearBase, parts: list[FrozenLinear], device: tor
         return f"{name} with {shape[1]} inputs and {shape[0]} outputs does not fill the tiles of Marlin's layout"
     if parts[0].weight_packed.device.type != torch.device(device).type:
         return f"the policy is on {parts[0].weight_packed.device}"
-    if len({None if (g := module.weight_global_scale) is None else g.item() for module in parts}) > 1:
+    scales = [module.weight_global_scale for module in parts]
+    if len({None if scale is None else scale.item() for scale in scales}) > 1:
         return f"the parts of {name} have global scales of their own"
     return None
+
+
+def _allocate_own(layers: list[LinearBase], device: torch.device, reason: str) -> None:
+    """Gives layers that cannot be shared memory of their own, and warns of the second copy with the `reason`."""
+    size = sum(tensor.nbytes for layer in layers for tensor in layer.parameters() if tensor.is_meta)
+    warn_of_two_copies(size, reason)
+    for layer in layers:
+        _allocate(layer, device)
 
 
 def _allocate(layer: LinearBase, device: torch.device) -> None:
@@ -150,17 +158,18 @@ def _allocate(layer: LinearBase, device: torch.device) -> None:
 
 @torch.no_grad()
 def _merge(layer: LinearBase, parts: list[FrozenLinear]) -> None:
-    """Has `layer` hold the codes and scales of `parts`, repacked by vLLM, and the parts those of `layer`."""
+    """Gives `layer` the codes and scales of `parts`, lets vLLM repack them, and makes `parts` use the result."""
     packed = parts[0].weight_packed
-    with torch.device(packed.device), torch.cuda.device_of(packed):  # which a new thread does not know
+    with torch.device(packed.device), torch.cuda.device_of(packed):  # a new thread has no current device yet
         for name in ("weight_packed", "weight_scale", "weight_global_scale"):
             if hasattr(layer, name):
                 whole = torch.cat([getattr(module, name) for module in parts])
                 setattr(layer, name, nn.Parameter(whole, requires_grad=False))
         layer.quant_method.process_weights_after_loading(layer)
-    layer.quant_method.process_weights_after_loading = lambda layer: None  # which vLLM calls once more
+    layer.quant_method.process_weights_after_loading = lambda layer: None  # vLLM calls it once more after loading
     factor = 1.0
-    if (scale := getattr(layer, "weight_global_scale", None)) is not None:
+    scale = getattr(layer, "weight_global_scale", None)
+    if scale is not None:
         factor = scale.item() / nvfp4_marlin_process_global_scale(torch.ones(()), layer.params_dtype).item()
     start = 0
     for module in parts:

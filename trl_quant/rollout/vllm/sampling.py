@@ -1,17 +1,18 @@
-"""What vLLM does on the host while it samples, less what nobody reads: TRL decodes by itself, and waits for the ends.
+"""Skips work that vLLM does on the host while it samples and that nobody reads: TRL decodes tokens itself, and reads
+completions only when all of them have ended.
 
-With 256 completions of a 7B model a decode step is 8 ms of an H200 and 12 to 15 ms of Python. Cut from outside:
+With 256 completions of a 7B model, a decode step takes 8 ms on an H200 and 12 to 15 ms in Python. This module saves:
 
-| vLLM, or TRL after it | here |
+| work of vLLM, or of TRL after it | here |
 |---|---|
-| turns every token and its log-probability into text | no text, unless something needs it |
-| arrays, then an object, for each log-probability, and TRL's walk over those | numbers |
-| the state of each completion, after every token | once, when it ends |
-| a search for cache blocks for every token | where the last block is full |
-| garbage collection of all that | after the generation |
+| text for every token and its log-probability | no text, unless something needs it |
+| arrays and an object for each log-probability, which TRL reads | one float |
+| an update of each completion's state at every token | one update, when the completion ends |
+| a search for cache blocks at every token | only when the last block is full |
+| garbage collection of these objects | after the generation |
 
-Samples are the same, bit for bit. Nothing is copied of vLLM: the first of these is its own option, and the others stand
-before its methods, on the live engine, for one generation.
+The samples are the same, bit for bit. No code of vLLM is copied: the first row is an option of vLLM's, and for the
+others a function replaces a method of the live engine for one generation and calls it where it is needed.
 """
 
 import gc
@@ -23,17 +24,17 @@ from functools import partial
 from ...trl_seams import exchanged, extracting_with
 
 
-# Sampling parameters with which completions are looked at as text, by vLLM or by the user
+# Sampling parameters that need completions as text
 NEED_TEXT = ("stop", "structured_outputs", "detokenize")
-# ... and those with which a completion is more than ids and the log-probability of each
+# Sampling parameters that need more of a completion than its token ids and their log-probabilities
 NEED_OUTPUTS = ("logprobs", "prompt_logprobs", "n", "output_kind", "flat_logprobs", "extra_args")
 
 
 @contextmanager
 def sampling_lean(engine) -> Iterator[None]:
     """
-    Context in which `engine` ([`~rollout.vllm.engine.VLLMEngine`]) samples ids and log-probabilities and does nothing
-    else; no more is left out than the run's sampling parameters allow.
+    Context in which `engine` ([`~rollout.vllm.engine.VLLMEngine`]) only samples token ids and log-probabilities. Work
+    that the run's sampling parameters need is not skipped.
     """
     given = engine.generation_kwargs
     if engine.structured_outputs_regex is not None or any(given.get(name) for name in NEED_TEXT):
@@ -42,12 +43,13 @@ def sampling_lean(engine) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(exchanged(engine, generation_kwargs=given | {"detokenize": False}))
         vllm = engine.llm.llm_engine
-        if not vllm.log_stats and not any(name in given for name in NEED_OUTPUTS):  # statistics are of each token
+        # vLLM's statistics need each token
+        if not vllm.log_stats and not any(name in given for name in NEED_OUTPUTS):
             stack.enter_context(extracting_with(extract_logprobs))
             outputs, scheduler = vllm.output_processor, vllm.engine_core.engine_core.scheduler
             manager = scheduler.kv_cache_manager
             blocks = BlocksWithRoom(manager, scheduler.block_size)
-            update = partial(update_with_numbers, scheduler.update_from_output)
+            update = partial(update_with_float_logps, scheduler.update_from_output)
             stack.enter_context(exchanged(outputs, process_outputs=HeldOutputs(outputs)))
             stack.enter_context(exchanged(scheduler, update_from_output=update))
             stack.enter_context(exchanged(manager, allocate_slots=blocks.allocate, cache_blocks=blocks.cache))
@@ -60,9 +62,9 @@ def sampling_lean(engine) -> Iterator[None]:
 @contextmanager
 def nothing_left_behind(llm) -> Iterator[None]:
     """
-    Context in which vLLM's `llm` is asked for completions. An error or Ctrl-C in it leaves nothing of them in the
-    engine: vLLM would finish them with the next ones and hand out both, and would serve keys and values from its prefix
-    cache that a step which broke off never computed.
+    Context in which vLLM's `llm` samples. If an error or Ctrl-C interrupts it, the started requests are removed. By
+    itself vLLM would finish them with the next requests and return both, and would reuse blocks of its prefix cache
+    that the interrupted step never computed.
     """
     try:
         yield
@@ -71,29 +73,29 @@ def nothing_left_behind(llm) -> Iterator[None]:
 
         engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
-        core.abort_requests(list(core.scheduler.requests))  # also those that were not handed over whole
-        if core.batch_queue:  # steps that a GPU works on
+        core.abort_requests(list(core.scheduler.requests))  # includes requests that the line above does not know yet
+        if core.batch_queue:  # steps that still run on the GPU
             core.batch_queue.clear()
         held, *_ = llm.collective_rpc(worker.forget_step)
-        core.scheduler.finished_req_ids.update(held)  # which the next step tells the workers
+        core.scheduler.finished_req_ids.update(held)  # the next step tells the workers that these have ended
         llm.reset_prefix_cache()
         raise
 
 
 class SampledLogps:
-    """In place of vLLM's `LogprobsLists`, whose slices are arrays: log-probabilities of the sampled tokens, in nats."""
+    """Replaces vLLM's `LogprobsLists`, whose slices are arrays: the sampled tokens' log-probabilities, in nats."""
 
     def __init__(self, logprobs):
         self.values = logprobs.logprobs[:, 0].tolist()
-        self.starts = logprobs.cu_num_generated_tokens  # of each request, where some sampled several tokens
+        self.starts = logprobs.cu_num_generated_tokens  # start of each request; `None` if each has one token
 
     def slice_request(self, index: int, tokens: int) -> list[float]:
         start = index if self.starts is None else self.starts[index]
         return self.values[start : start + tokens]
 
 
-def update_with_numbers(update: Callable, scheduler_output, output):
-    """vLLM's `Scheduler.update_from_output`, with log-probabilities that are numbers."""
+def update_with_float_logps(update: Callable, scheduler_output, output):
+    """Calls vLLM's `Scheduler.update_from_output` with log-probabilities that are floats."""
     if output.logprobs is not None:
         output.logprobs = SampledLogps(output.logprobs)
     return update(scheduler_output, output)
@@ -101,13 +103,13 @@ def update_with_numbers(update: Callable, scheduler_output, output):
 
 class HeldOutputs:
     """
-    Stands before vLLM's `OutputProcessor.process_outputs` and holds the tokens of a completion until it ends. vLLM then
-    processes them at once, without log-probabilities, which are put into its output as they came: `list[float]`, nats.
+    Replaces vLLM's `OutputProcessor.process_outputs` and collects the tokens of a completion until it ends. vLLM then
+    processes them at once, without log-probabilities. These are added to its output unchanged: `list[float]`, in nats.
     """
 
     def __init__(self, processor):
         self.process = processor.process_outputs
-        self.held: dict[str, tuple] = {}  # request -> its first output, its token ids, their log-probabilities
+        self.held: dict[str, tuple] = {}  # request -> (its first output, its token ids, their log-probabilities)
 
     def __call__(self, outputs, *args, **kwargs):
         ended, ended_logps = [], []
@@ -133,8 +135,8 @@ class HeldOutputs:
 
 class BlocksWithRoom:
     """
-    Stands before vLLM's `KVCacheManager.allocate_slots` and `cache_blocks`, which look at every request at every token:
-    a token that falls into a block that its request has needs no other one, and completes none before the block's end.
+    Replaces vLLM's `KVCacheManager.allocate_slots` and `cache_blocks`, which visit every request at every token. Here
+    they do so only when a token needs a new block, or completes one.
     """
 
     def __init__(self, manager, block_size: int):
@@ -142,16 +144,17 @@ class BlocksWithRoom:
         self.nothing = manager.empty_kv_cache_blocks
         groups = manager.kv_cache_config.kv_cache_groups  # layers that share a table of blocks
         self.block_size = math.gcd(block_size, *(group.kv_cache_spec.block_size for group in groups))
-        self.room: dict[str, int] = {}  # request -> tokens that its blocks hold
+        self.room: dict[str, int] = {}  # request -> number of tokens that its blocks can hold
 
     def allocate(self, request, num_new_tokens, **kwargs):
         needed = request.num_computed_tokens + num_new_tokens + kwargs.get("num_lookahead_tokens", 0)
-        if num_new_tokens == 1 and needed < self.room.get(request.request_id, 0):  # at the end one may be cached
+        # A token that fills the last block goes to vLLM, which may cache the block
+        if num_new_tokens == 1 and needed < self.room.get(request.request_id, 0):
             return self.nothing
         blocks = self.allocate_slots(request, num_new_tokens, **kwargs)
-        # A request that starts, or starts again after it was put off, may have blocks of the cache: none are counted.
-        running = blocks is not None and kwargs.keys() <= {"num_lookahead_tokens"}
-        self.room[request.request_id] = math.ceil(needed / self.block_size) * self.block_size if running else 0
+        # A request that starts, or restarts after preemption, may use cached blocks. Its room is unknown.
+        is_running = blocks is not None and kwargs.keys() <= {"num_lookahead_tokens"}
+        self.room[request.request_id] = math.ceil(needed / self.block_size) * self.block_size if is_running else 0
         return blocks
 
     def cache(self, request, num_computed_tokens):
@@ -160,7 +163,12 @@ class BlocksWithRoom:
 
 
 def extract_logprobs(outputs) -> tuple[list[list[list[float | None]]], list[list[list[int]]]]:
-    """In place of TRL's, for completions whose log-probabilities are numbers: both (completions, tokens, 1)."""
+    """
+    Replaces TRL's function of this name, for completions whose log-probabilities are floats.
+
+    Returns:
+        `(list, list)`: Log-probabilities (`None` for NaN) and token ids, each of shape (completions, tokens, 1).
+    """
     completions = [completion for output in outputs for completion in output.outputs]
     logps = [[[None if math.isnan(logp) else logp] for logp in completion.logprobs] for completion in completions]
     return logps, [[[token] for token in completion.token_ids] for completion in completions]

@@ -1,11 +1,11 @@
 """
-Every exchange of a name of vLLM, or of TRL's client of it, that outlives the call that makes it.
+Lists every name of vLLM, or of TRL's client of vLLM, that this package replaces for longer than one call.
 
-An exchange that ends with its call stands where it is made: `sampling.py` stands before methods of a live engine for
-one generation, `one_copy.py` and `worker.reload` before one of a model while it loads.
+Replacements that end with their call are not listed. They stand where they are made: `sampling.py` replaces methods of
+a live engine for one generation, `one_copy.py` and `worker.reload` one method of a model while it loads.
 """
 
-# (file, name) -> (whose it is, how long it lasts, the test that needs it)
+# (file, name) -> (its owner, how long the replacement lasts, the test that needs it)
 LASTING_IN_VLLM = {
     ("rollout/vllm/adapter.py", "requires_unquantized_input"): (
         "vLLM's linear layers with an adapter",

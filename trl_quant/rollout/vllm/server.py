@@ -1,8 +1,8 @@
-"""The vLLM engine behind a server: `vllm serve`, quantized when it was started, on GPUs of its own.
+"""The vLLM engine behind a server: `vllm serve`, started in the run's precision on GPUs of its own.
 
-TRL's client sends weights over NCCL into vLLM's own bracketed reload, to which `vllm_server_worker` adds what it lacks.
-A running server cannot be changed from here. If it is not what the run asks for, the run is refused with the right
-command line.
+TRL's client sends weights over NCCL into vLLM's own bracketed reload, to which `vllm_server_worker` adds missing steps.
+A trainer cannot change a running server. If the server's options do not fit the run, the trainer raises an error with
+the right command line.
 """
 
 import json
@@ -29,29 +29,29 @@ from ...trl_seams import client_built
 from ..limits import finished_within
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .base import VLLMBase
-from .client import Client, stranger
+from .client import Client, not_vllm
 from .support import (
     check_version,
     differences,
     outside_decoder,
     prepared_precisions,
     skeleton,
-    two_copies,
+    warn_of_two_copies,
 )
 
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "trl_quant"  # of `transfer.py`
-PATIENCE = 5.0  # seconds for an answer to a question that takes a server none
+BACKEND = "trl_quant"  # the weight transfer that `transfer.py` registers
+PATIENCE = 5.0  # seconds to wait for an answer that a server gives at once
 
 
 class VLLMServerEngine(VLLMBase):
     """
     vLLM in `precision` behind `vllm serve`, with TRL's names and client. Adapters arrive merged.
 
-    BF16 tensors travel to BF16 and online FP8 servers; INT8, NVFP4 and MXFP4 servers, started on a prepared
-    checkpoint, get codes and scales.
+    A server in BF16, or one that quantizes to FP8 itself, gets BF16 weights. A server in INT8, NVFP4 or MXFP4, which
+    must be started on a prepared checkpoint, gets codes and scales.
 
     Parameters:
         request_timeout (`float` or `None`, *optional*): Seconds that the server may take to answer a request.
@@ -60,8 +60,8 @@ class VLLMServerEngine(VLLMBase):
     def __init__(self, *args, request_timeout: float | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.request_timeout = request_timeout
-        # What the server says of itself when it is connected
-        self._cache: tuple = ()  # vLLM's name of the KV cache's format, the model's config
+        # Facts that the server reports when the trainer connects
+        self._cache: tuple = ()  # (vLLM's name of the KV cache's type, the model's config)
         self._limits = (0, 0)
         self._prepared = False
         self._norm_dtype = torch.bfloat16
@@ -78,17 +78,17 @@ class VLLMServerEngine(VLLMBase):
         broadcast_object_list(facts, from_process=0)
         self._limits, self._prepared, self._norm_dtype, self.caches = facts[0]
         self.plan_stream(self._prepared)
-        if size := self.own_base_bytes():
-            two_copies(size, "the server has its own, with the adapter merged into it")
+        if self.own_base_bytes():
+            warn_of_two_copies(self.own_base_bytes(), "the server has its own, with the adapter merged into it")
         if self.weights.unified(self.precision) and not self.travels_quantized:
             logger.warning(
-                "The vLLM server quantizes weights by itself, with scales in FP32; the policy is trained with the "
-                "scales of its own type, which differ in the last bits. Start the server on a checkpoint of `trl-quant "
-                "prepare`, which takes the policy's codes and scales."
+                "The vLLM server quantizes weights itself, with scales in FP32. The policy is trained with scales in "
+                "its own type, which differ in the last bits. Start the server on a checkpoint that `trl-quant "
+                "prepare` wrote; it then takes the policy's codes and scales."
             )
 
     def _check_server(self, client) -> None:
-        """Raises `ValueError` unless the server is what the run asks for."""
+        """Raises `ValueError` unless the server's model and options fit the run."""
         model = self.model.name_or_path
         policy = self.weights.base_model
         outside = outside_decoder(policy, policy.config.architectures or [], "auto")
@@ -107,26 +107,28 @@ class VLLMServerEngine(VLLMBase):
         except TimeoutError:
             raise
         except Exception as error:
-            raise ValueError(f"{error} It must be started so:\n\n{command}\n") from error
+            raise ValueError(f"{error} Start it so:\n\n{command}\n") from error
         served = info["model_config"]
         wrong = []
         if served["logprobs_mode"] != "processed_logprobs":
             wrong.append(f"`--logprobs-mode {served['logprobs_mode']}`, and 'processed_logprobs' is needed")
         transfer = info.get("weight_transfer_config")
-        if transfer is None or transfer["backend"] != BACKEND:
-            found = (
-                "no `--weight-transfer-config`" if transfer is None else f"the weight transfer {transfer['backend']!r}"
-            )
-            wrong.append(f"{found}, and {BACKEND!r} is needed")
-        # The server names the model. Code is trusted only if that is the run's own.
+        if transfer is None:
+            wrong.append(f"no `--weight-transfer-config`, and {BACKEND!r} is needed")
+        elif transfer["backend"] != BACKEND:
+            wrong.append(f"the weight transfer {transfer['backend']!r}, and {BACKEND!r} is needed")
+        # The server may name any model. Only the code of the run's own model is trusted.
         config = _read_config(served["model"], self.trl.trust_remote_code and served["model"] == model)
         if config is None:
             logger.warning("The server's model %s cannot be read from here and is not checked.", served["model"])
-        elif differ := differences(self.model.config, config):
-            wrong.append(f"the model {served['model']}, which differs from {model} in {differ}")
+        else:
+            differing_fields = differences(self.model.config, config)
+            if differing_fields:
+                wrong.append(f"the model {served['model']}, which differs from {model} in {differing_fields}")
         cache = info["cache_config"]
         self._cache = cache["cache_dtype"], config
-        if cache["cache_dtype"] not in (allowed := (*UNQUANTIZED, *CACHE_FORMATS)):
+        allowed = (*UNQUANTIZED, *CACHE_FORMATS)
+        if cache["cache_dtype"] not in allowed:
             wrong.append(f"`--kv-cache-dtype {cache['cache_dtype']}`, and the self-check computes {', '.join(allowed)}")
         if cache.get("calculate_kv_scales"):
             wrong.append("`--calculate-kv-scales`, whose scales are stale after the first sync")
@@ -151,8 +153,8 @@ class VLLMServerEngine(VLLMBase):
         self._norm_dtype = torch.float32 if loader.get("wide_norms") else torch.bfloat16
         if self.wide_norms and self._norm_dtype == torch.bfloat16:
             logger.warning(
-                "The vLLM server at %s holds its norms in BF16, which swallows noise below 4e-3: see "
-                "`noise/effective_sigma`. Start it so for all of the noise:\n\n%s",
+                "The vLLM server at %s holds its norms in BF16, which rounds away noise below 4e-3: see "
+                "`noise/effective_sigma`. To keep all of the noise, start it so:\n\n%s",
                 client.base_url,
                 command,
             )
@@ -162,7 +164,7 @@ class VLLMServerEngine(VLLMBase):
     # Sync
 
     def send(self) -> None:
-        if self.trl.announced is None:  # the server must know all tensors before the first one comes
+        if self.trl.announced is None:  # the server needs the metadata of all tensors before the first one
             self.trl.announce(self.stream())
             self.drift.forget()
         if self.accelerator.is_main_process:
@@ -178,7 +180,7 @@ class VLLMServerEngine(VLLMBase):
     # Noise
 
     def read_norms(self) -> dict[str, Tensor]:
-        """Reads the policy's norms; the server knows their names."""
+        """Reads the policy's norms, which have the same names in the server's model."""
         params = self.weights.parameters()
         clean = {}
         for name in noised_norms(self.weights.model_type, params):
@@ -188,13 +190,13 @@ class VLLMServerEngine(VLLMBase):
 
     def write_norms(self, values: dict[str, Tensor]) -> None:
         if self.accelerator.is_main_process:
-            dtypes = [(name, str(v.dtype).removeprefix("torch."), list(v.shape)) for name, v in values.items()]
-            self.vllm_client.update_named_params(dtypes, iter(values.items()))
+            announced = [(name, str(v.dtype).removeprefix("torch."), list(v.shape)) for name, v in values.items()]
+            self.vllm_client.update_named_params(announced, iter(values.items()))
             self.vllm_client.reset_prefix_cache()
         self.accelerator.wait_for_everyone()
 
     def requests(self) -> None:
-        """Not known: anyone with the address may ask the server."""
+        """Returns `None`: anyone with the server's address may send requests."""
 
     # Self-check
 
@@ -222,7 +224,7 @@ class VLLMServerEngine(VLLMBase):
 
 
 def server_url(args) -> str:
-    """The server's address, as TRL's client finds it."""
+    """Returns the server's address, as TRL's client computes it."""
     return args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
 
 
@@ -231,24 +233,25 @@ def wait_for_server(args, model: str) -> None:
     Waits up to `vllm_server_timeout` seconds for the server, before the model is loaded.
 
     Raises:
-        `ValueError`: if the address is invalid or something else answers there.
-        `ConnectionError`: if the server does not answer, with the command that starts it.
+        `ValueError`: The address is invalid, or something else answers there.
+        `ConnectionError`: The server does not answer. The message has the command that starts it.
     """
     url, deadline = server_url(args), time.monotonic() + args.vllm_server_timeout
     while True:
         is_vllm = True
         try:
             health = partial(requests.get, f"{url}/health", timeout=PATIENCE)
-            status = finished_within(PATIENCE, lambda: "", health).status_code  # `timeout` starts again at each byte
+            # `timeout` limits only the time between two bytes
+            status = finished_within(PATIENCE, lambda: "", health).status_code
             reason = f"it answers `/health` with status {status}"
             if status == 200:
-                found = stranger(url, PATIENCE)
+                found = not_vllm(url, PATIENCE)
                 if found is None:
                     return
                 is_vllm, reason = False, found
         except requests.RequestException as error:
             if isinstance(error, ValueError):
-                raise ValueError(f"`vllm_server_base_url`={url!r} is no address of a server: {error}") from error
+                raise ValueError(f"`vllm_server_base_url`={url!r} is not a server's address: {error}") from error
             reason = type(error).__name__
         except TimeoutError:
             reason = f"it did not answer `/health` within {PATIENCE:g} seconds"
@@ -262,8 +265,8 @@ def wait_for_server(args, model: str) -> None:
             command = serve_command(model, args.rollout_precision, url, **options)
             if not is_vllm:
                 raise ValueError(
-                    f"`vllm_server_base_url`={url!r} is no `vllm serve`: {reason}. Give the address of one, or start "
-                    f"it so:\n\n{command}\n"
+                    f"`vllm_server_base_url`={url!r} is not a `vllm serve`: {reason}. Give the address of one, or "
+                    f"start it so:\n\n{command}\n"
                 )
             raise ConnectionError(
                 f"The vLLM server at {url} can't be reached, after `vllm_server_timeout`={args.vllm_server_timeout:g} "
@@ -302,9 +305,15 @@ def serve_command(
     outside: Iterable[str] = (),
 ) -> str:
     """
-    The command line that starts the right server for a model and a precision. The server listens to this machine alone
-    unless `url` names another host. With `wide_norms` it holds the norms that get noise in FP32. `outside` are the
-    patterns of [`~support.outside_decoder`].
+    Returns the command line that starts the right server.
+
+    Args:
+        model (`str`): Name or path of the policy.
+        precision (`str`): Key of [`~precisions.PRECISIONS`].
+        url (`str`, *optional*): The server's address. Unless it names another host, only this machine can connect.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether to run code that comes with the model.
+        wide_norms (`bool`, *optional*, defaults to `False`): Whether the norms that get noise are held in FP32.
+        outside (`Iterable[str]`, *optional*): The patterns of [`~support.outside_decoder`].
     """
     lines = []
     parts = urlsplit(url)
@@ -325,8 +334,8 @@ def serve_command(
     lines.append(
         "# VLLM_SERVER_DEV_MODE=1 lets whoever reaches the port replace the weights, call the workers and run code: "
         "`/init_weight_transfer_engine` unpickles what it finds at an address that the caller names. `--api-key` "
-        "guards /v1 and not these endpoints, and TRL sends none: let the trainer alone reach the port (README, "
-        "Security)."
+        "guards /v1 and not these endpoints, and TRL sends none: let the trainer alone reach the port (see "
+        "Security in docs/servers.md)."
     )
     lines.append(
         f"VLLM_SERVER_DEV_MODE=1 {serve} {model}{quantization} --dtype bfloat16 --logprobs-mode processed_logprobs "
@@ -346,7 +355,7 @@ def _read_config(model: str, trust_remote_code: bool):
 
 
 def _served_precisions(served: dict, config) -> set[str] | None:
-    """The precisions that a server may run in, empty if it runs in none of ours; `None` if that is not known."""
+    """Returns the precisions that a server may run in, empty if it runs in none of ours; `None` if it is unknown."""
     quantization = served["quantization"]
     if quantization is None:
         return {"bf16"} if served["dtype"].removeprefix("torch.") == "bfloat16" else set()

@@ -55,7 +55,7 @@ KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 EXACT_HEADS = 128  # head size at which FlashAttention 3 decodes with the same tiles as it scores a whole sequence
 
-# vLLM's arguments that have a field of their own or that the engine must set, and what sets them
+# vLLM's arguments that have a field of their own or that the engine must set -> what sets them
 RESERVED = {
     "quantization": "`rollout_precision`",
     "quantization_config": "`rollout_precision`",
@@ -117,7 +117,9 @@ def check_engine_kwargs(kwargs: dict) -> None:
             "first batch and keep them, so they would be stale after the first sync. Leave it out: the scales are "
             "then 1, or those of the checkpoint."
         )
-    if (cache := kwargs.get("kv_cache_dtype", "auto")) not in (allowed := (*UNQUANTIZED, *CACHE_FORMATS)):
+    cache = kwargs.get("kv_cache_dtype", "auto")
+    allowed = (*UNQUANTIZED, *CACHE_FORMATS)
+    if cache not in allowed:
         raise ValueError(
             f"`vllm_engine_kwargs` has 'kv_cache_dtype'={cache!r}, which the self-check cannot compute. Allowed are "
             f"{', '.join(map(repr, allowed))}."
@@ -126,7 +128,8 @@ def check_engine_kwargs(kwargs: dict) -> None:
         from vllm import EngineArgs
 
         known = {field.name for field in dataclasses.fields(EngineArgs)}
-        if unknown := [name for name in kwargs if name not in known]:
+        unknown = [name for name in kwargs if name not in known]
+        if unknown:
             raise ValueError(
                 f"`vllm_engine_kwargs` has {unknown}, which vLLM does not take. Allowed are the fields of "
                 f"`vllm.EngineArgs`: {', '.join(sorted(known - RESERVED.keys()))}."
@@ -140,8 +143,8 @@ def check_sampling_parameters(generation_kwargs: dict, mode: str, max_tokens: in
             raise ValueError(f"`generation_kwargs` must not hold {name!r}: {instead}.")
     if "seed" in generation_kwargs and mode == "colocate":
         raise ValueError(
-            f"`generation_kwargs` has 'seed'={generation_kwargs['seed']!r}, with which vLLM draws all completions of a "
-            "prompt from the same random numbers: a group would be one completion. Set the run's `seed`."
+            f"`generation_kwargs` has 'seed'={generation_kwargs['seed']!r}, with which vLLM samples all completions of "
+            "a prompt from the same random numbers, so that a group would be one completion. Set the run's `seed`."
         )
     if not generation_kwargs or not is_vllm_available():
         return
@@ -152,18 +155,19 @@ def check_sampling_parameters(generation_kwargs: dict, mode: str, max_tokens: in
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
         known = (known & CompletionRequest.model_fields.keys()) | {"vllm_xargs"}
-    if unknown := [name for name in generation_kwargs if name not in known]:
+    unknown = [name for name in generation_kwargs if name not in known]
+    if unknown:
         raise ValueError(not_taken(f"vLLM in `vllm_mode`={mode!r}", unknown, known))
     converted = ("structured_outputs", "vllm_xargs")  # TRL and the server turn these into objects first
-    tried = {name: value for name, value in generation_kwargs.items() if name not in converted}
+    plain = {name: value for name, value in generation_kwargs.items() if name not in converted}
     try:
-        SamplingParams(**{"max_tokens": max_tokens} | tried)
-    except Exception as error:  # vLLM raises errors of its own
+        SamplingParams(**{"max_tokens": max_tokens} | plain)
+    except Exception as error:  # vLLM raises exceptions of its own classes
         raise ValueError(f"`generation_kwargs`={generation_kwargs!r} are refused by vLLM: {error}") from error
 
 
 def supported_precisions() -> dict[str, str | None]:
-    """Maps each precision of vLLM to what it lacks on this device, or to `None` if it runs."""
+    """Maps each of vLLM's precisions to the reason why it does not run on this device, or to `None` if it does."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -189,15 +193,18 @@ def _missing_on_gpu(vllm: InVLLM, capability: tuple[int, int]) -> str | None:
 
 
 def check_device(precision: str, sleeping: bool = False) -> None:
-    """Raises `ImportError` for a version of vLLM that was not tested, `ValueError` for what it cannot run here."""
+    """
+    Raises `ImportError` if vLLM's version was not tested, and `ValueError` if vLLM cannot run the precision, or sleep,
+    on this device.
+    """
     check_version()
     from vllm.platforms import current_platform
 
-    missing = supported_precisions()
-    if missing.get(precision) is not None:  # "auto" is none of them
-        runnable = ", ".join(repr(name) for name, reason in missing.items() if reason is None)
+    reasons = supported_precisions()
+    if reasons.get(precision) is not None:  # "auto" has no entry
+        runnable = ", ".join(repr(name) for name, reason in reasons.items() if reason is None)
         raise ValueError(
-            f"`rollout_precision`={precision!r} does not run in vLLM on this device: {missing[precision]}. Here "
+            f"`rollout_precision`={precision!r} does not run in vLLM on this device: {reasons[precision]}. Here "
             f"vLLM runs {runnable or 'none'}; with `use_vllm=False` the embedded engine runs any on any device."
         )
     if sleeping and current_platform.is_cpu():
@@ -216,9 +223,10 @@ def multiply_as_given(precision: str) -> None:
         `ValueError`: The user has set one of the variables to another value.
     """
     for name, value in PRECISIONS[precision].vllm.as_given.items():
-        if (found := os.environ.setdefault(name, value)) != value:
+        found = os.environ.setdefault(name, value)
+        if found != value:
             raise ValueError(
-                f"`{name}`={found!r} in the environment has vLLM change the weights that the policy is trained with "
+                f"`{name}`={found!r} in the environment makes vLLM change the weights that the policy is trained with "
                 f"(`train_precision`={precision!r}). Unset it, or set it to {value!r}."
             )
 
@@ -248,8 +256,8 @@ def skeleton(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedMod
 def outside_decoder(policy: PreTrainedModel, architectures: list[str], model_impl: str) -> list[str]:
     """
     Returns patterns that tell vLLM which layers not to quantize: all but those of the policy's decoder. They use vLLM's
-    own names, since vLLM may call a tower otherwise. The list is empty for a language model, whose head vLLM leaves
-    unquantized anyway.
+    own names, since vLLM may have another name for a vision tower. The list is empty for a language model, whose head
+    vLLM leaves unquantized anyway.
 
     Args:
         policy (`PreTrainedModel`): The policy, with or without memory for its weights.
@@ -262,8 +270,11 @@ def outside_decoder(policy: PreTrainedModel, architectures: list[str], model_imp
 
     from .adapter import decoder_in_vllm
 
-    own = [name for name in architectures if name in ModelRegistry.models and model_impl != "transformers"]
-    model = ModelRegistry.models[own[0]].load_model_cls() if own else None  # else vLLM runs transformers' own model
+    implemented = [name for name in architectures if name in ModelRegistry.models]
+    if implemented and model_impl != "transformers":
+        model = ModelRegistry.models[implemented[0]].load_model_cls()
+    else:
+        model = None  # vLLM runs transformers' model, with the policy's names
     decoder = decoder_in_vllm(model, [layer.name for layer in dense_linears(policy).values()])
     return [f"re:(?!{re.escape(decoder)})"]
 
@@ -272,7 +283,7 @@ def differences(mine: PreTrainedConfig, theirs: PreTrainedConfig) -> str:
     """Lists the fields in which two configs describe different models, as `name (theirs, not mine)`."""
     mine, theirs = mine.get_text_config(), theirs.get_text_config()
     values = {name: (getattr(mine, name, None), getattr(theirs, name, None)) for name in ARCHITECTURE}
-    return ", ".join(f"{name} ({b}, not {a})" for name, (a, b) in values.items() if a != b)
+    return ", ".join(f"{name} ({theirs}, not {mine})" for name, (mine, theirs) in values.items() if mine != theirs)
 
 
 def _head_size(config: PreTrainedConfig) -> int:
@@ -285,12 +296,13 @@ def check_head_size(config: PreTrainedConfig) -> None:
     from vllm.platforms import current_platform
 
     size = _head_size(config)
-    latent = getattr(config.get_text_config(), "kv_lora_rank", None)  # attention with other kernels
-    if not current_platform.is_cpu() or latent:
+    has_latent_attention = getattr(config.get_text_config(), "kv_lora_rank", None)  # it has other kernels
+    if not current_platform.is_cpu() or has_latent_attention:
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    if size not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
         raise ValueError(
             f"The policy's heads have {size} dimensions; on a CPU vLLM has kernels for {', '.join(map(str, sizes))}. "
             "Set `use_vllm=False` for the embedded engine."
@@ -305,60 +317,85 @@ def check_exact(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"`exact_rollouts`=True needs FlashAttention 3, on Hopper (compute capability 9.0), not {found}."
         )
-    kind = config.get_text_config().model_type
-    if family_of(kind).offset:
-        raise ValueError(f"`exact_rollouts`=True does not know the norms of {kind}. Leave it at False.")
-    if dropout := getattr(config.get_text_config(), "attention_dropout", 0):
+    model_type = config.get_text_config().model_type
+    if family_of(model_type).offset:
+        raise ValueError(f"`exact_rollouts`=True does not know the norms of {model_type}. Leave it at False.")
+    dropout = getattr(config.get_text_config(), "attention_dropout", 0)
+    if dropout:
         raise ValueError(f"`exact_rollouts`=True needs a model without dropout; it has `attention_dropout`={dropout}.")
-    if (size := _head_size(config)) != EXACT_HEADS:
+    size = _head_size(config)
+    if size != EXACT_HEADS:
         raise ValueError(
-            f"`exact_rollouts`=True needs heads of {EXACT_HEADS}, and the policy's have {size}, with which "
-            "FlashAttention 3 is not known to add up alike in decoding and over a whole sequence. Leave it at False."
+            f"`exact_rollouts`=True needs heads of {EXACT_HEADS} dimensions, and the policy's have {size}. It is not "
+            "known whether FlashAttention 3 then adds up in the same order in decoding and over a whole sequence. "
+            "Leave it at False."
         )
 
 
 def prepared_precisions(config) -> set[str] | None:
     """Returns the precisions that a quantized checkpoint with this config can have; `None` if it is not quantized."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
         return None
-    found = found if isinstance(found, dict) else found.to_dict()
-    if found.get("quant_method") == "bitsandbytes":  # only the trainer's base is quantized, not the checkpoint
+    quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    if quantization.get("quant_method") == "bitsandbytes":  # only the trainer's base is quantized, not the checkpoint
         return None
-    groups = [group["weights"] for group in (found.get("config_groups") or {}).values()]
+    groups = [group["weights"] for group in (quantization.get("config_groups") or {}).values()]
     keys = ("num_bits", "type", "strategy", "group_size")
-    schemes = {name: FORMATS[entry.format].scheme for name, entry in PRECISIONS.items() if entry.format is not None}
-    return {
-        name
-        for name, scheme in schemes.items()
-        if scheme and groups and all(group.get(key) == scheme.weights.get(key) for key in keys for group in groups)
-    }
+    fitting = set()
+    for name, entry in PRECISIONS.items():
+        scheme = None if entry.format is None else FORMATS[entry.format].scheme
+        if not groups or not scheme:
+            continue
+        if all(group.get(key) == scheme.weights.get(key) for key in keys for group in groups):
+            fitting.add(name)
+    return fitting
 
 
 def check_prepared(config, precision: str, field: str = "rollout_precision") -> bool:
-    """Whether a config describes a quantized checkpoint; `ValueError` if its precision is not the `field`'s."""
-    found = prepared_precisions(config)
-    if found is not None and precision not in found:
+    """
+    Returns whether a config describes a quantized checkpoint.
+
+    Args:
+        config: A config of transformers.
+        precision (`str`): The precision that the checkpoint must have, if it is quantized.
+        field (`str`, *optional*, defaults to `"rollout_precision"`): The field that has this precision, for the error.
+
+    Raises:
+        `ValueError`: The checkpoint is quantized to another precision.
+    """
+    precisions = prepared_precisions(config)
+    if precisions is not None and precision not in precisions:
+        found = ", ".join(map(repr, sorted(precisions))) or "another format"
         raise ValueError(
-            f"`{field}`={precision!r}, but the model is a checkpoint quantized to "
-            f"{', '.join(map(repr, sorted(found))) or 'another format'}. Use that precision, or the 16-bit checkpoint."
+            f"`{field}`={precision!r}, but the model is a checkpoint quantized to {found}. Use that precision, or the "
+            "16-bit checkpoint."
         )
-    return found is not None
+    return precisions is not None
 
 
 def brings_cache_scales(config) -> bool:
     """Whether a checkpoint with this config stores scales for a KV cache."""
-    found = getattr(config, "quantization_config", None) or {}
-    return (found if isinstance(found, dict) else found.to_dict()).get("kv_cache_scheme") is not None
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return False
+    quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    return quantization.get("kv_cache_scheme") is not None
 
 
 def layout_arguments(
     format: str, ignore: list[str], outside: list[str], device: torch.device, prepared: bool, given: dict
 ) -> dict:
     """
-    Returns the arguments with which vLLM builds a model in compressed-tensors' layout, from a checkpoint in that layout
-    (`prepared`) or a 16-bit one. Layers that stay unquantized are named in `ignore`, by their names in the checkpoint,
-    and in `outside`, from [`outside_decoder`].
+    Returns the arguments with which vLLM builds a model in compressed-tensors' layout.
+
+    Args:
+        format (`str`): Key of `FORMATS`.
+        ignore (`list[str]`): Names, in the checkpoint, of linear layers that stay unquantized.
+        outside (`list[str]`): Patterns of further layers that stay unquantized, from [`outside_decoder`].
+        device (`torch.device`): The device on which the loader quantizes.
+        prepared (`bool`): Whether vLLM starts on a checkpoint in that layout, and not on a 16-bit one.
+        given (`dict`): The run's own arguments of vLLM.
     """
     arguments = {"quantization": None, "load_format": given.get("load_format", "trl_quant")}
     if not prepared:
@@ -373,7 +410,8 @@ def layout_arguments(
 
 def adapter_arguments(model, given: dict) -> dict[str, dict[str, int]]:
     """
-    Returns what the engine's loader must know of the model's adapter: under `adapter`, the rank of each adapted layer.
+    Returns the arguments of the engine's loader that describe the model's adapter: `{"adapter": ranks}`, with the rank
+    of each adapted layer by its clean name.
 
     Raises:
         `ValueError`: The model has no adapter, or one that the engine cannot hold beside the base.
@@ -385,9 +423,9 @@ def adapter_arguments(model, given: dict) -> dict[str, dict[str, int]]:
         raise ValueError(f"`lora_sync`='adapter' takes one active adapter, not {model.active_adapters}. {instead}")
     (adapter,) = model.active_adapters
     config = model.peft_config[adapter]
-    kind = getattr(config.peft_type, "value", config.peft_type)
-    if kind != "LORA":
-        raise ValueError(f"`lora_sync`='adapter' takes LoRA adapters, and this one is {kind}. {instead}")
+    peft_type = getattr(config.peft_type, "value", config.peft_type)
+    if peft_type != "LORA":
+        raise ValueError(f"`lora_sync`='adapter' takes LoRA adapters, and this one is {peft_type}. {instead}")
     for field in ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters"):
         if getattr(config, field, None):
             raise ValueError(f"`lora_sync`='adapter': the engine does not run an adapter's `{field}`. {instead}")
@@ -400,10 +438,11 @@ def adapter_arguments(model, given: dict) -> dict[str, dict[str, int]]:
             f"`lora_sync`='adapter': `init_lora_weights`={config.init_lora_weights!r} changes the base, and the engine "
             f"has the base as it was saved. {instead}"
         )
-    if idle := [name for name in given if "lora" in name]:
+    unused = [name for name in given if "lora" in name]
+    if unused:
         raise ValueError(
-            f"`vllm_engine_kwargs` has {idle}, which act on vLLM's own adapters alone; `lora_sync`='adapter' holds the "
-            "policy's without them. Leave them out."
+            f"`vllm_engine_kwargs` has {unused}, which act on vLLM's own adapters alone; `lora_sync`='adapter' does "
+            "not use these. Leave them out."
         )
     quantized = {layer.name for layer in dense_linears(model.get_base_model()).values()}
     ranks = {}
@@ -421,6 +460,12 @@ def adapter_arguments(model, given: dict) -> dict[str, dict[str, int]]:
     return {"adapter": ranks}
 
 
-def two_copies(size: int, reason: str) -> None:
-    """Warns that trainer and engine hold a copy of the frozen base each, with its size in bytes and the reason."""
-    logger.warning("Trainer and vLLM hold a copy of the base each, %.2f GiB more: %s.", size / 2**30, reason)
+def warn_of_two_copies(size: int, reason: str) -> None:
+    """
+    Warns that trainer and engine each hold a copy of the frozen base.
+
+    Args:
+        size (`int`): Bytes of the second copy.
+        reason (`str`): Why they cannot share one.
+    """
+    logger.warning("Trainer and vLLM each hold a copy of the base, %.2f GiB more: %s.", size / 2**30, reason)

@@ -1,10 +1,10 @@
-"""What runs in the workers of a `vllm serve` that samples for a trainer of ours; nothing of it is used in the trainer.
+"""Code that runs in the workers of a `vllm serve` that samples for our trainers. The trainer does not use it.
 
     vllm serve MODEL --worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension \\
         --weight-transfer-config '{"backend": "trl_quant"}' ...
 
-makes every worker import this module, which adds the weight transfer `trl_quant`: vLLM's own over NCCL, with what a
-reload needs besides (see `worker.py`). With vLLM's alone a 4-bit engine hangs after a sync.
+makes every worker import this module, which registers the weight transfer `trl_quant`: vLLM's own over NCCL, and around
+it the steps that a reload needs (see `worker.py`). With vLLM's transfer alone a 4-bit engine hangs after a sync.
 """
 
 from dataclasses import asdict
@@ -25,7 +25,7 @@ from .worker import (
 
 
 class ReloadBracket:
-    """For a weight transfer engine of vLLM: between start and finish of an update, what `worker.reload` does."""
+    """Mixin for vLLM's weight transfer engines: adds to an update the steps of `worker.reload`."""
 
     def start_weight_update(self) -> None:
         keep_onednn_scales(self.model)
@@ -45,27 +45,28 @@ class ReloadBracket:
 
 
 class NCCLTransfer(ReloadBracket, NCCLWeightTransferEngine):
-    """vLLM's transfer over NCCL in [`ReloadBracket`]."""
+    """vLLM's transfer over NCCL with the steps of [`ReloadBracket`]."""
 
 
 class WorkerExtension:
-    """Names this module on vLLM's command line; its methods become the worker's."""
+    """The class to name on vLLM's command line. vLLM adds its methods to the worker."""
 
-    sync_token: str | None = None  # of the sync whose weights the worker holds
+    sync_token: str | None = None  # the token of the sync whose weights the worker holds
 
-    def keep_token(self, token: str) -> None:
-        """Keeps the token of a sync, for as long as this process has its weights."""
+    def set_sync_token(self, token: str) -> None:
+        """Stores the token of a sync for as long as this process lives."""
         self.sync_token = token
 
-    def kept_token(self) -> str | None:
+    def get_sync_token(self) -> str | None:
+        """Returns the token of the last sync; `None` if there was none in this process."""
         return self.sync_token
 
     def read_caches(self) -> list[tuple]:
-        """[`~worker.kv_caches`] as JSON can hold it: `(layer, fields)`."""
+        """Returns the result of [`~worker.kv_caches`] as `(layer, fields)`, which JSON can hold."""
         return [(index, asdict(cache)) for index, cache in kv_caches(self.get_model()).items()]
 
     def quantized_outside(self, layers: list[str]) -> list[str]:
-        """[`~worker.quantized_outside`]."""
+        """Calls [`~worker.quantized_outside`] with the worker's model."""
         return quantized_outside(self.get_model(), layers)
 
 

@@ -1,7 +1,7 @@
-"""The run's engine on trial: the engine itself, in processes of its own, with a policy that is the run's in shape.
+"""Measures the speed of the run's engine in processes of its own, with a policy of the same shape.
 
-[`measure`] starts the processes, one for each rank of the engine, which build a [`~engine.VLLMEngine`] with the
-arguments that TRL gave for the run's own, sync it, and sample. They leave no files.
+[`measure`] starts one process for each rank of the engine. They build a [`~engine.VLLMEngine`] with the arguments that
+TRL gave for the run's own engine, sync it, and sample. They leave no files.
 """
 
 import base64
@@ -29,8 +29,9 @@ from .support import skeleton
 
 
 PROMPT_TOKENS = 64
-NEW_TOKENS = 64  # of each completion, in the middle of the run's
+NEW_TOKENS = 64  # tokens of each completion that are measured, in the middle of it
 REPEATS = 3
+# Prefixes of the variables that a launcher sets, which a trial must not inherit
 LAUNCHERS = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "RANK", "WORLD_SIZE")
 RESULT_LINE = "result of the trial: "
 
@@ -38,33 +39,33 @@ RESULT_LINE = "result of the trial: "
 @dataclass(frozen=True)
 class Speed:
     """
-    What an engine takes.
+    The speed of an engine.
 
     Attributes:
-        step (`float`): Seconds of decoding one token of each completion, in the middle of a completion.
-        sync (`float`): Seconds from the policy's weights to an engine that holds them.
+        step (`float`): Seconds to decode one token of each completion, in the middle of a completion.
+        sync (`float`): Seconds of one sync.
     """
 
     step: float
     sync: float
 
     def rate(self, batch: int, length: int) -> float:
-        """Tokens per second of `batch` completions of `length` tokens each, with the sync before them."""
+        """Returns tokens per second for `batch` completions of `length` tokens each, including one sync."""
         return batch * length / (self.sync + length * self.step)
 
 
 @dataclass(frozen=True)
 class Trial:
     """
-    What other processes must know to build an engine like the run's.
+    Everything that another process needs to build an engine like the run's.
 
     Attributes:
         model (`str`): Name or path of the policy.
-        dtype (`torch.dtype`): Of its weights.
-        trained_dtype (`torch.dtype`): Of those that are trained.
-        adapters (`dict[str, PeftConfig]`): Its active adapters.
+        dtype (`torch.dtype`): Type of the policy's weights.
+        trained_dtype (`torch.dtype`): Type of the trained weights.
+        adapters (`dict[str, PeftConfig]`): The policy's active adapters.
         on_cpu (`bool`): Whether the run is on a CPU.
-        settings (`dict`): The arguments of the run's engine, TRL's and ours, but for the precision.
+        settings (`dict`): The arguments of the run's engine, TRL's and ours, without the precision.
     """
 
     model: str
@@ -76,38 +77,40 @@ class Trial:
 
     @classmethod
     def of(cls, model: nn.Module, accelerator: Accelerator, settings: dict[str, Any]) -> "Trial":
-        """The trial for a policy and the `settings` of its engine."""
+        """Returns the trial for a policy and the `settings` of its engine."""
+        trained_dtypes = [param.dtype for param in model.parameters() if param.requires_grad]
+        active_adapters = model.active_adapters if is_peft_model(model) else []
         return cls(
-            model.name_or_path,
-            model.dtype,
-            next((param.dtype for param in model.parameters() if param.requires_grad), model.dtype),
-            {name: model.peft_config[name] for name in model.active_adapters} if is_peft_model(model) else {},
-            accelerator.device.type == "cpu",
-            settings,
+            model=model.name_or_path,
+            dtype=model.dtype,
+            trained_dtype=trained_dtypes[0] if trained_dtypes else model.dtype,
+            adapters={name: model.peft_config[name] for name in active_adapters},
+            on_cpu=accelerator.device.type == "cpu",
+            settings=settings,
         )
 
     @property
     def batch(self) -> int:
-        """Completions that one engine samples at a time."""
+        """Number of completions that one engine samples at a time."""
         return self.settings["max_num_seqs"]
 
     @property
     def length(self) -> int:
-        """Tokens of a completion at most."""
+        """Largest number of tokens in a completion."""
         given = self.settings.get("generation_kwargs") or {}
         return given.get("max_tokens", self.settings["max_completion_length"])
 
     @property
     def ranks(self) -> int:
-        """Processes that are one engine together."""
+        """Number of processes that form one engine."""
         return self.settings.get("tensor_parallel_size", 1)
 
 
-# In the run's process
+# Functions of the run's process
 
 
 def measure(trial: Trial, precision: str) -> Speed | str:
-    """The speed of an engine in `precision`, or in one line why there is none."""
+    """Returns the speed of an engine in `precision`, or one line with the reason why it did not start."""
     launcher = [sys.executable]
     if trial.ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={trial.ranks}"]
@@ -117,28 +120,29 @@ def measure(trial: Trial, precision: str) -> Speed | str:
         environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "TMPDIR": temporary}
         command = [*launcher, "-m", __name__, payload]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    results = [line.partition(RESULT_LINE)[2] for line in done.stdout.splitlines() if RESULT_LINE in line]
-    found = [json.loads(result) for result in results]
-    if errors := [result["error"] for result in found if "error" in result]:
-        return errors[0]
-    if found:
-        return Speed(**found[0])
+    printed = [line.partition(RESULT_LINE)[2] for line in done.stdout.splitlines() if RESULT_LINE in line]
+    results = [json.loads(result) for result in printed]
+    for result in results:
+        if "error" in result:
+            return result["error"]
+    if results:
+        return Speed(**results[0])
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]
     return (errors or lines or [f"ended with code {done.returncode}"])[-1]
 
 
-# In the processes of the trial
+# Functions of the trial's processes
 
 
 def policy_like(trial: Trial) -> nn.Module:
-    """A policy with the run's names, shapes and types, without memory for its weights."""
+    """Builds a policy with the run's names, shapes and types on the meta device."""
     trust = trial.settings.get("trust_remote_code", False)
     policy = skeleton(AutoConfig.from_pretrained(trial.model, trust_remote_code=trust), trust).to(trial.dtype)
     policy.name_or_path = trial.model
     for name, config in trial.adapters.items():
         config = copy.copy(config)
-        config.init_lora_weights = True  # others look at the base's weights
+        config.init_lora_weights = True  # other initializations read the base's weights
         with torch.device("meta"):
             if is_peft_model(policy):
                 policy.add_adapter(name, config)
@@ -153,8 +157,11 @@ def policy_like(trial: Trial) -> nn.Module:
 
 
 def fill(policy: nn.Module, device: torch.device) -> None:
-    """Gives weights of one shape and type one memory: they stream as a real policy's, and leave the device free."""
-    generator = torch.Generator(device).manual_seed(0)  # the same on all ranks, which sample the same tokens
+    """
+    Gives a policy on the meta device random weights. Weights of one shape and type share memory: they stream like those
+    of a real policy, and most of the device stays free.
+    """
+    generator = torch.Generator(device).manual_seed(0)  # the same on all ranks, which must sample the same tokens
     memory: dict[tuple, torch.Tensor] = {}
     filled: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     for module in policy.modules():
@@ -168,9 +175,14 @@ def fill(policy: nn.Module, device: torch.device) -> None:
 
 
 def build(trial: Trial, precision: str) -> VLLMEngine:
-    """The run's engine, but that no policy stands beside it yet, and that completions do not end before their time."""
-    sampling = (trial.settings.get("generation_kwargs") or {}) | {"ignore_eos": True}
-    sampling = {name: value for name, value in sampling.items() if name not in ("max_tokens", "min_tokens")}
+    """
+    Builds an engine like the run's, with a policy that gets memory only afterwards. Its completions ignore EOS, so that
+    all have the same length.
+    """
+    sampling = dict(trial.settings.get("generation_kwargs") or {})
+    sampling.pop("max_tokens", None)
+    sampling.pop("min_tokens", None)
+    sampling["ignore_eos"] = True
     settings = trial.settings | {"generation_kwargs": sampling, "sync_check_steps": 0}
     engine = VLLMEngine(policy_like(trial), Accelerator(cpu=trial.on_cpu), None, precision=precision, **settings)
     fill(engine.model, engine.accelerator.device)
@@ -178,7 +190,7 @@ def build(trial: Trial, precision: str) -> VLLMEngine:
 
 
 def seconds(call: Callable, *args) -> float:
-    """Of a call and of what it left the GPU to do."""
+    """Returns the seconds of a call, including the GPU's work that it started."""
     start = time.perf_counter()
     call(*args)
     if torch.cuda.is_available():
@@ -187,38 +199,45 @@ def seconds(call: Callable, *args) -> float:
 
 
 def try_out(engine: VLLMEngine, trial: Trial) -> Speed:
-    """Syncs, and decodes the tokens in the middle of completions, where their keys and values are of mean length."""
-    engine.sync_weights()  # the first takes longer
+    """
+    Measures a sync and a decoding step. The step is measured in the middle of completions, where the sequences have
+    their mean length.
+    """
+    engine.sync_weights()  # the first sync takes longer
     sync = min(seconds(engine.sync_weights) for _ in range(REPEATS))
 
     longest = engine.limits()[1]
     new_tokens = max(2, min(NEW_TOKENS, longest // 2))
-    before = min(PROMPT_TOKENS + max(0, trial.length - new_tokens) // 2, longest - new_tokens)
+    prompt_tokens = min(PROMPT_TOKENS + max(0, trial.length - new_tokens) // 2, longest - new_tokens)
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(10, 200, (trial.batch, before), generator=generator).tolist()
-    mine = prompts[engine.accelerator.process_index :: trial.ranks]
+    prompts = torch.randint(10, 200, (trial.batch, prompt_tokens), generator=generator).tolist()
+    own_prompts = prompts[engine.accelerator.process_index :: trial.ranks]
 
     def decode(new_tokens: int) -> float:
         engine.max_completion_length = new_tokens
-        return seconds(engine.generate, mine, None, 1)
+        return seconds(engine.generate, own_prompts, None, 1)
 
     decode(new_tokens)  # compiles kernels and fills the prefix cache
-    times = [(decode(new_tokens), decode(1)) for _ in range(REPEATS)]
-    long, short = map(min, zip(*times, strict=True))
-    return Speed(max(long - short, 1e-9) / (new_tokens - 1), sync)
+    many_tokens, one_token = [], []
+    for _ in range(REPEATS):
+        many_tokens.append(decode(new_tokens))
+        one_token.append(decode(1))
+    decoding = max(min(many_tokens) - min(one_token), 1e-9)
+    return Speed(decoding / (new_tokens - 1), sync)
 
 
 def main(payload: str) -> None:
-    """One process of a trial: prints what it found."""
+    """Runs one process of a trial and prints its result."""
     trial, precision = pickle.loads(base64.b64decode(payload))
     try:
         engine = build(trial, precision)
-        found = asdict(try_out(engine, trial))
+        result = asdict(try_out(engine, trial))
         if not engine.accelerator.is_main_process:
             return
     except Exception as error:
-        found = {"error": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"}
-    print(f"{RESULT_LINE}{json.dumps(found)}", flush=True)
+        first_line = str(error).partition("\n")[0]
+        result = {"error": f"{type(error).__name__}: {first_line}"}
+    print(f"{RESULT_LINE}{json.dumps(result)}", flush=True)
 
 
 if __name__ == "__main__":

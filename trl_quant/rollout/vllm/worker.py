@@ -1,7 +1,7 @@
-"""What runs inside vLLM's worker, on the model itself: reached through `LLM.collective_rpc` and `LLM.apply_model`.
+"""Functions that run inside vLLM's worker, on vLLM's model, through `LLM.collective_rpc` and `LLM.apply_model`.
 
-The engine runs in the trainer's process, so these functions may take iterators and return tensors. What each of them
-works around was measured on vLLM 0.26 (CUDA) and 0.31 (CPU).
+The engine runs in the trainer's process, so these functions may take iterators and return tensors. The faults that they
+work around were seen in vLLM 0.26 (CUDA) and 0.31 (CPU).
 """
 
 import dataclasses
@@ -37,45 +37,53 @@ from .support import quantizers_on
 class QuantizingLoader(DefaultModelLoader):
     """
     Loads a model in compressed-tensors' layout: from a checkpoint in that layout, or from a 16- or 32-bit one, which it
-    quantizes while reading, one tensor at a time; then prepares it for what it is to hold besides its weights. A base
-    that the trainer lends is taken over instead; see [`one_copy`].
+    quantizes one tensor at a time while it reads. If the trainer lends its base, the model shares that instead; see
+    [`one_copy`]. Then it prepares the model for noise, an adapter or exact rollouts.
 
-    `model_loader_extra_config` may have the arguments of [`~storage.layout.checkpoint_stream`] and the `device` to
-    quantize on; `wide_norms`, see [`widen_norms`]; `adapter`, ranks by the names of the policy's layers, see
-    [`~adapter.hold_adapter`]; `exact`, see [`exact`]; and `load_format`, that of another loader of vLLM's which reads
-    the weights instead.
+    The keys of `model_loader_extra_config`, all optional:
+
+    | key | meaning |
+    |---|---|
+    | the arguments of [`~storage.layout.checkpoint_stream`] | how to quantize |
+    | `device` | the device to quantize on |
+    | `wide_norms` | see [`widen_norms`] |
+    | `adapter` | the adapter's ranks by the names of the policy's layers, see [`~adapter.hold_adapter`] |
+    | `exact` | see [`exact`] |
+    | `load_format` | vLLM's name of another loader, which reads the weights instead |
     """
 
     def __init__(self, load_config: LoadConfig):
-        self.arguments = dict(load_config.model_loader_extra_config)
-        self.device = self.arguments.pop("device", None)
-        self.wide_norms = self.arguments.pop("wide_norms", False)
-        self.adapter = self.arguments.pop("adapter", {})
-        self.exact = self.arguments.pop("exact", False)
-        other = self.arguments.pop("load_format", None)
-        plain = dataclasses.replace(load_config, load_format=other or "auto", model_loader_extra_config={})
-        self.other = get_model_loader(plain) if other else None
+        self.stream_arguments = dict(load_config.model_loader_extra_config)
+        self.device = self.stream_arguments.pop("device", None)
+        self.wide_norms = self.stream_arguments.pop("wide_norms", False)
+        self.adapter = self.stream_arguments.pop("adapter", {})
+        self.exact = self.stream_arguments.pop("exact", False)
+        reader_format = self.stream_arguments.pop("load_format", None)
+        plain = dataclasses.replace(load_config, load_format=reader_format or "auto", model_loader_extra_config={})
+        self.reader = get_model_loader(plain) if reader_format else None
         super().__init__(dataclasses.replace(plain, load_format="auto"))
 
     def get_all_weights(self, model_config, model):
         weights = super().get_all_weights(model_config, model)
-        if not self.arguments:
+        if not self.stream_arguments:
             return weights
         on_device = ((name, tensor.to(self.device)) for name, tensor in weights)
-        return checkpoint_stream(on_device, **quantizers_on(self.device), **self.arguments)
+        return checkpoint_stream(on_device, **quantizers_on(self.device), **self.stream_arguments)
 
     def load_weights(self, model, model_config):
         keep_onednn_scales(model)
-        policy = one_copy.lent()
-        if policy is None or not one_copy.share(model, policy, self.target):
-            read = super().load_weights if self.other is None else self.other.load_weights
-            read(model, model_config)
+        policy = one_copy.lent_weights()
+        is_shared = policy is not None and one_copy.share(model, policy, self.target_device)
+        if not is_shared and self.reader is not None:
+            self.reader.load_weights(model, model_config)
+        elif not is_shared:
+            super().load_weights(model, model_config)
         if self.wide_norms:
             widen_norms(model, model_config.hf_text_config.model_type)
 
     def load_model(self, vllm_config, model_config, **kwargs):
-        self.target = vllm_config.device_config.device
-        with one_copy.without_memory() if one_copy.lent() else nullcontext():
+        self.target_device = vllm_config.device_config.device
+        with one_copy.without_memory() if one_copy.lent_weights() else nullcontext():
             model = super().load_model(vllm_config=vllm_config, model_config=model_config, **kwargs)
         keep_bias_loaders(model)
         if self.exact:
@@ -83,14 +91,15 @@ class QuantizingLoader(DefaultModelLoader):
 
             hold_exact_norms(model)
         if self.adapter:
-            hold_adapter(model, self.adapter, model_config.dtype, self.target)
+            hold_adapter(model, self.adapter, model_config.dtype, self.target_device)
         return model
 
 
 def widen_norms(model: nn.Module, model_type: str) -> None:
     """
-    Holds the norms that are noised in FP32, before CUDA graphs are captured; a reload copies into them. vLLM's kernel
-    for norms asks for one type of inputs and weights; for others it takes the one in torch, which multiplies in FP32.
+    Casts the norms that get noise to FP32. Must be called before CUDA graphs are captured; a reload copies into these
+    tensors. vLLM's kernel for norms needs inputs and weights of one type. For others vLLM uses its version in PyTorch,
+    which multiplies in FP32.
     """
     params = dict(model.named_parameters())
     for name in noised_norms(model_type, params):
@@ -98,12 +107,19 @@ def widen_norms(model: nn.Module, model_type: str) -> None:
 
 
 def _method(layer: LinearBase) -> tuple[object, object]:
+    """Returns a layer's quantization method and its kernel; `None` for a method without one."""
     method = getattr(layer, "scheme", None) or layer.quant_method
-    return method, next((getattr(method, n) for n in ("kernel", "fp8_linear") if hasattr(method, n)), None)
+    for name in ("kernel", "fp8_linear"):
+        if hasattr(method, name):
+            return method, getattr(method, name)
+    return method, None
 
 
 def quantized_outside(model: nn.Module, layers: Iterable[str]) -> list[str]:
-    """Linear layers that are quantized and not in the decoder, by the policy's names of the decoder's `layers`."""
+    """
+    Describes the quantized linear layers outside of the decoder. `layers` are the policy's names of the decoder's
+    linear layers.
+    """
     decoder = decoder_in_vllm(model, layers)
     outside = {name: layer for name, layer in linear_layers(model).items() if not name.startswith(decoder)}
     return [f"{name}: {_describe(layer)}" for name, layer in outside.items() if not _runs_in("bf16", *_method(layer))]
@@ -111,20 +127,25 @@ def quantized_outside(model: nn.Module, layers: Iterable[str]) -> list[str]:
 
 def check_kernels(model: nn.Module, precision: str, layers: Iterable[str]) -> str:
     """
-    Describes the kernels of linear layers, `112 x CompressedTensorsW8A8Int8 (CutlassInt8...)`. Those of the decoder
-    have the names `layers` in the policy.
+    Describes the kernels of linear layers, such as `112 x CompressedTensorsW8A8Int8 (CutlassInt8...)`.
+
+    Args:
+        model (`nn.Module`): vLLM's model.
+        precision (`str`): Key of [`~precisions.PRECISIONS`].
+        layers (`Iterable[str]`): The policy's names of its decoder's linear layers.
 
     Raises:
-        `RuntimeError`: if any of the decoder's does not run in `precision`, or another one is quantized.
+        `RuntimeError`: A linear layer of the decoder does not run in `precision`, or one outside of it is quantized.
     """
-    found, decoder = linear_layers(model), decoder_in_vllm(model, layers)
-    inside = {name: layer for name, layer in found.items() if name.startswith(decoder)}
+    linears, decoder = linear_layers(model), decoder_in_vllm(model, layers)
+    inside = {name: layer for name, layer in linears.items() if name.startswith(decoder)}
     if not inside:
         raise RuntimeError(
             f"`rollout_precision`={precision!r}: vLLM's {type(model).__name__} has no linear layers in {decoder!r}, "
-            "where those of its decoder are looked for. Use another model, or leave `rollout_precision` unset."
+            "where its decoder should be. Use another model, or leave `rollout_precision` unset."
         )
-    if towers := quantized_outside(model, layers):
+    towers = quantized_outside(model, layers)
+    if towers:
         raise RuntimeError(
             f"`rollout_precision`={precision!r} quantizes the language model alone, and vLLM quantized "
             f"{len(towers)} linear layers outside of it, such as {'; '.join(towers[:3])}. Set `use_vllm=False` to "
@@ -137,12 +158,12 @@ def check_kernels(model: nn.Module, precision: str, layers: Iterable[str]) -> st
             f"vLLM did not build the engine that `rollout_precision`={precision!r} asks for: {len(wrong)} linear "
             f"layers run otherwise, such as {'; '.join(wrong[:3])}. Expected: {expected}."
         )
-    counts = Counter(map(_describe, found.values()))
+    counts = Counter(map(_describe, linears.values()))
     return ", ".join(f"{count} x {description}" for description, count in counts.items())
 
 
 def check_biases(model: nn.Module, layers: Iterable[str]) -> None:
-    """Raises `ValueError` where vLLM's model has no bias for one of the policy's `layers`, which have one."""
+    """Raises `ValueError` if vLLM's model lacks the bias of one of `layers`, the policy's layers with a bias."""
     lacking = [name for name, place in places(model, layers).items() if place and place[0].bias is None]
     if lacking:
         raise ValueError(
@@ -162,70 +183,71 @@ def _runs_in(precision: str, method: object, kernel: object) -> bool:
         return False
     if entry.vllm.kernels and not kernel_name.startswith(entry.vllm.kernels):
         return False
-    # compressed-tensors' methods run several formats, which the strategy of the weights tells apart
+    # A method of compressed-tensors may run several formats, which differ in the strategy of their weights
     strategy = getattr(method, "strategy", None)
     return strategy is None or strategy == FORMATS[entry.format].scheme.weights["strategy"]
 
 
 def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
     """
-    Replaces all weights by those of `stream`, in vLLM's bracketed reload, under which captured CUDA graphs stay valid.
+    Replaces all weights by those of `stream`, in vLLM's bracketed reload. Captured CUDA graphs stay valid.
 
     Raises:
-        `RuntimeError`: if the stream ends without weights for some module.
+        `RuntimeError`: The stream ended without weights for some module.
     """
     model = worker.get_model()
     load_weights, loaded = model.load_weights, set()
 
-    def load(weights: Iterator[tuple[str, Tensor]]) -> set[str] | None:
+    def load_and_record(weights: Iterator[tuple[str, Tensor]]) -> set[str] | None:
         names = load_weights(weights)
         loaded.update(names or ())
         return names
 
-    model.load_weights = load
+    model.load_weights = load_and_record
     plain = plain_tensors(model)
     try:
-        # The reload builds tensors of the default type, which vLLM only sets around the first load.
+        # The reload creates tensors of the default type, which vLLM itself sets only for the first load
         with default_dtype(worker.vllm_config.model_config.dtype):
             worker.reload_weights(weights_iterator=stream)
             refresh_tied_head(model)
     finally:
         del model.load_weights
     restore_plain_tensors(plain)
-    # By module, since what a quantized layer holds is not what was loaded into it; scalars (the cache's scales) have
-    # defaults. Parameters are listed once, so a tied head, whose weight is the embedding's, misses nothing.
+    # Compares modules, since a quantized layer's parameters have other names than the loaded tensors. Scalars, such as
+    # the cache's scales, have defaults. `named_parameters` lists a tied head's weight only with the embeddings.
     filled = {name.rpartition(".")[0] for name in loaded}
     owners = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.numel() > 1}
-    if loaded and (missing := owners - filled):
+    missing = owners - filled
+    if loaded and missing:
         raise RuntimeError(f"the policy streamed no weights for {', '.join(sorted(missing)[:4])}")
 
 
 def plain_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
     """
-    Tensors that layers hold beside their parameters and buffers, such as the locks of Marlin's kernels. A reload makes
-    new ones and frees those that captured CUDA graphs go on to read: where the memory of locks is given to something
-    else, the kernels wait forever.
+    Returns the tensors that layers hold beside their parameters and buffers, such as the locks of Marlin's kernels. A
+    reload replaces them and frees the old ones, which captured CUDA graphs still read. If the memory of a lock is then
+    used for something else, the kernels wait forever.
     """
-    return {
-        (module, name): value
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, Tensor)
-    }
+    found = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                found[module, name] = value
+    return found
 
 
 def restore_plain_tensors(plain: dict[tuple[nn.Module, str], Tensor]) -> None:
-    """Puts the tensors of [`plain_tensors`] back in their places, with the values that a reload gave to new ones."""
+    """Puts the tensors of [`plain_tensors`] back, with the values of those that replaced them in a reload."""
     for (module, name), tensor in plain.items():
-        now = vars(module).get(name)
-        if isinstance(now, Tensor) and now is not tensor and now.shape == tensor.shape:
-            tensor.copy_(now)
+        replacement = vars(module).get(name)
+        if isinstance(replacement, Tensor) and replacement is not tensor and replacement.shape == tensor.shape:
+            tensor.copy_(replacement)
             setattr(module, name, tensor)
 
 
 def refresh_tied_head(model: nn.Module) -> None:
-    """On CPU a tied head keeps a packed copy of the embedding, which a reload leaves as it was."""
-    for language_model in model.modules():  # which is `model` itself, or in a vision-language model a part of it
+    """Packs the embedding for a tied head again. On a CPU the head keeps a packed copy, which a reload misses."""
+    for language_model in model.modules():  # it is `model` itself, or a part of a vision-language model
         head = getattr(language_model, "lm_head", None)
         head = getattr(head, "base_layer", head)
         if head is not None and head.weight.is_cpu and _is_tied(language_model):
@@ -239,9 +261,11 @@ def _is_tied(model: nn.Module) -> bool:
 
 def keep_onednn_scales(model: nn.Module) -> None:
     """
-    On CPUs without AMX an INT8 layer gives oneDNN a raw pointer to its scales, and a reload frees the tensor behind
-    it: wrong numbers or NaN afterwards. The kernel keeps it alive instead. It also sets the layer's weight to `None`,
-    an attribute that a server's reload loses and the kernel then misses: an empty tensor stands in for it.
+    Makes INT8 kernels on CPUs survive a reload.
+
+    Without AMX a layer gives oneDNN a raw pointer to its scales. A reload frees the tensor behind it, which leads to
+    wrong results or NaN; here the kernel holds a reference to it. The kernel also sets the layer's weight to `None`. A
+    server's reload drops such an attribute, which the kernel needs; here the weight becomes an empty tensor.
     """
     for layer in linear_layers(model).values():
         kernel = _method(layer)[1]
@@ -250,7 +274,10 @@ def keep_onednn_scales(model: nn.Module) -> None:
 
 
 def keep_bias_loaders(model: nn.Module) -> None:
-    """Marlin's layers make a new bias, which a reload by vLLM 0.31 needs to know how to load: a part at a time."""
+    """
+    Gives the biases of Marlin's layers a loader. These layers create a new bias without one, and a reload by vLLM 0.31
+    loads it part by part.
+    """
     for layer in linear_layers(model).values():
         if getattr(layer, "bias", None) is not None and not hasattr(layer.bias, "weight_loader"):
             set_weight_attrs(layer.bias, {"output_dim": 0, "weight_loader": layer.weight_loader})
@@ -259,15 +286,18 @@ def keep_bias_loaders(model: nn.Module) -> None:
 def _process_and_keep(kernel, layer: nn.Module) -> None:
     type(kernel).process_weights_for_onednn(kernel, layer)
     weight, scale = kernel.layer_param_names[:2]
-    kernel.kept_scale = getattr(layer, scale).data  # not a parameter, which a reload would replace
+    kernel.kept_scale = getattr(layer, scale).data  # a plain tensor, since a reload would replace a parameter
     setattr(layer, weight, nn.Parameter(torch.empty(0), requires_grad=False))
 
 
 @torch.no_grad()
 def int8_errors(model: nn.Module) -> dict[int, float]:
     """
-    Relative error of the INT8 product itself, by the number of inputs of a layer, on normal weights and inputs: zero
-    on a GPU and on CPUs with VNNI or AMX. On others oneDNN adds pairs of products in 16 bits, which saturate.
+    Measures the relative error of the device's INT8 product, on normally distributed weights and inputs. It is zero on
+    a GPU, and on CPUs with VNNI or AMX. On other CPUs oneDNN adds pairs of products in 16 bits, which saturate.
+
+    Returns:
+        `dict[int, float]`: number of a layer's inputs -> error; empty on a GPU.
     """
     if not any(hasattr(_method(layer)[1], "dnnl_handler") for layer in linear_layers(model).values()):
         return {}
@@ -285,10 +315,10 @@ def int8_errors(model: nn.Module) -> dict[int, float]:
 
 def kv_caches(model: nn.Module) -> dict[int, KVCache]:
     """
-    The KV caches that are quantized, by the index of their layer; none in most engines.
+    Returns the quantized KV caches by the index of their layer; empty in most engines.
 
     Raises:
-        `ValueError`: for one whose rounding [`KVCache`] does not describe.
+        `ValueError`: [`KVCache`] cannot describe the rounding of a cache.
     """
     caches = {}
     for layer in model.modules():
@@ -300,7 +330,7 @@ def kv_caches(model: nn.Module) -> dict[int, KVCache]:
                 f"The self-check cannot compute the KV cache of {layer.layer_name} ({type(layer).__name__}, "
                 f"'kv_cache_dtype'={format!r}). Set 'kv_cache_dtype'='bfloat16' in `vllm_engine_kwargs`."
             )
-        scales = {  # on the device and on the host: which of them acts is up to the backend
+        scales = {  # both copies, on the device and on the host, since backends differ in the one that they use
             "_q_scale": layer._q_scale.item(),
             "_k_scale": layer._k_scale.item(),
             "_v_scale": layer._v_scale.item(),
@@ -314,57 +344,74 @@ def kv_caches(model: nn.Module) -> dict[int, KVCache]:
 
 
 @torch.no_grad()
-def held_otherwise(model: nn.Module, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str | None:
+def differing_weight(model: nn.Module, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str | None:
     """
-    One of the policy's `weights`, by its name there, that the model, whose type is `dtype`, does not hold; `None` if
-    there is none. Compared are what both hold in the same shape under one name (norms, embeddings, the head) and the
-    biases of linear layers.
+    Compares the policy's weights with vLLM's: those that both have under one name and in one shape (norms, embeddings,
+    the head), and the biases of linear layers.
+
+    Args:
+        model (`nn.Module`): vLLM's model.
+        weights (`Iterable[tuple[str, Tensor]]`): The policy's weights by its names.
+        dtype (`torch.dtype`): The type of vLLM's model.
+
+    Returns:
+        `str` or `None`: The policy's name of the first weight that differs; `None` if there is none.
     """
-    own, modules, biases, different = dict(model.named_parameters()), dict(model.named_modules()), {}, []
-    for name, tensor in weights:  # all of them in any case: gathering is collective
+    params, modules = dict(model.named_parameters()), dict(model.named_modules())
+    biases: dict[str, Tensor] = {}
+    different: list[str] = []
+    for name, tensor in weights:  # reads all of them in any case, because gathering is collective
         module, _, kind = name.rpartition(".")
-        ((_, theirs),) = names_in_vllm(model, [module])
-        held, layer = own.get(f"{theirs}.{kind}"), modules.get(theirs)
+        ((_, vllm_name),) = names_in_vllm(model, [module])
+        held, layer = params.get(f"{vllm_name}.{kind}"), modules.get(vllm_name)
         if layer is None or isinstance(layer, LinearBase):
             if kind == "bias":
                 biases[module] = tensor
             continue
-        if isinstance(layer, VocabParallelEmbedding) and held is not None:  # padded, and a part on each rank
+        if isinstance(layer, VocabParallelEmbedding) and held is not None:  # padded, and split among ranks
             rows = layer.shard_indices
             tensor = tensor[rows.org_vocab_start_index : rows.org_vocab_end_index]
             held = held[: len(tensor)]
         if held is not None and held.shape == tensor.shape and not _are_same(held, tensor, dtype):
             different.append(name)
-    return next(iter(different + _other_biases(model, biases)), None)
+    different += _differing_biases(model, biases)
+    return different[0] if different else None
 
 
 def _are_same(held: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the model's `held` is the policy's `tensor` rounded, or each was loaded from the same checkpoint."""
-    if torch.equal(tensor.to(held), held) or torch.equal(tensor.to(dtype).to(held), held):  # norms in FP32 hold BF16
+    """Whether vLLM's tensor `held` equals the policy's `tensor`, up to rounding to the narrower of the two types."""
+    if torch.equal(tensor.to(held), held):
         return True
-    return held.element_size() <= tensor.element_size() and torch.equal(held.to(tensor), tensor)  # as a policy in FP16
+    if torch.equal(tensor.to(dtype).to(held), held):  # a norm in FP32 that was loaded in BF16
+        return True
+    is_narrower = held.element_size() <= tensor.element_size()
+    return is_narrower and torch.equal(held.to(tensor), tensor)  # a policy in FP16 and an engine in BF16
 
 
-def _other_biases(model: nn.Module, biases: dict[str, Tensor]) -> list[str]:
-    """Those of the policy's biases, by the names of their layers there, that are not in the model's linear layers."""
-    joined, different = {}, []
+def _differing_biases(model: nn.Module, biases: dict[str, Tensor]) -> list[str]:
+    """
+    Returns the names of the policy's biases that differ from those of vLLM's linear layers, the first one of each
+    layer. `biases` has the names of the policy's layers.
+    """
+    fused: dict[LinearBase, dict[int, str]] = {}
     for name, place in places(model, biases).items():
         if place is not None and place[0].bias is not None:
             layer, parts = place
-            joined.setdefault(layer, {})[parts.start] = name
-    for layer, names in joined.items():
-        names = [name for _, name in sorted(names.items())]
+            fused.setdefault(layer, {})[parts.start] = name
+    different = []
+    for layer, name_by_part in fused.items():
+        names = [name_by_part[part] for part in sorted(name_by_part)]
         whole = torch.cat([biases[name].to(layer.bias) for name in names])
-        # Sorted, since Marlin's layers reorder theirs; a rank of several, which has a part, is not compared
+        # Compared in sorted order, since Marlin's layers reorder biases. A rank's part of a bias is not compared.
         if whole.shape == layer.bias.shape and not torch.equal(whole.sort()[0], layer.bias.sort()[0]):
             different.append(f"{names[0]}.bias")
     return different
 
 
 def parameters(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Copies of the named parameters."""
-    own = dict(model.named_parameters())
-    return {name: own[name].detach().clone() for name in names}
+    """Returns copies of the named parameters."""
+    params = dict(model.named_parameters())
+    return {name: params[name].detach().clone() for name in names}
 
 
 def parameter_names(model: nn.Module) -> list[str]:
@@ -373,18 +420,21 @@ def parameter_names(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def write_parameters(model: nn.Module, values: dict[str, Tensor]) -> None:
-    """Writes parameters in place, where captured CUDA graphs read them."""
-    own = dict(model.named_parameters())
+    """Writes parameters in place, so that captured CUDA graphs read the new values."""
+    params = dict(model.named_parameters())
     for name, value in values.items():
-        own[name].copy_(value)
+        params[name].copy_(value)
 
 
 def forget_step(worker) -> list[str]:
     """
-    Forgets a step that broke off between the model and the sampling, which vLLM would insist on finishing. Returns the
-    requests that the worker holds: some may have ended long ago, since the step that would have told it broke off.
+    Drops a step that was interrupted between the model and the sampling; vLLM would otherwise insist on finishing it.
+
+    Returns:
+        `list[str]`: The requests that the worker holds. Some may have ended before, because the interrupted step would
+        have told the worker.
     """
     runner = worker.model_runner
     runner.execute_model_state = None
-    states = getattr(runner, "req_states", None)  # of vLLM's second model runner
+    states = getattr(runner, "req_states", None)  # vLLM's second model runner has these
     return list(runner.requests if states is None else states.req_id_to_index)

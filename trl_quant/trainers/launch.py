@@ -1,0 +1,150 @@
+"""The training run behind `trl-quant train`: options become rewards, datasets, a trainer and a saved model."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl import ModelConfig, get_peft_config, get_quantization_config
+from trl.rewards import get_soft_overlong_punishment
+
+from ..config import QuantGRPOConfig
+from ..tasks import REWARDS, load_prompts
+from ..tasks.named_rewards import find_reward
+from .grpo import QuantGRPOTrainer
+
+
+DEFAULT_DATASET = "openai/gsm8k"
+
+
+@dataclass
+class TrainArguments:
+    """The options of a run that belong neither to the trainer nor to the model, such as its data and its rewards."""
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={"help": f"Dataset id on the hub, directory, or .json or .jsonl file. If not set, {DEFAULT_DATASET}."},
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a dataset on the hub."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on, such as 'train[:1000]'."})
+    eval_dataset_name: str | None = field(
+        default=None, metadata={"help": "Where to evaluate, with `eval_strategy`; `dataset_name` if not set."}
+    )
+    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["gsm8k"],
+        metadata={"help": f"Rewards, summed: {', '.join(REWARDS)}, or the dotted path of a function of your own."},
+    )
+    overlong_punishment: float = field(
+        default=0.0,
+        metadata={
+            "help": "Last part of `max_completion_length`, from 0 to 1, over which a further reward falls from 0 to -1 "
+            "(DAPO); 0 for none."
+        },
+    )
+
+    dry_run: bool = field(
+        default=False, metadata={"help": "Check everything, say what the run would do and need, and load nothing."}
+    )
+
+    def __post_init__(self):
+        self.defaults_told = [] if self.dataset_name else [f"No `dataset_name`: the run trains on {DEFAULT_DATASET}."]
+        self.dataset_name = self.dataset_name or DEFAULT_DATASET
+        if not 0 <= self.overlong_punishment <= 1:
+            raise ValueError(f"`overlong_punishment`={self.overlong_punishment!r} must be a number from 0 to 1.")
+        self.rewards = [find_reward(name) for name in self.reward_funcs]
+
+
+def trainer_arguments(
+    script_args: TrainArguments,
+    training_args: QuantGRPOConfig,
+    model_args: ModelConfig,
+    reward_funcs: list[Callable] | None = None,
+) -> dict:
+    """
+    Loads the datasets and returns the arguments for the trainer. The main process prints what was left to defaults.
+
+    Args:
+        script_args ([`TrainArguments`]): The data and the rewards.
+        training_args ([`QuantGRPOConfig`]): The trainer's options. Its `model_init_kwargs` get the model's options.
+        model_args ([`~trl.ModelConfig`]): The model's options.
+        reward_funcs (`list[Callable]`, *optional*): Further reward functions.
+
+    Returns:
+        `dict`: The keyword arguments of [`QuantGRPOTrainer`], and of [`~report.plan.make_plan`].
+    """
+    told = list(script_args.defaults_told)
+    if training_args.rollout_precision is None:
+        told.append("No `rollout_precision` and no `train_precision`: nothing is quantized.")
+    if training_args.process_index == 0:
+        print("\n".join(told), end="\n" if told else "")
+    overlong = _overlong_punishment(script_args.overlong_punishment, training_args.max_completion_length)
+    datasets = load_data(script_args, training_args, model_args)
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    return {
+        "model": model_args.model_name_or_path,
+        "reward_funcs": [*script_args.rewards, *(reward_funcs or []), *overlong],
+        "args": training_args,
+        "quantization_config": get_quantization_config(model_args),
+        "peft_config": get_peft_config(model_args),
+        **datasets,
+    }
+
+
+def load_data(
+    script_args: TrainArguments, training_args: QuantGRPOConfig, model_args: ModelConfig
+) -> dict[str, Dataset | None]:
+    """Loads the trainer's `train_dataset` and, if evaluation is on, its `eval_dataset`."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_args.model_name_or_path,
+            revision=model_args.model_revision,
+            trust_remote_code=training_args.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        name = model_args.model_name_or_path
+        raise ValueError(f"`model_name_or_path`={name!r}: its tokenizer cannot be read. {error}") from error
+    sources = {"train_dataset": (script_args.dataset_name, script_args.dataset_train_split)}
+    if training_args.eval_strategy != "no":
+        name = script_args.eval_dataset_name or script_args.dataset_name
+        sources["eval_dataset"] = (name, script_args.dataset_test_split)
+    datasets = {}
+    for key, (name, split) in sources.items():
+        datasets[key] = load_prompts(name, split, script_args.dataset_config, tokenizer)
+        _check_answers(script_args.reward_funcs, name, datasets[key].column_names)
+    return datasets
+
+
+def train(arguments: dict) -> None:
+    """Trains with these [`trainer_arguments`], or resumes the run, and saves the model and the trainer's state."""
+    args = arguments["args"]
+    trainer = QuantGRPOTrainer(**arguments)
+    resume = args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
+    trainer.save_model(args.output_dir)
+    trainer.save_state()
+
+
+def _check_answers(reward_funcs: list[str], dataset_name: str, columns: Sequence[str]) -> None:
+    """Raises `ValueError` if a reward compares with the column 'answer' and the dataset has none."""
+    if "answer" in columns:
+        return
+    needs_answer = [reward for reward in reward_funcs if reward in ("arithmetic", "gsm8k")]
+    needs_answer += [reward for reward in reward_funcs if reward == "strict_math" and "solution" not in columns]
+    if needs_answer:
+        raise ValueError(
+            f"`reward_funcs`={needs_answer} compare with a column 'answer', but dataset {dataset_name!r} has only "
+            f"{columns}."
+        )
+
+
+def _overlong_punishment(part: float, length: int | None) -> list[Callable[..., list[float]]]:
+    """TRL's punishment of completions close to their greatest length (DAPO eq. 13), if `part` is above 0."""
+    if part and length is None:
+        raise ValueError(f"`overlong_punishment`={part!r} needs a `max_completion_length`, which is None.")
+    return [get_soft_overlong_punishment(length, round(part * length))] if part else []
