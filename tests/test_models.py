@@ -122,7 +122,7 @@ REFUSED_ADAPTERS = [
     (lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), ["PrefixTuningConfig"]),
     (lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), ["PromptEncoderConfig"]),
     (lambda: peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1), ["AdaptionPrompt"]),
-    (lambda: LoraConfig(r=4, layer_replication=[(0, 2), (1, 2)]), ["layer_replication", "config describes"]),
+    (lambda: LoraConfig(r=4, layer_replication=[(0, 2), (1, 2)]), ["layer_replication", "config does not describe"]),
 ]
 
 
@@ -369,8 +369,8 @@ def grown(**special):
 
 REFUSED_TOKENIZERS = [
     (lambda: tokenizer(eos_token=None, pad_token=None), ["neither a padding token nor an EOS", "tokenizer.pad_token"]),
-    (lambda: grown(pad_token="[PAD]"), ["`pad_token` '[PAD]' is token 320", "320 tokens", "resize_token_embeddings"]),
-    (lambda: grown(eos_token="[END]"), ["`eos_token` '[END]' is token 320", "resize_token_embeddings"]),
+    (lambda: grown(pad_token="[PAD]"), ["`pad_token` '[PAD]' has the id 320", "320 tokens", "resize_token_embeddings"]),
+    (lambda: grown(eos_token="[END]"), ["`eos_token` '[END]' has the id 320", "resize_token_embeddings"]),
 ]
 
 
