@@ -17,9 +17,11 @@ import warm
 
 
 REPORTS = "FILE_OF_TEST_REPORTS"  # environment variable: where the process of one test writes its reports
-# vLLM compares the card's free memory before and after it falls asleep. A test beside it may have taken some meanwhile:
-# then the test runs again.
-DISTURBED, ATTEMPTS = "Memory usage increased after sleeping", 3
+# Errors that a test beside this one causes, after which this one runs again. vLLM compares the card's free memory
+# before and after it falls asleep, and the other test may have taken some. TRL looks for a free port before vLLM
+# listens on it, and the other test may have taken it.
+DISTURBED = ("Memory usage increased after sleeping", "EADDRINUSE")
+ATTEMPTS = 3
 
 
 class Reports:
@@ -46,7 +48,8 @@ def pytest_runtest_protocol(item):
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for _ in range(ATTEMPTS):
         reports = reports_of_own_process(item)
-        if not any(report.failed and DISTURBED in str(report.longrepr) for report in reports):
+        errors = [str(report.longrepr) for report in reports if report.failed]
+        if not any(sign in error for error in errors for sign in DISTURBED):
             break
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
