@@ -46,7 +46,7 @@ def test_a_config_that_contradicts_the_class_is_refused(tmp_path):
 def test_ais_with_trls_config_is_ais(tmp_path, caplog):
     trainer = make(AISGRPOTrainer, config(GRPOConfig, tmp_path))
     assert (trainer.scale_rewards, trainer.loss_type, trainer.args.is_correction) == ("none", "grpo", "ais")
-    assert "`scale_rewards`='none'" in caplog.text and "`loss_type`='grpo'" in caplog.text
+    assert "`scale_rewards` is set to 'none'" in caplog.text and "`loss_type` is set to 'grpo'" in caplog.text
     trainer = make(AISGRPOTrainer, config(GRPOConfig, tmp_path, loss_type="dr_grpo", scale_rewards="batch"))
     assert (trainer.scale_rewards, trainer.loss_type) == ("batch", "dr_grpo")  # what was chosen stays
 
