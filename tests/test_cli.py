@@ -134,9 +134,11 @@ def test_options_of_train_are_those_of_the_parser():
 def test_spellings_of_train_are_those_of_the_parser(capsys):
     """Each of the parser's option strings, also with hyphens and with `no` before it, is known; others are not."""
     actions = [action for action in train.Parser().added if action.dest != "help"]
+    argv = []
     for action in actions:
         for flag in action.option_strings:
-            check_train([flag] if action.nargs in (0, "?") else [flag, "1"])
+            argv += [flag] if action.nargs in (0, "?") else [flag, "1"]
+    check_train(argv)
     switched_off = [action for action in actions if action.nargs == 0]
     assert len(switched_off) > 3
     for flag in ("--no_learning_rate", "--nobf16", "--no_exact_rollouts"):
