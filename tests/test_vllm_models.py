@@ -148,7 +148,8 @@ def test_the_directory_that_the_message_asks_for(tmp_path):
     trainer = trainer_of(tmp_path, model, vllm_engine_kwargs=SMALL | {"model": str(tmp_path / "saved")})
     keep(trainer)
     trainer.train()
-    assert trainer.state.log_history[0]["mismatch/kl_k3"] < 1e-2
+    # INT8 alone gives 0.02 where AVX2's products saturate; with other weights the engine is off by more than 0.5
+    assert trainer.state.log_history[0]["mismatch/kl_k3"] < 5e-2
 
 
 def test_options_that_change_the_config(tmp_path):
