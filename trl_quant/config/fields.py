@@ -78,6 +78,14 @@ class PolicyFields:
             f"`train_precision` {listed(exact_flows())}, vLLM in colocate mode, and a Hopper GPU."
         },
     )
+    pack_sequences: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether scoring and training compute the sequences of a micro-batch in one row without padding. "
+            "The loss stays the same, up to the rounding of sums. `True` refuses a run that cannot; if not set, runs "
+            "with a `rollout_precision` pack where they can."
+        },
+    )
 
 
 @dataclass

@@ -79,6 +79,14 @@ class Packed:
         return cls(rows, (mask.cumsum(1) - 1).flatten()[rows], starts, int(lengths.max()))
 
 
+    @classmethod
+    def between(cls, starts: Tensor, longest: int, length: int) -> "Packed":
+        """Takes sequences that are packed already: `starts` and `longest` as above, and the number of all tokens."""
+        counts = starts.diff()
+        first = starts[:-1].repeat_interleave(counts, output_size=length)
+        return cls(None, torch.arange(length, device=starts.device) - first, starts, longest)
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, positions, kernel):
@@ -132,7 +140,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: floa
     Returns:
         `torch.Tensor`: (T, H, D).
     """
-    if q.is_cuda:
+    if q.is_cuda and q.dtype != torch.float32:  # flash attention has no FP32
         sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
         starts, longest = packed.starts, packed.longest
         return torch.ops.aten._flash_attention_forward(
@@ -172,20 +180,33 @@ class ExactAttention:
 
     def __init__(self, kernels: Kernels):
         self.kernels = kernels
-        self._last: tuple | None = None  # one mask serves all layers of a forward pass
+        self._last: tuple | None = None  # one mask, or one tensor of borders, serves all layers of a forward pass
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *how) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        *how,
+        starts: Tensor | None = None,
+        longest: int | None = None,
+    ) -> Tensor:
         """
         Args:
             q, k, v (`torch.Tensor`): (B, H, S, D), (B, G, S, D), (B, G, S, D), not rotated.
             mask (`torch.Tensor`, *optional*): (B, S), true on tokens; `None` where there is no padding.
             how: `scale` and `window` of [`flash_attention`].
+            starts, longest: As in [`Packed`], where the one row (B = 1) is packed; `mask` is then ignored.
 
         Returns:
             `torch.Tensor`: (B, S, H, D), zeros on padding.
         """
         batch, heads, length, size = q.shape
-        packed = self._packed(mask, batch, length, q.device)
+        if starts is None:
+            packed = self._packed(mask, Packed.of, batch, length, q.device)
+        else:
+            packed = self._packed(starts, Packed.between, longest, length)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         if packed.rows is not None:
             q, k, v = (x[packed.rows] for x in (q, k, v))
@@ -195,9 +216,9 @@ class ExactAttention:
             y = y.new_zeros(batch * length, heads, size).index_copy(0, packed.rows, y)
         return y.view(batch, length, heads, size)
 
-    def _packed(self, mask: Tensor | None, *shape) -> Packed:
-        if self._last is None or self._last[0] is not mask or self._last[1] != shape:
-            self._last = mask, shape, Packed.of(mask, *shape)
+    def _packed(self, told: Tensor | None, make: Callable[..., Packed], *shape) -> Packed:
+        if self._last is None or self._last[0] is not told or self._last[1] != shape:
+            self._last = told, shape, make(told, *shape)
         return self._last[2]
 
 

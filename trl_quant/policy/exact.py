@@ -42,7 +42,8 @@ def attend(
     """
     if query.shape[2] != key.shape[2]:
         raise ValueError("A policy with `exact_rollouts`=True computes whole sequences only: generate with its engine.")
-    return module.exact_attention(query, key, value, attention_mask, scaling, sliding_window), None
+    borders = {"starts": kwargs.get("cu_seq_lens_q"), "longest": kwargs.get("max_length_q")}
+    return module.exact_attention(query, key, value, attention_mask, scaling, sliding_window, **borders), None
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -15,6 +15,7 @@ from trl.extras.profiling import profiling_context
 
 from ..config.preflight import check_before_loading
 from ..policy.frozen import on_frozen_base
+from ..policy.packed import PackedRows
 from ..policy.unified import check_flow, flow, follow_engine, restore, train_as_sampled
 from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
 from ..rollout.engine import Engine
@@ -24,6 +25,7 @@ from . import checkpoints, phases
 from .checks import check_model, check_trainable
 from .finite import FiniteSteps, check_trained
 from .introduction import add_to_card, introduce
+from .packing import packs_rows
 from .reward_calls import RewardCalls
 
 
@@ -79,6 +81,7 @@ class QuantRollouts:
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
             apply_uaq(self.model, args.uaq_scale)
         self._flow = flow(self.model)
+        self._packs = packs_rows(self)
         introduce(self)
 
     def build_engine(self, spec: EngineSpec, model, accelerator, processing_class, **settings) -> Engine:
@@ -198,6 +201,12 @@ class QuantRollouts:
         if self._engine is not None and self.model.training:  # evaluation leaves them to the training step that synced
             self.log_values(self._engine.take_metrics())
         return output
+
+    # Score: the policy and its reference compute no padding
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        scorer = PackedRows(model) if self._packs else model
+        return super()._get_per_token_logps_and_entropies(scorer, *args, **kwargs)
 
     # Reward: each function must return in time, and each reward must be finite
 
