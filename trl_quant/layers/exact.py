@@ -78,7 +78,6 @@ class Packed:
         rows = mask.flatten().nonzero().squeeze(1)
         return cls(rows, (mask.cumsum(1) - 1).flatten()[rows], starts, int(lengths.max()))
 
-
     @classmethod
     def between(cls, starts: Tensor, longest: int, length: int) -> "Packed":
         """Takes sequences that are packed already: `starts` and `longest` as above, and the number of all tokens."""
