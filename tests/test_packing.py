@@ -132,7 +132,9 @@ def mistaken(monkeypatch, mistake: str) -> None:
     def of(*args):
         packed = make_packed(*args)
         changes = {
-            "positions": {"positions": torch.arange(len(packed.positions))},
+            "positions": {
+                "positions": packed.positions // 2
+            },  # a shift alone does nothing: rotary embeddings are relative
             "borders": {"starts": packed.starts[[0, -1]], "longest": len(packed.positions)},
             "one token": {"starts": torch.cat([packed.starts[:1], packed.starts[1:-1] + 1, packed.starts[-1:]])},
         }
