@@ -16,8 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_quant import QuantGRPOConfig
-from trl_quant.layers.exact import ExactAttention, Kernels, Packed, Unrotated, flash_attention, log_probs, log_softmax
+from trl_quant.layers.exact import ExactAttention, Kernels, Unrotated, log_probs, log_softmax
 from trl_quant.layers.norm import FusedRMSNorm, rms_norm
+from trl_quant.layers.packed import Packed, flash_attention
 from trl_quant.models.families import FAMILIES
 from trl_quant.policy.exact import compute_exactly
 from trl_quant.policy.unified import unify

@@ -1,18 +1,23 @@
-"""Packed rows: one row of sequences without padding has the log-probabilities and gradients of padded rows."""
+"""Packed rows, with each prompt once, have the log-probabilities and gradients of padded rows."""
 
 import dataclasses
+import random
 
 import pytest
 import torch
+from test_rloo import QuantRLOOConfig, QuantRLOOTrainer
 from tiny import FAMILIES, save_tiny, tiny_model
-from training import PROMPTS, config, lora, make
+from training import PROMPTS, UnevenLengths, config, lora, make, parameters
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_quant import QuantGRPOTrainer
 from trl_quant.config.values import CLIPPED_LOSSES
-from trl_quant.layers.exact import Packed
-from trl_quant.policy.packed import PackedRows, accept_packed_rows, why_not_packed
+from trl_quant.corrections import CORRECTIONS
+from trl_quant.layers.packed import Packed
+from trl_quant.policy.packed import PackedRows, accept_packed_rows
 from trl_quant.precisions import frozen_bases
+from trl_quant.trainers import packing
+from trl_quant.trainers.packing import balanced
 
 
 # A token sees itself and seven tokens before it, in every layer or in some
@@ -21,19 +26,38 @@ WINDOWS = {
     "mistral": {"sliding_window": 8},
     "gemma3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
 }
+LOSSES = [*CLIPPED_LOSSES, "cispo", "sapo", "vespo"]
 PACKED = [family for family in FAMILIES if family != "gemma2"]  # which caps logits
 
 
-def batch(seed: int = 0, prompt: int = 7, completion: int = 40) -> dict[str, torch.Tensor]:
-    """Left-padded prompts and right-padded completions of lengths that differ, as TRL joins them."""
+class UnevenGRPOTrainer(UnevenLengths, QuantGRPOTrainer):
+    pass
+
+
+class UnevenRLOOTrainer(UnevenLengths, QuantRLOOTrainer):
+    config_class = QuantRLOOConfig
+
+
+PROMPT = 12  # columns of the prompts
+
+
+def batch(seed: int = 0, completion: int = 40) -> dict[str, torch.Tensor]:
+    """
+    Left-padded prompts and right-padded completions of lengths that differ, as TRL joins them. Rows 0, 2 and 5 have one
+    prompt, rows 1 and 4 another, which is longer than the windows; row 3 and row 6 have a prompt of their own, row 6
+    the first one without its first token. Rows 7 and 8 have one prompt of a single token.
+    """
     generator = torch.Generator().manual_seed(seed)
-    prompts = torch.tensor([7, 2, 5, 1])
-    completions = torch.tensor([3, 40, 1, 22])
-    places = torch.arange(prompt + completion)
-    mask = (places >= prompt - prompts.unsqueeze(1)) & (places < prompt + completions.unsqueeze(1))
-    ids = torch.randint(3, 256, mask.shape, generator=generator).where(mask, 0)
+    prompts = torch.tensor([7, 12, 7, 5, 12, 7, 6, 1, 1])
+    completions = torch.tensor([3, 40, 1, 22, 9, 40, 12, 5, 2])
+    places = torch.arange(PROMPT + completion)
+    mask = (places >= PROMPT - prompts.unsqueeze(1)) & (places < PROMPT + completions.unsqueeze(1))
+    ids = torch.randint(3, 256, mask.shape, generator=generator)
+    for row, other in ((2, 0), (5, 0), (6, 0), (4, 1), (8, 7)):
+        ids[row, :PROMPT] = ids[other, :PROMPT]
+    ids = ids.where(mask, 0)
     labels = ids.masked_fill(~mask, -100)
-    labels[:, :prompt] = -100
+    labels[:, :PROMPT] = -100
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
 
 
@@ -52,19 +76,19 @@ def gradients(model, call, given) -> tuple[torch.Tensor, torch.Tensor, dict[str,
     return output.log_probs * scored, output.entropy * scored, {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", PACKED)
-def test_packed_rows_are_padded_ones(family, checkpointing):
+def test_packed_rows_are_padded_ones(family, checkpointing, shares):
     model = model_of(family)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     given = batch()
     padded = gradients(model, model, given)
-    assert why_not_packed(model) is None
     accept_packed_rows(model)
     again = gradients(model, model, given)
     assert all(torch.equal(again[2][name], grad) for name, grad in padded[2].items())  # padded rows: the same bits
-    packed = gradients(model, PackedRows(model), given)
+    packed = gradients(model, PackedRows(model, PROMPT, shares), given)
     for mine, theirs in zip(packed[:2], padded[:2], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     for name, grad in padded[2].items():
@@ -74,7 +98,7 @@ def test_packed_rows_are_padded_ones(family, checkpointing):
 # In a trainer
 
 
-def both(tmp_path, trainer_class=QuantGRPOTrainer, **settings) -> dict[bool, tuple[float, dict[str, torch.Tensor]]]:
+def both(tmp_path, trainer_class=QuantGRPOTrainer, tools=False, **settings) -> dict[bool, tuple[float, dict]]:
     """The loss and the gradients of the first micro-batch of a run, by whether its rows are packed."""
     found, model = {}, save_tiny(tmp_path / "model", seed=3)
     peft_config = settings.pop("peft_config", None)
@@ -90,23 +114,38 @@ def both(tmp_path, trainer_class=QuantGRPOTrainer, **settings) -> dict[bool, tup
         batch["completion_mask"] = (torch.arange(batch["completion_ids"].shape[1]) < cut.unsqueeze(1)).long()
         batch["completion_ids"] *= batch["completion_mask"]
         batch["num_items_in_batch"] = batch["completion_mask"].sum()
+        if tools:  # some tokens are the answers of a tool
+            batch["tool_mask"] = (batch["completion_ids"] % 3 > 0).long()
         loss = trainer._compute_loss(trainer.model, batch)
         loss.backward()
         found[packs] = loss.item(), {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
     return found
 
 
-def worst(found) -> float:
-    padded, packed = found[False][1], found[True][1]
+def worst(found, other=None) -> float:
+    padded, packed = found[False][1], (other or found)[True][1]
     assert padded.keys() == packed.keys() and padded
     return max(((packed[name] - grad).norm() / grad.norm().clamp(min=1e-9)).item() for name, grad in padded.items())
 
 
-@pytest.mark.parametrize("loss_type", [*CLIPPED_LOSSES, "cispo", "sapo", "vespo"])
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_every_loss(tmp_path, loss_type):
     found = both(tmp_path, rollout_precision="int4", loss_type=loss_type, beta=0.1)
     assert found[True][0] == pytest.approx(found[False][0], rel=1e-5)
     assert worst(found) < 1e-4
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_every_correction(tmp_path, correction):
+    found = both(tmp_path, rollout_precision="int4", is_correction=correction)
+    assert worst(found) < 1e-4
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_tokens_of_tools(tmp_path, loss_type):
+    found = both(tmp_path, rollout_precision="int4", loss_type=loss_type, tools=True)
+    assert worst(found) < 1e-4
+    assert worst(found, other=both(tmp_path, rollout_precision="int4", loss_type=loss_type)) > 0.05
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8", "fp8_block"])
@@ -123,31 +162,137 @@ def test_a_4_bit_base(tmp_path, precision):
     assert worst(found) < (1e-2 if precision == "nf4" else 1e-4)  # bitsandbytes computes in BF16
 
 
+# Micro-batches of a step
+
+
+def trained(tmp_path, trainer_class=UnevenGRPOTrainer, **settings):
+    """
+    A trainer after two updates on one generation of 16 rows, each in four micro-batches. Plain SGD moves the weights by
+    the gradients.
+    """
+    settings = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_completion_length": 24} | settings
+    settings = {"max_steps": 2, "num_iterations": 2, "rollout_precision": "int4"} | settings
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4} | settings
+    args = config(trainer_class.config_class, tmp_path, **settings)
+    trainer = make(trainer_class, args, model=save_tiny(tmp_path / "model", seed=3))
+    trainer.start, trainer.computed = parameters(trainer), []
+    record = trainer.model.forward
+
+    def forward(input_ids, **given):
+        trainer.computed.append(input_ids.numel())
+        return record(input_ids=input_ids, **given)
+
+    trainer.model.forward = forward
+    trainer.train()
+    return trainer
+
+
+def apart(left, right) -> float:
+    """The distance of two ends, in lengths of the way to the second."""
+    left, right, start = parameters(left), parameters(right), right.start
+    gaps = torch.stack([(left[name] - right[name]).norm() for name in right]).norm()
+    ways = torch.stack([(start[name] - right[name]).norm() for name in right]).norm()
+    return (gaps / ways).item()
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_a_step_stays_the_same_in_other_micro_batches(tmp_path, loss_type):
+    padded = trained(tmp_path, pack_sequences=False, loss_type=loss_type)
+    packed = trained(tmp_path, loss_type=loss_type)
+    assert apart(packed, padded) < 1e-4
+    assert sum(packed.computed) < 0.7 * sum(padded.computed)
+
+
+def test_bnpo_depends_on_the_micro_batch(tmp_path, monkeypatch):
+    padded = trained(tmp_path, pack_sequences=False, loss_type="bnpo")
+    monkeypatch.setattr(packing, "_terms_are_independent", lambda trainer: True)
+    assert apart(trained(tmp_path, loss_type="bnpo"), padded) > 0.01
+
+
+def test_rows_of_a_prompt_come_together(tmp_path, monkeypatch):
+    together = trained(tmp_path)
+    monkeypatch.setattr(packing, "_terms_are_independent", lambda trainer: False)
+    alone = trained(tmp_path)
+    assert sum(together.computed) < sum(alone.computed)
+    widths = together.computed[-4:], alone.computed[-4:]  # of the last update
+    assert max(widths[0]) < max(widths[1])
+
+
+def test_rloo(tmp_path):
+    ends = [trained(tmp_path, UnevenRLOOTrainer, beta=0.1, pack_sequences=packs) for packs in (True, False)]
+    assert apart(*ends) < 1e-4
+    assert sum(ends[0].computed) < 0.7 * sum(ends[1].computed)
+
+
+def test_without_a_rollout_precision_it_is_trl(tmp_path):
+    ends = [
+        trained(tmp_path, rollout_precision=None, is_correction="none", pack_sequences=packs)
+        for packs in (None, False, True)
+    ]
+    assert ends[0].computed == ends[1].computed and apart(*ends[:2]) == 0
+    assert ends[2].computed != ends[1].computed and 0 < apart(*ends[1:]) < 1e-4
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("prompts", [1, 3, 8, 10**6])
+def test_balanced_batches(seed, prompts):
+    generator = random.Random(seed)
+    parts, size = generator.choice([2, 4, 8]), generator.choice([2, 4, 16])
+    names = [generator.randrange(prompts) for _ in range(parts * size)]
+    lengths = {name: generator.randrange(1, 300) for name in names}
+    own = [1 + int(generator.lognormvariate(6, 0.8)) for _ in names]
+    batches = balanced(names, [lengths[name] for name in names], own, parts)
+    assert sorted(row for rows in batches for row in rows) == list(range(len(names)))
+    assert {len(rows) for rows in batches} == {size}
+
+    def computed(rows) -> int:
+        return sum(own[row] for row in rows) + sum(lengths[name] for name in {names[row] for row in rows})
+
+    tokens = [computed(rows) for rows in batches]
+    as_given = [computed(range(first, first + size)) for first in range(0, len(names), size)]
+    assert tokens[0] == max(tokens) and sum(tokens) <= sum(as_given)
+    if prompts in (1, 10**6):  # nothing is gained by keeping rows together
+        assert max(tokens) <= max(as_given)
+
+
 # Mistakes
 
 
-def mistaken(monkeypatch, mistake: str) -> None:
-    make_packed = Packed.of
+MISTAKES = {
+    # a shift of all positions would change nothing, since rotary embeddings are relative
+    "positions": lambda packed: {"positions": packed.positions // 2},
+    "borders": lambda packed: {
+        "starts": packed.starts[[0, -1]],
+        "key_starts": packed.starts[[0, -1]],
+        "longest": len(packed.positions),
+        "longest_keys": len(packed.positions),
+        "key_rows": None,
+    },
+    "one token": lambda packed: {"starts": shifted(packed.starts), "key_starts": shifted(packed.key_starts)},
+    "another prompt": lambda packed: {"key_rows": packed.key_rows.roll(1)},
+    "no prompt": lambda packed: {
+        "key_rows": None,
+        "key_starts": packed.starts,
+        "longest_keys": packed.longest,
+    },
+}
 
-    def of(*args):
-        packed = make_packed(*args)
-        changes = {
-            "positions": {
-                "positions": packed.positions // 2
-            },  # a shift alone does nothing: rotary embeddings are relative
-            "borders": {"starts": packed.starts[[0, -1]], "longest": len(packed.positions)},
-            "one token": {"starts": torch.cat([packed.starts[:1], packed.starts[1:-1] + 1, packed.starts[-1:]])},
-        }
-        return dataclasses.replace(packed, **changes[mistake])
 
-    monkeypatch.setattr(Packed, "of", of)
+def shifted(starts):
+    return torch.cat([starts[:1], starts[1:-1] + 1, starts[-1:]])
 
 
-@pytest.mark.parametrize("mistake", ["positions", "borders", "one token"])
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_shows_in_the_gradient(monkeypatch, mistake):
     model, given = model_of("qwen3"), batch()
     padded = gradients(model, model, given)
     accept_packed_rows(model)
-    mistaken(monkeypatch, mistake)
-    packed = gradients(model, PackedRows(model), given)
+    pack = Packed.sharing
+
+    def mistaken(*args):
+        packed = pack(*args)
+        return dataclasses.replace(packed, **MISTAKES[mistake](packed))
+
+    monkeypatch.setattr(Packed, "sharing", mistaken)
+    packed = gradients(model, PackedRows(model, PROMPT, shares=True), given)
     assert max((packed[2][n] - grad).norm() / grad.norm() for n, grad in padded[2].items()) > 0.01

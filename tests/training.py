@@ -32,6 +32,20 @@ def lora() -> LoraConfig:
     return LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
 
 
+class UnevenLengths:
+    """A trainer whose completions end after lengths that their tokens decide, as those of models do."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        generated = super()._generate_single_turn(*args, **kwargs)
+        completions, logps = generated if isinstance(generated, tuple) else (generated, None)
+        lengths = [1 + sum(ids) % len(ids) for ids in completions]
+
+        def cut(rows):
+            return rows and [values[:length] for values, length in zip(rows, lengths, strict=True)]
+
+        return (cut(completions), cut(logps)) if isinstance(generated, tuple) else cut(completions)
+
+
 def config(config_class, output_dir, **overrides):
     """Full precision (no autocast), two groups of four, five steps, everything logged."""
     settings = {

@@ -10,6 +10,7 @@ A context restores the original when it ends:
 | fields of the trainer's arguments | the same | TRL corrects for its sampler only with `use_vllm` |
 | `vllm_generation.LLM` | the construction of an engine | TRL passes no further arguments to vLLM |
 | `vllm_generation.VLLMClient` | the same | our client checks the server and its answers |
+| `shuffle_sequence_dict` in the module of TRL's trainer | a generation | packed rows are arranged after it |
 | `profiling.ProfilingContext` | a training | TRL reports its times only to trackers |
 | `vllm_generation.extract_logprobs` | a generation | vLLM then returns log-probabilities as floats, not as objects |
 | `utils._ChunkedLogProbFunction` | a forward pass | it must return the engine's log-probabilities |
@@ -85,6 +86,11 @@ LASTING = {
         "the model",
         "tests/test_ranks.py::test_a_frozen_base",
     ),
+    ("policy/packed.py", "register"): (
+        "transformers' tables of attention functions and masks",
+        "the process",
+        "tests/test_packing.py::test_packed_rows_are_padded_ones",
+    ),
     ("policy/unified.py", "forward"): (
         "the MLPs of the policy",
         "the model, until `restore`",
@@ -124,6 +130,13 @@ def exchanged(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in saved.items():
             setattr(owner, name, value)
+
+
+def shuffled_by(trainer_class: type, arrange: Callable[[dict], dict]) -> AbstractContextManager:
+    """Context in which `arrange` follows TRL's shuffle of a generation's rows."""
+    module = _module_of_engine(trainer_class)
+    shuffle = module.shuffle_sequence_dict
+    return exchanged(module, shuffle_sequence_dict=lambda batch: arrange(shuffle(batch)))
 
 
 @contextmanager

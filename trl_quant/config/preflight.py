@@ -11,10 +11,10 @@ from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch.nn import Module
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, ProcessorMixin
 
 from ..layers import FrozenLinear
-from ..models.families import family_of, number_of_experts
+from ..models.families import FAMILIES, family_of, number_of_experts
 from ..rollout.stream import NO_WEIGHTS
 from ..rollout.tokenizer import check_tokenizer
 from ..rollout.vllm.support import (
@@ -87,6 +87,10 @@ def check_before_loading(
             _check_policy(config, args, others["quantization_config"], here)
         if args.noise_schedule is not None or args.uaq_scale is not None:
             _check_norms(config, model, args, peft_config)
+    if args.pack_sequences:
+        why_not = why_not_packed(args, _read_config(model, args), others.get("processing_class"))
+        if why_not is not None:
+            raise ValueError(f"`pack_sequences`=True cannot act: {why_not}.")
     if args.beta != 0 and peft_config is None and not name_of(model) and not is_peft_model(model):
         raise ValueError(
             f"`beta`={args.beta} needs a reference model, which TRL loads from the policy's path, but this policy was "
@@ -339,6 +343,25 @@ def _check_policy(config, args, quantization_config, here: bool) -> None:
     check_architecture(engine, args.vllm_model_impl)
     if args.rollout_precision != "auto":
         check_prepared(engine, args.rollout_precision)
+
+
+def why_not_packed(args, config, processing_class) -> str | None:
+    """
+    Returns the reason for which a run cannot compute packed rows, as far as it is known before a model is loaded;
+    `None` if there is none.
+    """
+    config = config.get_text_config()
+    if getattr(args, "use_liger_kernel", False):  # only GRPO's config has this field
+        return "`use_liger_kernel`=True computes the loss without the model's forward pass"
+    if isinstance(processing_class, ProcessorMixin):
+        return "the processor makes images"
+    if config.model_type not in FAMILIES:
+        return f"the policy's `model_type`={config.model_type!r} is not among {', '.join(FAMILIES)}"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return f"the policy's attention caps logits (`attn_logit_softcapping`={config.attn_logit_softcapping})"
+    if getattr(config, "attention_dropout", 0.0):
+        return f"the policy's attention has dropout (`attention_dropout`={config.attention_dropout})"
+    return None
 
 
 def _check_untouched(args, model) -> None:

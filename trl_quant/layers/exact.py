@@ -6,7 +6,7 @@ same bits. The engine's kernels have no gradients; this file adds them:
 |---|---|---|
 | RMSNorm | [`~layers.norm.rms_norm`], which the engine is given too | a kernel beside it |
 | rotary embedding R(p) | the engine's, p counting a sequence's own tokens | dX = R(-p) dY, by the same kernel |
-| attention | the engine's, over packed sequences, each row's keys in one part | of torch's flash attention |
+| attention | the engine's, over packed rows, a query's keys in one part | of torch's flash attention |
 | log-probabilities | the logits' log-softmax as the engine computes it | TRL's |
 
 Without this file, a trainer and a sampler of the same format still differ in the last bits of these operators. Such a
@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .packed import Packed, flash_attention
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -35,7 +37,7 @@ class Kernels:
 
     Attributes:
         rotate (`Callable`): (positions (T,), q (T, H D), k (T, G D), inverse) turns q and k in place, or back.
-        attend (`Callable`): (q (T, H, D), k and v (T, G, D), packed, scale, window) to (T, H, D), causal.
+        attend (`Callable`): (q (T, H, D), k and v (K, G, D), packed, scale, window) to (T, H, D), causal.
         score (`Callable`): (logits (N, vocabulary), ids (N,), temperature) to log-probabilities (N,), FP32, in nats.
         rotated (`int`): Features of a head that are rotated.
         dtype (`torch.dtype`): Type in which the engine computes.
@@ -46,44 +48,6 @@ class Kernels:
     score: Callable[[Tensor, Tensor, float], Tensor]
     rotated: int
     dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Packed:
-    """
-    Sequences without their padding, one after the other.
-
-    Attributes:
-        rows (`torch.Tensor` or `None`): (T,), the places of the tokens among B S; `None` if all are tokens.
-        positions (`torch.Tensor`): (T,), the position of each token in its sequence.
-        starts (`torch.Tensor`): (B + 1,), INT32, where sequences start among T.
-        longest (`int`): Tokens of the longest.
-    """
-
-    rows: Tensor | None
-    positions: Tensor
-    starts: Tensor
-    longest: int
-
-    @classmethod
-    def of(cls, mask: Tensor | None, batch: int, length: int, device: torch.device) -> "Packed":
-        """Packs by a mask (B, S), which is true on tokens; `None` where there is no padding."""
-        if mask is None:
-            positions = torch.arange(length, device=device).repeat(batch)
-            starts = torch.arange(batch + 1, device=device, dtype=torch.int32) * length
-            return cls(None, positions, starts, length)
-        mask = mask.bool()
-        lengths = mask.sum(1)
-        starts = F.pad(lengths.cumsum(0), (1, 0)).int()
-        rows = mask.flatten().nonzero().squeeze(1)
-        return cls(rows, (mask.cumsum(1) - 1).flatten()[rows], starts, int(lengths.max()))
-
-    @classmethod
-    def between(cls, starts: Tensor, longest: int, length: int) -> "Packed":
-        """Takes sequences that are packed already: `starts` and `longest` as above, and the number of all tokens."""
-        counts = starts.diff()
-        first = starts[:-1].repeat_interleave(counts, output_size=length)
-        return cls(None, torch.arange(length, device=starts.device) - first, starts, longest)
 
 
 class _Rotate(torch.autograd.Function):
@@ -125,36 +89,6 @@ def _rotated(q: Tensor, k: Tensor, positions: Tensor, kernel: Callable, inverse:
     return turned[0].view(q.shape), turned[1].view(k.shape)
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None) -> Tensor:
-    """
-    Computes torch's causal attention over packed sequences, with gradients: flash attention on a GPU, elsewhere one
-    sequence after the other.
-
-    Args:
-        q, k, v (`torch.Tensor`): (T, H, D), (T, G, D), (T, G, D).
-        packed ([`Packed`]): Which tokens belong to which sequence.
-        scale (`float`): Factor of the products of queries and keys.
-        window (`int`, *optional*): Tokens that a token attends to, itself included; `None` for all before it.
-
-    Returns:
-        `torch.Tensor`: (T, H, D).
-    """
-    if q.is_cuda and q.dtype != torch.float32:  # flash attention has no FP32
-        sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-        starts, longest = packed.starts, packed.longest
-        return torch.ops.aten._flash_attention_forward(
-            q, k, v, starts, starts, longest, longest, 0.0, True, False, scale=scale, **sides
-        )[0]
-    parts = []
-    for first, last in zip(packed.starts[:-1].tolist(), packed.starts[1:].tolist(), strict=True):
-        one = [x[first:last].transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
-        seen = torch.ones(last - first, last - first, dtype=torch.bool, device=q.device).tril()
-        seen = seen if window is None else seen.triu(1 - window)
-        y = F.scaled_dot_product_attention(*one, attn_mask=seen, scale=scale, enable_gqa=True)
-        parts.append(y.squeeze(0).transpose(0, 1))
-    return torch.cat(parts)
-
-
 class Unrotated(nn.Module):
     """Takes the place of a rotary embedding with cosines 1 and sines 0, because [`ExactAttention`] rotates."""
 
@@ -179,45 +113,39 @@ class ExactAttention:
 
     def __init__(self, kernels: Kernels):
         self.kernels = kernels
-        self._last: tuple | None = None  # one mask, or one tensor of borders, serves all layers of a forward pass
+        self._last: tuple | None = None  # one mask serves all layers of a forward pass
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        *how,
-        starts: Tensor | None = None,
-        longest: int | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *how, packed: Packed | None = None
     ) -> Tensor:
         """
         Args:
             q, k, v (`torch.Tensor`): (B, H, S, D), (B, G, S, D), (B, G, S, D), not rotated.
             mask (`torch.Tensor`, *optional*): (B, S), true on tokens; `None` where there is no padding.
             how: `scale` and `window` of [`flash_attention`].
-            starts, longest: As in [`Packed`], where the one row (B = 1) is packed; `mask` is then ignored.
+            packed ([`Packed`], *optional*): The segments, if the one row (B = 1) is packed; `mask` is then ignored.
 
         Returns:
             `torch.Tensor`: (B, S, H, D), zeros on padding.
         """
         batch, heads, length, size = q.shape
-        if starts is None:
-            packed = self._packed(mask, Packed.of, batch, length, q.device)
-        else:
-            packed = self._packed(starts, Packed.between, longest, length)
+        rows = None
+        if packed is None:
+            packed = self._packed(mask, batch, length, q.device)
+            rows = packed.rows
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        if packed.rows is not None:
-            q, k, v = (x[packed.rows] for x in (q, k, v))
+        if rows is not None:
+            q, k, v = (x[rows] for x in (q, k, v))
         q, k = _Rotate.apply(q, k, packed.positions, self.kernels.rotate)
+        k, v = packed.with_shared(k), packed.with_shared(v)
         y = _Attend.apply(q, k, v.contiguous(), packed, *how, self.kernels.attend)
-        if packed.rows is not None:
-            y = y.new_zeros(batch * length, heads, size).index_copy(0, packed.rows, y)
+        if rows is not None:
+            y = y.new_zeros(batch * length, heads, size).index_copy(0, rows, y)
         return y.view(batch, length, heads, size)
 
-    def _packed(self, told: Tensor | None, make: Callable[..., Packed], *shape) -> Packed:
-        if self._last is None or self._last[0] is not told or self._last[1] != shape:
-            self._last = told, shape, make(told, *shape)
+    def _packed(self, mask: Tensor | None, *shape) -> Packed:
+        if self._last is None or self._last[0] is not mask or self._last[1] != shape:
+            self._last = mask, shape, Packed.of(mask, *shape)
         return self._last[2]
 
 

@@ -19,6 +19,7 @@ from transformers.masking_utils import flash_attention_mask
 
 from ..layers.exact import ExactAttention, Kernels, Unrotated
 from ..layers.norm import FusedRMSNorm
+from ..layers.packed import PACKED
 from ..models.classes import is_rms_norm
 from ..trl_seams import exact_log_probs, scoring_with
 
@@ -42,8 +43,8 @@ def attend(
     """
     if query.shape[2] != key.shape[2]:
         raise ValueError("A policy with `exact_rollouts`=True computes whole sequences only: generate with its engine.")
-    borders = {"starts": kwargs.get("cu_seq_lens_q"), "longest": kwargs.get("max_length_q")}
-    return module.exact_attention(query, key, value, attention_mask, scaling, sliding_window, **borders), None
+    packed = kwargs.get(PACKED)
+    return module.exact_attention(query, key, value, attention_mask, scaling, sliding_window, packed=packed), None
 
 
 AttentionInterface.register(ATTENTION, attend)

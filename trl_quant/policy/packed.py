@@ -1,12 +1,14 @@
 """
-Lets a policy compute one row of several sequences, one after the other, without padding between them.
+Lets a policy compute one packed row ([`layers.packed`]) instead of padded ones.
 
-Everything in a decoder layer works on single tokens, apart from attention and positions. Positions are counted anew in
-each sequence and given to the model. The borders of the sequences travel through the layers to the attention under the
-names that transformers has for them, `cu_seq_lens_q` and `max_length_q`: flash attention of transformers reads them,
-and so does [`~policy.exact.attend`]. In the place of SDPA, which does not, this file sets [`attend`]. Without borders
-it calls SDPA, so generation and padded rows compute as before. It stays set, because gradient checkpointing computes
-the layers again in the backward pass, and must find the same function.
+Everything in a decoder layer works on single tokens, apart from attention and positions. Positions are counted in each
+sequence and given to the model. The segments travel through the layers as a keyword of the forward pass, which they
+hand to their attention. transformers' SDPA does not read it, so [`attend`] takes its place. Without the keyword
+[`attend`] calls SDPA, so generation and padded rows compute as before. It stays set, because gradient checkpointing
+computes the layers again in the backward pass, and must find the same function.
+
+transformers' flash attention reads the borders of sequences from keywords of its own. It stays where it was chosen, but
+shares no prompts.
 """
 
 import torch
@@ -16,65 +18,63 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..layers.exact import Packed, flash_attention
-from ..models.families import FAMILIES
+from ..layers.packed import PACKED, Packed, flash_attention
 from .exact import ATTENTION as EXACT
 
 
 ATTENTION = "trl_quant_packed"  # its name in transformers' tables
-# Attention of transformers and of this package that reads the borders
-READS_BORDERS = (EXACT, "flash_attention_2", "flash_attention_3")
+SHARING = (ATTENTION, EXACT)  # attention that reads the keyword of this package
+FLASH = ("flash_attention_2", "flash_attention_3")  # attention that reads transformers' own
 
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of a row with borders; transformers' SDPA for rows without."""
-    starts = kwargs.get("cu_seq_lens_q")
-    if starts is None:
+    """Causal attention within the segments of a packed row; transformers' SDPA for padded rows."""
+    packed = kwargs.get(PACKED)
+    if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    packed = Packed(None, None, starts, kwargs["max_length_q"])
     q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
-    window = kwargs.get("sliding_window")
-    return flash_attention(q, k, v, packed, kwargs["scaling"], window).unsqueeze(0), None
+    k, v = packed.with_shared(k), packed.with_shared(v)
+    return flash_attention(q, k, v, packed, kwargs["scaling"], kwargs.get("sliding_window")).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION, attend)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-def why_not_packed(model: PreTrainedModel) -> str | None:
-    """The reason for which a model cannot compute packed rows; `None` if it can."""
-    config = model.config.get_text_config()
-    attention = config._attn_implementation
-    if config.model_type not in FAMILIES:
-        return f"`model_type`={config.model_type!r} is not among {', '.join(FAMILIES)}"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return f"its attention caps logits (`attn_logit_softcapping`={config.attn_logit_softcapping})"
-    if getattr(config, "attention_dropout", 0.0):
-        return f"its attention has dropout (`attention_dropout`={config.attention_dropout})"
-    if attention not in ("sdpa", ATTENTION, *READS_BORDERS):
-        return f"its `attn_implementation` is {attention!r}"
-    return None
+def attention_of(model: PreTrainedModel) -> str:
+    """Returns the name of a model's attention in transformers' tables."""
+    return model.config.get_text_config()._attn_implementation
 
 
 def accept_packed_rows(model: PreTrainedModel) -> None:
-    """Sets [`attend`] where a model computes with SDPA. Its results for padded rows stay the same to the bit."""
-    if model.config.get_text_config()._attn_implementation == "sdpa":
+    """
+    Sets [`attend`] where a model computes with SDPA. Its results for padded rows stay the same to the bit.
+
+    Raises:
+        ValueError: The model has attention that reads no borders of sequences.
+    """
+    if attention_of(model) == "sdpa":
         model.set_attn_implementation(ATTENTION)
+    elif attention_of(model) not in (*SHARING, *FLASH):
+        known = ", ".join(repr(name) for name in ("sdpa", *FLASH))
+        raise ValueError(f"`attn_implementation`={attention_of(model)!r} is not among {known}")
 
 
 class PackedRows:
     """
-    A model that is called with padded rows and computes packed ones: what TRL's
-    `_get_per_token_logps_and_entropies` calls in the place of the model.
+    A model that is called with padded rows and computes a packed one: what TRL's `_get_per_token_logps_and_entropies`
+    calls in the place of the model.
 
     Parameters:
         model (`nn.Module`): The policy or the reference model, wrapped for several ranks or not, with TRL's fused head.
+        prompt (`int`): Columns of the prompts, padded on the left.
+        shares (`bool`): Whether a prompt of several rows is computed once. The model's attention must be in `SHARING`.
     """
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, prompt: int, shares: bool):
+        self.model, self.prompt, self.shares = model, prompt, shares
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs):
         """
@@ -83,26 +83,28 @@ class PackedRows:
         Args:
             input_ids (`torch.Tensor`): (B, S), padded on any side.
             attention_mask (`torch.Tensor`): (B, S), 1 on tokens.
-            labels (`torch.Tensor`): (B, S), -100 where nothing is scored.
+            labels (`torch.Tensor`): (B, S), -100 where nothing is scored, as in the prompts.
             kwargs: As TRL gives them to its fused head.
 
         Returns:
             The model's output, whose `log_probs` and `entropy` have the shape (B, S - 1), with zeros on padding.
         """
-        packed = Packed.of(attention_mask, *attention_mask.shape, attention_mask.device)
-        first = packed.starts[:-1].long()
+        if self.shares:
+            packed = Packed.sharing(attention_mask, input_ids, self.prompt)
+        else:
+            packed = Packed.of(attention_mask, *attention_mask.shape, attention_mask.device)
+            kwargs |= {"cu_seq_lens_q": packed.starts, "cu_seq_lens_k": packed.starts}
+            kwargs |= {"max_length_q": packed.longest, "max_length_k": packed.longest}
         labels = labels.flatten()[packed.rows]
-        labels[first] = -100  # the token before it is another sequence's
+        first = packed.starts[:-1][packed.starts.diff() > 0].long()
+        labels[first] = -100  # the token before it is another segment's
         output = self.model(
             input_ids=input_ids.flatten()[packed.rows].unsqueeze(0),
             attention_mask=torch.empty(1, 1, 0, 0, device=input_ids.device),  # with 4 dimensions none is made
             position_ids=packed.positions.unsqueeze(0),
             labels=labels.unsqueeze(0),
-            cu_seq_lens_q=packed.starts,
-            cu_seq_lens_k=packed.starts,
-            max_length_q=packed.longest,
-            max_length_k=packed.longest,
             use_cache=False,
+            **{PACKED: packed},
             **kwargs,
         )
         for name in ("log_probs", "entropy"):

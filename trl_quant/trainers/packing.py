@@ -1,49 +1,136 @@
-"""Packed rows: no forward or backward pass of a trainer computes padding.
+"""
+Packed rows: no forward or backward pass of a trainer computes padding, and each prompt is computed once a micro-batch.
 
 TRL pads every row of a generation to the longest one and keeps that width in every micro-batch. All its forward passes
 go through `_get_per_token_logps_and_entropies`, which calls the model with padded rows and takes log-probabilities of
 the same shape back. [`PackedRows`] stands in for the model there, so the rest of TRL sees padded rows as always.
+
+TRL shuffles the rows of a generation before it splits them into micro-batches. [`packed_batches`] lets rows of one
+optimizer step change places afterwards: completions of one prompt come together, and the micro-batches get about as
+many tokens each. Each micro-batch keeps its number of rows, so the loss of the step stays the same wherever a row's
+term does not depend on the others of its micro-batch.
 """
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
-from transformers import ProcessorMixin
+import torch
+from accelerate.utils import is_peft_model
+from torch import Tensor
 
-from ..policy.packed import accept_packed_rows, why_not_packed
+from ..config.preflight import why_not_packed
+from ..policy.packed import SHARING, PackedRows, accept_packed_rows, attention_of
+from ..trl_seams import shuffled_by
 
 
 logger = logging.getLogger(__name__)
 
 
-def packs_rows(trainer) -> bool:
+def packed_rows(trainer) -> Callable[..., PackedRows] | None:
     """
     Decides whether a built trainer computes packed rows, and prepares its policy and reference for them.
+
+    Returns:
+        `Callable` or `None`: Makes [`PackedRows`] of a model and the columns of its prompts; `None` if the trainer
+        computes padded rows.
 
     Raises:
         ValueError: `pack_sequences=True`, and the trainer cannot.
     """
     args = trainer.args
-    wanted = args.pack_sequences
-    if wanted is False or (wanted is None and args.rollout_precision is None):
-        return False
-    models = [trainer.accelerator.unwrap_model(model) for model in (trainer.model, _reference(trainer)) if model]
-    models = [model.get_base_model() if hasattr(model, "get_base_model") else model for model in models]
-    why_not = next(filter(None, [_why_not(trainer), *map(why_not_packed, models)]), None)
-    if why_not and wanted:
+    if args.pack_sequences is False or (args.pack_sequences is None and args.rollout_precision is None):
+        return None
+    models = [trainer.model, getattr(trainer, "ref_model", None)]
+    models = [trainer.accelerator.unwrap_model(model) for model in models if model is not None]
+    models = [model.get_base_model() if is_peft_model(model) else model for model in models]
+    why_not = why_not_packed(args, models[0].config, trainer.processing_class)
+    if why_not is None:
+        try:
+            for model in models:
+                accept_packed_rows(model)
+        except ValueError as error:
+            why_not = str(error)
+    if why_not is None:
+        return partial(PackedRows, shares=all(attention_of(model) in SHARING for model in models))
+    if args.pack_sequences:
         raise ValueError(f"`pack_sequences`=True cannot act: {why_not}.")
-    if why_not:
-        logger.warning("The trainer computes padding too, since packed rows cannot act: %s.", why_not)
-        return False
-    for model in models:
-        accept_packed_rows(model)
-    return True
-
-
-def _reference(trainer):
-    return getattr(trainer, "ref_model", None)
-
-
-def _why_not(trainer) -> str | None:
-    if isinstance(trainer.processing_class, ProcessorMixin):
-        return "its processor makes images"
+    logger.warning("The trainer computes padding too, since `pack_sequences` cannot act: %s.", why_not)
     return None
+
+
+# Micro-batches
+
+
+def packed_batches(trainer) -> AbstractContextManager:
+    """Context of TRL's `_prepare_inputs`, in which rows change their micro-batch where the loss allows it."""
+    accumulated, parts = trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation
+    together = min(accumulated, parts)  # micro-batches of one generation that one optimizer step adds up
+    if together == 1 or max(accumulated, parts) % together or not _terms_are_independent(trainer):
+        return nullcontext()
+    return shuffled_by(type(trainer), partial(_arranged, parts=parts, together=together))
+
+
+def _terms_are_independent(trainer) -> bool:
+    """Whether a row's term of the loss is the same in each micro-batch with the same number of rows."""
+    args = trainer.args
+    # `bnpo` divides by the tokens of a micro-batch, and the quantile is that of a micro-batch
+    return getattr(args, "loss_type", None) != "bnpo" and getattr(args, "top_entropy_quantile", 1.0) == 1.0
+
+
+def _arranged(batch: dict[str, Any], parts: int, together: int) -> dict[str, Any]:
+    """Orders the rows of a shuffled generation anew, which TRL then splits into `parts` micro-batches."""
+    prompts = batch["prompt_ids"].masked_fill(batch["prompt_mask"] == 0, -1)
+    which = torch.unique(prompts, dim=0, return_inverse=True)[1].tolist()
+    shared, own = batch["prompt_mask"].sum(1).tolist(), batch["completion_mask"].sum(1).tolist()
+    window = len(which) // parts * together  # rows of an optimizer step
+    order = []
+    for first in range(0, len(which), window):
+        rows = range(first, first + window)
+        batches = balanced(*([values[row] for row in rows] for values in (which, shared, own)), together)
+        order += [first + row for rows in batches for row in rows]
+    return {name: _rows(values, order) for name, values in batch.items()}
+
+
+def _rows(values: Any, order: list[int]) -> Any:
+    if values is None or (isinstance(values, Tensor) and values.ndim == 0):
+        return values
+    return values[order] if isinstance(values, Tensor) else [values[row] for row in order]
+
+
+def balanced(prompts: list[int], shared: list[int], own: list[int], parts: int) -> list[list[int]]:
+    """
+    Splits rows into batches with the same number of rows and about as many tokens, where rows of one prompt are
+    together as far as possible. The largest batch comes first, on each rank, because ranks wait for each other.
+
+    Args:
+        prompts (`list[int]`): The prompt of each row, as a number.
+        shared (`list[int]`): Tokens of each row's prompt.
+        own (`list[int]`): Tokens of each row's completion.
+        parts (`int`): The number of batches, which divides that of the rows.
+    """
+    size = len(prompts) // parts
+
+    def tokens(rows: list[int]) -> int:
+        return sum(own[row] for row in rows) + sum({prompts[row]: shared[row] for row in rows}.values())
+
+    groups: dict[int, list[list[int]]] = {}
+    for row in range(len(prompts)):
+        groups.setdefault(prompts[row], []).append([row])
+    pieces = []  # rows of one prompt that fit into one batch
+    for rows in groups.values():
+        pieces += _spread(rows, -(-len(rows) // size), size, tokens)
+    return sorted(_spread(pieces, parts, size, tokens), key=tokens, reverse=True)
+
+
+def _spread(pieces: list[list[int]], parts: int, size: int, tokens: Callable[[list[int]], int]) -> list[list[int]]:
+    """Puts pieces, the largest first, where the fewest tokens are; splits a piece that has room nowhere."""
+    batches: list[list[int]] = [[] for _ in range(parts)]
+    for piece in sorted(pieces, key=tokens, reverse=True):
+        fits = any(len(batch) + len(piece) <= size for batch in batches)
+        for rows in [piece] if fits else [[row] for row in piece]:
+            roomy = [batch for batch in batches if len(batch) + len(rows) <= size]
+            min(roomy, key=tokens).extend(rows)
+    return batches

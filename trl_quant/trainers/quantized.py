@@ -7,7 +7,7 @@ noise before each generation, and checks rewards, steps and checkpoints.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -15,7 +15,6 @@ from trl.extras.profiling import profiling_context
 
 from ..config.preflight import check_before_loading
 from ..policy.frozen import on_frozen_base
-from ..policy.packed import PackedRows
 from ..policy.unified import check_flow, flow, follow_engine, restore, train_as_sampled
 from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
 from ..rollout.engine import Engine
@@ -25,7 +24,7 @@ from . import checkpoints, phases
 from .checks import check_model, check_trainable
 from .finite import FiniteSteps, check_trained
 from .introduction import add_to_card, introduce
-from .packing import packs_rows
+from .packing import packed_batches, packed_rows
 from .reward_calls import RewardCalls
 
 
@@ -81,7 +80,7 @@ class QuantRollouts:
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
             apply_uaq(self.model, args.uaq_scale)
         self._flow = flow(self.model)
-        self._packs = packs_rows(self)
+        self._packed_rows = packed_rows(self)
         introduce(self)
 
     def build_engine(self, spec: EngineSpec, model, accelerator, processing_class, **settings) -> Engine:
@@ -202,11 +201,18 @@ class QuantRollouts:
             self.log_values(self._engine.take_metrics())
         return output
 
-    # Score: the policy and its reference compute no padding
+    # Score: the policy and its reference compute packed rows
 
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        scorer = PackedRows(model) if self._packs else model
-        return super()._get_per_token_logps_and_entropies(scorer, *args, **kwargs)
+    def _prepare_inputs(self, generation_batch):
+        with nullcontext() if self._packed_rows is None else packed_batches(self):
+            return super()._prepare_inputs(generation_batch)
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        if self._packed_rows is not None:
+            model = self._packed_rows(model, prompt=input_ids.shape[1] - logits_to_keep)
+        return super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+        )
 
     # Reward: each function must return in time, and each reward must be finite
 

@@ -32,8 +32,9 @@ from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from ...layers.exact import Kernels, Packed, log_softmax
+from ...layers.exact import Kernels, log_softmax
 from ...layers.norm import rms_norm
+from ...layers.packed import Packed
 
 
 def exact_arguments(given: dict) -> dict:
@@ -109,12 +110,20 @@ def _rotate(positions: Tensor, q: Tensor, k: Tensor, inverse: bool, cache: Tenso
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None) -> Tensor:
-    starts, longest = packed.starts, packed.longest
     return fa_utils.flash_attn_varlen_func(  # looked up here, because it does not exist on a CPU
-        q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest,
-        softmax_scale=scale, causal=True, window_size=None if window is None else [window - 1, 0],
-        num_splits=1, fa_version=3,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q=packed.starts,
+        cu_seqlens_k=packed.key_starts,
+        max_seqlen_q=packed.longest,
+        max_seqlen_k=packed.longest_keys,
+        softmax_scale=scale,
+        causal=True,
+        window_size=None if window is None else [window - 1, 0],
+        num_splits=1,
+        fa_version=3,
+    )
 
 
 def _score(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:

@@ -1,0 +1,174 @@
+"""
+Packed rows: sequences in one row, one after the other, without padding between them and with each prompt once.
+
+A row consists of segments. Without shared prompts each sequence is one segment, and a token attends to itself and to
+the tokens before it in its segment. Sequences that begin with one prompt share it:
+
+    [prompt but its last token] [last token, completion 1] [last token, completion 2] ...
+
+The last token of a prompt predicts another token in each completion, so each completion has its own. A completion's
+tokens attend to the prompt's segment too: its keys and values are copied in front of the completion's own.
+
+| symbol | here |
+|---|---|
+| B, S | sequences and their length, padded |
+| T | tokens of the row |
+| C | segments |
+| K | keys of all segments, one segment's after the other; K = T where no prompt is shared |
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+PACKED = "packed_row"  # the keyword that takes a `Packed` through transformers' layers to their attention
+
+
+@dataclass(frozen=True)
+class Packed:
+    """
+    The places of tokens in a packed row, and the keys that each segment attends to.
+
+    Attributes:
+        rows (`torch.Tensor` or `None`): (T,), the places of the tokens among B S; `None` if all are tokens.
+        positions (`torch.Tensor`): (T,), the position of each token in its sequence.
+        starts (`torch.Tensor`): (C + 1,), INT32, where segments start among T.
+        longest (`int`): Tokens of the longest segment.
+        key_rows (`torch.Tensor` or `None`): (K,), the places of the keys among T; `None` if each segment has its own.
+        key_starts (`torch.Tensor`): (C + 1,), INT32, where the keys of a segment start among K.
+        longest_keys (`int`): The largest number of keys of a segment.
+    """
+
+    rows: Tensor | None
+    positions: Tensor
+    starts: Tensor
+    longest: int
+    key_rows: Tensor | None
+    key_starts: Tensor
+    longest_keys: int
+
+    @classmethod
+    def of(cls, mask: Tensor | None, batch: int, length: int, device: torch.device) -> "Packed":
+        """Packs by a mask (B, S), which is true on tokens; `None` where there is no padding."""
+        if mask is None:
+            positions = torch.arange(length, device=device).repeat(batch)
+            starts = torch.arange(batch + 1, device=device, dtype=torch.int32) * length
+            return cls(None, positions, starts, length, None, starts, length)
+        mask = mask.bool()
+        lengths = mask.sum(1)
+        starts = F.pad(lengths.cumsum(0), (1, 0)).int()
+        longest = int(lengths.max())
+        return cls(*_places(mask, mask), starts, longest, None, starts, longest)
+
+    @classmethod
+    def sharing(cls, mask: Tensor, ids: Tensor, prompt: int) -> "Packed":
+        """
+        Packs by a mask, and computes a prompt of several sequences once.
+
+        Args:
+            mask (`torch.Tensor`): (B, S), true on tokens.
+            ids (`torch.Tensor`): (B, S).
+            prompt (`int`): Columns of the prompts, which are padded on the left.
+        """
+        mask = mask.bool()
+        if prompt < 2:
+            return cls.of(mask, *mask.shape, mask.device)
+        prompts = ids[:, :prompt].masked_fill(~mask[:, :prompt], -1)
+        which = torch.unique(prompts, dim=0, return_inverse=True)[1]
+        shareable = (mask[:, : prompt - 1].sum(1) * mask[:, prompt - 1]).tolist()  # tokens before the prompt's last one
+        lengths, which = mask.sum(1).tolist(), which.tolist()
+        sequences = Counter(which)
+
+        segments: list[int] = []  # their lengths
+        keys: list[list[tuple[int, int]]] = []  # of each segment, as (first token, number of tokens)
+        shared: dict[int, tuple[int, int]] = {}  # the segment of each shared prompt
+        again: list[int] = []  # sequences whose prompt is there already
+        place = 0
+        for sequence, (name, before, length) in enumerate(zip(which, shareable, lengths, strict=True)):
+            if before == 0 or sequences[name] == 1:
+                before, path = 0, []
+            elif name in shared:
+                path = [shared[name]]
+                again.append(sequence)
+            else:
+                shared[name] = (place, before)
+                path = [shared[name]]
+                segments.append(before)
+                keys.append(path)
+                place += before
+            segments.append(length - before)
+            keys.append([*path, (place, length - before)])
+            place += length - before
+        if not shared:
+            return cls.of(mask, *mask.shape, mask.device)
+
+        computed = mask.clone()
+        computed[again, : prompt - 1] = False
+        counts = [sum(length for _, length in path) for path in keys]
+        starts, key_starts = (F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).int() for sizes in (segments, counts))
+        key_rows = torch.cat([torch.arange(first, first + length) for path in keys for first, length in path])
+        starts, key_starts, key_rows = (x.to(mask.device) for x in (starts, key_starts, key_rows))
+        return cls(*_places(mask, computed), starts, max(segments), key_rows, key_starts, max(counts))
+
+    def with_shared(self, x: Tensor) -> Tensor:
+        """Takes keys or values of the row's tokens (T, G, D) to those of its segments (K, G, D)."""
+        return x if self.key_rows is None else _Gather.apply(x, self.key_rows)
+
+
+def _places(mask: Tensor, computed: Tensor) -> tuple[Tensor, Tensor]:
+    """`rows` and `positions` of the tokens that are `computed`, whose positions count all of a sequence's tokens."""
+    rows = computed.flatten().nonzero().squeeze(1)
+    return rows, (mask.cumsum(1) - 1).flatten()[rows]
+
+
+class _Gather(torch.autograd.Function):
+    """Takes rows by their indices. Its backward adds the gradients of a row that is taken several times in FP32."""
+
+    @staticmethod
+    def forward(ctx, x, rows):
+        ctx.save_for_backward(rows)
+        ctx.length = len(x)
+        return x[rows]
+
+    @staticmethod
+    def backward(ctx, dy):
+        (rows,) = ctx.saved_tensors
+        exact = torch.promote_types(dy.dtype, torch.float32)
+        dx = dy.new_zeros(ctx.length, *dy.shape[1:], dtype=exact)
+        return dx.index_add_(0, rows, dy.to(exact)).to(dy.dtype), None
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None) -> Tensor:
+    """
+    Computes torch's causal attention within each segment of a packed row, with gradients: flash attention on a GPU,
+    elsewhere one segment after the other.
+
+    Args:
+        q (`torch.Tensor`): (T, H, D).
+        k, v (`torch.Tensor`): (K, G, D), of [`Packed.with_shared`].
+        packed ([`Packed`]): The segments.
+        scale (`float`): Factor of the products of queries and keys.
+        window (`int`, *optional*): Tokens that a token attends to, itself included; `None` for all before it.
+
+    Returns:
+        `torch.Tensor`: (T, H, D).
+    """
+    if q.is_cuda and q.dtype != torch.float32:  # flash attention has no FP32
+        sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        borders = packed.starts, packed.key_starts, packed.longest, packed.longest_keys
+        return torch.ops.aten._flash_attention_forward(q, k, v, *borders, 0.0, True, False, scale=scale, **sides)[0]
+    parts = []
+    queries, keys = packed.starts.diff().tolist(), packed.key_starts.diff().tolist()
+    for one_q, one_k, one_v in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
+        seen = torch.ones(len(one_q), len(one_k), dtype=torch.bool, device=q.device)
+        before = len(one_k) - len(one_q)  # keys of the shared prompt
+        seen = seen.tril(before)
+        seen = seen if window is None else seen.triu(before + 1 - window)
+        one = [x.transpose(0, 1).unsqueeze(0) for x in (one_q, one_k, one_v)]
+        y = F.scaled_dot_product_attention(*one, attn_mask=seen, scale=scale, enable_gqa=True)
+        parts.append(y.squeeze(0).transpose(0, 1))
+    return torch.cat(parts)
