@@ -5,8 +5,8 @@ Launcher and ranks are forks where there is no GPU (`warm`), and the script trai
     accelerate launch --num_processes 2 tests/ranks.py DIRECTORY embedded-int8-full tp-int8-lora
 
 A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `passes` the same with and without a
-scoring pass, `trained` the same in a `train_precision`, `broken` the same with steps that are not finite, `sharded` is
-in `fsdp_ranks`, the others in `vllm_ranks`.
+scoring pass, `packed` the same with packed rows and padded ones, `trained` the same in a `train_precision`, `broken`
+the same with steps that are not finite, `sharded` is in `fsdp_ranks`, the others in `vllm_ranks`.
 The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CASE/rank-N.json.
 """
 
@@ -121,6 +121,38 @@ def train_in_precision(precision: str, tuning: str, path: Path) -> dict:
     return {"log": metrics(trainer)[:3], "weights": sums, "moved": moved, "codes": len(codes), "stale": stale}
 
 
+def train_packed(precision: str, tuning: str, path: Path) -> dict:
+    """
+    Two updates on one generation, each in two micro-batches, with packed rows and without: by how much the ends differ,
+    in lengths of the way, and how many tokens each computed.
+    """
+    from fsdp_ranks import gap, whole
+    from training import UnevenLengths, config, dataset, lora, make
+
+    from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+
+    class Uneven(UnevenLengths, QuantGRPOTrainer):
+        pass
+
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 2}
+    settings |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_completion_length": 24, "beta": 0.1}
+    ends, computed = [], []
+    for packs in (True, False):
+        args = config(QuantGRPOConfig, path, rollout_precision=precision, pack_sequences=packs, **settings)
+        torch.manual_seed(0)
+        model, peft_config = str(path.parent / "model"), lora() if tuning == "lora" else None
+        trainer = make(Uneven, args, model=model, train_dataset=dataset(32), peft_config=peft_config)
+        start, widths = whole(trainer), []
+        hook = trainer.model.get_input_embeddings().register_forward_pre_hook(
+            lambda module, given, widths=widths: widths.append(given[0].numel())
+        )
+        trainer.train()
+        hook.remove()
+        ends.append(whole(trainer))
+        computed.append(sum(widths))
+    return {"gap": gap(*ends, start), "computed": computed}
+
+
 def train_with_a_reward(hangs: bool, precision: str, path: Path) -> dict:
     """Four steps, the third with a reward that hangs on the first rank, or what a resumed run has left of them."""
     from training import config, dataset, make, spread
@@ -188,6 +220,8 @@ def run(path: Path, case: str) -> None:
         found = train_embedded(precision, tuning, path / case)
     elif mode == "passes":
         found = train_in_passes(precision, tuning, path / case)
+    elif mode == "packed":
+        found = train_packed(precision, tuning, path / case)
     elif mode == "trained":
         found = train_in_precision(precision, tuning, path / case)
     elif mode in ("hanging", "resuming"):

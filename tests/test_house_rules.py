@@ -61,7 +61,7 @@ FOREIGN = {
     "torch/nn/modules/module.py": "_forward_hooks _forward_pre_hooks _modules _parameters",
     "torch/nn/parallel/distributed.py": "_ddp_params_and_buffers_to_ignore",
     "accelerate/commands/launch.py": "_validate_launch_command",
-    "transformers/configuration_utils.py": "_commit_hash",
+    "transformers/configuration_utils.py": "_attn_implementation _commit_hash",
     "transformers/generation/utils.py": "_get_logits_processor",
     "transformers/modeling_utils.py": "_supports_sdpa",
     "transformers/training_args.py": "_VALID_DICT_FIELDS",

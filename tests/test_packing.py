@@ -205,13 +205,13 @@ def test_a_step_stays_the_same_in_other_micro_batches(tmp_path, loss_type):
 
 def test_bnpo_depends_on_the_micro_batch(tmp_path, monkeypatch):
     padded = trained(tmp_path, pack_sequences=False, loss_type="bnpo")
-    monkeypatch.setattr(packing, "_terms_are_independent", lambda trainer: True)
+    monkeypatch.setattr(packing, "terms_are_independent", lambda trainer: True)
     assert apart(trained(tmp_path, loss_type="bnpo"), padded) > 0.01
 
 
 def test_rows_of_a_prompt_come_together(tmp_path, monkeypatch):
     together = trained(tmp_path)
-    monkeypatch.setattr(packing, "_terms_are_independent", lambda trainer: False)
+    monkeypatch.setattr(packing, "terms_are_independent", lambda trainer: False)
     alone = trained(tmp_path)
     assert sum(together.computed) < sum(alone.computed)
     widths = together.computed[-4:], alone.computed[-4:]  # of the last update

@@ -18,14 +18,15 @@ pytestmark = [pytest.mark.isa, pytest.mark.slow]
 EMBEDDED = ["embedded-int8-full", "embedded-int8-lora"]
 PASSES = ["passes-int4-full", "passes-int4-lora"]
 TRAINED = ["trained-nvfp4-lora", "trained-fp8_block-full"]
+PACKED = ["packed-int4-full", "packed-int4-lora"]
 SHARDED = ["sharded-fp8_block-full", "sharded-int8-lora", "sharded-int8-rounded"]
-WITHOUT_VLLM = EMBEDDED + PASSES + TRAINED + SHARDED
+WITHOUT_VLLM = EMBEDDED + PASSES + TRAINED + PACKED + SHARDED
 # launch -> (accelerate's configuration, cases)
 LAUNCHES = {
-    "ddp": ("ddp", [*EMBEDDED, *PASSES, *TRAINED, "tp-int8-lora"]),
+    "ddp": ("ddp", [*EMBEDDED, *PASSES, *TRAINED, *PACKED, "tp-int8-lora"]),
     "dp": ("ddp", ["dp-int8-full"]),
-    "fsdp2": ("fsdp2", [*EMBEDDED, *SHARDED, "fsdp2-bf16-full", "fsdp2-int8-lora", "unified-int8-lora"]),
-    "zero2": ("zero2", [*TRAINED, "zero2-int8-full"]),
+    "fsdp2": ("fsdp2", [*EMBEDDED, *PACKED, *SHARDED, "fsdp2-bf16-full", "fsdp2-int8-lora", "unified-int8-lora"]),
+    "zero2": ("zero2", [*TRAINED, *PACKED, "zero2-int8-full"]),
     "zero3": ("zero3", [*EMBEDDED, "zero3-int8-full", "zero3-bf16-lora"]),
 }
 
@@ -66,6 +67,14 @@ def test_a_sharded_policy_trains_as_the_whole(found, launch, case):
     else:
         updates, expected = ([entry["weights/normalized_update"] for entry in log[1:]] for log in (ours, theirs))
         assert updates == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize("case", PACKED)
+@pytest.mark.parametrize("launch", ["ddp", "fsdp2", "zero2"])
+def test_packed_rows_train_as_padded_ones(found, launch, case):
+    ranks = found(launch, case)
+    assert all(rank["gap"] < 1e-4 for rank in ranks)
+    assert all(packed < 0.8 * padded for packed, padded in (rank["computed"] for rank in ranks))
 
 
 @pytest.mark.parametrize("case", PASSES)

@@ -88,7 +88,7 @@ def check_before_loading(
         if args.noise_schedule is not None or args.uaq_scale is not None:
             _check_norms(config, model, args, peft_config)
     if args.pack_sequences:
-        why_not = why_not_packed(args, _read_config(model, args), others.get("processing_class"))
+        why_not = why_not_packed(_read_config(model, args), others.get("processing_class"))
         if why_not is not None:
             raise ValueError(f"`pack_sequences`=True cannot act: {why_not}.")
     if args.beta != 0 and peft_config is None and not name_of(model) and not is_peft_model(model):
@@ -345,14 +345,12 @@ def _check_policy(config, args, quantization_config, here: bool) -> None:
         check_prepared(engine, args.rollout_precision)
 
 
-def why_not_packed(args, config, processing_class) -> str | None:
+def why_not_packed(config, processing_class) -> str | None:
     """
     Returns the reason for which a run cannot compute packed rows, as far as it is known before a model is loaded;
     `None` if there is none.
     """
     config = config.get_text_config()
-    if getattr(args, "use_liger_kernel", False):  # only GRPO's config has this field
-        return "`use_liger_kernel`=True computes the loss without the model's forward pass"
     if isinstance(processing_class, ProcessorMixin):
         return "the processor makes images"
     if config.model_type not in FAMILIES:

@@ -46,7 +46,7 @@ def packed_rows(trainer) -> Callable[..., PackedRows] | None:
     models = [trainer.model, getattr(trainer, "ref_model", None)]
     models = [trainer.accelerator.unwrap_model(model) for model in models if model is not None]
     models = [model.get_base_model() if is_peft_model(model) else model for model in models]
-    why_not = why_not_packed(args, models[0].config, trainer.processing_class)
+    why_not = why_not_packed(models[0].config, trainer.processing_class)
     if why_not is None:
         try:
             for model in models:
@@ -68,12 +68,12 @@ def packed_batches(trainer) -> AbstractContextManager:
     """Context of TRL's `_prepare_inputs`, in which rows change their micro-batch where the loss allows it."""
     accumulated, parts = trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation
     together = min(accumulated, parts)  # micro-batches of one generation that one optimizer step adds up
-    if together == 1 or max(accumulated, parts) % together or not _terms_are_independent(trainer):
+    if together == 1 or max(accumulated, parts) % together or not terms_are_independent(trainer):
         return nullcontext()
     return shuffled_by(type(trainer), partial(_arranged, parts=parts, together=together))
 
 
-def _terms_are_independent(trainer) -> bool:
+def terms_are_independent(trainer) -> bool:
     """Whether a row's term of the loss is the same in each micro-batch with the same number of rows."""
     args = trainer.args
     # `bnpo` divides by the tokens of a micro-batch, and the quantile is that of a micro-batch
