@@ -95,6 +95,34 @@ def test_packed_rows_are_padded_ones(family, checkpointing, shares):
         assert (packed[2][name] - grad).norm() < 3e-5 * grad.norm(), name
 
 
+def apart_from(exact: tuple, found: tuple) -> float:
+    """The distance of gradients."""
+    gaps = [(found[2][name].double() - grad.double()).norm() for name, grad in exact[2].items()]
+    return torch.stack(gaps).norm().item()
+
+
+def assert_as_near(model, given, dtype=None):
+    """
+    Packed rows are as near as padded ones to padded rows in FP32, under autocast to BF16 or, with a `dtype`, with a
+    model in it.
+    """
+    device = given["input_ids"].device.type
+    exact = gradients(model, model, given)
+    if dtype is not None:
+        model.to(dtype)
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype is None):
+        padded = gradients(model, model, given)
+        accept_packed_rows(model)
+        for shares in (False, True):
+            packed = gradients(model, PackedRows(model, PROMPT, shares), given)
+            assert 0 < apart_from(exact, packed) < 1.3 * apart_from(exact, padded)
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_autocast(family):
+    assert_as_near(model_of(family), batch())
+
+
 # In a trainer
 
 

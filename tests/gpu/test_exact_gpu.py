@@ -24,6 +24,7 @@ from vllm_engines import GPU_MODEL, GPU_RUN, SLEEPING, SMALL, engine, policy, up
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.policy.exact import compute_exactly
+from trl_quant.policy.packed import PackedRows
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import exact_flows
 
@@ -49,8 +50,11 @@ def build(path, precision, family="qwen2", lora=False, dtype=torch.bfloat16, **s
     return model
 
 
-def scored(model, prompts, completions) -> torch.Tensor:
-    """Log-probabilities of the completions' tokens, of a batch that is padded on both sides, as TRL's is."""
+def scored(model, prompts, completions, packs: bool = False) -> torch.Tensor:
+    """
+    Log-probabilities of the completions' tokens, of a batch that is padded on both sides, as TRL's is, or of packed
+    rows with each prompt once.
+    """
     longest = max(map(len, prompts))
     ids = pad_sequence(
         [torch.tensor([0] * (longest - len(p)) + p + c) for p, c in zip(prompts, completions, strict=True)],
@@ -60,21 +64,27 @@ def scored(model, prompts, completions) -> torch.Tensor:
     for row, (p, c) in enumerate(zip(prompts, completions, strict=True)):
         mask[row, longest - len(p) : longest + len(c)] = 1
         labels[row, longest : longest + len(c)] = torch.tensor(c)
+    if packs:
+        model = PackedRows(model, longest, shares=True)
     with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
         found = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
     return torch.cat([row[longest - 1 :][: len(c)].cpu() for row, c in zip(found, completions, strict=True)])
 
 
 def compare(sampler, models: dict, lengths=(3, 30, 130, 700)) -> dict[str, tuple[float, float]]:
-    """By name of each model, the share of sampled tokens with the same bits, and the KL k3 in nats a token."""
-    prompts = [[(7 * i + 3 * n + j) % 250 for i in range(n)] for n in lengths for j in range(4)]
+    """
+    By name of each model, the share of sampled tokens with the same bits, and the KL k3 in nats a token. Models whose
+    name begins with "packed" get packed rows. Each prompt has two completions in a batch.
+    """
+    prompts = [[(7 * i + 3 * n + j % 2) % 250 for i in range(n)] for n in lengths for j in range(4)]
     _, completions, found, _ = sampler.generate(prompts, None, 1)
     theirs = [torch.tensor(each).flatten() for each in found]
     result = {}
     for name, model in models.items():
         parts = []
         for half in (slice(0, None, 2), slice(1, None, 2)):  # of prompts of all lengths
-            parts.append(scored(model, prompts[half], completions[half]) - torch.cat(theirs[half]))
+            ours = scored(model, prompts[half], completions[half], packs=name.startswith("packed"))
+            parts.append(ours - torch.cat(theirs[half]))
         d = torch.cat(parts).double()
         result[name] = (d == 0).double().mean().item(), (d.exp() - 1 - d).mean().item()
     return result
@@ -95,9 +105,9 @@ def assert_same_bits(model, precision, steps=2, **options):
             update(model, seed=step)
             update(plain, seed=step)
         sampler.sync_weights()
-        result = compare(sampler, {"same kernels": model, "same format": plain})
+        result = compare(sampler, {"same kernels": model, "packed": model, "same format": plain})
         print(f"\n{precision:>10}", {name: f"{same:.2%}, KL {kl:.1e}" for name, (same, kl) in result.items()})
-        assert result["same kernels"] == (1.0, 0.0)
+        assert result["same kernels"] == result["packed"] == (1.0, 0.0)
         assert result["same format"][0] < 0.5 and result["same format"][1] > 1e-5
 
 

@@ -145,7 +145,7 @@ class _Gather(torch.autograd.Function):
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None) -> Tensor:
     """
     Computes torch's causal attention within each segment of a packed row, with gradients: flash attention on a GPU,
-    elsewhere one segment after the other.
+    elsewhere and in FP32 one segment after the other. Autocast acts on it as on torch's SDPA.
 
     Args:
         q (`torch.Tensor`): (T, H, D).
@@ -157,6 +157,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: floa
     Returns:
         `torch.Tensor`: (T, H, D).
     """
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if q.is_cuda and q.dtype != torch.float32:  # flash attention has no FP32
         sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
         borders = packed.starts, packed.key_starts, packed.longest, packed.longest_keys
@@ -164,11 +166,12 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: floa
     parts = []
     queries, keys = packed.starts.diff().tolist(), packed.key_starts.diff().tolist()
     for one_q, one_k, one_v in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
-        seen = torch.ones(len(one_q), len(one_k), dtype=torch.bool, device=q.device)
         before = len(one_k) - len(one_q)  # keys of the shared prompt
-        seen = seen.tril(before)
-        seen = seen if window is None else seen.triu(before + 1 - window)
+        seen = None
+        if before or window is not None:
+            seen = torch.ones(len(one_q), len(one_k), dtype=torch.bool, device=q.device).tril(before)
+            seen = seen if window is None else seen.triu(before + 1 - window)
         one = [x.transpose(0, 1).unsqueeze(0) for x in (one_q, one_k, one_v)]
-        y = F.scaled_dot_product_attention(*one, attn_mask=seen, scale=scale, enable_gqa=True)
+        y = F.scaled_dot_product_attention(*one, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=True)
         parts.append(y.squeeze(0).transpose(0, 1))
     return torch.cat(parts)
