@@ -70,7 +70,7 @@ def model_of(family: str, **settings):
 def gradients(model, call, given) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
     output = call(**given, fused_lm_head=True)
-    weights = torch.linspace(-1, 1, output.log_probs.numel()).view_as(output.log_probs)
+    weights = torch.linspace(-1, 1, output.log_probs.numel(), device=output.log_probs.device).view_as(output.log_probs)
     scored = given["labels"][:, 1:] != -100
     (output.log_probs * weights * scored).sum().backward()
     return output.log_probs * scored, output.entropy * scored, {n: p.grad.clone() for n, p in model.named_parameters()}
