@@ -10,7 +10,7 @@ from tiny import FAMILIES, save_tiny, tiny_model
 from training import PROMPTS, UnevenLengths, config, lora, make, parameters
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_quant import QuantGRPOTrainer
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.config.values import CLIPPED_LOSSES
 from trl_quant.corrections import CORRECTIONS
 from trl_quant.layers.packed import Packed
@@ -259,6 +259,46 @@ def test_without_a_rollout_precision_it_is_trl(tmp_path):
     ]
     assert ends[0].computed == ends[1].computed and apart(*ends[:2]) == 0
     assert ends[2].computed != ends[1].computed and 0 < apart(*ends[1:]) < 1e-4
+
+
+# Runs that cannot
+
+
+def dropping(model):
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    return model
+
+
+CANNOT = {
+    "gemma2": (lambda: tiny_model("gemma2"), "attn_logit_softcapping"),
+    "dropout": (lambda: tiny_model(attention_dropout=0.1), "attention_dropout"),
+    "dropout of modules": (lambda: dropping(tiny_model()), "attention_dropout"),
+    "eager": (lambda: tiny_model(attn_implementation="eager"), "attn_implementation"),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT)
+def test_a_run_that_cannot_says_so(tmp_path, caplog, case):
+    build, name = CANNOT[case]
+    with pytest.raises(ValueError, match=f"`pack_sequences`=True cannot act: .*{name}"):
+        make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, pack_sequences=True), model=build())
+    ends = []
+    for packs in (None, False):
+        args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", pack_sequences=packs, max_steps=2)
+        torch.manual_seed(0)
+        trainer = make(QuantGRPOTrainer, args, model=build())
+        trainer.train()
+        ends.append(parameters(trainer))
+        assert ("computes padding too" in caplog.text) == (packs is None)
+        caplog.clear()
+    assert all(torch.equal(values, ends[1][name]) for name, values in ends[0].items())
+
+
+def test_it_is_refused_before_weights_are_read(tmp_path):
+    tiny_model("gemma2").config.save_pretrained(tmp_path / "model")  # no weights
+    with pytest.raises(ValueError, match="`pack_sequences`=True cannot act: .*attn_logit_softcapping"):
+        make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, pack_sequences=True), model=str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -53,8 +53,11 @@ def accept_packed_rows(model: PreTrainedModel) -> None:
     Sets [`attend`] where a model computes with SDPA. Its results for padded rows stay the same to the bit.
 
     Raises:
-        ValueError: The model has attention that reads no borders of sequences.
+        ValueError: The model has attention that reads no borders of sequences, or that drops some of its weights.
     """
+    dropout = max((getattr(module, "attention_dropout", 0.0) for module in model.modules()), default=0.0)
+    if dropout:
+        raise ValueError(f"the policy's attention has dropout (`attention_dropout`={dropout})")
     if attention_of(model) == "sdpa":
         model.set_attn_implementation(ATTENTION)
     elif attention_of(model) not in (*SHARING, *FLASH):
