@@ -297,7 +297,7 @@ def test_a_run_that_cannot_says_so(tmp_path, caplog, case):
 
 def test_it_is_refused_before_weights_are_read(tmp_path):
     tiny_model("gemma2").config.save_pretrained(tmp_path / "model")  # no weights
-    with pytest.raises(ValueError, match="`pack_sequences`=True cannot act: .*attn_logit_softcapping"):
+    with pytest.raises(ValueError, match=r"`pack_sequences`=True cannot act: .*attn_logit_softcapping"):
         make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, pack_sequences=True), model=str(tmp_path / "model"))
 
 
