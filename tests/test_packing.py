@@ -176,12 +176,25 @@ def test_tokens_of_tools(tmp_path, loss_type):
     assert worst(found, other=both(tmp_path, rollout_precision="int4", loss_type=loss_type)) > 0.05
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int8", "fp8_block"])
+# Of a prompt that several rows share, "fp8" rounds the sum of the gradients. The groups of dW in "fp8_block" have other
+# tokens in packed rows.
+WITHIN = {
+    ("int8", True): 1e-4,
+    ("int8", False): 1e-4,
+    ("fp8", True): 0.1,
+    ("fp8", False): 1e-4,
+    ("fp8_block", True): 0.1,
+}
+
+
+@pytest.mark.parametrize(("precision", "shares"), WITHIN)
 @pytest.mark.parametrize("adapted", [False, True])
-def test_every_training_precision(tmp_path, precision, adapted):
+def test_every_training_precision(tmp_path, monkeypatch, precision, shares, adapted):
     """Another attention kernel may move an activation to the next code."""
+    if not shares:
+        monkeypatch.setattr(packing, "SHARING", ())
     found = both(tmp_path, train_precision=precision, peft_config=lora() if adapted else None)
-    assert worst(found) < (0.1 if precision == "fp8_block" else 1e-4)  # the groups of dW have other tokens
+    assert worst(found) < WITHIN[precision, shares]
 
 
 @pytest.mark.parametrize("precision", frozen_bases())

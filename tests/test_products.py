@@ -149,6 +149,7 @@ def test_small_gradients_stay():
     for q in products.quantize_for_both(dy, products.LEAST_GRADIENT):
         right = dy if q.shape == dy.shape else torch.nn.functional.pad(dy, (0, 0, 0, q.shape[1] - T)).t()
         assert sqnr(numbers(q), right) > 25
+    assert sqnr(numbers(products.quantize_gradient(dy, torch.ones(N, 1))), dy) > 25
     assert products.quantize_for_both(dy)[0].values.float().abs().max() == 0
 
 
@@ -210,10 +211,29 @@ def test_input_gradient(format, dtype):
     assert given.dtype == dtype
     if format == "fp8_block":
         exact = numbers(products.quantize_groups(dy, products.LEAST_GRADIENT)) @ numbers(w)
-        assert 25 < sqnr(given, dy.double() @ numbers(w)) < 45, "dY is quantized"
+    elif format == "fp8":
+        exact = numbers(products.quantize_gradient(dy, w.scale)) @ w.values.double()
+        unfolded = numbers(products.quantize_fp8(dy, products.LEAST_GRADIENT)) @ numbers(w)
+        assert sqnr(given, unfolded) < 45, "the weight's scales are folded in before dY is rounded"
     else:
         exact = dy.double() @ w.dequantize(dtype).double()
+    if format != "int8":
+        assert 25 < sqnr(given, dy.double() @ numbers(w)) < 45, "dY is quantized"
     assert sqnr(given, exact) > (50 if dtype == torch.bfloat16 else 120)
+
+
+@every_dtype
+def test_gradients_equal_the_loop(dtype):
+    for size in (1.0, 2.0**-30):
+        dy, scale = (matrix(9, N, torch.float32, 3) * size).to(dtype), matrix(9, N, torch.float32, 4)[0].abs()
+        q = products.quantize_gradient(dy, scale.unsqueeze(1))
+        assert q.scale.dtype == torch.float32 and (q.shape, q.dtype) == (dy.shape, dtype)
+        for row, values in enumerate(dy.float() * scale):
+            amax = max(values.abs().max().item(), products.LEAST_GRADIENT)
+            expected = to(amax / 448, torch.float32)
+            assert q.scale[row].item() == expected
+            quotients = torch.tensor([to(v / expected, torch.float32) for v in values.tolist()])
+            assert torch.equal(q.values[row].double(), quotients.to(torch.float8_e4m3fn).double())
 
 
 @every_dtype

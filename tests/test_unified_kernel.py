@@ -4,6 +4,7 @@ The kernels of the training flow equal `trl_quant.layers.products` bit for bit, 
 """
 
 import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -81,6 +82,17 @@ def test_fp8_rows(kind, device):
     for dtype, shape in product(DTYPES, SHAPES):
         x = inputs(kind, dtype, shape).to(device)
         assert_equal(kernels.quantize_rows(x, "fp8", True), products.quantize_fp8(x))
+
+
+@on_devices
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients(kind, device):
+    for dtype, shape in product(DTYPES, SHAPES):
+        dy = inputs(kind, dtype, shape).to(device)
+        scale = torch.linspace(1e-4, 3, shape[1], device=device)
+        given = kernels.quantize_gradient(dy, scale, products.LEAST_GRADIENT)
+        right = products.quantize_fp8(dy.float() * scale, products.LEAST_GRADIENT)
+        assert_equal(given, replace(right, dtype=dtype))
 
 
 @on_devices
@@ -211,8 +223,9 @@ def test_gradients_of_silu(dtype, device):
 ROWS = {"ROWS": 1, "COLS": 4096}
 FP8_ROWS = ROWS | {"INT8": False, "ON_CUDA": True}
 COMPILED = {
-    "int8 rows": (kernels.rows_kernel, "*bf16 - - *i8 *fp32 i32 i32 fp32", ROWS | {"INT8": True, "ON_CUDA": True}, 4),
-    "fp8 rows": (kernels.rows_kernel, "*bf16 - - *fp8e4nv *fp32 i32 i32 fp32", FP8_ROWS, 4),
+    "int8 rows": (kernels.rows_kernel, "*bf16 - - - *i8 *fp32 i32 i32 fp32", ROWS | {"INT8": True, "ON_CUDA": True}, 4),
+    "fp8 rows": (kernels.rows_kernel, "*bf16 - - - *fp8e4nv *fp32 i32 i32 fp32", FP8_ROWS, 4),
+    "fp8 gradients": (kernels.rows_kernel, "*bf16 - - *fp32 *fp8e4nv *fp32 i32 i32 fp32", FP8_ROWS, 4),
     "groups": (kernels.groups_kernel, "*bf16 - - *fp8e4nv *fp32 - - i32 i32 i32 fp32", {"BOTH": False}, 8),
     "both": (kernels.groups_kernel, "*bf16 - - *fp8e4nv *fp32 *i32 *fp32 i32 i32 i32 fp32", {"BOTH": True}, 8),
     "silu, both": (
@@ -234,10 +247,10 @@ def test_compiles_for_hopper(name):
     """Without a GPU: exact arithmetic with subnormals, one division a scale, whole vectors written."""
     kernel, types, constants, warps = COMPILED[name]
     ptx = ptx_of(kernel, types, constants, num_warps=warps)
-    if "gradients" not in name and "silu" not in name:
+    if name != "gradients" and "silu" not in name:
         assert not re.findall(r"\.ftz|\.approx|div\.full", ptx)
     assert re.search(r"st\.global\.v[24]\.b32|st\.global\.b64", ptx)
-    if name in ("fp8 rows", "groups", "both"):
+    if name in ("fp8 rows", "fp8 gradients", "groups", "both"):
         values = 64 if name != "both" else 128  # of a thread
         assert ptx.count("div.rn.f32") <= values // 3, "a division for each scale, none for each value"
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from trl_quant.formats import quantize
 from trl_quant.layers import UnifiedLinear, unified
-from trl_quant.layers.products import product, quantize_for_both, quantize_input
+from trl_quant.layers.products import product, quantize_for_both, quantize_gradient, quantize_input
 from trl_quant.policy.adapters import UnifiedLoraLinear
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows
@@ -39,6 +39,16 @@ def engine(layer: UnifiedLinear, x: torch.Tensor, weight: torch.Tensor | None = 
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
     y = product(quantize_input(x.flatten(0, 1), layer.format), w, bias, x.dtype)
     return y.view(*x.shape[:2], -1)
+
+
+def input_gradient(dy: torch.Tensor, w) -> torch.Tensor:
+    """dX of the numbers in FP64: dY is quantized in groups, or with the weight's scales folded in, or not at all."""
+    numbers = w.dequantize(torch.float64)
+    if w.format == "fp8_block":
+        return quantize_for_both(dy.float())[0].dequantize(torch.float64) @ numbers
+    if w.format == "fp8":
+        return quantize_gradient(dy.float(), w.scale).dequantize(torch.float64) @ w.values.double()
+    return dy @ numbers
 
 
 def adapted(precision: str, merged: bool = True, dtype: torch.dtype = torch.float32, **settings):
@@ -84,15 +94,13 @@ def test_gradients_go_straight_through(precision, dtype):
     y, dx, dw, db = gradients(layer, x, layer.weight, layer.bias)
     flat = x.flatten(0, 1)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().flatten(0, 1).double()
-    w, q = layer.codes().dequantize(torch.float64), quantize_input(flat, layer.format).dequantize(torch.float64)
-    if unified.in_groups(layer.codes()):  # dY and X are quantized as well: along the outputs, and along the tokens
-        rows, columns = (each.dequantize(torch.float64) for each in quantize_for_both(dy.float()))
-        of_tokens = quantize_for_both(flat)[1].dequantize(torch.float64)
-        expected = rows @ w, columns @ of_tokens.t()
-        shortcut = dy.t() @ q
+    q = quantize_input(flat, layer.format).dequantize(torch.float64)
+    if unified.in_groups(layer.codes()):  # dY and X are quantized along the tokens
+        columns, of_tokens = (quantize_for_both(x.float())[1].dequantize(torch.float64) for x in (dy, flat))
+        dw_expected, shortcut = columns @ of_tokens.t(), dy.t() @ q
     else:
-        expected = dy @ w, dy.t() @ q
-        shortcut = dy.t() @ flat.double()
+        dw_expected, shortcut = dy.t() @ q, dy.t() @ flat.double()
+    expected = input_gradient(dy, layer.codes()), dw_expected
     tolerance = 1e-5 if dtype == torch.float32 else 2**-8
     close([dx.flatten(0, 1).double(), dw.double(), db.double()], [*expected, dy.sum(0)], tolerance)
     assert (dw.double() - shortcut).norm() > 4 * (dw.double() - expected[1]).norm()
@@ -209,11 +217,8 @@ def test_a_merged_adapter_is_quantized_with_the_weight(precision, dtype):
     s, whole = layer.scaling["default"], dy.t() @ q  # the gradient of the merged weight
     expected = s * b.double().t() @ whole, s * whole @ a.double().t()
     close([da.double(), db.double()], expected, 1e-5 if dtype == torch.float32 else 2**-6)
-    w = quantize(merged, base.format)
-    numbers, rows = w.dequantize(torch.float64), dy
-    if unified.in_groups(w):
-        rows = quantize_for_both(dy.float())[0].dequantize(torch.float64)
-    close([dx.flatten(0, 1).double()], [rows @ numbers], 1e-5 if dtype == torch.float32 else 2**-8)
+    right = input_gradient(dy, quantize(merged, base.format))
+    close([dx.flatten(0, 1).double()], [right], 1e-5 if dtype == torch.float32 else 2**-8)
 
 
 @every_precision

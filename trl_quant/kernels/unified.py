@@ -96,15 +96,17 @@ def group_codes(x, least):
 
 @triton.jit
 def rows_kernel(
-    x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, rows, cols, least,
+    x_ptr, up_ptr, y_ptr, factor_ptr, values_ptr, scale_ptr, rows, cols, least,
     INT8: tl.constexpr, ON_CUDA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """ "fp8", "int8": one scale for each row of (rows, cols)."""
+    """ "fp8", "int8": one scale for each row of (rows, cols), whose columns are multiplied by `factor` first."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
     offset = row.to(tl.int64)[:, None] * cols + col
     mask = (row < rows)[:, None] & (col < cols)
     x = _input(x_ptr, up_ptr, y_ptr, offset, mask)
+    if factor_ptr is not None:
+        x = x * tl.load(factor_ptr + col, mask=col < cols, other=0.0)
     codes, scale = row_codes(x, least, INT8, ON_CUDA)
     tl.store(values_ptr + offset, codes, mask=mask)
     tl.store(scale_ptr + row, scale, mask=row < rows)
@@ -252,9 +254,20 @@ def _gated(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor 
     return (x, None, None) if up is None else (x, up.contiguous(), torch.empty_like(x))
 
 
-def rows(x: Tensor, format: str, on_cuda: bool, up: Tensor | None = None) -> tuple[QuantizedTensor, Tensor | None]:
-    """Applies [`quantize_rows`] to x or, with `up`, to y = silu(x) up, and returns y as well."""
+def rows(
+    x: Tensor,
+    format: str,
+    on_cuda: bool,
+    up: Tensor | None = None,
+    factor: Tensor | None = None,
+    least: float | None = None,
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """
+    Applies [`quantize_rows`] to x or, with `up`, to y = silu(x) up, and returns y as well. The columns are multiplied
+    by `factor`, and `least` takes the place of the format's least maximum.
+    """
     (rows, cols), fmt = x.shape, FORMATS[format]
+    least = fmt.least_amax if least is None else least
     x, up, y = _gated(x, up)
     values = torch.empty_like(x, dtype=torch.int8 if fmt.integers else torch.float8_e4m3fn)
     scale = x.new_empty(rows, 1, dtype=torch.float32)
@@ -262,7 +275,7 @@ def rows(x: Tensor, format: str, on_cuda: bool, up: Tensor | None = None) -> tup
     height = max(4096 // width, 1)
     with on(x):
         rows_kernel[(triton.cdiv(rows, height),)](
-            x, up, y, values, scale, rows, cols, fmt.least_amax,
+            x, up, y, factor, values, scale, rows, cols, least,
             INT8=fmt.integers, ON_CUDA=on_cuda, ROWS=height, COLS=width, num_warps=4 if width <= 4096 else 8,
         )  # fmt: skip
     return QuantizedTensor(format, values, scale, x.shape, x.dtype), y
@@ -304,6 +317,11 @@ def groups(
 def quantize_rows(x: Tensor, format: str, on_cuda: bool) -> QuantizedTensor:
     """Computes `products.quantize_int8(x, on_cuda)` or `products.quantize_fp8(x)`."""
     return rows(x, format, on_cuda)[0]
+
+
+def quantize_gradient(dy: Tensor, factor: Tensor, least: float) -> QuantizedTensor:
+    """Computes `products.quantize_gradient` with scales `factor` (N,) of the weight's rows."""
+    return rows(dy, "fp8", True, factor=factor, least=least)[0]
 
 
 def quantize_groups(x: Tensor, least: float) -> QuantizedTensor:

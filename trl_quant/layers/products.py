@@ -3,6 +3,7 @@ The products of a linear layer that trains in the precision of its sampler (Jet-
 
     Y  = Q(X) Q(W)^T + b
     dX = dY Q(W)             fp8_block: Q(dY) Q(W), with dY per 1 x 128 along its features
+                             fp8: Q(dY S) C, with Q(W) = S C and dY S per token
     dW = dY^T Q(X)           fp8_block: Q(dY^T) Q(X^T)^T, both per 1 x 128 along tokens
 
 | symbol | here | shape |
@@ -11,6 +12,8 @@ The products of a linear layer that trains in the precision of its sampler (Jet-
 | `Q(X^T)`, `Q(dY^T)` | the second of [`quantize_for_both`] | (K, T'), (N, T'), T' the next multiple of 128 from T on |
 | `Q(W)` | `trl_quant.formats.quantize` | (N, K) |
 | `Y`, `dY` | [`product`] | (T, N) |
+| `S`, `C` | the scales of the weight's rows on a diagonal, and its codes | (N, N), (N, K) |
+| `Q(dY S)` | [`quantize_gradient`] | (T, N) |
 | `dX`, `dW` | [`input_gradient`], [`weight_gradient`] | (T, K), (N, K) |
 
 What runs in low precision, on a GPU:
@@ -18,7 +21,7 @@ What runs in low precision, on a GPU:
 | | Y | dX | dW | where |
 |---|---|---|---|---|
 | fp8_block | FP8 | FP8 | FP8 | Hopper; N and K multiples of 128 |
-| fp8 | FP8 | BF16, of dequantized W | the caller's | from Ada on; N and K multiples of 16 |
+| fp8 | FP8 | FP8 | the caller's | from Ada on; N and K multiples of 16 |
 | int8 | INT8 | BF16, of dequantized W | the caller's | N and K multiples of 8 |
 
 Other shapes and FP32 are multiplied in FP32; in `fp8` and `int8` the codes are converted to BF16 and summed in FP32. On
@@ -31,6 +34,7 @@ the operator is switched off, differs: it multiplies a token by `1 / scale`, and
 (`VLLM_USE_DEEP_GEMM_E8M0`, on by default in 0.31, also on Hopper); the scales here are not rounded.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -87,9 +91,9 @@ def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
     return quantize_int8(x, x.is_cuda) if FORMATS[format].integers else quantize_fp8(x)
 
 
-def quantize_fp8(x: Tensor) -> QuantizedTensor:
-    """[`quantize_input`] to "fp8", in torch."""
-    scale = quotient(_amax(x).clamp(min=FP8.least_amax), E4M3_MAX)
+def quantize_fp8(x: Tensor, least: float = FP8.least_amax) -> QuantizedTensor:
+    """[`quantize_input`] to "fp8", in torch; `least` is the least maximum of a token."""
+    scale = quotient(_amax(x).clamp(min=least), E4M3_MAX)
     return QuantizedTensor("fp8", _e4m3(x, scale), scale, x.shape, x.dtype)
 
 
@@ -141,6 +145,23 @@ def quantize_for_both(x: Tensor, least: float = FP8Block.least_amax) -> tuple[Qu
     return quantize_groups_for_both(x, least)
 
 
+def quantize_gradient(dy: Tensor, scale: Tensor) -> QuantizedTensor:
+    """
+    Quantizes `dy diag(scale)` to "fp8", with one scale a token: the gradient of a layer's outputs, with the scales of
+    the weight's rows folded in, because they vary along the sum of dX.
+
+    Args:
+        dy (`torch.Tensor`): (T, N), BF16 or FP32, finite.
+        scale (`torch.Tensor`): (N, 1).
+    """
+    dy, factor = dy.detach().contiguous(), scale.float().flatten()
+    if has_kernels(dy, "fp8") and dy.shape[1] <= LONGEST_ROW:
+        from ..kernels import unified as kernels
+
+        return kernels.quantize_gradient(dy, factor, LEAST_GRADIENT)
+    return replace(quantize_fp8(dy.float() * factor, LEAST_GRADIENT), dtype=dy.dtype)
+
+
 def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
     """Computes `q.dequantize(dtype)`, with a kernel where there is one: "fp8" and "int8" on a GPU."""
     if q.values.is_cuda and q.values.ndim == 2 and FORMATS[q.format].per_row:
@@ -151,14 +172,19 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def transposed(w: QuantizedTensor) -> QuantizedTensor:
-    """Transposes a weight (N, K) in "fp8_block" to (K, N). Its blocks are square, so no value changes."""
+    """
+    Transposes a weight (N, K) to (K, N). The blocks of "fp8_block" are square, so no value changes. In "fp8" the scales
+    of the rows are left out, as [`quantize_gradient`] folds them in: the result has scales of 1.
+    """
     if w.values.is_cuda:
         from ..kernels import unified as kernels
 
         values = kernels.transpose(w.values)
     else:
         values = w.values.t().contiguous()
-    return QuantizedTensor(w.format, values, w.scale.t().contiguous(), torch.Size(reversed(w.shape)), w.dtype)
+    per_row = FORMATS[w.format].per_row
+    scale = torch.ones_like(values[:, :1], dtype=torch.float32) if per_row else w.scale.t().contiguous()
+    return QuantizedTensor(w.format, values, scale, torch.Size(reversed(w.shape)), w.dtype)
 
 
 # Products
@@ -213,7 +239,7 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
 
 def input_gradient(dy: Tensor, w: QuantizedTensor) -> Tensor:
     """
-    `dy w`. For a weight in "fp8_block" dy is quantized; for other formats it is multiplied with the dequantized weight.
+    `dy w`. For a weight in "fp8_block" or "fp8", dy is quantized. In "int8", the weight is dequantized.
 
     Args:
         dy (`torch.Tensor`): (T, N), BF16 or FP32.
@@ -222,9 +248,12 @@ def input_gradient(dy: Tensor, w: QuantizedTensor) -> Tensor:
     Returns:
         `torch.Tensor`: (T, K), of the type of dy.
     """
-    if FORMATS[w.format].grouped:
+    fmt = FORMATS[w.format]
+    if fmt.grouped:
         return _product_of_groups(_grouped(dy.detach(), LEAST_GRADIENT), transposed(w), dy.dtype)
-    return _multiply(dy.detach(), dequantize(w, dy.dtype))
+    if fmt.integers:
+        return _multiply(dy.detach(), dequantize(w, dy.dtype))
+    return product(quantize_gradient(dy, w.scale), transposed(w), None, dy.dtype)
 
 
 def weight_gradient(dy_t: QuantizedTensor, x_t: QuantizedTensor, dtype: torch.dtype) -> Tensor:

@@ -15,9 +15,9 @@ for each precision whose inputs an engine quantizes too.
 
 If scales have groups along the inner dimension (`fp8_block`), all these products are in FP8: dY is quantized along its
 outputs for dX, and dY and X along the tokens for dW. For dW, the forward pass quantizes the 16-bit X a second time,
-while Jet-RL quantizes its FP8 activations again: see [`products.quantize_for_both`]. In the other precisions, dX and dW
-are 16-bit products of dequantized values. The codes of X, one byte each, are saved for the backward pass, once for all
-layers that share X.
+while Jet-RL quantizes its FP8 activations again: see [`products.quantize_for_both`]. In `fp8`, dX is in FP8, with the
+weight's scales folded into dY: see [`products.quantize_gradient`]. The other gradients are 16-bit products of
+dequantized values. The codes of X, one byte each, are saved for the backward pass, once for all layers that share X.
 
 With a LoRA adapter that the engine merges, the policy is Q(W + s B A), which is also quantized once a step:
 
