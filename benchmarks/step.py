@@ -1,57 +1,150 @@
 """
-Times whole GRPO steps and their phases, through the trainers, against TRL's trainer in the same run.
+Times whole GRPO steps and their phases, through the trainers, with TRL's trainer and its control in the same run.
 
     python benchmarks/step.py                          # 7B shapes on a GPU, tiny ones on a CPU
-    python benchmarks/step.py --kinds trl fp8 nvfp4 --corrections tis ais --completions 64x512 256x2048
+    python benchmarks/step.py --trainers trl trl-control bf16 fp8/fp8 --completions 64x4096 --lengths lognormal
+    python benchmarks/step.py --show runs.json         # prints the table of a file, and measures nothing
 
-`trl` is TRL's `GRPOTrainer` with BF16 vLLM. The other kinds are `QuantGRPOTrainer` with this `rollout_precision`. Each
-runs in its own process. A LoRA policy of random weights is trained with gradient checkpointing, one update per
-generation and TRL's other settings. With `--lora 0` all weights are trained in BF16, with bitsandbytes' AdamW in 8 bits
-or, where that is not installed, with plain SGD: the states of a 16-bit AdamW do not fit beside a 7B policy and vLLM.
-Our self-check, one in 50 steps, is switched off.
+| trainer | is |
+|---|---|
+| `trl` | TRL's `GRPOTrainer` as it comes |
+| `trl-control` | the same with each free switch that helps it: no scoring pass, no text from vLLM |
+| `trl-liger` | the control with Liger's kernels, which TRL deprecates and which must be installed |
+| `bf16`, `fp8`, ... | ours with this `rollout_precision` |
+| `fp8/fp8`, `nvfp4/nvfp4` | ours with a `train_precision` too; over a frozen base the adapter travels by itself |
+| `fp8_block/fp8_block/exact` | ours with `exact_rollouts` too |
+| `bf16+padded`, `fp8+packed` | ours with `pack_sequences` set to False or True |
+
+Each trainer runs in its own process and trains a LoRA policy of random weights with gradient checkpointing, one update
+per generation and TRL's other settings. With `--lora 0` all weights are trained in BF16, with bitsandbytes' AdamW in 8
+bits or, where that is not installed, with plain SGD: the states of a 16-bit AdamW do not fit beside a 7B policy and
+vLLM. Our self-check, one in 50 steps, is switched off.
+
+The length of each completion is drawn before anything is measured, so all trainers do the same work: vLLM gets it as
+the `max_tokens` of a request, and no token ends a completion earlier. Lengths are `equal` to the TOKENS of
+`--completions`, or `lognormal` and cut there.
 
 | phase | is |
 |---|---|
 | sampling | `generate` of the engine, text and log-probabilities included |
 | sync | sending the policy's weights to the engine |
-| scoring | the pass without gradients that computes old log-probabilities, if there is one |
+| scoring | the pass without gradients that computes old log-probabilities; 0 if there is none |
 | update | everything after the generation: forward, backward, clipping, optimizer |
 | rest | the generation without the phases above: tokenizing, decoding, rewards, metrics |
 
-`ratio` is how many times faster a trainer is than the first one. One trainer runs all `--completions`, the largest
-first. Times are means over the steps of each but the first. Memory is the peak in these steps: torch's allocations on a
-GPU, else the memory of the process, whose peak only grows.
+One trainer runs all shapes, the largest first. The first step of a shape warms up. The table has the medians of the
+others, so phases need not add up to the step. Memory is the peak in these steps: torch's allocations on a GPU, else the
+memory of the process, whose peak only grows. `load` is the host's, just before a trainer starts. `--output` keeps every
+step, and adds to a file that has runs of the same commit, versions and arguments.
 """
 
+import argparse
 import importlib.util
+import math
+import os
 import random
+import re
 import resource
+import statistics
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+import step_runs
 import torch
 from engines import (
-    BASELINE,
     CUDA,
     PRECISIONS,
     START,
     Clock,
+    commit,
     engine_options,
     in_own_process,
     load_tokenizer,
     machine,
     model_directory,
     report,
-    save,
     save_start,
     speak,
+    versions,
     words_of,
 )
 from transformers import TrainerCallback
 
-from trl_quant.precisions import frozen_bases, train_precisions
+from trl_quant.precisions import exact_flows, frozen_bases, train_precisions
 
 
-PHASES = ("sampling", "sync", "scoring", "update", "rest")
+IGNORE_EOS = {"ignore_eos": True}
+CONTROL = {
+    "vllm_importance_sampling_correction": False,
+    "generation_kwargs": IGNORE_EOS | {"detokenize": False},
+}
+# Fields of TRL's config, by the name of the trainer
+TRLS = {"trl": {}, "trl-control": CONTROL, "trl-liger": CONTROL | {"use_liger_kernel": True}}
+OURS = re.compile(r"(?P<rollout>\w+)(/(?P<train>\w+)(?P<exact>/exact)?)?(\+(?P<rows>packed|padded))?")
+# Arguments that all runs of a file share
+SHARED = ("prompt", "generations", "lora", "steps", "median", "sigma", "seed", "correction", "lora_sync")
+SHARED += ("engine_kwargs", "trl_engine_kwargs")
+
+
+def fields_of(trainer: str) -> dict:
+    """Returns the fields of our config that the name of a trainer of ours stands for."""
+    parts = OURS.fullmatch(trainer)
+    if not parts or parts["rollout"] not in PRECISIONS:
+        raise argparse.ArgumentTypeError(
+            f"{trainer!r} is neither of {', '.join(TRLS)} nor a precision of this machine."
+        )
+    fields = {"rollout_precision": parts["rollout"]}
+    if parts["train"]:
+        if parts["train"] not in train_precisions():
+            raise argparse.ArgumentTypeError(f"{trainer!r}: policies are trained in {', '.join(train_precisions())}.")
+        fields["train_precision"] = parts["train"]
+    if parts["train"] in frozen_bases():
+        fields["lora_sync"] = "adapter"
+    if parts["exact"]:
+        if parts["train"] not in exact_flows():
+            raise argparse.ArgumentTypeError(f"{trainer!r}: rollouts are exact in {', '.join(exact_flows())}.")
+        fields["exact_rollouts"] = True
+    if parts["rows"]:
+        fields["pack_sequences"] = parts["rows"] == "packed"
+    return fields
+
+
+def trainer_name(text: str) -> str:
+    if text not in TRLS:
+        fields_of(text)
+    return text
+
+
+def shape_name(completions: int, new: int, lengths: str) -> str:
+    return f"{completions}x{new} {lengths}"
+
+
+def draw_lengths(args, completions: int, new: int, lengths: str) -> list[list[int]]:
+    """Draws the number of tokens of each completion of each step, the same in every process."""
+    if lengths == "equal":
+        return [[new] * completions] * args.steps
+    generator = random.Random(args.seed)
+    drawn = []
+    for _ in range(args.steps):
+        step = [generator.lognormvariate(math.log(args.median), args.sigma) for _ in range(completions)]
+        drawn.append([min(max(round(length), 1), new) for length in step])
+    return drawn
+
+
+def prescribe_lengths(llm, drawn: Iterator[list[int]]) -> None:
+    """Gives each request of vLLM's `llm` its own length; each generation takes the next list."""
+    generate = llm.generate
+
+    def generate_as_drawn(prompts, *, sampling_params, **options):
+        requests = []
+        for _, length in zip(prompts, next(drawn), strict=True):
+            request = sampling_params.clone()
+            request.max_tokens = length
+            requests.append(request)
+        return generate(prompts, sampling_params=requests, **options)
+
+    llm.generate = generate_as_drawn
 
 
 def make_trainer(args, tokenizer):
@@ -64,7 +157,7 @@ def make_trainer(args, tokenizer):
     from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
     from trl_quant.trl_seams import llm_with
 
-    (size,), (correction,) = args.sizes, args.corrections
+    (size,) = args.sizes
     completions, new = map(max, zip(*args.completions, strict=True))
     words, generator = words_of(tokenizer), random.Random(0)
     prompts = [tokenizer.decode(generator.choices(words, k=args.prompt)) for _ in range(completions)]
@@ -84,7 +177,7 @@ def make_trainer(args, tokenizer):
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "vllm_max_model_length": max(len(ids) for ids in tokenizer(prompts).input_ids) + new,
-        "generation_kwargs": {"ignore_eos": True},
+        "generation_kwargs": IGNORE_EOS,
         "num_generations": args.generations,
         "max_completion_length": new,
         "per_device_train_batch_size": args.micro,
@@ -109,35 +202,45 @@ def make_trainer(args, tokenizer):
     }
     if args.lora:
         given["peft_config"] = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear")
-    if args.one == "trl":
+    if args.one in TRLS:
         with llm_with(**arguments | args.trl_engine_kwargs):
-            return GRPOTrainer(args=GRPOConfig(**settings), **given)
-    ours = {"rollout_precision": args.one, "is_correction": correction, "lora_sync": args.lora_sync}
-    if args.train_precision:
-        ours["train_precision"] = args.train_precision
-    if args.exact_rollouts:
-        ours["exact_rollouts"] = True
-    if args.train_precision in frozen_bases():
-        ours["lora_sync"] = "adapter"
-    ours |= {"vllm_engine_kwargs": arguments | args.engine_kwargs, "sync_check_steps": 0}
+            return GRPOTrainer(args=GRPOConfig(**settings | TRLS[args.one]), **given)
+    ours = {"is_correction": args.correction, "lora_sync": args.lora_sync, "sync_check_steps": 0}
+    ours |= {"vllm_engine_kwargs": arguments | args.engine_kwargs} | fields_of(args.one)
     return QuantGRPOTrainer(args=QuantGRPOConfig(**settings, **ours), **given)
 
 
 class Steps(TrainerCallback):
-    """Times the steps after the first."""
+    """
+    Times each step of a training and its phases.
 
-    def __init__(self, clock: Clock):
-        self.clock = clock
+    Attributes:
+        seconds (`list[dict[str, float]]`): Of each step so far, by phase; `step` is the whole.
+    """
+
+    def __init__(self, trainer):
+        self.seconds: list[dict[str, float]] = []
+        self.clock = clock = Clock(synchronize=True)
+        clock.watch(trainer.vllm_generation, "generate", "sampling")
+        clock.watch(trainer.vllm_generation, "sync_weights", "sync")
+        without_gradient = lambda: not torch.is_grad_enabled()  # noqa: E731
+        clock.watch(trainer, "_get_per_token_logps_and_entropies", "scoring", without_gradient)
+        clock.watch(trainer, "_generate_and_score_completions", "generation")
+
+    def on_train_begin(self, args, state, control, **others):
+        self.seconds = []
 
     def on_step_begin(self, args, state, control, **others):
-        if state.global_step == 1:
-            self.clock.seconds.clear()
-            if CUDA:
-                torch.cuda.reset_peak_memory_stats()
+        if CUDA and len(self.seconds) == 1:  # the warm-up has ended
+            torch.cuda.reset_peak_memory_stats()
+        self.clock.seconds.clear()
         self.start = self.clock.now()
 
     def on_step_end(self, args, state, control, **others):
-        self.clock.seconds["step"] += self.clock.now() - self.start
+        step, found = self.clock.now() - self.start, self.clock.seconds
+        phases = {name: found[name] for name in ("sampling", "sync", "scoring")}
+        rest = found["generation"] - sum(phases.values())
+        self.seconds.append({"step": step} | phases | {"update": step - found["generation"], "rest": rest})
 
 
 def set_shape(trainer, completions: int, new: int) -> None:
@@ -148,88 +251,137 @@ def set_shape(trainer, completions: int, new: int) -> None:
     args.max_completion_length = trainer.max_completion_length = trainer.vllm_generation.max_completion_length = new
 
 
+def check_lengths(logged: list[dict], drawn: list[list[int]]) -> None:
+    """Asserts that the completions of each step had the lengths that were drawn, by TRL's own metrics."""
+    assert len(logged) == len(drawn), f"{len(logged)} steps, not {len(drawn)}"
+    for entry, step in zip(logged, drawn):
+        for name, expected in (("min", min(step)), ("mean", statistics.mean(step)), ("max", max(step))):
+            length = entry[f"completions/{name}_length"]
+            assert math.isclose(length, expected, rel_tol=1e-6), f"{name} length {length}, but {expected} was drawn"
+
+
 def measure(args) -> dict:
     trainer = make_trainer(args, load_tokenizer(args.tokenizer))
-    clock = Clock(synchronize=True)
-    clock.watch(trainer.vllm_generation, "generate", "sampling")
-    clock.watch(trainer.vllm_generation, "sync_weights", "sync")
-    without_gradient = lambda: not torch.is_grad_enabled()  # noqa: E731
-    clock.watch(trainer, "_get_per_token_logps_and_entropies", "scoring", without_gradient)
-    clock.watch(trainer, "_generate_and_score_completions", "generation")
-    trainer.add_callback(Steps(clock))
-    result = {}
+    steps = Steps(trainer)
+    trainer.add_callback(steps)
+    generate, result = trainer.vllm_generation.llm.generate, {}
     # TRL generates at each multiple of the micro-batches of a generation. The larger goes first, as the smaller divides
     # it
     for completions, new in sorted(args.completions, reverse=True):
-        set_shape(trainer, completions, new)
-        trainer.train()
-        entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-        lengths = {entry["completions/mean_length"] for entry in entries}
-        assert lengths == {new} and len(entries) == args.steps, f"{len(entries)} steps of {lengths} tokens"
+        for lengths in args.lengths:
+            set_shape(trainer, completions, new)
+            drawn = draw_lengths(args, completions, new, lengths)
+            trainer.vllm_generation.llm.generate = generate
+            prescribe_lengths(trainer.vllm_generation.llm, iter(drawn))
+            trainer.train()
+            logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+            check_lengths(logged, drawn)
 
-        seconds = {name: clock.seconds[name] / (args.steps - 1) for name in ("step", "generation", *PHASES)}
-        seconds["update"] = seconds["step"] - seconds["generation"]
-        seconds["rest"] = seconds["generation"] - sum(seconds[name] for name in ("sampling", "sync", "scoring"))
-        peak = torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        row = {"tokens_per_s": completions * new / seconds["sampling"], "peak_bytes": peak}
-        row |= {"logp_difference": max(entry.get("sampling/sampling_logp_difference/max", 0) for entry in entries)}
-        result[f"{completions}x{new}"] = seconds | row
-        print(completions, new, result[f"{completions}x{new}"], file=sys.stderr, flush=True)
+            warm_up, *measured = steps.seconds
+            peak = (
+                torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+            )
+            # Not measured without a correction
+            differences = [entry.get("sampling/sampling_logp_difference/max") for entry in logged]
+            result[shape_name(completions, new, lengths)] = {
+                "warm_up": warm_up,
+                "steps": measured,
+                "peak_bytes": peak,
+                "logp_difference": None if None in differences else max(differences),
+            }
     return result
 
 
-def main():
+def options() -> argparse.ArgumentParser:
     parser = engine_options(__doc__)
     parser.add_argument(
-        "--kinds", nargs="+", choices=["trl", *PRECISIONS], default=[BASELINE, "fp8" if CUDA else "int8"]
+        "--trainers",
+        nargs="+",
+        type=trainer_name,
+        default=["trl", "trl-control", "bf16", "fp8"] if CUDA else ["bf16", "int8"],
+        metavar="TRAINER",
+        help=f"{', '.join(TRLS)}, or ours: ROLLOUT[/TRAIN[/exact]][+packed|+padded], such as fp8/fp8",
     )
-    parser.add_argument("--corrections", nargs="+", default=["tis"], help="`is_correction` of ours")
+    parser.add_argument("--correction", default="tis", help="`is_correction` of ours")
     parser.add_argument(
         "--completions",
         nargs="+",
         type=lambda text: tuple(map(int, text.split("x"))),
         default=[(64, 1024) if CUDA else (8, 16)],
         metavar="NxTOKENS",
-        help="of a step, and new tokens of each",
+        help="of a step, and new tokens of each at most",
     )
-    parser.add_argument(
-        "--train_precision",
-        choices=train_precisions(),
-        help="of ours; over a frozen base the adapter travels by itself",
-    )
-    parser.add_argument("--exact_rollouts", action="store_true", help="of ours")
+    parser.add_argument("--lengths", nargs="+", choices=["equal", "lognormal"], default=["equal"])
+    parser.add_argument("--median", type=float, default=900 if CUDA else 12, help="of lognormal lengths")
+    parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of lognormal lengths")
+    parser.add_argument("--seed", type=int, default=0, help="of lognormal lengths")
     parser.add_argument("--micro", type=int, default=16 if CUDA else 4, help="completions of a micro-batch")
-    parser.add_argument("--steps", type=int, default=3, help="of which the first warms up")
+    parser.add_argument("--steps", type=int, default=6, help="of which the first warms up")
+    parser.add_argument("--rounds", type=int, default=1, help="each second one takes the trainers in reverse")
     parser.add_argument("--vllm_gpu_memory_utilization", type=float, default=0.3)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file, to which runs are added")
+    parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git")
+    parser.add_argument("--show", nargs="+", type=Path, metavar="FILE", help="prints the runs of these files")
+    return parser
+
+
+def main():
+    parser = options()
     args = parser.parse_args()
     if args.one:
         return report(measure(args))
-    load_tokenizer(args.tokenizer)  # fails early if it is missing
+    try:
+        if args.show:
+            found = step_runs.read(*args.show)
+        else:
+            found = start(args)
+    except ValueError as error:
+        parser.error(str(error))
+    failed = [] if args.show else run_all(args, found)
+    step_runs.write(found, args.output)
+    if found["runs"]:
+        step_runs.print_tables(found)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
-    results = {}
+
+def start(args) -> dict:
+    """Draws the lengths and returns the runs that `--output` has so far, if it has any."""
+    load_tokenizer(args.tokenizer)  # fails early if it is missing
+    shapes = [(*shape, lengths) for shape in args.completions for lengths in args.lengths]
+    new = {
+        "machine": machine(),
+        "commit": args.commit,
+        "versions": versions(),
+        "arguments": {name: getattr(args, name) for name in SHARED},
+        "lengths": {shape_name(*shape): draw_lengths(args, *shape) for shape in shapes},
+        "runs": [],
+    }
+    if args.output is not None and args.output.exists():
+        return step_runs.merged(step_runs.read(args.output), new)
+    return new
+
+
+def run_all(args, found: dict) -> list[str]:
+    """Runs each trainer, adds its run to `found` and writes that. Returns the names of trainers that failed."""
+    failed = []
     for size in args.sizes:
-        policy = f"LoRA of rank {args.lora}" if args.lora else "all weights"
-        print(f"{machine()}, Qwen2.5 {size}, {policy}, {args.prompt} tokens in")
-        columns = "".join(f"{name:>10}" for name in PHASES)
-        heading = f"{'trainer':<16}{'completions':>12}{'step s':>9}{'ratio':>8}{columns}{'tok/s':>9}{'peak GiB':>10}"
-        print(heading, flush=True)
-        found = results.setdefault(size, {})
-        runs = [(kind, c) for kind in args.kinds for c in (["trl"] if kind == "trl" else args.corrections)]
-        for kind, correction in runs:
-            name = kind if kind == "trl" else f"{kind} {correction}"
-            one = ["--one", kind, "--sizes", size, "--corrections", correction]
-            rows = found[name] = in_own_process([*sys.argv[1:], *one], args.timeout)
-            if "error" in rows:
-                print(f"{name:<16}{rows['error'][:150]}", flush=True)
-                continue
-            for shape, row in rows.items():
-                first = next(iter(found.values())).get(shape)
-                ratio = f"{first['step'] / row['step']:.2f}" if first else "-"
-                phases = "".join(f"{row[phase]:>10.2f}" for phase in PHASES)
-                peak = row["peak_bytes"] / 2**30
-                cells = f"{row['step']:>9.2f}{ratio:>8}{phases}{row['tokens_per_s']:>9.0f}{peak:>10.1f}"
-                print(f"{name:<16}{shape:>12}{cells}", flush=True)
-    save(f"step-{'-'.join(args.sizes)}", {"arguments": vars(args), "results": results}, args.output)
+        for number in range(args.rounds):
+            for trainer in args.trainers if number % 2 == 0 else reversed(args.trainers):
+                run = {"trainer": trainer, "round": number + 1, "size": size, "micro": args.micro}
+                run |= {"vllm_gpu_memory_utilization": args.vllm_gpu_memory_utilization}
+                run |= {"load": os.getloadavg(), "cores": len(os.sched_getaffinity(0))}
+                results = in_own_process([*sys.argv[1:], "--one", trainer, "--sizes", size], args.timeout)
+                if "error" in results:
+                    failed.append(trainer)
+                    print(f"{trainer}: {results['error'][:300]}", flush=True)
+                    continue
+                found["runs"].append(run | {"results": results})
+                step_runs.write(found, args.output)
+                for shape, result in results.items():
+                    seconds = " ".join(f"{step['step']:.2f}" for step in result["steps"])
+                    print(f"{size}, {trainer}, {shape}, round {number + 1}: {seconds} s", flush=True)
+    return failed
 
 
 if __name__ == "__main__":

@@ -1,0 +1,104 @@
+"""
+Keeps the runs that `step.py` measured in a JSON file, and prints their table.
+
+    {
+        "machine", "commit", "versions", "arguments",    # the same for all runs of a file
+        "lengths": {shape: [[...] for each step]},       # of the completions, drawn before any trainer started
+        "runs": [{"trainer", "round", "size", "micro", "load", "cores", "results": {shape: {...}}}],
+    }
+
+A shape is named "64x4096 lognormal": completions of a step, most tokens of each, and how lengths are drawn. Its result
+has `warm_up` and `steps`, seconds by phase, and the peak of memory.
+"""
+
+import json
+import statistics
+from pathlib import Path
+
+
+PHASES = ("sampling", "sync", "scoring", "update", "rest")
+# Trainers that the others are divided by: TRL as it comes, TRL with the switches that help it, ours in BF16
+BASELINES = ("trl", "trl-control", "bf16")
+
+
+def merged(found: dict, more: dict) -> dict:
+    """Returns the runs of both. Raises `ValueError` if they cannot stand in one table."""
+    for name in ("machine", "commit", "versions", "arguments"):
+        if found[name] != more[name]:
+            raise ValueError(f"The runs differ in their {name}: {found[name]} and {more[name]}.")
+    for shape in found["lengths"].keys() & more["lengths"].keys():
+        if found["lengths"][shape] != more["lengths"][shape]:
+            raise ValueError(f"The completions of {shape} have other lengths in some of the runs.")
+    lengths = found["lengths"] | more["lengths"]
+    return found | {"lengths": lengths, "runs": [*found["runs"], *more["runs"]]}
+
+
+def read(*paths: Path) -> dict:
+    """Returns the runs of these files together."""
+    first, *others = [json.loads(path.read_text()) for path in paths]
+    for other in others:
+        first = merged(first, other)
+    return first
+
+
+def write(found: dict, path: Path | None) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found) + "\n")
+
+
+def print_tables(found: dict) -> None:
+    """Prints a table for each size of the policy and each shape of a step."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    print(f"\n{found['machine']}, commit {found['commit']}, {versions}")
+    sizes = dict.fromkeys(run["size"] for run in found["runs"])
+    for size in sizes:
+        for shape, lengths in found["lengths"].items():
+            runs = [run for run in found["runs"] if run["size"] == size and shape in run["results"]]
+            if runs:
+                print_table(f"Qwen2.5 {size}, {shape}", lengths[1:], runs, shape)
+
+
+def print_table(title: str, lengths: list[list[int]], runs: list[dict], shape: str) -> None:
+    """
+    Prints medians of the measured steps. A trainer has one row for each size of its micro-batches; its rounds count
+    together. A phase that no step had is "0".
+    """
+    tokens = [sum(each) for each in lengths]
+    mean = sum(tokens) / sum(map(len, lengths))
+    print(f"\n{title}: steps of {min(tokens)} to {max(tokens)} tokens, {mean:.0f} a completion")
+
+    rows: dict[tuple[str, int], list[dict]] = {}
+    for run in runs:
+        rows.setdefault((run["trainer"], run["micro"]), []).append(run)
+    medians = {row: statistics.median(seconds_of(found, shape, "step")) for row, found in rows.items()}
+    # A baseline with several sizes of micro-batches counts with the fastest
+    baselines = {
+        name: min(median for (trainer, _), median in medians.items() if trainer == name)
+        for name in BASELINES
+        if any(trainer == name for trainer, _ in rows)
+    }
+
+    headings = ["trainer", "micro", "steps", "step s", "min", "max", *(f"x {name}" for name in baselines)]
+    headings += [*PHASES, "tok/s", "peak GiB", "load"]
+    lines = [headings]
+    for (trainer, micro), found in rows.items():
+        steps, median = seconds_of(found, shape, "step"), medians[trainer, micro]
+        line = [trainer, str(micro), str(len(steps)), f"{median:.2f}", f"{min(steps):.2f}", f"{max(steps):.2f}"]
+        line += [f"{baseline / median:.2f}" for baseline in baselines.values()]
+        for phase in PHASES:
+            seconds = seconds_of(found, shape, phase)
+            line.append(f"{statistics.median(seconds):.2f}" if any(seconds) else "0")
+        sampled = [count / seconds for count, seconds in zip(tokens * len(found), seconds_of(found, shape, "sampling"))]
+        line.append(f"{statistics.median(sampled):.0f}")
+        line.append(f"{max(run['results'][shape]['peak_bytes'] for run in found) / 2**30:.1f}")
+        line.append(f"{max(run['load'][0] for run in found):.1f}")
+        lines.append(line)
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for name, *cells in lines:
+        print("  ".join([name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:]))]))
+
+
+def seconds_of(runs: list[dict], shape: str, phase: str) -> list[float]:
+    """Returns the seconds of a phase in each measured step of these runs."""
+    return [step[phase] for run in runs for step in run["results"][shape]["steps"]]
