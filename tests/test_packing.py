@@ -13,7 +13,9 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.config.values import CLIPPED_LOSSES
 from trl_quant.corrections import CORRECTIONS
-from trl_quant.layers.packed import Packed
+from trl_quant.layers.packed import PACKED, Packed
+from trl_quant.layers.products import TOKENS
+from trl_quant.policy import packed as policy_packed
 from trl_quant.policy.packed import PackedRows, accept_packed_rows
 from trl_quant.precisions import frozen_bases
 from trl_quant.trainers import packing
@@ -27,7 +29,7 @@ WINDOWS = {
     "gemma3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
 }
 LOSSES = [*CLIPPED_LOSSES, "cispo", "sapo", "vespo"]
-PACKED = [family for family in FAMILIES if family != "gemma2"]  # which caps logits
+CAN_PACK = [family for family in FAMILIES if family != "gemma2"]  # which caps logits
 
 
 class UnevenGRPOTrainer(UnevenLengths, QuantGRPOTrainer):
@@ -78,7 +80,7 @@ def gradients(model, call, given) -> tuple[torch.Tensor, torch.Tensor, dict[str,
 
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("family", CAN_PACK)
 def test_packed_rows_are_padded_ones(family, checkpointing, shares):
     model = model_of(family)
     if checkpointing:
@@ -93,6 +95,25 @@ def test_packed_rows_are_padded_ones(family, checkpointing, shares):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     for name, grad in padded[2].items():
         assert (packed[2][name] - grad).norm() < 3e-5 * grad.norm(), name
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("completion", [40, 47, 60])
+def test_rows_are_whole_tiles(completion, shares):
+    """The products copy no input to pad it, and the tokens that fill a row have no part in the loss."""
+    model, given, lengths = model_of("qwen2"), batch(completion=completion), []
+    accept_packed_rows(model)
+    model.model.register_forward_pre_hook(lambda _, args, kwargs: lengths.append(kwargs), with_kwargs=True)
+    PackedRows(model, PROMPT, shares)(**given, fused_lm_head=True).log_probs.sum().backward()
+    (seen,) = lengths
+    tokens, packed = seen["input_ids"].shape[1], seen[PACKED]
+    assert tokens % TOKENS == 0 and tokens == packed.starts[-1] == len(packed.rows)
+    unfilled = (
+        Packed.sharing(given["attention_mask"], given["input_ids"], PROMPT)
+        if shares
+        else Packed.of(given["attention_mask"], *given["attention_mask"].shape, given["input_ids"].device)
+    )
+    assert 0 <= tokens - len(unfilled.rows) < TOKENS
 
 
 def apart_from(exact: tuple, found: tuple) -> float:
@@ -118,7 +139,7 @@ def assert_as_near(model, given, dtype=None):
             assert 0 < apart_from(exact, packed) < 1.3 * apart_from(exact, padded)
 
 
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("family", CAN_PACK)
 def test_autocast(family):
     assert_as_near(model_of(family), batch())
 
@@ -251,6 +272,7 @@ def test_bnpo_depends_on_the_micro_batch(tmp_path, monkeypatch):
 
 
 def test_rows_of_a_prompt_come_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(policy_packed, "TOKENS", 1)  # rows of tokens alone
     together = trained(tmp_path)
     monkeypatch.setattr(packing, "terms_are_independent", lambda trainer: False)
     alone = trained(tmp_path)

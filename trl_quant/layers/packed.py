@@ -114,6 +114,23 @@ class Packed:
         starts, key_starts, key_rows = (x.to(mask.device) for x in (starts, key_starts, key_rows))
         return cls(*_places(mask, computed), starts, max(segments), key_rows, key_starts, max(counts))
 
+    def filled_up(self, multiple: int) -> "Packed":
+        """Adds a segment of fewer than `multiple` tokens, copies of the first place's, so that it divides T."""
+        tokens = len(self.positions)
+        missing = -tokens % multiple
+        if not missing:
+            return self
+        new = torch.arange(missing, device=self.positions.device)
+        return Packed(
+            rows=torch.cat([self.rows, self.rows[:1].expand(missing)]),
+            positions=torch.cat([self.positions, new]),
+            starts=torch.cat([self.starts, self.starts[-1:] + missing]),
+            longest=max(self.longest, missing),
+            key_rows=None if self.key_rows is None else torch.cat([self.key_rows, tokens + new]),
+            key_starts=torch.cat([self.key_starts, self.key_starts[-1:] + missing]),
+            longest_keys=max(self.longest_keys, missing),
+        )
+
     def with_shared(self, x: Tensor) -> Tensor:
         """Takes keys or values of the row's tokens (T, G, D) to those of its segments (K, G, D)."""
         return x if self.key_rows is None else _Gather.apply(x, self.key_rows)

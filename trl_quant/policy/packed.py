@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..layers.packed import PACKED, Packed, flash_attention
+from ..layers.products import TOKENS
 from .exact import ATTENTION as EXACT
 
 
@@ -81,7 +82,8 @@ class PackedRows:
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs):
         """
-        Computes the log-probabilities of a batch in one row without padding.
+        Computes the log-probabilities of a batch in one row without padding, but for the fewer than `TOKENS` tokens at
+        its end that fill the last tile of the low-precision products. No layer then copies its input to pad it.
 
         Args:
             input_ids (`torch.Tensor`): (B, S), padded on any side.
@@ -96,11 +98,14 @@ class PackedRows:
             packed = Packed.sharing(attention_mask, input_ids, self.prompt)
         else:
             packed = Packed.of(attention_mask, *attention_mask.shape, attention_mask.device)
+        tokens, packed = len(packed.rows), packed.filled_up(TOKENS)
+        if not self.shares:
             kwargs |= {"cu_seq_lens_q": packed.starts, "cu_seq_lens_k": packed.starts}
             kwargs |= {"max_length_q": packed.longest, "max_length_k": packed.longest}
         labels = labels.flatten()[packed.rows]
         first = packed.starts[:-1][packed.starts.diff() > 0].long()
         labels[first] = -100  # the token before it is another segment's
+        labels[tokens:] = -100
         output = self.model(
             input_ids=input_ids.flatten()[packed.rows].unsqueeze(0),
             attention_mask=torch.empty(1, 1, 0, 0, device=input_ids.device),  # with 4 dimensions none is made
@@ -112,7 +117,9 @@ class PackedRows:
         )
         for name in ("log_probs", "entropy"):
             if output.get(name) is not None:
-                output[name] = _padded(output[name].squeeze(0), packed.rows, attention_mask.shape)
+                output[name] = _padded(
+                    output[name].squeeze(0)[: tokens - 1], packed.rows[:tokens], attention_mask.shape
+                )
         return output
 
 
