@@ -9,6 +9,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "AISGRPOConfig": ".config",
     "AISGRPOTrainer": ".trainers.grpo",
+    "DiffusionGRPOConfig": ".config",
+    "DiffusionGRPOTrainer": ".trainers.diffusion",
     "QuantGRPOConfig": ".config",
     "QuantGRPOTrainer": ".trainers.grpo",
 }

@@ -5,7 +5,8 @@ fields against each other (`consistency`). When a trainer is built, its argument
 model is loaded (`preflight`). Importing the configurations loads neither engines nor trainers.
 """
 
+from .diffusion import DiffusionGRPOConfig
 from .grpo import AISGRPOConfig, QuantGRPOConfig
 
 
-__all__ = ["AISGRPOConfig", "QuantGRPOConfig"]
+__all__ = ["AISGRPOConfig", "DiffusionGRPOConfig", "QuantGRPOConfig"]

@@ -299,6 +299,7 @@ class QuantFields(*SECTIONS.values()):
     trl_config: ClassVar[type[TrainingArguments]]  # the config of TRL's that has all other fields
     has_correction: ClassVar[bool] = False  # whether the trainer's loss takes the weights of a correction
     has_dynamic_sampling: ClassVar[bool] = False  # whether the trainer replaces groups that teach nothing
+    denoises: ClassVar[bool] = False  # whether completions are denoised (masked diffusion), not written left to right
     is_taken: ClassVar[bool] = False  # whether a trainer of this package got the config
 
     def __post_init__(self):
@@ -321,7 +322,7 @@ class QuantFields(*SECTIONS.values()):
                     setattr(self, name, json.loads(value))
                 except ValueError as error:
                     raise ValueError(f"`{name}`={value!r} is no JSON object: {error}.") from error
-        check_types(self, _own_fields())
+        check_types(self, self.own_fields())
 
     def _resolve(self):
         """Sets the fields whose default depends on other fields."""
@@ -372,6 +373,11 @@ class QuantFields(*SECTIONS.values()):
         config._resolve()
         config._check()
         return config
+
+    @classmethod
+    def own_fields(cls) -> list[str]:
+        """Returns the names of the fields that this package adds to TRL's config."""
+        return [f.name for f in fields(QuantFields)]
 
     @property
     def samples_as_trained(self) -> bool:
@@ -425,13 +431,13 @@ class QuantFields(*SECTIONS.values()):
 
     def training_settings(self) -> dict:
         """Returns the added fields that change what is trained, as a checkpoint records them."""
-        return {name: getattr(self, name) for name in sorted({*_own_fields()} - {*OPERATIONAL})}
+        return {name: getattr(self, name) for name in sorted({*self.own_fields()} - {*OPERATIONAL})}
 
     @classmethod
     def plain_settings(cls) -> dict:
         """Returns the [`~QuantFields.training_settings`] that describe a run of TRL's own trainer."""
-        defaults = {f.name: f.default for f in fields(QuantFields)} | {"is_correction": "trl", "lora_sync": "merge"}
-        return {name: defaults[name] for name in sorted({*_own_fields()} - {*OPERATIONAL})}
+        defaults = {f.name: f.default for f in fields(cls)} | {"is_correction": "trl", "lora_sync": "merge"}
+        return {name: defaults[name] for name in sorted({*cls.own_fields()} - {*OPERATIONAL})}
 
     def inherited_settings(self) -> dict:
         """Returns TRL's and transformers' fields that change what is trained, as a checkpoint records them."""
@@ -454,15 +460,10 @@ class QuantFields(*SECTIONS.values()):
         return super().get_process_log_level()
 
 
-def _own_fields() -> list[str]:
-    """The names of the fields that [`QuantFields`] adds."""
-    return [f.name for f in fields(QuantFields)]
-
-
-def documentation() -> str:
-    """The help of all added fields, section by section, for the docstring of a config."""
+def documentation(sections: dict[str, type] = SECTIONS) -> str:
+    """The help of all fields of some sections, for the docstring of a config."""
     lines = ["", "    Parameters:"]
-    for title, section in SECTIONS.items():
+    for title, section in sections.items():
         lines += [f"        > Parameters that control {title}", ""]
         for f in fields(section):
             lines += [f"        {f.name} (*optional*, defaults to `{f.default!r}`):"]

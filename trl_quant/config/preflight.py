@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedModel, ProcessorMixin
 
 from ..layers import FrozenLinear
 from ..models.families import FAMILIES, family_of, number_of_experts
+from ..policy.masked import mask_token_of
 from ..rollout.stream import NO_WEIGHTS
 from ..rollout.tokenizer import check_tokenizer
 from ..rollout.vllm.support import (
@@ -65,6 +66,8 @@ def check_before_loading(
     """
     tools, rollout_func, environments = map(others.get, ("tools", "rollout_func", "environment_factory"))
     _check_correction_acts(args, rollout_func)
+    if args.denoises:
+        _check_masked_diffusion(_read_config(model, args), args, others)
     if environments is None:  # otherwise prompts and rewards may come from the environments
         _check_data(args, train_dataset, eval_dataset)
         if rollout_func is None:
@@ -119,6 +122,27 @@ def _check_correction_acts(args, rollout_func) -> None:
         "`rollout_precision` or `use_vllm=True`.",
         args.is_correction,
     )
+
+
+def _check_masked_diffusion(config, args, others: dict) -> None:
+    """Refuses models that attend only to earlier tokens, turns, and a tokenizer without a mask token."""
+    names = [f"`{name}`" for name in ("tools", "rollout_func", "environment_factory") if others.get(name)]
+    if names:
+        raise ValueError(
+            f"{' and '.join(names)} with a masked diffusion model, whose completions have one turn. Leave it out."
+        )
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"The policy's `model_type`={config.model_type!r} is not among those that are known to attend in both "
+            f"directions: {', '.join(FAMILIES)}. `trl_quant.storage.llada.convert` converts a checkpoint of LLaDA."
+        )
+    if getattr(config, "is_causal", True):
+        raise ValueError(
+            "The policy attends only to earlier tokens, as an autoregressive model does. A masked diffusion model has "
+            "`is_causal=False` in its config."
+        )
+    if others.get("processing_class") is not None:
+        mask_token_of(args.mask_token_id, others["processing_class"], config)
 
 
 def _check_data(args, train_dataset, eval_dataset) -> None:

@@ -13,6 +13,8 @@ PLACES = {
     "shared": "embedded, from the policy's own layers (numerics only, no speed-up)",
     "colocate": "vLLM in the training process",
     "server": "vLLM server",
+    "diffusion": "embedded, by denoising (numerics only, no speed-up)",
+    "shared_diffusion": "embedded, by denoising with the policy's own layers (numerics only, no speed-up)",
 }
 
 

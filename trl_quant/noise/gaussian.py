@@ -73,7 +73,14 @@ def norm_noise(weight: Tensor, sigma: float, seed: int, step: int, name: str, dr
 
 
 def _generator(seed: int, step: int, name: str, draw: int) -> torch.Generator:
-    """Builds a generator keyed by a cryptographic hash, because Python's `hash` differs between processes."""
     place = f"{step}.{draw}" if draw else step
-    digest = hashlib.sha256(f"{seed}/{place}/{name}".encode()).digest()
+    return keyed_generator(f"{seed}/{place}/{name}")
+
+
+def keyed_generator(key: str) -> torch.Generator:
+    """
+    Returns a generator of random numbers that depends only on `key`: the same on every rank and after a resume. It is
+    seeded by a cryptographic hash, because Python's `hash` differs between processes.
+    """
+    digest = hashlib.sha256(key.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))

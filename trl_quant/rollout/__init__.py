@@ -13,8 +13,10 @@ from .spec import ENGINES, EngineSpec
 
 # public name -> the module that defines it
 _PUBLIC = {
+    "DiffusionEngine": ".embedded.diffusion",
     "RolloutEngine": ".trl_adapter",
     "RolloutNoise": ".engine",
+    "SharedDiffusionEngine": ".embedded.diffusion",
     "SharedEngine": ".embedded.shared_base",
     "TransformersEngine": ".embedded.transformers_engine",
     "VLLMBase": ".vllm.base",

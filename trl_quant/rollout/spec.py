@@ -7,6 +7,8 @@
 | the policy's own layers, if they already compute in that precision | `"shared"` | `SharedEngine` |
 | vLLM in the trainer's process | `"colocate"` | `VLLMEngine` |
 | vLLM behind a server | `"server"` | `VLLMServerEngine` |
+| a quantized copy of a masked diffusion policy | `"diffusion"` | `DiffusionEngine` |
+| the layers of a masked diffusion policy, if they already compute in that precision | `"shared_diffusion"` | `SharedDiffusionEngine` |
 
 Trainers, `rollout_precision="auto"`, `trl-quant report --mismatch` and the benchmarks all build their engine from an
 [`EngineSpec`] with [`~rollout.build_engine`].
@@ -24,16 +26,23 @@ ENGINES = {
     "shared": "SharedEngine",
     "colocate": "VLLMEngine",
     "server": "VLLMServerEngine",
+    "diffusion": "DiffusionEngine",
+    "shared_diffusion": "SharedDiffusionEngine",
 }
 VLLM_MODES = ("colocate", "server")  # the kinds that are values of TRL's `vllm_mode`
 
+# kind of an embedded engine -> the kind that denoises instead of sampling from left to right
+_DENOISING = {"embedded": "diffusion", "shared": "shared_diffusion"}
 _EVERY_ENGINE = ("precision", "wide_norms", "uaq_scale")
+_SCHEDULE = ("block_length", "tokens_per_step", "mask_token_id", "wide_head")
 # kind -> the fields of `EngineSpec` that the engine's class takes as arguments
 _OPTIONS = {
     "embedded": _EVERY_ENGINE,
     "shared": _EVERY_ENGINE,
     "colocate": (*_EVERY_ENGINE, "sync_check_steps", "engine_kwargs", "lora_sync", "sleep_level", "exact"),
     "server": (*_EVERY_ENGINE, "sync_check_steps", "request_timeout"),
+    "diffusion": (*_EVERY_ENGINE, *_SCHEDULE),
+    "shared_diffusion": (*_EVERY_ENGINE, *_SCHEDULE),
 }
 
 
@@ -63,6 +72,12 @@ class EngineSpec:
             Whether the results for a token must not depend on the other tokens of its batch.
         request_timeout (`float`, *optional*):
             Seconds that a server may take to answer; `None` for no limit.
+        block_length, tokens_per_step (`int`, *optional*, defaults to `0`):
+            How an engine of a masked diffusion model denoises; 0 in other engines.
+        mask_token_id (`int`, *optional*):
+            The mask token of a masked diffusion model; `None` for the tokenizer's or the model's own.
+        wide_head (`bool`, *optional*, defaults to `False`):
+            Whether the head of a masked diffusion model scores in FP32, as the trainer's does.
     """
 
     kind: str
@@ -75,19 +90,29 @@ class EngineSpec:
     sleep_level: int = 0
     exact: bool = False
     request_timeout: float | None = None
+    block_length: int = 0
+    tokens_per_step: int = 0
+    mask_token_id: int | None = None
+    wide_head: bool = False
 
     @classmethod
     def from_config(cls, config) -> "EngineSpec | None":
         """Returns the engine that a [`QuantGRPOConfig`] describes; `None` if TRL generates by itself."""
         if config.rollout_precision is None:
             return None
+        kind = engine_kind(
+            config.vllm_mode if config.use_vllm else "embedded",
+            config.rollout_precision,
+            config.train_precision,
+            is_sharded=config.fsdp_version is not None,
+        )
+        schedule = {}
+        if config.denoises:
+            kind = _DENOISING[kind]
+            schedule = {name: getattr(config, name) for name in _SCHEDULE if name != "wide_head"}
+            schedule["wide_head"] = config.cast_lm_head_to_fp32
         return cls(
-            kind=engine_kind(
-                config.vllm_mode if config.use_vllm else "embedded",
-                config.rollout_precision,
-                config.train_precision,
-                is_sharded=config.fsdp_version is not None,
-            ),
+            kind=kind,
             precision=config.rollout_precision,
             wide_norms=config.noise_schedule is not None,
             uaq_scale=1.0 if config.uaq_scale is None else config.uaq_scale,
@@ -97,6 +122,7 @@ class EngineSpec:
             sleep_level=config.vllm_sleep_level if config.vllm_enable_sleep_mode else 0,
             exact=config.exact_rollouts,
             request_timeout=config.vllm_request_timeout,
+            **schedule,
         )
 
     @property

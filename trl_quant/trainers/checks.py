@@ -5,12 +5,17 @@ from torch.nn import Module
 
 
 def check_method(trainer, args) -> None:
-    """Raises `ValueError` for a config whose correction is not that of the trainer's class."""
+    """Raises `ValueError` for a config whose correction, or way of sampling, is not that of the trainer's class."""
     method = trainer.config_class.__dataclass_fields__["is_correction"].default
     if method is not None and args.is_correction != method:
         raise ValueError(
             f"`is_correction`={args.is_correction!r}, but {type(trainer).__name__} runs {method!r}. Pass a "
             f"`{trainer.config_class.__name__}`, or use `QuantGRPOTrainer`."
+        )
+    if args.denoises != trainer.config_class.denoises:
+        raise ValueError(
+            f"`args` is a {type(args).__name__}, but {type(trainer).__name__} takes a "
+            f"`{trainer.config_class.__name__}`: one samples by denoising, the other from left to right."
         )
 
 

@@ -20,7 +20,6 @@ Fresh prompts depend only on the seed, the step and the prompts of the batch, so
 unbroken run. The order of the epoch does not change: a drawn prompt comes again when its turn comes.
 """
 
-import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -32,6 +31,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from ..noise.gaussian import keyed_generator
 from ..trl_seams import exchanged
 
 
@@ -90,9 +90,7 @@ def fresh_rows(dataset, used: Iterable, key: str) -> Iterator[dict[str, Any]]:
     The global random state does not change.
     """
     seen = set(map(str, used))  # as text, since conversations cannot be hashed
-    digest = hashlib.sha256(key.encode()).digest()  # Python's `hash` differs between processes
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-    for index in torch.randperm(len(dataset), generator=generator).tolist():
+    for index in torch.randperm(len(dataset), generator=keyed_generator(key)).tolist():
         row = dataset[index]
         prompt = str(row["prompt"])
         if prompt not in seen:

@@ -98,8 +98,12 @@ class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         with dynamically_sampled(self, inputs) as inputs, self._correction_step.scoring():
             output = super()._generate_and_score_completions(inputs)
-        self._correction_step.before_loss(output)
+        self.correct(output)
         return output
+
+    def correct(self, batch) -> None:
+        """Corrects a generation before its first loss, in place (see [`~trainers.correction_step.CorrectionStep`])."""
+        self._correction_step.before_loss(batch)
 
     def _compute_loss(self, model, inputs):
         with self._correction_step.during_loss(inputs) as batch:

@@ -1,0 +1,85 @@
+"""The config of the trainer of masked diffusion models: [`QuantGRPOConfig`] with the schedule and the masks."""
+
+from dataclasses import dataclass, field, fields
+from typing import Annotated, ClassVar
+
+from ..corrections.base import Range
+from .consistency import check_denoising
+from .fields import documentation
+from .grpo import QuantGRPOConfig
+from .values import check_values
+
+
+@dataclass
+class DenoisingFields:
+    """How completions are denoised, and how they are scored."""
+
+    block_length: Annotated[int, Range(1)] = field(
+        default=32,
+        metadata={
+            "help": "Tokens of a block. Blocks are denoised from left to right. It must divide `max_completion_length`."
+        },
+    )
+    tokens_per_step: Annotated[int, Range(1)] = field(
+        default=2,
+        metadata={
+            "help": "Tokens that each denoising step writes: those of the block that the model is surest of. It must "
+            "divide `block_length`."
+        },
+    )
+    prompt_mask_probability: Annotated[float, Range(0.0, 1.0)] = field(
+        default=0.15,
+        metadata={"help": "Probability with which each token of a prompt is masked where a completion is scored."},
+    )
+    mask_token_id: Annotated[int | None, Range(0)] = field(
+        default=None,
+        metadata={"help": "The mask token. If not set, the tokenizer's, else the `mask_token_id` of the model's config."},
+    )
+    prompt_mask_draws: Annotated[int | None, Range(1)] = field(
+        default=None,
+        metadata={
+            "help": "Masks that each prompt of a generation has, at most `num_iterations`. A completion that is trained "
+            "on several times takes one after the other, and policy, reference and sampler score it once under each. "
+            "If not set, `num_iterations`: no update sees a completion under a mask that an earlier one had."
+        },
+    )
+
+
+DENOISING = {"denoising and the one-step estimate": DenoisingFields}
+
+
+@dataclass
+class DiffusionGRPOConfig(DenoisingFields, QuantGRPOConfig):
+    """
+    Configuration of [`DiffusionGRPOTrainer`]: [`QuantGRPOConfig`] with the fields below.
+
+    Completions come from an embedded copy of the policy in the `rollout_precision`. If that is not set, it is
+    `train_precision`, or else "bf16", with which the copy is not quantized. Fields that only a sampler from left to
+    right can use are refused.
+    """
+
+    denoises: ClassVar[bool] = True
+
+    @classmethod
+    def own_fields(cls) -> list[str]:
+        return [*super().own_fields(), *(f.name for f in fields(DenoisingFields))]
+
+    def _resolve(self):
+        if self.rollout_precision is None and self.train_precision is None:
+            self.rollout_precision = "bf16"
+        if self.pack_sequences is None:
+            self.pack_sequences = False
+        super()._resolve()
+
+    def _check(self):
+        check_values(self)
+        check_denoising(self)  # first, since other checks would advise what it refuses
+        super()._check()
+
+    @property
+    def mask_draws(self) -> int:
+        """The number of masks that each prompt of a generation has."""
+        return self.num_iterations if self.prompt_mask_draws is None else self.prompt_mask_draws
+
+
+DiffusionGRPOConfig.__doc__ = (DiffusionGRPOConfig.__doc__ or "") + documentation(DENOISING)

@@ -1,0 +1,254 @@
+r"""
+The embedded engine of masked diffusion models: it denoises a canvas of masks (LLaDA, section 2.4; AIS, C.2).
+
+A completion begins as `length` masks. In each step the model predicts all of them at once, and the few predictions that
+it is surest of are written. What is written stays. The canvas is filled in blocks from left to right, so that a text
+grows as one reads it, and within a block in the order of the model's confidence:
+
+    for each block of B places, from left to right:
+        B / n times:
+            p_k  = softmax(logits_k)                            at the places k of the block that are still masked
+            x_k  = argmax (logits_k + T g),  g = -log(-log u)   a draw from softmax(logits_k / T)
+            write x_k at the n places with the largest p_k(x_k)
+
+| paper | here |
+|---|---|
+| `N` tokens, `N / 2` steps | `length`, and `tokens_per_step` n = 2 |
+| block length 32 | `block_length` B |
+| Gumbel noise at temperature `T` | [`sampled`]; in float64, as in LLaDA's own sampling, and `T` = 0 takes the likeliest token |
+| low-confidence remasking | [`surest`] |
+
+**Choice** The model never writes the mask token: its logit is -inf here. LLaDA's own code would leave such a place
+masked and end with masks in the text.
+
+**Choice** A completion ends with its first end token. What the model writes behind it is dropped: it gets no reward, no
+log-probability and no gradient, as in d1. It stays on the canvas while the block is written, where the tokens before it
+can see it. A block that is finished never changes, so denoising stops after the block in which the last completion of
+the batch has ended. The tokens of all completions are the same as after all blocks.
+
+The probability of what was sampled is unknown. After denoising, one more forward pass gives the one-step estimate of
+[`~policy.masked`], in the sampler's own numbers and under the masks that the trainer uses.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+from trl.trainer.utils import add_fused_lm_head
+
+from ...policy.masked import IGNORED, MaskedRows, PromptMasks, mask_token_of
+from ..engine import Samples
+from .shared_base import SharedEngine
+from .transformers_engine import TransformersEngine
+
+
+CHUNK = 2**26  # logits that are held in float64 at a time
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """
+    How a canvas is denoised.
+
+    Parameters:
+        length (`int`): Places of the canvas, a multiple of `block_length`.
+        block_length (`int`): Places of a block, a multiple of `tokens_per_step`.
+        tokens_per_step (`int`): Tokens that each step writes.
+        temperature (`float`): Temperature of the Gumbel noise; 0 for none.
+    """
+
+    length: int
+    block_length: int
+    tokens_per_step: int
+    temperature: float
+
+
+def sampled(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """
+    Draws a token from each distribution.
+
+    Args:
+        logits (`torch.Tensor` of shape `(..., vocabulary)`): The distributions.
+        temperature (`float`): Temperature of the draw; 0 takes the likeliest token.
+
+    Returns:
+        `(torch.Tensor, torch.Tensor)`, both of shape `(...)`: The tokens, and how sure the model is of each: its
+        probability at temperature 1, in float64.
+    """
+    logits = logits.double()
+    noised = logits
+    if temperature > 0:
+        noised = logits - temperature * torch.rand_like(logits).log_().neg_().log_()
+    tokens = noised.argmax(-1)
+    confidence = (logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)).exp()
+    return tokens, confidence
+
+
+def surest(confidence: Tensor, is_written: Tensor, count: int) -> Tensor:
+    """
+    Returns the places (B, count) of a block's largest `confidence` (B, block) among those that are not written yet.
+    """
+    return confidence.masked_fill(is_written, -torch.inf).topk(count, dim=-1).indices
+
+
+@torch.no_grad()
+def denoise(
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    schedule: Schedule,
+    mask_token_id: int,
+    end_ids: list[int],
+) -> Tensor:
+    """
+    Writes a completion for each prompt.
+
+    Args:
+        model (`PreTrainedModel`): A bidirectional language model.
+        prompt_ids (`torch.Tensor` of shape `(B, P)`): The prompts, padded on the left.
+        prompt_mask (`torch.Tensor` of shape `(B, P)`): 1 on tokens, 0 on padding.
+        schedule ([`Schedule`]): How to denoise.
+        mask_token_id (`int`): The mask token.
+        end_ids (`list[int]`): The tokens that end a completion.
+
+    Returns:
+        `torch.Tensor` of shape `(B, length)`: The canvas. Blocks behind the last end of all rows may still be masks.
+    """
+    canvas = prompt_ids.new_full((len(prompt_ids), schedule.length), mask_token_id)
+    attention_mask = torch.cat([prompt_mask, torch.ones_like(canvas)], 1)
+    ends = torch.tensor(end_ids, device=canvas.device, dtype=canvas.dtype)
+    for start in range(0, schedule.length, schedule.block_length):
+        block = canvas[:, start : start + schedule.block_length]  # a view, so writing it writes the canvas
+        is_written = torch.zeros_like(block, dtype=torch.bool)
+        places = torch.arange(start, start + schedule.block_length, device=canvas.device) + prompt_ids.shape[1]
+        for _ in range(schedule.block_length // schedule.tokens_per_step):
+            logits = model(
+                input_ids=torch.cat([prompt_ids, canvas], 1),
+                attention_mask=attention_mask,
+                use_cache=False,
+                logits_to_keep=places,
+            ).logits
+            logits[..., mask_token_id] = -torch.inf
+            rows = max(1, CHUNK // logits[0].numel())
+            parts = [sampled(part, schedule.temperature) for part in logits.split(rows)]
+            tokens, confidence = (torch.cat(values) for values in zip(*parts, strict=True))
+            chosen = surest(confidence, is_written, schedule.tokens_per_step)
+            block.scatter_(1, chosen, tokens.gather(1, chosen))
+            is_written.scatter_(1, chosen, True)
+        if torch.isin(canvas, ends).any(1).all():
+            break
+    return canvas
+
+
+class Denoising:
+    """
+    Mixin for an embedded engine that samples by denoising. It adds these arguments:
+
+    Parameters:
+        block_length, tokens_per_step (`int`): As in [`Schedule`].
+        mask_token_id (`int`, *optional*): The mask token; by default the tokenizer's or the model's own.
+        wide_head (`bool`, *optional*, defaults to `False`): Whether the trainer's head computes in FP32.
+
+    Attributes:
+        masks ([`~policy.masked.PromptMasks`]):
+            The masks of the generation. The trainer sets it.
+        rows_at_once (`int` or `None`):
+            Rows that are scored in one forward pass; `None` for all. The trainer sets it to its own number, so that
+            both compute products of the same shape.
+    """
+
+    def __init__(
+        self,
+        *args,
+        block_length: int,
+        tokens_per_step: int,
+        mask_token_id: int | None = None,
+        wide_head: bool = False,
+        **kwargs,
+    ):
+        self.wide_head = wide_head  # read while the copy is built
+        super().__init__(*args, **kwargs)
+        self.schedule = Schedule(self.max_completion_length, block_length, tokens_per_step, self.temperature)
+        self.mask_token_id = mask_token_of(mask_token_id, self.tokenizer, self.weights.base_model.config)
+        self.masks = PromptMasks()
+        self.rows_at_once: int | None = None
+
+    def build_copy(self, policy: PreTrainedModel) -> PreTrainedModel:
+        """Builds the model that samples, with the head that scores the trainer's tokens too."""
+        model = super().build_copy(policy)
+        add_fused_lm_head(model, temperature=self.temperature, cast_lm_head_to_fp32=self.wide_head)
+        return model
+
+    @torch.no_grad()
+    def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
+        """
+        Samples one completion for each prompt.
+
+        Args:
+            prompts (`list[list[int]]`): Token ids, one list for each completion.
+            images (`list`, *optional*): None; text alone is denoised.
+
+        Returns:
+            [`Samples`]: The completions, each up to its first end token, with the one-step estimates of their tokens
+            under the first mask of each row.
+        """
+        prompt_ids, prompt_mask = self._padded(prompts, "left")
+        with self.accelerator.autocast():
+            canvas = denoise(
+                self.copy, prompt_ids, prompt_mask, self.schedule, self.mask_token_id, self.eos_token_ids
+            )
+        is_end = torch.isin(canvas, torch.tensor(self.eos_token_ids, device=canvas.device))
+        lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, canvas.shape[1]).tolist()
+        completions = [row[:length] for row, length in zip(canvas.tolist(), lengths, strict=True)]
+        return Samples(completions, self.estimate(prompts, completions))
+
+    @torch.no_grad()
+    def estimate(self, prompts: list[list[int]], completions: list[list[int]], draw: int = 0) -> list[list[float]]:
+        """
+        Computes the one-step estimates of given completions, in the engine's numbers.
+
+        Args:
+            prompts, completions (`list[list[int]]`): Token ids.
+            draw (`int`, *optional*, defaults to `0`): Which mask of each row.
+
+        Returns:
+            `list[list[float]]`: For each completion, a log-probability in nats for each token.
+        """
+        prompt_ids, prompt_mask = self._padded(prompts, "left")
+        completion_ids, completion_mask = self._padded(completions, "right")
+        input_ids = torch.cat([prompt_ids, completion_ids], 1)
+        attention_mask = torch.cat([prompt_mask, completion_mask], 1)
+        labels = input_ids.masked_fill(attention_mask == 0, IGNORED)
+        labels[:, : prompt_ids.shape[1]] = IGNORED
+        copy = MaskedRows(
+            self.copy, prompt_ids.shape[1], self.schedule.length, self.mask_token_id, self.masks, draw
+        )
+        scored = []
+        for rows in torch.arange(len(prompts), device=input_ids.device).split(self.rows_at_once or len(prompts)):
+            with self.accelerator.autocast():
+                scored.append(copy(input_ids[rows], attention_mask[rows], labels[rows], fused_lm_head=True).log_probs)
+        logps = torch.cat(scored).tolist()
+        return [row[: len(ids)] for row, ids in zip(logps, completions, strict=True)]
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Refuses to score each token by those before it, which such a model does not do."""
+        raise NotImplementedError("A masked diffusion model scores completions with `estimate`.")
+
+    def _padded(self, rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
+        """Pads rows of token ids; returns them and their mask, on the engine's device."""
+        device, pad = self.accelerator.device, self.tokenizer.pad_token_id
+        tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+        padded = pad_sequence(tensors, batch_first=True, padding_value=pad, padding_side=side)
+        ones = [torch.ones_like(row) for row in tensors]
+        mask = pad_sequence(ones, batch_first=True, padding_value=0, padding_side=side)
+        return padded.to(device), mask.to(device)
+
+
+class DiffusionEngine(Denoising, TransformersEngine):
+    """A quantized copy of a masked diffusion policy, which samples by denoising."""
+
+
+class SharedDiffusionEngine(Denoising, SharedEngine):
+    """[`DiffusionEngine`] for a policy that is sampled in its own `train_precision`, around the policy's tensors."""
