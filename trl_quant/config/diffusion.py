@@ -33,14 +33,16 @@ class DenoisingFields:
     )
     mask_token_id: Annotated[int | None, Range(0)] = field(
         default=None,
-        metadata={"help": "The mask token. If not set, the tokenizer's, else the `mask_token_id` of the model's config."},
+        metadata={
+            "help": "The mask token. If not set, the tokenizer's, else the `mask_token_id` of the model's config."
+        },
     )
     prompt_mask_draws: Annotated[int | None, Range(1)] = field(
         default=None,
         metadata={
-            "help": "Masks that each prompt of a generation has, at most `num_iterations`. A completion that is trained "
-            "on several times takes one after the other, and policy, reference and sampler score it once under each. "
-            "If not set, `num_iterations`: no update sees a completion under a mask that an earlier one had."
+            "help": "Masks that each prompt of a generation has, at most `num_iterations`. A completion that is "
+            "trained on several times takes one after the other, and policy, reference and sampler score it once under "
+            "each. If not set, `num_iterations`: each update of a completion has a mask of its own."
         },
     )
 

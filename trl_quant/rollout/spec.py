@@ -7,8 +7,8 @@
 | the policy's own layers, if they already compute in that precision | `"shared"` | `SharedEngine` |
 | vLLM in the trainer's process | `"colocate"` | `VLLMEngine` |
 | vLLM behind a server | `"server"` | `VLLMServerEngine` |
-| a quantized copy of a masked diffusion policy | `"diffusion"` | `DiffusionEngine` |
-| the layers of a masked diffusion policy, if they already compute in that precision | `"shared_diffusion"` | `SharedDiffusionEngine` |
+| for masked diffusion: a quantized copy of the policy | `"diffusion"` | `DiffusionEngine` |
+| for masked diffusion: the policy's own layers, likewise | `"shared_diffusion"` | `SharedDiffusionEngine` |
 
 Trainers, `rollout_precision="auto"`, `trl-quant report --mismatch` and the benchmarks all build their engine from an
 [`EngineSpec`] with [`~rollout.build_engine`].

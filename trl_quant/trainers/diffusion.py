@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..config import DiffusionGRPOConfig
 from ..policy.masked import MaskedRows, PromptMasks
+from ..rollout.embedded.diffusion import Denoising
 from ..trl_seams import exchanged
 from .grpo import QuantGRPOTrainer
 
@@ -31,8 +32,8 @@ class MaskDraws:
 
     A generation may be trained on `num_iterations` times. Each time its rows get another mask on their prompts, so that
     an update sees another estimate of the same completions (d1, section 3). A ratio of two estimates means something
-    only if both were made under the same mask. So the old policy, the reference and the sampler estimate the completions
-    under every mask in advance, while they are still what they were when the completions were sampled.
+    only if both were made under the same mask. So the old policy, the reference and the sampler estimate the
+    completions under every mask in advance, while they are still what they were when the completions were sampled.
 
     The calls in their order, with what is read and written at each:
 
@@ -78,16 +79,16 @@ class MaskDraws:
 
     def begin(self) -> None:
         """Names the masks of the generation that begins, and tells the engine."""
-        trainer, self.kept = self.trainer, []
+        trainer, engine, self.kept = self.trainer, self.trainer.vllm_generation, []
         args, place = trainer.args, trainer.rollout_noise()
         masks = PromptMasks(args.prompt_mask_probability, place.seed, place.step, place.draw)
-        self.masks[self.mode] = trainer.engine.masks = masks
+        self.masks[self.mode] = engine.masks = masks
         train, evaluation = args.per_device_train_batch_size, args.per_device_eval_batch_size
-        trainer.engine.rows_at_once = train if self.mode == "train" else evaluation
+        engine.rows_at_once = train if self.mode == "train" else evaluation
 
     def masked(self, model, prompt: int, draw: int) -> MaskedRows:
         """Returns what stands in for `model` where TRL scores rows with `prompt` columns of prompts."""
-        engine, length = self.trainer.engine, self.trainer.args.max_completion_length
+        engine, length = self.trainer.vllm_generation, self.trainer.args.max_completion_length
         return MaskedRows(model, prompt, length, engine.mask_token_id, self.masks[self.mode], draw)
 
     def keep(self, estimates: list[Tensor]) -> None:
@@ -119,7 +120,7 @@ class MaskDraws:
         estimates = [first]
         for draw in range(1, self.number):
             other = torch.zeros_like(first)
-            for row, logps in enumerate(self.trainer.engine.estimate(*lists, draw)):
+            for row, logps in enumerate(self.trainer.vllm_generation.estimate(*lists, draw)):
                 other[row, : len(logps)] = torch.tensor(logps)
             estimates.append(other)
         return estimates
@@ -167,11 +168,11 @@ class DiffusionGRPOTrainer(QuantGRPOTrainer):
     def __init__(self, *args, **kwargs):
         self._mask_draws = MaskDraws(self)
         super().__init__(*args, **kwargs)
-
-    @property
-    def engine(self):
-        """The [`~rollout.DiffusionEngine`] that samples."""
-        return self._engine
+        if not isinstance(self.vllm_generation, Denoising):
+            raise ValueError(
+                f"`build_engine` returned a {type(self.vllm_generation).__name__}. A masked diffusion model needs an "
+                "engine that estimates log-probabilities under the trainer's masks: a `DiffusionEngine`."
+            )
 
     @property
     def iteration(self) -> int:

@@ -15,7 +15,7 @@ grows as one reads it, and within a block in the order of the model's confidence
 |---|---|
 | `N` tokens, `N / 2` steps | `length`, and `tokens_per_step` n = 2 |
 | block length 32 | `block_length` B |
-| Gumbel noise at temperature `T` | [`sampled`]; in float64, as in LLaDA's own sampling, and `T` = 0 takes the likeliest token |
+| Gumbel noise at temperature `T` | [`sampled`]; in float64, as LLaDA samples; `T` = 0 takes the likeliest token |
 | low-confidence remasking | [`surest`] |
 
 **Choice** The model never writes the mask token: its logit is -inf here. LLaDA's own code would leave such a place
@@ -196,9 +196,7 @@ class Denoising:
         """
         prompt_ids, prompt_mask = self._padded(prompts, "left")
         with self.accelerator.autocast():
-            canvas = denoise(
-                self.copy, prompt_ids, prompt_mask, self.schedule, self.mask_token_id, self.eos_token_ids
-            )
+            canvas = denoise(self.copy, prompt_ids, prompt_mask, self.schedule, self.mask_token_id, self.eos_token_ids)
         is_end = torch.isin(canvas, torch.tensor(self.eos_token_ids, device=canvas.device))
         lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, canvas.shape[1]).tolist()
         completions = [row[:length] for row, length in zip(canvas.tolist(), lengths, strict=True)]
@@ -222,9 +220,7 @@ class Denoising:
         attention_mask = torch.cat([prompt_mask, completion_mask], 1)
         labels = input_ids.masked_fill(attention_mask == 0, IGNORED)
         labels[:, : prompt_ids.shape[1]] = IGNORED
-        copy = MaskedRows(
-            self.copy, prompt_ids.shape[1], self.schedule.length, self.mask_token_id, self.masks, draw
-        )
+        copy = MaskedRows(self.copy, prompt_ids.shape[1], self.schedule.length, self.mask_token_id, self.masks, draw)
         scored = []
         for rows in torch.arange(len(prompts), device=input_ids.device).split(self.rows_at_once or len(prompts)):
             with self.accelerator.autocast():
