@@ -1,0 +1,97 @@
+"""Masked diffusion in slow loops, one row and one token at a time, without padding, as a reference for the package,
+which this file does not import.
+
+`one_step_logps` is d1's estimate, `denoised` LLaDA's sampling in blocks, and `llada_logits` LLaDA's own forward pass.
+"""
+
+import math
+
+import torch
+
+
+def one_step_logps(model, prompt, is_masked, completion, length, mask_token, temperature=1.0):
+    """log f(o_k | q' M ... M) for each token of one completion; with a gradient if the model's weights have one."""
+    shown = [mask_token if masked else token for token, masked in zip(prompt, is_masked, strict=True)]
+    logits = model(input_ids=torch.tensor([shown + [mask_token] * length])).logits[0]
+    found = []
+    for k, token in enumerate(completion):
+        scores = logits[len(prompt) + k] / temperature
+        found.append(scores[token] - scores.logsumexp(0))
+    return torch.stack(found)
+
+
+def denoised(model, prompts, length, block_length, tokens_per_step, mask_token, temperature, seed=0):
+    """The canvas of each prompt after all blocks, and at which step of its block each token was written."""
+    torch.manual_seed(seed)
+    texts, steps = [[mask_token] * length for _ in prompts], [[None] * length for _ in prompts]
+    for start in range(0, length, block_length):
+        places = range(start, start + block_length)
+        for step in range(block_length // tokens_per_step):
+            vocabulary = model.config.vocab_size
+            uniform = torch.rand(len(prompts), block_length, vocabulary, dtype=torch.float64).tolist()
+            for row, prompt in enumerate(prompts):
+                logits = model(input_ids=torch.tensor([prompt + texts[row]])).logits[0].tolist()
+                candidates = []
+                for k in places:
+                    if steps[row][k] is not None:
+                        continue
+                    scores = logits[len(prompt) + k]
+                    scores[mask_token] = -math.inf
+                    token = drawn(scores, temperature, uniform[row][k - start])
+                    total = sum(math.exp(score) for score in scores)
+                    candidates.append((math.exp(scores[token]) / total, k, token))
+                for _, k, token in sorted(candidates, reverse=True)[:tokens_per_step]:
+                    texts[row][k], steps[row][k] = token, step
+    return texts, steps
+
+
+def drawn(scores, temperature, uniform):
+    """The argmax of exp(score) / (-log u)^T, which is a draw from the softmax of score / T."""
+    best, found = -math.inf, None
+    for token, score in enumerate(scores):
+        value = math.exp(score) / (-math.log(uniform[token])) ** temperature
+        if value > best:
+            best, found = value, token
+    return found
+
+
+def llada_logits(tensors, config, tokens):
+    """LLaDA's forward pass for one row of tokens, from the tensors of its checkpoint, in double precision."""
+    weights = {name.removeprefix("model.transformer."): tensor.double() for name, tensor in tensors.items()}
+    heads, kv_heads = config["n_heads"], config["n_kv_heads"]
+    size = config["d_model"] // heads
+    x = torch.stack([weights["wte.weight"][token] for token in tokens])
+    for block in range(config["n_layers"]):
+        own = {name.split(".")[2]: tensor for name, tensor in weights.items() if name.startswith(f"blocks.{block}.")}
+        y = rms(x, own["attn_norm"], config["rms_norm_eps"])
+        q, k, v = (y @ own[name].T for name in ("q_proj", "k_proj", "v_proj"))
+        parts = []
+        for head in range(heads):
+            shared = head // (heads // kv_heads)
+            query = rotated(q[:, head * size : (head + 1) * size], config["rope_theta"])
+            key = rotated(k[:, shared * size : (shared + 1) * size], config["rope_theta"])
+            value = v[:, shared * size : (shared + 1) * size]
+            parts.append((query @ key.T / math.sqrt(size)).softmax(-1) @ value)  # no mask: both directions
+        x = x + torch.cat(parts, 1) @ own["attn_out"].T
+        y = rms(x, own["ff_norm"], config["rms_norm_eps"])
+        gate = y @ own["ff_proj"].T
+        x = x + (gate * gate.sigmoid() * (y @ own["up_proj"].T)) @ own["ff_out"].T
+    head = weights["wte.weight"] if config["weight_tying"] else weights["ff_out.weight"]
+    return rms(x, weights["ln_f.weight"], config["rms_norm_eps"]) @ head.T
+
+
+def rms(x, weight, eps):
+    return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+
+
+def rotated(x, theta):
+    """Rotary embedding by halves: x_i and x_{i + d/2} turn by position * theta^(-2i/d)."""
+    half = x.shape[1] // 2
+    turned = x.clone()
+    for position in range(len(x)):
+        for i in range(half):
+            angle = position * theta ** (-i / half)
+            a, b = x[position, i], x[position, i + half]
+            turned[position, i] = a * math.cos(angle) - b * math.sin(angle)
+            turned[position, i + half] = b * math.cos(angle) + a * math.sin(angle)
+    return turned
