@@ -15,8 +15,11 @@ MASK_ID = 259
 LENGTH = 8  # of the canvas, as `training.config` has it
 
 
-def policy(family="llama", **settings):
-    return tiny_model(family, **{"is_causal": False, "seed": 3} | settings)
+def policy(family="llama", ends=(), **settings):
+    """A bidirectional model. `ends` are further tokens that end a completion, so that lengths differ."""
+    model = tiny_model(family, **{"is_causal": False, "seed": 3} | settings)
+    model.generation_config.eos_token_id = [257, *ends]
+    return model
 
 
 def tokenizer():
@@ -48,7 +51,10 @@ def canvases():
             return model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
 
         self.model = noted
-        return call(self, input_ids, attention_mask, labels, **kwargs)
+        try:
+            return call(self, input_ids, attention_mask, labels, **kwargs)
+        finally:
+            self.model = model
 
     MaskedRows.__call__ = noting
     try:
