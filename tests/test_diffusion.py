@@ -7,7 +7,7 @@ import pytest
 import torch
 from changes import move
 from masked_policy import LENGTH, MASK_ID, canvases, policy, tokenizer, trainer, uneven_rows
-from reference import OBJECTIVES, ais_alpha, clipped, objective
+from reference import DROPPING, OBJECTIVES, ais_alpha, clipped, objective
 from reference_diffusion import one_step_logps
 from training import dataset, lora, metrics, parameters
 
@@ -255,6 +255,7 @@ def test_a_policy_trained_in_the_samplers_precision_has_the_samplers_bits(tmp_pa
     assert any(not torch.equal(before[name], now) for name, now in parameters(made).items())
 
 
+@pytest.mark.isa
 def test_with_a_quantized_copy_the_weights_act(tmp_path):
     runs = {}
     for name in ("ais", "none"):
@@ -389,10 +390,12 @@ def test_truncated_completions_are_left_out(tmp_path):
 # Whole runs
 
 
+@pytest.mark.isa
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_every_correction_runs_under_several_masks(tmp_path, name, level):
     settings = {"rollout_precision": "int4", "is_correction": name, "num_iterations": 2, "max_steps": 4}
+    settings |= DROPPING.get(name, {})  # not all
     if level == "sequence":
         if CORRECTIONS[name].token_only:
             pytest.skip(f"{name} has no weights of sequences")
@@ -438,6 +441,7 @@ def test_the_run_says_what_it_does(tmp_path, capsys):
     assert "Sampling: FP8-tensor, embedded, by denoising" in capsys.readouterr().out
 
 
+@pytest.mark.isa
 def test_it_learns(tmp_path):
     """A reward for one token, which the policy comes to write more often, from an INT8 copy's samples."""
 
