@@ -29,7 +29,7 @@ IN_BLOCK = {
     "up_proj": "mlp.up_proj",
     "ff_out": "mlp.down_proj",
 }
-PARAMETER = re.compile(r"model\.transformer\.(?:blocks\.(\d+)\.)?(\w+)\.(weight|bias)")
+PARAMETER = re.compile(r"model\.transformer\.(?:blocks\.(\d+)\.)?(\w+)\.weight")
 
 # Fields of LLaDA's config for which Llama has no counterpart -> the only values that it computes
 FIXED = {
@@ -43,6 +43,8 @@ FIXED = {
     "scale_logits": (False,),
     "layer_norm_with_affine": (True,),
     "bias_for_layer_norm": (False, None),
+    "include_bias": (False,),
+    "include_qkv_bias": (False,),
     "block_group_size": (1,),
     "multi_query_attention": (False, None),
     "residual_dropout": (0.0,),
@@ -59,7 +61,6 @@ FIELDS_OF_LLAMA = {
     "max_position_embeddings": "max_sequence_length",
     "attention_dropout": "attention_dropout",
     "tie_word_embeddings": "weight_tying",
-    "mlp_bias": "include_bias",
     "eos_token_id": "eos_token_id",
     "pad_token_id": "pad_token_id",
     "mask_token_id": "mask_token_id",
@@ -74,11 +75,11 @@ def llama_name(name: str) -> str:
         `ValueError`: LLaDA has no such tensor.
     """
     found = PARAMETER.fullmatch(name)
-    block, part, kind = found.groups() if found else (None, None, None)
+    block, part = found.groups() if found else (None, None)
     names = TOP if block is None else IN_BLOCK
     if part not in names:
         raise ValueError(f"source: `{name}` is no tensor of LLaDA's that Llama has a counterpart for.")
-    return f"{names[part]}.{kind}" if block is None else f"model.layers.{block}.{names[part]}.{kind}"
+    return f"{names[part]}.weight" if block is None else f"model.layers.{block}.{names[part]}.weight"
 
 
 def llama_config(config: dict) -> dict:
@@ -101,17 +102,10 @@ def llama_config(config: dict) -> dict:
     if missing:
         raise ValueError(f"source: its config lacks {', '.join(missing)}.")
     found = {llama: config[llada] for llama, llada in FIELDS_OF_LLAMA.items() if config.get(llada) is not None}
-    has_bias = bool(config.get("include_bias"))
-    if config.get("include_qkv_bias") and not has_bias:
-        raise ValueError(
-            "source: its config has `include_qkv_bias`=True without `include_bias`, and Llama has a bias in all four "
-            "layers of its attention or in none."
-        )
     return found | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "is_causal": False,
-        "attention_bias": has_bias,
         "vocab_size": config.get("embedding_size") or config["vocab_size"],
         "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]},
         "hidden_act": "silu",
