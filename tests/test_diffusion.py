@@ -87,7 +87,7 @@ def scored(made, prompts, completions, extra=(0, 0), draw=0, masks=None, **kwarg
         left, right = width - len(prompt), length - len(completion)
         ids.append([256] * left + prompt + completion + [256] * right)
         mask.append([0] * left + [1] * (len(prompt) + len(completion)) + [0] * right)
-    draws = made._mask_draws
+    draws = made.prompt_masks
     draws.masks[draws.mode] = masks or PromptMasks(0.3)
     draws.in_loss = draw
     arguments = made.model, torch.tensor(ids), torch.tensor(mask), length
@@ -181,7 +181,7 @@ class Killed(Exception):
     """A run that is stopped."""
 
 
-@pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "prompt_mask_draws": 2}], ids=["plain", "iterations"])
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "promptprompt_masks": 2}], ids=["plain", "iterations"])
 def test_killed_and_resumed_equals_unbroken(tmp_path, options):
     """The masks go on too: without them the log-probabilities would differ."""
 
@@ -309,7 +309,7 @@ def estimates(model, batch, masks, draw):
 
 def expected_loss(made, batch, old, draw, name, draws):
     """The loss of the papers' equations, over the tokens of a batch, with a gradient."""
-    masks, mask, advantages = made._mask_draws.masks["train"], batch["completion_mask"], batch["advantages"]
+    masks, mask, advantages = made.prompt_masks.masks["train"], batch["completion_mask"], batch["advantages"]
     clip = (made.epsilon_low, made.epsilon_high)
     logps = estimates(made.model, batch, masks, draw)
     with torch.no_grad():
@@ -358,7 +358,7 @@ def test_the_kl_term_compares_under_the_same_mask(tmp_path):
     given = {"peft_config": lora()}
     made = ending(tmp_path, rollout_precision="int8", num_iterations=2, given=given, **settings)
     batch = generation(made)
-    masks, mask = made._mask_draws.masks["train"], batch["completion_mask"]
+    masks, mask = made.prompt_masks.masks["train"], batch["completion_mask"]
     for draw in (0, 1):
         _, trained = loss_and_gradient(made, batch, iteration=draw)
         made.model.zero_grad()
@@ -420,7 +420,7 @@ def test_every_correction_runs_under_several_masks(tmp_path, name, level):
         {"is_correction": "trl"},
         {"noise_schedule": "linear", "noise_stages": 3, "max_steps": 3},
         {"uaq_scale": 1.5},
-        {"off_policy_mask_threshold": 0.1, "num_iterations": 2, "prompt_mask_draws": 1},
+        {"off_policy_mask_threshold": 0.1, "num_iterations": 2, "promptprompt_masks": 1},
         {"top_entropy_quantile": 0.5, "gradient_checkpointing": True},
     ],
     ids=lambda settings: next(iter(settings.values())),

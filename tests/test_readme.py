@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
 import trl_quant
-from trl_quant import AISGRPOConfig, QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import AISGRPOConfig, DiffusionGRPOConfig, QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import COMMANDS, prepare, train
 from trl_quant.corrections import CORRECTIONS
 from trl_quant.models.families import FAMILIES
@@ -42,9 +42,9 @@ SMALL = {
 }
 # Names on these pages that are neither fields, precisions nor metrics, by whose they are
 FOREIGN = {
-    "trl": {"sequence_mask", "save_model", "peft_config"},
+    "trl": {"sequence_mask", "save_model", "peft_config", "rollout_func"},
     "peft": {"lora_dropout", "modules_to_save"},
-    "transformers": {"do_sample"},
+    "transformers": {"do_sample", "is_causal"},
     "trl_quant": {"trl_quant"},
 }
 
@@ -171,12 +171,12 @@ def test_the_diff_is_of_two_lines():
 
 
 def known_names() -> set[str]:
-    config = {field.name for field in fields(QuantGRPOConfig)}
+    config = {field.name for field in fields(DiffusionGRPOConfig)}  # GRPO's fields, and those of diffusion
     return config | {*PRECISIONS, *CORRECTIONS, *SCHEDULES, *FAMILIES} | set().union(*FOREIGN.values())
 
 
 def test_fields_exist():
-    config = {field.name for field in fields(QuantGRPOConfig)}
+    config = {field.name for field in fields(DiffusionGRPOConfig)}  # GRPO's fields, and those of diffusion
     named = re.findall(r"\b([a-z_]+)=[\"\dTF]", "\n".join(inline(MANUAL)))
     assert len(named) > 10
     assert not [name for name in named if name not in config | FOREIGN["transformers"]]

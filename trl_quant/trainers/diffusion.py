@@ -166,7 +166,7 @@ class DiffusionGRPOTrainer(QuantGRPOTrainer):
     config_class = DiffusionGRPOConfig
 
     def __init__(self, *args, **kwargs):
-        self._mask_draws = MaskDraws(self)
+        self.prompt_masks = MaskDraws(self)
         super().__init__(*args, **kwargs)
         if not isinstance(self.vllm_generation, Denoising):
             raise ValueError(
@@ -186,23 +186,23 @@ class DiffusionGRPOTrainer(QuantGRPOTrainer):
     # In the order of the timelines of `MaskDraws` and `CorrectionStep`
 
     def _generate_and_score_completions(self, inputs):
-        self._mask_draws.begin()
+        self.prompt_masks.begin()
         return super()._generate_and_score_completions(inputs)
 
     def correct(self, batch) -> None:
-        rows = self._mask_draws.as_rows(batch)
+        rows = self.prompt_masks.as_rows(batch)
         super().correct(rows)
-        self._mask_draws.fold(rows, batch)
+        self.prompt_masks.fold(rows, batch)
 
     def _compute_loss(self, model, inputs):
-        with self._mask_draws.one(inputs) as batch:
+        with self.prompt_masks.one(inputs) as batch:
             return super()._compute_loss(model, batch)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         score, prompt = super()._get_per_token_logps_and_entropies, input_ids.shape[1] - logits_to_keep
         scored = []
-        for draw in self._mask_draws.draws:
-            masked = self._mask_draws.masked(model, prompt, draw)
+        for draw in self.prompt_masks.draws:
+            masked = self.prompt_masks.masked(model, prompt, draw)
             scored.append(score(masked, input_ids, attention_mask, logits_to_keep, *args, **kwargs))
-        self._mask_draws.keep([logps for logps, *_ in scored])
+        self.prompt_masks.keep([logps for logps, *_ in scored])
         return scored[0]

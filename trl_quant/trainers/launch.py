@@ -120,10 +120,13 @@ def load_data(
     return datasets
 
 
-def train(arguments: dict) -> None:
-    """Trains with these [`trainer_arguments`], or resumes the run, and saves the model and the trainer's state."""
+def train(arguments: dict, trainer_class: type | None = None) -> None:
+    """
+    Trains with these [`trainer_arguments`], or resumes the run, and saves the model and the trainer's state. Without a
+    `trainer_class` the trainer is a [`QuantGRPOTrainer`].
+    """
     args = arguments["args"]
-    trainer = QuantGRPOTrainer(**arguments)
+    trainer = (trainer_class or QuantGRPOTrainer)(**arguments)
     resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
     trainer.save_model(args.output_dir)
