@@ -181,7 +181,7 @@ class Killed(Exception):
     """A run that is stopped."""
 
 
-@pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "promptprompt_masks": 2}], ids=["plain", "iterations"])
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "prompt_mask_draws": 2}], ids=["plain", "iterations"])
 def test_killed_and_resumed_equals_unbroken(tmp_path, options):
     """The masks go on too: without them the log-probabilities would differ."""
 
@@ -420,7 +420,7 @@ def test_every_correction_runs_under_several_masks(tmp_path, name, level):
         {"is_correction": "trl"},
         {"noise_schedule": "linear", "noise_stages": 3, "max_steps": 3},
         {"uaq_scale": 1.5},
-        {"off_policy_mask_threshold": 0.1, "num_iterations": 2, "promptprompt_masks": 1},
+        {"off_policy_mask_threshold": 0.1, "num_iterations": 2, "prompt_mask_draws": 1},
         {"top_entropy_quantile": 0.5, "gradient_checkpointing": True},
     ],
     ids=lambda settings: next(iter(settings.values())),
