@@ -6,7 +6,8 @@ Launcher and ranks are forks where there is no GPU (`warm`), and the script trai
 
 A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `passes` the same with and without a
 scoring pass, `packed` the same with packed rows and padded ones, `trained` the same in a `train_precision`, `broken`
-the same with steps that are not finite, `sharded` is in `fsdp_ranks`, the others in `vllm_ranks`.
+the same with steps that are not finite, `masked` the same with a masked diffusion model, `sharded` is in `fsdp_ranks`,
+the others in `vllm_ranks`.
 The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CASE/rank-N.json.
 """
 
@@ -153,6 +154,29 @@ def train_packed(precision: str, tuning: str, path: Path) -> dict:
     return {"gap": gap(*ends, start), "computed": computed}
 
 
+def train_masked(precision: str, tuning: str, path: Path) -> dict:
+    """
+    Four updates of a masked diffusion policy, two on each generation, each in two micro-batches: the rows that copy and
+    policy computed on this rank, under their masks, what was logged, and the weights' sums.
+    """
+    from collections import Counter
+
+    from masked_policy import canvases, policy, trainer
+    from training import dataset, lora, metrics, parameters
+
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4}
+    settings |= {"rollout_precision": precision, "is_correction": "ais", "max_grad_norm": 0.0}
+    given = {"train_dataset": dataset(32), "peft_config": lora() if tuning == "lora" else None}
+    made = trainer(path / "out", model=policy(ends=range(40)), given=given, **settings)
+    with canvases() as seen:
+        made.train()
+    rows = {"copy": Counter(), "policy": Counter()}
+    for model, draw, row in seen:
+        rows["copy" if model is made.vllm_generation.copy else "policy"][str((draw, row))] += 1
+    sums = {name: value.double().sum().item() for name, value in parameters(made).items()}
+    return {"rows": rows, "log": [log for log in metrics(made) if "loss" in log], "weights": sums}
+
+
 def train_with_a_reward(hangs: bool, precision: str, path: Path) -> dict:
     """Four steps, the third with a reward that hangs on the first rank, or what a resumed run has left of them."""
     from training import config, dataset, make, spread
@@ -222,6 +246,8 @@ def run(path: Path, case: str) -> None:
         found = train_in_passes(precision, tuning, path / case)
     elif mode == "packed":
         found = train_packed(precision, tuning, path / case)
+    elif mode == "masked":
+        found = train_masked(precision, tuning, path / case)
     elif mode == "trained":
         found = train_in_precision(precision, tuning, path / case)
     elif mode in ("hanging", "resuming"):

@@ -19,13 +19,14 @@ EMBEDDED = ["embedded-int8-full", "embedded-int8-lora"]
 PASSES = ["passes-int4-full", "passes-int4-lora"]
 TRAINED = ["trained-nvfp4-lora", "trained-fp8_block-full"]
 PACKED = ["packed-int4-full", "packed-int4-lora"]
+MASKED = ["masked-int4-full", "masked-int8-lora"]
 SHARDED = ["sharded-fp8_block-full", "sharded-int8-lora", "sharded-int8-rounded"]
-WITHOUT_VLLM = EMBEDDED + PASSES + TRAINED + PACKED + SHARDED
+WITHOUT_VLLM = EMBEDDED + PASSES + TRAINED + PACKED + MASKED + SHARDED
 # launch -> (accelerate's configuration, cases)
 LAUNCHES = {
-    "ddp": ("ddp", [*EMBEDDED, *PASSES, *TRAINED, *PACKED, "tp-int8-lora"]),
+    "ddp": ("ddp", [*EMBEDDED, *PASSES, *TRAINED, *PACKED, *MASKED, "tp-int8-lora"]),
     "dp": ("ddp", ["dp-int8-full"]),
-    "fsdp2": ("fsdp2", [*EMBEDDED, *PACKED, *SHARDED, "fsdp2-bf16-full", "fsdp2-int8-lora", "unified-int8-lora"]),
+    "fsdp2": ("fsdp2", [*EMBEDDED, *PACKED, *MASKED, *SHARDED, "fsdp2-bf16-full", "fsdp2-int8-lora", "unified-int8-lora"]),
     "zero2": ("zero2", [*TRAINED, *PACKED, "zero2-int8-full"]),
     "zero3": ("zero3", [*EMBEDDED, "zero3-int8-full", "zero3-bf16-lora"]),
 }
@@ -75,6 +76,24 @@ def test_packed_rows_train_as_padded_ones(found, launch, case):
     ranks = found(launch, case)
     assert all(rank["gap"] < 1e-4 for rank in ranks)
     assert all(packed < 0.8 * padded for packed, padded in (rank["computed"] for rank in ranks))
+
+
+@pytest.mark.parametrize("case", MASKED)
+def test_a_masked_diffusion_policy_has_the_same_masks_on_every_rank(found, case):
+    """Each rank's trainer and copy see the same rows; both ranks train one policy, and FSDP2 begins as DDP does."""
+    ranks = found("ddp", case)
+    for rank in ranks:
+        rows = rank["rows"]
+        assert sum(rows["copy"].values()) == 2 * 2 * 8  # generations, draws, rows
+        assert rows["policy"] == {row: 2 * times for row, times in rows["copy"].items()}
+        assert len(rank["log"]) == 4 and rank["log"][0]["mismatch/kl_k3"] > 0
+    assert ranks[0]["rows"] != ranks[1]["rows"]
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+    sharded = found("fsdp2", case)
+    for whole, part in zip(ranks, sharded, strict=True):
+        assert part["rows"]["policy"] == {row: 2 * times for row, times in part["rows"]["copy"].items()}
+        for name in ("reward", "mismatch/kl_k3", "ais/alpha"):
+            assert part["log"][0][name] == pytest.approx(whole["log"][0][name], rel=1e-3)
 
 
 @pytest.mark.parametrize("case", PASSES)
