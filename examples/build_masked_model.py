@@ -35,7 +35,7 @@ class BuildArguments:
     """Arguments of `build` and of the command line."""
 
     output_dir: str = field(default="runs/masked", metadata={"help": "Where model, tokenizer and problems go."})
-    max_steps: int = field(default=1500, metadata={"help": "Number of training steps."})
+    max_steps: int = field(default=1200, metadata={"help": "Number of training steps."})
     batch_size: int = field(default=128, metadata={"help": "Answers per step."})
     learning_rate: float = field(default=3e-3, metadata={"help": "AdamW's, falling to 0."})
     seed: int = field(default=0, metadata={"help": "For weights, problems and masks."})

@@ -26,7 +26,10 @@ WITHOUT_VLLM = EMBEDDED + PASSES + TRAINED + PACKED + MASKED + SHARDED
 LAUNCHES = {
     "ddp": ("ddp", [*EMBEDDED, *PASSES, *TRAINED, *PACKED, *MASKED, "tp-int8-lora"]),
     "dp": ("ddp", ["dp-int8-full"]),
-    "fsdp2": ("fsdp2", [*EMBEDDED, *PACKED, *MASKED, *SHARDED, "fsdp2-bf16-full", "fsdp2-int8-lora", "unified-int8-lora"]),
+    "fsdp2": (
+        "fsdp2",
+        [*EMBEDDED, *PACKED, *MASKED, *SHARDED, "fsdp2-bf16-full", "fsdp2-int8-lora", "unified-int8-lora"],
+    ),
     "zero2": ("zero2", [*TRAINED, *PACKED, "zero2-int8-full"]),
     "zero3": ("zero3", [*EMBEDDED, "zero3-int8-full", "zero3-bf16-lora"]),
 }
