@@ -6,7 +6,7 @@ import socket
 import pytest
 from torch.distributed import DistNetworkError, TCPStore
 
-from trl_quant.rollout.vllm.lifetime import START_ATTEMPTS, LAUNCHER_VARIABLES, start_on_a_free_port
+from trl_quant.rollout.vllm.lifetime import LAUNCHER_VARIABLES, START_ATTEMPTS, start_on_a_free_port
 
 
 @pytest.fixture
