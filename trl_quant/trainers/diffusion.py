@@ -204,5 +204,7 @@ class DiffusionGRPOTrainer(QuantGRPOTrainer):
         for draw in self.prompt_masks.draws:
             masked = self.prompt_masks.masked(model, prompt, draw)
             scored.append(score(masked, input_ids, attention_mask, logits_to_keep, *args, **kwargs))
+            if scored[0][0] is None:  # a pass is saved, since each loss scores its own
+                return scored[0]
         self.prompt_masks.keep([logps for logps, *_ in scored])
         return scored[0]
