@@ -54,7 +54,7 @@ LAZY = {"layers/...": ({"triton"}, ("kernels/...",))}
 FOREIGN = {
     "os.py": "_exit",
     "torch/_C/__init__.pyi": "_version",
-    "torch/_meta_registrations.py": "_flash_attention_forward _int_mm",
+    "torch/_meta_registrations.py": "_flash_attention_backward _flash_attention_forward _int_mm",
     "torch/_dynamo/__init__.py": "_dynamo",
     "torch/_dynamo/eval_frame.py": "_orig_mod",
     "torch/cpu/__init__.py": "_is_amx_tile_supported _is_avx512_supported",

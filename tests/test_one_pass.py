@@ -1,10 +1,14 @@
-"""No scoring pass where nothing needs it: the loss's own forward yields the old log-probabilities, and the same run."""
+"""
+No scoring pass where nothing needs it, and the same run: the loss's own forward yields the old log-probabilities, or
+the sampler has their bits.
+"""
 
 import pytest
 import torch
 from reference import DROPPING
 from tiny import save_tiny, tiny_model
 from training import config, dataset, lora, make, metrics, parameters
+from trl.trainer.utils import pad
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.corrections import CORRECTIONS
@@ -14,22 +18,43 @@ LOCAL = [name for name, correction in CORRECTIONS.items() if not getattr(correct
 WEIGHTING = [name for name in LOCAL if name not in DROPPING]
 
 
-def trained(path, two_passes=False, peft=False, model=None, **settings):
+class SameBits(QuantGRPOTrainer):
+    """Its sampler has the log-probabilities of the trainer's own pass, as an exact engine, plus `error`."""
+
+    error = 0.0
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        prompts, answers = ([torch.tensor(ids) for ids in rows] for rows in (prompt_ids, completions))
+        sides = (prompts, "left"), (answers, "right")
+        ids, mask = (
+            torch.cat([pad(function(rows), padding_side=side) for rows, side in sides], 1)
+            for function in (list, lambda rows: [torch.ones_like(row) for row in rows])
+        )
+        longest, size = max(map(len, answers)), self.args.per_device_train_batch_size
+        with torch.no_grad():
+            logps, _, _ = self._get_per_token_logps_and_entropies(self.model, ids, mask, longest, batch_size=size)
+        return completions, [(row[: len(answer)] + self.error).tolist() for row, answer in zip(logps, answers)]
+
+
+def trained(path, two_passes=False, peft=False, model=None, kind=QuantGRPOTrainer, same_bits=False, **settings):
     """A run, and the number of passes without gradients in its training, one for each generation at most."""
     settings = {"rollout_precision": "int4", "max_steps": 3, "is_correction": "tis"} | settings
     settings |= DROPPING.get(settings["is_correction"], {})
     trainer = make(
-        QuantGRPOTrainer,
+        kind,
         config(QuantGRPOConfig, path, **settings),
         model=model if model is not None else save_tiny(path / "model", seed=3),
         peft_config=lora() if peft else None,
         eval_dataset=dataset(2) if "eval_strategy" in settings else None,
     )
     trainer.one_pass = trainer.one_pass and not two_passes
+    trainer.correction_step.same_bits = same_bits
     score, passes = trainer._get_per_token_logps_and_entropies, []
 
     def counted(*args, **kwargs):
-        if trainer.model.training and not torch.is_grad_enabled():
+        is_saved = trainer.correction_step.saves_pass()
+        if trainer.model.training and not torch.is_grad_enabled() and not is_saved:
             passes.append(trainer.state.global_step)
         return score(*args, **kwargs)
 
@@ -131,6 +156,74 @@ def test_the_pass_stays_where_something_needs_it(tmp_path, settings):
     trainer, passes = trained(tmp_path, **settings)
     generations = 2 if settings.get("max_steps") == 4 else 3
     assert passes == generations and not trainer.one_pass
+
+
+SEVERAL_UPDATES = {
+    "iterations": {"num_iterations": 2, "max_steps": 4},
+    "steps": {"per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 4},
+    "steps_of_two_micro_batches": {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "max_steps": 4,
+    },
+}
+EVERY_UPDATE = [name for name, correction in CORRECTIONS.items() if correction.every_update]
+
+
+@pytest.mark.parametrize("correction", EVERY_UPDATE)
+@pytest.mark.parametrize("updates", SEVERAL_UPDATES)
+def test_corrections_of_every_update_need_no_pass(tmp_path, monkeypatch, correction, updates):
+    """Trained as with TRL's pass, whose result no loss reads."""
+    settings = SEVERAL_UPDATES[updates] | {"is_correction": correction, "beta": 0.1}
+    one, passes = trained(tmp_path / "one", **settings)
+    monkeypatch.delattr(QuantGRPOTrainer, "_generate")  # the correction is then told nothing of the samples
+    two, more = trained(tmp_path / "two", **settings)
+    assert (passes, more) == (2, 4)  # of the reference, and of the policy too
+    assert_same_numbers(one, two)
+
+
+@pytest.mark.parametrize("correction", [*WEIGHTING, "ais", "icepop"])
+@pytest.mark.parametrize("updates", SEVERAL_UPDATES)
+def test_a_sampler_with_the_trainers_bits_needs_no_pass(tmp_path, correction, updates):
+    """The same parameters to the bit. With each loss's own log-probabilities for the old ones they would differ."""
+    if CORRECTIONS[correction].every_update:
+        pytest.skip("needs no pass with any sampler")
+    settings = SEVERAL_UPDATES[updates] | {"is_correction": correction, "beta": 0.1, "kind": SameBits}
+    one, passes = trained(tmp_path / "one", same_bits=True, **settings)
+    two, more = trained(tmp_path / "two", **settings)
+    sampled = 2  # each generation is scored once by its sampler
+    assert (passes - sampled, more - sampled) == (2, 4)
+    mine, theirs = parameters(one), parameters(two)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_its_mismatch_is_measured_in_the_first_update(tmp_path):
+    """A sampler that only claims to have the trainer's bits is found out."""
+    settings = SEVERAL_UPDATES["steps_of_two_micro_batches"] | {"kind": SameBits, "same_bits": True}
+    found = []
+    for error in (0.0, 0.25):
+        kind = type("Sampler", (SameBits,), {"error": error})
+        trainer, _ = trained(tmp_path / str(error), **settings | {"kind": kind})
+        first, second, third, fourth = metrics(trainer)[:4]
+        names = ("mismatch/kl_k1", "sampling/sampling_logp_difference/mean")
+        assert all(name in first and name in third for name in names)
+        assert not any(name in log for log in (second, fourth) for name in names)  # of the generation's later update
+        found += [[log[name] for log in (first, third)] for name in names]
+    exact_kl, exact_difference, kl, difference = found
+    assert max(map(abs, exact_kl + exact_difference)) < 1e-5
+    assert kl == pytest.approx([0.25, 0.25], abs=1e-4) and difference == pytest.approx([0.25, 0.25], abs=1e-4)
+
+
+def test_a_sampler_that_scores_all_tokens_but_one_needs_the_pass(tmp_path):
+    trainer, _ = trained(tmp_path, kind=SameBits, same_bits=True, **SEVERAL_UPDATES["iterations"])
+    step = trainer.correction_step
+    step.take_samples([[-1.0, -2.0], [-3.0]])
+    assert step.saves_pass()
+    assert step.take_old_logps().tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
+    assert not step.saves_pass()  # the next pass of TRL is the reference's
+    step.take_samples([[-1.0, None], [-3.0]])
+    assert not step.saves_pass()
 
 
 def test_dropout_leaves_the_ratio_at_one(tmp_path):

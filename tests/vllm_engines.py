@@ -3,7 +3,6 @@
 import copy
 import functools
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,6 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-if "RANK" not in os.environ:  # TRL's choice of a port races with other test processes
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        os.environ["MASTER_PORT"] = str(server.getsockname()[1])
 GPU = torch.cuda.is_available()
 FP8_CACHE = GPU or torch.cpu._is_avx512_supported()  # whether vLLM keeps keys and values in FP8 here
 if not GPU:

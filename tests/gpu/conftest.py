@@ -18,8 +18,8 @@ import warm
 
 REPORTS = "FILE_OF_TEST_REPORTS"  # environment variable: where the process of one test writes its reports
 # Errors that a test beside this one causes, after which this one runs again. vLLM compares the card's free memory
-# before and after it falls asleep, and the other test may have taken some. TRL looks for a free port before vLLM
-# listens on it, and the other test may have taken it.
+# before and after it falls asleep, and the other test may have taken some. `accelerate launch` gets a port that was
+# free when the test began, and the other test may have taken it.
 DISTURBED = ("Memory usage increased after sleeping", "EADDRINUSE")
 ATTEMPTS = 3
 

@@ -23,6 +23,8 @@ from trl.trainer.utils import add_fused_lm_head
 from vllm_engines import GPU_MODEL, GPU_RUN, SLEEPING, SMALL, engine, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.layers import exact as exact_layers
+from trl_quant.layers.packed import Packed, flash_attention
 from trl_quant.policy.exact import compute_exactly
 from trl_quant.policy.packed import PackedRows
 from trl_quant.policy.unified import unify
@@ -151,6 +153,61 @@ def test_gradients(tmp_path, precision):
     assert all(torch.cosine_similarity(ours[name], theirs[name], dim=0) > 0.9 for name in theirs)
     together = [torch.cat([gradients[name] for name in theirs]) for gradients in (ours, theirs)]
     assert torch.cosine_similarity(*together, dim=0) > 0.97
+
+
+def test_attentions_gradients_need_no_second_forward(tmp_path, monkeypatch):
+    """They come from the log-sum-exp of vLLM's kernel, shared prompts and sliding windows included."""
+    kernel = sampler_of(build(tmp_path / "policy", "int8"), "int8").kernels.attend
+    mask = torch.ones(4, 400, dtype=torch.long, device="cuda")
+    mask[0, :70], mask[1, :70], mask[1, 150:], mask[3, 300:] = 0, 0, 0, 0
+    ids = torch.arange(400, device="cuda").expand(4, -1) + torch.tensor([[0], [0], [7], [7]], device="cuda")
+    packed = Packed.sharing(mask, ids, prompt=130)
+    assert packed.key_rows is not None and packed.longest_keys > packed.longest
+    random = torch.Generator("cuda").manual_seed(0)
+    tokens, keys = len(packed.rows), len(packed.key_rows)
+    shapes = (tokens, 8, 128), (keys, 2, 128), (keys, 2, 128), (tokens, 8, 128)
+    *qkv, dy = (torch.randn(s, generator=random, device="cuda").to(torch.bfloat16) for s in shapes)
+    for window in (None, 32):
+        given = packed, 0.1, window
+        expected = gradients(flash_attention, [x.float() for x in qkv], dy.float(), *given)
+        with monkeypatch.context() as alone:
+            alone.setattr(exact_layers, "flash_attention", None)  # the second forward
+            found = gradients(exact_layers.attention, qkv, dy, *given, kernel)
+        other = gradients(flash_attention, qkv, dy, packed, 0.1, 64 if window is None else None)
+        for ours, right, wrong in zip(found, expected, other, strict=True):
+            assert (ours.float() - right).norm() < 0.01 * right.norm()
+            assert (wrong.float() - right).norm() > 0.1 * right.norm()
+
+
+def gradients(function, inputs, dy, *given) -> tuple[torch.Tensor, ...]:
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    return torch.autograd.grad(function(*inputs, *given), inputs, dy)
+
+
+@every_precision
+def test_several_updates_need_no_scoring_pass(tmp_path, precision):
+    """The sampler's log-probabilities are the old ones, and what is logged was measured in the first update."""
+    model = policy(tmp_path / "policy", tied=True, family="qwen2", **shape("qwen2"))
+    graphs = {key: value for key, value in SMALL.items() if key not in ("enforce_eager", "compilation_config")}
+    args = config(
+        QuantGRPOConfig, tmp_path / "run", **GPU_RUN, max_steps=4, num_iterations=2, learning_rate=1e-4,
+        train_precision=precision, exact_rollouts=True, vllm_engine_kwargs=graphs, max_completion_length=64,
+    )  # fmt: skip
+    trainer = make(QuantGRPOTrainer, args, model)
+    score, with_gradients = trainer._get_per_token_logps_and_entropies, []
+
+    def watched(*given, **options):
+        if not trainer.correction_step.saves_pass():
+            with_gradients.append(torch.is_grad_enabled())
+        return score(*given, **options)
+
+    trainer._get_per_token_logps_and_entropies = watched
+    trainer.train()
+    assert with_gradients and all(with_gradients)
+    found = [entry.get("sampling/sampling_logp_difference/max") for entry in metrics(trainer) if "loss" in entry]
+    assert found == [0, None, 0, None]
+    logged = [entry for entry in metrics(trainer) if "mismatch/same_fraction" in entry]
+    assert [entry["mismatch/same_fraction"] for entry in logged] == [1, 1]
 
 
 @every_precision

@@ -6,7 +6,7 @@ same bits. The engine's kernels have no gradients; this file adds them:
 |---|---|---|
 | RMSNorm | [`~layers.norm.rms_norm`], which the engine is given too | a kernel beside it |
 | rotary embedding R(p) | the engine's, p counting a sequence's own tokens | dX = R(-p) dY, by the same kernel |
-| attention | the engine's, over packed rows, a query's keys in one part | of torch's flash attention |
+| attention | the engine's, over packed rows, a query's keys in one part | torch's, from the engine's log-sum-exp |
 | log-probabilities | the logits' log-softmax as the engine computes it | TRL's |
 
 Without this file, a trainer and a sampler of the same format still differ in the last bits of these operators. Such a
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .packed import Packed, flash_attention
+from .packed import Packed, flash_attention, flash_attention_gradients
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,16 @@ class Kernels:
 
     Attributes:
         rotate (`Callable`): (positions (T,), q (T, H D), k (T, G D), inverse) turns q and k in place, or back.
-        attend (`Callable`): (q (T, H, D), k and v (K, G, D), packed, scale, window) to (T, H, D), causal.
+        attend (`Callable`): (q (T, H, D), k and v (K, G, D), packed, scale, window) to (T, H, D), causal, and the
+            log-sum-exp of the scaled products (H, T), natural. It is `None` from a kernel that keeps none; the backward
+            pass then computes torch's attention first.
         score (`Callable`): (logits (N, vocabulary), ids (N,), temperature) to log-probabilities (N,), FP32, in nats.
         rotated (`int`): Features of a head that are rotated.
         dtype (`torch.dtype`): Type in which the engine computes.
     """
 
     rotate: Callable[[Tensor, Tensor, Tensor, bool], None]
-    attend: Callable[..., Tensor]
+    attend: Callable[..., tuple[Tensor, Tensor | None]]
     score: Callable[[Tensor, Tensor, float], Tensor]
     rotated: int
     dtype: torch.dtype
@@ -64,23 +66,28 @@ class _Rotate(torch.autograd.Function):
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, packed, scale, window, kernel):
-        ctx.save_for_backward(q, k, v)
+        y, lse = kernel(q, k, v, packed, scale, window)
+        ctx.save_for_backward(q, k, v, *(() if lse is None else (y, lse)))
         ctx.given = packed, scale, window
-        return kernel(q, k, v, packed, scale, window)
+        return y
 
     @staticmethod
     def backward(ctx, dy):
-        return *_gradients(ctx, lambda *qkv: flash_attention(*qkv, *ctx.given), dy), None, None, None, None
+        q, k, v, *results = ctx.saved_tensors
+        if results:
+            gradients = flash_attention_gradients(dy, q, k, v, *results, *ctx.given)
+        else:
+            with torch.enable_grad():
+                inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+                gradients = torch.autograd.grad(flash_attention(*inputs, *ctx.given), inputs, dy)
+        return *gradients, None, None, None, None
 
 
-def _gradients(ctx, function: Callable, dy: Tensor) -> list[Tensor | None]:
-    """The gradients of torch's own operator for the same function, with respect to the saved tensors."""
-    saved = ctx.saved_tensors
-    needed = ctx.needs_input_grad[: len(saved)]
-    with torch.enable_grad():
-        inputs = [x.detach().requires_grad_(needs) for x, needs in zip(saved, needed, strict=True)]
-        found = iter(torch.autograd.grad(function(*inputs), [x for x in inputs if x.requires_grad], dy))
-    return [next(found) if needs else None for needs in needed]
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None, kernel: Callable
+) -> Tensor:
+    """[`flash_attention`] with `kernel`, an `attend` of [`Kernels`], in the forward pass."""
+    return _Attend.apply(q, k, v, packed, scale, window, kernel)
 
 
 def _rotated(q: Tensor, k: Tensor, positions: Tensor, kernel: Callable, inverse: bool) -> tuple[Tensor, Tensor]:
@@ -138,7 +145,7 @@ class ExactAttention:
             q, k, v = (x[rows] for x in (q, k, v))
         q, k = _Rotate.apply(q, k, packed.positions, self.kernels.rotate)
         k, v = packed.with_shared(k), packed.with_shared(v)
-        y = _Attend.apply(q, k, v.contiguous(), packed, *how, self.kernels.attend)
+        y = attention(q, k, v.contiguous(), packed, *how, self.kernels.attend)
         if rows is not None:
             y = y.new_zeros(batch * length, heads, size).index_copy(0, rows, y)
         return y.view(batch, length, heads, size)

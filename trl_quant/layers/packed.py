@@ -177,9 +177,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: floa
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if q.is_cuda and q.dtype != torch.float32:  # flash attention has no FP32
-        sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-        borders = packed.starts, packed.key_starts, packed.longest, packed.longest_keys
-        return torch.ops.aten._flash_attention_forward(q, k, v, *borders, 0.0, True, False, scale=scale, **sides)[0]
+        borders, options = _for_torch(packed, scale, window)
+        return torch.ops.aten._flash_attention_forward(q, k, v, *borders, 0.0, True, False, **options)[0]
     parts = []
     queries, keys = packed.starts.diff().tolist(), packed.key_starts.diff().tolist()
     for one_q, one_k, one_v in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
@@ -192,3 +191,37 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: floa
         y = F.scaled_dot_product_attention(*one, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=True)
         parts.append(y.squeeze(0).transpose(0, 1))
     return torch.cat(parts)
+
+
+def flash_attention_gradients(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    packed: Packed,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Computes the gradients of [`flash_attention`] on a GPU from another kernel's results, without a forward pass.
+
+    Args:
+        dy (`torch.Tensor`): (T, H, D), the gradient of `y`.
+        q, k, v, packed, scale, window: As in [`flash_attention`], in BF16 or FP16.
+        y (`torch.Tensor`): (T, H, D), the result of the forward pass.
+        lse (`torch.Tensor`): (H, T), FP32, its log-sum-exp of the scaled products, natural.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: The gradients of q, k and v, of their shapes.
+    """
+    borders, options = _for_torch(packed, scale, window)
+    random = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, dtype=torch.uint64, device=q.device)
+    return torch.ops.aten._flash_attention_backward(dy, q, k, v, y, lse, *borders, 0.0, True, *random, **options)
+
+
+def _for_torch(packed: Packed, scale: float, window: int | None) -> tuple[tuple, dict]:
+    """Arguments of torch's flash attention: the segments' borders, then scale and window."""
+    sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    return (packed.starts, packed.key_starts, packed.longest, packed.longest_keys), {"scale": scale} | sides

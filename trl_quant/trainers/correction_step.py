@@ -5,10 +5,12 @@ calls share.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from trl import GRPOTrainer
+from trl.trainer.utils import pad
 
 from ..corrections import Correction, CorrectionOutput
 from ..corrections.acr import rescued
@@ -25,6 +27,8 @@ class CorrectionStep:
 
     - Several updates per generation: the policy moves between the updates, so TRL scores the whole generation before
       the first loss, in a forward pass of its own.
+      Where the sampler has the bits of the trainer (`exact_rollouts`), its log-probabilities are the old policy's, and
+      that pass is saved.
     - One pass: the policy of the loss is the old policy, so the loss's own forward scores the tokens, R = 1, and the
       extra pass is saved. This holds if a generation serves one update, or if the correction compares the sampler with
       the current policy at each update (`every_update`).
@@ -32,18 +36,22 @@ class CorrectionStep:
     The calls in their order, with what is read and written at each:
 
     1. `_generate_and_score_completions` begins. [`scoring`] lets TRL score the generation, but not in one pass.
-    2. TRL samples. Its batch has `sampling_per_token_logps`, `advantages` and, if scored, `old_per_token_logps`.
-    3. `_generate_and_score_completions` ends. [`before_loss`] reads these three, writes `importance_sampling_ratio`
-       into the batch, for some corrections also clip bounds or other `old_per_token_logps`, and logs. In one pass it
-       does nothing.
-    4. TRL shuffles the batch and splits it into micro-batches. What was written moves with its rows.
-    5. `_compute_loss` begins, for each micro-batch of each update. [`during_loss`] opens a copy of the micro-batch.
-    6. TRL's loss calls `_get_per_token_logps_and_entropies`. [`write_into_open_batch`] gets the log-probabilities of
+    2. TRL samples, and [`take_samples`] gets the sampler's log-probabilities.
+    3. If TRL scores the generation, it calls `_get_per_token_logps_and_entropies`. [`saves_pass`] says whether
+       [`take_old_logps`] stands in for that pass.
+    4. `_generate_and_score_completions` ends. Its batch has `sampling_per_token_logps`, `advantages` and, if scored,
+       `old_per_token_logps`. [`before_loss`] reads these three, writes `importance_sampling_ratio` into the batch, for
+       some corrections also clip bounds or other `old_per_token_logps`, and logs. In one pass it does nothing.
+    5. TRL shuffles the batch and splits it into micro-batches. What was written moves with its rows.
+    6. `_compute_loss` begins, for each micro-batch of each update. [`during_loss`] opens a copy of the micro-batch.
+    7. TRL's loss calls `_get_per_token_logps_and_entropies`. [`write_into_open_batch`] gets the log-probabilities of
        the current policy. In one pass it writes them as `old_per_token_logps`, so R = 1, writes what [`before_loss`]
-       writes otherwise, and logs after the last micro-batch of the generation. In both cases it then sets the trainer's
-       `epsilon_low` and `epsilon_high` to the clip bounds of each token, if the batch has them.
-    7. The rest of TRL's loss reads `importance_sampling_ratio`, `old_per_token_logps` and both epsilons.
-    8. `_compute_loss` ends. [`during_loss`] drops the copy and restores the epsilons.
+       writes otherwise, and logs after the last micro-batch of the generation. If the sampler's log-probabilities stood
+       in for a pass, it logs after the last micro-batch of the first update, whose policy is still the sampler's: so
+       the metrics are measured. It then sets the trainer's `epsilon_low` and `epsilon_high` to the clip bounds of each
+       token, if the batch has them.
+    8. The rest of TRL's loss reads `importance_sampling_ratio`, `old_per_token_logps` and both epsilons.
+    9. `_compute_loss` ends. [`during_loss`] drops the copy and restores the epsilons.
 
     A loss never changes TRL's buffered batch, so a second update finds it as it was.
 
@@ -51,17 +59,23 @@ class CorrectionStep:
         trainer ([`~trl.GRPOTrainer`]): The trainer, with `one_pass` and the methods of [`~trainers.quantized`].
         correction ([`~corrections.traits.Correction`] or `None`): `None` leaves everything to TRL.
         level (`str`): `importance_sampling_level`, `"token"` or `"sequence"`.
+        same_bits (`bool`): Whether the sampler's log-probabilities have the bits of the trainer's.
 
     Attributes:
         open_batch (`dict` or `None`): The micro-batch whose loss TRL is computing, while it does.
-        seen (`dict[str, list[dict]]`): By `"train"` and `"eval"`, the micro-batches of the generation that were
-            corrected in one pass and are not logged yet.
+        samples (`list` or `None`): The sampler's log-probabilities of each completion, until TRL scores it.
+        seen (`dict[str, list[dict]]`): By `"train"` and `"eval"`, the micro-batches of the generation that a loss has
+            scored and that are not logged yet.
+        unseen (`dict[str, int]`): By `"train"` and `"eval"`, the number of micro-batches before which nothing is
+            logged; 0 if nothing is left to log.
     """
 
-    def __init__(self, trainer: GRPOTrainer, correction: Correction | None, level: str):
-        self.trainer, self.correction, self.level = trainer, correction, level
+    def __init__(self, trainer: GRPOTrainer, correction: Correction | None, level: str, same_bits: bool):
+        self.trainer, self.correction, self.level, self.same_bits = trainer, correction, level, same_bits
         self.open_batch: dict[str, Tensor] | None = None
+        self.samples: list[list[float | None]] | None = None
         self.seen: dict[str, list[dict[str, Tensor]]] = {"train": [], "eval": []}
+        self.unseen = {"train": 0, "eval": 0}
 
     @property
     def mode(self) -> str:
@@ -72,17 +86,53 @@ class CorrectionStep:
         """Whether TRL scores a whole generation before the first loss."""
         return self.trainer.vllm_importance_sampling_correction and not self.trainer.one_pass
 
-    def scoring(self) -> AbstractContextManager:
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
         """Context of TRL's `_generate_and_score_completions`. It also forgets the micro-batches of the last one."""
-        self.seen[self.mode] = []
-        return exchanged(self.trainer, vllm_importance_sampling_correction=self.trl_scores)
+        self.seen[self.mode], self.unseen[self.mode] = [], 0
+        with (
+            exchanged(self.trainer, vllm_importance_sampling_correction=self.trl_scores),
+            exchanged(self, samples=None),
+        ):
+            yield
+
+    def take_samples(self, logps: list[list[float | None]] | None) -> None:
+        """Takes the sampler's log-probabilities of each completion, `None` if it has none."""
+        self.samples = logps
+
+    def saves_pass(self) -> bool:
+        """
+        Whether [`take_old_logps`] replaces the next pass of TRL: the first one after it sampled, and only if that pass
+        scores the old policy.
+        """
+        if self.samples is None or self.correction is None or self.correction.applied_by_trl:
+            return False
+        if self.trainer.one_pass:
+            return not self.trainer.args.one_update_per_generation  # else TRL makes no such pass
+        return self.same_bits and all(logp is not None for row in self.samples for logp in row)
+
+    def take_old_logps(self) -> Tensor | None:
+        """
+        Returns what TRL's pass would: the sampler's log-probabilities `(B, T)`, with zeros on padding; in one pass
+        `None`, because each loss scores its own. A second pass of the generation is then TRL's again.
+        """
+        samples, self.samples = self.samples, None
+        if self.trainer.one_pass:
+            return None
+        args = self.trainer.args
+        parts = args.gradient_accumulation_steps - self.trainer._step % args.gradient_accumulation_steps
+        self.unseen[self.mode] = min(parts, args.steps_per_generation) if self.mode == "train" else 1
+        rows, multiple = [torch.tensor(row) for row in samples], self.trainer.pad_to_multiple_of
+        padded = pad(rows, padding_value=0.0, padding_side="right", pad_to_multiple_of=multiple)
+        return padded.to(self.trainer.accelerator.device)
 
     def before_loss(self, batch: dict[str, Tensor]) -> None:
         """Corrects a generation that TRL has scored: writes the weights into `batch`, and logs."""
         if not self.trl_scores or self.correction is None or batch.get("sampling_per_token_logps") is None:
             return
         output = corrected(self.correction, batch, self.level)
-        self.log(batch, output)
+        if not self.unseen[self.mode]:
+            self.log(batch, output)
         write(output, batch)
 
     @contextmanager
@@ -110,18 +160,20 @@ class CorrectionStep:
             scored = dict(batch)
             output = corrected(self.correction, scored, self.level)
             write(output, batch)
-            self._log_after_last(scored, output)
+            self._log_after_last(scored, output, self.trainer.args.steps_per_generation if self.mode == "train" else 1)
+        elif self.unseen[self.mode]:
+            scored = batch | {"old_per_token_logps": logps}
+            self._log_after_last(scored, corrected(self.correction, scored, self.level), self.unseen[self.mode])
         if "clip_high" in batch:
             self._set_clip_bounds(batch, logps)
 
-    def _log_after_last(self, batch: dict[str, Tensor], output: CorrectionOutput) -> None:
-        """Logs the generation after its last micro-batch. `batch` and `output` belong to the newest micro-batch."""
+    def _log_after_last(self, batch: dict[str, Tensor], output: CorrectionOutput, parts: int) -> None:
+        """Logs `parts` micro-batches after the last of them. `batch` and `output` belong to the newest one."""
         seen = self.seen[self.mode]
         seen.append(batch)
-        parts = self.trainer.args.steps_per_generation if self.mode == "train" else 1
         if len(seen) < parts:
             return
-        self.seen[self.mode] = []
+        self.seen[self.mode], self.unseen[self.mode] = [], 0
         if parts == 1:
             self.log(batch, output)
         else:

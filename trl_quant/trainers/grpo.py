@@ -5,6 +5,7 @@ from trl import GRPOTrainer
 from ..config import AISGRPOConfig, QuantGRPOConfig
 from ..config.preflight import name_of
 from ..rollout.rollout_func import CheckedRollout
+from ..rollout.sampling_options import biasing_options
 from .checks import check_method
 from .correction_step import CorrectionStep, scores_in_one_pass
 from .dynamic_sampling import dynamically_sampled
@@ -35,6 +36,7 @@ class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
     Attributes:
         one_pass (`bool`): Whether the loss's own forward scores the tokens for the correction too (see
             [`~trainers.correction_step.CorrectionStep`]).
+        correction_step ([`~trainers.correction_step.CorrectionStep`]): The correction, on its way through TRL's loss.
     """
 
     config_class = QuantGRPOConfig
@@ -69,7 +71,8 @@ class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
             rollout_func = CheckedRollout(rollout_func)
         correction = args.correction()
         self.one_pass = scores_in_one_pass(correction, args.one_update_per_generation)
-        self._correction_step = CorrectionStep(self, correction, args.importance_sampling_level)
+        same_bits = args.exact_rollouts and not biasing_options(args)
+        self.correction_step = CorrectionStep(self, correction, args.importance_sampling_level, same_bits)
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,
@@ -96,18 +99,25 @@ class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
     # The correction, in the order of `CorrectionStep`'s timeline
 
     def _generate_and_score_completions(self, inputs):
-        with dynamically_sampled(self, inputs) as inputs, self._correction_step.scoring():
+        with dynamically_sampled(self, inputs) as inputs, self.correction_step.scoring():
             output = super()._generate_and_score_completions(inputs)
-        self._correction_step.before_loss(output)
+        self.correction_step.before_loss(output)
         return output
 
+    def _generate(self, prompts):
+        generated = super()._generate(prompts)
+        self.correction_step.take_samples(generated[4])  # log-probabilities of the completions' tokens
+        return generated
+
     def _compute_loss(self, model, inputs):
-        with self._correction_step.during_loss(inputs) as batch:
+        with self.correction_step.during_loss(inputs) as batch:
             return super()._compute_loss(model, batch)
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        if self.correction_step.saves_pass():
+            return self.correction_step.take_old_logps(), None, None
         scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self._correction_step.write_into_open_batch(scored[0].detach())
+        self.correction_step.write_into_open_batch(scored[0].detach())
         return scored
 
 

@@ -98,11 +98,11 @@ class VLLMEngine(VLLMBase):
         from . import lifetime, one_copy, worker  # importing `worker` registers the model loader
 
         arguments = self._llm_arguments()
-        with lifetime.starting(), llm_with(**arguments), one_copy.lending(self._base_to_share()):
-            try:
-                self.trl.start_vllm()
-            except (RuntimeError, ValueError, MemoryError) as error:
-                raise _start_error(error, self.precision, self.model.name_or_path) from error
+        try:
+            with llm_with(**arguments), one_copy.lending(self._base_to_share()):
+                lifetime.start_on_a_free_port(self.trl.start_vllm)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            raise _start_error(error, self.precision, self.model.name_or_path) from error
         lifetime.ends_with(self, self.llm)
 
         layers = [layer.name for layer in dense_linears(self.weights.base_model).values()]

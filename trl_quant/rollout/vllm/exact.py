@@ -109,7 +109,7 @@ def _rotate(positions: Tensor, q: Tensor, k: Tensor, inverse: bool, cache: Tenso
     ops.rotary_embedding(positions, q, k, size, cache, neox, inverse=inverse)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
     return fa_utils.flash_attn_varlen_func(  # looked up here, because it does not exist on a CPU
         q,
         k,
@@ -123,6 +123,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, windo
         window_size=None if window is None else [window - 1, 0],
         num_splits=1,
         fa_version=3,
+        return_softmax_lse=True,
     )
 
 

@@ -14,14 +14,33 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 
 from ...trl_seams import empty_cache
 
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+START_ATTEMPTS = 5  # to find a port that no other process takes
+PORT_TAKEN = "EADDRINUSE"  # in the message of PyTorch's error
 _ended: list = []  # vLLM's clients of engines that have ended. If they were collected, they would destroy the groups
+
+
+def start_on_a_free_port(start: Callable[[], None]) -> None:
+    """
+    Calls `start`, which starts an engine, and calls it again if another process took its port.
+
+    TRL looks for a free port before vLLM listens on it, so another run on the same host may take it meanwhile. With
+    `MASTER_PORT` set, TRL looks for none, and the error is the user's.
+    """
+    attempts = 1 if "MASTER_PORT" in os.environ else START_ATTEMPTS
+    for attempt in range(1, attempts + 1):
+        try:
+            with starting():
+                return start()
+        except RuntimeError as error:
+            if attempt == attempts or PORT_TAKEN not in str(error):
+                raise
 
 
 @contextmanager
