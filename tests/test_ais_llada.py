@@ -1,0 +1,94 @@
+"""The recipe for AIS on LLaDA has the paper's settings; the small model is taught, and the recipe trains it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import ModelConfig, TrlParser
+
+from trl_quant import DiffusionGRPOConfig
+from trl_quant.report.runs import read_run
+from trl_quant.trainers.launch import TrainArguments
+
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import ais_llada  # noqa: E402
+import build_masked_model as building  # noqa: E402
+
+
+# AIS, section 4.3 and appendix C; beta and the updates of a generation are d1's
+PAPER = {
+    "rollout_precision": "fp8_tensor",
+    "block_length": 32,
+    "tokens_per_step": 2,
+    "prompt_mask_probability": 0.15,
+    "max_completion_length": 256,
+    "is_correction": "ais",
+    "is_cap": 5,
+    "ais_delta": 0.02,
+    "ais_gamma": 1.2,
+    "scale_rewards": "none",
+    "loss_type": "grpo",
+    "epsilon": 0.2,
+    "beta": 0.04,
+    "num_generations": 8,
+    "num_iterations": 12,
+    "mask_draws": 12,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.99,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.2,
+    "max_steps": 7700,
+}
+
+
+def test_the_recipe_has_the_papers_settings():
+    parser = TrlParser((TrainArguments, DiffusionGRPOConfig, ModelConfig))
+    assert not parser.set_defaults_with_config(**ais_llada.RECIPE)  # every name is an option
+    # One process takes the completions of eight
+    alone = ["--use_cpu", "--bf16", "false", "--gradient_accumulation_steps", "16"]
+    script, args, model = parser.parse_args_and_config(alone)
+    assert {name: getattr(args, name) for name in PAPER} == PAPER
+    assert 1e-6 <= args.learning_rate <= 3e-6 and model.lora_r == 128
+    rows, parts = (ais_llada.RECIPE[name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    assert 8 * rows * parts == args.generation_batch_size == 96
+    assert script.reward_funcs == ["gsm8k", "format"]
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("masked")
+    building.build(building.BuildArguments(str(path), max_steps=40, train_problems=32, eval_problems=16))
+    return path
+
+
+def test_teaching_teaches(taught):
+    """After 40 steps it knows what every answer begins with, and still attends in both directions."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(taught), AutoTokenizer.from_pretrained(taught)
+    assert model.config.is_causal is False
+    rows = [json.loads(line) for line in (taught / "eval.jsonl").read_text().splitlines()]
+    prompts = torch.tensor(tokenizer([row["prompt"] for row in rows])["input_ids"])
+    shown = torch.nn.functional.pad(prompts, (0, building.LENGTH), value=tokenizer.mask_token_id)
+    with torch.no_grad():
+        chances = model(input_ids=shown).logits[:, prompts.shape[1]].softmax(-1)
+    assert (chances[:, tokenizer.convert_tokens_to_ids("####")] > 0.5).all()
+
+
+def test_the_recipe_trains_the_small_model(taught, tmp_path):
+    options = {"model_name_or_path": taught, "dataset_name": taught / "train.jsonl", "output_dir": tmp_path}
+    options |= {
+        "reward_funcs": "training.spread",
+        "max_steps": 2,
+        "per_device_train_batch_size": 16,
+        "report_to": "none",
+    }
+    argv = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    ais_llada.main(["--config", str(ROOT / "examples/laptop_diffusion.yaml"), *argv])
+    first, second = [log for log in read_run(tmp_path).history if "loss" in log]
+    assert first["ais/alpha"] > 0 and first["grad_norm"] > 0 and second["grad_norm"] > 0
+    assert (tmp_path / "model.safetensors").is_file()
