@@ -83,7 +83,7 @@ CONTROL = {
 TRLS = {"trl": {}, "trl-control": CONTROL, "trl-liger": CONTROL | {"use_liger_kernel": True}}
 OURS = re.compile(r"(?P<rollout>\w+)(/(?P<train>\w+)(?P<exact>/exact)?)?(\+(?P<rows>packed|padded))?")
 # Arguments that all runs of a file share
-SHARED = ("prompt", "generations", "lora", "steps", "median", "sigma", "seed", "correction", "lora_sync")
+SHARED = ("prompt", "generations", "lora", "median", "sigma", "seed", "correction", "lora_sync")
 SHARED += ("engine_kwargs", "trl_engine_kwargs")
 
 

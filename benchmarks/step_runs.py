@@ -3,7 +3,8 @@ Keeps the runs that `step.py` measured in a JSON file, and prints their table.
 
     {
         "machine", "commit", "versions", "arguments",    # the same for all runs of a file
-        "lengths": {shape: [[...] for each step]},       # of the completions, drawn before any trainer started
+        "lengths": {shape: [[...] for each step]},       # of the completions, drawn before any trainer started; a
+                                                     # run may have taken only the first of these steps
         "runs": [{"trainer", "round", "size", "micro", "load", "cores", "results": {shape: {...}}}],
     }
 
@@ -26,10 +27,12 @@ def merged(found: dict, more: dict) -> dict:
     for name in ("machine", "commit", "versions", "arguments"):
         if found[name] != more[name]:
             raise ValueError(f"The runs differ in their {name}: {found[name]} and {more[name]}.")
-    for shape in found["lengths"].keys() & more["lengths"].keys():
-        if found["lengths"][shape] != more["lengths"][shape]:
-            raise ValueError(f"The completions of {shape} have other lengths in some of the runs.")
     lengths = found["lengths"] | more["lengths"]
+    for shape in found["lengths"].keys() & more["lengths"].keys():
+        fewer, all_steps = sorted((found["lengths"][shape], more["lengths"][shape]), key=len)
+        if all_steps[: len(fewer)] != fewer:
+            raise ValueError(f"The completions of {shape} have other lengths in some of the runs.")
+        lengths[shape] = all_steps
     return found | {"lengths": lengths, "runs": [*found["runs"], *more["runs"]]}
 
 
@@ -89,7 +92,9 @@ def print_table(title: str, lengths: list[list[int]], runs: list[dict], shape: s
         for phase in PHASES:
             seconds = seconds_of(found, shape, phase)
             line.append(f"{statistics.median(seconds):.2f}" if any(seconds) else "0")
-        sampled = [count / seconds for count, seconds in zip(tokens * len(found), seconds_of(found, shape, "sampling"))]
+        sampled = []
+        for run in found:  # which may have fewer steps than another
+            sampled += [count / seconds for count, seconds in zip(tokens, seconds_of([run], shape, "sampling"))]
         line.append(f"{statistics.median(sampled):.0f}")
         line.append(f"{max(run['results'][shape]['peak_bytes'] for run in found) / 2**30:.1f}")
         line.append(f"{max(run['load'][0] for run in found):.1f}")

@@ -125,6 +125,18 @@ def test_runs_of_several_calls_stand_in_one_file(step_runs, tmp_path):
     assert both["lengths"] == two["lengths"]
 
 
+def test_a_run_of_fewer_steps_stands_beside_the_others(step_runs, capsys):
+    found, shorter = runs_of(("bf16", 4, [4.0, 6.0])), runs_of(("int8", 4, [2.0]))
+    shorter["lengths"][SHAPE] = shorter["lengths"][SHAPE][:2]
+    for both in (step_runs.merged(found, shorter), step_runs.merged(shorter, found)):
+        assert both["lengths"] == found["lengths"]
+        step_runs.print_tables(both)
+        rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if "  " in line}
+        # steps, the median, and tokens per second: 30 and 70 in a second, or 30 alone
+        assert [rows["bf16"][i] for i in (2, 3, -3)] == ["2", "5.00", "50"]
+        assert [rows["int8"][i] for i in (2, 3, -3)] == ["1", "2.00", "30"]
+
+
 @pytest.mark.parametrize(
     "name, value",
     [
