@@ -188,7 +188,7 @@ def codes_of(q: QuantizedTensor) -> list[list[int]]:
         return (codes.to(torch.int8) - 8 if q.format == "int4" else codes).tolist()
     if q.values.dtype == torch.float8_e4m3fn:
         return q.values.view(torch.uint8).tolist()
-    return q.values.tolist()
+    return q.values[..., : q.shape[-1]].tolist()
 
 
 ODD_SHAPES = [(3, 5), (1, 1), (2, 130), (130, 2), (3, 33), (1, 257)]
@@ -293,7 +293,7 @@ def test_nan_and_infinity_are_refused(name: str):
 
 def test_wrong_arguments_are_refused():
     x = torch.ones(4, 4)
-    with pytest.raises(ValueError, match=r"name: 'fp4'.*fp8, fp8_tensor, fp8_block, int8, nvfp4, mxfp4, nf4, int4"):
+    with pytest.raises(ValueError, match="name: 'fp4'.*" + ", ".join(FORMATS)):
         quantize(x, "fp4")
     with pytest.raises(ValueError, match=r"x: dtype torch.float64.*torch.bfloat16"):
         quantize(x.double(), "fp8")

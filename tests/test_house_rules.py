@@ -545,6 +545,7 @@ SETTINGS = """__doc__ atexit caption daemon data dps execute_model_state finish_
 ENDING = {
     ("rollout/verify/activations.py", "register_forward_hook"),
     ("rollout/verify/activations.py", "register_forward_pre_hook"),
+    ("rollout/verify/kv_cache.py", "ALL_ATTENTION_FUNCTIONS"),
     ("rollout/verify/self_check.py", "_forward_hooks"),
     ("rollout/verify/self_check.py", "_forward_pre_hooks"),
     ("rollout/verify/self_check.py", "forward"),
@@ -554,6 +555,9 @@ ENDING = {
     ("storage/perplexity.py", "register_forward_pre_hook"),  # on a model that is thrown away after it
 }
 NOT_HOSTS = ("cli/...", "report/...")  # whose objects are parsers, tables and figures
+
+# Methods that write into a table. Tables of the standard library, such as `os.environ`, are a process's own.
+WRITES = {"update", "setdefault", "pop", "popitem", "clear", "append", "extend", "insert", "remove"}
 
 Patch = tuple[str, str]  # file of the package, name
 
@@ -573,17 +577,39 @@ def own_attributes(sources: Sources) -> set[str]:
     return names
 
 
+def imported_from_hosts(text: str) -> set[str]:
+    """Names that a file imports from other libraries than the standard one."""
+    imports = [node for node in nodes(text) if isinstance(node, ast.ImportFrom) and not node.level]
+    foreign = [node for node in imports if node.module.partition(".")[0] not in sys.stdlib_module_names]
+    return {alias.asname or alias.name for node in foreign for alias in node.names}
+
+
+def written_table(node: ast.AST) -> str | None:
+    """The last name of the table that a node writes into, as in `TABLE[x] = y`, `del a.TABLE[x]`, `TABLE.update(z)`."""
+    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        table = node.value
+    elif called(node) in WRITES and isinstance(node.func, ast.Attribute):
+        table = node.func.value
+    else:
+        return None
+    return getattr(table, "attr", getattr(table, "id", None))
+
+
 def exchanges(sources: Sources) -> Iterator[tuple[Patch, int]]:
     """What the package sets on objects of other libraries, or registers with those, and the lines."""
     own = own_attributes(sources) - {"forward"} | set(SETTINGS.split())
     for module, text in modules(sources).items():
         if matches(module, NOT_HOSTS):
             continue
+        imported = imported_from_hosts(text)
         for node in nodes(text):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 is_ours = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "ctx")
                 if not is_ours and node.attr not in own:
                     yield (module, node.attr), node.lineno
+            table = written_table(node)
+            if table in imported:
+                yield (module, table), node.lineno
             name = called(node) or ""
             if name == "setattr" and isinstance(node.args[1], ast.Constant) and node.args[1].value not in own:
                 yield (module, node.args[1].value), node.lineno
@@ -638,6 +664,9 @@ def test_every_lasting_exchange_stands_in_the_index(sources, monkeypatch):
         "trl_quant/b.py": "import trl\ntrl.GRPOTrainer._generate = lambda self: 1\nTable.register('x', f)\n"
         "m.__class__ = A\nsetattr(m, 'forward', f), setattr(m, name, f), setattr(m, 'size', 1)\n",
         "trl_quant/d.py": "def f(m): m.forward, m.left = 1, 2\n",
+        "trl_quant/e.py": "import os\nfrom transformers.x import TABLE, NAMES\nfrom .b import OWN\n"
+        "TABLE['sdpa'] = NAMES['a'], OWN.update(x=1), os.environ.pop('b')\nOWN['a'] = 1\n"
+        "NAMES.update(b=TABLE.get('c'))\n",
         "tests/x.py": "def test_f(tmp_path): ...\n",
     }
     assert patches_without_a_row(made_up) == [
@@ -646,6 +675,8 @@ def test_every_lasting_exchange_stands_in_the_index(sources, monkeypatch):
         "trl_quant/b.py:4 exchanges __class__, which no index has",
         "trl_quant/b.py:5 exchanges forward, which no index has",
         "trl_quant/d.py:1 exchanges left, which no index has",
+        "trl_quant/e.py:4 exchanges TABLE, which no index has",
+        "trl_quant/e.py:6 exchanges NAMES, which no index has",
     ]
     assert stale_rows(made_up) == [
         "a.py does not exchange old",
@@ -656,18 +687,26 @@ def test_every_lasting_exchange_stands_in_the_index(sources, monkeypatch):
 
 # Corrections
 
+AMBIGUOUS = {"none", "trl"}  # also names of other things, so they count where a correction is compared
+
 
 def comparisons_with_names(sources: Sources, names: set[str]) -> Violations:
     """Comparisons with one of some `names`, other than of a command's own options."""
     found = []
     for module, text in modules(sources).items():
         for node in nodes(text):
-            if not isinstance(node, ast.Compare):
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                parts = [part for side in sides for part in [side, *getattr(side, "elts", [])]]
+                is_of_corrections = "correction" in ast.unparse(node)
+            elif isinstance(node, ast.Match):
+                parts = [part.value for case in node.cases for part in ast.walk(case.pattern) if hasattr(part, "value")]
+                is_of_corrections = "correction" in ast.unparse(node.subject)
+            else:
                 continue
-            sides = [node.left, *node.comparators]
-            parts = [part for side in sides for part in [side, *getattr(side, "elts", [])]]
-            if "correction" in ast.unparse(node) and names & set(strings(parts)):
-                found.append(f"{PACKAGE}/{module}:{node.lineno} compares a correction's name: {ast.unparse(node)}")
+            if is_of_corrections and names & set(strings(parts)):
+                code = ast.unparse(node).splitlines()[0]
+                found.append(f"{PACKAGE}/{module}:{node.lineno} compares a correction's name: {code}")
     return found
 
 
@@ -676,18 +715,24 @@ def test_corrections_are_asked_for_their_traits(sources):
     names = {name for table in tables for name in strings(table.keys)}
     assert {"trl", "none", "acr"} < names
     none(comparisons_with_names(sources, names))
+    none(compared_names(sources, names - AMBIGUOUS, ("corrections/...",)))
     made_up = {
         "trl_quant/x.py": "if args.is_correction == 'trl' or args.is_correction in ('none', x): ...\n"
-        "a = correction != 'acr'\nb = args.format == 'none'\nc = CORRECTIONS['tis'], args.is_correction == name\n",
+        "a = correction != 'acr'\nb = args.format == 'none'\nc = CORRECTIONS['tis'], args.is_correction == name\n"
+        "match args.is_correction:\n    case 'acr' | 'trl': ...\nmatch args.format:\n    case 'none': ...\n",
     }
     assert [line.partition(" compares ")[0] for line in comparisons_with_names(made_up, names)] == [
+        "trl_quant/x.py:5",
         "trl_quant/x.py:2",
         "trl_quant/x.py:1",
         "trl_quant/x.py:1",
     ]
+    made_up = dict.fromkeys(("trl_quant/config.py", "trl_quant/corrections/x.py"), "if name in ('none', 'tis'): ...\n")
+    found = compared_names(made_up, names - AMBIGUOUS, ("corrections/...",))
+    assert found == ["trl_quant/config.py:1 compares with tis"]
 
 
-def compared_names(sources: Sources, names: set[str]) -> Violations:
+def compared_names(sources: Sources, names: set[str], rooms: tuple[str, ...] = LISTS_OF_PRECISIONS) -> Violations:
     """Comparisons with one of the `names`, outside the rooms that have a file or a kernel for each of them."""
     found = []
     for module, text in modules(sources).items():
@@ -699,7 +744,7 @@ def compared_names(sources: Sources, names: set[str]) -> Violations:
                 sides = [node.value]
             sides += [part for side in sides if isinstance(side, ast.List | ast.Tuple | ast.Set) for part in side.elts]
             compared = sorted(names & set(strings(sides)))
-            if compared and not matches(module, LISTS_OF_PRECISIONS):
+            if compared and not matches(module, rooms):
                 found.append(f"{PACKAGE}/{module}:{node.lineno} compares with {', '.join(compared)}")
     return found
 
