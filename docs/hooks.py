@@ -162,10 +162,11 @@ def on_page_markdown(markdown, page, config, files):
 def on_page_content(html, page, config, files):
     """Writes what docstrings have in transformers' manner as plain code: `[`~room.Name`]`, and types with backticks."""
     html = re.sub(r"\[<code>~?([\w.]+)</code>\]", r"<code>\1</code>", html)
-    of_a_type = re.compile(r"<code>(`[^<]*)</code>")
+    of_a_type = re.compile(r"<code>(\[?`[^<]*)</code>")
     return of_a_type.sub(lambda match: f"<code>{plain_type(match[1])}</code>", html)
 
 
 def plain_type(text: str) -> str:
-    """`str, optional` for "`str`, *optional*, defaults to ..."; the default follows it in the site."""
+    """`str, optional` for "`str`, *optional*, defaults to ...", `Scheme` for "[`Scheme`]"; the default follows it in the site."""
+    text = re.sub(r"\[`~?([\w.]+)`\]", r"\1", text)  # brackets of a link; those of `tuple[...]` stay
     return re.sub(r", defaults to .*|[`*]", "", text)
