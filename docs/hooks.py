@@ -167,6 +167,6 @@ def on_page_content(html, page, config, files):
 
 
 def plain_type(text: str) -> str:
-    """`str, optional` for "`str`, *optional*, defaults to ...", `Scheme` for "[`Scheme`]"; the default follows it in the site."""
+    """Makes `str, optional` of "`str`, *optional*, defaults to ...", and `Scheme` of "[`Scheme`]"."""
     text = re.sub(r"\[`~?([\w.]+)`\]", r"\1", text)  # brackets of a link; those of `tuple[...]` stay
     return re.sub(r", defaults to .*|[`*]", "", text)

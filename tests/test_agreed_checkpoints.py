@@ -12,10 +12,10 @@ import torch.distributed as dist
 import warm
 from accelerate import PartialState
 
+from trl_quant.storage.run_checkpoints import how_to_go_on
 from trl_quant.trainers.checkpoints import (
     check_same_files,
     checkpoint_to_resume,
-    how_to_go_on,
     on_every_rank,
     precision_before,
 )

@@ -16,6 +16,7 @@ from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig, MixtralCon
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.report.runs import read_run
 from trl_quant.rollout.vllm.support import differences
+from trl_quant.storage import run_checkpoints
 from trl_quant.storage.layout import quantization_config
 from trl_quant.trainers import checkpoints
 
@@ -177,7 +178,7 @@ def copied(run, tmp_path) -> Path:
 def test_half_written_checkpoints_are_not_resumed(copied):
     for step in (1, 2):
         (copied / f"checkpoint-{step}" / "trainer_state.json").write_text('{"log_')
-    text = checkpoints.how_to_go_on(copied)
+    text = run_checkpoints.how_to_go_on(copied)
     assert "checkpoint-1, checkpoint-2" in text and "resume_from_checkpoint" not in text
     trainer = trainer_of(copied)
     refused(lambda: trainer.train(resume_from_checkpoint=True), "`resume_from_checkpoint`=True", text)
@@ -191,19 +192,19 @@ def test_nothing_to_resume(tmp_path):
 
 
 def test_a_checkpoint_without_whole_weights_does_not_count(copied):
-    assert checkpoints.last_complete_checkpoint(copied).endswith("checkpoint-2")
+    assert run_checkpoints.last_complete_checkpoint(copied).endswith("checkpoint-2")
     file = copied / "checkpoint-2" / "model.safetensors"
     os.truncate(file, file.stat().st_size // 2)
-    assert checkpoints.last_complete_checkpoint(copied).endswith("checkpoint-1")
+    assert run_checkpoints.last_complete_checkpoint(copied).endswith("checkpoint-1")
     (copied / "checkpoint-1" / "model.safetensors").unlink()  # killed while deleting
-    assert checkpoints.last_complete_checkpoint(copied) is None
+    assert run_checkpoints.last_complete_checkpoint(copied) is None
 
 
 def test_a_truncated_state_of_the_rollouts_is_named(copied):
-    assert checkpoints.read_rollout_state(copied / "checkpoint-2")
-    assert checkpoints.read_rollout_state(copied) == {}
+    assert run_checkpoints.read_rollout_state(copied / "checkpoint-2")
+    assert run_checkpoints.read_rollout_state(copied) == {}
     (copied / "checkpoint-2" / "rollout_state.json").write_text('{"normal')
-    refused(lambda: checkpoints.read_rollout_state(copied / "checkpoint-2"), "rollout_state.json is not whole")
+    refused(lambda: run_checkpoints.read_rollout_state(copied / "checkpoint-2"), "rollout_state.json is not whole")
 
 
 @pytest.mark.parametrize(

@@ -254,8 +254,8 @@ def test_pure_rooms_import_little(sources):
     ]
 
 
-def circles(sources: Sources) -> Violations:
-    """Modules that import each other, also through others and inside functions."""
+def imported_modules(sources: Sources) -> dict[str, set[str]]:
+    """The other modules that each module imports, also inside functions."""
     files = modules(sources)
     imported = {module: set() for module in files}
     for module, text in files.items():
@@ -268,18 +268,37 @@ def circles(sources: Sources) -> Violations:
             ]
             found = [(place + end).removeprefix("/") for place, end in places if top == PACKAGE]
             imported[module] |= {next((place for place in found if place in files), module)} - {module}
+    return imported
 
-    def reached(module: str) -> set[str]:
-        seen, rest = set(), [module]
+
+def in_circles(imported: dict[str, set[str]]) -> Violations:
+    """Those that import each other, also through others."""
+
+    def reached(start: str) -> set[str]:
+        seen, rest = set(), [start]
         while rest:
             new = imported[rest.pop()] - seen
             seen |= new
             rest += new
         return seen
 
-    reachable = {module: reached(module) for module in files}
-    together = {tuple(sorted(b for b in reachable[a] if a in reachable[b])) for a in files if a in reachable[a]}
+    reachable = {one: reached(one) for one in imported}
+    together = {tuple(sorted(b for b in reachable[a] if a in reachable[b])) for a in imported if a in reachable[a]}
     return [f"these import each other: {', '.join(circle)}" for circle in sorted(together)]
+
+
+def circles(sources: Sources) -> Violations:
+    """Modules that import each other."""
+    return in_circles(imported_modules(sources))
+
+
+def circles_of_rooms(sources: Sources) -> Violations:
+    """Rooms that import each other: folders of the package, and modules beside them. Its face imports all of them."""
+    rooms: dict[str, set[str]] = {}
+    for module, others in imported_modules(sources).items():
+        room = module.partition("/")[0]
+        rooms.setdefault(room, set()).update({other.partition("/")[0] for other in others} - {room, "__init__.py"})
+    return in_circles({room: others for room, others in rooms.items() if room != "__init__.py"})
 
 
 def test_no_circles(sources):
@@ -297,6 +316,22 @@ def test_no_circles(sources):
         "these import each other: a/x.py, a/y.py",
         "these import each other: b.py, c.py",
     ]
+
+
+def test_no_circles_of_rooms(sources):
+    none(circles_of_rooms(sources))
+    made_up = {
+        "trl_quant/__init__.py": "from .a.x import f\n",
+        "trl_quant/a/__init__.py": "",
+        "trl_quant/a/x.py": "from ..b.y import g\n",
+        "trl_quant/a/z.py": "from .x import f\nfrom ..d import h\n",
+        "trl_quant/b/y.py": "",
+        "trl_quant/b/w.py": "def f():\n    from ..c import k\n",
+        "trl_quant/c.py": "from .a import z\n",
+        "trl_quant/d.py": "from . import __version__\n",
+    }
+    assert circles(made_up) == []
+    assert circles_of_rooms(made_up) == ["these import each other: a, b, c.py"]
 
 
 def test_rules_are_of_files_that_exist(sources):

@@ -23,8 +23,9 @@ from trl_quant.formats.common import Parts
 from trl_quant.layers import QuantizedLinear
 from trl_quant.precisions import PRECISIONS, InVLLM, Precision, in_vllm, markdown
 from trl_quant.rollout import TransformersEngine
-from trl_quant.rollout.vllm.support import prepared_precisions, supported_precisions
+from trl_quant.rollout.vllm.support import supported_precisions
 from trl_quant.storage.layout import quantize_checkpoint
+from trl_quant.storage.quantization import prepared_precisions
 
 
 class Ternary(Format):

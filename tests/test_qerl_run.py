@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.policy.frozen import FrozenBaseConfig
+from trl_quant.storage.run_checkpoints import last_complete_checkpoint
 from trl_quant.tasks import arithmetic_reward, load_prompts
-from trl_quant.trainers.checkpoints import last_complete_checkpoint
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

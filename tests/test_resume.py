@@ -13,14 +13,10 @@ from training import metrics as all_metrics
 from transformers import TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.storage import run_checkpoints
+from trl_quant.storage.run_checkpoints import last_complete_checkpoint, read_rollout_state
 from trl_quant.trainers import checkpoints
-from trl_quant.trainers.checkpoints import (
-    checkpoint_to_resume,
-    last_complete_checkpoint,
-    read_rollout_state,
-    tell_changes,
-    write_rollout_state,
-)
+from trl_quant.trainers.checkpoints import checkpoint_to_resume, tell_changes, write_rollout_state
 
 
 SETTINGS = {
@@ -239,14 +235,14 @@ def test_a_checkpoint_without_its_state_is_not_resumed(copied, name, damage):
     file = copied / "checkpoint-2" / name
     whole = file.read_bytes()
     file.unlink() if damage == "missing" else file.write_bytes(whole[: len(whole) // 2 if damage == "half" else 0])
-    assert checkpoints.last_to_resume(copied) == str(copied / "checkpoint-1")
+    assert run_checkpoints.last_to_resume(copied) == str(copied / "checkpoint-1")
     assert checkpoint_to_resume(copied) == str(copied / "checkpoint-1")
     assert last_complete_checkpoint(copied) == str(copied / "checkpoint-2")
     said = rf"checkpoint-2' lacks its {PARTS[name]}\. The last whole checkpoint is .*checkpoint-1"
     with pytest.raises(ValueError, match=said):
         checkpoints.check_whole(str(copied / "checkpoint-2"))
     (copied / "checkpoint-1" / name).unlink()
-    assert "checkpoint-2 holds a model, but lacks its " + PARTS[name] in checkpoints.how_to_go_on(str(copied))
+    assert "checkpoint-2 holds a model, but lacks its " + PARTS[name] in run_checkpoints.how_to_go_on(str(copied))
     file.write_bytes(whole)
     assert checkpoint_to_resume(copied) == str(copied / "checkpoint-2")
 

@@ -14,7 +14,8 @@ from trl_quant import AISGRPOConfig, AISGRPOTrainer, QuantGRPOConfig, QuantGRPOT
 from trl_quant.corrections import CORRECTIONS, CorrectionInputs
 from trl_quant.corrections.trl import TRL
 from trl_quant.rollout import RolloutNoise, TransformersEngine
-from trl_quant.trainers.checkpoints import precision_before, read_initial_weights, read_rollout_state
+from trl_quant.storage.run_checkpoints import read_rollout_state
+from trl_quant.trainers.checkpoints import precision_before, read_initial_weights
 
 
 def build(config_class=QuantGRPOConfig, **kwargs):

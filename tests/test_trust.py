@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main as command
-from trl_quant.rollout.vllm.support import skeleton
+from trl_quant.storage.source import skeleton
 from trl_quant.tasks import load_prompts
 
 

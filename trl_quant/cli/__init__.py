@@ -58,14 +58,14 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError, OSError, RuntimeError) as error:
-        if not _is_foreseen(error):
+        # A failed import is an ImportError, or a RuntimeError of TRL's or of the library that was imported
+        told = blamed(error) if isinstance(error, ImportError | RuntimeError) else error
+        if told is error and not _is_foreseen(error):
             raise
-        if isinstance(error, ImportError | RuntimeError):  # TRL raises it for a failed import
-            error = blamed(error)
         _drop_lost_output()
         from ..report.terminal import printable
 
-        sys.exit("error: " + "\n".join(printable(line) for line in str(error).split("\n")))
+        sys.exit("error: " + "\n".join(printable(line) for line in str(told).split("\n")))
 
 
 def _make_writable() -> None:

@@ -24,12 +24,11 @@ from ..rollout.vllm.support import (
     check_device,
     check_exact,
     check_head_size,
-    check_prepared,
     check_version,
     differences,
-    prepared_precisions,
 )
 from ..storage.layout import check_files
+from ..storage.quantization import check_prepared, prepared_precisions
 from ..tasks.data import check_prompts
 from ..tasks.rewards import check_reward, check_truths
 

@@ -22,7 +22,7 @@ from ..formats import FORMATS, global_scale
 from ..layers import FrozenLinear
 from ..models.linears import FusedGroups, LinearLayer, dense_linears, is_quantizable
 from ..precisions import PRECISIONS, bitsandbytes_bases
-from ..rollout.vllm.support import check_prepared
+from ..storage.quantization import check_prepared
 from .adapters import with_frozen_layers
 
 

@@ -35,11 +35,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..rollout import RolloutEngine
 from ..storage.files import INDEX, TOKENIZER
+from ..storage.run_checkpoints import ROLLOUT_STATE_NAME
 from ..storage.whole import told_if_full, write_whole
 from ..tasks.benchmarks import BENCHMARKS, load_questions
 from ..tasks.data import as_conversations, token_ids
 from ..tasks.estimates import LEVEL, estimates
-from ..trainers.checkpoints import ROLLOUT_STATE_NAME
 from .trained import EngineOptions, Trained, build_engine, resolve_engine
 
 

@@ -20,9 +20,7 @@ import torch
 
 from ..formats import FORMATS
 from ..models.linears import fused_layer
-from ..rollout.vllm.support import quantizers_on
 from ..scaling import scalings
-from ..trainers.checkpoints import last_complete_checkpoint, read_rollout_state
 from .adapter import CONFIG, Adapter, load_adapter, read_adapter_config
 from .card import describe, write_card
 from .files import (
@@ -43,11 +41,13 @@ from .layout import (
     dense,
     quantization_config,
     quantized,
+    quantizers_on,
     rewrite_checkpoint,
     rounded,
     stored_format,
 )
 from .progress import progress_bar
+from .run_checkpoints import last_complete_checkpoint, read_rollout_state
 from .source import Source, find_source
 
 

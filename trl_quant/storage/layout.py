@@ -405,3 +405,12 @@ def _layout(format: str) -> type[Format]:
         known = "has no layout in compressed-tensors" if format in FORMATS else "is not a format"
         raise ValueError(f"format: {format!r} {known}; allowed: {', '.join(storable())}.")
     return FORMATS[format]
+
+
+def quantizers_on(device: torch.device | str) -> dict[str, Callable]:
+    """Returns the quantizers that `checkpoint_stream` takes: those of `formats`, or on a GPU their Triton twins."""
+    if torch.device(device).type == "cuda":
+        from ..kernels import quantize as room
+    else:
+        from .. import formats as room
+    return {"quantizer": room.quantize, "shared_scale": room.global_scale}

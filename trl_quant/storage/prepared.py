@@ -16,11 +16,10 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..precisions import PRECISIONS
-from ..rollout.vllm.support import quantizers_on
 from .awq import check_awq, smooth_checkpoint
 from .card import describe, write_card
 from .files import fingerprint, read_config, unfinished
-from .layout import check_target, quantization_config, quantized, rewrite_checkpoint
+from .layout import check_target, quantization_config, quantized, quantizers_on, rewrite_checkpoint
 from .perplexity import perplexities
 from .progress import progress_bar
 from .source import Source, find_source, kinds

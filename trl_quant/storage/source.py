@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoConfig
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..models.linears import dense_linears, unquantized_linears
-from ..rollout.vllm.support import skeleton
 from .files import Stored, check_links, read_heads, weight_files
 from .layout import CODE, FILES, INDEX, linear_layers
 
@@ -90,3 +91,12 @@ def find_source(model: str, revision: str | None, trust: bool, option: str = "--
 def kinds(names: list[str]) -> str:
     """Lists the last parts of the layers' names, such as `q_proj`, each once."""
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def skeleton(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    """Builds the model of a transformers config on the meta device, without memory for its weights."""
+    with torch.device("meta"):
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+            return kind(config)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

@@ -1,13 +1,11 @@
-"""Checkpoints: finds complete ones, saves the engine's state with them, and checks that a run may resume from one."""
+"""Checkpoints of a training: saves the engine's state with them, and checks that a run may resume from one."""
 
 import errno
 import json
 import logging
 import os
 import platform
-import re
 import shutil
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,108 +19,29 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch.utils.data import Sampler
 from transformers import Trainer
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..precisions import in_vllm
-from ..storage.files import read_heads, read_json
+from ..storage.run_checkpoints import (
+    ROLLOUT_STATE_NAME,
+    checkpoints_in,
+    has_whole_weights,
+    how_to_go_on,
+    is_whole,
+    lacking,
+    last_to_resume,
+    number_of,
+    read_rollout_state,
+    read_state,
+    runs_of,
+    saved_only_model,
+)
 from ..storage.whole import is_full
 
 
 logger = logging.getLogger(__name__)
 
-ROLLOUT_STATE_NAME = "rollout_state.json"
-SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(safetensors|bin)")
-# The names that transformers and accelerate use: one file, one for each rank, or a directory under FSDP
-OPTIMIZER = re.compile(r"optimizer\.(pt|bin)|optimizer_\d+|optimizer\.pt_.*|rank\d+-of-\d+-optimizer\.pt")
-RANDOM = re.compile(r"rng_state(_\d+)?\.pth")
 COPY_IT = "Copy the newest whole one to every host, or have all hosts share `output_dir`."
 INITIAL_WEIGHTS_NAME = "initial_weights.pt"  # not .safetensors: vLLM loads every such file in a directory
-
-
-def last_complete_checkpoint(output_dir: str) -> str | None:
-    """
-    Returns the newest checkpoint in `output_dir` with complete weights, or `None`. To resume, a run may need more files
-    (see [`last_to_resume`]).
-    """
-    whole = [path for path in _checkpoints(output_dir) if _has_whole_weights(path)]
-    return os.fspath(whole[-1]) if whole else None
-
-
-def last_to_resume(output_dir: str) -> str | None:
-    """Returns the newest checkpoint in `output_dir` from which a run can resume, or `None`."""
-    whole = [path for path in _checkpoints(output_dir) if _is_whole(path)]
-    return os.fspath(whole[-1]) if whole else None
-
-
-def _checkpoints(output_dir: str) -> list[Path]:
-    """Returns all checkpoints in `output_dir`, complete or not, in the order of their steps."""
-    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step_of(path).isdecimal()]
-    return sorted(found, key=_number_of)
-
-
-def _step_of(path: Path) -> str:
-    return path.name.rpartition("-")[2]
-
-
-def _number_of(path: Path) -> int:
-    return int(_step_of(path))
-
-
-def _is_whole(path: Path) -> bool:
-    return _has_whole_weights(path) and not _lacking(path)
-
-
-def _has_whole_weights(path: Path) -> bool:
-    """
-    Whether a checkpoint holds its trainer state and all of its weights. The trainer state is written last. So a run
-    that was killed while it saved, or whose disk was full, leaves a directory without a readable trainer state. A run
-    that was killed while it deleted a checkpoint may leave only some of its weights. With `save_on_each_node` only the
-    first host has weights, since transformers writes a model on rank 0 alone.
-    """
-    try:
-        json.loads((path / TRAINER_STATE_NAME).read_text())
-        read_heads(sorted(path.glob("*.safetensors")))
-        indexed = set()
-        for index in path.glob("*.index.json"):
-            indexed |= set(read_json(index)["weight_map"].values())
-        if any(not (path / name).is_file() for name in indexed):
-            return False
-        shards = {file.name for file in path.iterdir() if SHARD.fullmatch(file.name)}
-        weights = {file.name for file in path.iterdir() if file.is_dir() or file.suffix in (".safetensors", ".bin")}
-        return shards <= indexed and bool(weights - {TRAINING_ARGS_NAME})
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def _lacking(path: Path) -> list[str]:
-    """Returns what a checkpoint lacks to resume a run, beside weights; empty with `save_only_model`."""
-    if _saved_only_model(path):
-        return []
-    names = {file.name for file in path.iterdir() if file.suffix not in (".pt", ".pth") or zipfile.is_zipfile(file)}
-    needed = {"random state": RANDOM}
-    if not any(name.startswith("global_step") for name in names):  # DeepSpeed's directory, with optimizer and scheduler
-        needed = {"optimizer": OPTIMIZER, "scheduler": re.compile(re.escape(SCHEDULER_NAME))} | needed
-    return [part for part, pattern in needed.items() if not any(map(pattern.fullmatch, names))]
-
-
-def _saved_only_model(path: str | Path) -> bool:
-    return _arguments(path).get("save_only_model") is True
-
-
-def _arguments(path: str | Path) -> dict:
-    try:
-        return read_rollout_state(path).get("arguments", {})
-    except ValueError:  # code that needs the file raises it again
-        return {}
-
-
-def _runs_of(path: str | Path) -> list[str]:
-    """Returns the names of the runs that led to a checkpoint, its own last; empty for older versions."""
-    try:
-        return read_rollout_state(path).get("runs", [])
-    except ValueError:
-        return []
 
 
 def new_run(before: list[str]) -> list[str]:
@@ -135,13 +54,13 @@ def _check_one_run(output_dir: str, found: list[Path]) -> None:
     Raises `ValueError` if a directory holds checkpoints of runs that did not continue one another. The checkpoint with
     the highest step may then belong to another run than the one to resume.
     """
-    runs = {path: _runs_of(path) for path in found}
-    steps_of_unknown_runs = [_number_of(path) for path, names in runs.items() if not names]
+    runs = {path: runs_of(path) for path in found}
+    steps_of_unknown_runs = [number_of(path) for path, names in runs.items() if not names]
     known = {path: names for path, names in runs.items() if names}
     line_of_runs = list(known.values())[-1] if known else []  # of the newest checkpoint whose run is known
     has_stranger = any(names[-1] not in line_of_runs for names in known.values())
     if steps_of_unknown_runs and known:  # checkpoints of older versions must come first
-        has_stranger |= max(steps_of_unknown_runs) > min(map(_number_of, known))
+        has_stranger |= max(steps_of_unknown_runs) > min(map(number_of, known))
     if has_stranger:
         listed = ", ".join(f"{path.name} (run {names[-1] if names else 'unknown'})" for path, names in runs.items())
         raise ValueError(
@@ -159,9 +78,9 @@ def rotate(output_dir: str, step: int, limit: int | None, best: str | None, runs
     """
     if limit is None or limit <= 0:
         return
-    own = [path for path in _checkpoints(output_dir) if not _runs_of(path) or _runs_of(path)[-1] in runs]
-    own.sort(key=lambda path: (_number_of(path) <= step, _number_of(path)))
-    protected = {path for path in own if _number_of(path) == step or (best and path.name == Path(best).name)}
+    own = [path for path in checkpoints_in(output_dir) if not runs_of(path) or runs_of(path)[-1] in runs]
+    own.sort(key=lambda path: (number_of(path) <= step, number_of(path)))
+    protected = {path for path in own if number_of(path) == step or (best and path.name == Path(best).name)}
     surplus = max(len(own) - max(limit, len(protected)), 0)
     deletable = [path for path in own if path not in protected]
     for path in deletable[:surplus]:
@@ -176,7 +95,7 @@ def checkpoint_to_resume(output_dir: str) -> str:
     Raises:
         `ValueError`: There is none, or it may be another run's. Raised on every rank.
     """
-    mine = [path.name for path in _checkpoints(output_dir) if _is_whole(path)]
+    mine = [path.name for path in checkpoints_in(output_dir) if is_whole(path)]
     found = gather_object([(platform.node(), mine)])
     common = [name for name in mine if all(name in names for _, names in found)]
     if common:
@@ -220,37 +139,14 @@ def on_every_rank() -> Iterator[None]:
 def check_whole(checkpoint: str) -> None:
     """Raises `ValueError` unless a directory to resume from is a complete checkpoint."""
     path = Path(checkpoint)
-    if not _is_whole(path):
+    if not is_whole(path):
         if not path.is_dir():
             wrong = "is not a directory"
-        elif _has_whole_weights(path):
-            wrong = f"lacks its {' and '.join(_lacking(path))}"
+        elif has_whole_weights(path):
+            wrong = f"lacks its {' and '.join(lacking(path))}"
         else:
             wrong = "was not written to its end"
         raise ValueError(f"`resume_from_checkpoint`={checkpoint!r} {wrong}. {how_to_go_on(os.fspath(path.parent))}")
-
-
-def how_to_go_on(output_dir: str) -> str:
-    """Returns advice, for an error message, from which checkpoint a run can resume, as far as this host can see."""
-    checkpoint = last_to_resume(output_dir)
-    if checkpoint is not None:
-        return f"The last whole checkpoint is {checkpoint}; continue with `train(resume_from_checkpoint=True)`."
-    if os.environ.get("GROUP_RANK", "0") != "0":  # torchrun's number of this host
-        return (
-            f"There is no whole checkpoint in {output_dir} on this host, {platform.node()}, but the first host saves "
-            "them: copy its last one here and continue with `train(resume_from_checkpoint=True)`."
-        )
-    weights = last_complete_checkpoint(output_dir)
-    if weights is not None:
-        return (
-            f"No checkpoint in {output_dir} can be resumed. {weights} holds a model, but lacks its "
-            f"{' and '.join(_lacking(Path(weights)))}: begin a new run from it, with `model={weights!r}`."
-        )
-    incomplete = [path.name for path in _checkpoints(output_dir)]
-    if incomplete:
-        names = ", ".join(incomplete)
-        return f"There is no whole checkpoint in {output_dir}; not written to the end: {names}. Delete and start again."
-    return f"There is no checkpoint in {output_dir}; start again."
 
 
 def is_lost(error: BaseException) -> bool:
@@ -342,21 +238,6 @@ def read_initial_weights(checkpoint: str | Path) -> dict[str, torch.Tensor] | No
         raise ValueError(f"{path} is not whole: {error}. Resume from another checkpoint, or start again.") from error
 
 
-def read_rollout_state(checkpoint: str | Path) -> dict:
-    """Reads the state that [`write_rollout_state`] wrote; empty for a checkpoint of another trainer."""
-    return _read(Path(checkpoint, ROLLOUT_STATE_NAME))
-
-
-def _read(path: Path) -> dict:
-    """Reads the object in a JSON file; empty if there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not whole: {error}. Resume from another checkpoint, or start again.") from error
-
-
 def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
     """
     Checks that a run may resume from a checkpoint, and returns the state that its engine needs.
@@ -372,7 +253,7 @@ def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
         check_settings(checkpoint, before, args.training_settings(), args.resume_with_changes)
         initial = read_initial_weights(checkpoint)
     tell_changes(checkpoint, state.get("arguments", {}), args.inherited_settings())
-    if _saved_only_model(checkpoint):
+    if saved_only_model(checkpoint):
         logger.warning(
             "%s was saved with `save_only_model`: optimizer, learning rate schedule and random state start again.",
             checkpoint,
@@ -439,7 +320,7 @@ def check_uaq(checkpoint: str | Path, applied: float | None) -> None:
     path = Path(checkpoint) / "config.json"
     if not path.is_file():
         return
-    recorded_scale = _read(path).get("uaq_scale")
+    recorded_scale = read_state(path).get("uaq_scale")
     if recorded_scale != applied:
         raise ValueError(
             f"The checkpoint {checkpoint} was trained with `uaq_scale`={recorded_scale}, this run has "

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from ..rollout.stream import is_finite, local_part
-from .checkpoints import how_to_go_on
+from ..storage.run_checkpoints import how_to_go_on
 
 
 class FiniteSteps:

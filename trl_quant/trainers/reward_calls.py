@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..rollout.limits import awaited_within, time_limit
+from ..storage.run_checkpoints import how_to_go_on
 from ..trl_seams import exchanged, is_async
-from .checkpoints import how_to_go_on
 
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,10 @@ from torch import nn
 from transformers import AutoConfig
 
 from ...precisions import PRECISIONS
+from ...storage.quantization import prepared_precisions
 from ..stream import PolicyWeights
 from .engine import VLLMEngine
-from .support import adapter_arguments, check_architecture, prepared_precisions, supported_precisions
+from .support import adapter_arguments, check_architecture, supported_precisions
 from .trial import Speed, Trial, measure
 
 

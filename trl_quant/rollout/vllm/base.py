@@ -16,13 +16,13 @@ from transformers import PreTrainedConfig
 from ...formats import QuantizedTensor
 from ...models.linears import dense_linears, unquantized_linears
 from ...precisions import PRECISIONS
-from ...storage.layout import checkpoint_stream, checkpoint_tensors
+from ...storage.layout import checkpoint_stream, checkpoint_tensors, quantizers_on
+from ...storage.quantization import brings_cache_scales
 from ...trl_seams import exchanged
 from ..engine import RolloutNoise, Samples
 from ..stream import ties_embeddings
 from ..trl_adapter import RolloutEngine, count_layers
 from ..verify.kv_cache import UNQUANTIZED, KVCache
-from .support import brings_cache_scales, quantizers_on
 
 
 class VLLMBase(RolloutEngine):
@@ -39,7 +39,7 @@ class VLLMBase(RolloutEngine):
         checkpoint_dtype (`torch.dtype` or `None`): Type of the weights that the engine starts on, if it is known.
         ignore (`list[str]`): Names of the policy's linear layers that are not quantized.
         travels_quantized (`bool`): Whether a sync sends codes and scales instead of BF16 weights.
-        quantizers (`dict`): The functions that quantize on the engine's device; see [`~support.quantizers_on`].
+        quantizers (`dict`): The functions that quantize on the engine's device; see [`~storage.layout.quantizers_on`].
         streaming (`str`): The tensor that a sync is sending, for error messages.
         stale_cache (`bool`): Whether the prefix cache still holds blocks from before the last sync.
         last_check (`dict` or `None`): Results of the last full self-check.

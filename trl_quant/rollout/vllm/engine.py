@@ -17,6 +17,7 @@ from ...layers.exact import Kernels
 from ...models.linears import dense_linears
 from ...noise import noised_norms
 from ...precisions import PRECISIONS
+from ...storage.quantization import check_prepared
 from ...trl_seams import empty_cache, llm_with
 from ..fingerprint import fingerprint
 from ..stream import PolicyWeights
@@ -28,7 +29,6 @@ from .support import (
     adapter_arguments,
     check_architecture,
     check_device,
-    check_prepared,
     layout_arguments,
     multiply_as_given,
     outside_decoder,

@@ -25,6 +25,8 @@ from transformers import AutoConfig
 from ...models.linears import dense_linears
 from ...noise import noised_norms
 from ...precisions import PRECISIONS, in_vllm
+from ...storage.quantization import prepared_precisions
+from ...storage.source import skeleton
 from ...trl_seams import client_built
 from ..limits import finished_within
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
@@ -34,8 +36,6 @@ from .support import (
     check_version,
     differences,
     outside_decoder,
-    prepared_precisions,
-    skeleton,
     warn_of_two_copies,
 )
 

@@ -4,17 +4,14 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Callable
 
 import torch
-import transformers
 from accelerate.utils import is_peft_model
 from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from trl.import_utils import is_vllm_available
 
-from ...formats import FORMATS
 from ...models.families import family_of
 from ...models.linears import dense_linears, unquantized_linears
 from ...models.names import clean_name
@@ -77,15 +74,6 @@ SET_BY_TRL = {
     "n": "TRL samples `num_generations` completions of each prompt",
     "logprobs": "the trainer needs the log-probability of the drawn token alone",
 }
-
-
-def quantizers_on(device: torch.device | str) -> dict[str, Callable]:
-    """Returns the quantizers that `checkpoint_stream` takes: those of `formats`, or on a GPU their Triton twins."""
-    if torch.device(device).type == "cuda":
-        from ...kernels import quantize as room
-    else:
-        from ... import formats as room
-    return {"quantizer": room.quantize, "shared_scale": room.global_scale}
 
 
 def check_version() -> None:
@@ -244,15 +232,6 @@ def check_architecture(config, model_impl: str) -> None:
         )
 
 
-def skeleton(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    """Builds the model of a transformers config on the meta device, without memory for its weights."""
-    with torch.device("meta"):
-        kind = getattr(transformers, (config.architectures or [""])[0], None)
-        if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
-            return kind(config)
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-
-
 def outside_decoder(policy: PreTrainedModel, architectures: list[str], model_impl: str) -> list[str]:
     """
     Returns patterns that tell vLLM which layers not to quantize: all but those of the policy's decoder. They use vLLM's
@@ -330,57 +309,6 @@ def check_exact(config: PreTrainedConfig) -> None:
             "known whether FlashAttention 3 then adds up in the same order in decoding and over a whole sequence. "
             "Leave it at False."
         )
-
-
-def prepared_precisions(config) -> set[str] | None:
-    """Returns the precisions that a quantized checkpoint with this config can have; `None` if it is not quantized."""
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
-        return None
-    quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    if quantization.get("quant_method") == "bitsandbytes":  # only the trainer's base is quantized, not the checkpoint
-        return None
-    groups = [group["weights"] for group in (quantization.get("config_groups") or {}).values()]
-    keys = ("num_bits", "type", "strategy", "group_size")
-    fitting = set()
-    for name, entry in PRECISIONS.items():
-        scheme = None if entry.format is None else FORMATS[entry.format].scheme
-        if not groups or not scheme:
-            continue
-        if all(group.get(key) == scheme.weights.get(key) for key in keys for group in groups):
-            fitting.add(name)
-    return fitting
-
-
-def check_prepared(config, precision: str, field: str = "rollout_precision") -> bool:
-    """
-    Returns whether a config describes a quantized checkpoint.
-
-    Args:
-        config: A config of transformers.
-        precision (`str`): The precision that the checkpoint must have, if it is quantized.
-        field (`str`, *optional*, defaults to `"rollout_precision"`): The field that has this precision, for the error.
-
-    Raises:
-        `ValueError`: The checkpoint is quantized to another precision.
-    """
-    precisions = prepared_precisions(config)
-    if precisions is not None and precision not in precisions:
-        found = ", ".join(map(repr, sorted(precisions))) or "another format"
-        raise ValueError(
-            f"`{field}`={precision!r}, but the model is a checkpoint quantized to {found}. Use that precision, or the "
-            "16-bit checkpoint."
-        )
-    return precisions is not None
-
-
-def brings_cache_scales(config) -> bool:
-    """Whether a checkpoint with this config stores scales for a KV cache."""
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
-        return False
-    quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    return quantization.get("kv_cache_scheme") is not None
 
 
 def layout_arguments(

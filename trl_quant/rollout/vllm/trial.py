@@ -24,8 +24,8 @@ from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig
 
+from ...storage.source import skeleton
 from .engine import VLLMEngine
-from .support import skeleton
 
 
 PROMPT_TOKENS = 64

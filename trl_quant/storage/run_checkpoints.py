@@ -1,0 +1,143 @@
+"""Reads the checkpoints of a run: which there are, which are whole, and what the run wrote beside its weights."""
+
+import json
+import os
+import platform
+import re
+import zipfile
+from pathlib import Path
+
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .files import read_heads, read_json
+
+
+ROLLOUT_STATE_NAME = "rollout_state.json"
+SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(safetensors|bin)")
+# The names that transformers and accelerate use: one file, one for each rank, or a directory under FSDP
+OPTIMIZER = re.compile(r"optimizer\.(pt|bin)|optimizer_\d+|optimizer\.pt_.*|rank\d+-of-\d+-optimizer\.pt")
+RANDOM = re.compile(r"rng_state(_\d+)?\.pth")
+
+
+def last_complete_checkpoint(output_dir: str) -> str | None:
+    """
+    Returns the newest checkpoint in `output_dir` with complete weights, or `None`. To resume, a run may need more files
+    (see [`last_to_resume`]).
+    """
+    whole = [path for path in checkpoints_in(output_dir) if has_whole_weights(path)]
+    return os.fspath(whole[-1]) if whole else None
+
+
+def last_to_resume(output_dir: str) -> str | None:
+    """Returns the newest checkpoint in `output_dir` from which a run can resume, or `None`."""
+    whole = [path for path in checkpoints_in(output_dir) if is_whole(path)]
+    return os.fspath(whole[-1]) if whole else None
+
+
+def checkpoints_in(output_dir: str) -> list[Path]:
+    """Returns all checkpoints in `output_dir`, complete or not, in the order of their steps."""
+    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step_of(path).isdecimal()]
+    return sorted(found, key=number_of)
+
+
+def _step_of(path: Path) -> str:
+    return path.name.rpartition("-")[2]
+
+
+def number_of(path: Path) -> int:
+    return int(_step_of(path))
+
+
+def is_whole(path: Path) -> bool:
+    return has_whole_weights(path) and not lacking(path)
+
+
+def has_whole_weights(path: Path) -> bool:
+    """
+    Whether a checkpoint holds its trainer state and all of its weights. The trainer state is written last. So a run
+    that was killed while it saved, or whose disk was full, leaves a directory without a readable trainer state. A run
+    that was killed while it deleted a checkpoint may leave only some of its weights. With `save_on_each_node` only the
+    first host has weights, since transformers writes a model on rank 0 alone.
+    """
+    try:
+        json.loads((path / TRAINER_STATE_NAME).read_text())
+        read_heads(sorted(path.glob("*.safetensors")))
+        indexed = set()
+        for index in path.glob("*.index.json"):
+            indexed |= set(read_json(index)["weight_map"].values())
+        if any(not (path / name).is_file() for name in indexed):
+            return False
+        shards = {file.name for file in path.iterdir() if SHARD.fullmatch(file.name)}
+        weights = {file.name for file in path.iterdir() if file.is_dir() or file.suffix in (".safetensors", ".bin")}
+        return shards <= indexed and bool(weights - {TRAINING_ARGS_NAME})
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def lacking(path: Path) -> list[str]:
+    """Returns what a checkpoint lacks to resume a run, beside weights; empty with `save_only_model`."""
+    if saved_only_model(path):
+        return []
+    names = {file.name for file in path.iterdir() if file.suffix not in (".pt", ".pth") or zipfile.is_zipfile(file)}
+    needed = {"random state": RANDOM}
+    if not any(name.startswith("global_step") for name in names):  # DeepSpeed's directory, with optimizer and scheduler
+        needed = {"optimizer": OPTIMIZER, "scheduler": re.compile(re.escape(SCHEDULER_NAME))} | needed
+    return [part for part, pattern in needed.items() if not any(map(pattern.fullmatch, names))]
+
+
+def saved_only_model(path: str | Path) -> bool:
+    return arguments_of(path).get("save_only_model") is True
+
+
+def arguments_of(path: str | Path) -> dict:
+    try:
+        return read_rollout_state(path).get("arguments", {})
+    except ValueError:  # code that needs the file raises it again
+        return {}
+
+
+def runs_of(path: str | Path) -> list[str]:
+    """Returns the names of the runs that led to a checkpoint, its own last; empty for older versions."""
+    try:
+        return read_rollout_state(path).get("runs", [])
+    except ValueError:
+        return []
+
+
+def how_to_go_on(output_dir: str) -> str:
+    """Returns advice, for an error message, from which checkpoint a run can resume, as far as this host can see."""
+    checkpoint = last_to_resume(output_dir)
+    if checkpoint is not None:
+        return f"The last whole checkpoint is {checkpoint}; continue with `train(resume_from_checkpoint=True)`."
+    if os.environ.get("GROUP_RANK", "0") != "0":  # torchrun's number of this host
+        return (
+            f"There is no whole checkpoint in {output_dir} on this host, {platform.node()}, but the first host saves "
+            "them: copy its last one here and continue with `train(resume_from_checkpoint=True)`."
+        )
+    weights = last_complete_checkpoint(output_dir)
+    if weights is not None:
+        return (
+            f"No checkpoint in {output_dir} can be resumed. {weights} holds a model, but lacks its "
+            f"{' and '.join(lacking(Path(weights)))}: begin a new run from it, with `model={weights!r}`."
+        )
+    incomplete = [path.name for path in checkpoints_in(output_dir)]
+    if incomplete:
+        names = ", ".join(incomplete)
+        return f"There is no whole checkpoint in {output_dir}; not written to the end: {names}. Delete and start again."
+    return f"There is no checkpoint in {output_dir}; start again."
+
+
+def read_rollout_state(checkpoint: str | Path) -> dict:
+    """Reads the state that [`write_rollout_state`] wrote; empty for a checkpoint of another trainer."""
+    return read_state(Path(checkpoint, ROLLOUT_STATE_NAME))
+
+
+def read_state(path: Path) -> dict:
+    """Reads the object in a JSON file; empty if there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not whole: {error}. Resume from another checkpoint, or start again.") from error
