@@ -161,7 +161,7 @@ def middle(run: dict, phase: str) -> float:
     return median(step[phase] for step in run["steps"])
 
 
-def test_steps_of_completions_that_end_by_themselves():
+def test_steps_of_completions_that_differ_in_length():
     found, runs = lognormal()
     trl, bf16, fp8 = (runs[name] for name in ("trl", "bf16", "fp8/fp8"))
     assert [len(run["steps"]) for run in (trl, bf16, fp8)] == [3, 5, 5]
@@ -178,7 +178,7 @@ def test_steps_of_completions_that_end_by_themselves():
         written = [f"{own:.2f} s", *gains, *(f"{seconds:.2f} s" if seconds else "0" for seconds in phases)]
         assert cells_of(MEASURED, start, "| trainer | step | against TRL |")[1:] == written
         steps = [each["step"] for each in run["steps"]]
-        told = cells_of(BENCHMARKS.partition("### Completions that end by themselves")[2], benchmark)
+        told = cells_of(BENCHMARKS.partition("### Completions of different lengths")[2], benchmark)
         assert told[1:6] == [str(len(steps)), f"{own:.2f}", f"{min(steps):.2f}, {max(steps):.2f}", *gains[:2]]
         phases = [middle(run, phase) for phase in ("sampling", "sync", "scoring", "update")]
         assert told[6:10] == [f"{seconds:.2f}" if seconds else "0" for seconds in phases]
