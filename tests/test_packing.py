@@ -199,11 +199,13 @@ def test_tokens_of_tools(tmp_path, loss_type):
 
 # Of a prompt that several rows share, "fp8" rounds the sum of the gradients. The groups of dW in "fp8_block" have other
 # tokens in packed rows.
+# With AVX2 alone, attention over padded and over packed rows differ in their last bits, which move codes of FP8
+SAME_ATTENTION = "AVX512" in torch.backends.cpu.get_cpu_capability()
 WITHIN = {
     ("int8", True): 1e-4,
     ("int8", False): 1e-4,
     ("fp8", True): 0.1,
-    ("fp8", False): 1e-4,
+    ("fp8", False): 1e-4 if SAME_ATTENTION else 0.1,
     ("fp8_block", True): 0.1,
 }
 

@@ -247,6 +247,17 @@ def test_a_checkpoint_without_its_state_is_not_resumed(copied, name, damage):
     assert checkpoint_to_resume(copied) == str(copied / "checkpoint-2")
 
 
+def test_one_ranks_broken_state_is_seen_beside_the_others(copied):
+    """As a host that was killed while it saved leaves it, when the other host's files are copied beside its own."""
+    newest = copied / "checkpoint-2"
+    (newest / "rng_state_0.pth").write_bytes((newest / "rng_state.pth").read_bytes())
+    assert checkpoint_to_resume(copied) == str(newest)
+    (newest / "rng_state_1.pth").touch()
+    assert checkpoint_to_resume(copied) == str(copied / "checkpoint-1")
+    with pytest.raises(ValueError, match="checkpoint-2' lacks its random state"):
+        checkpoints.check_whole(str(newest))
+
+
 def test_a_checkpoint_of_weights_alone_is_resumed_with_a_warning(tmp_path, caplog):
     trainer_of(tmp_path, save_only_model=True, max_steps=3).train()
     assert not (tmp_path / "checkpoint-3/optimizer.pt").exists()

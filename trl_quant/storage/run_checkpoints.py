@@ -76,14 +76,20 @@ def has_whole_weights(path: Path) -> bool:
 
 
 def lacking(path: Path) -> list[str]:
-    """Returns what a checkpoint lacks to resume a run, beside weights; empty with `save_only_model`."""
+    """
+    Returns what a checkpoint lacks to resume a run, beside weights; empty with `save_only_model`. A file that was not
+    written to its end lacks too: a host that was killed while it saved leaves one beside the other ranks' whole files.
+    """
     if saved_only_model(path):
         return []
-    names = {file.name for file in path.iterdir() if file.suffix not in (".pt", ".pth") or zipfile.is_zipfile(file)}
+    is_written = {file.name: file.suffix not in (".pt", ".pth") or zipfile.is_zipfile(file) for file in path.iterdir()}
     needed = {"random state": RANDOM}
-    if not any(name.startswith("global_step") for name in names):  # DeepSpeed's directory, with optimizer and scheduler
+    if not any(
+        name.startswith("global_step") for name in is_written
+    ):  # DeepSpeed's directory, with optimizer and scheduler
         needed = {"optimizer": OPTIMIZER, "scheduler": re.compile(re.escape(SCHEDULER_NAME))} | needed
-    return [part for part, pattern in needed.items() if not any(map(pattern.fullmatch, names))]
+    found = {part: [is_written[name] for name in is_written if needed[part].fullmatch(name)] for part in needed}
+    return [part for part, files in found.items() if not files or not all(files)]
 
 
 def saved_only_model(path: str | Path) -> bool:
