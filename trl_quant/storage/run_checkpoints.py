@@ -82,11 +82,11 @@ def lacking(path: Path) -> list[str]:
     """
     if saved_only_model(path):
         return []
-    is_written = {file.name: file.suffix not in (".pt", ".pth") or zipfile.is_zipfile(file) for file in path.iterdir()}
+    files = list(path.iterdir())
+    is_written = {file.name: file.suffix not in (".pt", ".pth") or zipfile.is_zipfile(file) for file in files}
     needed = {"random state": RANDOM}
-    if not any(
-        name.startswith("global_step") for name in is_written
-    ):  # DeepSpeed's directory, with optimizer and scheduler
+    # DeepSpeed's directory holds optimizer and scheduler
+    if not any(name.startswith("global_step") for name in is_written):
         needed = {"optimizer": OPTIMIZER, "scheduler": re.compile(re.escape(SCHEDULER_NAME))} | needed
     found = {part: [is_written[name] for name in is_written if needed[part].fullmatch(name)] for part in needed}
     return [part for part, files in found.items() if not files or not all(files)]
