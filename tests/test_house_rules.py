@@ -272,7 +272,7 @@ def imported_modules(sources: Sources) -> dict[str, set[str]]:
 
 
 def in_circles(imported: dict[str, set[str]]) -> Violations:
-    """Those that import each other, also through others."""
+    """Names those that import each other, directly or through others."""
 
     def reached(start: str) -> set[str]:
         seen, rest = set(), [start]

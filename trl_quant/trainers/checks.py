@@ -5,7 +5,7 @@ from torch.nn import Module
 
 
 def check_method(trainer, args) -> None:
-    """Raises `ValueError` for a config whose correction, or way of sampling, is not that of the trainer's class."""
+    """Raises `ValueError` if a config's correction or way of sampling does not fit the trainer's class."""
     method = trainer.config_class.__dataclass_fields__["is_correction"].default
     if method is not None and args.is_correction != method:
         raise ValueError(
