@@ -34,6 +34,8 @@ SHAPES = {  # Qwen2.5; 70b is Llama 3's, with Qwen2.5's vocabulary
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "heads": 40, "kv_heads": 8},
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "heads": 64, "kv_heads": 8},
 }
+VOCABULARY = 152064
+BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12}  # bytes a second, by card
 CUDA = torch.cuda.is_available()
 # The precision that every CPU runs, also without AMX
 PRECISIONS = [name for name, vllm in in_vllm().items() if CUDA or (vllm.cpu and not vllm.amx)]
@@ -45,6 +47,11 @@ START = {"load_format": "dummy"} if CUDA else {}
 
 def machine() -> str:
     return torch.cuda.get_device_name() if CUDA else f"{platform.processor() or platform.machine()} CPU"
+
+
+def bandwidth() -> float:
+    """Returns the memory bandwidth of this GPU in bytes a second; of an unknown one, the H100's."""
+    return next((rate for name, rate in BANDWIDTH.items() if name in machine()), BANDWIDTH["H100"])
 
 
 def commit() -> str:
@@ -91,7 +98,7 @@ def model_directory(size: str, tokenizer=None) -> str:
     from transformers import Qwen2Config
 
     shape = dict(SHAPES[size])
-    vocabulary = 152064
+    vocabulary = VOCABULARY
     if size == "tiny":
         vocabulary = 1024 if tokenizer is None else -(-len(tokenizer) // 64) * 64
     config = Qwen2Config(

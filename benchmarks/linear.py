@@ -25,14 +25,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from engines import SHAPES, call_seconds, machine, save
+from engines import SHAPES, bandwidth, call_seconds, machine, save
 from torch import nn
 
 from trl_quant.formats import quantize
 from trl_quant.layers import FrozenLinear, frozen, frozen_precisions
 
 
-BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12}  # bytes a second, by card
 FLOPS = 990e12  # dense BF16 multiplications and additions a second
 CACHE = 128 << 20  # more than any L2
 MOST_FUSED = 1024  # tokens; the kernel decodes the weight again for each tile of tokens
@@ -100,7 +99,6 @@ class Ways:
 
 
 def products(args, results: dict, deadline: float) -> None:
-    bandwidth = next((rate for name, rate in BANDWIDTH.items() if name in machine()), BANDWIDTH["H100"])
     wins = defaultdict(dict)
     ways = ("bf16", "dequantize", "fused")
     print(f"{'layer':<22}{'tokens':>7} " + "".join(f"{way + ' us':>14}{'limit':>7}{'dB':>6}" for way in ways))
@@ -128,7 +126,7 @@ def products(args, results: dict, deadline: float) -> None:
                             given = calls[0]()
                             took = replayed_seconds(calls if tokens <= 4096 else calls[:2])
                             moved = layer.bytes[way] + x.nbytes + given.nbytes
-                            limit = max(moved / bandwidth, 2 * tokens * shape[0] * shape[1] / FLOPS)
+                            limit = max(moved / bandwidth(), 2 * tokens * shape[0] * shape[1] / FLOPS)
                             row[way] = {"s": took, "limit": limit / took, "dB": sqnr(given, right)}
                             del calls, given
                         except Exception:

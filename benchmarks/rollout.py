@@ -9,10 +9,12 @@ A LoRA policy of rank 32 is merged and synced. Then each prompt of 256 words get
 completions of a prompt in a row as in GRPO. They are sampled through TRL's class and ours, with the arguments of TRL's
 trainer, a real tokenizer, and vLLM's defaults for torch.compile and CUDA graphs. Each engine runs in its own process.
 
-`--profile` adds the time of a decode step by part, from further generations, in milliseconds: the total, the GPU's
-part, and the host's parts. These are the scheduler (`schedule` includes `allocate`), the output processor, the model
-runner (waiting included), `extract`, TRL's conversion of the log-probabilities, and garbage collection, which the
-others include.
+`--profile` adds the time of a decode step by part, from further generations, in milliseconds. First the step, the
+memory's limit (its time for reading the weights and the cached keys and values once) and the GPU's part. Then the parts
+of the GPU's time: products and attention in the layers, the layers' other kernels, the head, and all that follows it
+(sampling and log-probabilities). Then the host's parts: the scheduler (`schedule` includes `allocate`), the output
+processor, the model runner (waiting included), `extract`, TRL's conversion of the log-probabilities, and garbage
+collection, which the others include. The file of `--output` also has each kernel.
 """
 
 import gc
@@ -30,7 +32,9 @@ from engines import (
     CUDA,
     PRECISIONS,
     SHAPES,
+    VOCABULARY,
     Clock,
+    bandwidth,
     build,
     engine_options,
     in_own_process,
@@ -43,6 +47,9 @@ from engines import (
     words_of,
 )
 
+from trl_quant.formats import FORMATS
+from trl_quant.precisions import PRECISIONS as ENTRIES
+
 
 CORE = "llm_engine.engine_core.engine_core"
 RUNNER = "llm_engine.model_executor.driver_worker.model_runner"
@@ -54,7 +61,11 @@ HOST = {  # column of the profile -> object in vLLM's `LLM`, method
     "forward": (RUNNER, "execute_model"),
     "sample": (RUNNER, "sample_tokens"),
 }
-COLUMNS = ("decode", "GPU", *HOST, "extract", "gc")
+PARTS = ("products", "attention", "other", "head", "after")  # of the GPU's time
+COLUMNS = ("decode", "limit", "GPU", *PARTS, *HOST, "extract", "gc")
+# Words in the names of kernels; FlashAttention 3 has "cutlass" in its names, too
+ATTENTION = ("flash", "fmha", "attention", "reshape_and_cache")
+PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "marlin", "splitk", "sm90_xmma")
 
 
 def measure(kind: str, args) -> dict:
@@ -97,24 +108,40 @@ def measure(kind: str, args) -> dict:
         sync, seconds = clock.seconds["sync"], clock.seconds["sample"]
         result[batch] = {"tokens_per_s": len(tokens) / (sync + seconds), "sync_s": sync, "sample_s": seconds}
     if args.profile:
-        steps = {batch: decode_step(partial(sample, prompts[batch]), args.new) for batch in batches}
+        steps = {
+            batch: decode_step(partial(sample, prompts[batch]), args.new, shape["num_hidden_layers"])
+            for batch in batches
+        }
         host = host_clock(engine, lean=kind != "trl" and not args.plain)
         for batch in batches:
             host.seconds.clear()
             sample(prompts[batch], args.new)
             per_step = {name: 1e3 * seconds / args.new for name, seconds in host.seconds.items()}
-            result[batch]["profile"] = per_step | steps[batch]
+            cached = batch * (args.prompt + args.new / 2) * per_token
+            limit = {"limit": 1e3 * (weight_bytes(size, kind) + cached) / bandwidth()} if CUDA else {}
+            result[batch]["profile"] = per_step | limit | steps[batch]
     return result
 
 
-def decode_step(sample, new: int) -> dict[str, float]:
+def weight_bytes(size: str, kind: str) -> float:
+    """Returns the bytes of the weights that a decode step reads: the linear layers' in `kind`, and a BF16 head."""
+    shape, format = SHAPES[size], None if kind == BASELINE else ENTRIES[kind].format
+    bits = 16 if format is None else FORMATS[format].bits
+    hidden = shape["hidden_size"]
+    keys = hidden * shape["kv_heads"] // shape["heads"]
+    layer = hidden * (2 * hidden + 2 * keys + 3 * shape["intermediate_size"])
+    return shape["num_hidden_layers"] * layer * bits / 8 + 2 * VOCABULARY * hidden
+
+
+def decode_step(sample, new: int, layers: int) -> dict:
     """
-    Returns the milliseconds of a decode step in the middle of a generation, and those in which the GPU runs a kernel.
-    Both are differences of two generations, which excludes the prompts, each timed with and without the profiler.
+    Returns the milliseconds of a decode step in the middle of a generation, those in which the GPU runs a kernel, those
+    of each part of its time, and the `kernels`: name, calls and milliseconds in a step, the longest first. All are
+    differences of two generations, which excludes the prompts, each timed with and without the profiler.
     """
     from torch.profiler import ProfilerActivity, profile
 
-    lengths, seconds, busy = (new // 2 - new // 16, new // 2 + new // 16), [], []
+    lengths, seconds, busy, kernels = (new // 2 - new // 16, new // 2 + new // 16), [], [], []
     for length in lengths:
         clock = Clock(synchronize=True)
         with clock.timing("all"):
@@ -126,8 +153,42 @@ def decode_step(sample, new: int) -> dict[str, float]:
                 torch.cuda.synchronize()
             events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
             busy.append(covered(sorted((event.time_range.start, event.time_range.end) for event in events)) / 1e6)
+            kernels.append(by_kernel(events))
+    steps = lengths[1] - lengths[0]
     per_step = {"decode": seconds} | ({"GPU": busy} if CUDA else {})
-    return {name: 1e3 * (long - short) / (lengths[1] - lengths[0]) for name, (short, long) in per_step.items()}
+    result = {name: 1e3 * (long - short) / steps for name, (short, long) in per_step.items()}
+    if not CUDA:
+        return result
+    table = []
+    for name, (calls, took) in kernels[1].items():
+        calls_before, took_before = kernels[0].get(name, (0, 0.0))
+        table.append((name, (calls - calls_before) / steps, (took - took_before) / 1e3 / steps))
+    result |= dict.fromkeys(PARTS, 0.0)
+    for name, calls, took in table:
+        result[part_of(name, calls, layers)] += took
+    return result | {"kernels": sorted(table, key=lambda row: -row[2])[:40]}
+
+
+def by_kernel(events: list) -> dict[str, tuple[int, float]]:
+    """Returns the number of calls of each kernel, and their microseconds."""
+    found: dict[str, tuple[int, float]] = {}
+    for event in events:
+        calls, took = found.get(event.name, (0, 0.0))
+        found[event.name] = calls + 1, took + event.time_range.elapsed_us()
+    return found
+
+
+def part_of(kernel: str, calls: float, layers: int) -> str:
+    """
+    Returns the part of a decode step that a kernel belongs to, by its name and its calls in a step. A kernel that runs
+    less than once in two layers is outside the layers.
+    """
+    name, in_layers = kernel.lower(), calls > layers / 2
+    if any(word in name for word in ATTENTION):
+        return "attention"
+    if any(word in name for word in PRODUCTS):
+        return "products" if in_layers else "head"
+    return "other" if in_layers else "after"
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
