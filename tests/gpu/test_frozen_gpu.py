@@ -49,13 +49,24 @@ def test_numbers_equal_the_cpu(precision):
             assert torch.equal(layer.dequantize(torch.float32).cpu(), on_cpu.dequantize(torch.float32))
 
 
+@pytest.fixture
+def sums_in_float32():
+    """Forbids cuBLAS to add up the parts of a split sum in 16 bits, which it does for some shapes alone."""
+    settings = torch.backends.cuda.matmul  # pytest's monkeypatch cannot restore attributes that are computed
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {name: getattr(settings, name) for name in names}
+    for name in names:
+        setattr(settings, name, False)
+    yield
+    for name, value in before.items():
+        setattr(settings, name, value)
+
+
 @every_precision
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("sums_in_float32")
 def test_products(precision, dtype, monkeypatch):
     """As near to the exact product as `F.linear` on the numbers, whichever way they are multiplied."""
-    # cuBLAS may split a sum and add up its parts in 16 bits, or not, as the shape has it: for both, not
-    for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
-        monkeypatch.setattr(torch.backends.cuda.matmul, name, False)
     for shape in SHAPES:
         layer = layer_of(precision, shape, dtype)
         exact = layer.dequantize().double()
