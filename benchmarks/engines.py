@@ -272,6 +272,20 @@ class Clock:
         setattr(owner, method, watched)
 
 
+def kernels_in(profiler) -> list:
+    """Returns a torch profiler's events on the GPU."""
+    return [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def by_kernel(events: list) -> dict[str, tuple[int, float]]:
+    """Returns the number of calls of each kernel, and their microseconds."""
+    found: dict[str, tuple[int, float]] = {}
+    for event in events:
+        calls, took = found.get(event.name, (0, 0.0))
+        found[event.name] = calls + 1, took + event.time_range.elapsed_us()
+    return found
+
+
 def engine_options(doc: str) -> argparse.ArgumentParser:
     """Returns a parser with the options of every benchmark that samples."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[1])

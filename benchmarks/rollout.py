@@ -36,8 +36,10 @@ from engines import (
     Clock,
     bandwidth,
     build,
+    by_kernel,
     engine_options,
     in_own_process,
+    kernels_in,
     load_tokenizer,
     machine,
     model_directory,
@@ -151,7 +153,7 @@ def decode_step(sample, new: int, layers: int) -> dict:
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 sample(length)
                 torch.cuda.synchronize()
-            events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+            events = kernels_in(profiler)
             busy.append(covered(sorted((event.time_range.start, event.time_range.end) for event in events)) / 1e6)
             kernels.append(by_kernel(events))
     steps = lengths[1] - lengths[0]
@@ -169,24 +171,16 @@ def decode_step(sample, new: int, layers: int) -> dict:
     return result | {"kernels": sorted(table, key=lambda row: -row[2])[:40]}
 
 
-def by_kernel(events: list) -> dict[str, tuple[int, float]]:
-    """Returns the number of calls of each kernel, and their microseconds."""
-    found: dict[str, tuple[int, float]] = {}
-    for event in events:
-        calls, took = found.get(event.name, (0, 0.0))
-        found[event.name] = calls + 1, took + event.time_range.elapsed_us()
-    return found
-
-
 def part_of(kernel: str, calls: float, layers: int) -> str:
     """
     Returns the part of a decode step that a kernel belongs to, by its name and its calls in a step. A kernel that runs
     less than once in two layers is outside the layers.
     """
     name, in_layers = kernel.lower(), calls > layers / 2
-    if any(word in name for word in ATTENTION):
+    fused = name.startswith("triton_")  # by torch.compile, which names the product that takes the result
+    if any(word in name for word in ATTENTION) and not fused:
         return "attention"
-    if any(word in name for word in PRODUCTS):
+    if any(word in name for word in PRODUCTS) and not fused:
         return "products" if in_layers else "head"
     return "other" if in_layers else "after"
 

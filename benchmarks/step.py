@@ -35,7 +35,8 @@ the `max_tokens` of a request, and no token ends a completion earlier. Lengths a
 One trainer runs all shapes, the largest first. The first step of a shape warms up. The table has the medians of the
 others, so phases need not add up to the step. Memory is the peak in these steps: torch's allocations on a GPU, else the
 memory of the process, whose peak only grows. `load` is the host's, just before a trainer starts. `--output` keeps every
-step, and adds to a file that has runs of the same commit, versions and arguments.
+step, and adds to a file that has runs of the same commit, versions and arguments. `--profile` watches the last step's
+update with torch's profiler on a GPU and keeps each kernel's calls and seconds in that file; the step does not count.
 """
 
 import argparse
@@ -57,9 +58,11 @@ from engines import (
     PRECISIONS,
     START,
     Clock,
+    by_kernel,
     commit,
     engine_options,
     in_own_process,
+    kernels_in,
     load_tokenizer,
     machine,
     model_directory,
@@ -69,6 +72,7 @@ from engines import (
     versions,
     words_of,
 )
+from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from trl_quant.precisions import exact_flows, frozen_bases, train_precisions
@@ -214,18 +218,34 @@ class Steps(TrainerCallback):
     """
     Times each step of a training and its phases.
 
+    Parameters:
+        profiled (`int` or `None`): Number of the step whose update the profiler watches, from 0.
+
     Attributes:
         seconds (`list[dict[str, float]]`): Of each step so far, by phase; `step` is the whole.
+        kernels (`list`): Of the profiled update: name, calls and seconds of each kernel, the longest first.
     """
 
-    def __init__(self, trainer):
+    def __init__(self, trainer, profiled: int | None = None):
         self.seconds: list[dict[str, float]] = []
+        self.profiled, self.kernels = profiled, []
+        self.profiler = None
         self.clock = clock = Clock(synchronize=True)
         clock.watch(trainer.vllm_generation, "generate", "sampling")
         clock.watch(trainer.vllm_generation, "sync_weights", "sync")
         without_gradient = lambda: not torch.is_grad_enabled()  # noqa: E731
         clock.watch(trainer, "_get_per_token_logps_and_entropies", "scoring", without_gradient)
         clock.watch(trainer, "_generate_and_score_completions", "generation")
+        generate = trainer._generate_and_score_completions
+
+        def generate_then_profile(inputs):
+            batch = generate(inputs)
+            if len(self.seconds) == self.profiled:
+                self.profiler = profile(activities=[ProfilerActivity.CUDA])
+                self.profiler.start()
+            return batch
+
+        trainer._generate_and_score_completions = generate_then_profile
 
     def on_train_begin(self, args, state, control, **others):
         self.seconds = []
@@ -237,6 +257,12 @@ class Steps(TrainerCallback):
         self.start = self.clock.now()
 
     def on_step_end(self, args, state, control, **others):
+        if self.profiler is not None:
+            torch.cuda.synchronize()
+            self.profiler.stop()
+            table = by_kernel(kernels_in(self.profiler)).items()
+            self.kernels = sorted(((name, calls, took / 1e6) for name, (calls, took) in table), key=lambda row: -row[2])
+            self.profiler = None
         step, found = self.clock.now() - self.start, self.clock.seconds
         phases = {name: found[name] for name in ("sampling", "sync", "scoring")}
         rest = found["generation"] - sum(phases.values())
@@ -262,7 +288,7 @@ def check_lengths(logged: list[dict], drawn: list[list[int]]) -> None:
 
 def measure(args) -> dict:
     trainer = make_trainer(args, load_tokenizer(args.tokenizer))
-    steps = Steps(trainer)
+    steps = Steps(trainer, profiled=args.steps - 1 if args.profile else None)
     trainer.add_callback(steps)
     generate, result = trainer.vllm_generation.llm.generate, {}
     # TRL generates at each multiple of the micro-batches of a generation. The larger goes first, as the smaller divides
@@ -277,7 +303,7 @@ def measure(args) -> dict:
             logged = [entry for entry in trainer.state.log_history if "loss" in entry]
             check_lengths(logged, drawn)
 
-            warm_up, *measured = steps.seconds
+            warm_up, *measured = steps.seconds[: steps.profiled]
             peak = (
                 torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
             )
@@ -289,6 +315,8 @@ def measure(args) -> dict:
                 "peak_bytes": peak,
                 "logp_difference": None if None in differences else max(differences),
             }
+            if args.profile:
+                result[shape_name(completions, new, lengths)]["update_kernels"] = steps.kernels[:80]
     return result
 
 
@@ -317,6 +345,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of lognormal lengths")
     parser.add_argument("--micro", type=int, default=16 if CUDA else 4, help="completions of a micro-batch")
     parser.add_argument("--steps", type=int, default=6, help="of which the first warms up")
+    parser.add_argument("--profile", action="store_true", help="keeps the kernels of the last step's update")
     parser.add_argument("--rounds", type=int, default=1, help="each second one takes the trainers in reverse")
     parser.add_argument("--vllm_gpu_memory_utilization", type=float, default=0.3)
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file, to which runs are added")
@@ -330,6 +359,8 @@ def main():
     args = parser.parse_args()
     if args.one:
         return report(measure(args))
+    if args.profile and (not CUDA or args.steps < 3):
+        parser.error("`--profile` needs a GPU and at least 3 `--steps`")
     try:
         if args.show:
             found = step_runs.read(*args.show)
