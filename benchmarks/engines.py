@@ -36,6 +36,7 @@ SHAPES = {  # Qwen2.5; 70b is Llama 3's, with Qwen2.5's vocabulary
 }
 VOCABULARY = 152064
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12}  # bytes a second, by card
+FLOPS = {"H200": 989e12, "H100": 989e12}  # dense BF16 multiplications and additions a second
 CUDA = torch.cuda.is_available()
 # The precision that every CPU runs, also without AMX
 PRECISIONS = [name for name, vllm in in_vllm().items() if CUDA or (vllm.cpu and not vllm.amx)]
@@ -49,9 +50,10 @@ def machine() -> str:
     return torch.cuda.get_device_name() if CUDA else f"{platform.processor() or platform.machine()} CPU"
 
 
-def bandwidth() -> float:
-    """Returns the memory bandwidth of this GPU in bytes a second; of an unknown one, the H100's."""
-    return next((rate for name, rate in BANDWIDTH.items() if name in machine()), BANDWIDTH["H100"])
+def of_card(rates: dict[str, float], name: str | None = None) -> float:
+    """Returns the rate of this machine's card, or of the one named; of an unknown one, the H100's."""
+    name = machine() if name is None else name
+    return next((rate for card, rate in rates.items() if card in name), rates["H100"])
 
 
 def commit() -> str:

@@ -25,14 +25,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from engines import SHAPES, bandwidth, call_seconds, machine, save
+from engines import BANDWIDTH, FLOPS, SHAPES, call_seconds, machine, of_card, save
 from torch import nn
 
 from trl_quant.formats import quantize
 from trl_quant.layers import FrozenLinear, frozen, frozen_precisions
 
 
-FLOPS = 990e12  # dense BF16 multiplications and additions a second
 CACHE = 128 << 20  # more than any L2
 MOST_FUSED = 1024  # tokens; the kernel decodes the weight again for each tile of tokens
 NEVER, ALWAYS = 0, 1 << 40  # tokens among which `FUSED_TOKENS` is sought
@@ -126,7 +125,7 @@ def products(args, results: dict, deadline: float) -> None:
                             given = calls[0]()
                             took = replayed_seconds(calls if tokens <= 4096 else calls[:2])
                             moved = layer.bytes[way] + x.nbytes + given.nbytes
-                            limit = max(moved / bandwidth(), 2 * tokens * shape[0] * shape[1] / FLOPS)
+                            limit = max(moved / of_card(BANDWIDTH), 2 * tokens * shape[0] * shape[1] / of_card(FLOPS))
                             row[way] = {"s": took, "limit": limit / took, "dB": sqnr(given, right)}
                             del calls, given
                         except Exception:

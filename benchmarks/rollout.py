@@ -28,13 +28,12 @@ from pathlib import Path
 
 import torch
 from engines import (
+    BANDWIDTH,
     BASELINE,
     CUDA,
     PRECISIONS,
     SHAPES,
-    VOCABULARY,
     Clock,
-    bandwidth,
     build,
     by_kernel,
     engine_options,
@@ -43,14 +42,13 @@ from engines import (
     load_tokenizer,
     machine,
     model_directory,
+    of_card,
     policy,
     report,
     save,
     words_of,
 )
-
-from trl_quant.formats import FORMATS
-from trl_quant.precisions import PRECISIONS as ENTRIES
+from limits import cache_bytes, weight_bytes
 
 
 CORE = "llm_engine.engine_core.engine_core"
@@ -74,8 +72,7 @@ def measure(kind: str, args) -> dict:
     (size,), batches, tokenizer = args.sizes, sorted(args.batches), load_tokenizer(args.tokenizer)
     shape, words, generator = SHAPES[size], words_of(tokenizer), random.Random(0)
     path, length = model_directory(size, tokenizer), args.prompt + args.new + 16
-    per_token = 2 * 2 * shape["num_hidden_layers"] * shape["kv_heads"] * shape["hidden_size"] // shape["heads"]
-    arguments = {"kv_cache_memory_bytes": int(1.1 * max(batches) * length * per_token) + (64 << 20)}
+    arguments = {"kv_cache_memory_bytes": int(1.1 * max(batches) * length * cache_bytes(size)) + (64 << 20)}
     if args.enforce_eager or not CUDA:
         arguments["enforce_eager"] = True
     else:
@@ -119,20 +116,11 @@ def measure(kind: str, args) -> dict:
             host.seconds.clear()
             sample(prompts[batch], args.new)
             per_step = {name: 1e3 * seconds / args.new for name, seconds in host.seconds.items()}
-            cached = batch * (args.prompt + args.new / 2) * per_token
-            limit = {"limit": 1e3 * (weight_bytes(size, kind) + cached) / bandwidth()} if CUDA else {}
+            read = weight_bytes(size, "bf16" if kind == BASELINE else kind)
+            read += batch * (args.prompt + args.new / 2) * cache_bytes(size)
+            limit = {"limit": 1e3 * read / of_card(BANDWIDTH)} if CUDA else {}
             result[batch]["profile"] = per_step | limit | steps[batch]
     return result
-
-
-def weight_bytes(size: str, kind: str) -> float:
-    """Returns the bytes of the weights that a decode step reads: the linear layers' in `kind`, and a BF16 head."""
-    shape, format = SHAPES[size], None if kind == BASELINE else ENTRIES[kind].format
-    bits = 16 if format is None else FORMATS[format].bits
-    hidden = shape["hidden_size"]
-    keys = hidden * shape["kv_heads"] // shape["heads"]
-    layer = hidden * (2 * hidden + 2 * keys + 3 * shape["intermediate_size"])
-    return shape["num_hidden_layers"] * layer * bits / 8 + 2 * VOCABULARY * hidden
 
 
 def decode_step(sample, new: int, layers: int) -> dict:

@@ -16,6 +16,9 @@ import json
 import statistics
 from pathlib import Path
 
+from engines import BANDWIDTH
+from limits import sampling_limit, update_limit
+
 
 PHASES = ("sampling", "sync", "scoring", "update", "rest")
 # Trainers that the others are divided by: TRL as it comes, TRL with the switches that help it, ours in BF16
@@ -59,13 +62,30 @@ def print_tables(found: dict) -> None:
         for shape, lengths in found["lengths"].items():
             runs = [run for run in found["runs"] if run["size"] == size and shape in run["results"]]
             if runs:
-                print_table(f"Qwen2.5 {size}, {shape}", lengths[1:], runs, shape)
+                title = f"Qwen2.5 {size}, {shape}"
+                print_table(title, lengths[1:], runs, shape, found["machine"], found["arguments"])
 
 
-def print_table(title: str, lengths: list[list[int]], runs: list[dict], shape: str) -> None:
+def limits_of(run: dict, machine: str, arguments: dict, lengths: list[list[int]]) -> tuple[float, float]:
+    """Returns the least seconds of a run's sampling and of its update: medians over the steps. See `limits.py`."""
+    rollout, _, train = run["trainer"].partition("+")[0].partition("/")
+    rollout = "bf16" if rollout.startswith("trl") else rollout
+    train = train.partition("/")[0] or "bf16"
+    step = (arguments["prompt"], arguments["generations"])
+    return (
+        statistics.median(sampling_limit(run["size"], machine, rollout, *step, each) for each in lengths),
+        statistics.median(
+            update_limit(run["size"], machine, train, *step, each, bool(arguments["lora"])) for each in lengths
+        ),
+    )
+
+
+def print_table(
+    title: str, lengths: list[list[int]], runs: list[dict], shape: str, machine: str, arguments: dict
+) -> None:
     """
     Prints medians of the measured steps. A trainer has one row for each size of its micro-batches; its rounds count
-    together. A phase that no step had is "0".
+    together. A phase that no step had is "0". The limits of two phases are known for the cards of `BANDWIDTH`.
     """
     tokens = [sum(each) for each in lengths]
     mean = sum(tokens) / sum(map(len, lengths))
@@ -84,6 +104,8 @@ def print_table(title: str, lengths: list[list[int]], runs: list[dict], shape: s
 
     headings = ["trainer", "micro", "steps", "step s", "min", "max", *(f"x {name}" for name in baselines)]
     headings += [*PHASES, "tok/s", "peak GiB", "load"]
+    cards = any(card in machine for card in BANDWIDTH)
+    headings += ["sampling limit", "update limit"] if cards else []
     lines = [headings]
     for (trainer, micro), found in rows.items():
         steps, median = seconds_of(found, shape, "step"), medians[trainer, micro]
@@ -98,6 +120,8 @@ def print_table(title: str, lengths: list[list[int]], runs: list[dict], shape: s
         line.append(f"{statistics.median(sampled):.0f}")
         line.append(f"{max(run['results'][shape]['peak_bytes'] for run in found) / 2**30:.1f}")
         line.append(f"{max(run['load'][0] for run in found):.1f}")
+        if cards:
+            line += [f"{seconds:.2f}" for seconds in limits_of(found[0], machine, arguments, lengths)]
         lines.append(line)
     widths = [max(map(len, column)) for column in zip(*lines)]
     for name, *cells in lines:

@@ -1,0 +1,80 @@
+"""
+The least time that a GPU needs for the two long phases of a step.
+
+    sampling = sum over decode steps of  max(bytes / bandwidth, operations / rate)  +  the prompts' operations / rate
+    update   = operations / rate
+
+A decode step reads the weights of the layers, a BF16 head, and the keys and values of all tokens so far, each once. It
+has two operations for each weight and each completion that has not ended.
+
+An update has two operations for each weight of the layers, each token and each product: forward, forward again because
+of gradient checkpointing, dX, and dW if all weights are trained. The head has them for completions alone, without the
+second forward. Attention is causal, has two products in a forward pass, which is computed twice, and five in the
+backward pass.
+
+Each prompt counts once, however many completions it has, and padding does not count. `rate` is that of dense products:
+8-bit ones have twice the rate of BF16, which the head and attention have in every precision.
+"""
+
+from engines import BANDWIDTH, FLOPS, SHAPES, VOCABULARY, of_card
+
+from trl_quant.formats import FORMATS
+from trl_quant.precisions import PRECISIONS
+
+
+def weights_of(size: str) -> tuple[int, int]:
+    """Returns the numbers of weights in the linear layers of all decoder layers, and in the head."""
+    shape = SHAPES[size]
+    hidden = shape["hidden_size"]
+    keys = hidden * shape["kv_heads"] // shape["heads"]
+    layer = hidden * (2 * hidden + 2 * keys + 3 * shape["intermediate_size"])
+    return shape["num_hidden_layers"] * layer, VOCABULARY * hidden
+
+
+def weight_bytes(size: str, precision: str) -> float:
+    """Returns the bytes of the weights that a decode step reads: the linear layers' in `precision`, and a BF16 head."""
+    layers, head = weights_of(size)
+    format = PRECISIONS[precision].format
+    return layers * (16 if format is None else FORMATS[format].bits) / 8 + 2 * head
+
+
+def cache_bytes(size: str) -> int:
+    """Returns the bytes of one token's keys and values in BF16."""
+    shape = SHAPES[size]
+    return 2 * 2 * shape["num_hidden_layers"] * shape["kv_heads"] * shape["hidden_size"] // shape["heads"]
+
+
+def rate_of(precision: str, machine: str) -> float:
+    """Returns the operations a second of products whose weights and inputs are in `precision`."""
+    format = PRECISIONS[precision].format
+    has_8_bit_inputs = format is not None and FORMATS[format].activations is not None
+    return of_card(FLOPS, machine) * (2 if has_8_bit_inputs else 1)
+
+
+def sampling_limit(size: str, machine: str, precision: str, prompt: int, generations: int, lengths: list[int]) -> float:
+    """Returns the least seconds for sampling completions of these `lengths` on prompts of `prompt` tokens."""
+    layers, head = weights_of(size)
+    bandwidth, rate, rate_16 = of_card(BANDWIDTH, machine), rate_of(precision, machine), rate_of("bf16", machine)
+    prompts = len(lengths) / generations
+    seconds = 2 * layers * prompts * prompt / rate
+    for step in range(max(lengths)):
+        active = sum(length > step for length in lengths)
+        read = weight_bytes(size, precision) + active * (prompt + step) * cache_bytes(size)
+        multiplied = 2 * active * (layers / rate + head / rate_16)
+        seconds += max(read / bandwidth, multiplied)
+    return seconds
+
+
+def update_limit(
+    size: str, machine: str, precision: str, prompt: int, generations: int, lengths: list[int], lora: bool = True
+) -> float:
+    """Returns the least seconds for an update with gradient checkpointing, its products in `precision`."""
+    layers, head = weights_of(size)
+    shape, completions = SHAPES[size], sum(lengths)
+    prompts = len(lengths) / generations
+    products = 3 if lora else 4
+    seconds = 2 * products * layers * (completions + prompts * prompt) / rate_of(precision, machine)
+    # Of a token with each token before it: one product for the scores and one for their sums, `hidden_size` each
+    pairs = prompts * prompt**2 / 2 + sum(length * prompt + length**2 / 2 for length in lengths)
+    attention = 2 * shape["hidden_size"] * shape["num_hidden_layers"] * pairs * (2 * 2 + 5)
+    return seconds + (2 * (2 if lora else 3) * head * completions + attention) / rate_of("bf16", machine)
