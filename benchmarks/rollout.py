@@ -26,7 +26,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-import torch
+from decode import PARTS, decode_step
 from engines import (
     BANDWIDTH,
     BASELINE,
@@ -35,10 +35,8 @@ from engines import (
     SHAPES,
     Clock,
     build,
-    by_kernel,
     engine_options,
     in_own_process,
-    kernels_in,
     load_tokenizer,
     machine,
     model_directory,
@@ -61,11 +59,7 @@ HOST = {  # column of the profile -> object in vLLM's `LLM`, method
     "forward": (RUNNER, "execute_model"),
     "sample": (RUNNER, "sample_tokens"),
 }
-PARTS = ("products", "attention", "other", "head", "after")  # of the GPU's time
 COLUMNS = ("decode", "limit", "GPU", *PARTS, *HOST, "extract", "gc")
-# Words in the names of kernels; FlashAttention 3 has "cutlass" in its names, too
-ATTENTION = ("flash", "fmha", "attention", "reshape_and_cache")
-PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "marlin", "splitk", "sm90_xmma")
 
 
 def measure(kind: str, args) -> dict:
@@ -121,65 +115,6 @@ def measure(kind: str, args) -> dict:
             limit = {"limit": 1e3 * read / of_card(BANDWIDTH)} if CUDA else {}
             result[batch]["profile"] = per_step | limit | steps[batch]
     return result
-
-
-def decode_step(sample, new: int, layers: int) -> dict:
-    """
-    Returns the milliseconds of a decode step in the middle of a generation, those in which the GPU runs a kernel, those
-    of each part of its time, and the `kernels`: name, calls and milliseconds in a step, the longest first. All are
-    differences of two generations, which excludes the prompts, each timed with and without the profiler.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    lengths, seconds, busy, kernels = (new // 2 - new // 16, new // 2 + new // 16), [], [], []
-    for length in lengths:
-        clock = Clock(synchronize=True)
-        with clock.timing("all"):
-            sample(length)
-        seconds.append(clock.seconds["all"])
-        if CUDA:
-            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-                sample(length)
-                torch.cuda.synchronize()
-            events = kernels_in(profiler)
-            busy.append(covered(sorted((event.time_range.start, event.time_range.end) for event in events)) / 1e6)
-            kernels.append(by_kernel(events))
-    steps = lengths[1] - lengths[0]
-    per_step = {"decode": seconds} | ({"GPU": busy} if CUDA else {})
-    result = {name: 1e3 * (long - short) / steps for name, (short, long) in per_step.items()}
-    if not CUDA:
-        return result
-    table = []
-    for name, (calls, took) in kernels[1].items():
-        calls_before, took_before = kernels[0].get(name, (0, 0.0))
-        table.append((name, (calls - calls_before) / steps, (took - took_before) / 1e3 / steps))
-    result |= dict.fromkeys(PARTS, 0.0)
-    for name, calls, took in table:
-        result[part_of(name, calls, layers)] += took
-    return result | {"kernels": sorted(table, key=lambda row: -row[2])[:40]}
-
-
-def part_of(kernel: str, calls: float, layers: int) -> str:
-    """
-    Returns the part of a decode step that a kernel belongs to, by its name and its calls in a step. A kernel that runs
-    less than once in two layers is outside the layers.
-    """
-    name, in_layers = kernel.lower(), calls > layers / 2
-    fused = name.startswith("triton_")  # by torch.compile, which names the product that takes the result
-    if any(word in name for word in ATTENTION) and not fused:
-        return "attention"
-    if any(word in name for word in PRODUCTS) and not fused:
-        return "products" if in_layers else "head"
-    return "other" if in_layers else "after"
-
-
-def covered(spans: list[tuple[float, float]]) -> float:
-    """Returns the length that sorted spans cover together."""
-    total, until = 0.0, 0.0
-    for start, end in spans:
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
 
 
 def host_clock(engine, lean: bool) -> Clock:
