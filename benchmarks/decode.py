@@ -4,7 +4,8 @@ Times the GPU's part of a decode step in vLLM alone, by format of the weights an
     python benchmarks/decode.py --kinds fp8 w4a8 --batches 8 64
 
 Each kind runs in its own process, with dummy weights in the shapes of Qwen2.5, prompts of 256 tokens, log-probabilities
-of the sampled tokens, and no text. All start at the same time, and are measured one after the other.
+of the sampled tokens, and no text. All start at the same time. Once all have started, they are measured one after the
+other, while the others wait.
 
 | part | is |
 |---|---|
@@ -18,13 +19,12 @@ A kernel belongs to a part by its name and by its number of calls in a step.
 """
 
 import argparse
-import fcntl
 import json
 import os
 import random
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -170,18 +170,28 @@ def measure(kind: str, args) -> dict:
         logprobs_mode="processed_logprobs",
         **arguments,
     )
-    with open(args.lock, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        found = {}
-        for batch in args.batches:
-            prompts = [{"prompt_token_ids": random.Random(i).choices(range(1000), k=args.prompt)} for i in range(batch)]
+    print("READY", flush=True)
+    sys.stdin.readline()  # its turn
+    found = {}
+    for batch in args.batches:
+        prompts = [{"prompt_token_ids": random.Random(i).choices(range(1000), k=args.prompt)} for i in range(batch)]
 
-            def sample(length: int, prompts=prompts) -> None:
-                asked = SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
-                llm.generate(prompts, asked, use_tqdm=False)
+        def sample(length: int, prompts=prompts) -> None:
+            asked = SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
+            llm.generate(prompts, asked, use_tqdm=False)
 
-            found[batch] = decode_step(sample, args.new, SHAPES[args.size]["num_hidden_layers"])
+        found[batch] = decode_step(sample, args.new, SHAPES[args.size]["num_hidden_layers"])
     return found
+
+
+def next_line(process: subprocess.Popen, wanted: str, until: float) -> str | None:
+    """Returns the rest of the next line that starts with `wanted`; `None` if the process ends before, or is killed."""
+    timer = threading.Timer(max(0.0, until - time.monotonic()), process.kill)
+    timer.start()
+    try:
+        return next((line.removeprefix(wanted) for line in process.stdout if line.startswith(wanted)), None)
+    finally:
+        timer.cancel()
 
 
 def main():
@@ -196,35 +206,28 @@ def main():
     parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git")
     parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--lock", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         return report(measure(args.one, args))
 
-    begin, running = time.monotonic(), {}
+    until, started, results = time.monotonic() + args.timeout, {}, {}
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"} | os.environ
-    with tempfile.TemporaryDirectory() as directory:
-        for kind in args.kinds:
-            command = [sys.executable, *sys.argv, "--one", kind, "--lock", f"{directory}/lock"]
-            output = Path(directory, kind.replace(" ", "-"))
-            with output.open("w") as file:
-                running[kind] = subprocess.Popen(command, stdout=file, stderr=file, env=environment), output
-        results = {}
-        for kind, (process, output) in running.items():
-            try:
-                process.wait(max(1.0, args.timeout - (time.monotonic() - begin)))
-            except subprocess.TimeoutExpired:
-                process.kill()
-            lines = output.read_text().splitlines()
-            found = [line.removeprefix("RESULT ") for line in lines if line.startswith("RESULT ")]
-            error = next((line for line in reversed(lines) if "Error" in line), "took too long")
-            results[kind] = json.loads(found[-1]) if found else {"error": error}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    for kind in args.kinds:
+        started[kind] = subprocess.Popen([sys.executable, *sys.argv, "--one", kind], env=environment, **pipes)
+    ready = {kind: next_line(process, "READY", until) is not None for kind, process in started.items()}
+    for kind, process in started.items():
+        if ready[kind]:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        found = next_line(process, "RESULT ", until) if ready[kind] else None
+        results[kind] = json.loads(found) if found else {"error": "it failed, or took too long"}
     print(f"{machine()}, Qwen2.5 {args.size}, milliseconds of a decode step")
     columns = ("decode", "GPU", *PARTS)
     print(f"{'kind':<28}{'batch':>6}" + "".join(f"{name:>11}" for name in columns))
     for kind, rows in results.items():
         if "error" in rows:
-            print(f"{kind:<28}{rows['error'][:150]}")
+            print(f"{kind:<28}{rows['error']}")
             continue
         for batch, row in rows.items():
             cells = "".join(f"{row[name]:>11.3f}" if name in row else f"{'-':>11}" for name in columns)

@@ -175,12 +175,15 @@ def test_server_that_reports_raw_logprobs_and_takes_no_weights(tmp_path, model, 
     """As `vllm serve` does without further flags: the stand-in tells what such a server would, in vLLM's own words."""
     settings = AsyncEngineArgs(model=int8_model, dtype="bfloat16", enforce_eager=True, max_model_len=512)
     info = PydanticVllmConfig.dump_python(settings.create_engine_config(), mode="json", fallback=str)
+    assert info["speculative_config"] is None
+    info["speculative_config"] = {"method": "ngram"}
     info["cache_config"] |= {"cache_dtype": "nvfp4", "calculate_kv_scales": True}
     answers = StandIn.answers | {"/server_info?config_format=json": {"vllm_config": info}}
     monkeypatch.setattr(StandIn, "answers", answers)
     text = refusal(tmp_path, stand_in, model, "int8")
     wrong, command = text.split("Start it")
     assert "`--kv-cache-dtype nvfp4`, and the self-check computes auto, bf" in wrong and "-kv-scales`, whose" in wrong
+    assert "`--speculative-config`: speculative decoding returns NaN" in wrong
     assert "raw_logprobs" in wrong and "no `--weight-transfer-config`" in wrong and "precision" not in wrong
     assert "--logprobs-mode processed_logprobs" in command and "--weight-transfer-config" in command
     assert "the precision 'int8', and `rollout_precision`='bf16'" in refusal(tmp_path, stand_in, model, "bf16")

@@ -227,6 +227,10 @@ def test_names_stay_trls(tmp_path):
         ({"vllm_engine_kwargs": {"max_model_len": 5}}, ["max_model_len", "vllm_max_model_length"]),
         ({"vllm_engine_kwargs": {"kv_cache_dtype": "nvfp4"}}, ["kv_cache_dtype", "'nvfp4'", "'auto'", "'fp8_e5m2'"]),
         ({"vllm_engine_kwargs": {"calculate_kv_scales": True}}, ["calculate_kv_scales", "stale", "Leave it out"]),
+        (
+            {"vllm_engine_kwargs": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}},
+            ["'speculative_config'={'method': 'ngram'", "log-probabilities", "Leave it out"],
+        ),
         ({"lora_sync": "files"}, ["lora_sync", "'files'", "'adapter'"]),
         ({"vllm_sleep_level": 3}, ["vllm_sleep_level", "3"]),
         ({"sync_check_steps": -1}, ["sync_check_steps", "-1"]),

@@ -33,6 +33,7 @@ from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .base import VLLMBase
 from .client import Client, not_vllm
 from .support import (
+    SPECULATION,
     check_version,
     differences,
     outside_decoder,
@@ -112,6 +113,8 @@ class VLLMServerEngine(VLLMBase):
         wrong = []
         if served["logprobs_mode"] != "processed_logprobs":
             wrong.append(f"`--logprobs-mode {served['logprobs_mode']}`, and 'processed_logprobs' is needed")
+        if info.get("speculative_config"):
+            wrong.append(f"`--speculative-config`: {SPECULATION}")
         transfer = info.get("weight_transfer_config")
         if transfer is None:
             wrong.append(f"no `--weight-transfer-config`, and {BACKEND!r} is needed")

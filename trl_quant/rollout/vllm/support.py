@@ -94,6 +94,13 @@ def check_version() -> None:
         )
 
 
+# Seen with n-gram speculation in vLLM 0.31 on a CPU at temperature 1; tests/test_vllm_sampling.py repeats it
+SPECULATION = (
+    "speculative decoding returns NaN, or values that are nats away, for the log-probabilities of most sampled tokens, "
+    "and corrections and metrics need them"
+)
+
+
 def check_engine_kwargs(kwargs: dict) -> None:
     """Raises `ValueError` for `vllm_engine_kwargs` that vLLM lacks, that are set elsewhere, or that break the check."""
     reserved = [f"{name!r} (set by {RESERVED[name]})" for name in kwargs if name in RESERVED]
@@ -104,6 +111,11 @@ def check_engine_kwargs(kwargs: dict) -> None:
             "`vllm_engine_kwargs` has 'calculate_kv_scales'=True: vLLM would take the scales of its KV cache from its "
             "first batch and keep them, so they would be stale after the first sync. Leave it out: the scales are "
             "then 1, or those of the checkpoint."
+        )
+    if kwargs.get("speculative_config"):
+        raise ValueError(
+            f"`vllm_engine_kwargs` has 'speculative_config'={kwargs['speculative_config']!r}: {SPECULATION}. Leave it "
+            "out."
         )
     cache = kwargs.get("kv_cache_dtype", "auto")
     allowed = (*UNQUANTIZED, *CACHE_FORMATS)
