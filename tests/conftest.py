@@ -1,5 +1,6 @@
 """Settings of every test: no hub, no progress bars, deterministic, one set of helpers importable by name."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,15 @@ def pytest_collection_modifyitems(items):
     """Files with slow tests come first: started last, they would keep one of two processes busy alone."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage_is_of_this_module():
+    """Imports and the engines of earlier modules stay until the end: nothing looks through them again and again."""
+    import garbage
+
+    gc.collect()
+    garbage.leave_out_all_there_is()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,6 +16,8 @@ import tempfile
 from multiprocessing import get_context
 from multiprocessing.forkserver import ensure_running
 
+import garbage
+
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else a fork cannot use a GPU that its parent asked for
 server = get_context("forkserver")
@@ -70,6 +72,7 @@ def python(arguments: list[str], environment: dict[str, str], directory: str, fi
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler as launcher
 
     launcher.Popen = Rank
+    garbage.leave_out_all_there_is()
     os.setsid()
     os.chdir(directory)
     os.environ.clear()
