@@ -237,7 +237,9 @@ def main(payload: str) -> None:
     except Exception as error:
         first_line = str(error).partition("\n")[0]
         result = {"error": f"{type(error).__name__}: {first_line}"}
-    print(f"{RESULT_LINE}{json.dumps(result)}", flush=True)
+    # In one piece, with the end of the line: where output is not buffered, as under torch's launcher, `print` writes the
+    # two one after the other, and another rank's line gets between them.
+    os.write(1, f"{RESULT_LINE}{json.dumps(result)}\n".encode())
 
 
 if __name__ == "__main__":
