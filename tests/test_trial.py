@@ -1,6 +1,8 @@
 """What `rollout_precision="auto"` measures: an engine with the run's own arguments, weights and way of syncing."""
 
+import base64
 import os
+import pickle
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -218,6 +220,25 @@ def test_two_ranks_of_their_own(model, tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
     # Engines of other tests have files while they start.
     assert any(time.sleep(1) or before >= {*shared_memory.glob("trl_quant_*")} for _ in range(60))
+
+
+def test_a_result_is_printed_in_one_piece(monkeypatch):
+    """With the end of its line, so that no other rank's line gets between the two: here a read gets one write."""
+    reads, writes = os.pipe2(os.O_DIRECT)
+    monkeypatch.setattr(trial, "build", lambda *args: {}["no engine"])
+    output = os.dup(1)
+    try:
+        os.dup2(writes, 1)
+        trial.main(base64.b64encode(pickle.dumps((None, "int8"))).decode())
+        os.set_blocking(reads, False)
+        printed = os.read(reads, 4096).decode()
+        with pytest.raises(BlockingIOError):
+            os.read(reads, 4096)
+    finally:
+        os.dup2(output, 1)
+        for number in (reads, writes, output):
+            os.close(number)
+    assert printed == trial.RESULT_LINE + '{"error": "KeyError: \'no engine\'"}\n'
 
 
 def test_a_process_that_is_killed(model, tmp_path, monkeypatch):

@@ -237,8 +237,8 @@ def main(payload: str) -> None:
     except Exception as error:
         first_line = str(error).partition("\n")[0]
         result = {"error": f"{type(error).__name__}: {first_line}"}
-    # In one piece, with the end of the line: where output is not buffered, as under torch's launcher, `print` writes the
-    # two one after the other, and another rank's line gets between them.
+    # In one piece, with the end of the line: where output is not buffered, as under torch's launcher, `print` writes
+    # that separately, and another rank's line may come between.
     os.write(1, f"{RESULT_LINE}{json.dumps(result)}\n".encode())
 
 
