@@ -184,6 +184,7 @@ def test_two_ranks_of_their_own(model, tmp_path, monkeypatch):
     warm.ensure_running()
     monkeypatch.setattr("tempfile.tempdir", short := tempfile.mkdtemp())  # sockets have short names
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # each rank would compile for as long as all else takes
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     settings = {
         "tensor_parallel_size": 2,

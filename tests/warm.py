@@ -78,6 +78,10 @@ def python(arguments: list[str], environment: dict[str, str], directory: str, fi
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
+    if environment.get("TORCHDYNAMO_DISABLE") == "1":  # which a new process reads as it imports what is compiled
+        import torch._dynamo
+
+        torch._dynamo.config.disable = True
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     for stream, file in zip((1, 2), files):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), stream)
