@@ -180,7 +180,13 @@ def test_two_ranks_of_their_own(model, tmp_path, monkeypatch):
     if torch.cuda.device_count() == 1:
         pytest.skip("needs two GPUs")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(trial, "subprocess", warm)
+    ended = []
+
+    def run(*args, **kwargs):
+        ended.append(warm.run(*args, **kwargs))
+        return ended[-1]
+
+    monkeypatch.setattr(trial, "subprocess", SimpleNamespace(run=run))
     warm.ensure_running()
     monkeypatch.setattr("tempfile.tempdir", short := tempfile.mkdtemp())  # sockets have short names
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
@@ -209,7 +215,8 @@ def test_two_ranks_of_their_own(model, tmp_path, monkeypatch):
         with ThreadPoolExecutor(1 if GPU else 2) as pool:
             speeds = list(pool.map(trial.measure, [possible] * 2, ["int8"] * 2))
         for speed in speeds:
-            assert isinstance(speed, trial.Speed) and 0 < speed.step < 10 and 0 < speed.sync < 10, speed
+            assert isinstance(speed, trial.Speed), (speed, *(done.stderr[-4000:] for done in ended))
+            assert 0 < speed.step < 10 and 0 < speed.sync < 10
         impossible = settings | {"engine_kwargs": SMALL | {"kv_cache_memory_bytes": 1}}
         reason = trial.measure(trial.Trial.of(policy, accelerator, impossible), "int8")
         assert "memory" in reason and "Error: " in reason and "\n" not in reason

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -235,6 +236,7 @@ def main(payload: str) -> None:
         if not engine.accelerator.is_main_process:
             return
     except Exception as error:
+        traceback.print_exc()
         first_line = str(error).partition("\n")[0]
         result = {"error": f"{type(error).__name__}: {first_line}"}
     # In one piece, with the end of the line: where output is not buffered, as under torch's launcher, `print` writes
