@@ -1,5 +1,6 @@
 """Settings of every test: no hub, no progress bars, deterministic, one set of helpers importable by name."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -15,9 +16,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_collection_modifyitems(items):
-    """Files with slow tests come first: started last, they would keep one of two processes busy alone."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Files with slow tests come first, then those with engines: the last ones should be short for either process."""
+    slow, engines = ({item.path for item in items if item.get_closest_marker(name)} for name in ("slow", "vllm"))
+    items.sort(key=lambda item: (item.path not in slow, item.path not in engines))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage_is_of_this_module():
+    """Imports and the engines of earlier modules stay until the end: nothing looks through them again and again."""
+    import garbage
+
+    gc.collect()
+    garbage.leave_out_all_there_is()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -130,13 +130,17 @@ def test_the_fastest_is_kept(tmp_path, monkeypatch, capfd):
     warm.ensure_running()
 
     def remember(asked, precision):
-        """In processes of their own, which leave no files; the first begins with nothing imported, as a user's."""
+        """
+        In processes of their own, which leave no files; the first begins with nothing imported and compiles, as a
+        user's.
+        """
         with monkeypatch.context() as patch:
             patch.setattr("tempfile.tempdir", here := tempfile.mkdtemp())  # sockets have short names
             patch.chdir(here)
             patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
             if measured:
                 patch.setattr(trial, "subprocess", warm)
+                patch.setenv("TORCHDYNAMO_DISABLE", "1")
             measured[precision] = measure(asked, precision)
         os.rmdir(here)  # which is empty
         return measured[precision]
@@ -171,6 +175,7 @@ def test_why_nothing_was_chosen(tmp_path, monkeypatch):
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
     monkeypatch.setattr(auto, "supported_precisions", lambda: {"int8": None, "fp8": "no kernel"})
     monkeypatch.setattr(trial, "subprocess", warm)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     impossible = settings(tmp_path, vllm_engine_kwargs=SMALL | {"kv_cache_memory_bytes": 1})
     with pytest.raises(RuntimeError, match=r"'auto'.*no engine.*int8: .*memory"):
         make(QuantGRPOTrainer, impossible, model=model)

@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -184,14 +183,19 @@ def save_tokenizer(path: Path) -> Path:
     return path
 
 
-def test_trainers_get_the_lengths_that_were_drawn(tmp_path):
+def test_trainers_get_the_lengths_that_were_drawn(tmp_path, step, monkeypatch, capsys):
+    """The trainer in a process of its own, which is the script's; the tables are the same when they are shown again."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     output = tmp_path / "runs.json"
-    options = ["--tokenizer", save_tokenizer(tmp_path / "tokenizer.json"), "--sizes", "tiny", "--generations", "2"]
-    options += ["--trainers", "bf16", "--completions", "4x16", "--steps", "3", *LOGNORMAL, "--median", "6"]
-    command = [sys.executable, BENCHMARKS / "step.py", *options, "--output", output]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["--tokenizer", save_tokenizer(tmp_path / "tokenizer.json"), "--sizes", "tiny", "--generations", "2"]
+    words += ["--trainers", "bf16", "--completions", "4x16", "--steps", "3", *LOGNORMAL, "--median", "6"]
+
+    def printed(*words) -> str:
+        monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "step.py"), *map(str, words)])
+        step.main()
+        return capsys.readouterr().out.strip()
+
+    done = printed(*words, "--output", output)
     found = json.loads(output.read_text())
     (lengths,) = found["lengths"].values()
     assert len(set(map(tuple, lengths))) == 3
@@ -202,5 +206,5 @@ def test_trainers_get_the_lengths_that_were_drawn(tmp_path):
         assert seconds["sampling"] > 0 and seconds["update"] > 0 and seconds["scoring"] == 0
         phases = sum(seconds[phase] for phase in ("sampling", "sync", "scoring", "update", "rest"))
         assert math.isclose(phases, seconds["step"], rel_tol=1e-6)
-    shown = subprocess.run([sys.executable, BENCHMARKS / "step.py", "--show", output], capture_output=True, text=True)
-    assert shown.stdout.strip() and shown.stdout.strip() in done.stdout
+    shown = printed("--show", output)
+    assert shown and shown in done

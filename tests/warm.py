@@ -16,6 +16,8 @@ import tempfile
 from multiprocessing import get_context
 from multiprocessing.forkserver import ensure_running
 
+import garbage
+
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else a fork cannot use a GPU that its parent asked for
 server = get_context("forkserver")
@@ -70,11 +72,16 @@ def python(arguments: list[str], environment: dict[str, str], directory: str, fi
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler as launcher
 
     launcher.Popen = Rank
+    garbage.leave_out_all_there_is()
     os.setsid()
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
+    if environment.get("TORCHDYNAMO_DISABLE") == "1":  # which a new process reads as it imports what is compiled
+        import torch._dynamo
+
+        torch._dynamo.config.disable = True
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     for stream, file in zip((1, 2), files):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), stream)

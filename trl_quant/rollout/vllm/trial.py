@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -235,9 +236,12 @@ def main(payload: str) -> None:
         if not engine.accelerator.is_main_process:
             return
     except Exception as error:
+        traceback.print_exc()
         first_line = str(error).partition("\n")[0]
         result = {"error": f"{type(error).__name__}: {first_line}"}
-    print(f"{RESULT_LINE}{json.dumps(result)}", flush=True)
+    # In one piece, with the end of the line: where output is not buffered, as under torch's launcher, `print` writes
+    # that separately, and another rank's line may come between.
+    os.write(1, f"{RESULT_LINE}{json.dumps(result)}\n".encode())
 
 
 if __name__ == "__main__":
