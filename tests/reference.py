@@ -347,6 +347,7 @@ def diagnostics(rollout_logps, old_logps, mask, cap=math.inf):
         "mismatch/same_fraction": mean([float(x == y) for x, y in zip(q, p)]),
         "mismatch/unscored_fraction": (everything - len(tokens)) / everything if everything else 0.0,
         **by_position(tokens, w),
+        **by_turn(tokens, w, mask),
     }
 
 
@@ -358,6 +359,24 @@ def by_position(tokens, w):
         if inside:
             found[f"mismatch/by_position/{first}-{'' if end == math.inf else end - 1}"] = mean(inside)
     return found
+
+
+def by_turn(tokens, w, mask):
+    """The k3 estimate of the turns, which masked tokens part, where any completion has a second one."""
+    turn_of = {}
+    for b in range(mask.shape[0]):
+        turn, before = 0, False
+        for t in range(mask.shape[1]):
+            turn += bool(mask[b, t]) and not before
+            before = bool(mask[b, t])
+            turn_of[b, t] = turn
+    edges, found = [1, 2, 3, 5, 9, 17, 33, math.inf], {}
+    for first, end in itertools.pairwise(edges):
+        inside = [x - 1 - math.log(x) for place, x in zip(tokens, w) if first <= turn_of[place] < end]
+        if inside:
+            last = "" if end == math.inf else end - 1
+            found[f"mismatch/by_turn/{first}" if first == last else f"mismatch/by_turn/{first}-{last}"] = mean(inside)
+    return found if len(found) > 1 else {}
 
 
 # Noise (QeRL algorithm 1) and scaling (QuRL eq. 11)
