@@ -42,7 +42,7 @@ SMALL = {
 }
 # Names on these pages that are neither fields, precisions nor metrics, by whose they are
 FOREIGN = {
-    "trl": {"sequence_mask", "save_model", "peft_config", "rollout_func"},
+    "trl": {"sequence_mask", "save_model", "peft_config", "rollout_func", "environment_factory", "env_mask"},
     "peft": {"lora_dropout", "modules_to_save"},
     "transformers": {"do_sample", "is_causal"},
     "trl_quant": {"trl_quant"},
