@@ -451,12 +451,15 @@ def test_vllm_ends_as_a_fresh_engine(tmp_path):
         ),
         (
             {"importance_sampling_level": "sequence"},
-            "`importance_sampling_level`='sequence' acts only with a correction that weighs tokens, and "
-            "`is_correction` is 'trl'",
+            "`importance_sampling_level`='sequence' acts only with a correction whose weights differ between the "
+            "levels, and `is_correction` is 'trl'",
         ),
-        (
-            {"rollout_precision": "int8", "is_correction": "none", "importance_sampling_level": "sequence"},
-            "acts only with a correction that weighs tokens",
+        *(
+            (
+                {"rollout_precision": "int8", "is_correction": name, "importance_sampling_level": "sequence"},
+                f"differ between the levels, and `is_correction` is '{name}'",
+            )
+            for name in ("none", "coupled", "geometric")
         ),
         (
             {"rollout_precision": "int8", "is_correction": "dppo", "importance_sampling_level": "sequence"},

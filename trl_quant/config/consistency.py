@@ -94,8 +94,8 @@ def check_rloo(args) -> None:
         raise ValueError(
             f"`is_correction`={args.is_correction!r} is TRL's own, and TRL's RLOO has none. Use {listed(usable)}."
         )
-    if kind.applied_by_trl or kind.ignores_sampler:
-        reason = f"a correction that weighs tokens, and `is_correction` is {args.is_correction!r}"
+    if kind.applied_by_trl or not kind.has_levels:
+        reason = f"a correction whose weights differ between the levels, and `is_correction` is {args.is_correction!r}"
         _refuse_set(args, ["importance_sampling_level"], reason)
     elif args.importance_sampling_level != "token":
         _check_level(args)
