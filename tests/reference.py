@@ -200,6 +200,49 @@ HYPERPARAMETERS = {
 }
 
 
+# RLOO: the ratio of a whole completion, and weights of tokens or of sequences
+
+
+def rloo_gradient(
+    name, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, level="token", **hyperparameters
+):
+    """
+    The gradient of RLOO's objective, to be maximised, with respect to each `logps[b, t]`: R A w_t / B, where `min(R A,
+    clip(R) A)` is not clipped, with R = exp(sum_t (logps - proximal)); 0 on clipped completions and on masked tokens.
+    """
+    pi = logps if name in ("trm", "dppo") else old_logps  # these two compare the sampler with the current policy
+    gradient = torch.zeros_like(logps)
+    for b in range(mask.shape[0]):
+        tokens = [t for row, t in unmasked(mask) if row == b]
+        log_ratio = 0.0
+        for t in tokens:
+            proximal = rollout_logps if name == "coupled" and math.isfinite(rollout_logps[b, t]) else pi
+            log_ratio += logps[b, t].item() - proximal[b, t].item()
+        ratio, a = math.exp(log_ratio), advantages[b].item()
+        clipped = min(max(ratio, 1 - epsilon_low), 1 + epsilon_high)
+        if clipped * a < ratio * a:
+            continue
+        for t in tokens:
+            w = rloo_weight(name, pi, rollout_logps, advantages, mask, b, t, level, **hyperparameters)
+            gradient[b, t] = ratio * a * w / mask.shape[0]
+    return gradient
+
+
+def rloo_weight(name, pi, rollout_logps, advantages, mask, b, t, level, **hyperparameters):
+    """The weight of one token; at the level of sequences that of the product of its sequence's ratios."""
+    w = weight(rollout_logps, pi, b, t)
+    if level == "sequence":
+        w = math.exp(sum(log_ratios(pi, rollout_logps, mask, b)))
+    if name in DROPS and DROPS[name](pi, rollout_logps, advantages, mask, **hyperparameters)(b, t):
+        return 0.0
+    if name in ("none", "coupled", "geometric"):
+        return 1.0
+    cap = hyperparameters.get("cap", {"tis": 2.0, "ais": 5.0, "dppo": 10.0}.get(name, math.inf))
+    if name == "ais":
+        return 1 + ais_alpha(rollout_logps, pi, advantages, mask, **hyperparameters)["ais/alpha"] * (min(w, cap) - 1)
+    return min(w, cap)
+
+
 # What is dropped: whether a method drops token (b, t), for a policy `pi` against the sampler
 
 
@@ -304,6 +347,7 @@ def diagnostics(rollout_logps, old_logps, mask, cap=math.inf):
         "mismatch/same_fraction": mean([float(x == y) for x, y in zip(q, p)]),
         "mismatch/unscored_fraction": (everything - len(tokens)) / everything if everything else 0.0,
         **by_position(tokens, w),
+        **by_turn(tokens, w, mask),
     }
 
 
@@ -315,6 +359,24 @@ def by_position(tokens, w):
         if inside:
             found[f"mismatch/by_position/{first}-{'' if end == math.inf else end - 1}"] = mean(inside)
     return found
+
+
+def by_turn(tokens, w, mask):
+    """The k3 estimate of the turns, which masked tokens part, where any completion has a second one."""
+    turn_of = {}
+    for b in range(mask.shape[0]):
+        turn, before = 0, False
+        for t in range(mask.shape[1]):
+            turn += bool(mask[b, t]) and not before
+            before = bool(mask[b, t])
+            turn_of[b, t] = turn
+    edges, found = [1, 2, 3, 5, 9, 17, 33, math.inf], {}
+    for first, end in itertools.pairwise(edges):
+        inside = [x - 1 - math.log(x) for place, x in zip(tokens, w) if first <= turn_of[place] < end]
+        if inside:
+            last = "" if end == math.inf else end - 1
+            found[f"mismatch/by_turn/{first}" if first == last else f"mismatch/by_turn/{first}-{last}"] = mean(inside)
+    return found if len(found) > 1 else {}
 
 
 # Noise (QeRL algorithm 1) and scaling (QuRL eq. 11)

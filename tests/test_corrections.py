@@ -58,6 +58,16 @@ def close(metrics, expected, rel=1e-6):
         assert metrics[name] == pytest.approx(value, rel=rel, abs=1e-9), name
 
 
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_trait_says_whether_sequences_weigh_otherwise_than_tokens(name):
+    inputs, _ = batch(seed=2)
+    kind, given = CORRECTIONS[name], reference.HYPERPARAMETERS.get(name, {})
+    if kind.token_only:
+        return
+    tokens, sequences = (kind(**given)(replace(inputs, level=level)).weights for level in ("token", "sequence"))
+    assert kind.has_levels == (not torch.equal(tokens, sequences))
+
+
 # The papers' equations
 
 

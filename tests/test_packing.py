@@ -5,13 +5,12 @@ import random
 
 import pytest
 import torch
-from test_rloo import QuantRLOOConfig, QuantRLOOTrainer
 from tiny import FAMILIES, save_tiny, tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from training import PROMPTS, UnevenLengths, config, lora, make, parameters
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantRLOOTrainer
 from trl_quant.config.values import CLIPPED_LOSSES
 from trl_quant.corrections import CORRECTIONS
 from trl_quant.layers.packed import PACKED, Packed
@@ -38,7 +37,7 @@ class UnevenGRPOTrainer(UnevenLengths, QuantGRPOTrainer):
 
 
 class UnevenRLOOTrainer(UnevenLengths, QuantRLOOTrainer):
-    config_class = QuantRLOOConfig
+    pass
 
 
 PROMPT = 12  # columns of the prompts

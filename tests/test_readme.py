@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
 import trl_quant
-from trl_quant import AISGRPOConfig, DiffusionGRPOConfig, QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import AISGRPOConfig, DiffusionGRPOConfig, QuantGRPOConfig, QuantGRPOTrainer, QuantRLOOConfig
 from trl_quant.cli import COMMANDS, prepare, train
 from trl_quant.corrections import CORRECTIONS
 from trl_quant.models.families import FAMILIES
@@ -42,7 +42,7 @@ SMALL = {
 }
 # Names on these pages that are neither fields, precisions nor metrics, by whose they are
 FOREIGN = {
-    "trl": {"sequence_mask", "save_model", "peft_config", "rollout_func"},
+    "trl": {"sequence_mask", "save_model", "peft_config", "rollout_func", "environment_factory", "env_mask"},
     "peft": {"lora_dropout", "modules_to_save"},
     "transformers": {"do_sample", "is_causal"},
     "trl_quant": {"trl_quant"},
@@ -170,13 +170,17 @@ def test_the_diff_is_of_two_lines():
 # Names
 
 
+def config_fields() -> set[str]:
+    """The fields of all trainers: those of diffusion are GRPO's and its own."""
+    return {field.name for config in (DiffusionGRPOConfig, QuantRLOOConfig) for field in fields(config)}
+
+
 def known_names() -> set[str]:
-    config = {field.name for field in fields(DiffusionGRPOConfig)}  # GRPO's fields, and those of diffusion
-    return config | {*PRECISIONS, *CORRECTIONS, *SCHEDULES, *FAMILIES} | set().union(*FOREIGN.values())
+    return config_fields() | {*PRECISIONS, *CORRECTIONS, *SCHEDULES, *FAMILIES} | set().union(*FOREIGN.values())
 
 
 def test_fields_exist():
-    config = {field.name for field in fields(DiffusionGRPOConfig)}  # GRPO's fields, and those of diffusion
+    config = config_fields()
     named = re.findall(r"\b([a-z_]+)=[\"\dTF]", "\n".join(inline(MANUAL)))
     assert len(named) > 10
     assert not [name for name in named if name not in config | FOREIGN["transformers"]]

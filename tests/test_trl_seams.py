@@ -18,11 +18,11 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from tiny import tiny_model
 from training import config, dataset, make
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_quant import QuantGRPOTrainer
+from trl_quant import QuantGRPOTrainer, QuantRLOOTrainer
 from trl_quant.config.values import CLIPPED_LOSSES
 
 
@@ -43,6 +43,11 @@ SIGNATURES = [
     (GRPOTrainer._calculate_rewards, "inputs prompts completions completion_ids_list"),
     (GRPOTrainer._compute_loss, "model inputs"),
     (GRPOTrainer._save_checkpoint, "model trial"),
+    (RLOOTrainer._generate, "prompts"),
+    (RLOOTrainer._generate_single_turn, "prompt_ids images multimodal_fields"),
+    (RLOOTrainer._generate_and_score_completions, "inputs"),
+    (RLOOTrainer._calculate_rewards, "inputs prompts completions completion_ids_list"),
+    (RLOOTrainer._compute_loss, "model inputs"),
     (VLLMGeneration.__init__, ENGINE),
     (VLLMGeneration._init_vllm, ""),
     (VLLMGeneration.sync_weights, ""),
@@ -127,9 +132,10 @@ def test_trls_client_sends_with_its_session():
     assert "requests.post(" not in source
 
 
-def test_our_trainer_takes_what_trls_takes():
+@pytest.mark.parametrize(("kind", "base"), [(QuantGRPOTrainer, GRPOTrainer), (QuantRLOOTrainer, RLOOTrainer)])
+def test_our_trainer_takes_what_trls_takes(kind, base):
     """The same names, in the same order, with the same defaults."""
-    ours, theirs = (inspect.signature(c.__init__).parameters for c in (QuantGRPOTrainer, GRPOTrainer))
+    ours, theirs = (inspect.signature(c.__init__).parameters for c in (kind, base))
     assert [(p.name, p.kind, p.default) for p in ours.values()] == [
         (p.name, p.kind, p.default) for p in theirs.values()
     ]

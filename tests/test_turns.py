@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import re
+import runpy
 import sys
 import time
 from collections import Counter
@@ -22,12 +23,15 @@ import pytest
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from reference import DROPPING, diagnostics
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from training import PROMPTS, config, dataset, make, metrics, parameters
 from trl import GRPOConfig
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.corrections import TIS, CorrectionInputs
 from trl_quant.rollout.verify import self_check
+from trl_quant.trl_seams import exchanged
 
 
 # Every message as in ChatML, calls of tools in front of the content
@@ -72,7 +76,9 @@ def spread_of_messages(completions, **kwargs) -> list[float]:
     return [sum(ord(c) % 7 for c in text) / (6 * max(len(text), 1)) for text in texts]
 
 
-def with_tools(path, model, turns: int, tool=note, reward=spread_of_messages, **overrides) -> QuantGRPOTrainer:
+def with_tools(
+    path, model, turns: int, tool=note, reward=spread_of_messages, kind=QuantGRPOTrainer, options=None, **overrides
+) -> QuantGRPOTrainer:
     """A trainer whose completions take `turns` turns of at most four tokens."""
     short = "max_tokens" if overrides.get("use_vllm") else "max_new_tokens"
     settings = {
@@ -82,13 +88,13 @@ def with_tools(path, model, turns: int, tool=note, reward=spread_of_messages, **
         "max_steps": 3,
     }
     return make(
-        QuantGRPOTrainer,
+        kind,
         config(QuantGRPOConfig, path / "out", **settings | overrides),
         model=model,
         reward_funcs=reward,
         processing_class=calling_tokenizer(),
         train_dataset=conversations(64),
-        tools=[tool],
+        **{"tools": [tool]} | (options or {}),
     )
 
 
@@ -316,6 +322,142 @@ def test_a_sync_that_brings_weights_back_is_not_logged(tmp_path):
     assert awake.count("sync") == 4 < asleep.count("sync") == asleep.count("sleep") == asleep.count("turn")
     assert asleep.count("turn") == awake.count("turn") > 6 + 4
     assert asleep.count("wake weights") == asleep.count("wake kv_cache") == asleep.count("turn")
+
+
+# What counts
+
+
+class Garbled(QuantGRPOTrainer):
+    """Its sampler claims `garbage` for the log-probability of each token that the policy did not write, or wrote."""
+
+    garbage, of_tools = None, True
+
+    def _generate(self, prompts):
+        with exchanged(self.correction_step, take_samples=lambda logps: None):
+            generated = super()._generate(prompts)
+        _, _, mask, _, logps, *_ = generated
+        for row, kept in zip(logps, mask, strict=True):
+            for t, by_policy in enumerate(kept):
+                if self.garbage is not None and by_policy != self.of_tools:
+                    row[t] = self.garbage
+        self.correction_step.take_samples(logps)
+        return generated
+
+
+# The correction and its level
+CORRECTED = [("tis", "token"), ("ais", "sequence"), ("geometric", "token")]
+
+
+@pytest.mark.parametrize(("correction", "level"), CORRECTED)
+def test_tokens_of_tools_weigh_one_and_count_nowhere(tmp_path, correction, level):
+    """Whatever their log-probability, the run is the same, bit for bit; that of the policy's tokens matters."""
+    runs = {}
+    for name, garbage, of_tools in (("as it is", None, True), ("tools", -30.0, True), ("policy", -3.0, False)):
+        settings = {"rollout_precision": "int8", "max_steps": 1, "is_correction": correction}
+        settings |= {"importance_sampling_level": level, **DROPPING.get(correction, {})}
+        trainer = with_tools(tmp_path, tiny_model(seed=3), turns=2, kind=Garbled, **settings)
+        trainer.garbage, trainer.of_tools = garbage, of_tools
+        batches, correct = [], trainer.correct
+
+        def kept(batch, correct=correct, batches=batches):
+            correct(batch)
+            batches.append(batch)
+
+        trainer.correct = kept
+        trainer.train()
+        (batch,) = batches
+        written = (batch["completion_mask"] == 1) & (batch["tool_mask"] == 0)
+        assert 0 < written.sum() < batch["completion_mask"].sum()
+        if name == "tools":
+            assert (batch["sampling_per_token_logps"][written] == garbage).all()
+        if "importance_sampling_ratio" in batch:
+            assert (batch["importance_sampling_ratio"][written] == 1).all()
+        runs[name] = metrics(trainer)[0], parameters(trainer)
+    (log, weights), (same_log, same), (other_log, other) = (runs[name] for name in ("as it is", "tools", "policy"))
+    assert same_log == log and all(torch.equal(value, weights[name]) for name, value in same.items())
+    assert other_log["mismatch/kl_k3"] != log["mismatch/kl_k3"]
+    assert any(not torch.equal(value, weights[name]) for name, value in other.items())
+
+
+def test_each_turn_has_a_mismatch_of_its_own(tmp_path):
+    """Against slow loops over the turns of each completion; completions of one turn have none."""
+    trainer = with_tools(tmp_path, tiny_model(seed=3), 3, rollout_precision="int4", num_iterations=2, max_steps=2)
+    batches, correct = [], trainer.correct
+    trainer.correct = lambda batch: correct(batch) or batches.append(dict(batch))
+    trainer.train()
+    batch, log = batches[0], metrics(trainer)[0]
+    mask = batch["completion_mask"] * batch["tool_mask"]
+    expected = diagnostics(batch["sampling_per_token_logps"], batch["old_per_token_logps"], mask, cap=2.0)
+    by_turn = {name: value for name, value in expected.items() if "by_turn" in name}
+    assert [*by_turn] == ["mismatch/by_turn/1", "mismatch/by_turn/2", "mismatch/by_turn/3-4"]
+    for name, value in expected.items():
+        assert log[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
+    assert len(set(by_turn.values())) == 3
+
+    one_turn = batch | {"tool_mask": (mask.cumsum(1) <= 2).long() * mask}
+    inputs = (one_turn[name] for name in ("sampling_per_token_logps", "old_per_token_logps", "advantages"))
+    found = TIS()(CorrectionInputs(*inputs, one_turn["tool_mask"])).metrics
+    assert not any("by_turn" in name for name in found)
+
+
+class Shop:
+    """An environment whose state is the number of notes that were taken since the last `reset`."""
+
+    def reset(self, **kwargs) -> None:
+        self.notes = 0
+
+    def note(self) -> str:
+        """Takes a note."""
+        self.notes += 1
+        return f"{self.notes}"
+
+
+def test_an_environment_is_prepared_for_once(tmp_path):
+    """One sync and one draw of noise a generation; its turns have a state, and what it says counts nowhere."""
+    told = []
+
+    def reads(completions, **kwargs):
+        told.extend([m["content"] for m in messages if m["role"] == "tool"] for messages in completions)
+        return spread_of_messages(completions)
+
+    options = {"tools": None, "environment_factory": Shop}
+    trainer = with_tools(
+        tmp_path, tiny_model(seed=3), 3, reward=reads, options=options, rollout_precision="int8", **NOISE
+    )
+    events, norms = noted(trainer.vllm_generation)
+    trainer.train()
+    turns = ["turn"] * 3
+    assert events == ["sync", *turns, "sync", "noise", *turns, "sync", "noise", *turns]
+    assert [len(set(of_one)) for of_one in threes(norms)] == [1, 1, 1]
+    assert told == [["1", "2"]] * (3 * 8)
+    assert all("mismatch/by_turn/2" in log for log in metrics(trainer) if "loss" in log)
+
+
+def test_the_example_trains(tmp_path, monkeypatch):
+    """One step of what a user runs: the model asks the calculator, hears what it knows, and goes on."""
+    monkeypatch.chdir(tmp_path)
+    script = runpy.run_path(str(Path(__file__).parents[1] / "examples/tools.py"))
+    assert [script["column"](digits) for digits in ("7+2+0", "7+8+0", "4+4+1", "4-8-0", "9-2-0")] == [
+        *("9c0 ", "", "", "", "7b0 ")
+    ]
+    told, reward = [], script["arithmetic_reward"]
+
+    def reads(completions, **kwargs):
+        told.extend(completions)
+        return reward(completions, **kwargs)
+
+    reads.__name__ = "arithmetic_reward"
+    script["main"].__globals__["arithmetic_reward"] = reads
+    settings = {"max_steps": 1, "logging_steps": 1, "per_device_train_batch_size": 32, "disable_tqdm": True}
+    log = metrics(script["main"](**settings))[0]
+    called = [m for messages in told for m in messages if m.get("tool_calls")]
+    asked = [call["function"]["arguments"]["digits"] for message in called for call in message["tool_calls"]]
+    assert len(asked) > 32 and all(re.fullmatch(r"\d([+-])\d\1\d", digits) for digits in asked)
+    said = [m["content"] for messages in told for m in messages if m["role"] == "tool"]
+    assert set(said) <= {script["column"](digits) for digits in asked} and len(said) > 32
+    assert log["reward"] > 0.1 and log["tools/call_frequency"] > 1 and log["tools/failure_frequency"] == 0
+    assert "" in said and log["grad_norm"] > 0
+    assert all(log[f"mismatch/by_turn/{turn}"] < 0.01 for turn in (1, 2))
 
 
 # Ranks

@@ -13,6 +13,8 @@ _PUBLIC = {
     "DiffusionGRPOTrainer": ".trainers.diffusion",
     "QuantGRPOConfig": ".config",
     "QuantGRPOTrainer": ".trainers.grpo",
+    "QuantRLOOConfig": ".config",
+    "QuantRLOOTrainer": ".trainers.rloo",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

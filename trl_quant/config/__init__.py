@@ -7,6 +7,7 @@ model is loaded (`preflight`). Importing the configurations loads neither engine
 
 from .diffusion import DiffusionGRPOConfig
 from .grpo import AISGRPOConfig, QuantGRPOConfig
+from .rloo import QuantRLOOConfig
 
 
-__all__ = ["AISGRPOConfig", "DiffusionGRPOConfig", "QuantGRPOConfig"]
+__all__ = ["AISGRPOConfig", "DiffusionGRPOConfig", "QuantGRPOConfig", "QuantRLOOConfig"]

@@ -78,6 +78,29 @@ def check_grpo(args) -> None:
         )
 
 
+def check_rloo(args) -> None:
+    """
+    Checks the fields that only RLOO has, likewise. RLOO clips the ratio of a whole completion, and TRL's trainer has no
+    correction of its own.
+    """
+    kind = args.correction_class
+    usable = [name for name, k in ALL_CORRECTIONS.items() if not k.moves_clip_bounds and not k.applied_by_trl]
+    if kind.moves_clip_bounds:
+        raise ValueError(
+            f"`is_correction`={args.is_correction!r} moves the upper clip bound of a token, and RLOO clips the ratio "
+            f"of a whole completion. Use {listed(usable)}."
+        )
+    if kind.applied_by_trl and args.rollout_precision is not None:
+        raise ValueError(
+            f"`is_correction`={args.is_correction!r} is TRL's own, and TRL's RLOO has none. Use {listed(usable)}."
+        )
+    if kind.applied_by_trl or not kind.has_levels:
+        reason = f"a correction whose weights differ between the levels, and `is_correction` is {args.is_correction!r}"
+        _refuse_set(args, ["importance_sampling_level"], reason)
+    elif args.importance_sampling_level != "token":
+        _check_level(args)
+
+
 def check_denoising(args) -> None:
     """
     Checks the fields of masked diffusion. Raises `ValueError` for a schedule that does not fill the canvas, and for

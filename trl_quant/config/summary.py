@@ -68,7 +68,8 @@ def _sampling(args) -> str:
 
 def _correction(args) -> str:
     has_sampler = args.rollout_precision is not None or args.use_vllm
-    compares_sampler = getattr(args, "vllm_importance_sampling_correction", False)  # RLOO's config has no such field
+    corrects = args.has_correction and not args.correction_class.applied_by_trl
+    compares_sampler = getattr(args, "vllm_importance_sampling_correction", corrects)  # only GRPO's config has it
     if not has_sampler or not compares_sampler or args.correction_class.ignores_sampler:
         return "no correction"
     correction = args.correction()  # `None` if TRL corrects for its own sampler

@@ -13,6 +13,7 @@ Clipping around the sampler clips many more tokens, and rewards collapse in QuRL
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -24,6 +25,8 @@ from .traits import Correction
 @dataclass(frozen=True)
 class Coupled(Correction):
     """The weight is 1. `rollout_logps` replaces `old_logps`, except on tokens that the sampler did not score."""
+
+    has_levels: ClassVar[bool] = False
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)

@@ -22,6 +22,7 @@ Expectations are means over the `N` tokens, which the behaviour policy drew:
 | `mismatch/cap_fraction` | `E[W > C]` | `W` is `w`, or its product over a sequence; 0 without a cap |
 | `mismatch/same_fraction` | `E[w = 1]` | tokens with the same log-probability, bit for bit, on both sides |
 | `mismatch/by_position/a-b` | `E[w - 1 - log w]` of tokens a to b | positions in the completion, from 0 |
+| `mismatch/by_turn/a-b` | the same of turns a to b | turns from 1, where tools or environments speak |
 | `mismatch/unscored_fraction` | unscored / unmasked | tokens whose rollout log-probability is NaN or infinite |
 | `mismatch/dropped_fraction` | tokens of weight 0 / `N` | only for corrections that drop tokens |
 | `mismatch/dropped_sequence_fraction` | sequences with a dropped token / sequences | the same |
@@ -29,6 +30,9 @@ Expectations are means over the `N` tokens, which the behaviour policy drew:
 k3 is k1 plus `E[w] - 1`, which is 0 in expectation if the sampler can draw every token that the proximal policy can. A
 sampler that truncates cannot, and k3 is then too low by the probability of the tokens that it leaves out: under
 `top_p=0.9`, k3 is 0.0045 nats and k1 is 0.097.
+
+A turn is a run of unmasked tokens: what tools and environments add to a completion is masked. `mismatch/by_turn` is
+left out where no completion has a second turn.
 
 Without any tokens, every metric has the value that it has without a mismatch.
 """
@@ -47,6 +51,7 @@ from .base import CorrectionInputs
 # largest float32, which leaves room for the advantage that multiplies a weight and for sums over tokens.
 LOG_RATIO_BOUND = 80.0
 POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)  # where the buckets of `mismatch/by_position` begin
+TURNS = (1, 2, 3, 5, 9, 17, 33)  # where those of `mismatch/by_turn` begin
 
 
 class Ratio(NamedTuple):
@@ -136,11 +141,16 @@ def diagnose(
         quantities["dropped"] = dropped
         counts["sequences"] = ratio.scored.any(1).sum()
         counts["dropped_sequences"] = (ratio.scored & dropped).any(1).sum()
-    starts = torch.tensor(POSITIONS[1:], device=w.device)
-    bucket = torch.bucketize(torch.arange(w.shape[1], device=w.device), starts, right=True)
-    for i in range(len(POSITIONS)):
-        inside = ratio.scored.to(w.device) & (bucket == i)
-        counts[f"tokens/{i}"], counts[f"k3/{i}"] = inside.sum(), torch.where(inside, quantities["k3"], 0.0).sum()
+    buckets = {
+        "by_position": (torch.arange(w.shape[1], device=w.device), POSITIONS),
+        "by_turn": (turns(ratio.counted).to(w.device), TURNS),
+    }
+    for kind, (places, starts) in buckets.items():
+        bucket = torch.bucketize(places, torch.tensor(starts[1:], device=w.device), right=True)
+        for i, name in enumerate(_bucket_names(starts)):
+            inside = ratio.scored.to(w.device) & (bucket == i)
+            counts[f"tokens/{kind}/{name}"] = inside.sum()
+            counts[f"{kind}/{name}"] = torch.where(inside, quantities["k3"], 0.0).sum()
     totals, pooled = _pool(quantities, ratio.scored, counts)
     for name in ("old_logps", "advantages"):
         if totals[name]:
@@ -166,11 +176,34 @@ def diagnose(
     if dropped is not None:
         metrics["mismatch/dropped_fraction"] = pooled["dropped"].mean
         metrics["mismatch/dropped_sequence_fraction"] = totals["dropped_sequences"] / max(totals["sequences"], 1)
-    for i, (first, last) in enumerate(zip(POSITIONS, (*(p - 1 for p in POSITIONS[1:]), None))):
-        if totals[f"tokens/{i}"]:
-            name = f"mismatch/by_position/{first}-{'' if last is None else last}"
-            metrics[name] = totals[f"k3/{i}"] / totals[f"tokens/{i}"]
+    for kind, (_, starts) in buckets.items():
+        names = [f"{kind}/{name}" for name in _bucket_names(starts) if totals[f"tokens/{kind}/{name}"]]
+        if kind == "by_turn" and len(names) == 1:  # one turn: nothing to compare
+            continue
+        metrics |= {f"mismatch/{name}": totals[name] / totals[f"tokens/{name}"] for name in names}
     return metrics, {name: pooled[name] for name in extra or {}}
+
+
+def turns(counted: Tensor) -> Tensor:
+    """
+    Numbers the turns of each completion.
+
+    Args:
+        counted (`torch.Tensor` of shape `(B, T)`): Booleans, true on the tokens that the policy wrote.
+
+    Returns:
+        `torch.Tensor` of shape `(B, T)`: The turn of each of those tokens, from 1. What it is elsewhere has no meaning.
+    """
+    begins = counted.clone()
+    begins[:, 1:] &= ~counted[:, :-1]
+    return begins.cumsum(1)
+
+
+def _bucket_names(starts: tuple[int, ...]) -> list[str]:
+    """Names buckets that begin at `starts` by their first and last member, `a-b`, or `a` if there is only one."""
+    lasts = [start - 1 for start in starts[1:]]
+    names = [f"{first}" if first == last else f"{first}-{last}" for first, last in zip(starts, lasts)]
+    return [*names, f"{starts[-1]}-"]
 
 
 def _pool(

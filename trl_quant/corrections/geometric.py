@@ -16,7 +16,7 @@ dropped one have weight 0 and still count in the loss's denominator.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from .base import CorrectionInputs, CorrectionOutput, Range, check_ranges
 from .diagnostics import diagnose, rollout_ratio
@@ -29,6 +29,8 @@ class Geometric(Correction):
 
     epsilon: Annotated[float, Range(0, 1, open_low=True)] = 0.01
     """The largest distance from 1 that the geometric mean may have."""
+
+    has_levels: ClassVar[bool] = False
 
     def __post_init__(self):
         check_ranges(self)

@@ -25,6 +25,7 @@ class NoCorrection(Correction):
     """The weight is 1 on every token. The mismatch is still measured."""
 
     ignores_sampler: ClassVar[bool] = True
+    has_levels: ClassVar[bool] = False
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)

@@ -4,6 +4,7 @@ TRL calls our trainer at five places between a generation and its losses. [`Corr
 calls share.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -86,15 +87,24 @@ class CorrectionStep:
         """Whether TRL scores a whole generation before the first loss."""
         return self.trainer.vllm_importance_sampling_correction and not self.trainer.one_pass
 
+    @property
+    def trl_logs(self) -> bool:
+        """Whether TRL has logged `sampling/*` of its own ratio, which [`log`] replaces."""
+        return not self.trainer.one_pass
+
     @contextmanager
     def scoring(self) -> Iterator[None]:
         """Context of TRL's `_generate_and_score_completions`. It also forgets the micro-batches of the last one."""
-        self.seen[self.mode], self.unseen[self.mode] = [], 0
+        self.forget_last()
         with (
             exchanged(self.trainer, vllm_importance_sampling_correction=self.trl_scores),
             exchanged(self, samples=None),
         ):
             yield
+
+    def forget_last(self) -> None:
+        """Forgets the micro-batches of the last generation."""
+        self.seen[self.mode], self.unseen[self.mode] = [], 0
 
     def take_samples(self, logps: list[list[float | None]] | None) -> None:
         """Takes the sampler's log-probabilities of each completion, `None` if it has none."""
@@ -109,6 +119,10 @@ class CorrectionStep:
             return False
         if self.trainer.one_pass:
             return not self.trainer.args.one_update_per_generation  # else TRL makes no such pass
+        return self.knows_old_logps()
+
+    def knows_old_logps(self) -> bool:
+        """Whether the sampler's log-probabilities are the old policy's, of every token."""
         return self.same_bits and all(logp is not None for row in self.samples for logp in row)
 
     def take_old_logps(self) -> Tensor | None:
@@ -119,10 +133,19 @@ class CorrectionStep:
         samples, self.samples = self.samples, None
         if self.trainer.one_pass:
             return None
+        self.measure_in_first_update()
+        return self.padded(samples)
+
+    def measure_in_first_update(self) -> None:
+        """Puts the metrics of this generation off until the losses of its first update have scored it."""
         args = self.trainer.args
         parts = args.gradient_accumulation_steps - self.trainer._step % args.gradient_accumulation_steps
         self.unseen[self.mode] = min(parts, args.steps_per_generation) if self.mode == "train" else 1
-        rows, multiple = [torch.tensor(row) for row in samples], self.trainer.pad_to_multiple_of
+
+    def padded(self, samples: list[list[float | None]]) -> Tensor:
+        """Returns log-probabilities as TRL pads completions, `(B, T)`: zeros on padding, NaN where one is unknown."""
+        rows = [torch.tensor([math.nan if logp is None else logp for logp in row]) for row in samples]
+        multiple = self.trainer.pad_to_multiple_of
         padded = pad(rows, padding_value=0.0, padding_side="right", pad_to_multiple_of=multiple)
         return padded.to(self.trainer.accelerator.device)
 
@@ -195,10 +218,10 @@ class CorrectionStep:
         if output.weights is None:  # TRL has logged its own
             return
         metrics = sampling_metrics(batch, output.weights, trainer.accelerator.gather)
-        if trainer.one_pass:
-            trainer.log_values(metrics)
+        if self.trl_logs:
+            trainer.replace_values(metrics)
         else:
-            trainer.replace_values(metrics)  # TRL has logged those of its own ratio, which we replace
+            trainer.log_values(metrics)
 
 
 def scores_in_one_pass(correction: Correction | None, one_update_per_generation: bool) -> bool:

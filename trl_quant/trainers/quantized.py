@@ -37,8 +37,8 @@ class QuantRollouts:
     its module; `_generate` samples a generation, in one or more calls of `_generate_single_turn`; `_calculate_rewards`
     calls `reward_funcs`; `_metrics["train"]` and `["eval"]` hold lists of values until they are logged.
 
-    The mixin does not use the sampler's log-probabilities. GRPO's loss computes weights from them
-    ([`~trainers.correction_step`]).
+    The mixin does not use the sampler's log-probabilities. The losses of GRPO ([`~trainers.correction_step`]) and RLOO
+    ([`~trainers.rloo`]) compute weights from them.
 
     Attributes:
         runs (`list[str]`): Names of the runs that this one continues, followed by its own.

@@ -1,0 +1,54 @@
+"""The config of the RLOO trainer: TRL's `RLOOConfig` with the fields of this package, and the level of the weights."""
+
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
+
+from trl import RLOOConfig
+
+from .consistency import check_rloo
+from .fields import QuantFields, documentation
+from .values import check_choice
+
+
+@dataclass
+class LevelFields:
+    """The unit that a correction weighs."""
+
+    importance_sampling_level: str = field(
+        default="token",
+        metadata={
+            "help": "What the correction weighs: 'token' gives each token the weight of its own ratio w, 'sequence' "
+            "gives all tokens of a completion the weight of their product. The policy ratio, which is clipped, is that "
+            "of the whole completion in both cases, as RLOO defines it."
+        },
+    )
+
+
+WEIGHING = {"the unit that a correction weighs": LevelFields}
+
+
+@dataclass
+class QuantRLOOConfig(LevelFields, QuantFields, RLOOConfig):
+    """
+    Configuration of [`QuantRLOOTrainer`]: all fields of TRL's [`~trl.RLOOConfig`], those of
+    [`~config.fields.QuantFields`], and the one below. With the defaults alone, the trainer is TRL's `RLOOTrainer`.
+
+    `use_vllm` and `rollout_precision` decide where samples come from, as in [`QuantGRPOConfig`]. TRL's RLOO has no
+    correction of its own, so `is_correction="trl"` leaves TRL's sampler uncorrected, and is refused with a
+    `rollout_precision`. `acr` is refused too: it moves the clip bound of a token, and RLOO clips whole completions.
+    """
+
+    trl_config: ClassVar[type] = RLOOConfig
+    has_correction: ClassVar[bool] = True
+
+    @classmethod
+    def own_fields(cls) -> list[str]:
+        return [*super().own_fields(), *(f.name for f in fields(LevelFields))]
+
+    def _check(self):
+        check_choice("importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
+        super()._check()
+        check_rloo(self)
+
+
+QuantRLOOConfig.__doc__ = (QuantRLOOConfig.__doc__ or "") + documentation(WEIGHING)
