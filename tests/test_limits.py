@@ -1,110 +1,187 @@
-"""`benchmarks/limits.py`: the least seconds of a step's phases, against loops over tokens."""
+"""Limits on the time of a call: what is interrupted, what is not, and that nothing is left of them."""
 
-import json
-from pathlib import Path
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-H200 = "NVIDIA H200"
-LENGTHS, PROMPT, GENERATIONS = [3, 70, 1, 20], 5, 2
-# Qwen2.5 7B: hidden size, inner size, layers, outputs of k or v, vocabulary
-HIDDEN, INNER, LAYERS, KEYS, VOCABULARY = 3584, 18944, 28, 512, 152064
-WEIGHTS = {
-    "q": HIDDEN * HIDDEN,
-    "k": HIDDEN * KEYS,
-    "v": HIDDEN * KEYS,
-    "o": HIDDEN * HIDDEN,
-    "gate": HIDDEN * INNER,
-    "up": HIDDEN * INNER,
-    "down": INNER * HIDDEN,
-}
-HEAD = VOCABULARY * HIDDEN
+from trl_quant.rollout import limits
+from trl_quant.rollout.limits import Interrupted, finished_within, time_limit
 
 
-@pytest.fixture
-def limits(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import limits
-
-    return limits
+def message() -> str:
+    return "the call took too long"
 
 
-def sampling_in_loops(bytes_of_a_weight: float, rate: float) -> float:
-    layers = LAYERS * sum(WEIGHTS.values())
-    seconds = 0.0
-    for _ in range(len(LENGTHS) // GENERATIONS):
-        for _ in range(PROMPT):
-            seconds += 2 * layers / rate
-    for step in range(max(LENGTHS)):
-        read, operations = bytes_of_a_weight * layers + 2 * HEAD, 0.0
-        for length in LENGTHS:
-            if step < length:
-                for _ in range(PROMPT + step):  # keys and values of each token, two bytes for each number
-                    read += LAYERS * 2 * KEYS * 2
-                operations += 2 * layers / rate + 2 * HEAD / 989e12
-        seconds += max(read / 4.8e12, operations)
-    return seconds
+def sleeps():
+    time.sleep(60)
+
+
+def spins():
+    while True:
+        pass
+
+
+def waits_for_a_lock():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def waits_for_a_child():
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"], check=True)
+
+
+def swallows():
+    while True:
+        try:
+            time.sleep(60)
+        except Exception:
+            continue
+
+
+def swallows_once_and_returns():
+    try:
+        time.sleep(60)
+    except BaseException:
+        return
+
+
+def waits_in_its_cleanup():
+    try:
+        time.sleep(60)
+    finally:
+        time.sleep(60)
+
+
+def makes_an_error_of_its_own():
+    try:
+        time.sleep(60)
+    except BaseException:
+        raise KeyError("of its own") from None
 
 
 @pytest.mark.parametrize(
-    "precision, size, rate", [("bf16", 2, 989e12), ("fp8", 1, 2 * 989e12), ("nvfp4", 9 / 16, 989e12)]
+    "hangs",
+    [
+        sleeps,
+        spins,
+        waits_for_a_lock,
+        waits_for_a_child,
+        swallows,
+        swallows_once_and_returns,
+        waits_in_its_cleanup,
+        makes_an_error_of_its_own,
+    ],
 )
-def test_sampling_against_loops(limits, precision, size, rate):
-    given = limits.sampling_limit("7b", H200, precision, PROMPT, GENERATIONS, LENGTHS)
-    # FP8's one scale for each output counts too: 4 bytes of 3584 weights and more
-    assert given == pytest.approx(sampling_in_loops(size, rate), rel=1e-3)
-    longest_alone = limits.sampling_limit("7b", H200, precision, PROMPT, 1, [max(LENGTHS)])
-    assert 0.95 * given < longest_alone < given  # a decode step of few completions reads the weights all the same
+def test_what_hangs_is_interrupted(hangs, monkeypatch):
+    monkeypatch.setattr(limits, "REPEAT", 0.2)
+    before = signal.getsignal(limits.SIGNAL)
+    with pytest.raises(TimeoutError, match="the call took too long"), time_limit(0.2, message):
+        hangs()
+    assert signal.getsignal(limits.SIGNAL) is before and not limits.Limit.active
 
 
-def test_many_completions_are_bound_by_products(limits):
-    few, many = ([length] * count for length, count in ((50, 2), (50, 2048)))
-    by_weights = limits.weight_bytes("7b", "bf16") / 4.8e12
-    assert limits.sampling_limit("7b", H200, "bf16", 1, 2, few) == pytest.approx(50 * by_weights, rel=0.01)
-    assert limits.sampling_limit("7b", H200, "bf16", 1, 2, many) > 5 * 50 * by_weights
+def test_what_ends_in_time_is_left_alone():
+    with time_limit(60, message):
+        pass
+    with time_limit(None, message):
+        pass
+    with pytest.raises(KeyError), time_limit(60, message):
+        raise KeyError
+    with pytest.raises(KeyboardInterrupt), time_limit(60, message):
+        raise KeyboardInterrupt
+    assert not limits.Limit.active
+    assert not [thread for thread in threading.enumerate() if thread.name == "time-limit" and not ends(thread)]
 
 
-def update_in_loops(rate: float, lora: bool) -> float:
-    layers, seconds = LAYERS * sum(WEIGHTS.values()), 0.0
-    products = ["forward", "forward again", "dX"] + ([] if lora else ["dW"])
-    prompts = [PROMPT] * (len(LENGTHS) // GENERATIONS)
-    for _ in products:
-        for tokens in (*prompts, *LENGTHS):
-            seconds += 2 * layers * tokens / rate
-    for _ in products:
-        for tokens in LENGTHS:
-            seconds += 2 * HEAD * tokens / 989e12
-    seconds -= 2 * HEAD * sum(LENGTHS) / 989e12  # the head has no second forward
-    for position in [range(PROMPT) for _ in prompts] + [range(PROMPT, PROMPT + length) for length in LENGTHS]:
-        for keys in position:
-            seconds += LAYERS * (2 * 2 + 5) * 2 * HIDDEN * (keys + 0.5) / 989e12
-    return seconds
+def ends(thread) -> bool:
+    thread.join(10)
+    return not thread.is_alive()
 
 
-@pytest.mark.parametrize("lora", [True, False])
-@pytest.mark.parametrize("precision, rate", [("bf16", 989e12), ("fp8_block", 2 * 989e12), ("mxfp4", 989e12)])
-def test_updates_against_loops(limits, precision, rate, lora):
-    given = limits.update_limit("7b", H200, precision, PROMPT, GENERATIONS, LENGTHS, lora)
-    assert given == pytest.approx(update_in_loops(rate, lora), rel=1e-6)
-    assert given != pytest.approx(limits.update_limit("7b", H200, precision, PROMPT, 1, LENGTHS, lora), rel=1e-3)
+def test_limits_that_end_at_once_leave_no_signal_behind():
+    """A signal that came after its handler was taken away would end the process."""
+    ended = 0
+    for i in range(2000):
+        try:
+            with time_limit(0.001, message):
+                time.sleep(0.001 + (i % 7 - 3) * 1e-5)
+        except TimeoutError:
+            ended += 1
+    assert ended > 0 and not limits.Limit.active
 
 
-def test_measured_phases_are_above_their_limits(monkeypatch):
-    """Of each run with drawn lengths; the H200 and the H100 differ in memory alone."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import step_runs
+def test_limits_in_one_another():
+    outer, inner = time_limit(60, lambda: "the outer"), time_limit(0.1, lambda: "the inner")
+    with pytest.raises(TimeoutError, match="the inner"), outer, inner:
+        sleeps()
+    with pytest.raises(TimeoutError, match="the outer") as error, time_limit(0.1, lambda: "the outer"):
+        try:
+            with time_limit(60, lambda: "the inner"):
+                sleeps()
+        except Interrupted as interrupted:
+            assert interrupted.limit.message() == "the outer"
+            raise
+    assert isinstance(error.value.__cause__, Interrupted)
 
-    files = sorted(BENCHMARKS.glob("results/step-7b-lognormal-*.json"))
-    assert files
-    for path in files:
-        found = json.loads(path.read_text())
-        for run in found["runs"]:
-            for shape, lengths in found["lengths"].items():
-                sampling, update = step_runs.limits_of(run, found["machine"], found["arguments"], lengths[1:])
-                steps = run["results"][shape]["steps"]
-                assert sampling < min(step["sampling"] for step in steps)
-                assert update < min(step["update"] for step in steps)
-                on_h100, same = step_runs.limits_of(run, "NVIDIA H100", found["arguments"], lengths[1:])
-                assert on_h100 > 1.3 * sampling and same == update
+
+def test_a_users_own_handlers_stay():
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1)), signal.signal(limits.SIGNAL, rung.append)
+    mine = signal.getsignal(limits.SIGNAL)
+    try:
+        with pytest.raises(TimeoutError), time_limit(0.3, message):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)  # as math-verify does
+            sleeps()
+        assert rung == [1] and signal.getsignal(limits.SIGNAL) is mine
+    finally:
+        signal.signal(signal.SIGALRM, before[0])
+        signal.signal(limits.SIGNAL, before[1])
+
+
+def test_off_the_main_thread_it_is_told(caplog):
+    raised = []
+
+    def call():
+        try:
+            with time_limit(0.1, message):
+                time.sleep(0.5)
+        except TimeoutError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=call)
+    with caplog.at_level(logging.ERROR):
+        thread.start()
+        thread.join()
+    assert raised == [message()] and "cannot be interrupted in this thread" in caplog.text
+
+
+def test_a_call_in_c_ends_the_process():
+    """With the signal blocked, `sleep` in C goes on as a kernel or a library does that never looks at signals."""
+    code = """
+import ctypes, signal
+from trl_quant.rollout import limits
+limits.GRACE, limits.REPEAT = 2.0, 0.5
+with limits.time_limit(0.1, lambda: "the call took too long."):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [limits.SIGNAL])
+    ctypes.CDLL(None).sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1, done.stderr
+    assert "the call took too long. It could not be interrupted for 2 seconds, so this process ends." in done.stderr
+    assert 'File "<string>", line 7' in done.stderr  # where it stood
+
+
+def test_a_call_in_a_thread_of_its_own():
+    release = threading.Event()
+    with pytest.raises(TimeoutError, match="the call took too long"):
+        finished_within(0.1, message, release.wait)
+    release.set()
+    assert finished_within(60, message, sum, [1, 2]) == 3 == finished_within(None, message, sum, [1, 2])
+    with pytest.raises(ZeroDivisionError):
+        finished_within(60, message, lambda: 1 / 0)
