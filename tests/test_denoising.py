@@ -1,5 +1,6 @@
 """The engine of masked diffusion: schedule, confidence and noise against slow loops; ends, batches and scores."""
 
+import copy
 import math
 
 import pytest
@@ -8,7 +9,13 @@ from masked_policy import LENGTH, MASK_ID, policy, tokenizer, trainer, uneven_ro
 from reference_diffusion import denoised, one_step_logps
 from tiny import FAMILIES
 
+from trl_quant.formats import quantize
+from trl_quant.layers import SampledLinear
+from trl_quant.layers.products import quantize_input
+from trl_quant.models.linears import dense_linears
 from trl_quant.policy.masked import PromptMasks
+from trl_quant.policy.unified import unify
+from trl_quant.precisions import unified_flows
 from trl_quant.rollout import DiffusionEngine, SharedDiffusionEngine
 from trl_quant.rollout.embedded.diffusion import CHUNK, Schedule, denoise, sampled, surest
 
@@ -161,6 +168,45 @@ def test_estimates_are_the_same_in_batches_of_any_size(run):
     assert engine.estimate(prompts, completions, draw=1) != engine.estimate(prompts, completions, draw=2)
     with pytest.raises(NotImplementedError, match="`estimate`"):
         engine.score(prompts)
+
+
+@pytest.mark.parametrize("precision", unified_flows())
+def test_where_a_gpu_multiplies_codes_the_copy_does_too(tmp_path, monkeypatch, precision):
+    """
+    Here with the products' reference in torch. The copy holds codes alone, and a layer's output is their product. It
+    samples and scores as a policy that is trained in that precision does.
+    """
+    plain = trainer(tmp_path, rollout_precision=precision).vllm_generation
+    assert not any(isinstance(layer, SampledLinear) for layer in plain.copy.modules())
+    monkeypatch.setattr("trl_quant.rollout.embedded.diffusion.multiplies", lambda format, device: True)
+    made = trainer(tmp_path, rollout_precision=precision)
+    engine, policy_layers, seen = made.vllm_generation, dict(made.model.named_modules()), []
+    engine.sync()
+    layers = {name: layer for name, layer in engine.copy.named_modules() if isinstance(layer, SampledLinear)}
+    assert len(layers) == len(dense_linears(made.model)) and all(l.weight.values.itemsize == 1 for l in layers.values())
+    for name, layer in layers.items():
+        layer.register_forward_hook(lambda module, args, y, name=name: seen.append((name, args[0], y)))
+    prompts, completions = uneven_rows()
+    scored = engine.estimate(prompts, completions)
+    assert {name for name, *_ in seen} == set(layers)
+    for name, x, y in seen:
+        weight = policy_layers[name].weight.detach()
+        exact = quantize_input(x.flatten(0, 1), precision).dequantize().double()
+        expected = (exact @ quantize(weight, precision).dequantize().double().T).view_as(y)
+        unquantized = x.double() @ weight.double().T
+        assert torch.allclose(y.double(), expected, atol=1e-5 * expected.abs().max().item())
+        assert (unquantized - expected).norm() > 1e-3 * expected.norm()
+
+    trained = copy.deepcopy(made.model)
+    vars(trained).pop("forward")  # TRL's head, which would call the first model
+    unify(trained, precision)
+    for prompt, ids, logps in zip(prompts, completions, scored, strict=True):
+        is_masked = engine.masks.of(prompt, ids, 0).tolist()
+        expected = one_step_logps(trained, prompt, is_masked, ids, LENGTH, MASK_ID)
+        assert torch.allclose(torch.tensor(logps), expected.detach(), atol=1e-4)
+    seen.clear()
+    engine.sample(prompts)
+    assert len(seen) == len(layers) * (LENGTH // 2 + 1)  # two tokens a step, and the scoring pass
 
 
 def test_a_policy_in_the_engines_precision_is_shared(tmp_path):
