@@ -1,13 +1,16 @@
 """The engine of masked diffusion: schedule, confidence and noise against slow loops; ends, batches and scores."""
 
 import copy
+import io
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from masked_policy import LENGTH, MASK_ID, policy, tokenizer, trainer, uneven_rows
 from reference_diffusion import denoised, one_step_logps
 from tiny import FAMILIES
+from tqdm import tqdm
 
 from trl_quant.formats import quantize
 from trl_quant.layers import SampledLinear
@@ -168,6 +171,53 @@ def test_estimates_are_the_same_in_batches_of_any_size(run):
     assert engine.estimate(prompts, completions, draw=1) != engine.estimate(prompts, completions, draw=2)
     with pytest.raises(NotImplementedError, match="`estimate`"):
         engine.score(prompts)
+
+
+def test_a_batch_of_any_size_is_denoised_in_parts(run, monkeypatch):
+    """No forward pass has more than the bound; each part's completions are those that it would get by itself."""
+    engine, widths = run.vllm_generation, []
+    prompts = [PROMPTS[0]] * 3 + PROMPTS * 2
+    engine.schedule = replace(engine.schedule, temperature=0.0)
+    whole = engine.sample(prompts)
+    monkeypatch.setattr("trl_quant.rollout.embedded.diffusion.TOKENS_AT_ONCE", 4 * (5 + LENGTH) + 1)
+    engine.copy.get_input_embeddings().register_forward_pre_hook(lambda module, args: widths.append(args[0].shape))
+    parts = engine.sample(prompts)
+    assert parts.token_ids == whole.token_ids
+    for one, other in zip(parts.logps, whole.logps, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    steps = LENGTH // 2
+    assert [rows for rows, _ in widths] == [4] * steps + [4] * steps + [1] * steps + [4, 4, 1]
+    monkeypatch.setattr("trl_quant.rollout.embedded.diffusion.TOKENS_AT_ONCE", 1)
+    assert engine.sample(prompts).token_ids == whole.token_ids  # a row at least
+
+
+class Bar(tqdm):
+    """A bar that draws where nobody looks, and remembers."""
+
+    made: list = []
+
+    def __init__(self, *args, disable, **kwargs):
+        self.given = disable
+        super().__init__(*args, file=io.StringIO(), disable=bool(disable), **kwargs)
+        Bar.made.append(self)
+
+
+def test_the_steps_are_shown(tmp_path, monkeypatch):
+    """By a bar of all parts' steps, on the main process and unless `disable_tqdm`, and only in a terminal."""
+    monkeypatch.setattr("trl_quant.rollout.embedded.diffusion.tqdm", Bar)
+    monkeypatch.setattr("trl_quant.rollout.embedded.diffusion.TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr(Bar, "made", [])
+    for settings, shown in [({"disable_tqdm": False}, True), ({"disable_tqdm": True}, False)]:
+        engine = trainer(tmp_path, rollout_precision="int4", **settings).vllm_generation
+        engine.sync()
+        engine.sample(PROMPTS)
+        bar = Bar.made.pop()
+        assert bar.given is (None if shown else True) and bar.total == 3 * LENGTH // 2
+        assert bar.n == (bar.total if shown else 0)
+        with monkeypatch.context() as other_rank:
+            other_rank.setattr(type(engine.accelerator), "is_main_process", False)
+            engine.sample(PROMPTS[:1])
+        assert Bar.made.pop().given is True
 
 
 @pytest.mark.parametrize("precision", unified_flows())

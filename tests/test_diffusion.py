@@ -437,8 +437,10 @@ def test_what_trl_does_with_log_probabilities_works(tmp_path, settings):
 
 
 def test_the_run_says_what_it_does(tmp_path, capsys):
-    trainer(tmp_path, rollout_precision="fp8_tensor", is_correction="ais")
-    assert "Sampling: FP8-tensor, embedded, by denoising" in capsys.readouterr().out
+    numerics, fast = "numerics only, no speed-up", "in low precision on a GPU"
+    for precision, name, says in [("fp8_tensor", "FP8-tensor", numerics), ("fp8_block", "FP8-block", fast)]:
+        trainer(tmp_path, rollout_precision=precision, is_correction="ais")
+        assert f"Sampling: {name}, embedded, by denoising ({says})" in capsys.readouterr().out
 
 
 @pytest.mark.isa

@@ -34,15 +34,16 @@ VLLM_MODES = ("colocate", "server")  # the kinds that are values of TRL's `vllm_
 # kind of an embedded engine -> the kind that denoises instead of sampling from left to right
 _DENOISING = {"embedded": "diffusion", "shared": "shared_diffusion"}
 _EVERY_ENGINE = ("precision", "wide_norms", "uaq_scale")
-_SCHEDULE = ("block_length", "tokens_per_step", "mask_token_id", "wide_head")
+_SCHEDULE = ("block_length", "tokens_per_step", "mask_token_id")
+_OF_DENOISING = (*_SCHEDULE, "wide_head", "shows_progress")
 # kind -> the fields of `EngineSpec` that the engine's class takes as arguments
 _OPTIONS = {
     "embedded": _EVERY_ENGINE,
     "shared": _EVERY_ENGINE,
     "colocate": (*_EVERY_ENGINE, "sync_check_steps", "engine_kwargs", "lora_sync", "sleep_level", "exact"),
     "server": (*_EVERY_ENGINE, "sync_check_steps", "request_timeout"),
-    "diffusion": (*_EVERY_ENGINE, *_SCHEDULE),
-    "shared_diffusion": (*_EVERY_ENGINE, *_SCHEDULE),
+    "diffusion": (*_EVERY_ENGINE, *_OF_DENOISING),
+    "shared_diffusion": (*_EVERY_ENGINE, *_OF_DENOISING),
 }
 
 
@@ -78,6 +79,8 @@ class EngineSpec:
             The mask token of a masked diffusion model; `None` for the tokenizer's or the model's own.
         wide_head (`bool`, *optional*, defaults to `False`):
             Whether the head of a masked diffusion model scores in FP32, as the trainer's does.
+        shows_progress (`bool`, *optional*, defaults to `False`):
+            Whether an engine of a masked diffusion model draws a bar of its denoising steps.
     """
 
     kind: str
@@ -94,6 +97,7 @@ class EngineSpec:
     tokens_per_step: int = 0
     mask_token_id: int | None = None
     wide_head: bool = False
+    shows_progress: bool = False
 
     @classmethod
     def from_config(cls, config) -> "EngineSpec | None":
@@ -109,8 +113,8 @@ class EngineSpec:
         schedule = {}
         if config.denoises:
             kind = _DENOISING[kind]
-            schedule = {name: getattr(config, name) for name in _SCHEDULE if name != "wide_head"}
-            schedule["wide_head"] = config.cast_lm_head_to_fp32
+            schedule = {name: getattr(config, name) for name in _SCHEDULE}
+            schedule |= {"wide_head": config.cast_lm_head_to_fp32, "shows_progress": not config.disable_tqdm}
         return cls(
             kind=kind,
             precision=config.rollout_precision,

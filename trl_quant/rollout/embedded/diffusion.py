@@ -30,11 +30,13 @@ The probability of what was sampled is unknown. After denoising, one more forwar
 [`~policy.masked`], in the sampler's own numbers and under the masks that the trainer uses.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
@@ -47,6 +49,7 @@ from .transformers_engine import TransformersEngine
 
 
 CHUNK = 2**26  # logits that are held in float64 at a time
+TOKENS_AT_ONCE = 2**17  # of prompts and canvases in one forward pass: 256 rows of 512
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ class Schedule:
     block_length: int
     tokens_per_step: int
     temperature: float
+
+    @property
+    def steps(self) -> int:
+        """The number of denoising steps of a canvas."""
+        return self.length // self.tokens_per_step
 
 
 def sampled(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -103,9 +111,10 @@ def denoise(
     schedule: Schedule,
     mask_token_id: int,
     end_ids: list[int],
+    on_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """
-    Writes a completion for each prompt.
+    Writes a completion for each prompt, all in the same forward passes.
 
     Args:
         model (`PreTrainedModel`): A bidirectional language model.
@@ -114,6 +123,7 @@ def denoise(
         schedule ([`Schedule`]): How to denoise.
         mask_token_id (`int`): The mask token.
         end_ids (`list[int]`): The tokens that end a completion.
+        on_step (`Callable`, *optional*): Called after each denoising step.
 
     Returns:
         `torch.Tensor` of shape `(B, length)`: The canvas. Blocks behind the last end of all rows may still be masks.
@@ -139,6 +149,7 @@ def denoise(
             chosen = surest(confidence, is_written, schedule.tokens_per_step)
             block.scatter_(1, chosen, tokens.gather(1, chosen))
             is_written.scatter_(1, chosen, True)
+            on_step()
         if torch.isin(canvas, ends).any(1).all():
             break
     return canvas
@@ -152,13 +163,16 @@ class Denoising:
         block_length, tokens_per_step (`int`): As in [`Schedule`].
         mask_token_id (`int`, *optional*): The mask token; by default the tokenizer's or the model's own.
         wide_head (`bool`, *optional*, defaults to `False`): Whether the trainer's head computes in FP32.
+        shows_progress (`bool`, *optional*, defaults to `False`):
+            Whether the main process draws a bar of the denoising steps. It draws none where standard error is no
+            terminal.
 
     Attributes:
         masks ([`~policy.masked.PromptMasks`]):
             The masks of the generation. The trainer sets it.
         rows_at_once (`int` or `None`):
-            Rows that are scored in one forward pass; `None` for all. The trainer sets it to its own number, so that
-            both compute products of the same shape.
+            Rows that are scored in one forward pass; `None` for as many as are denoised in one. The trainer sets it to
+            its own number, so that both compute products of the same shape.
     """
 
     def __init__(
@@ -168,6 +182,7 @@ class Denoising:
         tokens_per_step: int,
         mask_token_id: int | None = None,
         wide_head: bool = False,
+        shows_progress: bool = False,
         **kwargs,
     ):
         self.wide_head = wide_head  # read while the copy is built
@@ -176,6 +191,7 @@ class Denoising:
         self.mask_token_id = mask_token_of(mask_token_id, self.tokenizer, self.weights.base_model.config)
         self.masks = PromptMasks()
         self.rows_at_once: int | None = None
+        self.shows_progress = shows_progress
 
     def build_copy(self, policy: PreTrainedModel) -> PreTrainedModel:
         """Builds the model that samples, with the head that scores the trainer's tokens too."""
@@ -186,7 +202,8 @@ class Denoising:
     @torch.no_grad()
     def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
         """
-        Samples one completion for each prompt.
+        Samples one completion for each prompt. A batch of any size is denoised in parts of at most `TOKENS_AT_ONCE`
+        tokens, one after the other, so that memory is bounded.
 
         Args:
             prompts (`list[list[int]]`): Token ids, one list for each completion.
@@ -197,8 +214,14 @@ class Denoising:
             under the first mask of each row.
         """
         prompt_ids, prompt_mask = self._padded(prompts, "left")
-        with self.accelerator.autocast():
-            canvas = denoise(self.copy, prompt_ids, prompt_mask, self.schedule, self.mask_token_id, self.eos_token_ids)
+        parts = self._parts(prompt_ids)
+        with self.accelerator.autocast(), self._progress(len(parts) * self.schedule.steps) as bar:
+            written = []
+            for number, rows in enumerate(parts, 1):
+                inputs = self.copy, prompt_ids[rows], prompt_mask[rows], self.schedule, self.mask_token_id
+                written.append(denoise(*inputs, self.eos_token_ids, bar.update))
+                bar.update(number * self.schedule.steps - bar.n)  # steps that early ends have saved
+        canvas = torch.cat(written)
         is_end = torch.isin(canvas, torch.tensor(self.eos_token_ids, device=canvas.device))
         lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, canvas.shape[1]).tolist()
         completions = [row[:length] for row, length in zip(canvas.tolist(), lengths, strict=True)]
@@ -224,11 +247,23 @@ class Denoising:
         labels[:, : prompt_ids.shape[1]] = IGNORED
         copy = MaskedRows(self.copy, prompt_ids.shape[1], self.schedule.length, self.mask_token_id, self.masks, draw)
         scored = []
-        for rows in torch.arange(len(prompts), device=input_ids.device).split(self.rows_at_once or len(prompts)):
+        for rows in self._parts(prompt_ids, self.rows_at_once):
             with self.accelerator.autocast():
                 scored.append(copy(input_ids[rows], attention_mask[rows], labels[rows], fused_lm_head=True).log_probs)
         logps = torch.cat(scored).tolist()
         return [row[: len(ids)] for row, ids in zip(logps, completions, strict=True)]
+
+    def _parts(self, prompt_ids: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
+        """Divides a batch into the row numbers of each forward pass: `rows`, or as many as `TOKENS_AT_ONCE` allows."""
+        batch, columns = prompt_ids.shape
+        rows = rows or max(1, TOKENS_AT_ONCE // (columns + self.schedule.length))
+        return torch.arange(batch, device=prompt_ids.device).split(rows)
+
+    def _progress(self, steps: int) -> tqdm:
+        """Returns a bar of denoising steps, which vanishes at its end as it stands below the bar of training steps."""
+        is_shown = self.shows_progress and self.accelerator.is_main_process
+        hidden = None if is_shown else True  # tqdm takes `None` for a terminal alone
+        return tqdm(total=steps, desc="denoising", unit="step", leave=False, dynamic_ncols=True, disable=hidden)
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Refuses to score each token by those before it, which such a model does not do."""
