@@ -216,16 +216,23 @@ class Steps(TrainerCallback):
 
     Attributes:
         seconds (`list[dict[str, float]]`): Of each step so far, by phase; `step` is the whole.
+        phases (`tuple[str, ...]`): The phases of a generation.
     """
+
+    phases = ("sampling", "sync", "scoring")
 
     def __init__(self, trainer):
         self.seconds: list[dict[str, float]] = []
-        self.clock = clock = Clock(synchronize=True)
-        clock.watch(trainer.vllm_generation, "generate", "sampling")
-        clock.watch(trainer.vllm_generation, "sync_weights", "sync")
+        self.clock = Clock(synchronize=True)
+        self.clock.watch(trainer, "_generate_and_score_completions", "generation")
+        self.watch(trainer)
+
+    def watch(self, trainer):
+        """Times the phases."""
+        self.clock.watch(trainer.vllm_generation, "generate", "sampling")
+        self.clock.watch(trainer.vllm_generation, "sync_weights", "sync")
         without_gradient = lambda: not torch.is_grad_enabled()  # noqa: E731
-        clock.watch(trainer, "_get_per_token_logps_and_entropies", "scoring", without_gradient)
-        clock.watch(trainer, "_generate_and_score_completions", "generation")
+        self.clock.watch(trainer, "_get_per_token_logps_and_entropies", "scoring", without_gradient)
 
     def on_train_begin(self, args, state, control, **others):
         self.seconds = []
@@ -238,7 +245,7 @@ class Steps(TrainerCallback):
 
     def on_step_end(self, args, state, control, **others):
         step, found = self.clock.now() - self.start, self.clock.seconds
-        phases = {name: found[name] for name in ("sampling", "sync", "scoring")}
+        phases = {name: found[name] for name in self.phases}
         rest = found["generation"] - sum(phases.values())
         self.seconds.append({"step": step} | phases | {"update": step - found["generation"], "rest": rest})
 
