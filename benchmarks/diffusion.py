@@ -7,8 +7,8 @@ Times whole GRPO steps of a masked diffusion model and their phases, through the
 
 Each precision runs in its own process, one after the other. The policy has LLaDA-8B's shape, random weights and LoRA
 on all linear layers, with gradient checkpointing; the copy samples in the `rollout_precision`. The settings are the
-paper's: blocks of 32, two tokens a step, AIS, a reference. The model writes words of a tokenizer alone and ends no text,
-so each completion takes all of its denoising steps.
+paper's: blocks of 32, two tokens a step, AIS, a reference. The model writes words of a tokenizer alone and ends no
+text, so each completion takes all of its denoising steps.
 
 | phase | is |
 |---|---|
@@ -23,8 +23,8 @@ so each completion takes all of its denoising steps.
 The paper adds up generation, scoring and reference: `paper` is sampling, estimate, scoring and reference together. In
 `fp8`, `fp8_block` and `int8` the copy multiplies in low precision, and norms and activations are computed together with
 the quantizers; in BF16 torch's operators run. The first step warms up, the table has the medians of the others. Memory
-is the peak of torch's allocations in these steps, on a CPU that of the process. `--output` keeps every step, and adds to
-a file that has runs of the same commit, versions and arguments.
+is the peak of torch's allocations in these steps, on a CPU that of the process. `--output` keeps every step, and adds
+to a file that has runs of the same commit, versions and arguments.
 """
 
 import argparse
@@ -137,7 +137,7 @@ def make_trainer(args, precision: str, tokenizer):
 
 
 class DenoisingSteps(Steps):
-    """Times each step of a training and its phases. With several updates of a generation, later steps have one alone."""
+    """Times each step of a training and its phases. A further update of a generation has no phase but the update."""
 
     phases = ("sampling", "estimate", "sync", "scoring", "reference")
 
