@@ -112,6 +112,7 @@ def make_trainer(args, precision: str, tokenizer):
         "use_bias_correction_kl": False,
         "block_length": args.block,
         "tokens_per_step": args.tokens_per_step,
+        "cache_finished_blocks": args.cache_finished_blocks,
         "num_iterations": args.iterations,
         "num_generations": args.generations,
         "max_completion_length": args.new,
@@ -223,6 +224,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--new", type=int, default=256 if CUDA else 16, metavar="TOKENS", help="of each completion")
     parser.add_argument("--block", type=int, default=32 if CUDA else 8, help="`block_length`")
     parser.add_argument("--tokens_per_step", type=int, default=2)
+    parser.add_argument("--cache_finished_blocks", action="store_true")
     parser.add_argument("--iterations", type=int, default=1, help="`num_iterations`, each under its own mask")
     parser.add_argument("--lora", type=int, default=128 if CUDA else 8, metavar="RANK")
     parser.add_argument("--correction", default="ais", help="`is_correction`")

@@ -1,7 +1,8 @@
 """Masked diffusion in slow loops, one row and one token at a time, without padding, as a reference for the package,
 which this file does not import.
 
-`one_step_logps` is d1's estimate, `denoised` LLaDA's sampling in blocks, and `llada_logits` LLaDA's own forward pass.
+`one_step_logps` is d1's estimate, `denoised` LLaDA's sampling in blocks, `llada_logits` LLaDA's own forward pass, and
+`prefix_held` that pass with keys and values of an earlier one.
 """
 
 import math
@@ -20,8 +21,16 @@ def one_step_logps(model, prompt, is_masked, completion, length, mask_token, tem
     return torch.stack(found)
 
 
-def denoised(model, prompts, length, block_length, tokens_per_step, mask_token, temperature, seed=0):
-    """The canvas of each prompt after all blocks, and at which step of its block each token was written."""
+def denoised(model, prompts, length, block_length, tokens_per_step, mask_token, temperature, seed=0, logits_of=None):
+    """
+    The canvas of each prompt after all blocks, and at which step of its block each token was written. `logits_of(row,
+    tokens, before, step)` gives the logits of a row's tokens, of which `before` stand before the block.
+    """
+
+    def whole(row, tokens, before, step):
+        return model(input_ids=torch.tensor([tokens])).logits[0]
+
+    logits_of = logits_of or whole
     torch.manual_seed(seed)
     texts, steps = [[mask_token] * length for _ in prompts], [[None] * length for _ in prompts]
     for start in range(0, length, block_length):
@@ -30,7 +39,7 @@ def denoised(model, prompts, length, block_length, tokens_per_step, mask_token, 
             vocabulary = model.config.vocab_size
             uniform = torch.rand(len(prompts), block_length, vocabulary, dtype=torch.float64).tolist()
             for row, prompt in enumerate(prompts):
-                logits = model(input_ids=torch.tensor([prompt + texts[row]])).logits[0].tolist()
+                logits = logits_of(row, prompt + texts[row], len(prompt) + start, step).tolist()
                 candidates = []
                 for k in places:
                     if steps[row][k] is not None:
@@ -57,27 +66,59 @@ def drawn(scores, temperature, uniform):
 
 def llada_logits(tensors, config, tokens):
     """LLaDA's forward pass for one row of tokens, from the tensors of its checkpoint, in double precision."""
+    return llada_pass(tensors, config, tokens)[0]
+
+
+def prefix_held(tensors, config):
+    """
+    `logits_of` for `denoised`: at the first step of a block LLaDA's forward pass, at the others the same with all keys
+    and values before the block as they were at the first.
+    """
+    held = {}
+
+    def logits_of(row, tokens, before, step):
+        kept = held[row] if step else None
+        logits, pairs = llada_pass(tensors, config, tokens, kept)
+        if not step:
+            held[row] = [[(k[:before], v[:before]) for k, v in of_block] for of_block in pairs]
+        return logits
+
+    return logits_of
+
+
+def llada_pass(tensors, config, tokens, held=None):
+    """
+    The logits of a row of tokens, and the keys and values of each block and head. The keys and values of the first
+    tokens are those `held`, if there are any.
+    """
     weights = {name.removeprefix("model.transformer."): tensor.double() for name, tensor in tensors.items()}
     heads, kv_heads = config["n_heads"], config["n_kv_heads"]
     size = config["d_model"] // heads
     x = torch.stack([weights["wte.weight"][token] for token in tokens])
+    pairs = []
     for block in range(config["n_layers"]):
         own = {name.split(".")[2]: tensor for name, tensor in weights.items() if name.startswith(f"blocks.{block}.")}
         y = rms(x, own["attn_norm"], config["rms_norm_eps"])
         q, k, v = (y @ own[name].T for name in ("q_proj", "k_proj", "v_proj"))
+        pairs.append([])
+        for head in range(kv_heads):
+            columns = slice(head * size, (head + 1) * size)
+            key, value = rotated(k[:, columns], config["rope_theta"]), v[:, columns].clone()
+            if held is not None:
+                old_key, old_value = held[block][head]
+                key[: len(old_key)], value[: len(old_value)] = old_key, old_value
+            pairs[-1].append((key, value))
         parts = []
         for head in range(heads):
-            shared = head // (heads // kv_heads)
+            key, value = pairs[-1][head // (heads // kv_heads)]
             query = rotated(q[:, head * size : (head + 1) * size], config["rope_theta"])
-            key = rotated(k[:, shared * size : (shared + 1) * size], config["rope_theta"])
-            value = v[:, shared * size : (shared + 1) * size]
             parts.append((query @ key.T / math.sqrt(size)).softmax(-1) @ value)  # no mask: both directions
         x = x + torch.cat(parts, 1) @ own["attn_out"].T
         y = rms(x, own["ff_norm"], config["rms_norm_eps"])
         gate = y @ own["ff_proj"].T
         x = x + (gate * gate.sigmoid() * (y @ own["up_proj"].T)) @ own["ff_out"].T
     head = weights["wte.weight"] if config["weight_tying"] else weights["ff_out.weight"]
-    return rms(x, weights["ln_f.weight"], config["rms_norm_eps"]) @ head.T
+    return rms(x, weights["ln_f.weight"], config["rms_norm_eps"]) @ head.T, pairs
 
 
 def rms(x, weight, eps):

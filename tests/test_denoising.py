@@ -8,14 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 from masked_policy import LENGTH, MASK_ID, policy, tokenizer, trainer, uneven_rows
-from reference_diffusion import denoised, one_step_logps
+from reference_diffusion import denoised, one_step_logps, prefix_held
 from tiny import FAMILIES
 from tqdm import tqdm
+from transformers import DynamicCache
 
 from trl_quant.formats import quantize
 from trl_quant.layers import SampledLinear
 from trl_quant.layers.products import quantize_input
 from trl_quant.models.linears import dense_linears
+from trl_quant.models.llada import IN_BLOCK, TOP
 from trl_quant.policy.masked import PromptMasks
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows
@@ -121,6 +123,70 @@ def test_denoising_stops_where_every_text_has_ended(exact):
     assert len(calls) == 2
     assert [text[:2] for text in stopped] == [text[:2] for text in whole]
     counter.remove()
+
+
+# A cache
+
+
+def as_llada(model):
+    """The tensors and the config of a Llama under LLaDA's names."""
+    config = model.config
+    names = {**{llama: llada for llada, llama in IN_BLOCK.items()}, **{llama: llada for llada, llama in TOP.items()}}
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        name = name.removesuffix(".weight")
+        block = name.split(".")[2] if ".layers." in name else None
+        part = name.partition(f".layers.{block}.")[2] or name
+        place = f"blocks.{block}.{names[part]}" if block else names[part]
+        tensors[f"model.transformer.{place}.weight"] = tensor
+    fields = {"n_heads": config.num_attention_heads, "n_kv_heads": config.num_key_value_heads}
+    fields |= {"d_model": config.hidden_size, "n_layers": config.num_hidden_layers, "rms_norm_eps": config.rms_norm_eps}
+    fields |= {"rope_theta": config.rope_parameters["rope_theta"], "weight_tying": config.tie_word_embeddings}
+    return tensors, fields
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_cached_blocks_are_those_of_slow_loops(exact, temperature):
+    """The keys and values before a block are those of its first step; without the cache other tokens are written."""
+    lengths = LENGTH, 4, 1
+    slow = prefix_held(*as_llada(exact))
+    expected, _ = denoised(exact, PROMPTS, *lengths, MASK_ID, temperature, logits_of=slow)
+    assert written(exact, PROMPTS, Schedule(*lengths, temperature, cache_finished_blocks=True)) == expected
+    assert written(exact, PROMPTS, Schedule(*lengths, temperature)) != expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_reads_its_cache(family):
+    """A block's first step alone computes the columns before it. What has not changed since then changes no logit."""
+    model, widths = policy(family, dtype=torch.float64), []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
+    for cached in (False, True):
+        schedule = Schedule(LENGTH, 4, 2, 0.0, cache_finished_blocks=cached)
+        found = written(model, PROMPTS, schedule)
+        columns = 5 + LENGTH
+        assert widths == ([columns, LENGTH, columns, LENGTH - 4] if cached else [columns] * 4)
+        widths.clear()
+    ids, mask = padded(PROMPTS)
+    canvas = torch.cat([ids, torch.tensor(found)], 1)
+    mask, cache = torch.cat([mask, torch.ones(3, LENGTH, dtype=torch.long)], 1), DynamicCache()
+    with torch.no_grad():
+        whole = model(input_ids=canvas, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+        cache.crop(-LENGTH)
+        suffix = model(input_ids=canvas[:, -LENGTH:], attention_mask=mask, past_key_values=cache).logits
+    assert torch.allclose(suffix, whole[:, -LENGTH:], atol=1e-9)
+
+
+def test_an_engine_caches_where_it_is_told_to(tmp_path):
+    """Completions differ, and their scores are computed without a cache."""
+    found = {}
+    for cached in (False, True):
+        made = trainer(tmp_path, rollout_precision="int4", cache_finished_blocks=cached, tokens_per_step=1)
+        engine = made.vllm_generation
+        engine.sync()
+        torch.manual_seed(0)
+        found[cached] = engine.sample(PROMPTS)
+        assert found[cached].logps == engine.estimate(PROMPTS, found[cached].token_ids)
+    assert found[True].token_ids != found[False].token_ids
 
 
 # The engine

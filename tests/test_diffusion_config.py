@@ -69,6 +69,11 @@ def test_its_engine_denoises(settings, kind):
         ({"block_length": 48}, "`block_length`=48 does not divide `max_completion_length`=64"),
         ({"block_length": 128}, "`block_length`=128 does not divide `max_completion_length`=64"),
         ({"max_completion_length": None}, "`block_length`=32 does not divide `max_completion_length`=None"),
+        ({"cache_finished_blocks": 1}, "`cache_finished_blocks`=1 must be True or False"),
+        (
+            {"cache_finished_blocks": True, "tokens_per_step": 32},
+            "`cache_finished_blocks`=True acts only between the steps of a block",
+        ),
         ({"tokens_per_step": 3}, "`tokens_per_step`=3 does not divide `block_length`=32"),
         (
             {"is_correction": "trl", "num_iterations": 2},

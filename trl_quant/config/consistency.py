@@ -94,6 +94,11 @@ def check_denoising(args) -> None:
             f"`tokens_per_step`={args.tokens_per_step} does not divide `block_length`={block}. Each step of a block "
             "writes the same number of tokens: change one of the two."
         )
+    if args.cache_finished_blocks and block == args.tokens_per_step:
+        raise ValueError(
+            f"`cache_finished_blocks`=True acts only between the steps of a block, and with `tokens_per_step`="
+            f"`block_length`={block} a block has one step. Leave it unset, or write fewer tokens a step."
+        )
     if args.mask_draws > args.num_iterations:
         raise ValueError(
             f"`prompt_mask_draws`={args.prompt_mask_draws} is more than `num_iterations`={args.num_iterations}, so "

@@ -34,7 +34,7 @@ VLLM_MODES = ("colocate", "server")  # the kinds that are values of TRL's `vllm_
 # kind of an embedded engine -> the kind that denoises instead of sampling from left to right
 _DENOISING = {"embedded": "diffusion", "shared": "shared_diffusion"}
 _EVERY_ENGINE = ("precision", "wide_norms", "uaq_scale")
-_SCHEDULE = ("block_length", "tokens_per_step", "mask_token_id")
+_SCHEDULE = ("block_length", "tokens_per_step", "cache_finished_blocks", "mask_token_id")
 _OF_DENOISING = (*_SCHEDULE, "wide_head", "shows_progress")
 # kind -> the fields of `EngineSpec` that the engine's class takes as arguments
 _OPTIONS = {
@@ -75,6 +75,8 @@ class EngineSpec:
             Seconds that a server may take to answer; `None` for no limit.
         block_length, tokens_per_step (`int`, *optional*, defaults to `0`):
             How an engine of a masked diffusion model denoises; 0 in other engines.
+        cache_finished_blocks (`bool`, *optional*, defaults to `False`):
+            Whether such an engine caches keys and values within a block.
         mask_token_id (`int`, *optional*):
             The mask token of a masked diffusion model; `None` for the tokenizer's or the model's own.
         wide_head (`bool`, *optional*, defaults to `False`):
@@ -95,6 +97,7 @@ class EngineSpec:
     request_timeout: float | None = None
     block_length: int = 0
     tokens_per_step: int = 0
+    cache_finished_blocks: bool = False
     mask_token_id: int | None = None
     wide_head: bool = False
     shows_progress: bool = False

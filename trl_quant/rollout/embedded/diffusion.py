@@ -26,6 +26,12 @@ log-probability and no gradient, as in d1. It stays on the canvas while the bloc
 can see it. A block that is finished never changes, so denoising stops after the block in which the last completion of
 the batch has ended. The tokens of all completions are the same as after all blocks.
 
+With `cache_finished_blocks`, the first step of a block computes the whole row, and the others only the block and the
+masks behind it. They read the keys and values of the prompt and of the finished blocks as the first step computed them.
+Where attention goes in both directions, those would change with each token that is written, so **this is an
+approximation**, that of Fast-dLLM's prefix cache (arXiv:2505.22618). It would be exact in a model whose tokens attend
+to no later block. The estimate below is never computed from a cache.
+
 The probability of what was sampled is unknown. After denoising, one more forward pass gives the one-step estimate of
 [`~policy.masked`], in the sampler's own numbers and under the masks that the trainer uses.
 """
@@ -37,7 +43,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from ...layers.products import multiplies
@@ -62,12 +68,16 @@ class Schedule:
         block_length (`int`): Places of a block, a multiple of `tokens_per_step`.
         tokens_per_step (`int`): Tokens that each step writes.
         temperature (`float`): Temperature of the Gumbel noise; 0 for none.
+        cache_finished_blocks (`bool`, *optional*, defaults to `False`):
+            Whether the steps of a block share the keys and values of all columns before it, as its first step has
+            computed them.
     """
 
     length: int
     block_length: int
     tokens_per_step: int
     temperature: float
+    cache_finished_blocks: bool = False
 
     @property
     def steps(self) -> int:
@@ -134,14 +144,20 @@ def denoise(
     for start in range(0, schedule.length, schedule.block_length):
         block = canvas[:, start : start + schedule.block_length]  # a view, so writing it writes the canvas
         is_written = torch.zeros_like(block, dtype=torch.bool)
-        places = torch.arange(start, start + schedule.block_length, device=canvas.device) + prompt_ids.shape[1]
+        before = prompt_ids.shape[1] + start  # columns, all finished
+        places = torch.arange(before, before + schedule.block_length, device=canvas.device)
+        cache = DynamicCache() if schedule.cache_finished_blocks else None
         for _ in range(schedule.block_length // schedule.tokens_per_step):
+            held = 0 if cache is None else cache.get_seq_length()  # 0 in a block's first step, then `before`
             logits = model(
-                input_ids=torch.cat([prompt_ids, canvas], 1),
+                input_ids=torch.cat([prompt_ids, canvas], 1)[:, held:],
                 attention_mask=attention_mask,
-                use_cache=False,
-                logits_to_keep=places,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                logits_to_keep=places - held,
             ).logits
+            if cache is not None:
+                cache.crop(before - attention_mask.shape[1])  # a negative number removes so many columns
             logits[..., mask_token_id] = -torch.inf
             rows = max(1, CHUNK // logits[0].numel())
             parts = [sampled(part, schedule.temperature) for part in logits.split(rows)]
@@ -161,6 +177,7 @@ class Denoising:
 
     Parameters:
         block_length, tokens_per_step (`int`): As in [`Schedule`].
+        cache_finished_blocks (`bool`, *optional*, defaults to `False`): As in [`Schedule`].
         mask_token_id (`int`, *optional*): The mask token; by default the tokenizer's or the model's own.
         wide_head (`bool`, *optional*, defaults to `False`): Whether the trainer's head computes in FP32.
         shows_progress (`bool`, *optional*, defaults to `False`):
@@ -180,6 +197,7 @@ class Denoising:
         *args,
         block_length: int,
         tokens_per_step: int,
+        cache_finished_blocks: bool = False,
         mask_token_id: int | None = None,
         wide_head: bool = False,
         shows_progress: bool = False,
@@ -187,7 +205,8 @@ class Denoising:
     ):
         self.wide_head = wide_head  # read while the copy is built
         super().__init__(*args, **kwargs)
-        self.schedule = Schedule(self.max_completion_length, block_length, tokens_per_step, self.temperature)
+        lengths = self.max_completion_length, block_length, tokens_per_step
+        self.schedule = Schedule(*lengths, self.temperature, cache_finished_blocks)
         self.mask_token_id = mask_token_of(mask_token_id, self.tokenizer, self.weights.base_model.config)
         self.masks = PromptMasks()
         self.rows_at_once: int | None = None
