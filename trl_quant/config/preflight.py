@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedModel, ProcessorMixin
 
 from ..layers import FrozenLinear
 from ..models.families import FAMILIES, family_of, number_of_experts
-from ..policy.masked import mask_token_of
+from ..policy.masked import check_bidirectional, mask_token_of
 from ..rollout.stream import NO_WEIGHTS
 from ..rollout.tokenizer import check_tokenizer
 from ..rollout.vllm.support import (
@@ -130,16 +130,7 @@ def _check_masked_diffusion(config, args, others: dict) -> None:
         raise ValueError(
             f"{' and '.join(names)} with a masked diffusion model, whose completions have one turn. Leave it out."
         )
-    if config.model_type not in FAMILIES:
-        raise ValueError(
-            f"The policy's `model_type`={config.model_type!r} is not among those that are known to attend in both "
-            f"directions: {', '.join(FAMILIES)}. `trl_quant.storage.llada.convert` converts a checkpoint of LLaDA."
-        )
-    if getattr(config, "is_causal", True):
-        raise ValueError(
-            "The policy attends only to earlier tokens, as an autoregressive model does. A masked diffusion model has "
-            "`is_causal=False` in its config."
-        )
+    check_bidirectional(config)
     if others.get("processing_class") is not None:
         mask_token_of(args.mask_token_id, others["processing_class"], config)
 

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..models.families import FAMILIES
 from ..noise.gaussian import keyed_generator
 
 
@@ -71,6 +72,25 @@ class PromptMasks:
         row = f"{list(prompt)}/{list(completion)}"
         generator = keyed_generator(f"{self.seed}/{self.step}/{self.generation}/{draw}/{row}")
         return torch.rand(len(prompt), generator=generator, dtype=torch.float64) < self.probability
+
+
+def is_bidirectional(config) -> bool:
+    """Whether a model with this config is a masked diffusion model: each of its tokens attends to all others."""
+    return not getattr(config, "is_causal", True)
+
+
+def check_bidirectional(config) -> None:
+    """Raises `ValueError` for a model that is not known to attend in both directions, or that does not."""
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"The policy's `model_type`={config.model_type!r} is not among those that are known to attend in both "
+            f"directions: {', '.join(FAMILIES)}. `trl_quant.storage.llada.convert` converts a checkpoint of LLaDA."
+        )
+    if not is_bidirectional(config):
+        raise ValueError(
+            "The policy attends only to earlier tokens, as an autoregressive model does. A masked diffusion model has "
+            "`is_causal=False` in its config."
+        )
 
 
 def mask_token_of(given: int | None, tokenizer, config) -> int:

@@ -112,10 +112,10 @@ class EngineSpec:
             config.rollout_precision,
             config.train_precision,
             is_sharded=config.fsdp_version is not None,
+            denoises=config.denoises,
         )
         schedule = {}
         if config.denoises:
-            kind = _DENOISING[kind]
             schedule = {name: getattr(config, name) for name in _SCHEDULE}
             schedule |= {"wide_head": config.cast_lm_head_to_fp32, "shows_progress": not config.disable_tqdm}
         return cls(
@@ -149,7 +149,9 @@ class EngineSpec:
         return {} if self.is_vllm else {"use_vllm": True, "vllm_mode": "embedded"}
 
 
-def engine_kind(mode: str, precision: str, train_precision: str | None, is_sharded: bool = False) -> str:
+def engine_kind(
+    mode: str, precision: str, train_precision: str | None, is_sharded: bool = False, denoises: bool = False
+) -> str:
     """
     Returns the kind of engine that samples in `precision`, a key of [`ENGINES`].
 
@@ -158,10 +160,11 @@ def engine_kind(mode: str, precision: str, train_precision: str | None, is_shard
         precision (`str`): The `rollout_precision`.
         train_precision (`str` or `None`): The `train_precision`.
         is_sharded (`bool`, *optional*, defaults to `False`): Whether FSDP shards the policy.
+        denoises (`bool`, *optional*, defaults to `False`): Whether the policy is a masked diffusion model.
     """
-    if mode == "embedded" and precision == train_precision and not is_sharded:
-        return "shared"
-    return mode
+    is_shared = mode == "embedded" and precision == train_precision and not is_sharded
+    kind = "shared" if is_shared else mode
+    return _DENOISING[kind] if denoises else kind
 
 
 def default_lora_sync(mode: str, precision: str | None, train_precision: str | None) -> str:

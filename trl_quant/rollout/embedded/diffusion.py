@@ -215,7 +215,8 @@ class Denoising:
     def build_copy(self, policy: PreTrainedModel) -> PreTrainedModel:
         """Builds the model that samples, with the head that scores the trainer's tokens too."""
         model = super().build_copy(policy)
-        add_fused_lm_head(model, temperature=self.temperature, cast_lm_head_to_fp32=self.wide_head)
+        # Greedy completions, which are not trained on, are scored at temperature 1
+        add_fused_lm_head(model, temperature=self.temperature or 1.0, cast_lm_head_to_fp32=self.wide_head)
         return model
 
     @torch.no_grad()
