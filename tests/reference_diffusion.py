@@ -1,8 +1,8 @@
 """Masked diffusion in slow loops, one row and one token at a time, without padding, as a reference for the package,
 which this file does not import.
 
-`one_step_logps` is d1's estimate, `denoised` LLaDA's sampling in blocks, `llada_logits` LLaDA's own forward pass, and
-`prefix_held` that pass with keys and values of an earlier one.
+`one_step_logps` is d1's estimate, `denoised` LLaDA's sampling in blocks, `llada_logits` LLaDA's own forward pass,
+`dream_logits` Dream's, and `prefix_held` such a pass with keys and values of an earlier one.
 """
 
 import math
@@ -10,10 +10,20 @@ import math
 import torch
 
 
-def one_step_logps(model, prompt, is_masked, completion, length, mask_token, temperature=1.0):
-    """log f(o_k | q' M ... M) for each token of one completion; with a gradient if the model's weights have one."""
+# Llama's and Qwen2's names -> LLaDA's
+LLADAS = {"embed_tokens": "wte", "norm": "ln_f", "lm_head": "ff_out", "input_layernorm": "attn_norm"}
+LLADAS |= {"post_attention_layernorm": "ff_norm", "o_proj": "attn_out", "gate_proj": "ff_proj", "down_proj": "ff_out"}
+LLADAS |= {name: name for name in ("q_proj", "k_proj", "v_proj", "up_proj")}
+
+
+def one_step_logps(model, prompt, is_masked, completion, length, mask_token, temperature=1.0, logits_of=None):
+    """
+    log f(o_k | q' M ... M) for each token of one completion; with a gradient if the model's weights have one.
+    `logits_of(tokens)` gives what a model predicts for each token, where that is not its output at the token's place.
+    """
     shown = [mask_token if masked else token for token, masked in zip(prompt, is_masked, strict=True)]
-    logits = model(input_ids=torch.tensor([shown + [mask_token] * length])).logits[0]
+    tokens = shown + [mask_token] * length
+    logits = model(input_ids=torch.tensor([tokens])).logits[0] if logits_of is None else logits_of(tokens)
     found = []
     for k, token in enumerate(completion):
         scores = logits[len(prompt) + k] / temperature
@@ -69,19 +79,47 @@ def llada_logits(tensors, config, tokens):
     return llada_pass(tensors, config, tokens)[0]
 
 
-def prefix_held(tensors, config):
+def dream_logits(tensors, config, tokens):
+    """Dream's predictions for each place of a row: the output at the place before; at the first place its own."""
+    return moved(llada_pass(*under_lladas_names(tensors, config), tokens)[0])
+
+
+def moved(logits):
+    return torch.cat([logits[:1], logits[:-1]])
+
+
+def under_lladas_names(tensors, config):
+    """The tensors and the config of a Llama or a Qwen2 under LLaDA's names."""
+    found = {}
+    for name, tensor in tensors.items():
+        place, leaf = name.rsplit(".", 1)
+        if ".layers." in place:
+            _, _, block, *parts = place.split(".")
+            place = f"blocks.{block}.{LLADAS[parts[-1]]}"
+        else:
+            place = LLADAS[place.split(".")[-1]]
+        found[f"model.transformer.{place}.{leaf}"] = tensor
+    fields = {"n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads", "n_layers": "num_hidden_layers"}
+    fields |= {"d_model": "hidden_size", "weight_tying": "tie_word_embeddings"}
+    known = {name: config[other] for name, other in fields.items()} | {"rms_norm_eps": config["rms_norm_eps"]}
+    theta = config["rope_theta"] if "rope_theta" in config else config["rope_parameters"]["rope_theta"]
+    return found, known | {"rope_theta": theta}
+
+
+def prefix_held(tensors, config, shift=0):
     """
-    `logits_of` for `denoised`: at the first step of a block LLaDA's forward pass, at the others the same with all keys
-    and values before the block as they were at the first.
+    `logits_of` for `denoised`: at the first step of a block a forward pass, at the others the same with the keys and
+    values of all places before the block's first output as they were at the first. With `shift` 1 an output predicts
+    the next token.
     """
     held = {}
 
     def logits_of(row, tokens, before, step):
-        kept = held[row] if step else None
-        logits, pairs = llada_pass(tensors, config, tokens, kept)
+        logits, pairs = llada_pass(tensors, config, tokens, held[row] if step else None)
         if not step:
-            held[row] = [[(k[:before], v[:before]) for k, v in of_block] for of_block in pairs]
-        return logits
+            count = before - shift
+            held[row] = [[(k[:count], v[:count]) for k, v in of_block] for of_block in pairs]
+        return moved(logits) if shift else logits
 
     return logits_of
 
@@ -97,9 +135,11 @@ def llada_pass(tensors, config, tokens, held=None):
     x = torch.stack([weights["wte.weight"][token] for token in tokens])
     pairs = []
     for block in range(config["n_layers"]):
-        own = {name.split(".")[2]: tensor for name, tensor in weights.items() if name.startswith(f"blocks.{block}.")}
+        start = f"blocks.{block}."
+        own = {name.removeprefix(start): tensor for name, tensor in weights.items() if name.startswith(start)}
+        own = {name.removesuffix(".weight"): tensor for name, tensor in own.items()}
         y = rms(x, own["attn_norm"], config["rms_norm_eps"])
-        q, k, v = (y @ own[name].T for name in ("q_proj", "k_proj", "v_proj"))
+        q, k, v = (y @ own[name].T + own.get(f"{name}.bias", 0.0) for name in ("q_proj", "k_proj", "v_proj"))
         pairs.append([])
         for head in range(kv_heads):
             columns = slice(head * size, (head + 1) * size)

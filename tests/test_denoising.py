@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from masked_policy import LENGTH, MASK_ID, policy, tokenizer, trainer, uneven_rows
-from reference_diffusion import denoised, one_step_logps, prefix_held
+from reference_diffusion import denoised, one_step_logps, prefix_held, under_lladas_names
 from tiny import FAMILIES
 from tqdm import tqdm
 from transformers import DynamicCache
@@ -17,7 +17,6 @@ from trl_quant.formats import quantize
 from trl_quant.layers import SampledLinear
 from trl_quant.layers.products import quantize_input
 from trl_quant.models.linears import dense_linears
-from trl_quant.models.llada import IN_BLOCK, TOP
 from trl_quant.policy.masked import PromptMasks
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows
@@ -128,28 +127,11 @@ def test_denoising_stops_where_every_text_has_ended(exact):
 # A cache
 
 
-def as_llada(model):
-    """The tensors and the config of a Llama under LLaDA's names."""
-    config = model.config
-    names = {**{llama: llada for llada, llama in IN_BLOCK.items()}, **{llama: llada for llada, llama in TOP.items()}}
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        name = name.removesuffix(".weight")
-        block = name.split(".")[2] if ".layers." in name else None
-        part = name.partition(f".layers.{block}.")[2] or name
-        place = f"blocks.{block}.{names[part]}" if block else names[part]
-        tensors[f"model.transformer.{place}.weight"] = tensor
-    fields = {"n_heads": config.num_attention_heads, "n_kv_heads": config.num_key_value_heads}
-    fields |= {"d_model": config.hidden_size, "n_layers": config.num_hidden_layers, "rms_norm_eps": config.rms_norm_eps}
-    fields |= {"rope_theta": config.rope_parameters["rope_theta"], "weight_tying": config.tie_word_embeddings}
-    return tensors, fields
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_cached_blocks_are_those_of_slow_loops(exact, temperature):
     """The keys and values before a block are those of its first step; without the cache other tokens are written."""
     lengths = LENGTH, 4, 1
-    slow = prefix_held(*as_llada(exact))
+    slow = prefix_held(*under_lladas_names(exact.state_dict(), exact.config.to_dict()))
     expected, _ = denoised(exact, PROMPTS, *lengths, MASK_ID, temperature, logits_of=slow)
     assert written(exact, PROMPTS, Schedule(*lengths, temperature, cache_finished_blocks=True)) == expected
     assert written(exact, PROMPTS, Schedule(*lengths, temperature)) != expected

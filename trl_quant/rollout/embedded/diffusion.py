@@ -7,7 +7,7 @@ grows as one reads it, and within a block in the order of the model's confidence
 
     for each block of B places, from left to right:
         B / n times:
-            p_k  = softmax(logits_k)                            at the places k of the block that are still masked
+            p_k  = softmax(logits_k)                            of the places k of the block that are still masked
             x_k  = argmax (logits_k + T g),  g = -log(-log u)   a draw from softmax(logits_k / T)
             write x_k at the n places with the largest p_k(x_k)
 
@@ -47,7 +47,7 @@ from transformers import DynamicCache, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from ...layers.products import multiplies
-from ...policy.masked import IGNORED, MaskedRows, PromptMasks, mask_token_of
+from ...policy.masked import IGNORED, MaskedRows, PromptMasks, mask_token_of, shift_of
 from ...precisions import PRECISIONS, unified_flows
 from ..engine import Samples
 from .shared_base import SharedEngine
@@ -140,11 +140,11 @@ def denoise(
     """
     canvas = prompt_ids.new_full((len(prompt_ids), schedule.length), mask_token_id)
     attention_mask = torch.cat([prompt_mask, torch.ones_like(canvas)], 1)
-    ends = torch.tensor(end_ids, device=canvas.device, dtype=canvas.dtype)
+    ends, shift = torch.tensor(end_ids, device=canvas.device, dtype=canvas.dtype), shift_of(model.config)
     for start in range(0, schedule.length, schedule.block_length):
         block = canvas[:, start : start + schedule.block_length]  # a view, so writing it writes the canvas
         is_written = torch.zeros_like(block, dtype=torch.bool)
-        before = prompt_ids.shape[1] + start  # columns, all finished
+        before = prompt_ids.shape[1] + start - shift  # columns that are finished and predict nothing of the block
         places = torch.arange(before, before + schedule.block_length, device=canvas.device)
         cache = DynamicCache() if schedule.cache_finished_blocks else None
         for _ in range(schedule.block_length // schedule.tokens_per_step):
@@ -185,6 +185,8 @@ class Denoising:
             terminal.
 
     Attributes:
+        shift (`int`):
+            How many places before a token its logits stand, from [`~policy.masked.shift_of`].
         masks ([`~policy.masked.PromptMasks`]):
             The masks of the generation. The trainer sets it.
         rows_at_once (`int` or `None`):
@@ -208,6 +210,7 @@ class Denoising:
         lengths = self.max_completion_length, block_length, tokens_per_step
         self.schedule = Schedule(*lengths, self.temperature, cache_finished_blocks)
         self.mask_token_id = mask_token_of(mask_token_id, self.tokenizer, self.weights.base_model.config)
+        self.shift = shift_of(self.weights.base_model.config)
         self.masks = PromptMasks()
         self.rows_at_once: int | None = None
         self.shows_progress = shows_progress
@@ -265,7 +268,8 @@ class Denoising:
         attention_mask = torch.cat([prompt_mask, completion_mask], 1)
         labels = input_ids.masked_fill(attention_mask == 0, IGNORED)
         labels[:, : prompt_ids.shape[1]] = IGNORED
-        copy = MaskedRows(self.copy, prompt_ids.shape[1], self.schedule.length, self.mask_token_id, self.masks, draw)
+        canvas = prompt_ids.shape[1], self.schedule.length, self.mask_token_id
+        copy = MaskedRows(self.copy, *canvas, self.masks, draw, self.shift)
         scored = []
         for rows in self._parts(prompt_ids, self.rows_at_once):
             with self.accelerator.autocast():
