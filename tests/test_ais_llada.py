@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from papers import AIS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig, TrlParser
 
@@ -22,19 +23,11 @@ import build_masked_model as building  # noqa: E402
 
 
 # AIS, section 4.3 and appendix C; beta and the updates of a generation are d1's
-PAPER = {
-    "rollout_precision": "fp8_tensor",
+PAPER = AIS | {
     "block_length": 32,
     "tokens_per_step": 2,
     "prompt_mask_probability": 0.15,
     "max_completion_length": 256,
-    "is_correction": "ais",
-    "is_cap": 5,
-    "ais_delta": 0.02,
-    "ais_gamma": 1.2,
-    "scale_rewards": "none",
-    "loss_type": "grpo",
-    "epsilon": 0.2,
     "beta": 0.04,
     "num_generations": 8,
     "num_iterations": 12,

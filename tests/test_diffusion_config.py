@@ -158,6 +158,15 @@ def test_config_and_trainer_belong_together(tmp_path):
         make(DiffusionGRPOTrainer, config(QuantGRPOConfig, tmp_path), model=policy(), processing_class=tokenizer())
 
 
+def test_other_trainers_refuse_a_masked_diffusion_model(tmp_path):
+    with pytest.raises(ValueError, match="The policy attends in both directions .* Train it with `DiffusionGRPOTrainer`"):
+        make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, rollout_precision="int8"), model=policy())
+    policy().save_pretrained(tmp_path / "model")
+    given = {"model": str(tmp_path / "model"), "processing_class": tokenizer()}
+    with pytest.raises(ValueError, match="The policy attends in both directions"):
+        make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, rollout_precision="int4"), **given)
+
+
 def test_an_engine_without_estimates_is_refused(tmp_path):
     class Left(DiffusionGRPOTrainer):
         def build_engine(self, spec, *args, **settings):

@@ -121,7 +121,7 @@ def denoise(
     schedule: Schedule,
     mask_token_id: int,
     end_ids: list[int],
-    on_step: Callable[[], None] = lambda: None,
+    on_step: Callable[[Tensor], object] = lambda canvas: None,
 ) -> Tensor:
     """
     Writes a completion for each prompt, all in the same forward passes.
@@ -133,7 +133,7 @@ def denoise(
         schedule ([`Schedule`]): How to denoise.
         mask_token_id (`int`): The mask token.
         end_ids (`list[int]`): The tokens that end a completion.
-        on_step (`Callable`, *optional*): Called after each denoising step.
+        on_step (`Callable`, *optional*): Called after each denoising step, with the canvas (B, length) so far.
 
     Returns:
         `torch.Tensor` of shape `(B, length)`: The canvas. Blocks behind the last end of all rows may still be masks.
@@ -165,7 +165,7 @@ def denoise(
             chosen = surest(confidence, is_written, schedule.tokens_per_step)
             block.scatter_(1, chosen, tokens.gather(1, chosen))
             is_written.scatter_(1, chosen, True)
-            on_step()
+            on_step(canvas)
         if torch.isin(canvas, ends).any(1).all():
             break
     return canvas
@@ -242,7 +242,7 @@ class Denoising:
             written = []
             for number, rows in enumerate(parts, 1):
                 inputs = self.copy, prompt_ids[rows], prompt_mask[rows], self.schedule, self.mask_token_id
-                written.append(denoise(*inputs, self.eos_token_ids, bar.update))
+                written.append(denoise(*inputs, self.eos_token_ids, lambda canvas: bar.update()))
                 bar.update(number * self.schedule.steps - bar.n)  # steps that early ends have saved
         canvas = torch.cat(written)
         is_end = torch.isin(canvas, torch.tensor(self.eos_token_ids, device=canvas.device))
