@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_quant.rollout.embedded.diffusion import Schedule, denoise
 
 
-SCHEDULE = Schedule(length=8, block_length=4, tokens_per_step=1, temperature=0.0)
-PROMPTS = ["34+58=", "71+12=", "29+83="]
+SCHEDULE = Schedule(length=8, block_length=8, tokens_per_step=1, temperature=0.0)
+PROMPTS = ["34+58=", "40+12=", "67+45="]
 MASKED = "#e8e8e8"
 
 
@@ -42,10 +42,9 @@ def draw(found: list[list[list[str]]], mask: str, end: str) -> Figure:
                 colour = MASKED if step < written else colours[written]
                 panel.add_patch(Rectangle((place, step), 1, 1, facecolor=colour, edgecolor="white", linewidth=1))
                 if step >= written:
-                    text = "end" if canvas[place] == end else canvas[place]
+                    text = {end: "end", " ": "\N{OPEN BOX}"}.get(canvas[place], canvas[place])
                     weight = "bold" if step == written else "normal"
                     panel.text(place + 0.5, step + 0.5, text, ha="center", va="center", fontsize=6.5, weight=weight)
-        panel.axvline(SCHEDULE.block_length, color="black", linewidth=0.8)
         panel.set(title=prompt, xlim=(0, SCHEDULE.length), ylim=(len(steps), 0), xticks=[], aspect="equal")
         panel.set_yticks([step + 0.5 for step in range(len(steps))], range(len(steps)))
     panels[0].set_ylabel("steps")
