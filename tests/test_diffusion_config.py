@@ -159,13 +159,11 @@ def test_config_and_trainer_belong_together(tmp_path):
 
 
 def test_other_trainers_refuse_a_masked_diffusion_model(tmp_path):
-    with pytest.raises(
-        ValueError, match="The policy attends in both directions .* Train it with `DiffusionGRPOTrainer`"
-    ):
+    with pytest.raises(ValueError, match="The policy attends in both directions"):
         make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, rollout_precision="int8"), model=policy())
     policy().save_pretrained(tmp_path / "model")
     given = {"model": str(tmp_path / "model"), "processing_class": tokenizer()}
-    with pytest.raises(ValueError, match="Train it with `DiffusionGRPOTrainer`; examples/ais_llada.py has"):
+    with pytest.raises(ValueError, match="Train it with `DiffusionGRPOTrainer`"):
         make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, rollout_precision="int4"), **given)
 
 
