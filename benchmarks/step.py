@@ -224,18 +224,18 @@ class Steps(TrainerCallback):
     Attributes:
         seconds (`list[dict[str, float]]`): Of each step so far, by phase; `step` is the whole.
         kernels (`list`): Of the profiled update: name, calls and seconds of each kernel, the longest first.
+        phases (`tuple[str, ...]`): The phases of a generation.
     """
+
+    phases = ("sampling", "sync", "scoring")
 
     def __init__(self, trainer, profiled: int | None = None):
         self.seconds: list[dict[str, float]] = []
         self.profiled, self.kernels = profiled, []
         self.profiler = None
-        self.clock = clock = Clock(synchronize=True)
-        clock.watch(trainer.vllm_generation, "generate", "sampling")
-        clock.watch(trainer.vllm_generation, "sync_weights", "sync")
-        without_gradient = lambda: not torch.is_grad_enabled()  # noqa: E731
-        clock.watch(trainer, "_get_per_token_logps_and_entropies", "scoring", without_gradient)
-        clock.watch(trainer, "_generate_and_score_completions", "generation")
+        self.clock = Clock(synchronize=True)
+        self.clock.watch(trainer, "_generate_and_score_completions", "generation")
+        self.watch(trainer)
         generate = trainer._generate_and_score_completions
 
         def generate_then_profile(inputs):
@@ -246,6 +246,13 @@ class Steps(TrainerCallback):
             return batch
 
         trainer._generate_and_score_completions = generate_then_profile
+
+    def watch(self, trainer):
+        """Times the phases."""
+        self.clock.watch(trainer.vllm_generation, "generate", "sampling")
+        self.clock.watch(trainer.vllm_generation, "sync_weights", "sync")
+        without_gradient = lambda: not torch.is_grad_enabled()  # noqa: E731
+        self.clock.watch(trainer, "_get_per_token_logps_and_entropies", "scoring", without_gradient)
 
     def on_train_begin(self, args, state, control, **others):
         self.seconds = []
@@ -264,7 +271,7 @@ class Steps(TrainerCallback):
             self.kernels = sorted(((name, calls, took / 1e6) for name, (calls, took) in table), key=lambda row: -row[2])
             self.profiler = None
         step, found = self.clock.now() - self.start, self.clock.seconds
-        phases = {name: found[name] for name in ("sampling", "sync", "scoring")}
+        phases = {name: found[name] for name in self.phases}
         rest = found["generation"] - sum(phases.values())
         self.seconds.append({"step": step} | phases | {"update": step - found["generation"], "rest": rest})
 

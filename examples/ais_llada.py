@@ -11,15 +11,17 @@ On a laptop, teach a small model first, which takes a minute or two:
     python examples/build_masked_model.py --output_dir runs/masked
     python examples/ais_llada.py --config examples/laptop_diffusion.yaml
 
-The command line or a YAML file, `--config`, can change every option; `--help` lists them all. The paper follows d1 and
-is silent on the KL term and the updates for each generation: these are d1's, 0.04 and 12, each under another mask. Not
-as in the paper: the sampler computes FP8's numbers, but not at FP8's speed.
+The command line or a YAML file, `--config`, can change every option; `--help` lists them all, and `--dry_run true`
+plans the run. The paper follows d1 and is silent on the KL term and the updates for each generation: these are d1's,
+0.04 and 12, each under another mask. Not as in the paper: `fp8_tensor` computes FP8's numbers, but not at FP8's speed;
+on a GPU `fp8` does.
 """
 
 from trl import ModelConfig, TrlParser
 
 from trl_quant import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from trl_quant.trainers.launch import TrainArguments, train, trainer_arguments
+from trl_quant.cli.train import train_or_plan
+from trl_quant.trainers.launch import TrainArguments, trainer_arguments
 
 
 RECIPE = {
@@ -73,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = TrlParser((TrainArguments, DiffusionGRPOConfig, ModelConfig))
     parser.set_defaults_with_config(**RECIPE)
     script_args, args, model_args = parser.parse_args_and_config(argv)
-    train(trainer_arguments(script_args, args, model_args), DiffusionGRPOTrainer)
+    train_or_plan(script_args, trainer_arguments(script_args, args, model_args), DiffusionGRPOTrainer)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,10 @@ def canvas(tokenizer: PreTrainedTokenizerFast, batch: list[Problem]) -> tuple[Te
 
 
 def masked_loss(model: PreTrainedModel, prompts: Tensor, answers: Tensor, mask_token_id: int) -> Tensor:
-    """The loss of LLaDA's fine-tuning: that of the masked tokens, divided by the probability of a mask."""
+    """
+    Computes LLaDA's loss for fine-tuning. Each answer draws a probability t, each of its tokens is masked with
+    probability t, and the cross-entropy of the masked tokens is divided by t.
+    """
     share = torch.rand(len(answers), 1).clamp(min=1e-3)
     is_masked = torch.rand(answers.shape) < share
     shown = torch.cat([prompts, answers.masked_fill(is_masked, mask_token_id)], 1)

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from papers import AIS
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig, TrlParser
 
 from trl_quant import DiffusionGRPOConfig
+from trl_quant.cli import train as command
+from trl_quant.report.plan import make_plan
 from trl_quant.report.runs import read_run
 from trl_quant.trainers.launch import TrainArguments
 
@@ -22,19 +25,11 @@ import build_masked_model as building  # noqa: E402
 
 
 # AIS, section 4.3 and appendix C; beta and the updates of a generation are d1's
-PAPER = {
-    "rollout_precision": "fp8_tensor",
+PAPER = AIS | {
     "block_length": 32,
     "tokens_per_step": 2,
     "prompt_mask_probability": 0.15,
     "max_completion_length": 256,
-    "is_correction": "ais",
-    "is_cap": 5,
-    "ais_delta": 0.02,
-    "ais_gamma": 1.2,
-    "scale_rewards": "none",
-    "loss_type": "grpo",
-    "epsilon": 0.2,
     "beta": 0.04,
     "num_generations": 8,
     "num_iterations": 12,
@@ -92,3 +87,22 @@ def test_the_recipe_trains_the_small_model(taught, tmp_path):
     first, second = [log for log in read_run(tmp_path).history if "loss" in log]
     assert first["ais/alpha"] > 0 and first["grad_norm"] > 0 and second["grad_norm"] > 0
     assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_a_dry_run_plans(taught, tmp_path, capsys, monkeypatch):
+    """Nothing is trained. The copy's weights are counted: 32 bits each, or codes where a GPU multiplies them."""
+    plans = []
+    monkeypatch.setattr(command, "make_plan", lambda **given: plans.append(make_plan(**given)) or plans[-1])
+    for precision in ("int4", "int8"):
+        options = {"model_name_or_path": taught, "dataset_name": taught / "train.jsonl", "output_dir": tmp_path / "run"}
+        options |= {"reward_funcs": "training.spread", "rollout_precision": precision, "dry_run": "true"}
+        argv = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+        ais_llada.main(["--config", str(ROOT / "examples/laptop_diffusion.yaml"), *argv])
+        said = capsys.readouterr().out
+        assert f"Sampling: {precision.upper()}, embedded, by denoising" in said and "Steps: 60, from 32 prompts" in said
+    assert not (tmp_path / "run").exists()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(taught))
+    linear = sum(p.numel() for name, p in model.named_parameters() if name.endswith("_proj.weight"))
+    copies = [plan.memory.held["engine"] for plan in plans]
+    assert copies[0] - copies[1] == 3 * linear and copies[1] > linear > 0

@@ -1,14 +1,25 @@
 """The engine of masked diffusion: schedule, confidence and noise against slow loops; ends, batches and scores."""
 
+import copy
+import io
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from masked_policy import LENGTH, MASK_ID, policy, tokenizer, trainer, uneven_rows
-from reference_diffusion import denoised, one_step_logps
+from reference_diffusion import denoised, one_step_logps, prefix_held, under_lladas_names
 from tiny import FAMILIES
+from tqdm import tqdm
+from transformers import DynamicCache
 
+from trl_quant.formats import quantize
+from trl_quant.layers import SampledLinear
+from trl_quant.layers.products import quantize_input
+from trl_quant.models.linears import dense_linears
 from trl_quant.policy.masked import PromptMasks
+from trl_quant.policy.unified import unify
+from trl_quant.precisions import unified_flows
 from trl_quant.rollout import DiffusionEngine, SharedDiffusionEngine
 from trl_quant.rollout.embedded.diffusion import CHUNK, Schedule, denoise, sampled, surest
 
@@ -113,6 +124,53 @@ def test_denoising_stops_where_every_text_has_ended(exact):
     counter.remove()
 
 
+# A cache
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_cached_blocks_are_those_of_slow_loops(exact, temperature):
+    """The keys and values before a block are those of its first step; without the cache other tokens are written."""
+    lengths = LENGTH, 4, 1
+    slow = prefix_held(*under_lladas_names(exact.state_dict(), exact.config.to_dict()))
+    expected, _ = denoised(exact, PROMPTS, *lengths, MASK_ID, temperature, logits_of=slow)
+    assert written(exact, PROMPTS, Schedule(*lengths, temperature, cache_finished_blocks=True)) == expected
+    assert written(exact, PROMPTS, Schedule(*lengths, temperature)) != expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_reads_its_cache(family):
+    """A block's first step alone computes the columns before it. What has not changed since then changes no logit."""
+    model, widths = policy(family, dtype=torch.float64), []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
+    for cached in (False, True):
+        schedule = Schedule(LENGTH, 4, 2, 0.0, cache_finished_blocks=cached)
+        found = written(model, PROMPTS, schedule)
+        columns = 5 + LENGTH
+        assert widths == ([columns, LENGTH, columns, LENGTH - 4] if cached else [columns] * 4)
+        widths.clear()
+    ids, mask = padded(PROMPTS)
+    canvas = torch.cat([ids, torch.tensor(found)], 1)
+    mask, cache = torch.cat([mask, torch.ones(3, LENGTH, dtype=torch.long)], 1), DynamicCache()
+    with torch.no_grad():
+        whole = model(input_ids=canvas, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+        cache.crop(-LENGTH)
+        suffix = model(input_ids=canvas[:, -LENGTH:], attention_mask=mask, past_key_values=cache).logits
+    assert torch.allclose(suffix, whole[:, -LENGTH:], atol=1e-9)
+
+
+def test_an_engine_caches_where_it_is_told_to(tmp_path):
+    """Completions differ, and their scores are computed without a cache."""
+    found = {}
+    for cached in (False, True):
+        made = trainer(tmp_path, rollout_precision="int4", cache_finished_blocks=cached, tokens_per_step=1)
+        engine = made.vllm_generation
+        engine.sync()
+        torch.manual_seed(0)
+        found[cached] = engine.sample(PROMPTS)
+        assert found[cached].logps == engine.estimate(PROMPTS, found[cached].token_ids)
+    assert found[True].token_ids != found[False].token_ids
+
+
 # The engine
 
 
@@ -161,6 +219,92 @@ def test_estimates_are_the_same_in_batches_of_any_size(run):
     assert engine.estimate(prompts, completions, draw=1) != engine.estimate(prompts, completions, draw=2)
     with pytest.raises(NotImplementedError, match="`estimate`"):
         engine.score(prompts)
+
+
+def test_a_batch_of_any_size_is_denoised_in_parts(run, monkeypatch):
+    """No forward pass has more than the bound; each part's completions are those that it would get by itself."""
+    engine, widths = run.vllm_generation, []
+    prompts = [PROMPTS[0]] * 3 + PROMPTS * 2
+    engine.schedule = replace(engine.schedule, temperature=0.0)
+    whole = engine.sample(prompts)
+    monkeypatch.setattr("trl_quant.rollout.embedded.diffusion.TOKENS_AT_ONCE", 4 * (5 + LENGTH) + 1)
+    engine.copy.get_input_embeddings().register_forward_pre_hook(lambda module, args: widths.append(args[0].shape))
+    parts = engine.sample(prompts)
+    assert parts.token_ids == whole.token_ids
+    for one, other in zip(parts.logps, whole.logps, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    steps = LENGTH // 2
+    assert [rows for rows, _ in widths] == [4] * steps + [4] * steps + [1] * steps + [4, 4, 1]
+    monkeypatch.setattr("trl_quant.rollout.embedded.diffusion.TOKENS_AT_ONCE", 1)
+    assert engine.sample(prompts).token_ids == whole.token_ids  # a row at least
+
+
+class Bar(tqdm):
+    """A bar that draws where nobody looks, and remembers."""
+
+    made: list = []
+
+    def __init__(self, *args, disable, **kwargs):
+        self.given = disable
+        super().__init__(*args, file=io.StringIO(), disable=bool(disable), **kwargs)
+        Bar.made.append(self)
+
+
+def test_the_steps_are_shown(tmp_path, monkeypatch):
+    """By a bar of all parts' steps, on the main process and unless `disable_tqdm`, and only in a terminal."""
+    monkeypatch.setattr("trl_quant.rollout.embedded.diffusion.tqdm", Bar)
+    monkeypatch.setattr("trl_quant.rollout.embedded.diffusion.TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr(Bar, "made", [])
+    for settings, shown in [({"disable_tqdm": False}, True), ({"disable_tqdm": True}, False)]:
+        engine = trainer(tmp_path, rollout_precision="int4", **settings).vllm_generation
+        engine.sync()
+        engine.sample(PROMPTS)
+        bar = Bar.made.pop()
+        assert bar.given is (None if shown else True) and bar.total == 3 * LENGTH // 2
+        assert bar.n == (bar.total if shown else 0)
+        with monkeypatch.context() as other_rank:
+            other_rank.setattr(type(engine.accelerator), "is_main_process", False)
+            engine.sample(PROMPTS[:1])
+        assert Bar.made.pop().given is True
+
+
+@pytest.mark.parametrize("precision", unified_flows())
+def test_where_a_gpu_multiplies_codes_the_copy_does_too(tmp_path, monkeypatch, precision):
+    """
+    Here with the products' reference in torch. The copy holds codes alone, and a layer's output is their product. It
+    samples and scores as a policy that is trained in that precision does.
+    """
+    plain = trainer(tmp_path, rollout_precision=precision).vllm_generation
+    assert not any(isinstance(layer, SampledLinear) for layer in plain.copy.modules())
+    monkeypatch.setattr("trl_quant.rollout.embedded.diffusion.multiplies", lambda format, device: True)
+    made = trainer(tmp_path, rollout_precision=precision)
+    engine, policy_layers, seen = made.vllm_generation, dict(made.model.named_modules()), []
+    engine.sync()
+    layers = {name: layer for name, layer in engine.copy.named_modules() if isinstance(layer, SampledLinear)}
+    assert len(layers) == len(dense_linears(made.model)) and all(l.weight.values.itemsize == 1 for l in layers.values())
+    for name, layer in layers.items():
+        layer.register_forward_hook(lambda module, args, y, name=name: seen.append((name, args[0], y)))
+    prompts, completions = uneven_rows()
+    scored = engine.estimate(prompts, completions)
+    assert {name for name, *_ in seen} == set(layers)
+    for name, x, y in seen:
+        weight = policy_layers[name].weight.detach()
+        exact = quantize_input(x.flatten(0, 1), precision).dequantize().double()
+        expected = (exact @ quantize(weight, precision).dequantize().double().T).view_as(y)
+        unquantized = x.double() @ weight.double().T
+        assert torch.allclose(y.double(), expected, atol=1e-5 * expected.abs().max().item())
+        assert (unquantized - expected).norm() > 1e-3 * expected.norm()
+
+    trained = copy.deepcopy(made.model)
+    vars(trained).pop("forward")  # TRL's head, which would call the first model
+    unify(trained, precision)
+    for prompt, ids, logps in zip(prompts, completions, scored, strict=True):
+        is_masked = engine.masks.of(prompt, ids, 0).tolist()
+        expected = one_step_logps(trained, prompt, is_masked, ids, LENGTH, MASK_ID)
+        assert torch.allclose(torch.tensor(logps), expected.detach(), atol=1e-4)
+    seen.clear()
+    engine.sample(prompts)
+    assert len(seen) == len(layers) * (LENGTH // 2 + 1)  # two tokens a step, and the scoring pass
 
 
 def test_a_policy_in_the_engines_precision_is_shared(tmp_path):

@@ -9,7 +9,7 @@ from changes import move
 from masked_policy import LENGTH, MASK_ID, canvases, policy, tokenizer, trainer, uneven_rows
 from reference import DROPPING, OBJECTIVES, ais_alpha, clipped, objective
 from reference_diffusion import one_step_logps
-from training import dataset, lora, metrics, parameters
+from training import Killed, dataset, killing, lora, metrics, parameters
 
 from trl_quant.corrections import CORRECTIONS
 from trl_quant.layers import quantized
@@ -177,25 +177,13 @@ def test_dynamic_sampling_keeps_the_masks(tmp_path):
     assert all("dynamic_sampling/rounds" in entry for entry in metrics(made)[:1])
 
 
-class Killed(Exception):
-    """A run that is stopped."""
-
-
 @pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "prompt_mask_draws": 2}], ids=["plain", "iterations"])
 def test_killed_and_resumed_equals_unbroken(tmp_path, options):
     """The masks go on too: without them the log-probabilities would differ."""
 
     def started(name, kill_at=None):
-        calls = []
-
-        def reward(completions, **kwargs):
-            calls.append(1)
-            if len(calls) == kill_at:
-                raise Killed
-            return [float(sum(map(ord, text)) % 11) for text in completions]
-
         settings = {"rollout_precision": "int4", "save_strategy": "steps", "save_steps": 2, "is_correction": "ais"}
-        given = {"reward_funcs": reward}
+        given = {"reward_funcs": killing(kill_at)}
         return trainer(tmp_path / name, given=given, max_steps=4, **settings | options)
 
     whole = started("whole")
@@ -437,8 +425,10 @@ def test_what_trl_does_with_log_probabilities_works(tmp_path, settings):
 
 
 def test_the_run_says_what_it_does(tmp_path, capsys):
-    trainer(tmp_path, rollout_precision="fp8_tensor", is_correction="ais")
-    assert "Sampling: FP8-tensor, embedded, by denoising" in capsys.readouterr().out
+    numerics, fast = "numerics only, no speed-up", "in low precision on a GPU"
+    for precision, name, says in [("fp8_tensor", "FP8-tensor", numerics), ("fp8_block", "FP8-block", fast)]:
+        trainer(tmp_path, rollout_precision=precision, is_correction="ais")
+        assert f"Sampling: {name}, embedded, by denoising ({says})" in capsys.readouterr().out
 
 
 @pytest.mark.isa

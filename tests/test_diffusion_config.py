@@ -69,6 +69,11 @@ def test_its_engine_denoises(settings, kind):
         ({"block_length": 48}, "`block_length`=48 does not divide `max_completion_length`=64"),
         ({"block_length": 128}, "`block_length`=128 does not divide `max_completion_length`=64"),
         ({"max_completion_length": None}, "`block_length`=32 does not divide `max_completion_length`=None"),
+        ({"cache_finished_blocks": 1}, "`cache_finished_blocks`=1 must be True or False"),
+        (
+            {"cache_finished_blocks": True, "tokens_per_step": 32},
+            "`cache_finished_blocks`=True acts only between the steps of a block",
+        ),
         ({"tokens_per_step": 3}, "`tokens_per_step`=3 does not divide `block_length`=32"),
         (
             {"is_correction": "trl", "num_iterations": 2},
@@ -151,6 +156,15 @@ def test_config_and_trainer_belong_together(tmp_path):
         make(QuantGRPOTrainer, build(tmp_path), model=policy(), processing_class=tokenizer())
     with pytest.raises(ValueError, match="`args` is a QuantGRPOConfig, but DiffusionGRPOTrainer takes"):
         make(DiffusionGRPOTrainer, config(QuantGRPOConfig, tmp_path), model=policy(), processing_class=tokenizer())
+
+
+def test_other_trainers_refuse_a_masked_diffusion_model(tmp_path):
+    with pytest.raises(ValueError, match="The policy attends in both directions"):
+        make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, rollout_precision="int8"), model=policy())
+    policy().save_pretrained(tmp_path / "model")
+    given = {"model": str(tmp_path / "model"), "processing_class": tokenizer()}
+    with pytest.raises(ValueError, match="Train it with `DiffusionGRPOTrainer`"):
+        make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, rollout_precision="int4"), **given)
 
 
 def test_an_engine_without_estimates_is_refused(tmp_path):

@@ -45,7 +45,7 @@ FOREIGN = {
     "trl": {"sequence_mask", "save_model", "peft_config", "rollout_func", "environment_factory", "env_mask"},
     "peft": {"lora_dropout", "modules_to_save"},
     "transformers": {"do_sample", "is_causal"},
-    "trl_quant": {"trl_quant"},
+    "trl_quant": {"trl_quant", "shifted_logits"},
 }
 
 

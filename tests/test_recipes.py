@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from papers import AIS
 from tiny import tiny_model, tiny_tokenizer
 from trl import ModelConfig
 
@@ -75,15 +76,8 @@ PAPER = {
         "num_iterations": 4,
         "learning_rate": 1e-5,
     },
-    "ais": {
-        "rollout_precision": "fp8_tensor",
-        "is_correction": "ais",
-        "is_cap": 5,
-        "ais_delta": 0.02,
-        "ais_gamma": 1.2,
-        "scale_rewards": "none",
-        "loss_type": "grpo",
-        "epsilon": 0.2,
+    "ais": AIS
+    | {
         "beta": 0,
         "use_bias_correction_kl": False,
         "temperature": 0.9,

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training import config, dataset, lora, make, parameters
+from training import Killed, config, dataset, killing, lora, make, parameters
 from training import metrics as all_metrics
 from transformers import TrainerCallback
 
@@ -34,23 +34,11 @@ def metrics(trainer):
     return [entry for entry in all_metrics(trainer) if "train_loss" not in entry]
 
 
-class Killed(Exception):
-    pass
-
-
 def trainer_of(path, kill_at=None, peft=False, prompts=8, **overrides):
-    calls = []
-
-    def reward(completions, **kwargs):
-        calls.append(1)
-        if len(calls) == kill_at:
-            raise Killed
-        return [float(sum(map(ord, text)) % 11) for text in completions]
-
     return make(
         QuantGRPOTrainer,
         config(QuantGRPOConfig, path, **SETTINGS | overrides),
-        reward_funcs=reward,
+        reward_funcs=killing(kill_at),
         peft_config=lora() if peft else None,
         train_dataset=dataset(prompts),
     )

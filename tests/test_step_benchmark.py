@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tiny import save_words
 
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -173,21 +173,11 @@ def test_table_has_medians_and_a_ratio_to_each_baseline(step_runs, capsys):
 # The whole
 
 
-def save_tokenizer(path: Path) -> Path:
-    """Writes a tokenizer of a few words and every byte."""
-    words = [f"Ġ{first}{second}" for first in "abcdefgh" for second in "aeiou"]
-    names = ["<|eos|>", "<|pad|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
-    backend = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<|pad|>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    backend.save(str(path))
-    return path
-
-
 def test_trainers_get_the_lengths_that_were_drawn(tmp_path, step, monkeypatch, capsys):
     """The trainer in a process of its own, which is the script's; the tables are the same when they are shown again."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     output = tmp_path / "runs.json"
-    words = ["--tokenizer", save_tokenizer(tmp_path / "tokenizer.json"), "--sizes", "tiny", "--generations", "2"]
+    words = ["--tokenizer", save_words(tmp_path / "tokenizer.json"), "--sizes", "tiny", "--generations", "2"]
     words += ["--trainers", "bf16", "--completions", "4x16", "--steps", "3", *LOGNORMAL, "--median", "6"]
 
     def printed(*words) -> str:

@@ -141,3 +141,13 @@ def save_tiny(path: str | Path, family: str = "qwen3", **kwargs) -> str:
     tiny_model(family, **kwargs).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return str(path)
+
+
+def save_words(path: Path) -> Path:
+    """Writes a tokenizer of a few words and every byte."""
+    words = [f"Ġ{first}{second}" for first in "abcdefgh" for second in "aeiou"]
+    names = ["<|eos|>", "<|pad|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
+    backend = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<|pad|>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.save(str(path))
+    return path

@@ -28,6 +28,23 @@ def spread(completions, **kwargs) -> list[float]:
     return [sum(ord(c) % 7 for c in text) / (6 * max(len(text), 1)) for text in completions]
 
 
+class Killed(Exception):
+    """A run that is stopped."""
+
+
+def killing(kill_at: int | None):
+    """A reward that differs within every group, and that kills the run at its call number `kill_at`, from 1."""
+    calls = []
+
+    def reward(completions, **kwargs) -> list[float]:
+        calls.append(1)
+        if len(calls) == kill_at:
+            raise Killed
+        return [float(sum(map(ord, text)) % 11) for text in completions]
+
+    return reward
+
+
 def lora() -> LoraConfig:
     return LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
 

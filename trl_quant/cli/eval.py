@@ -22,7 +22,15 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--num_samples", type=int, help="answers to each question (default: one, greedy)")
     for name, default in sampling().items():
         options.add_argument(f"--{name}", type=float, help=f"of sampling (default with --num_samples: {default})")
-    options.add_argument("--max_completion_length", type=int, default=2048, help="tokens (default: %(default)s)")
+    length = "tokens (default: 2048; for masked diffusion the run's, else 256)"
+    options.add_argument("--max_completion_length", type=int, help=length)
+    own = "(masked diffusion alone; default: the run's, else that of training)"
+    options.add_argument("--block_length", type=int, help=f"tokens of a block {own}")
+    options.add_argument("--tokens_per_step", type=int, help=f"tokens that a denoising step writes {own}")
+    options.add_argument("--mask_token_id", type=int, help=f"the mask token {own}")
+    options.add_argument(
+        "--cache_finished_blocks", action="store_true", default=None, help=f"an approximation; faster {own}"
+    )
     options.add_argument("--batch_size", type=int, default=256, help="answers sampled together (default: %(default)s)")
     options.add_argument(
         "--seed", type=int, default=0, help="of sampling and generated problems (default: %(default)s)"

@@ -101,11 +101,8 @@ def check_rloo(args) -> None:
         _check_level(args)
 
 
-def check_denoising(args) -> None:
-    """
-    Checks the fields of masked diffusion. Raises `ValueError` for a schedule that does not fill the canvas, and for
-    fields that act only where tokens are sampled from left to right.
-    """
+def check_schedule(args) -> None:
+    """Raises `ValueError` if the blocks do not fill the canvas, the steps no block, or a cache could not act."""
     length, block = args.max_completion_length, args.block_length
     if length is None or length % block:
         raise ValueError(
@@ -117,6 +114,19 @@ def check_denoising(args) -> None:
             f"`tokens_per_step`={args.tokens_per_step} does not divide `block_length`={block}. Each step of a block "
             "writes the same number of tokens: change one of the two."
         )
+    if args.cache_finished_blocks and block == args.tokens_per_step:
+        raise ValueError(
+            f"`cache_finished_blocks`=True acts only between the steps of a block, and with `tokens_per_step`="
+            f"`block_length`={block} a block has one step. Leave it unset, or write fewer tokens a step."
+        )
+
+
+def check_denoising(args) -> None:
+    """
+    Checks the fields of masked diffusion. Raises `ValueError` for a schedule that does not fill the canvas, and for
+    fields that act only where tokens are sampled from left to right.
+    """
+    check_schedule(args)
     if args.mask_draws > args.num_iterations:
         raise ValueError(
             f"`prompt_mask_draws`={args.prompt_mask_draws} is more than `num_iterations`={args.num_iterations}, so "

@@ -27,6 +27,14 @@ class DenoisingFields:
             "divide `block_length`."
         },
     )
+    cache_finished_blocks: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the denoising steps of a block share the keys and values of the prompt and of the blocks "
+            "before it, as the block's first step has computed them. Faster, and an approximation: with attention in "
+            "both directions they would change at each step. Scoring takes no part in it."
+        },
+    )
     prompt_mask_probability: Annotated[float, Range(0.0, 1.0)] = field(
         default=0.15,
         metadata={"help": "Probability with which each token of a prompt is masked where a completion is scored."},

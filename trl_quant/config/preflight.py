@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedModel, ProcessorMixin
 
 from ..layers import FrozenLinear
 from ..models.families import FAMILIES, family_of, number_of_experts
-from ..policy.masked import mask_token_of
+from ..policy.masked import check_bidirectional, is_bidirectional, mask_token_of
 from ..rollout.stream import NO_WEIGHTS
 from ..rollout.tokenizer import check_tokenizer
 from ..rollout.vllm.support import (
@@ -84,6 +84,7 @@ def check_before_loading(
         config = _read_config(model, args)
         if args.rollout_precision is not None:
             _check_kind(config, model)
+            _check_reads_one_way(config, args)
             _check_adapter(peft_config)
             _check_tokenizer(config, others.get("processing_class"), train_dataset)
             _check_policy(config, args, others["quantization_config"], here)
@@ -130,16 +131,7 @@ def _check_masked_diffusion(config, args, others: dict) -> None:
         raise ValueError(
             f"{' and '.join(names)} with a masked diffusion model, whose completions have one turn. Leave it out."
         )
-    if config.model_type not in FAMILIES:
-        raise ValueError(
-            f"The policy's `model_type`={config.model_type!r} is not among those that are known to attend in both "
-            f"directions: {', '.join(FAMILIES)}. `trl_quant.storage.llada.convert` converts a checkpoint of LLaDA."
-        )
-    if getattr(config, "is_causal", True):
-        raise ValueError(
-            "The policy attends only to earlier tokens, as an autoregressive model does. A masked diffusion model has "
-            "`is_causal=False` in its config."
-        )
+    check_bidirectional(config)
     if others.get("processing_class") is not None:
         mask_token_of(args.mask_token_id, others["processing_class"], config)
 
@@ -273,6 +265,15 @@ def _check_kind(config, model) -> None:
         raise ValueError(
             f"The policy is a {model_class.__name__}, which generates no text. Load it with `AutoModelForCausalLM`, or "
             "train another checkpoint."
+        )
+
+
+def _check_reads_one_way(config, args) -> None:
+    """Refuses a masked diffusion model where completions are written from left to right."""
+    if is_bidirectional(config) and not args.denoises:
+        raise ValueError(
+            "The policy attends in both directions (`is_causal=False` in its config), so it is a masked diffusion "
+            "model. Train it with `DiffusionGRPOTrainer`; examples/ais_llada.py has a command line for it."
         )
 
 

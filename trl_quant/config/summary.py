@@ -3,18 +3,21 @@
 Sampling: INT8, embedded (numerics only, no speed-up); correction tis, cap 2; LoRA merged
 """
 
+from ..precisions import unified_flows
 from ..rollout.spec import EngineSpec
 from .fields import QuantFields
 from .hyperparameters import setting_fields
 
 
+NUMERICS = "(numerics only, no speed-up)"
+MULTIPLIES = "(in low precision on a GPU)"
 PLACES = {
-    "embedded": "embedded (numerics only, no speed-up)",
-    "shared": "embedded, from the policy's own layers (numerics only, no speed-up)",
+    "embedded": f"embedded {NUMERICS}",
+    "shared": f"embedded, from the policy's own layers {NUMERICS}",
     "colocate": "vLLM in the training process",
     "server": "vLLM server",
-    "diffusion": "embedded, by denoising (numerics only, no speed-up)",
-    "shared_diffusion": "embedded, by denoising with the policy's own layers (numerics only, no speed-up)",
+    "diffusion": f"embedded, by denoising {NUMERICS}",
+    "shared_diffusion": f"embedded, by denoising with the policy's own layers {NUMERICS}",
 }
 
 
@@ -63,7 +66,10 @@ def _sampling(args) -> str:
         return f"not quantized, {'the policy itself' if engine is None else PLACES[engine]}, by TRL"
     precision = args.rollout_precision
     precision = "the fastest precision, to be measured" if precision == "auto" else title(precision)
-    return f"{precision}, {PLACES[engine]}"
+    place = PLACES[engine]
+    if args.denoises and args.rollout_precision in unified_flows():
+        place = place.replace(NUMERICS, MULTIPLIES)
+    return f"{precision}, {place}"
 
 
 def _correction(args) -> str:

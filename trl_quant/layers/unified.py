@@ -237,23 +237,33 @@ class SampledLinear(nn.Module):
 
     Parameters:
         linear (`nn.Linear`): The layer that it replaces, (out, in).
+        precision (`str`): Key of `PRECISIONS`, one that also quantizes inputs.
     """
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, linear: nn.Linear, precision: str):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.precision, self.format = precision, PRECISIONS[precision].format
         self.weight: QuantizedTensor | None = None
         self.bias = None if linear.bias is None else nn.Parameter(torch.empty_like(linear.bias), requires_grad=False)
 
-    def load(self, weight: QuantizedTensor) -> None:
-        """Takes new codes (out, in), from [`UnifiedLinear.codes`]."""
+    def load(self, weight: Tensor | QuantizedTensor) -> None:
+        """Takes a new weight (out, in): codes from [`UnifiedLinear.codes`], or values that it quantizes."""
+        if isinstance(weight, Tensor):
+            self.weight = None  # frees the old codes first
+            with torch.autocast(weight.device.type, enabled=False):
+                weight = _quantize(weight, self.format)
         self.weight = weight
+
+    def trains(self) -> bool:
+        """As [`UnifiedLinear.trains`]: it never does."""
+        return False
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., in) to (..., out), in the type of `x` or autocast's."""
         dtype = autocast_dtype(x, self.in_features)
         bias = None if self.bias is None else self.bias.to(dtype)
-        q, _ = quantized(x, dtype, self.weight.format, both=False)
+        q, _ = quantized(x, dtype, self.format, both=False)
         return product(q, self.weight, bias, dtype).view(*x.shape[:-1], -1)
 
 

@@ -16,7 +16,7 @@ token's own place.
 | `M M ... M` | the canvas: always `length` masks, since a shorter one would tell the model the completion's length |
 | `q'` | the prompt under a mask that [`PromptMasks`] draws |
 | `p` | `probability`, 0.15 |
-| `f_theta(...)_k` | the model's distribution at place k, at the run's temperature; its logits are not shifted |
+| `f_theta(...)_k` | the distribution for place k at the run's temperature, computed at place k - [`shift_of`] |
 
 **This is not the probability with which the tokens were sampled.** It leaves out what the tokens of a completion say
 about each other. It is computed alike in the trainer's numbers and in the sampler's, so the ratio of the two estimates
@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..models.families import FAMILIES
 from ..noise.gaussian import keyed_generator
 
 
@@ -71,6 +72,33 @@ class PromptMasks:
         row = f"{list(prompt)}/{list(completion)}"
         generator = keyed_generator(f"{self.seed}/{self.step}/{self.generation}/{draw}/{row}")
         return torch.rand(len(prompt), generator=generator, dtype=torch.float64) < self.probability
+
+
+def is_bidirectional(config) -> bool:
+    """Whether a model with this config is a masked diffusion model: each of its tokens attends to all others."""
+    return not getattr(config, "is_causal", True)
+
+
+def shift_of(config) -> int:
+    """
+    Returns how many places before a token its logits stand: 1 in a model such as Dream, whose config has
+    `shifted_logits=True`, else 0.
+    """
+    return int(getattr(config, "shifted_logits", False))
+
+
+def check_bidirectional(config) -> None:
+    """Raises `ValueError` for a model that is not known to attend in both directions, or that does not."""
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"The policy's `model_type`={config.model_type!r} is not among those that are known to attend in both "
+            f"directions: {', '.join(FAMILIES)}. `trl_quant.storage.llada.convert` converts a checkpoint of LLaDA."
+        )
+    if not is_bidirectional(config):
+        raise ValueError(
+            "The policy attends only to earlier tokens, as an autoregressive model does. A masked diffusion model has "
+            "`is_causal=False` in its config."
+        )
 
 
 def mask_token_of(given: int | None, tokenizer, config) -> int:
@@ -112,13 +140,21 @@ class MaskedRows:
         mask_token_id (`int`): The mask token.
         masks ([`PromptMasks`]): The masks of the generation.
         draw (`int`): Which mask of each row.
+        shift (`int`): How many places before a token its logits stand, from [`shift_of`].
     """
 
     def __init__(
-        self, model: nn.Module, prompt: int, length: int, mask_token_id: int, masks: PromptMasks, draw: int = 0
+        self,
+        model: nn.Module,
+        prompt: int,
+        length: int,
+        mask_token_id: int,
+        masks: PromptMasks,
+        draw: int = 0,
+        shift: int = 0,
     ):
         self.model, self.prompt, self.length = model, prompt, length
-        self.mask_token_id, self.masks, self.draw = mask_token_id, masks, draw
+        self.mask_token_id, self.masks, self.draw, self.shift = mask_token_id, masks, draw, shift
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs):
         """
@@ -135,18 +171,19 @@ class MaskedRows:
             of the completions, 0 where nothing is scored.
         """
         batch, columns = len(input_ids), input_ids.shape[1] - self.prompt
+        first = self.prompt - self.shift  # the column whose logits are those of the first token
         canvas = input_ids.new_full((batch, self.length), self.mask_token_id)
         targets = _resized(labels[:, self.prompt :], self.length, IGNORED)
         output = self.model(
             input_ids=torch.cat([self._masked_prompts(input_ids, attention_mask, labels), canvas], 1),
             attention_mask=torch.cat([attention_mask[:, : self.prompt], torch.ones_like(canvas)], 1),
             # TRL's head scores these labels in place. It would shift `labels` by one token.
-            shift_labels=F.pad(targets, (self.prompt, 0), value=IGNORED),
+            shift_labels=F.pad(targets, (first, self.shift), value=IGNORED),
             **kwargs,
         )
         for name in ("log_probs", "entropy"):
             if output.get(name) is not None:
-                output[name] = _resized(output[name][:, self.prompt :], columns, 0.0)
+                output[name] = _resized(output[name][:, first : first + self.length], columns, 0.0)
         return output
 
     def _masked_prompts(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:

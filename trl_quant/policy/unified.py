@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, TrainerCallback
 from transformers.activations import SiLUActivation
 
-from ..layers import UnifiedLinear
+from ..layers import SampledLinear, UnifiedLinear
 from ..layers.gated import silu_mul
 from ..layers.norm import FusedRMSNorm
 from ..layers.products import multiplies
@@ -65,9 +65,23 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
     for name, layer in base.named_modules():
         if isinstance(getattr(layer, "base_layer", None), UnifiedLinear) and not isinstance(layer, UnifiedLoraLinear):
             _adapt_base(name, layer, merged)
+    fuse(base, layers)
+
+
+def fuse(model: nn.Module, layers: dict[str, LinearLayer]) -> None:
+    """
+    Computes norms, and the activations of gated MLPs, in one pass with the quantizers of the layers that they feed, in
+    place.
+
+    Args:
+        model (`nn.Module`): A model of transformers whose linear layers are [`~layers.UnifiedLinear`] or
+            [`~layers.SampledLinear`].
+        layers (`dict[str, LinearLayer]`): What [`~models.linears.dense_linears`] returned before they were replaced.
+    """
+    for layer in model.modules():
         if _is_gated(layer):
             layer.forward = Gated(_gated, layer)
-    _fuse_norms(base, layers)
+    _fuse_norms(model, layers)
 
 
 def restore(model: nn.Module) -> None:
@@ -113,17 +127,17 @@ def _is_gated(module: nn.Module) -> bool:
     """Whether a module computes `down_proj(silu(gate_proj(x)) * up_proj(x))`, with a `down_proj` that is quantized."""
     if not is_gated_mlp(module) or not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
         return False
-    return isinstance(_base(module.down_proj), UnifiedLinear)
+    return isinstance(_base(module.down_proj), UnifiedLinear | SampledLinear)
 
 
 class Gated(partial):
-    """The forward pass that [`unify`] gives to an MLP."""
+    """The forward pass that [`fuse`] gives to an MLP."""
 
 
 @torch.compiler.disable  # like its layers
 def _gated(mlp: nn.Module, x: Tensor) -> Tensor:
     down = _base(mlp.down_proj)
-    if not isinstance(down, UnifiedLinear):  # the layer was replaced after `unify`
+    if not isinstance(down, UnifiedLinear | SampledLinear):  # the layer was replaced after `fuse`
         return type(mlp).forward(mlp, x)
     return mlp.down_proj(silu_mul(mlp.gate_proj(x), mlp.up_proj(x), down.precision, down.trains()))
 

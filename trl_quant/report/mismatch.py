@@ -63,6 +63,11 @@ def report_mismatch(options: MismatchOptions) -> Iterator[Table | str]:
     """Compares trainer and engine, yields the table and the lines to print, and writes the chart or the figures."""
     check_output(options.output, "json")
     trained = Trained.find(options.mismatch, trust=options.trust_remote_code)
+    if trained.denoises:
+        raise ValueError(
+            f"`--mismatch`={options.mismatch!r} is a masked diffusion model, whose tokens have no probability of their "
+            "own to compare. Its runs log `mismatch/*` of the one-step estimate."
+        )
     kwargs = resolve_engine(options, trained) | {"enforce_eager": True}  # CUDA graphs would hide the modules
     for name in ("num_completions", "max_completion_length"):
         if getattr(options, name) < 1:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from .. import rollout
 from ..policy.adapters import with_frozen_layers
 from ..policy.frozen import freeze
+from ..policy.masked import check_bidirectional, is_bidirectional
 from ..policy.unified import checkpoint_dtype, unify
 from ..precisions import bitsandbytes_bases, frozen_bases, in_vllm, train_precisions
 from ..rollout.spec import EngineSpec, default_lora_sync, engine_kind
@@ -61,8 +62,9 @@ class Trained:
         path (`str`): Its directory, or its id on the hub.
         base (`str`): Directory or id of its model's weights: the same, or an adapter's base.
         adapter (`bool`): Whether it is an adapter, not a whole model.
-        settings (`dict`): The run's settings, as the checkpoint records them.
+        settings (`dict`): The run's settings, as the checkpoint records them, TRL's among them.
         trust (`bool`): Whether the model's own Python may run.
+        denoises (`bool`): Whether it is a masked diffusion model.
     """
 
     path: str
@@ -70,6 +72,7 @@ class Trained:
     adapter: bool
     settings: dict
     trust: bool
+    denoises: bool
 
     @classmethod
     def find(cls, name: str, option: str = "`--mismatch`", trust: bool = False) -> "Trained":
@@ -77,20 +80,26 @@ class Trained:
         Finds the model or run called `name`, which the user gave as `option`.
 
         Raises:
-            ValueError: The directory holds no model and no adapter, or the model is quantized already.
+            ValueError: The directory holds no model and no adapter, the model is quantized already, or it is a masked
+                diffusion model of an unknown family.
         """
         path, base, adapter, settings = name, name, False, {}
         if Path(name).is_dir():
             path = base = last_complete_checkpoint(name) or name
-            settings = read_rollout_state(path).get("settings", {})
+            state = read_rollout_state(path)
+            settings = state.get("arguments", {}) | state.get("settings", {})
             adapter = (Path(path) / "adapter_config.json").is_file()
             if adapter:
                 base = PeftConfig.from_pretrained(path).base_model_name_or_path
             elif not (Path(path) / "config.json").is_file():
                 raise ValueError(f"{option}={name!r} holds no model and no adapter. {how_to_go_on(name)}")
-        if getattr(AutoConfig.from_pretrained(base, trust_remote_code=trust), "quantization_config", None) is not None:
+        config = AutoConfig.from_pretrained(base, trust_remote_code=trust)
+        if getattr(config, "quantization_config", None) is not None:
             raise ValueError(f"{option}={name!r} is quantized already: {base}. Name a checkpoint of 16 or 32 bits.")
-        return cls(path, base, adapter, settings, trust)
+        denoises = is_bidirectional(config)
+        if denoises:
+            check_bidirectional(config)
+        return cls(path, base, adapter, settings, trust, denoises)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         own = (Path(self.path) / "tokenizer_config.json").is_file()
@@ -154,6 +163,7 @@ def build_engine(
     longest_prompt: int,
     num_sequences: int,
     kwargs: dict,
+    schedule: dict | None = None,
     **sampling,
 ) -> rollout.RolloutEngine:
     """
@@ -166,6 +176,7 @@ def build_engine(
         longest_prompt (`int`): Tokens of the longest prompt.
         num_sequences (`int`): Number of sequences that vLLM may sample at a time.
         kwargs (`dict`): Further arguments of vLLM's `LLM`.
+        schedule (`dict`, *optional*): How a masked diffusion model is denoised: fields of [`EngineSpec`].
         sampling: Further arguments of the engine, such as `top_p`.
     """
     train_precision = None if options.train_precision == BF16 else options.train_precision
@@ -184,10 +195,11 @@ def build_engine(
             "gpu_memory_utilization": options.vllm_gpu_memory_utilization,
         }
     spec = EngineSpec(
-        kind=engine_kind(mode, options.rollout_precision, train_precision),
+        kind=engine_kind(mode, options.rollout_precision, train_precision, denoises=trained.denoises),
         precision=options.rollout_precision,
         engine_kwargs=kwargs,
         lora_sync=lora_sync if trained.adapter else "merge",
+        **(schedule or {}),
     )
     engine = rollout.build_engine(spec, policy.to(accelerator.device), accelerator, tokenizer, **given)
     engine.sync_weights()

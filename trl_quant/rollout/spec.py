@@ -34,15 +34,16 @@ VLLM_MODES = ("colocate", "server")  # the kinds that are values of TRL's `vllm_
 # kind of an embedded engine -> the kind that denoises instead of sampling from left to right
 _DENOISING = {"embedded": "diffusion", "shared": "shared_diffusion"}
 _EVERY_ENGINE = ("precision", "wide_norms", "uaq_scale")
-_SCHEDULE = ("block_length", "tokens_per_step", "mask_token_id", "wide_head")
+_SCHEDULE = ("block_length", "tokens_per_step", "cache_finished_blocks", "mask_token_id")
+_OF_DENOISING = (*_SCHEDULE, "wide_head", "shows_progress")
 # kind -> the fields of `EngineSpec` that the engine's class takes as arguments
 _OPTIONS = {
     "embedded": _EVERY_ENGINE,
     "shared": _EVERY_ENGINE,
     "colocate": (*_EVERY_ENGINE, "sync_check_steps", "engine_kwargs", "lora_sync", "sleep_level", "exact"),
     "server": (*_EVERY_ENGINE, "sync_check_steps", "request_timeout"),
-    "diffusion": (*_EVERY_ENGINE, *_SCHEDULE),
-    "shared_diffusion": (*_EVERY_ENGINE, *_SCHEDULE),
+    "diffusion": (*_EVERY_ENGINE, *_OF_DENOISING),
+    "shared_diffusion": (*_EVERY_ENGINE, *_OF_DENOISING),
 }
 
 
@@ -74,10 +75,14 @@ class EngineSpec:
             Seconds that a server may take to answer; `None` for no limit.
         block_length, tokens_per_step (`int`, *optional*, defaults to `0`):
             How an engine of a masked diffusion model denoises; 0 in other engines.
+        cache_finished_blocks (`bool`, *optional*, defaults to `False`):
+            Whether such an engine caches keys and values within a block.
         mask_token_id (`int`, *optional*):
             The mask token of a masked diffusion model; `None` for the tokenizer's or the model's own.
         wide_head (`bool`, *optional*, defaults to `False`):
             Whether the head of a masked diffusion model scores in FP32, as the trainer's does.
+        shows_progress (`bool`, *optional*, defaults to `False`):
+            Whether an engine of a masked diffusion model draws a bar of its denoising steps.
     """
 
     kind: str
@@ -92,8 +97,10 @@ class EngineSpec:
     request_timeout: float | None = None
     block_length: int = 0
     tokens_per_step: int = 0
+    cache_finished_blocks: bool = False
     mask_token_id: int | None = None
     wide_head: bool = False
+    shows_progress: bool = False
 
     @classmethod
     def from_config(cls, config) -> "EngineSpec | None":
@@ -105,12 +112,12 @@ class EngineSpec:
             config.rollout_precision,
             config.train_precision,
             is_sharded=config.fsdp_version is not None,
+            denoises=config.denoises,
         )
         schedule = {}
         if config.denoises:
-            kind = _DENOISING[kind]
-            schedule = {name: getattr(config, name) for name in _SCHEDULE if name != "wide_head"}
-            schedule["wide_head"] = config.cast_lm_head_to_fp32
+            schedule = {name: getattr(config, name) for name in _SCHEDULE}
+            schedule |= {"wide_head": config.cast_lm_head_to_fp32, "shows_progress": not config.disable_tqdm}
         return cls(
             kind=kind,
             precision=config.rollout_precision,
@@ -142,7 +149,9 @@ class EngineSpec:
         return {} if self.is_vllm else {"use_vllm": True, "vllm_mode": "embedded"}
 
 
-def engine_kind(mode: str, precision: str, train_precision: str | None, is_sharded: bool = False) -> str:
+def engine_kind(
+    mode: str, precision: str, train_precision: str | None, is_sharded: bool = False, denoises: bool = False
+) -> str:
     """
     Returns the kind of engine that samples in `precision`, a key of [`ENGINES`].
 
@@ -151,10 +160,11 @@ def engine_kind(mode: str, precision: str, train_precision: str | None, is_shard
         precision (`str`): The `rollout_precision`.
         train_precision (`str` or `None`): The `train_precision`.
         is_sharded (`bool`, *optional*, defaults to `False`): Whether FSDP shards the policy.
+        denoises (`bool`, *optional*, defaults to `False`): Whether the policy is a masked diffusion model.
     """
-    if mode == "embedded" and precision == train_precision and not is_sharded:
-        return "shared"
-    return mode
+    is_shared = mode == "embedded" and precision == train_precision and not is_sharded
+    kind = "shared" if is_shared else mode
+    return _DENOISING[kind] if denoises else kind
 
 
 def default_lora_sync(mode: str, precision: str | None, train_precision: str | None) -> str:

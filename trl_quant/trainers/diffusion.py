@@ -89,7 +89,7 @@ class MaskDraws:
     def masked(self, model, prompt: int, draw: int) -> MaskedRows:
         """Returns what stands in for `model` where TRL scores rows with `prompt` columns of prompts."""
         engine, length = self.trainer.vllm_generation, self.trainer.args.max_completion_length
-        return MaskedRows(model, prompt, length, engine.mask_token_id, self.masks[self.mode], draw)
+        return MaskedRows(model, prompt, length, engine.mask_token_id, self.masks[self.mode], draw, engine.shift)
 
     def keep(self, estimates: list[Tensor]) -> None:
         """Keeps the estimates (B, T) of each draw, of which TRL gets the first. In a loss it does nothing."""

@@ -7,7 +7,7 @@ grows as one reads it, and within a block in the order of the model's confidence
 
     for each block of B places, from left to right:
         B / n times:
-            p_k  = softmax(logits_k)                            at the places k of the block that are still masked
+            p_k  = softmax(logits_k)                            of the places k of the block that are still masked
             x_k  = argmax (logits_k + T g),  g = -log(-log u)   a draw from softmax(logits_k / T)
             write x_k at the n places with the largest p_k(x_k)
 
@@ -26,25 +26,36 @@ log-probability and no gradient, as in d1. It stays on the canvas while the bloc
 can see it. A block that is finished never changes, so denoising stops after the block in which the last completion of
 the batch has ended. The tokens of all completions are the same as after all blocks.
 
+With `cache_finished_blocks`, the first step of a block computes the whole row, and the others only the block and the
+masks behind it. They read the keys and values of the prompt and of the finished blocks as the first step computed them.
+Where attention goes in both directions, those would change with each token that is written, so **this is an
+approximation**, that of Fast-dLLM's prefix cache (arXiv:2505.22618). It would be exact in a model whose tokens attend
+to no later block. The estimate below is never computed from a cache.
+
 The probability of what was sampled is unknown. After denoising, one more forward pass gives the one-step estimate of
 [`~policy.masked`], in the sampler's own numbers and under the masks that the trainer uses.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-from ...policy.masked import IGNORED, MaskedRows, PromptMasks, mask_token_of
+from ...layers.products import multiplies
+from ...policy.masked import IGNORED, MaskedRows, PromptMasks, mask_token_of, shift_of
+from ...precisions import PRECISIONS, unified_flows
 from ..engine import Samples
 from .shared_base import SharedEngine
 from .transformers_engine import TransformersEngine
 
 
 CHUNK = 2**26  # logits that are held in float64 at a time
+TOKENS_AT_ONCE = 2**17  # of prompts and canvases in one forward pass: 256 rows of 512
 
 
 @dataclass(frozen=True)
@@ -57,12 +68,21 @@ class Schedule:
         block_length (`int`): Places of a block, a multiple of `tokens_per_step`.
         tokens_per_step (`int`): Tokens that each step writes.
         temperature (`float`): Temperature of the Gumbel noise; 0 for none.
+        cache_finished_blocks (`bool`, *optional*, defaults to `False`):
+            Whether the steps of a block share the keys and values of all columns before it, as its first step has
+            computed them.
     """
 
     length: int
     block_length: int
     tokens_per_step: int
     temperature: float
+    cache_finished_blocks: bool = False
+
+    @property
+    def steps(self) -> int:
+        """The number of denoising steps of a canvas."""
+        return self.length // self.tokens_per_step
 
 
 def sampled(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -101,9 +121,10 @@ def denoise(
     schedule: Schedule,
     mask_token_id: int,
     end_ids: list[int],
+    on_step: Callable[[Tensor], object] = lambda canvas: None,
 ) -> Tensor:
     """
-    Writes a completion for each prompt.
+    Writes a completion for each prompt, all in the same forward passes.
 
     Args:
         model (`PreTrainedModel`): A bidirectional language model.
@@ -112,24 +133,31 @@ def denoise(
         schedule ([`Schedule`]): How to denoise.
         mask_token_id (`int`): The mask token.
         end_ids (`list[int]`): The tokens that end a completion.
+        on_step (`Callable`, *optional*): Called after each denoising step, with the canvas (B, length) so far.
 
     Returns:
         `torch.Tensor` of shape `(B, length)`: The canvas. Blocks behind the last end of all rows may still be masks.
     """
     canvas = prompt_ids.new_full((len(prompt_ids), schedule.length), mask_token_id)
     attention_mask = torch.cat([prompt_mask, torch.ones_like(canvas)], 1)
-    ends = torch.tensor(end_ids, device=canvas.device, dtype=canvas.dtype)
+    ends, shift = torch.tensor(end_ids, device=canvas.device, dtype=canvas.dtype), shift_of(model.config)
     for start in range(0, schedule.length, schedule.block_length):
         block = canvas[:, start : start + schedule.block_length]  # a view, so writing it writes the canvas
         is_written = torch.zeros_like(block, dtype=torch.bool)
-        places = torch.arange(start, start + schedule.block_length, device=canvas.device) + prompt_ids.shape[1]
+        before = prompt_ids.shape[1] + start - shift  # columns that are finished and predict nothing of the block
+        places = torch.arange(before, before + schedule.block_length, device=canvas.device)
+        cache = DynamicCache() if schedule.cache_finished_blocks else None
         for _ in range(schedule.block_length // schedule.tokens_per_step):
+            held = 0 if cache is None else cache.get_seq_length()  # 0 in a block's first step, then `before`
             logits = model(
-                input_ids=torch.cat([prompt_ids, canvas], 1),
+                input_ids=torch.cat([prompt_ids, canvas], 1)[:, held:],
                 attention_mask=attention_mask,
-                use_cache=False,
-                logits_to_keep=places,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                logits_to_keep=places - held,
             ).logits
+            if cache is not None:
+                cache.crop(before - attention_mask.shape[1])  # a negative number removes so many columns
             logits[..., mask_token_id] = -torch.inf
             rows = max(1, CHUNK // logits[0].numel())
             parts = [sampled(part, schedule.temperature) for part in logits.split(rows)]
@@ -137,6 +165,7 @@ def denoise(
             chosen = surest(confidence, is_written, schedule.tokens_per_step)
             block.scatter_(1, chosen, tokens.gather(1, chosen))
             is_written.scatter_(1, chosen, True)
+            on_step(canvas)
         if torch.isin(canvas, ends).any(1).all():
             break
     return canvas
@@ -148,15 +177,21 @@ class Denoising:
 
     Parameters:
         block_length, tokens_per_step (`int`): As in [`Schedule`].
+        cache_finished_blocks (`bool`, *optional*, defaults to `False`): As in [`Schedule`].
         mask_token_id (`int`, *optional*): The mask token; by default the tokenizer's or the model's own.
         wide_head (`bool`, *optional*, defaults to `False`): Whether the trainer's head computes in FP32.
+        shows_progress (`bool`, *optional*, defaults to `False`):
+            Whether the main process draws a bar of the denoising steps. It draws none where standard error is no
+            terminal.
 
     Attributes:
+        shift (`int`):
+            How many places before a token its logits stand, from [`~policy.masked.shift_of`].
         masks ([`~policy.masked.PromptMasks`]):
             The masks of the generation. The trainer sets it.
         rows_at_once (`int` or `None`):
-            Rows that are scored in one forward pass; `None` for all. The trainer sets it to its own number, so that
-            both compute products of the same shape.
+            Rows that are scored in one forward pass; `None` for as many as are denoised in one. The trainer sets it to
+            its own number, so that both compute products of the same shape.
     """
 
     def __init__(
@@ -164,27 +199,34 @@ class Denoising:
         *args,
         block_length: int,
         tokens_per_step: int,
+        cache_finished_blocks: bool = False,
         mask_token_id: int | None = None,
         wide_head: bool = False,
+        shows_progress: bool = False,
         **kwargs,
     ):
         self.wide_head = wide_head  # read while the copy is built
         super().__init__(*args, **kwargs)
-        self.schedule = Schedule(self.max_completion_length, block_length, tokens_per_step, self.temperature)
+        lengths = self.max_completion_length, block_length, tokens_per_step
+        self.schedule = Schedule(*lengths, self.temperature, cache_finished_blocks)
         self.mask_token_id = mask_token_of(mask_token_id, self.tokenizer, self.weights.base_model.config)
+        self.shift = shift_of(self.weights.base_model.config)
         self.masks = PromptMasks()
         self.rows_at_once: int | None = None
+        self.shows_progress = shows_progress
 
     def build_copy(self, policy: PreTrainedModel) -> PreTrainedModel:
         """Builds the model that samples, with the head that scores the trainer's tokens too."""
         model = super().build_copy(policy)
-        add_fused_lm_head(model, temperature=self.temperature, cast_lm_head_to_fp32=self.wide_head)
+        # Greedy completions, which are not trained on, are scored at temperature 1
+        add_fused_lm_head(model, temperature=self.temperature or 1.0, cast_lm_head_to_fp32=self.wide_head)
         return model
 
     @torch.no_grad()
     def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
         """
-        Samples one completion for each prompt.
+        Samples one completion for each prompt. A batch of any size is denoised in parts of at most `TOKENS_AT_ONCE`
+        tokens, one after the other, so that memory is bounded.
 
         Args:
             prompts (`list[list[int]]`): Token ids, one list for each completion.
@@ -195,8 +237,14 @@ class Denoising:
             under the first mask of each row.
         """
         prompt_ids, prompt_mask = self._padded(prompts, "left")
-        with self.accelerator.autocast():
-            canvas = denoise(self.copy, prompt_ids, prompt_mask, self.schedule, self.mask_token_id, self.eos_token_ids)
+        parts = self._parts(prompt_ids)
+        with self.accelerator.autocast(), self._progress(len(parts) * self.schedule.steps) as bar:
+            written = []
+            for number, rows in enumerate(parts, 1):
+                inputs = self.copy, prompt_ids[rows], prompt_mask[rows], self.schedule, self.mask_token_id
+                written.append(denoise(*inputs, self.eos_token_ids, lambda canvas: bar.update()))
+                bar.update(number * self.schedule.steps - bar.n)  # steps that early ends have saved
+        canvas = torch.cat(written)
         is_end = torch.isin(canvas, torch.tensor(self.eos_token_ids, device=canvas.device))
         lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, canvas.shape[1]).tolist()
         completions = [row[:length] for row, length in zip(canvas.tolist(), lengths, strict=True)]
@@ -220,13 +268,26 @@ class Denoising:
         attention_mask = torch.cat([prompt_mask, completion_mask], 1)
         labels = input_ids.masked_fill(attention_mask == 0, IGNORED)
         labels[:, : prompt_ids.shape[1]] = IGNORED
-        copy = MaskedRows(self.copy, prompt_ids.shape[1], self.schedule.length, self.mask_token_id, self.masks, draw)
+        canvas = prompt_ids.shape[1], self.schedule.length, self.mask_token_id
+        copy = MaskedRows(self.copy, *canvas, self.masks, draw, self.shift)
         scored = []
-        for rows in torch.arange(len(prompts), device=input_ids.device).split(self.rows_at_once or len(prompts)):
+        for rows in self._parts(prompt_ids, self.rows_at_once):
             with self.accelerator.autocast():
                 scored.append(copy(input_ids[rows], attention_mask[rows], labels[rows], fused_lm_head=True).log_probs)
         logps = torch.cat(scored).tolist()
         return [row[: len(ids)] for row, ids in zip(logps, completions, strict=True)]
+
+    def _parts(self, prompt_ids: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
+        """Divides a batch into the row numbers of each forward pass: `rows`, or as many as `TOKENS_AT_ONCE` allows."""
+        batch, columns = prompt_ids.shape
+        rows = rows or max(1, TOKENS_AT_ONCE // (columns + self.schedule.length))
+        return torch.arange(batch, device=prompt_ids.device).split(rows)
+
+    def _progress(self, steps: int) -> tqdm:
+        """Returns a bar of denoising steps, which vanishes at its end as it stands below the bar of training steps."""
+        is_shown = self.shows_progress and self.accelerator.is_main_process
+        hidden = None if is_shown else True  # tqdm takes `None` for a terminal alone
+        return tqdm(total=steps, desc="denoising", unit="step", leave=False, dynamic_ncols=True, disable=hidden)
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Refuses to score each token by those before it, which such a model does not do."""
@@ -243,7 +304,19 @@ class Denoising:
 
 
 class DiffusionEngine(Denoising, TransformersEngine):
-    """A quantized copy of a masked diffusion policy, which samples by denoising."""
+    """
+    A quantized copy of a masked diffusion policy, which samples by denoising.
+
+    On a GPU the copy's layers multiply in low precision, in the precisions that have a product for it: those in which a
+    policy can be trained. It then holds codes alone, and computes norms and activations together with the quantizers of
+    the layers that follow, as training does. In other precisions, and on a CPU, it multiplies the values that the codes
+    stand for. Sampling and scoring run through the same layers.
+    """
+
+    @property
+    def multiplies_codes(self) -> bool:
+        has_product = self.precision in unified_flows()
+        return has_product and multiplies(PRECISIONS[self.precision].format, self.accelerator.device)
 
 
 class SharedDiffusionEngine(Denoising, SharedEngine):

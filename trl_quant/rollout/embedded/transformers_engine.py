@@ -25,6 +25,7 @@ from transformers.initialization import no_init_weights
 from ...layers import QuantizedLinear, SampledLinear
 from ...models.linears import dense_linears, is_mixtures
 from ...noise import noised_norms
+from ...policy.unified import fuse
 from ..engine import Samples
 from ..sampling_options import check_supported
 from ..stream import default_dtype, ties_embeddings
@@ -87,7 +88,12 @@ class TransformersEngine(RolloutEngine):
 
     Attributes:
         copy (`PreTrainedModel`): The model that samples.
+        multiplies_codes (`bool`):
+            Whether the copy's linear layers multiply codes, by the products of `layers/products.py`, instead of the
+            values that the codes stand for. `False` in this engine.
     """
+
+    multiplies_codes = False
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -151,14 +157,16 @@ class TransformersEngine(RolloutEngine):
         logger.info(
             "The embedded engine samples in %s: %d linear layers.", self.precision, count_layers(model, self.precision)
         )
-        unified = self.weights.unified(self.precision)
-        for place, layer in dense_linears(model).items():
+        unified, layers = self.weights.unified(self.precision), dense_linears(model)
+        for place, layer in layers.items():
             linear = model.get_submodule(place)
-            if layer.name in unified:
-                sampling = SampledLinear(linear)
+            if self.multiplies_codes or layer.name in unified:
+                sampling = SampledLinear(linear, self.precision)
             else:
                 sampling = QuantizedLinear(linear, self.precision, dtype)
             model.set_submodule(place, sampling)
+        if self.multiplies_codes:
+            fuse(model, layers)
         return model
 
     @torch.no_grad()
