@@ -205,6 +205,43 @@ def test_steps_of_completions_that_differ_in_length():
     assert told == f"{gains[0]} TRL's; {gains[1]} without TRL's scoring pass; {precision:.2f}x ours in BF16"
 
 
+def test_limits_of_steps_that_differ_in_length(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import step_runs
+
+    found, runs = lognormal()
+    (lengths,) = found["lengths"].values()
+    for name, start in (("bf16", "ours, BF16 |"), ("fp8/fp8", "ours, sampled and trained in `fp8`")):
+        (run,) = [run for run in found["runs"] if run["trainer"] == name]
+        limits = step_runs.limits_of(run, found["machine"], found["arguments"], lengths[1:])
+        pairs = zip((middle(runs[name], phase) for phase in ("sampling", "update")), limits)
+        written = [f"{seconds:.2f} s" for pair in pairs for seconds in pair]
+        assert cells_of(MEASURED, start, "| trainer | sampling | limit |")[1:] == written
+
+
+def test_where_sampling_takes_its_time(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from limits import cache_bytes, weight_bytes
+
+    (lengths,) = lognormal()[0]["lengths"].values()
+    left = [sum(length > step for length in each) for each in lengths[1:] for step in range(max(each))]
+    shares = [sum(count <= most for count in left) / len(left) for most in (16, 8)]
+    assert (
+        "{:.0%} of the decode steps have at most 16 completions left, and {:.0%} at most 8".format(*shares) in MEASURED
+    )
+    sampled = read(f"rollout-7b-text-{H200}")["results"]["7b"]["fp8"]
+    batches = (8, 64, 256)
+    table = MEASURED.partition("## Where sampling takes its time")[2]
+    decode = [f"{sampled[str(batch)]['profile']['decode']:.1f} ms" for batch in batches]
+    assert cells_of(table, "a decode step")[1:] == decode
+    middle_length = 256 + 512 // 2
+    read_bytes = [weight_bytes("7b", "fp8") + batch * middle_length * cache_bytes("7b") for batch in batches]
+    assert cells_of(table, "its limit")[1:] == [f"{each / 4.8e9:.1f} ms" for each in read_bytes]
+    seconds = [sampled[str(batch)]["sample_s"] for batch in batches]
+    assert cells_of(table, "512 tokens of each")[1:] == [f"{each:.2f} s" for each in seconds]
+    assert f"four times as many take {seconds[2] / seconds[1]:.2f} times as long" in table
+
+
 @pytest.mark.parametrize(("label", "row"), [("LoRA", "LoRA"), ("all weights", "all weights by plain SGD")])
 def test_steps_sampled_in_fp8(label, row):
     shapes, pairs = sampled_in_fp8(label)
