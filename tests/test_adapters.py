@@ -10,9 +10,12 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear as PeftLinear
 from tiny import tiny_model
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from training import assert_same_run, config, lora, make
 
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.layers import FrozenLinear, frozen_lora_linear
-from trl_quant.policy.adapters import FrozenLoraLinear, with_frozen_layers
+from trl_quant.policy.adapters import FrozenLoraLinear, leave_casts_to_autocast, with_frozen_layers
 
 
 def by_peft(layer: FrozenLoraLinear):
@@ -244,3 +247,75 @@ def test_the_configuration_is_copied():
     with pytest.raises(AttributeError, match="with_frozen_layers"):
         get_peft_model(model, config)
     assert type(get_peft_model(model, known).base_model.model[0]) is FrozenLoraLinear
+
+
+class Conversions(TorchFunctionMode):
+    """Counts the elements that calls of `Tensor.to` convert from BF16 to FP32. Autocast's conversions are no calls."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        if function is torch.Tensor.to and (args[0].dtype, result.dtype) == (torch.bfloat16, torch.float32):
+            self.count += result.numel()
+        return result
+
+
+def lora_in_bf16(**options) -> PeftModel:
+    """A model in BF16, whose adapter PEFT holds in FP32, with B that is not zero."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **options)
+    return get_peft_model(tiny_model(dtype=torch.bfloat16), config)
+
+
+def trained_bits(model: nn.Module, autocast: bool = True) -> tuple[list, int]:
+    """The logits and the adapter's gradients, and how many elements were converted to FP32."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    with Conversions() as conversions, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        logits = model(torch.arange(60).view(2, 30)).logits
+        logits.square().mean().backward()
+    gradients = [param.grad for param in model.parameters() if param.requires_grad]
+    assert gradients and all(grad is not None for grad in gradients)
+    return [logits.detach(), *gradients], conversions.count
+
+
+def test_autocast_alone_converts_inputs():
+    model = lora_in_bf16()
+    theirs, many = trained_bits(model)
+    outside, _ = trained_bits(model, autocast=False)
+    leave_casts_to_autocast(model)
+    ours, few = trained_bits(model)
+    same(ours, theirs)
+    inputs = 60 * sum(layer.in_features for layer in model.modules() if isinstance(layer, PeftLinear))
+    assert many - few == inputs > 0
+    same(trained_bits(model, autocast=False)[0], outside)
+    same(trained_bits(copy.deepcopy(model))[0], theirs)
+    with pytest.raises(AssertionError):
+        same(outside, theirs)
+
+
+@pytest.mark.parametrize("options", [{"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
+def test_other_branches_convert_as_before(options):
+    model = lora_in_bf16(**options)
+    theirs, many = trained_bits(model)
+    leave_casts_to_autocast(model)
+    ours, as_many = trained_bits(model)
+    same(ours, theirs)
+    assert as_many == many
+
+
+def test_a_run_has_the_same_bits_with_fewer_conversions(tmp_path, monkeypatch):
+    counts, runs = [], []
+    for name in ("ours", "peft"):
+        args = config(
+            QuantGRPOConfig, tmp_path / name, bf16=True, gradient_checkpointing=True, rollout_precision="int8"
+        )
+        trainer = make(QuantGRPOTrainer, args, tiny_model(dtype=torch.bfloat16), peft_config=lora())
+        with Conversions() as conversions:
+            trainer.train()
+        counts.append(conversions.count)
+        runs.append(trainer)
+        monkeypatch.setattr("trl_quant.trainers.quantized.leave_casts_to_autocast", lambda model: None)
+    assert_same_run(*runs)
+    assert counts[0] < counts[1]

@@ -67,6 +67,7 @@ FOREIGN = {
     "transformers/training_args.py": "_VALID_DICT_FIELDS",
     "transformers/trainer.py": "_get_grad_norm _get_output_dir _save_checkpoint _save_optimizer_and_scheduler",
     "peft/tuners/lora/config.py": "_register_custom_module",
+    "peft/tuners/tuners_utils.py": "_cast_input_dtype",
     "trl/trainer/grpo_trainer.py": """_compute_loss _generate _generate_and_score_completions _generate_single_turn
         _get_per_token_logps_and_entropies _last_loaded_step _calculate_rewards _logs _metrics _pending_extra_logs
         _pending_metrics _step _tag_names""",

@@ -46,6 +46,11 @@ LASTING = {
         "the copy",
         "tests/test_adapters.py::test_the_configuration_is_copied",
     ),
+    ("policy/adapters.py", "_cast_input_dtype"): (
+        "PEFT's LoRA layers of the policy",
+        "the model",
+        "tests/test_adapters.py::test_autocast_alone_converts_inputs",
+    ),
     ("policy/exact.py", "register"): (
         "transformers' tables of attention functions and masks",
         "the process",

@@ -143,6 +143,32 @@ def is_plain(layer: BaseTunerLayer) -> bool:
     return isinstance(layer, LoraLayer) and isinstance(layer.lora_B, nn.ModuleDict)
 
 
+def leave_casts_to_autocast(model: nn.Module) -> None:
+    """
+    Stops PEFT's plain LoRA layers from converting inputs that autocast would convert back, in place.
+
+    PEFT converts an input to the type of A, FP32. Under autocast the product then converts it to 16 bits again. Both
+    conversions pass over all activations, forward and backward, and change no bit. Outside of autocast PEFT converts as
+    before. Layers with dropout stay as they are, because dropout draws other numbers in another type, and so do
+    variants of LoRA.
+    """
+    for layer in model.modules():
+        if not isinstance(layer, LoraLayer) or not is_plain(layer) or layer.lora_variant:
+            continue
+        if all(_is(dropout, nn.Identity) for dropout in layer.lora_dropout.values()):
+            layer._cast_input_dtype = _cast_unless_autocast_does
+
+
+def _cast_unless_autocast_does(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Replaces PEFT's method of a layer: `x` in `dtype`, or unchanged if it is in autocast's type already."""
+    if x is None:
+        return None
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype == torch.get_autocast_dtype(device):
+        return x
+    return x.to(dtype)
+
+
 def _is(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a module is exactly of a class and has no hooks. FSDP changes the class; DeepSpeed adds hooks."""
     return type(module) is kind and not module._forward_pre_hooks and not module._forward_hooks

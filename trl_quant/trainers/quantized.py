@@ -14,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.extras.profiling import profiling_context
 
 from ..config.preflight import check_before_loading
+from ..policy.adapters import leave_casts_to_autocast
 from ..policy.frozen import on_frozen_base
 from ..policy.unified import check_flow, flow, follow_engine, restore, train_as_sampled
 from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
@@ -75,6 +76,8 @@ class QuantRollouts:
             super().__init__(model=model, args=args, **given)
         engine = getattr(self, "vllm_generation", None)
         self._engine = engine if isinstance(engine, RolloutEngine) else None
+        if self._engine is not None:
+            leave_casts_to_autocast(self.model)
         self._reward_calls = RewardCalls(self)
         self._finite_steps = FiniteSteps(self)
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
