@@ -1,7 +1,7 @@
 """Draws how a canvas is denoised, as in docs/diffusion.md: each row is a step, each colour the step that wrote a token.
 
 python examples/build_masked_model.py --output_dir runs/masked
-python docs/denoising.py runs/masked docs/denoising.png
+python examples/draw_denoising.py runs/masked docs/denoising.png
 """
 
 import sys
