@@ -96,7 +96,7 @@ def check_version() -> None:
 
 # Seen with n-gram speculation in vLLM 0.31 on a CPU at temperature 1; tests/test_vllm_sampling.py repeats it
 SPECULATION = (
-    "speculative decoding returns NaN, or values that are nats away, for the log-probabilities of most sampled tokens, "
+    "speculative decoding returns NaN, or values that are nats away, for the log-probabilities of many sampled tokens, "
     "and corrections and metrics need them"
 )
 
