@@ -229,7 +229,7 @@ def rloo_gradient(
 
 
 def rloo_weight(name, pi, rollout_logps, advantages, mask, b, t, level, **hyperparameters):
-    """The weight of one token; at the level of sequences that of the product of its sequence's ratios."""
+    """The weight of one token, from its ratio, or at the level of sequences from the product of all ratios."""
     w = weight(rollout_logps, pi, b, t)
     if level == "sequence":
         w = math.exp(sum(log_ratios(pi, rollout_logps, mask, b)))

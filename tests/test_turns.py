@@ -350,7 +350,7 @@ CORRECTED = [("tis", "token"), ("ais", "sequence"), ("geometric", "token")]
 
 @pytest.mark.parametrize(("correction", "level"), CORRECTED)
 def test_tokens_of_tools_weigh_one_and_count_nowhere(tmp_path, correction, level):
-    """Whatever their log-probability, the run is the same, bit for bit; that of the policy's tokens matters."""
+    """Other log-probabilities of a tool's tokens change no bit of a run. Those of the policy's tokens change it."""
     runs = {}
     for name, garbage, of_tools in (("as it is", None, True), ("tools", -30.0, True), ("policy", -3.0, False)):
         settings = {"rollout_precision": "int8", "max_steps": 1, "is_correction": correction}

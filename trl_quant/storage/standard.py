@@ -33,8 +33,8 @@ def write_standard(
         source (`str`): Hub id or directory of a checkpoint in safetensors.
         target (`str` or `Path`): Directory to create, which must not exist.
         revision (`str` or `None`): Branch, tag or commit on the hub.
-        config_of (`Callable`): Maps the checkpoint's config.json to that of the copy. Raises `ValueError` if it cannot.
-        name_of (`Callable`): Maps the name of a tensor to that of the copy. Raises `ValueError` for an unknown one.
+        config_of (`Callable`): Returns the copy's config.json for the checkpoint's. May raise `ValueError`.
+        name_of (`Callable`): Returns a tensor's name in the copy. Raises `ValueError` for an unknown tensor.
         tokenizer_class (`str`, *optional*): Class of transformers that takes the place of the tokenizer's own.
 
     Returns:
