@@ -26,7 +26,7 @@ kernels = pytest.importorskip("trl_quant.kernels.unified")
 
 DTYPES = [torch.bfloat16, torch.float32]
 KINDS = ["random", "near ties", "zeros", "small"]
-SHAPES = [(5, 96), (3, 50), (1, 1), (130, 140), (128, 256), (257, 40)]  # tokens, features
+SHAPES = [(5, 96), (3, 50), (1, 1), (130, 140), (128, 256), (257, 40), (3, 4100)]  # tokens, features
 
 
 def inputs(kind: str, dtype: torch.dtype, shape: tuple) -> torch.Tensor:
@@ -162,7 +162,7 @@ def gated(dtype: torch.dtype, shape: tuple, device: str) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_of_a_gate_and_codes(dtype, device):
     """In one pass what is otherwise three, codes of the rounded product."""
-    for shape in SHAPES[:4]:
+    for shape in (*SHAPES[:4], SHAPES[-1]):
         gate, up = gated(dtype, shape, device)
         for format, twin in (("int8", lambda y: products.quantize_int8(y, True)), ("fp8", products.quantize_fp8)):
             q, y = kernels.rows(gate, format, True, up)
@@ -200,6 +200,31 @@ def test_the_next_layer_finds_the_codes(precision, device, monkeypatch):
 
 
 @on_devices
+@pytest.mark.parametrize("cols", [140, 4100])
+def test_columns_of_a_wider_matrix(cols, device):
+    """Gate and up side by side, as one product writes them: the same as of matrices of their own."""
+    wide = torch.cat(gated(torch.bfloat16, (9, cols), device), 1)
+    halves = wide.split(cols, 1)
+    assert not halves[1].is_contiguous()
+    gate, up = (half.contiguous() for half in halves)
+    for ours, theirs in (
+        (kernels.rows(halves[0], "fp8", True, halves[1]), kernels.rows(gate, "fp8", True, up)),
+        (kernels.rows(halves[1], "int8", True), kernels.rows(up, "int8", True)),
+        (kernels.groups(*(halves[0], 1e-10, True, halves[1])), kernels.groups(gate, 1e-10, True, up)),
+        (kernels.groups(halves[1], 1e-10, False), kernels.groups(up, 1e-10, False)),
+    ):
+        for one, other in zip(ours, theirs, strict=True):
+            if isinstance(one, QuantizedTensor):
+                assert_equal(one, other)
+            else:
+                assert (one is None and other is None) or torch.equal(one, other)
+    dy = torch.ones_like(gate)
+    for one, other in zip(kernels.silu_mul_backward(dy, *halves), kernels.silu_mul_backward(dy, gate, up), strict=True):
+        assert torch.equal(one, other)
+        assert one.stride(0) == 2 * cols, "halves of one matrix"
+
+
+@on_devices
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_silu_of_every_number(device):
     """Of all BF16 numbers, on a GPU bit for bit; elsewhere NumPy's exponential may put one on the other side."""
@@ -222,19 +247,22 @@ def test_gradients_of_silu(dtype, device):
 
 ROWS = {"ROWS": 1, "COLS": 4096}
 FP8_ROWS = ROWS | {"INT8": False, "ON_CUDA": True}
+LONG = {"INT8": False, "ON_CUDA": True, "COLS": 2048}
 COMPILED = {
-    "int8 rows": (kernels.rows_kernel, "*bf16 - - - *i8 *fp32 i32 i32 fp32", ROWS | {"INT8": True, "ON_CUDA": True}, 4),
-    "fp8 rows": (kernels.rows_kernel, "*bf16 - - - *fp8e4nv *fp32 i32 i32 fp32", FP8_ROWS, 4),
-    "fp8 gradients": (kernels.rows_kernel, "*bf16 - - *fp32 *fp8e4nv *fp32 i32 i32 fp32", FP8_ROWS, 4),
-    "groups": (kernels.groups_kernel, "*bf16 - - *fp8e4nv *fp32 - - i32 i32 i32 fp32", {"BOTH": False}, 8),
-    "both": (kernels.groups_kernel, "*bf16 - - *fp8e4nv *fp32 *i32 *fp32 i32 i32 i32 fp32", {"BOTH": True}, 8),
+    "int8 rows": (kernels.rows_kernel, "*bf16 - - - *i8 *fp32 i32 i32 i32 fp32", ROWS | {"INT8": True, "ON_CUDA": True}, 4),
+    "fp8 rows": (kernels.rows_kernel, "*bf16 - - - *fp8e4nv *fp32 i32 i32 i32 fp32", FP8_ROWS, 4),
+    "fp8 gradients": (kernels.rows_kernel, "*bf16 - - *fp32 *fp8e4nv *fp32 i32 i32 i32 fp32", FP8_ROWS, 4),
+    "fp8 long": (kernels.long_rows_kernel, "*bf16 - - *fp32 *fp8e4nv *fp32 i32 i32 i32 fp32", LONG, 8),
+    "silu, long": (kernels.long_rows_kernel, "*bf16 *bf16 *bf16 - *fp8e4nv *fp32 i32 i32 i32 fp32", LONG, 8),
+    "groups": (kernels.groups_kernel, "*bf16 - - *fp8e4nv *fp32 - - i32 i32 i32 i32 fp32", {"BOTH": False}, 8),
+    "both": (kernels.groups_kernel, "*bf16 - - *fp8e4nv *fp32 *i32 *fp32 i32 i32 i32 i32 fp32", {"BOTH": True}, 8),
     "silu, both": (
         kernels.groups_kernel,
-        "*bf16 *bf16 *bf16 *fp8e4nv *fp32 *i32 *fp32 i32 i32 i32 fp32",
+        "*bf16 *bf16 *bf16 *fp8e4nv *fp32 *i32 *fp32 i32 i32 i32 i32 fp32",
         {"BOTH": True},
         16,
     ),
-    "gradients": (kernels.gradient_kernel, "*bf16 *bf16 *bf16 *bf16 *bf16 i32", {"BLOCK": 2048}, 4),
+    "gradients": (kernels.gradient_kernel, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32", {"BLOCK": 2048}, 4),
     "transpose": (kernels.transpose_kernel, "*u8 *i32 i32 i32", {}, 8),
     "sums": (kernels.sums_kernel, "*i32 *bf16 *fp32 *fp32 *bf16 i32 i32", {"ROWS": 16, "COLS": 256}, 4),
     "numbers": (kernels.numbers_kernel, "*u8 *fp32 *bf16 i32 i32", {"INT8": False, "ROWS": 16, "COLS": 256}, 4),
@@ -250,7 +278,7 @@ def test_compiles_for_hopper(name):
     if name != "gradients" and "silu" not in name:
         assert not re.findall(r"\.ftz|\.approx|div\.full", ptx)
     assert re.search(r"st\.global\.v[24]\.b32|st\.global\.b64", ptx)
-    if name in ("fp8 rows", "fp8 gradients", "groups", "both"):
+    if name in ("fp8 rows", "fp8 gradients", "fp8 long", "groups", "both"):
         values = 64 if name != "both" else 128  # of a thread
         assert ptx.count("div.rn.f32") <= values // 3, "a division for each scale, none for each value"
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx

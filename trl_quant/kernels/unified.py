@@ -5,13 +5,15 @@ Kernels for training in FP8 and INT8, which run before and after the products. E
 | kernel            | one program handles              | reads, writes                                             |
 |-------------------|----------------------------------|-----------------------------------------------------------|
 | `rows_kernel`     | some tokens                      | the input once; codes and a scale for each token          |
+| `long_rows_kernel`| a token with many features       | the input once, then from the cache; the same             |
 | `groups_kernel`   | 128 tokens x 128 features        | the input once; codes and scales in one or both layouts   |
 | `gradient_kernel` | 2048 values                      | dY, gate and up once; their gradients                     |
 | `transpose_kernel`| 128 x 128 bytes                  | codes once                                                |
 | `sums_kernel`     | 16 x 256 sums of an INT8 product | sums once; outputs                                        |
 | `numbers_kernel`  | 16 x 256 codes                   | codes once; dequantized values                            |
 
-The input of the first two may be silu(gate) up. They then read gate and up once, and write the input as well.
+The input of the first three may be silu(gate) up. They then read gate and up once, and write the input as well. Inputs
+may be some columns of a wider matrix: their rows are `stride` values apart.
 
 A division by a scale takes three instructions. With r = RN(1 / s) and q = RN(x r), within one step of x / s, the
 remainder x - q s is exact in an FMA, and RN(q + r (x - q s)) is RN(x / s) (Markstein's theorem); x and s are far from
@@ -29,6 +31,7 @@ from trl_quant.formats.fp8 import BLOCK
 from .arithmetic import INTERPRETED, e4m3_word, on, rounded, silu, to_e4m3, to_int8, wide
 
 
+LONGEST_IN_ONE_PASS = 4096  # most features of a token that `rows_kernel` takes
 # Settings of `groups_kernel`, with `up` and without: the fastest on an H200 by benchmarks/unified.py
 LAUNCH = {True: {"num_warps": 16, "maxnreg": 64}, False: {"num_warps": 4}}
 
@@ -65,9 +68,8 @@ def _group_scale(amax, least):
 
 
 @triton.jit
-def row_codes(x, least, INT8: tl.constexpr, ON_CUDA: tl.constexpr):
-    """Quantizes float32 (rows, columns). Returns codes and a scale for each row, from a maximum of at least `least`."""
-    amax = tl.max(tl.abs(x), axis=1)
+def _row_scale(amax, least, INT8: tl.constexpr, ON_CUDA: tl.constexpr):
+    """Returns the scale of each row, from a maximum of at least `least`, and what [`_codes`] divides or multiplies by."""
     if INT8:
         limit = tl.full(amax.shape, 127.0, tl.float32)
         scale = tl.div_rn(amax, limit)
@@ -76,12 +78,26 @@ def row_codes(x, least, INT8: tl.constexpr, ON_CUDA: tl.constexpr):
             inverse = tl.div_rn(limit, some)
         else:
             inverse = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), tl.where(amax == 0, 1.0, scale))
-        inverse = tl.where(amax == 0, 0.0, inverse)
-        codes = to_int8(x * inverse[:, None])
+        return scale, tl.where(amax == 0, 0.0, inverse)
     else:
         scale = tl.div_rn(tl.maximum(amax, least), tl.full(amax.shape, 448.0, tl.float32))
-        codes = to_e4m3(_divide(x, scale[:, None]))
-    return codes, scale
+        return scale, scale
+
+
+@triton.jit
+def _codes(x, by, INT8: tl.constexpr):
+    """Quantizes float32 (rows, columns) with the second result of [`_row_scale`]."""
+    if INT8:
+        return to_int8(x * by[:, None])
+    else:
+        return to_e4m3(_divide(x, by[:, None]))
+
+
+@triton.jit
+def row_codes(x, least, INT8: tl.constexpr, ON_CUDA: tl.constexpr):
+    """Quantizes float32 (rows, columns). Returns codes and a scale for each row, from a maximum of at least `least`."""
+    scale, by = _row_scale(tl.max(tl.abs(x), axis=1), least, INT8, ON_CUDA)
+    return _codes(x, by, INT8), scale
 
 
 @triton.jit
@@ -96,52 +112,80 @@ def group_codes(x, least):
 
 @triton.jit
 def rows_kernel(
-    x_ptr, up_ptr, y_ptr, factor_ptr, values_ptr, scale_ptr, rows, cols, least,
+    x_ptr, up_ptr, y_ptr, factor_ptr, values_ptr, scale_ptr, rows, cols, stride, least,
     INT8: tl.constexpr, ON_CUDA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """ "fp8", "int8": one scale for each row of (rows, cols), whose columns are multiplied by `factor` first."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
-    offset = row.to(tl.int64)[:, None] * cols + col
     mask = (row < rows)[:, None] & (col < cols)
-    x = _input(x_ptr, up_ptr, y_ptr, offset, mask)
+    x = _input(x_ptr, up_ptr, y_ptr, row.to(tl.int64)[:, None], col, cols, stride, mask)
     if factor_ptr is not None:
         x = x * tl.load(factor_ptr + col, mask=col < cols, other=0.0)
     codes, scale = row_codes(x, least, INT8, ON_CUDA)
-    tl.store(values_ptr + offset, codes, mask=mask)
+    tl.store(values_ptr + row.to(tl.int64)[:, None] * cols + col, codes, mask=mask)
     tl.store(scale_ptr + row, scale, mask=row < rows)
 
 
 @triton.jit
-def _input(x_ptr, up_ptr, y_ptr, offset, mask):
+def long_rows_kernel(
+    x_ptr, up_ptr, y_ptr, factor_ptr, values_ptr, scale_ptr, rows, cols, stride, least,
+    INT8: tl.constexpr, ON_CUDA: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """As `rows_kernel`, for one row, in parts of COLS columns: first its maximum, then its codes."""
+    row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    largest = tl.zeros((1, COLS), tl.float32)
+    for start in range(0, cols, COLS):
+        col = start + tl.arange(0, COLS)[None, :]
+        x = _input(x_ptr, up_ptr, y_ptr, row, col, cols, stride, col < cols)
+        if factor_ptr is not None:
+            x = x * tl.load(factor_ptr + col, mask=col < cols, other=0.0)
+        largest = tl.maximum(largest, tl.abs(x))
+    scale, by = _row_scale(tl.max(largest, axis=1), least, INT8, ON_CUDA)
+    tl.store(scale_ptr + tl.program_id(0) + tl.arange(0, 1), scale)
+    if up_ptr is not None:
+        tl.debug_barrier()  # other threads may have written the part of y that a thread reads
+    for start in range(0, cols, COLS):
+        col = start + tl.arange(0, COLS)[None, :]
+        if up_ptr is None:
+            x = wide(tl.load(x_ptr + row * stride + col, mask=col < cols, other=0.0))
+        else:
+            x = wide(tl.load(y_ptr + row * cols + col, mask=col < cols, other=0.0))
+        if factor_ptr is not None:
+            x = x * tl.load(factor_ptr + col, mask=col < cols, other=0.0)
+        tl.store(values_ptr + row * cols + col, _codes(x, by, INT8), mask=col < cols)
+
+
+@triton.jit
+def _input(x_ptr, up_ptr, y_ptr, row, col, cols, stride, mask):
     """Loads the input as float32: x or, if there is `up`, y = round(round(silu(x)) up), which it also stores."""
-    x = tl.load(x_ptr + offset, mask=mask, other=0.0)
+    x = tl.load(x_ptr + row * stride + col, mask=mask, other=0.0)
     if up_ptr is None:
         return wide(x)
     else:
         dtype: tl.constexpr = x_ptr.dtype.element_ty
-        up = wide(tl.load(up_ptr + offset, mask=mask, other=0.0))
+        up = wide(tl.load(up_ptr + row * stride + col, mask=mask, other=0.0))
         y = rounded(wide(rounded(silu(wide(x)), dtype)) * up, dtype)
-        tl.store(y_ptr + offset, y, mask=mask)
+        tl.store(y_ptr + row * cols + col, y, mask=mask)
         return wide(y)
 
 
 @triton.jit
-def _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row, rows, col, cols, least):
+def _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row, rows, col, cols, stride, least):
     """Quantizes rows of 128 columns and returns them. `scale_ptr` points to the scale of the first row."""
-    offset = row.to(tl.int64)[:, None] * cols + col[None, :]
     mask = (row < rows)[:, None] & (col < cols)[None, :]
-    x = _input(x_ptr, up_ptr, y_ptr, offset, mask)
+    x = _input(x_ptr, up_ptr, y_ptr, row.to(tl.int64)[:, None], col[None, :], cols, stride, mask)
     codes, scale = group_codes(x, least)
-    tl.store(values_ptr + offset, codes, mask=mask)
+    tl.store(values_ptr + row.to(tl.int64)[:, None] * cols + col[None, :], codes, mask=mask)
     tl.store(scale_ptr + row, scale, mask=row < rows)
     return x
 
 
 @triton.jit(do_not_specialize=["rows"])  # codes of a single row, compiled as such, were wrong on an H200
 def groups_kernel(
-    x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, words_t_ptr, scale_t_ptr, rows, cols, filled, least, BOTH: tl.constexpr
-):
+    x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, words_t_ptr, scale_t_ptr, rows, cols, stride, filled, least,
+    BOTH: tl.constexpr,
+):  # fmt: skip
     """
     "fp8_block": one scale for each 128 values of a row of (rows, cols), scale (g, row) at g * rows + row. BOTH: also
     (cols, filled), with a scale for each 128 rows of a column, scale (g, col) at g * cols + col.
@@ -152,10 +196,10 @@ def groups_kernel(
     quad = tl.program_id(1) * 32 + tl.arange(0, 32)
     row = quad * 4
     scale_ptr += tl.program_id(0).to(tl.int64) * rows
-    a = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row, rows, col, cols, least)
-    b = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row + 1, rows, col, cols, least)
-    c = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row + 2, rows, col, cols, least)
-    d = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row + 3, rows, col, cols, least)
+    a = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row, rows, col, cols, stride, least)
+    b = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row + 1, rows, col, cols, stride, least)
+    c = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row + 2, rows, col, cols, stride, least)
+    d = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row + 3, rows, col, cols, stride, least)
     if BOTH:
         largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
         scale = _group_scale(tl.max(largest, axis=0), least)
@@ -167,19 +211,24 @@ def groups_kernel(
 
 
 @triton.jit
-def gradient_kernel(dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, count, BLOCK: tl.constexpr):
-    """Computes the gradients of y = round(round(silu(gate)) up)."""
+def gradient_kernel(dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, count, cols, stride, BLOCK: tl.constexpr):
+    """
+    Computes the gradients of y = round(round(silu(gate)) up), for `count` values dY in rows of `cols`. The rows of gate
+    and up are `stride` apart, those of their gradients 2 * cols.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
+    row = at // cols
+    given, made = at + row * (stride - cols), at + row * cols
     dtype: tl.constexpr = dy_ptr.dtype.element_ty
     dy = wide(tl.load(dy_ptr + at, mask=mask, other=0.0))
-    gate = wide(tl.load(gate_ptr + at, mask=mask, other=0.0))
-    up = wide(tl.load(up_ptr + at, mask=mask, other=0.0))
+    gate = wide(tl.load(gate_ptr + given, mask=mask, other=0.0))
+    up = wide(tl.load(up_ptr + given, mask=mask, other=0.0))
     d_silu = wide(rounded(dy * up, dtype))
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     d_gate = d_silu * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    tl.store(d_gate_ptr + at, rounded(d_gate, dtype), mask=mask)
-    tl.store(d_up_ptr + at, rounded(dy * wide(rounded(silu(gate), dtype)), dtype), mask=mask)
+    tl.store(d_gate_ptr + made, rounded(d_gate, dtype), mask=mask)
+    tl.store(d_up_ptr + made, rounded(dy * wide(rounded(silu(gate), dtype)), dtype), mask=mask)
 
 
 @triton.jit
@@ -248,10 +297,11 @@ def numbers_kernel(
 # Launches
 
 
-def _gated(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns the tensors beside the codes that a kernel reads and writes: x and, if given, `up` and silu(x) up."""
-    x = x.contiguous()
-    return (x, None, None) if up is None else (x, up.contiguous(), torch.empty_like(x))
+def _strided(x: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor | None, int]:
+    """Returns matrices whose rows are equally far apart, copied if need be, and how far: x and, if given, `up`."""
+    if x.stride(1) != 1 or (up is not None and up.stride() != x.stride()):
+        x, up = x.contiguous(), None if up is None else up.contiguous()
+    return x, up, x.stride(0) if len(x) > 1 else x.shape[1]
 
 
 def rows(
@@ -268,16 +318,20 @@ def rows(
     """
     (rows, cols), fmt = x.shape, FORMATS[format]
     least = fmt.least_amax if least is None else least
-    x, up, y = _gated(x, up)
-    values = torch.empty_like(x, dtype=torch.int8 if fmt.integers else torch.float8_e4m3fn)
+    x, up, stride = _strided(x, up)
+    y = None if up is None else x.new_empty(rows, cols)
+    values = x.new_empty(rows, cols, dtype=torch.int8 if fmt.integers else torch.float8_e4m3fn)
     scale = x.new_empty(rows, 1, dtype=torch.float32)
+    given = x, up, y, factor, values, scale, rows, cols, stride, least
     width = max(triton.next_power_of_2(cols), 16)
-    height = max(4096 // width, 1)
+    height = max(LONGEST_IN_ONE_PASS // width, 1)
     with on(x):
-        rows_kernel[(triton.cdiv(rows, height),)](
-            x, up, y, factor, values, scale, rows, cols, least,
-            INT8=fmt.integers, ON_CUDA=on_cuda, ROWS=height, COLS=width, num_warps=4 if width <= 4096 else 8,
-        )  # fmt: skip
+        if cols > LONGEST_IN_ONE_PASS:
+            long_rows_kernel[(rows,)](*given, INT8=fmt.integers, ON_CUDA=on_cuda, COLS=2048, num_warps=8)
+        else:
+            rows_kernel[(triton.cdiv(rows, height),)](
+                *given, INT8=fmt.integers, ON_CUDA=on_cuda, ROWS=height, COLS=width
+            )
     return QuantizedTensor(format, values, scale, x.shape, x.dtype), y
 
 
@@ -285,10 +339,11 @@ def groups(
     x: Tensor, least: float, both: bool, up: Tensor | None = None
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
     """Applies [`quantize_groups`], for one or both layouts, to x or, with `up`, to y = silu(x) up. Returns y too."""
-    x, up, y = _gated(x, up)
     rows, cols = x.shape
+    x, up, stride = _strided(x, up)
+    y = None if up is None else x.new_empty(rows, cols)
     filled = triton.cdiv(rows, BLOCK) * BLOCK
-    values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    values = x.new_empty(rows, cols, dtype=torch.float8_e4m3fn)
     scale = x.new_empty(triton.cdiv(cols, BLOCK), rows, dtype=torch.float32)
     columns = words = scale_t = None
     if both:
@@ -297,20 +352,9 @@ def groups(
         columns = QuantizedTensor("fp8_block", values_t, scale_t.t(), values_t.shape, x.dtype)
     with on(x):
         groups_kernel[(triton.cdiv(cols, BLOCK), filled // BLOCK)](
-            x,
-            up,
-            y,
-            values,
-            scale,
-            words,
-            scale_t,
-            rows,
-            cols,
-            filled,
-            least,
-            BOTH=both,
-            **LAUNCH[up is not None],
-        )
+            x, up, y, values, scale, words, scale_t, rows, cols, stride, filled, least,
+            BOTH=both, **LAUNCH[up is not None],
+        )  # fmt: skip
     return QuantizedTensor("fp8_block", values, scale.t(), x.shape, x.dtype), columns, y
 
 
@@ -335,15 +379,21 @@ def quantize_groups_for_both(x: Tensor, least: float) -> tuple[QuantizedTensor, 
 
 
 def silu_mul_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the gradients of `silu(gate) up`, rounded where torch rounds."""
-    dy = dy.contiguous()
-    d_gate, d_up = torch.empty_like(dy), torch.empty_like(dy)
+    """
+    Computes the gradients of `silu(gate) up`, rounded where torch rounds. They are the two halves of one matrix's
+    columns, as their layers' joint product wants them.
+    """
+    shape, cols = dy.shape, dy.shape[-1]
+    dy, gate, up = (x.reshape(-1, cols) for x in (dy.contiguous(), gate, up))
+    gate, up, stride = _strided(gate, up)
+    both = dy.new_empty(len(dy), 2 * cols)
+    d_gate, d_up = both[:, :cols], both[:, cols:]
     if dy.numel():
         with on(dy):
             gradient_kernel[(triton.cdiv(dy.numel(), 2048),)](
-                dy, gate.contiguous(), up.contiguous(), d_gate, d_up, dy.numel(), BLOCK=2048
+                dy, gate, up, d_gate, d_up, dy.numel(), cols, stride, BLOCK=2048
             )
-    return d_gate, d_up
+    return d_gate.view(shape), d_up.view(shape)
 
 
 def transpose(codes: Tensor) -> Tensor:

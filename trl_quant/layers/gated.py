@@ -22,21 +22,16 @@ from . import products
 from .inputs import remember
 
 
-# Features up to which one pass is faster where each token has one scale, as benchmarks/unified.py measures
-LONGEST_IN_ONE_PASS = 4096
-
-
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, format, both):
         ctx.save_for_backward(gate, up)
-        grouped = FORMATS[format].grouped
-        if not products.has_kernels(gate, format) or (not grouped and gate.shape[-1] > LONGEST_IN_ONE_PASS):
+        if not products.has_kernels(gate, format):
             return F.silu(gate) * up
         from ..kernels import unified as kernels
 
         flat = [x.reshape(-1, x.shape[-1]) for x in (gate, up)]
-        if grouped:
+        if FORMATS[format].grouped:
             rows, columns, y = kernels.groups(flat[0], FORMATS[format].least_amax, both, flat[1])
         else:
             rows, y = kernels.rows(flat[0], format, True, flat[1])

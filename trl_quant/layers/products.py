@@ -52,7 +52,6 @@ LEAST_GRADIENT = 2.0**-60  # least maximum of a group of gradients, which may al
 # Tensor cores sum FP8 products with 14 bits. vLLM's kernel for `fp8` keeps such sums, and so does this one, to get the
 # sampler's values; the kernels for `fp8_block` add every 128 products to a sum in FP32.
 FAST_ACCUMULATION = True
-LONGEST_ROW = 32768  # most features of a token that the kernel with one scale a token takes
 TOKENS = 64  # tokens are padded with zeros to a multiple of this; with fewer, cuBLAS sums in another order
 
 
@@ -81,10 +80,10 @@ def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
     allowed = unified_flows()
     if format not in allowed:
         raise ValueError(f"format: {format!r} has no products for training; allowed: {', '.join(allowed)}.")
-    x = x.detach().contiguous()
+    x = x.detach()
     if FORMATS[format].grouped:
         return _grouped(x, FORMATS[format].least_amax)
-    if has_kernels(x, format) and x.shape[1] <= LONGEST_ROW:
+    if has_kernels(x, format):
         from ..kernels import unified as kernels
 
         return kernels.quantize_rows(x, format, x.is_cuda)
@@ -137,7 +136,7 @@ def quantize_for_both(x: Tensor, least: float = FP8Block.least_amax) -> tuple[Qu
         `tuple`: x (T, K) with scales along K, and its transpose (K, T') with scales along T', which is T filled up with
         zeros to a multiple of 128.
     """
-    x = x.detach().contiguous()
+    x = x.detach()
     if has_kernels(x, "fp8_block"):
         from ..kernels import unified as kernels
 
@@ -154,8 +153,8 @@ def quantize_gradient(dy: Tensor, scale: Tensor) -> QuantizedTensor:
         dy (`torch.Tensor`): (T, N), BF16 or FP32, finite.
         scale (`torch.Tensor`): (N, 1).
     """
-    dy, factor = dy.detach().contiguous(), scale.float().flatten()
-    if has_kernels(dy, "fp8") and dy.shape[1] <= LONGEST_ROW:
+    dy, factor = dy.detach(), scale.float().flatten()
+    if has_kernels(dy, "fp8"):
         from ..kernels import unified as kernels
 
         return kernels.quantize_gradient(dy, factor, LEAST_GRADIENT)
