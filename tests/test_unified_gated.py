@@ -9,6 +9,7 @@ from tiny import tiny_model
 from torch import nn
 
 from trl_quant.layers import UnifiedLinear, gated, inputs
+from trl_quant.layers.joint import Joint
 from trl_quant.layers.products import quantize_for_both, quantize_input
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows
@@ -25,6 +26,7 @@ def mlp_of(precision: str, dtype: torch.dtype = torch.bfloat16):
     for name, layer in list(plain.named_children()):
         if isinstance(layer, nn.Linear):
             setattr(plain, name, UnifiedLinear.from_linear(layer, precision))
+    plain.gate_proj.joint = plain.up_proj.joint = Joint([plain.gate_proj, plain.up_proj])
     unify(model, precision)
     return mlp, plain
 

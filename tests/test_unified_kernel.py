@@ -249,7 +249,12 @@ ROWS = {"ROWS": 1, "COLS": 4096}
 FP8_ROWS = ROWS | {"INT8": False, "ON_CUDA": True}
 LONG = {"INT8": False, "ON_CUDA": True, "COLS": 2048}
 COMPILED = {
-    "int8 rows": (kernels.rows_kernel, "*bf16 - - - *i8 *fp32 i32 i32 i32 fp32", ROWS | {"INT8": True, "ON_CUDA": True}, 4),
+    "int8 rows": (
+        kernels.rows_kernel,
+        "*bf16 - - - *i8 *fp32 i32 i32 i32 fp32",
+        ROWS | {"INT8": True, "ON_CUDA": True},
+        4,
+    ),
     "fp8 rows": (kernels.rows_kernel, "*bf16 - - - *fp8e4nv *fp32 i32 i32 i32 fp32", FP8_ROWS, 4),
     "fp8 gradients": (kernels.rows_kernel, "*bf16 - - *fp32 *fp8e4nv *fp32 i32 i32 i32 fp32", FP8_ROWS, 4),
     "fp8 long": (kernels.long_rows_kernel, "*bf16 - - *fp32 *fp8e4nv *fp32 i32 i32 i32 fp32", LONG, 8),

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from trl_quant.formats import quantize
 from trl_quant.layers import UnifiedLinear, unified
+from trl_quant.layers.joint import in_groups
 from trl_quant.layers.products import product, quantize_for_both, quantize_gradient, quantize_input
 from trl_quant.policy.adapters import UnifiedLoraLinear
 from trl_quant.policy.unified import unify
@@ -95,7 +96,7 @@ def test_gradients_go_straight_through(precision, dtype):
     flat = x.flatten(0, 1)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().flatten(0, 1).double()
     q = quantize_input(flat, layer.format).dequantize(torch.float64)
-    if unified.in_groups(layer.codes()):  # dY and X are quantized along the tokens
+    if in_groups(layer.codes()):  # dY and X are quantized along the tokens
         columns, of_tokens = (quantize_for_both(x.float())[1].dequantize(torch.float64) for x in (dy, flat))
         dw_expected, shortcut = columns @ of_tokens.t(), dy.t() @ q
     else:

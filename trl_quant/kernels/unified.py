@@ -69,7 +69,7 @@ def _group_scale(amax, least):
 
 @triton.jit
 def _row_scale(amax, least, INT8: tl.constexpr, ON_CUDA: tl.constexpr):
-    """Returns the scale of each row, from a maximum of at least `least`, and what [`_codes`] divides or multiplies by."""
+    """Returns the scale of each row, from a maximum of at least `least`, and the number that [`_codes`] takes."""
     if INT8:
         limit = tl.full(amax.shape, 127.0, tl.float32)
         scale = tl.div_rn(amax, limit)

@@ -45,7 +45,7 @@ def quantized(x: Tensor, dtype: torch.dtype, format: str, both: bool) -> tuple[Q
         `tuple`: Q(X) (T, in); and Q(X^T) (in, T') in "fp8_block", else Q(X) again, or `None`.
     """
     last = _last
-    if last is not None and last.tensor() is x and _counted(x):
+    if last is not None and last.tensor() is x and counts_writes(x):
         found = (last.version, last.dtype, last.rows.format) == (x._version, dtype, format)
         if found and not (both and last.columns is None):
             return last.rows, last.columns if both else None
@@ -62,7 +62,7 @@ def quantized(x: Tensor, dtype: torch.dtype, format: str, both: bool) -> tuple[Q
 def remember(x: Tensor, dtype: torch.dtype, rows: QuantizedTensor, columns: QuantizedTensor | None) -> None:
     """Stores what [`quantized`] returns for x until it is given another input."""
     global _last
-    _last = _Input(weakref.ref(x, _forget), x._version, dtype, rows, columns) if _counted(x) else None
+    _last = _Input(weakref.ref(x, _forget), x._version, dtype, rows, columns) if counts_writes(x) else None
 
 
 def _forget(tensor: weakref.ref) -> None:
@@ -71,6 +71,6 @@ def _forget(tensor: weakref.ref) -> None:
         _last = None
 
 
-def _counted(x: Tensor) -> bool:
+def counts_writes(x: Tensor) -> bool:
     """Whether PyTorch counts writes to x."""
     return not (x.is_inference() or (x.is_cuda and torch.cuda.is_current_stream_capturing()))

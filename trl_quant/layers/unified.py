@@ -17,13 +17,10 @@ If scales have groups along the inner dimension (`fp8_block`), all these product
 outputs for dX, and dY and X along the tokens for dW. For dW, the forward pass quantizes the 16-bit X a second time,
 while Jet-RL quantizes its FP8 activations again: see [`products.quantize_for_both`]. In `fp8`, dX is in FP8, with the
 weight's scales folded into dY: see [`products.quantize_gradient`]. The other gradients are 16-bit products of
-dequantized values. The codes of X, one byte each, are saved for the backward pass, once for all layers that share X.
+dequantized values.
 
-With a LoRA adapter that the engine merges, the policy is Q(W + s B A), which is also quantized once a step:
-
-    Y  = Q(X) Q(W + s B A)^T + b
-    dA = s (dY B)^T Q(X)
-    dB = s dY^T (Q(X) A^T)
+With a LoRA adapter that the engine merges, the policy is Q(W + s B A), which is also quantized once a step. [`joint`]
+has the products with it, and those of layers that share X.
 """
 
 from collections.abc import Callable
@@ -31,77 +28,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..formats import FORMATS, QuantizedTensor, quantize
+from ..formats import QuantizedTensor, quantize
 from ..precisions import PRECISIONS, unified_flows
 from .frozen import autocast_dtype
 from .inputs import quantized
-from .products import dequantize, input_and_weight_gradient, input_gradient, product
-
-
-class _Unified(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, codes, trains, dtype):
-        w = codes()
-        q, for_backward = quantized(x, dtype, w.format, both=trains)
-        _save(ctx, codes, for_backward)
-        return product(q, w, bias, dtype).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x,), w, flat = _saved(ctx), ctx.codes(), dy.reshape(-1, dy.shape[-1])
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        dx = dw = None
-        if wants_weight and in_groups(w):
-            dx, dw = input_and_weight_gradient(flat, w, x, flat.dtype)
-        else:
-            dx = input_gradient(flat, w) if wants_x else None
-            dw = flat.t() @ dequantize(x, flat.dtype) if wants_weight else None
-        dx = dx.view(*dy.shape[:-1], -1) if wants_x else None
-        return dx, None if dw is None else dw.to(w.dtype), flat.sum(0) if wants_bias else None, None, None, None
-
-
-class _UnifiedLora(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, a, b, bias, scaling, codes, dtype):
-        w = codes()
-        q, _ = quantized(x, dtype, w.format, both=False)
-        _save(ctx, codes, q if any(ctx.needs_input_grad[1:3]) else None, a, b)
-        ctx.scaling = scaling
-        return product(q, w, bias, dtype).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x, a, b), flat = _saved(ctx), dy.reshape(-1, dy.shape[-1])
-        dx = da = db = None
-        wants_x, wants_a, wants_b, wants_bias = ctx.needs_input_grad[:4]
-        if wants_x:
-            dx = input_gradient(flat, ctx.codes()).view(*dy.shape[:-1], -1)
-        dequantized = dequantize(x, flat.dtype) if wants_a or wants_b else None
-        if wants_a:
-            da = ((flat @ b.to(flat.dtype)).t() @ dequantized).to(a.dtype).mul_(ctx.scaling)
-        if wants_b:
-            db = (flat.t() @ (dequantized @ a.to(flat.dtype).t())).to(b.dtype).mul_(ctx.scaling)
-        return dx, da, db, flat.sum(0) if wants_bias else None, None, None, None
-
-
-def in_groups(w: QuantizedTensor) -> bool:
-    """Whether the scales of a weight have groups along the inner dimension."""
-    return not FORMATS[w.format].per_row
-
-
-def _save(ctx, codes: Callable[[], QuantizedTensor], x: QuantizedTensor | None, *tensors: Tensor) -> None:
-    """Saves the input's codes and scales, and `tensors`. The layer itself holds the weight's, and may free them."""
-    ctx.codes, ctx.x = codes, x and (x.format, x.shape, x.dtype)
-    ctx.save_for_backward(*(() if x is None else (x.values, x.scale)), *tensors)
-
-
-def _saved(ctx) -> tuple:
-    """Returns what [`_save`] saved: the quantized input, then the tensors."""
-    if ctx.x is None:
-        return None, *ctx.saved_tensors
-    values, scale, *tensors = ctx.saved_tensors
-    format, shape, dtype = ctx.x
-    return QuantizedTensor(format, values, scale, shape, dtype), *tensors
+from .joint import Joint, Part, output
+from .products import product
 
 
 class UnifiedLinear(nn.Linear):
@@ -127,6 +59,7 @@ class UnifiedLinear(nn.Linear):
         moves_unseen (`bool`):
             Whether the weight is written without PyTorch's version counter and without a call of `forget`. It is then
             quantized at each call.
+        joint ([`Joint`] or `None`): The layers that share its input, itself included.
 
     Raises:
         ValueError: Another precision.
@@ -134,6 +67,7 @@ class UnifiedLinear(nn.Linear):
 
     rounds_to: torch.dtype | None = None
     moves_unseen = False
+    joint: Joint | None = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool, precision: str, **kwargs):
         allowed = unified_flows()
@@ -186,37 +120,27 @@ class UnifiedLinear(nn.Linear):
 
     def forget(self) -> None:
         """Drops the codes, so that the weight is quantized again when it is next needed."""
-        self._codes: QuantizedTensor | None = None
+        self.hold(None)
         self._made_of: tuple = ()
+        if self.joint is not None:
+            self.joint.forget()
+
+    def hold(self, codes: QuantizedTensor | None) -> None:
+        """Keeps these codes, which are equal to those it has."""
+        self._codes = codes
+
+    def part(self) -> Part:
+        """Returns what a product of several layers needs of this one, without an adapter."""
+        return Part(self, self.codes, self.weight)
 
     def trains(self) -> bool:
         """Whether a backward pass needs the input too."""
-        return self.weight.requires_grad and torch.is_grad_enabled()
+        return self.part().trains
 
     @torch.compiler.disable  # the check for new weights must run at each call
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., in) to (..., out), in the type of `x` or autocast's."""
-        dtype = autocast_dtype(x, self.in_features)
-        return _Unified.apply(x, self.weight, self._bias(dtype), self.codes, self.trains(), dtype)
-
-    def adapted(self, x: Tensor, codes: Callable[[], QuantizedTensor], a: Tensor, b: Tensor, scaling: float) -> Tensor:
-        """
-        Computes the layer with an adapter merged in.
-
-        Args:
-            x (`torch.Tensor`): Inputs (..., in).
-            codes (`Callable`): Returns Q(W + s B A), from [`~UnifiedLinear.codes`].
-            a, b (`torch.Tensor`): A (rank, in) and B (out, rank), which get gradients.
-            scaling (`float`): The factor s.
-
-        Returns:
-            `torch.Tensor`: (..., out), of the type of `x` or autocast's.
-        """
-        dtype = autocast_dtype(x, self.in_features)
-        return _UnifiedLora.apply(x, a, b, self._bias(dtype), scaling, codes, dtype)
-
-    def _bias(self, dtype: torch.dtype) -> Tensor | None:
-        return None if self.bias is None else self.bias.to(dtype)
+        return output(x, self.part())
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.precision!r}"

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ..formats import QuantizedTensor
 from ..layers import FrozenLinear, frozen_lora_linear
+from ..layers.joint import Part, output
 
 
 # Initializations of PEFT that neither read nor change the base's weight
@@ -88,11 +89,18 @@ class UnifiedLoraLinear(Linear):
     @torch.compiler.disable  # like its base layer
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         """Maps `x` of shape (..., in) to (..., out), in the type of `x` or of autocast."""
-        name = None if args or kwargs else self._merged_adapter()
-        if name is None:
+        part = None if args or kwargs else self.part()
+        if part is None or part.a is None:
             return super().forward(x, *args, **kwargs)
+        return output(x, part)
+
+    def part(self) -> Part:
+        """As [`~layers.UnifiedLinear.part`], with the adapter that is merged now."""
+        name = self._merged_adapter()
+        if name is None:
+            return self.base_layer.part()
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        return self.base_layer.adapted(x, partial(self._codes, name), a, b, self.scaling[name])
+        return Part(self.base_layer, partial(self._codes, name), None, a, b, self.scaling[name])
 
     def codes(self) -> QuantizedTensor:
         """

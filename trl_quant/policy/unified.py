@@ -10,6 +10,7 @@ gathers.
 """
 
 import logging
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -21,6 +22,7 @@ from transformers.activations import SiLUActivation
 
 from ..layers import SampledLinear, UnifiedLinear
 from ..layers.gated import silu_mul
+from ..layers.joint import Joint
 from ..layers.norm import FusedRMSNorm
 from ..layers.products import multiplies
 from ..models.classes import is_gated_mlp, is_rms_norm
@@ -65,7 +67,20 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
     for name, layer in base.named_modules():
         if isinstance(getattr(layer, "base_layer", None), UnifiedLinear) and not isinstance(layer, UnifiedLoraLinear):
             _adapt_base(name, layer, merged)
+    for group in _sharing_input(base, layers):
+        joint = Joint(group)
+        for layer in group:
+            _base(layer).joint = joint
     fuse(base, layers)
+
+
+def _sharing_input(model: nn.Module, layers: dict[str, LinearLayer]) -> Iterator[list[nn.Module]]:
+    """Yields the layers that an engine computes as one matrix, with their adapters, if one product can compute them."""
+    places = {layer.name: place.removesuffix(".base_layer") for place, layer in layers.items()}
+    for names in dict.fromkeys(layer.fused for layer in layers.values()):
+        group = [model.get_submodule(places[name]) for name in names]
+        if len(group) > 1 and all(hasattr(layer, "part") for layer in group) and Joint.can(group):
+            yield group
 
 
 def fuse(model: nn.Module, layers: dict[str, LinearLayer]) -> None:

@@ -1,0 +1,281 @@
+r"""
+Computes layers that train in the precision of their sampler and share an input, such as q, k and v, as one product. So
+does an engine. A layer that shares its input with no other is a product of one part.
+
+    [Y_1 ... Y_n] = Q(X) [Q(W_1); ...; Q(W_n)]^T + [b_1 ... b_n]
+    dX            = [dY_1 ... dY_n] [Q(W_1); ...; Q(W_n)]
+    dW_i          = dY_i^T Q(X)
+
+With a LoRA adapter that the engine merges, W_i is W_i + s_i B_i A_i. Instead of dW_i there are
+
+    dA_i = s_i (dY_i B_i)^T Q(X)
+    dB_i = s_i dY_i^T (Q(X) A_i^T)
+
+| symbol | here | shape |
+|---|---|---|
+| `X`, `dX` | | (..., in) |
+| `Q(W_i)` | codes of a [`Part`] | (out_i, in) |
+| `Y_i`, `dY_i` | | (..., out_i) |
+| `b_i`, `A_i`, `B_i`, `s_i` | bias and adapter of a [`Part`] | (out_i,), (rank_i, in), (out_i, rank_i), a number |
+
+The codes of X, one byte each, are saved for the backward pass, once for all parts. In `fp8`, a token has one scale for
+all of [dY_1 ... dY_n].
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..formats import FORMATS, QuantizedTensor
+from ..formats.fp8 import BLOCK
+from .frozen import autocast_dtype
+from .inputs import counts_writes, quantized
+from .products import dequantize, input_and_weight_gradient, input_gradient, product
+
+
+class Part(NamedTuple):
+    """
+    One layer of a joint product, as it computes now.
+
+    Attributes:
+        layer (`nn.Linear`): The layer, (out, in).
+        codes (`Callable`): Returns its quantized weight (out, in): the same object until the weight changes.
+        weight (`torch.Tensor`, *optional*): The weight, if it may get a gradient.
+        a, b (`torch.Tensor`, *optional*): The adapter that is merged into the codes, (rank, in) and (out, rank).
+        scaling (`float`): Its factor s.
+    """
+
+    layer: nn.Linear
+    codes: Callable[[], QuantizedTensor]
+    weight: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scaling: float = 1.0
+
+    @property
+    def trains(self) -> bool:
+        """Whether the weight gets a gradient."""
+        return self.weight is not None and self.weight.requires_grad and torch.is_grad_enabled()
+
+
+def compute(x: Tensor, parts: Sequence[Part], weight: Callable[[], QuantizedTensor]) -> tuple[Tensor, ...]:
+    """
+    Computes layers that share an input.
+
+    Args:
+        x (`torch.Tensor`): (..., in).
+        parts (`Sequence[Part]`): The layers. Either weights get gradients or there are adapters, not both.
+        weight (`Callable`): Returns the codes of all, one below the other, (sum of out, in).
+
+    Returns:
+        `tuple[torch.Tensor, ...]`: (..., out) of each, in the type of `x` or autocast's. Several are columns of one
+        matrix, and must not be written to in place.
+
+    Raises:
+        ValueError: `x` has another number of features.
+    """
+    dtype = autocast_dtype(x, parts[0].layer.in_features)
+    tensors = []
+    for layer, _, own, a, b, _ in parts:
+        tensors += own, None if layer.bias is None else layer.bias.to(dtype), a, b
+    sizes, scaling = zip(*((part.layer.out_features, part.scaling) for part in parts), strict=True)
+    return _Joint.apply(x, dtype, weight, any(part.trains for part in parts), sizes, scaling, *tensors)
+
+
+class _Joint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dtype, weight, trains, sizes, scaling, *tensors):
+        w, biases, a, b = weight(), tensors[1::4], tensors[2::4], tensors[3::4]
+        q, for_backward = quantized(x, dtype, w.format, both=trains)
+        kept = for_backward if trains else q if any(t is not None for t in a) else None
+        ctx.weight, ctx.trains, ctx.sizes, ctx.scaling = weight, trains, sizes, scaling
+        ctx.x = kept and (kept.format, kept.shape, kept.dtype)
+        ctx.save_for_backward(*a, *b, *(() if kept is None else (kept.values, kept.scale)))
+        y = product(q, w, _joint_bias(biases, sizes), dtype)
+        return tuple(part.view(*x.shape[:-1], -1) for part in y.split(sizes, 1))
+
+    @staticmethod
+    def backward(ctx, *dys):
+        n, shape = len(dys), dys[0].shape[:-1]
+        saved = ctx.saved_tensors
+        a, b, kept = saved[:n], saved[n : 2 * n], saved[2 * n :]
+        format, *of = ctx.x or (None,)
+        x = None if format is None else QuantizedTensor(format, *kept, *of)
+        dys = [dy.reshape(-1, size) for dy, size in zip(dys, ctx.sizes, strict=True)]
+        dy, dx, dw = side_by_side(dys), None, None
+        wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
+        if ctx.trains:
+            w = ctx.weight()
+            if in_groups(w):
+                dx, dw = input_and_weight_gradient(dy, w, x, dy.dtype)
+            else:
+                dx, dw = input_gradient(dy, w) if wants_x else None, dy.t() @ dequantize(x, dy.dtype)
+            dw = dw.to(w.dtype).split(ctx.sizes)
+        elif wants_x:
+            dx = input_gradient(dy, ctx.weight())
+        gradients = [dx.view(*shape, -1) if wants_x else None, *[None] * 5]
+        of_adapters = iter(_adapter_gradients(dys, x, a, b, ctx.scaling))
+        for i, part in enumerate(dys):
+            wants_weight, wants_bias, wants_a, wants_b = wants[4 * i : 4 * i + 4]
+            da, db = (None, None) if a[i] is None else next(of_adapters)
+            gradients += (
+                dw[i] if wants_weight else None,
+                part.sum(0) if wants_bias else None,
+                da if wants_a else None,
+                db if wants_b else None,
+            )
+        return tuple(gradients)
+
+
+def _adapter_gradients(
+    dys: list[Tensor], x: QuantizedTensor | None, a: Sequence[Tensor | None], b: Sequence[Tensor | None], scaling
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns dA and dB of the parts that have an adapter. All of them share the products with Q(X)."""
+    adapted = [i for i, matrix in enumerate(a) if matrix is not None]
+    if not adapted:
+        return []
+    dtype = dys[0].dtype
+    x = dequantize(x, dtype)
+    ranks = [len(a[i]) for i in adapted]
+    dh = [dys[i] @ b[i].to(dtype) for i in adapted]
+    da = ((dh[0] if len(dh) == 1 else torch.cat(dh, 1)).t() @ x).split(ranks)
+    h = (x @ torch.cat([a[i] for i in adapted]).to(dtype).t()).split(ranks, 1)
+    return [
+        (d.to(a[i].dtype).mul_(scaling[i]), (dys[i].t() @ part).to(b[i].dtype).mul_(scaling[i]))
+        for i, d, part in zip(adapted, da, h, strict=True)
+    ]
+
+
+def _joint_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """Returns the biases behind each other, with zeros for a layer without one; `None` if no layer has one."""
+    given = [bias for bias in biases if bias is not None]
+    if len(biases) == 1 or not given:
+        return biases[0]
+    filled = (given[0].new_zeros(n) if bias is None else bias for bias, n in zip(biases, sizes, strict=True))
+    return torch.cat(list(filled))
+
+
+def side_by_side(parts: list[Tensor]) -> Tensor:
+    """
+    Puts matrices (T, n_i) side by side, to (T, sum of n_i). Nothing is copied if they already are columns of one
+    matrix, in this order.
+    """
+    first, width, at = parts[0], sum(part.shape[1] for part in parts), parts[0].storage_offset()
+    for part in parts:
+        is_next = part.storage_offset() == at and part.stride() == (width, 1)
+        if not is_next or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        at += part.shape[1]
+    return first.as_strided((len(first), width), (width, 1))
+
+
+def in_groups(w: QuantizedTensor) -> bool:
+    """Whether the scales of a weight have groups along the inner dimension."""
+    return not FORMATS[w.format].per_row
+
+
+def output(x: Tensor, part: Part) -> Tensor:
+    """Returns the output (..., out) of one layer for `x` (..., in), computed with those that share its input."""
+    joint = part.layer.joint
+    return compute(x, [part], part.codes)[0] if joint is None else joint.output(x, part)
+
+
+class _Waiting(NamedTuple):
+    """Outputs for an input that were not asked for yet, each with the codes that were multiplied."""
+
+    x: weakref.ref
+    of: tuple  # the input's version, the type of the product, whether there are gradients
+    outputs: dict[nn.Module, tuple[QuantizedTensor, Tensor]]
+
+
+class Joint:
+    """
+    Layers that share their input. The first one that is called computes all. The others find their output when they are
+    called with the same tensor, if their weights are still those that were multiplied.
+
+    A layer is computed alone while any of them has a hook, which must run around its own layer (FSDP gathers weights
+    so), and where the weights of some train while others have an adapter.
+
+    Parameters:
+        layers (`Sequence[nn.Module]`): In the order in which an engine joins them. Each has a method `part`, which
+            returns a [`Part`].
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        self.layers = list(layers)
+        self.forget()
+
+    @staticmethod
+    def can(layers: Sequence[nn.Module]) -> bool:
+        """Whether no block of scales would reach over two of these layers."""
+        parts = [layer.part().layer for layer in layers]
+        return not any(FORMATS[part.format].grouped and part.out_features % BLOCK for part in parts[:-1])
+
+    def forget(self) -> None:
+        """Drops the joint codes and the outputs that wait."""
+        self._held: list[QuantizedTensor] = []
+        self._joint: QuantizedTensor | None = None
+        self._waiting: _Waiting | None = None
+
+    def output(self, x: Tensor, part: Part) -> Tensor:
+        """As [`output`], of a part of these layers."""
+        if not counts_writes(x):
+            return compute(x, [part], part.codes)[0]
+        of = x._version, autocast_dtype(x, part.layer.in_features), torch.is_grad_enabled()
+        waiting = self._waiting
+        if waiting is not None and waiting.x() is x and waiting.of == of and part.layer in waiting.outputs:
+            codes, y = waiting.outputs.pop(part.layer)
+            if part.codes() is codes:
+                return y
+        self._waiting = None
+        parts = [layer.part() for layer in self.layers]
+        (own,) = (other for other in parts if other.layer is part.layer)
+        if own.a is not part.a or _mixed(parts) or any(map(_has_hooks, self.layers)):
+            return compute(x, [part], part.codes)[0]
+        outputs = compute(x, parts, partial(self.codes, parts))
+        made = {p.layer: (codes, y) for p, codes, y in zip(parts, self._held, outputs, strict=True)}
+        y = made.pop(part.layer)[1]
+        self._waiting = _Waiting(weakref.ref(x, self._drop), of, made)
+        return y
+
+    def codes(self, parts: Sequence[Part]) -> QuantizedTensor:
+        """
+        Returns the quantized weights of `parts` below each other. The layers keep parts of it in place of their own
+        codes.
+        """
+        held = [part.codes() for part in parts]
+        if self._joint is None or any(one is not other for one, other in zip(held, self._held, strict=True)):
+            self._joint = None  # frees it first
+            values = torch.cat([q.values.view(torch.uint8) for q in held]).view(held[0].values.dtype)
+            scale = torch.cat([q.scale for q in held])
+            shape = torch.Size((len(values), held[0].shape[1]))
+            self._joint = QuantizedTensor(held[0].format, values, scale, shape, held[0].dtype)
+            rows = values.split([len(q.values) for q in held]), scale.split([len(q.scale) for q in held])
+            self._held = [replace(q, values=v, scale=s) for q, v, s in zip(held, *rows, strict=True)]
+            for part, q in zip(parts, self._held, strict=True):
+                part.layer.hold(q)
+        return self._joint
+
+    def _drop(self, x: weakref.ref) -> None:
+        if self._waiting is not None and self._waiting.x is x:
+            self._waiting = None
+
+    def __getstate__(self) -> dict:
+        return {"layers": self.layers, "_held": [], "_joint": None, "_waiting": None}  # of a copy
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    base = getattr(layer, "base_layer", layer)
+    return any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in {layer, base}
+    )
+
+
+def _mixed(parts: Sequence[Part]) -> bool:
+    """Whether a joint product cannot compute these parts."""
+    return any(part.trains for part in parts) and any(part.a is not None for part in parts)
