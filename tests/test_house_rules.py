@@ -74,7 +74,7 @@ FOREIGN = {
     "trl/generation/vllm_generation.py": """_dist _fix_param_name_to_vllm _init_vllm _iter_named_params
         _weight_metadata""",
     "trl/generation/vllm_client.py": "_post",
-    "vllm/_custom_ops.py": "_custom_ops",
+    "vllm/_custom_ops.py": "_C _custom_ops",
     "vllm/model_executor/layers/attention/attention.py": """_k_scale _k_scale_float _q_scale _q_scale_float _v_scale
         _v_scale_float""",
     "vllm/model_executor/models/registry.py": "_run_in_subprocess",

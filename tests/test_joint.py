@@ -178,7 +178,7 @@ def test_a_hook_runs_around_its_own_layer():
         assert torch.equal(y, right[i])
         assert seen == ["before k"] * (i > 0)
         if i == 0:
-            assert layers[0].joint._waiting is None
+            assert layers[0].joint.waiting is None
 
 
 def test_codes_are_held_once_and_freed():
@@ -196,10 +196,10 @@ def test_codes_are_held_once_and_freed():
     assert codes() is None
     hidden = x * 2
     layers[0](hidden)
-    waits = weakref.ref(layers[0].joint._waiting.outputs[layers[1]][1])
+    waits = weakref.ref(layers[0].joint.waiting.outputs[layers[1]][1])
     assert waits() is not None
     del hidden  # what waits does not outlive the input
-    assert layers[0].joint._waiting is None and waits() is None
+    assert layers[0].joint.waiting is None and waits() is None
 
 
 def test_a_copy_computes_with_its_own_weights():

@@ -221,9 +221,16 @@ def test_a_hand_over_changes_nothing():
             assert sqnr(ours, theirs) > FAST  # rounding in FP8 doubles what is left of another last bit
 
 
-def test_products_equal_vllm():
-    """INT8 bit for bit. FP8 of one scale a token is added up in another order, by another kernel."""
+@pytest.mark.parametrize("engines", [True, False])
+def test_products_equal_vllm(engines, monkeypatch):
+    """
+    INT8 bit for bit, by vLLM's product and by ours. FP8 of one scale a token is added up in another order, by another
+    kernel.
+    """
     ops = pytest.importorskip("vllm._custom_ops")
+    assert products.has_engines_product(torch.empty(0, device="cuda"))
+    if not engines:
+        monkeypatch.setattr(products, "has_engines_product", lambda x: False)
     for tokens, outputs, inputs in ((1024, 4096, 4096), (48, 6144, 4096), (1, 4096, 14336)):
         x = matrix(tokens, inputs).cuda()
         for format in ("int8", "fp8"):

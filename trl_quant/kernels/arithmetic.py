@@ -17,7 +17,9 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 def on(x: Tensor):
     """Context in which the device of x is current, because Triton launches on the current device."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 @triton.jit

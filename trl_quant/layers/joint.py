@@ -220,19 +220,19 @@ class Joint:
         """Drops the joint codes and the outputs that wait."""
         self._held: list[QuantizedTensor] = []
         self._joint: QuantizedTensor | None = None
-        self._waiting: _Waiting | None = None
+        self.waiting: _Waiting | None = None
 
     def output(self, x: Tensor, part: Part) -> Tensor:
         """As [`output`], of a part of these layers."""
         if not counts_writes(x):
             return compute(x, [part], part.codes)[0]
         of = x._version, autocast_dtype(x, part.layer.in_features), torch.is_grad_enabled()
-        waiting = self._waiting
+        waiting = self.waiting
         if waiting is not None and waiting.x() is x and waiting.of == of and part.layer in waiting.outputs:
             codes, y = waiting.outputs.pop(part.layer)
             if part.codes() is codes:
                 return y
-        self._waiting = None
+        self.waiting = None
         parts = [layer.part() for layer in self.layers]
         (own,) = (other for other in parts if other.layer is part.layer)
         if own.a is not part.a or _mixed(parts) or any(map(_has_hooks, self.layers)):
@@ -240,7 +240,7 @@ class Joint:
         outputs = compute(x, parts, partial(self.codes, parts))
         made = {p.layer: (codes, y) for p, codes, y in zip(parts, self._held, outputs, strict=True)}
         y = made.pop(part.layer)[1]
-        self._waiting = _Waiting(weakref.ref(x, self._drop), of, made)
+        self.waiting = _Waiting(weakref.ref(x, self._drop), of, made)
         return y
 
     def codes(self, parts: Sequence[Part]) -> QuantizedTensor:
@@ -262,18 +262,16 @@ class Joint:
         return self._joint
 
     def _drop(self, x: weakref.ref) -> None:
-        if self._waiting is not None and self._waiting.x is x:
-            self._waiting = None
+        if self.waiting is not None and self.waiting.x is x:
+            self.waiting = None
 
     def __getstate__(self) -> dict:
-        return {"layers": self.layers, "_held": [], "_joint": None, "_waiting": None}  # of a copy
+        return {"layers": self.layers, "_held": [], "_joint": None, "waiting": None}  # of a copy
 
 
 def _has_hooks(layer: nn.Module) -> bool:
     base = getattr(layer, "base_layer", layer)
-    return any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in {layer, base}
-    )
+    return any(module._forward_hooks or module._forward_pre_hooks for module in {layer, base})
 
 
 def _mixed(parts: Sequence[Part]) -> bool:

@@ -22,7 +22,7 @@ What runs in low precision, on a GPU:
 |---|---|---|---|---|
 | fp8_block | FP8 | FP8 | FP8 | Hopper; N and K multiples of 128 |
 | fp8 | FP8 | FP8 | the caller's | from Ada on; N and K multiples of 16 |
-| int8 | INT8 | BF16, of dequantized W | the caller's | N and K multiples of 8 |
+| int8 | INT8, by vLLM's product where it is loaded | BF16, of dequantized W | the caller's | N and K multiples of 8 |
 
 Other shapes and FP32 are multiplied in FP32; in `fp8` and `int8` the codes are converted to BF16 and summed in FP32. On
 a GPU that cannot multiply groups, `fp8_block` dequantizes to BF16 first. On a CPU the sums of `fp8` and `int8` are
@@ -34,6 +34,7 @@ the operator is switched off, differs: it multiplies a token by `1 / scale`, and
 (`VLLM_USE_DEEP_GEMM_E8M0`, on by default in 0.31, also on Hopper); the scales here are not rounded.
 """
 
+import sys
 from dataclasses import replace
 from functools import cache
 
@@ -225,6 +226,11 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
             filled(x.values), w.values.t(), filled(x.scale), rowwise, w.scale.float().view(1, -1), rowwise,
             bias=None if bias is None else bias.to(dtype), output_dtype=dtype, use_fast_accum=FAST_ACCUMULATION,
         )[:tokens]  # fmt: skip
+    if fmt.integers and dtype == torch.bfloat16 and fits and has_engines_product(x.values):
+        y = x.values.new_empty(tokens, outputs, dtype=dtype)
+        bias = None if bias is None else bias.to(dtype)
+        torch.ops._C.cutlass_scaled_mm(y, x.values, w.values.t(), x.scale, w.scale.float(), bias)
+        return y
     if not x.values.is_cuda or not tokens:
         return scale_sums(_exact_sums(x.values, w.values), x.scale, w.scale, bias, dtype)
     if fmt.integers and inputs % 8 == outputs % 8 == 0:
@@ -367,6 +373,14 @@ def block_scales(scale: Tensor) -> Tensor:
     """Returns scales (N / 128, K / 128) as (K / 128, N / 128), padded to a multiple of 4 along K, K first in memory."""
     missing = -scale.shape[1] % 4
     return (F.pad(scale.float(), (0, missing)) if missing else scale.float()).contiguous().t()
+
+
+def has_engines_product(x: Tensor) -> bool:
+    """
+    Whether vLLM has loaded its product of INT8 codes. It gives the same bits as the product and the kernel here, and
+    writes no sums in INT32.
+    """
+    return x.is_cuda and "vllm" in sys.modules and hasattr(torch.ops._C, "cutlass_scaled_mm")
 
 
 @cache

@@ -110,12 +110,13 @@ class UnifiedLinear(nn.Linear):
         """
         made_of = tuple((id(x), x._version) if isinstance(x, Tensor) else x for x in (self.weight, *of))
         if self._codes is None or made_of != self._made_of or self.moves_unseen:
-            self._codes = None  # frees them before the new ones take memory
+            self.forget()  # frees them before the new ones take memory
             with torch.no_grad(), torch.autocast(self.weight.device.type, enabled=False):
                 weight = self.weight.detach().to(self.rounds_to or self.weight.dtype)
                 if delta is not None:
                     weight = torch.add(weight, delta(), out=torch.empty_like(weight))
-                self._codes, self._made_of = _quantize(weight, self.format), made_of
+                self._codes = _quantize(weight, self.format)
+                self._made_of = made_of
         return self._codes
 
     def forget(self) -> None:

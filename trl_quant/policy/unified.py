@@ -191,13 +191,15 @@ class WeightsMoved(TrainerCallback):
     """Makes the layers quantize their weights again after each optimizer step, however the optimizer wrote them."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        for layer in unified_layers(model):
+        self.layers = unified_layers(model)
+        self.merged = {m.base_layer for m in model.modules() if isinstance(m, UnifiedLoraLinear) and m.merges}
+        for layer in self.layers:
             layer.forget()
 
-    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
-        merged = [m.base_layer for m in model.modules() if isinstance(m, UnifiedLoraLinear) and m.merges]
-        for layer in (*merged, *(layer for layer in unified_layers(model) if layer.weight.requires_grad)):
-            layer.forget()
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        for layer in self.layers:
+            if layer.weight.requires_grad or layer in self.merged:
+                layer.forget()
 
 
 def hand_out(model: nn.Module, device: torch.device) -> None:
