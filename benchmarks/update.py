@@ -4,21 +4,24 @@ Times a policy update (forward, backward, optimizer) in a `train_precision`, aga
     python benchmarks/update.py                        # 7B shapes on a GPU, tiny ones on a CPU
     python benchmarks/update.py --sizes 3b 7b 14b 32b --kinds trl nvfp4 mxfp4 nf4 --tokens 2048 4096 8192 16384
 
-`trl` is TRL's `GRPOTrainer` with a BF16 policy and PEFT. The other kinds are `QuantGRPOTrainer` with this
-`train_precision`. Each runs in its own process, with gradient checkpointing, TRL's other settings, and a made-up batch
-in place of a generation. `--tokens` counts a micro-batch's prompts and completions, in sequences of at most `--length`;
-a step is one micro-batch. `ratio` is the time relative to the first trainer's: below 1 is faster. Times are means over
-the steps after the first two. Memory is the peak in these: torch's allocations on a GPU, else that of the process.
+`trl` is TRL's `GRPOTrainer` with a BF16 policy and PEFT, and `bf16` ours with packed rows, the control. The other kinds
+are `QuantGRPOTrainer` with this `train_precision`. Each runs in its own process, with gradient checkpointing, TRL's
+other settings, and a made-up batch in place of a generation. `--tokens` counts a micro-batch's prompts and completions,
+in sequences of at most `--length`; a step is one micro-batch. `ratio` is the time relative to the first trainer's:
+below 1 is faster. Times are medians over the steps after the first two. Memory is the peak in these: torch's
+allocations on a GPU, else that of the process. `--output` keeps every step, with commit, versions and load.
 """
 
 import argparse
+import os
 import resource
 import sys
 from pathlib import Path
+from statistics import median
 
 import torch
 from datasets import Dataset
-from engines import CUDA, SHAPES, Clock, in_own_process, machine, model_directory, report, save
+from engines import CUDA, SHAPES, Clock, commit, in_own_process, machine, model_directory, report, save, versions
 from peft import LoraConfig
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
@@ -65,17 +68,17 @@ class Steps(TrainerCallback):
     """Times the steps after the first ones."""
 
     def __init__(self, clock: Clock):
-        self.clock = clock
+        self.clock, self.seconds = clock, []
 
     def on_step_begin(self, args, state, control, **others):
         if state.global_step == WARM_UP:
-            self.clock.seconds.clear()
+            self.seconds = []
             if CUDA:
                 torch.cuda.reset_peak_memory_stats()
         self.start = self.clock.now()
 
     def on_step_end(self, args, state, control, **others):
-        self.clock.seconds["update"] += self.clock.now() - self.start
+        self.seconds.append(self.clock.now() - self.start)
 
 
 def measure(kind: str, args) -> dict:
@@ -112,31 +115,33 @@ def measure(kind: str, args) -> dict:
     if kind == "trl":
         trainer = TRLUpdates(args=GRPOConfig(**settings), **given)
     else:
-        ours = {"train_precision": kind, "is_correction": "trl", "vllm_importance_sampling_correction": False}
+        ours = {"is_correction": "trl", "vllm_importance_sampling_correction": False}
+        ours |= {"pack_sequences": True} if kind == "bf16" else {"train_precision": kind}
         if kind in bitsandbytes_bases():  # bitsandbytes quantizes while it loads
             model.save_pretrained(directory)
             given["model"] = directory
             del model
         trainer = QuantUpdates(args=QuantGRPOConfig(**settings, **ours), **given)
-    clock = Clock(synchronize=True)
-    trainer.add_callback(Steps(clock))
+    steps = Steps(Clock(synchronize=True))
+    trainer.add_callback(steps)
     result = {}
     for tokens in args.tokens:
         trainer.batch = made_up(tokens, args.length, config.vocab_size, trainer.accelerator.device)
         trainer.train()
         peak = torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        result[tokens] = {"update": clock.seconds["update"] / args.steps, "peak_bytes": peak}
+        result[tokens] = {"update": median(steps.seconds), "steps": steps.seconds, "peak_bytes": peak}
     return result
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["7b"] if CUDA else ["tiny"])
-    parser.add_argument("--kinds", nargs="+", choices=["trl", *train_precisions()], default=["trl", "nvfp4"])
+    parser.add_argument("--kinds", nargs="+", choices=["trl", "bf16", *train_precisions()], default=["trl", "nvfp4"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 4096, 8192, 16384] if CUDA else [128, 256])
     parser.add_argument("--length", type=int, default=2048 if CUDA else 128, help="tokens of a sequence at most")
     parser.add_argument("--lora", type=int, default=32, metavar="RANK")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git")
     parser.add_argument("--timeout", type=float, default=540, help="seconds for one trainer")
     parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -144,24 +149,26 @@ def main():
     if args.one:
         return report(measure(args.one, args))
 
-    results = {}
+    results, loads = {}, {}
     for size in args.sizes:
         print(f"{machine()}, Qwen2.5 {size}, LoRA of rank {args.lora}, sequences of {args.length} tokens")
         columns = "".join(f"{f'{tokens} tokens':>16}{'ratio':>8}{'GiB':>8}" for tokens in args.tokens)
-        print(f"{'base':<8}{columns}", flush=True)
+        print(f"{'trains in':<10}{columns}", flush=True)
         found = results.setdefault(size, {})
         for kind in args.kinds:
+            loads[f"{size} {kind}"] = os.getloadavg()
             row = found[kind] = in_own_process([*sys.argv[1:], "--one", kind, "--sizes", size], args.timeout)
             if "error" in row:
-                print(f"{kind:<8}{row['error'][:150]}", flush=True)
+                print(f"{kind:<10}{row['error'][:150]}", flush=True)
                 continue
             cells = ""
             for tokens in map(str, args.tokens):
                 first = next(iter(found.values())).get(tokens)
                 ratio = f"{row[tokens]['update'] / first['update']:.2f}" if first else "-"
                 cells += f"{row[tokens]['update']:>14.3f} s{ratio:>8}{row[tokens]['peak_bytes'] / 2**30:>8.1f}"
-            print(f"{kind:<8}{cells}", flush=True)
-    save(f"update-{'-'.join(args.sizes)}", {"arguments": vars(args), "results": results}, args.output)
+            print(f"{kind:<10}{cells}", flush=True)
+    of = {"commit": args.commit, "versions": versions(), "cores": len(os.sched_getaffinity(0)), "loads": loads}
+    save(f"update-{'-'.join(args.sizes)}", of | {"arguments": vars(args), "results": results}, args.output)
 
 
 if __name__ == "__main__":

@@ -181,6 +181,16 @@ def test_a_hook_runs_around_its_own_layer():
             assert layers[0].joint.waiting is None
 
 
+def test_a_replaced_layer_takes_no_part():
+    model = get_peft_model(tiny_model(seed=3), LoraConfig(r=4, target_modules="all-linear"))
+    unify(model, "fp8", merged=True)
+    attention = model.get_base_model().model.layers[0].self_attn
+    x = torch.randn(3, attention.q_proj.in_features)
+    right = attention.q_proj(x)
+    attention.k_proj.base_layer = nn.Identity()
+    assert torch.equal(attention.q_proj(x.clone()), right)
+
+
 def test_codes_are_held_once_and_freed():
     layers, x = layers_of("fp8"), inputs()
     layers[0](x)

@@ -199,7 +199,7 @@ class Joint:
     called with the same tensor, if their weights are still those that were multiplied.
 
     A layer is computed alone while any of them has a hook, which must run around its own layer (FSDP gathers weights
-    so), and where the weights of some train while others have an adapter.
+    so), or is replaced, and where the weights of some train while others have an adapter.
 
     Parameters:
         layers (`Sequence[nn.Module]`): In the order in which an engine joins them. Each has a method `part`, which
@@ -233,9 +233,9 @@ class Joint:
             if part.codes() is codes:
                 return y
         self.waiting = None
-        parts = [layer.part() for layer in self.layers]
-        (own,) = (other for other in parts if other.layer is part.layer)
-        if own.a is not part.a or _mixed(parts) or any(map(_has_hooks, self.layers)):
+        parts = [layer.part() for layer in self.layers] if all(map(_is_free, self.layers)) else []
+        own = [other for other in parts if other.layer is part.layer and other.a is part.a]
+        if not own or _mixed(parts):
             return compute(x, [part], part.codes)[0]
         outputs = compute(x, parts, partial(self.codes, parts))
         made = {p.layer: (codes, y) for p, codes, y in zip(parts, self._held, outputs, strict=True)}
@@ -269,9 +269,11 @@ class Joint:
         return {"layers": self.layers, "_held": [], "_joint": None, "waiting": None}  # of a copy
 
 
-def _has_hooks(layer: nn.Module) -> bool:
+def _is_free(layer: nn.Module) -> bool:
+    """Whether a layer can be computed before it is called: it has no hooks, and no other stands in its adapter."""
     base = getattr(layer, "base_layer", layer)
-    return any(module._forward_hooks or module._forward_pre_hooks for module in {layer, base})
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in {layer, base})
+    return hasattr(base, "part") and not hooked
 
 
 def _mixed(parts: Sequence[Part]) -> bool:

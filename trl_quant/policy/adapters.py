@@ -89,10 +89,9 @@ class UnifiedLoraLinear(Linear):
     @torch.compiler.disable  # like its base layer
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         """Maps `x` of shape (..., in) to (..., out), in the type of `x` or of autocast."""
-        part = None if args or kwargs else self.part()
-        if part is None or part.a is None:
+        if args or kwargs or self._merged_adapter() is None:
             return super().forward(x, *args, **kwargs)
-        return output(x, part)
+        return output(x, self.part())
 
     def part(self) -> Part:
         """As [`~layers.UnifiedLinear.part`], with the adapter that is merged now."""
