@@ -129,7 +129,7 @@ def measure(kind: str, args) -> dict:
         trainer.batch = made_up(tokens, args.length, config.vocab_size, trainer.accelerator.device)
         trainer.train()
         peak = torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        result[tokens] = {"update": median(steps.seconds), "steps": steps.seconds, "peak_bytes": peak}
+        result[tokens] = {"update": median(steps.seconds), "steps": [*steps.seconds], "peak_bytes": peak}
     return result
 
 

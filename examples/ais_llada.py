@@ -13,8 +13,7 @@ On a laptop, teach a small model first, which takes a minute or two:
 
 The command line or a YAML file, `--config`, can change every option; `--help` lists them all, and `--dry_run true`
 plans the run. The paper follows d1 and is silent on the KL term and the updates for each generation: these are d1's,
-0.04 and 12, each under another mask. Not as in the paper: `fp8_tensor` computes FP8's numbers, but not at FP8's speed;
-on a GPU `fp8` does.
+0.04 and 12, each under another mask.
 """
 
 from trl import ModelConfig, TrlParser

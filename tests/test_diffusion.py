@@ -426,7 +426,7 @@ def test_what_trl_does_with_log_probabilities_works(tmp_path, settings):
 
 def test_the_run_says_what_it_does(tmp_path, capsys):
     numerics, fast = "numerics only, no speed-up", "in low precision on a GPU"
-    for precision, name, says in [("fp8_tensor", "FP8-tensor", numerics), ("fp8_block", "FP8-block", fast)]:
+    for precision, name, says in [("int4", "INT4", numerics), ("fp8_tensor", "FP8-tensor", fast)]:
         trainer(tmp_path, rollout_precision=precision, is_correction="ais")
         assert f"Sampling: {name}, embedded, by denoising ({says})" in capsys.readouterr().out
 

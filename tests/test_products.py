@@ -287,9 +287,7 @@ def test_no_tokens(format):
 
 def test_wrong_arguments():
     x = matrix(4, K, torch.bfloat16)
-    with pytest.raises(
-        ValueError, match=r"format: 'nvfp4' has no products for training; allowed: int8, fp8_block, fp8"
-    ):
+    with pytest.raises(ValueError, match=r"format: 'nvfp4' has no products; allowed: int8, fp8_block, fp8, fp8_tensor"):
         products.quantize_input(x, "nvfp4")
     with pytest.raises(ValueError, match=r"x: 'int8' of shape \(4, 300\), but the weight is 'fp8' of shape \(4, 300\)"):
         products.product(products.quantize_input(x, "int8"), quantize(x, "fp8"), None, x.dtype)
@@ -357,15 +355,32 @@ def test_hopper_is_asked_for_the_same_products(dtype, monkeypatch):
     assert len(asked) == 4
 
 
+@every_dtype
+def test_one_scale_for_all_tokens(dtype):
+    """`fp8_tensor`, as AIS samples: the product of the numbers, and not that of a scale for each token."""
+    x, w, bias = matrix(40, K, dtype), matrix(72, K, dtype, 1), matrix(3, 72, dtype)[0]
+    q, weight = products.quantize_input(x, "fp8_tensor"), quantize(w, "fp8_tensor")
+    assert q.scale.shape == weight.scale.shape == (1,)
+    assert q.scale.item() == (x.abs().max() / 448).to(dtype).item()
+    numbers = [t.values.double() * t.scale.double() for t in (q, weight)]
+    y = products.product(q, weight, bias, dtype).double()
+    right = numbers[0] @ numbers[1].t() + bias.double()
+    assert sqnr(y, right) > (50 if dtype == torch.bfloat16 else 130)
+    by_token = products.product(products.quantize_input(x, "fp8"), quantize(w, "fp8"), bias, dtype)
+    assert sqnr(by_token, right) < 40
+    assert products.product(products.quantize_input(x[:0], "fp8_tensor"), weight, bias, dtype).shape == (0, 72)
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8_tensor"])
 @pytest.mark.parametrize("tokens", [5, 64])
-def test_scaled_mm_is_asked_for_the_same_product(tokens, monkeypatch):
+def test_scaled_mm_is_asked_for_the_same_product(tokens, format, monkeypatch):
     """torch's own, which has a path for CPUs."""
     x, w, bias = (
         matrix(tokens, 384, torch.bfloat16),
         matrix(256, 384, torch.bfloat16, 1),
         matrix(3, 256, torch.bfloat16)[0],
     )
-    q, weight = products.quantize_input(x, "fp8"), quantize(w, "fp8")
+    q, weight = products.quantize_input(x, format), quantize(w, format)
     right = products.product(q, weight, bias, torch.bfloat16)
     monkeypatch.setattr(products, "multiplies_fp8", lambda x: True)
     monkeypatch.setattr(products, "FAST_ACCUMULATION", False)

@@ -197,6 +197,12 @@ def bitsandbytes_bases() -> list[str]:
     return [name for name in frozen_bases() if FORMATS[PRECISIONS[name].format].bitsandbytes]
 
 
+def with_products() -> list[str]:
+    """Returns the precisions whose codes are multiplied: those that quantize a layer's inputs too."""
+    formats = {name: FORMATS[precision.format] for name, precision in PRECISIONS.items() if precision.format}
+    return [name for name, format in formats.items() if format.activations is not None]
+
+
 def unified_flows() -> list[str]:
     """Returns the precisions whose products a policy can be trained in, on weights of 16 or 32 bits."""
     return [name for name, precision in PRECISIONS.items() if precision.unified]

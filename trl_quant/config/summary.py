@@ -3,7 +3,7 @@
 Sampling: INT8, embedded (numerics only, no speed-up); correction tis, cap 2; LoRA merged
 """
 
-from ..precisions import unified_flows
+from ..precisions import with_products
 from ..rollout.spec import EngineSpec
 from .fields import QuantFields
 from .hyperparameters import setting_fields
@@ -67,7 +67,7 @@ def _sampling(args) -> str:
     precision = args.rollout_precision
     precision = "the fastest precision, to be measured" if precision == "auto" else title(precision)
     place = PLACES[engine]
-    if args.denoises and args.rollout_precision in unified_flows():
+    if args.denoises and args.rollout_precision in with_products():
         place = place.replace(NUMERICS, MULTIPLIES)
     return f"{precision}, {place}"
 

@@ -22,6 +22,7 @@ What runs in low precision, on a GPU:
 |---|---|---|---|---|
 | fp8_block | FP8 | FP8 | FP8 | Hopper; N and K multiples of 128 |
 | fp8 | FP8 | FP8 | the caller's | from Ada on; N and K multiples of 16 |
+| fp8_tensor | FP8 | only in sampling | | from Ada on; N and K multiples of 16 |
 | int8 | INT8, by vLLM's product where it is loaded | BF16, of dequantized W | the caller's | N and K multiples of 8 |
 
 Other shapes and FP32 are multiplied in FP32; in `fp8` and `int8` the codes are converted to BF16 and summed in FP32. On
@@ -42,10 +43,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import FORMATS, QuantizedTensor
+from ..formats import FORMATS, QuantizedTensor, quantize_activation
 from ..formats.common import group, quotient, ungroup
 from ..formats.fp8 import BLOCK, E4M3_MAX, FP8, FP8Block, decode_e4m3
-from ..precisions import unified_flows
+from ..precisions import with_products
 
 
 INT8_MAX = 127.0
@@ -67,23 +68,30 @@ def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
         fp8        s = max(amax / 448, 2^-9 / 448)       code = E4M3(x / s)
         fp8_block  s = max(amax, 1e-10) / 448            code = E4M3(x / s)
 
+    In "fp8_tensor" vLLM has a scale for each token too. AIS has one for all, and here it is that of
+    [`trl_quant.formats.quantize`], in the type of the input.
+
     Args:
         x (`torch.Tensor`): (T, K), BF16 or FP32, finite.
-        format (`str`): "fp8_block" with a scale for each 128 values of a token, "fp8" or "int8" with one for a token.
+        format (`str`):
+            "fp8_block" with a scale for each 128 values of a token, "fp8" or "int8" with one for a token, "fp8_tensor"
+            with one for all.
 
     Returns:
-        [`trl_quant.formats.QuantizedTensor`]: (T, K), with scales (T, ceil(K / 128)) or (T, 1). On a GPU the
+        [`trl_quant.formats.QuantizedTensor`]: (T, K), with scales (T, ceil(K / 128)), (T, 1) or (1,). On a GPU the
         scales of "fp8_block" are stored column by column, as its kernels read them.
 
     Raises:
         ValueError: Another format.
     """
-    allowed = unified_flows()
+    allowed = with_products()
     if format not in allowed:
-        raise ValueError(f"format: {format!r} has no products for training; allowed: {', '.join(allowed)}.")
+        raise ValueError(f"format: {format!r} has no products; allowed: {', '.join(allowed)}.")
     x = x.detach()
     if FORMATS[format].grouped:
         return _grouped(x, FORMATS[format].least_amax)
+    if FORMATS[format].activations == "tensor":
+        return _with_one_scale(x, format)
     if has_kernels(x, format):
         from ..kernels import unified as kernels
 
@@ -194,7 +202,7 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
     """
     Computes `x w^T + bias`. Codes are multiplied first where scales are constant along the sum.
 
-        fp8, int8    round(fma(s_x, s_w sum(codes), b))      as the epilogue of vLLM's kernels
+        fp8, int8    round(fma(s_x, s_w sum(codes), b))      as the epilogue of vLLM's kernels; fp8_tensor too
         fp8_block    round(round(sum) + b)                   as vLLM, which adds the bias in the type of the output
 
     Args:
@@ -221,9 +229,12 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
     (tokens, inputs), outputs = x.shape, w.shape[0]
     fits = tokens > 0 and inputs % 16 == outputs % 16 == 0
     if not fmt.integers and dtype == torch.bfloat16 and fits and multiplies_fp8(x.values):
-        rowwise = F.ScalingType.RowWise
+        if fmt.activations == "tensor":
+            scales = x.scale.float(), F.ScalingType.TensorWise, w.scale.float(), F.ScalingType.TensorWise
+        else:
+            scales = filled(x.scale), F.ScalingType.RowWise, w.scale.float().view(1, -1), F.ScalingType.RowWise
         return F.scaled_mm(
-            filled(x.values), w.values.t(), filled(x.scale), rowwise, w.scale.float().view(1, -1), rowwise,
+            filled(x.values), w.values.t(), *scales,
             bias=None if bias is None else bias.to(dtype), output_dtype=dtype, use_fast_accum=FAST_ACCUMULATION,
         )[:tokens]  # fmt: skip
     if fmt.integers and dtype == torch.bfloat16 and fits and has_engines_product(x.values):
@@ -298,7 +309,7 @@ def scale_sums(sums: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | No
 
     Args:
         sums (`torch.Tensor`): (T, N), rounded to FP32 first.
-        x_scale, w_scale (`torch.Tensor`): (T, 1), (N, 1).
+        x_scale, w_scale (`torch.Tensor`): (T, 1), (N, 1); each may be (1,).
         bias (`torch.Tensor`, *optional*): (N,).
         dtype (`torch.dtype`): Of the result.
     """
@@ -317,6 +328,16 @@ def _amax(x: Tensor) -> Tensor:
 
 def _e4m3(x: Tensor, scale: Tensor) -> Tensor:
     return (x.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _with_one_scale(x: Tensor, format: str) -> QuantizedTensor:
+    if not x.numel():
+        return QuantizedTensor(format, x.to(torch.float8_e4m3fn), x.new_ones(1), x.shape, x.dtype)
+    if not x.is_cuda:
+        return quantize_activation(x, format, check=False)
+    from ..kernels.quantize import quantize as kernel
+
+    return kernel(x.contiguous(), format, check=False)
 
 
 def _grouped(x: Tensor, least: float) -> QuantizedTensor:
@@ -405,5 +426,6 @@ def multiplies_groups(x: Tensor) -> bool:
 
 
 def has_kernels(x: Tensor, format: str) -> bool:
-    """Whether quantizers run in kernels."""
-    return x.is_cuda and x.numel() > 0 and (FORMATS[format].integers or multiplies_fp8(x))
+    """Whether quantizers run in this file's kernels, which have a scale for each token or for parts of it."""
+    fmt = FORMATS[format]
+    return x.is_cuda and x.numel() > 0 and fmt.activations != "tensor" and (fmt.integers or multiplies_fp8(x))

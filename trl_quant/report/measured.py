@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..config import QuantGRPOConfig
 from ..config.summary import engine_name
-from ..precisions import unified_flows
+from ..precisions import with_products
 from .memory import Shape
 
 
@@ -69,7 +69,7 @@ def cost(args: QuantGRPOConfig, shape: Shape) -> str:
     engine = engine_name(args)
     if args.rollout_precision is None:
         return "as TRL's, which this run is"
-    if engine in ("embedded", "shared") or (args.denoises and args.rollout_precision not in unified_flows()):
+    if engine in ("embedded", "shared") or (args.denoises and args.rollout_precision not in with_products()):
         return "not measured; the embedded engine computes in low precision and is not made to be fast"
     found = [step for step in STEPS if _is_like(step, args, shape)] if engine == "colocate" else []
     if not found:

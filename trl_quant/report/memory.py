@@ -34,7 +34,7 @@ from ..config import QuantGRPOConfig
 from ..config.summary import engine_name
 from ..formats import FORMATS
 from ..models.linears import linears
-from ..precisions import PRECISIONS, unified_flows
+from ..precisions import PRECISIONS, with_products
 
 
 BF16_BYTES = 2
@@ -238,7 +238,7 @@ def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> t
         cache = 0
     if name not in ("embedded", "diffusion"):
         return 0, cache
-    if name == "diffusion" and args.rollout_precision in unified_flows():  # as on a GPU: codes alone
+    if name == "diffusion" and args.rollout_precision in with_products():  # as on a GPU: codes alone
         return _in_bits(shape.linear, args.rollout_precision) + shape.other * dtype.itemsize, cache
     mixed = args.bf16 or dtype == torch.bfloat16
     format = FORMATS.get(PRECISIONS[args.rollout_precision].format) if args.rollout_precision != "auto" else None

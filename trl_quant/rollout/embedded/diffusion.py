@@ -48,7 +48,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from ...layers.products import multiplies
 from ...policy.masked import IGNORED, MaskedRows, PromptMasks, mask_token_of, shift_of
-from ...precisions import PRECISIONS, unified_flows
+from ...precisions import PRECISIONS, with_products
 from ..engine import Samples
 from .shared_base import SharedEngine
 from .transformers_engine import TransformersEngine
@@ -307,15 +307,15 @@ class DiffusionEngine(Denoising, TransformersEngine):
     """
     A quantized copy of a masked diffusion policy, which samples by denoising.
 
-    On a GPU the copy's layers multiply in low precision, in the precisions that have a product for it: those in which a
-    policy can be trained. It then holds codes alone, and computes norms and activations together with the quantizers of
-    the layers that follow, as training does. In other precisions, and on a CPU, it multiplies the values that the codes
-    stand for. Sampling and scoring run through the same layers.
+    On a GPU the copy's layers multiply in low precision, in the precisions that quantize inputs too. It then holds
+    codes alone, and computes norms and activations together with the quantizers of the layers that follow, as training
+    does, unless these have one scale for all tokens. In other precisions, and on a CPU, it multiplies the values that the codes stand for. Sampling and scoring run
+    through the same layers.
     """
 
     @property
     def multiplies_codes(self) -> bool:
-        has_product = self.precision in unified_flows()
+        has_product = self.precision in with_products()
         return has_product and multiplies(PRECISIONS[self.precision].format, self.accelerator.device)
 
 
