@@ -22,9 +22,10 @@ text, so each completion takes all of its denoising steps.
 
 The paper adds up generation, scoring and reference: `paper` is sampling, estimate, scoring and reference together. In
 `fp8`, `fp8_block` and `int8` the copy multiplies in low precision, and norms and activations are computed together with
-the quantizers. In `fp8_tensor` the products alone are FP8's; in BF16 torch's operators run. The first step warms up, the table has the medians of the others. Memory
-is the peak of these steps: of torch's allocations on a GPU, of the process on a CPU. `--output` keeps every step, and
-adds to a file that has runs of the same commit, versions and arguments.
+the quantizers. In `fp8_tensor` the products alone are FP8's; in BF16 torch's operators run. The first step warms up,
+the table has the medians of the others. Memory is the peak of these steps: of torch's allocations on a GPU, of the
+process on a CPU. `--output` keeps every step, and adds to a file that has runs of the same commit, versions and
+arguments.
 """
 
 import argparse

@@ -309,8 +309,8 @@ class DiffusionEngine(Denoising, TransformersEngine):
 
     On a GPU the copy's layers multiply in low precision, in the precisions that quantize inputs too. It then holds
     codes alone, and computes norms and activations together with the quantizers of the layers that follow, as training
-    does, unless these have one scale for all tokens. In other precisions, and on a CPU, it multiplies the values that the codes stand for. Sampling and scoring run
-    through the same layers.
+    does, unless these have one scale for all tokens. In other precisions, and on a CPU, it multiplies the values that
+    the codes stand for. Sampling and scoring run through the same layers.
     """
 
     @property
