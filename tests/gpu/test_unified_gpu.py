@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trl_quant.formats import QuantizedTensor, quantize
+from trl_quant.formats import QuantizedTensor, quantize, quantize_activation
 from trl_quant.formats.fp8 import FP8Block
 from trl_quant.layers import UnifiedLinear, products
 from trl_quant.layers.gated import silu_mul
-from trl_quant.precisions import unified_flows
+from trl_quant.layers.joint import Joint
+from trl_quant.precisions import unified_flows, with_products
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -68,6 +69,7 @@ def differing(ours: QuantizedTensor, values: torch.Tensor, scale: torch.Tensor) 
 def test_inputs_equal_the_twins(shape, dtype):
     x = matrix(*shape, dtype)
     twins = {"fp8": products.quantize_fp8(x), "int8": products.quantize_int8(x, on_cuda=True)}
+    twins["fp8_tensor"] = quantize_activation(x, "fp8_tensor")
     for format, twin in twins.items():
         assert differing(products.quantize_input(x.cuda(), format), twin.values, twin.scale) == 0, format
     for amax in (products.LEAST_GRADIENT, FP8Block.least_amax):
@@ -111,14 +113,14 @@ def test_numbers(format):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@every_format
+@pytest.mark.parametrize("format", with_products())
 def test_product_equals_the_twin(format, dtype, monkeypatch):
     for tokens, outputs, inputs in SHAPES:
         x, w = matrix(tokens, inputs, dtype), quantize(matrix(outputs, inputs, dtype, 1) / 64, format)
         q = products.quantize_input(x, format)
         for bias in (None, matrix(3, outputs, dtype, 2)[0]):
             right = products.product(q, w, bias, dtype)
-            for fast in (False, True) if format == "fp8" else (False,):
+            for fast in (False, True) if format in ("fp8", "fp8_tensor") else (False,):
                 monkeypatch.setattr(products, "FAST_ACCUMULATION", fast)
                 given = products.product(cuda(q), cuda(w), None if bias is None else bias.cuda(), dtype)
                 assert given.dtype == dtype and given.shape == right.shape
@@ -202,14 +204,19 @@ def test_the_activation_equals_torchs_and_vllms():
     assert sqnr(silu_mul(wide, wide.flip(0), "fp8", True), F.silu(wide) * wide.flip(0)) > 130  # FP32's last bits
 
 
-def test_a_hand_over_changes_nothing():
-    """A whole MLP, forward and backward, against the same layers with torch's activation between them."""
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_hand_over_changes_nothing(joined):
+    """
+    A whole MLP, forward and backward, against the same layers with torch's activation between them. Gate and up compute
+    alone or together.
+    """
     for precision in unified_flows():
         layers = []
         for shape in ((512, 1408), (512, 1408), (1408, 512)):
             linear = torch.nn.Linear(*shape, bias=False, device="cuda", dtype=torch.bfloat16)
             layers.append(UnifiedLinear.from_linear(linear, precision))
         gate, up, down = layers
+        gate.joint = up.joint = Joint([gate, up]) if joined else None
         x, results = matrix(300, 512).cuda().requires_grad_(), []
         for ours in (True, False):
             g, u = gate(x), up(x)
@@ -219,6 +226,25 @@ def test_a_hand_over_changes_nothing():
         for ours, theirs in zip(results[0][1:], results[1][1:], strict=True):
             print(f"{precision}: gradients {sqnr(ours, theirs):.0f} dB from torch's")
             assert sqnr(ours, theirs) > FAST  # rounding in FP8 doubles what is left of another last bit
+
+
+def test_layers_of_one_input_equal_each_alone():
+    """Outputs and gradients of q, k and v as one product, by cuBLAS's kernels for other shapes."""
+    for precision in unified_flows():
+        layers, found = [], []
+        for outputs, bias in ((1024, True), (256, False), (256, True)):
+            linear = torch.nn.Linear(1024, outputs, bias=bias, device="cuda", dtype=torch.bfloat16)
+            layers.append(UnifiedLinear.from_linear(linear, precision))
+        for joint in (Joint(layers), None):
+            for layer in layers:
+                layer.joint = joint
+            x = matrix(300, 1024).cuda().requires_grad_()
+            outputs = [layer(x) for layer in layers]
+            dys = [matrix(300, layer.out_features, seed=3).cuda() for layer in layers]
+            found.append([*outputs, *torch.autograd.grad(outputs, [x, *(layer.weight for layer in layers)], dys)])
+        for i, (ours, theirs) in enumerate(zip(*found, strict=True)):
+            print(f"{precision}, {i}: {sqnr(ours, theirs):.0f} dB, {(ours == theirs).float().mean():.1%} bit-equal")
+            assert sqnr(ours, theirs) > (25 if i == 3 and precision == "fp8" else FAST)  # dX in FP8: one scale for all
 
 
 @pytest.mark.parametrize("engines", [True, False])
