@@ -88,14 +88,14 @@ def gap(left: dict[str, Tensor], right: dict[str, Tensor], start: dict[str, Tens
 def codes(trainer, precision: str) -> dict:
     """
     How many layers there are; of how many the engine gets the codes of a forward pass, and of how many it would not if
-    nothing were rounded as that gathers it; whether a backward pass has these codes; how many are in memory between
-    the two passes, and after them.
+    nothing were rounded as that gathers it; whether a backward pass has these codes; how many products there are, and
+    of how many the codes are in memory between the two passes, and after them.
     """
     from trl_quant.formats import quantize
-    from trl_quant.layers import unified
+    from trl_quant.layers import joint
 
     names = ("product", "input_gradient", "input_and_weight_gradient")
-    products = {name: getattr(unified, name) for name in names}
+    products = {name: getattr(joint, name) for name in names}
     forward, backward, alive = [], [], []
     for name, function in products.items():
 
@@ -104,7 +104,7 @@ def codes(trainer, precision: str) -> dict:
             alive.append(weakref.ref(w))
             return function(x, w, *args)
 
-        setattr(unified, name, multiply)
+        setattr(joint, name, multiply)
     engine = trainer.vllm_generation
     layers = engine.weights.unified(precision)
     trainer.model.train()
@@ -113,19 +113,34 @@ def codes(trainer, precision: str) -> dict:
     logits.sum().backward()
     trainer.model.zero_grad()
     for name, function in products.items():
-        setattr(unified, name, function)
+        setattr(joint, name, function)
     after = sum(w() is not None for w in alive)
-    forward = forward[: len(layers)]  # checkpoints compute it again
     sent = dict(engine.quantized_as_trained(engine._iter_named_params()))
     sent = [sent[f"{name}.weight"] for name in layers]
+    computed, used = [], 0
+    while len(computed) < len(sent):  # what follows is computed again, by checkpoints
+        computed += apart(forward[used], [len(q.values) for q in sent[len(computed) :]])
+        used += 1
+    forward = forward[:used]
     return {
         "layers": len(layers),
-        "same": sum(same(*pair) for pair in zip(sent, forward, strict=True)),
+        "products": used,
+        "same": sum(same(*pair) for pair in zip(sent, computed, strict=True)),
         "unrounded": sum(not same(q, quantize(unrounded(x), q.format)) for q, x in zip(sent, layers.values())),
-        "backward": all(any(same(w, q) for q in sent) for w in backward) and len(backward) >= len(layers) - 3,
+        "backward": all(any(same(w, q) for q in forward) for w in backward) and len(backward) >= used - 2,
         "between": between,
         "after": after,
     }
+
+
+def apart(joint, rows: list[int]) -> list:
+    """The codes of the layers whose rows lie below each other in `joint`: the next ones of `rows`."""
+    sizes = []
+    while sum(sizes) < len(joint.values):
+        sizes.append(rows[len(sizes)])
+    per_block = len(joint.values) // len(joint.scale)
+    parts = zip(joint.values.split(sizes), joint.scale.split([size // per_block for size in sizes]), strict=True)
+    return [replace(joint, values=values, scale=scale) for values, scale in parts]
 
 
 def same(left, right) -> bool:

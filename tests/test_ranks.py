@@ -161,12 +161,14 @@ def test_in_the_numbers_that_sample_fsdp2_trains_as_the_whole(found, case):
 def test_codes_of_what_fsdp2_gathers(found, case):
     """The engine gets the codes that the trainer computes with, also where these are of weights gathered in BF16."""
     for result in found("fsdp2", case):
-        layers = result["layers"]
+        layers, products = result["layers"], result["products"]
+        # q, k and v have one, and so have gate and up; blocks of 128 do not divide this k
+        assert products == layers * (6 if "fp8_block" in case else 4) / 7
         assert result["same"] == layers >= 14 and result["backward"]
         assert result["unrounded"] == 0 or "rounded" in case
         assert result["unrounded"] == layers or "rounded" not in case
         # A weight that is not let go after a forward pass has its codes until the backward pass has used them
-        assert result["between"] == (layers if "lora" in case else 0)
+        assert result["between"] == (products if "lora" in case else 0)
         assert result["after"] == 0
         # Three steps, each with a sync; a micro-batch of the policy and one of its reference, two micro-batches, or one
         passes = {"full": 2 + 1, "lora": 2 * 1, "rounded": 2}[case.rpartition("-")[2]]
