@@ -40,7 +40,13 @@ class Scoring(Counting):
 
 
 def built(kind, path, model=None, **settings):
-    settings = {"rollout_precision": "int4", "max_steps": 1, "beta": 0.0, "epsilon": LOW, "epsilon_high": HIGH} | settings
+    settings = {
+        "rollout_precision": "int4",
+        "max_steps": 1,
+        "beta": 0.0,
+        "epsilon": LOW,
+        "epsilon_high": HIGH,
+    } | settings
     return make(kind, config(QuantRLOOConfig, path / "out", **settings), model=model)
 
 

@@ -11,7 +11,7 @@ A context restores the original when it ends:
 | `vllm_generation.LLM` | the construction of an engine | TRL passes no further arguments to vLLM |
 | `vllm_generation.VLLMClient` | the same | our client checks the server and its answers |
 | `shuffle_sequence_dict` in the module of TRL's trainer | a generation | packed rows are arranged after it |
-| `ChunkedDivergenceFunction` in the module of TRL's trainer | a loss of distillation | each token's divergence gets a weight |
+| `ChunkedDivergenceFunction` in the module of TRL's trainer | a loss of distillation | divergences get weights |
 | `profiling.ProfilingContext` | a training | TRL reports its times only to trackers |
 | `vllm_generation.extract_logprobs` | a generation | vLLM then returns log-probabilities as floats, not as objects |
 | `utils._ChunkedLogProbFunction` | a forward pass | it must return the engine's log-probabilities |

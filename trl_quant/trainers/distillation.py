@@ -1,4 +1,4 @@
-"""`QuantDistillationTrainer`: quantized rollouts for TRL's `DistillationTrainer`, and weights of what they have written.
+"""`QuantDistillationTrainer`: quantized rollouts for TRL's `DistillationTrainer`, and a correction in its loss.
 
 On-policy distillation (GKD, arXiv 2306.13649) minimises, over completions `y` that the student itself writes, the
 divergence D of the student's next-token distribution from the teacher's, at each place t:

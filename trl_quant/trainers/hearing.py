@@ -61,8 +61,8 @@ class HearingStep(CorrectionStep):
 
     def take_samples(self, prompts: list[list[int]], completions: list[list[int]]) -> None:
         """
-        Takes what was heard of each completion. TRL, or a subclass of the trainer, may have cut a turn. What tools wrote
-        between two turns has no log-probabilities.
+        Takes what was heard of each completion. TRL, or a subclass of the trainer, may have cut a turn. What tools
+        wrote between two turns has no log-probabilities.
 
         Args:
             prompts (`list[list[int]]`): The token ids of each prompt.
