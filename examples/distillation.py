@@ -26,14 +26,14 @@ SETTINGS = {
     "gradient_checkpointing": False,
     "per_device_train_batch_size": 64,
     "max_completion_length": 48,
-    "learning_rate": 1e-3,
+    "learning_rate": 3e-4,
     "max_steps": 60,
     "logging_steps": 5,
     "report_to": "none",
 }
 
 
-def disturbed(share: float = 0.3) -> torch.nn.Module:
+def disturbed(share: float = 0.6) -> torch.nn.Module:
     """Returns the model with noise on its matrices, of a standard deviation that is a `share` of each matrix's own."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)

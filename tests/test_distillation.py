@@ -331,7 +331,9 @@ def test_it_samples_from_the_embedded_copy(tmp_path):
     losses = []
     for precision in ("bf16", "int4"):
         trainer = distil(tmp_path / precision, rollout_precision=precision, max_steps=1)
-        assert isinstance(trainer._engine, TransformersEngine) and trainer._engine.precision == precision
+        assert (
+            isinstance(trainer.vllm_generation, TransformersEngine) and trainer.vllm_generation.precision == precision
+        )
         trainer.train()
         losses.append(metrics(trainer)[0]["loss"])
     assert losses[0] != losses[1]

@@ -2,20 +2,23 @@
 
 import re
 import runpy
+import time
 from pathlib import Path
 
 import pytest
-import torch
-from distilling import TEACHER, distil, settings_of, teacher
+from distilling import distil, settings_of, teacher
 from reference import diagnostics
 from test_turns import calling_tokenizer, conversations, note
 from tiny import VOCAB_SIZE, save_tiny, tiny_model
-from training import metrics, parameters
+from training import config, metrics
 from trl import GRPOConfig
 
-from trl_quant import QuantDistillationConfig
+from trl_quant import QuantDistillationConfig, QuantDistillationTrainer
 from trl_quant.corrections import CORRECTIONS
 from trl_quant.trainers.hearing import HearingStep
+
+
+pytestmark = pytest.mark.isa
 
 
 # Tools
@@ -82,8 +85,6 @@ def test_a_tool_must_answer_in_time(tmp_path):
 
     def sleepy() -> str:
         """Sleeps."""
-        import time
-
         time.sleep(30)
 
     sleepy.__name__ = "note"
@@ -183,10 +184,6 @@ def test_teachers_are_checked_before_loading(tmp_path, monkeypatch, given, setti
 
 
 def test_another_config_is_refused(tmp_path):
-    from training import config
-
-    from trl_quant import QuantDistillationTrainer
-
     with pytest.raises(ValueError, match=r"`args` is a GRPOConfig\. It must be a `QuantDistillationConfig`"):
         QuantDistillationTrainer(tiny_model(), teacher(), args=config(GRPOConfig, tmp_path))
 
@@ -204,11 +201,10 @@ def test_what_it_says_of_itself(tmp_path, capsys):
 
 
 def test_the_example_trains(tmp_path, monkeypatch):
-    """A few steps of what a user runs: the student comes nearer to its teacher, and a resumed student is the same."""
+    """A few steps of what a user runs, in which the student comes nearer to its teacher."""
     monkeypatch.chdir(tmp_path)
     script = runpy.run_path(str(Path(__file__).parents[1] / "examples/distillation.py"))
-    trainer = script["main"](max_steps=3, logging_steps=1, per_device_train_batch_size=32, disable_tqdm=True)
+    trainer = script["main"](max_steps=6, logging_steps=1, per_device_train_batch_size=32, disable_tqdm=True)
     logs = [log for log in metrics(trainer) if "loss" in log]
-    assert len(logs) == 3 and all(0 < log["mismatch/kl_k3"] < 0.05 and log["grad_norm"] > 0 for log in logs)
-    assert logs[-1]["loss"] < logs[0]["loss"]
-    assert TEACHER and torch.stack([value.abs().sum() for value in parameters(trainer).values()]).isfinite().all()
+    assert len(logs) == 6 and all(0 < log["mismatch/kl_k3"] < 0.01 for log in logs)
+    assert logs[-1]["loss"] < 0.6 * logs[0]["loss"]

@@ -35,7 +35,6 @@ from ..config import QuantDistillationConfig
 from ..config.preflight import name_of
 from ..corrections.batch import counted
 from ..policy.frozen import loading_teacher
-from ..policy.packed import PackedBackbone
 from ..trl_seams import divergences_by, exchanged
 from .checks import check_method
 from .hearing import HearingStep
@@ -190,10 +189,3 @@ class QuantDistillationTrainer(QuantRollouts, DistillationTrainer):
     def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
         with self.correction_step.during_loss(inputs) as batch:
             return super()._compute_loss(unwrapped_student, batch, num_items_in_batch)
-
-    # Student and teacher compute packed rows
-
-    def _get_last_hidden_state(self, unwrapped_model, *args, **kwargs):
-        if self._packed_rows is not None:
-            unwrapped_model = PackedBackbone(unwrapped_model)
-        return super()._get_last_hidden_state(unwrapped_model, *args, **kwargs)
