@@ -15,7 +15,7 @@ from vllm_ranks import check
 
 
 pytestmark = [pytest.mark.isa, pytest.mark.slow]
-EMBEDDED = ["embedded-int8-full", "embedded-int8-lora", "rloo-int8-full"]
+EMBEDDED = ["embedded-int8-full", "embedded-int8-lora", "rloo-int8-full", "distilled-int8-full"]
 PASSES = ["passes-int4-full", "passes-int4-lora"]
 TRAINED = ["trained-nvfp4-lora", "trained-fp8_block-full"]
 PACKED = ["packed-int4-full", "packed-int4-lora"]
