@@ -11,7 +11,7 @@ import trl.trainer.distillation_trainer as distillation_trainer
 from distilling import distil, drawn_logps, logits_of, slow_loss, teacher, weights_of
 from reference import diagnostics
 from tiny import save_tiny, tiny_model
-from training import assert_same_run, dataset, lora, metrics, parameters
+from training import UnevenLengths, assert_same_run, dataset, lora, metrics, parameters
 from transformers import AutoModelForCausalLM
 from trl import DistillationConfig, DistillationTrainer
 
@@ -80,18 +80,26 @@ def test_only_the_weight_of_the_prefix_is_right():
     assert own[1] > 1.5 * uncorrected[1] and whole[1] > 1.5 * prefix[1]
 
 
-CASES = [(name, 1.0) for name in ("none", "decoupled", "tis", "icepop")] + [("decoupled", 0.0), ("decoupled", 0.3)]
+class Uneven(UnevenLengths, QuantDistillationTrainer):
+    pass
 
 
-@pytest.mark.parametrize(("correction", "beta"), CASES)
-def test_the_gradient_is_the_weighted_one(tmp_path, correction, beta):
+CASES = [(name, 1.0, False) for name in ("none", "decoupled", "tis", "icepop")]
+CASES += [("decoupled", 0.0, False), ("decoupled", 0.3, False), ("none", 0.3, True), ("tis", 1.0, True)]
+
+
+@pytest.mark.parametrize(("correction", "beta", "compact"), CASES)
+def test_the_gradient_is_the_weighted_one(tmp_path, monkeypatch, correction, beta, compact):
     """
-    In both directions: the step of two micro-batches is the slow reference's; with the weights of another correction,
-    with a token's own ratio, with that ratio in its prefix, or with the completion's, it is not.
+    In both directions: the step of two micro-batches, of completions of several lengths, is the slow reference's; with
+    the weights of another correction, with a token's own ratio, with that ratio in its prefix, or with the
+    completion's, it is not. `compact`: TRL hands over the places that count alone, as on a GPU.
     """
+    monkeypatch.setattr(distillation_trainer, "_use_triton", lambda device: compact)
     settings = SGD | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "temperature": 0.8}
-    trainer = distil(tmp_path, is_correction=correction, beta=beta, **settings, **BOUNDS.get(correction, {}))
+    trainer = distil(tmp_path, Uneven, is_correction=correction, beta=beta, **settings, **BOUNDS.get(correction, {}))
     step, batch = step_and_batch(trainer)
+    assert len(set(batch["completion_mask"].sum(1).tolist())) > 3
     model, mask, sampled = tiny_model(seed=3), batch["completion_mask"], batch["sampling_per_token_logps"]
     logits, given = logits_of(model, batch), bounds_of(correction)
     with torch.no_grad():
@@ -139,7 +147,7 @@ def test_packed_rows_have_the_step_of_padded_ones(tmp_path):
         def note(module, args, kwargs, seen=seen):
             seen.append(len(kwargs["input_ids"]))
 
-        trainer = distil(tmp_path, is_correction="tis", pack_sequences=packs, **SGD)
+        trainer = distil(tmp_path, Uneven, is_correction="tis", pack_sequences=packs, **SGD)
         hooks = [m.model.register_forward_pre_hook(note, with_kwargs=True) for m in (trainer.model, teacher())]
         steps[packs], _ = step_and_batch(trainer)
         assert seen == rows

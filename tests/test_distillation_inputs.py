@@ -72,7 +72,6 @@ def test_rows_that_went_on_get_their_turns():
     """Two rows with the same prompt, and one that ended; TRL has cut the last turn of the second."""
     step = HearingStep(trainer=None, correction=None, level="prefix", same_bits=False)
     prompts, tool = [[1, 2], [1, 2], [3]], [8, 9]
-    step.heard = []
     step.hear(prompts, [[-0.1, -0.2], [-0.3, -0.4], [-0.5]])
     first = [[4, 5], [4, 5], [6]]
     step.hear([prompts[row] + first[row] + tool for row in (0, 1)], [[-1.0], [-2.0, -2.5, -2.7]])

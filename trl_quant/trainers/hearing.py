@@ -34,10 +34,10 @@ class HearingStep(CorrectionStep):
     A [`~trainers.correction_step.CorrectionStep`] that listens to the engine.
 
     Attributes:
-        heard (`list`): By turn, the prompts and the log-probabilities of their samples, until `_generate` ends.
+        heard (`tuple`): By turn, the prompts and the log-probabilities of their samples, until `_generate` ends.
     """
 
-    heard: list[tuple[list[list[int]], list[Logps]]] = []
+    heard: tuple[tuple[list[list[int]], list[Logps]], ...] = ()
 
     @property
     def trl_logs(self) -> bool:
@@ -46,7 +46,7 @@ class HearingStep(CorrectionStep):
     @contextmanager
     def scoring(self) -> Iterator[None]:
         self.forget_last()
-        with exchanged(self, samples=None, heard=[]):
+        with exchanged(self, samples=None, heard=()):
             yield
 
     def listening(self) -> AbstractContextManager:
@@ -57,7 +57,7 @@ class HearingStep(CorrectionStep):
         return exchanged(trainer, vllm_generation=Heard(trainer.vllm_generation, self.hear))
 
     def hear(self, prompts: list[list[int]], logps: list[Logps]) -> None:
-        self.heard.append((prompts, logps))
+        self.heard = (*self.heard, (prompts, logps))
 
     def take_samples(self, prompts: list[list[int]], completions: list[list[int]]) -> None:
         """
@@ -71,6 +71,7 @@ class HearingStep(CorrectionStep):
         if not self.heard:
             return
         (_, first), *later = self.heard
+        self.heard = ()
         samples = [list(logps) for logps in first]
         for asked, logps in later:
             # A turn asks for the rows that go on, in their order, with all that they have so far
