@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from distilling import distil, settings_of, teacher
 from reference import diagnostics
+from test_prepare import gpt2
 from test_turns import calling_tokenizer, conversations, note
 from tiny import VOCAB_SIZE, save_tiny, tiny_model
 from training import config, metrics
@@ -180,6 +181,13 @@ def test_teachers_are_checked_before_loading(tmp_path, monkeypatch, given, setti
     monkeypatch.setattr("trl.trainer.distillation_trainer.create_model_from_path", None)  # loads nothing
     with pytest.raises(ValueError, match=re.escape(says)):
         distil(tmp_path, model=path, options=options, **settings)
+
+
+def test_a_teacher_without_linear_layers_is_refused(tmp_path):
+    gpt2().save_pretrained(tmp_path / "gpt2")
+    options = {"teacher_model": str(tmp_path / "gpt2")}
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no linear layers in its decoder to hold in 'mxfp4'"):
+        distil(tmp_path, teacher_precision="mxfp4", options=options)
 
 
 def test_another_config_is_refused(tmp_path):

@@ -168,7 +168,7 @@ class CorrectionFields:
         metadata={
             "help": "Correction of the mismatch between sampler and trainer: 'trl' (TRL's own importance sampling, set "
             f"by its `vllm_importance_sampling_*` fields), {listed(CORRECTIONS)}. If not set, 'trl' without a "
-            "`rollout_precision`, and 'tis' with one."
+            "`rollout_precision`, and with one 'tis', or 'none' in distillation."
         },
     )
     is_cap: float | None = field(

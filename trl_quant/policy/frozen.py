@@ -79,6 +79,11 @@ class FrozenBaseQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs):
         prepared = self.quantization_config.prepared
         layers = dense_linears(model)
+        if not layers:
+            raise ValueError(
+                f"{type(model).__name__} has no linear layers in its decoder to hold in {self.precision!r} (GPT-2's "
+                "are convolutions). Leave that precision unset."
+            )
         if prepared is None:
             self.packer = Packer(layers, self.precision, self.dtype)
             return
