@@ -4,9 +4,10 @@ Launcher and ranks are forks where there is no GPU (`warm`), and the script trai
 
     accelerate launch --num_processes 2 tests/ranks.py DIRECTORY embedded-int8-full tp-int8-lora
 
-A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `rloo` the same with RLOO, `passes` the
-same with and without a scoring pass, `packed` the same with packed rows and padded ones, `trained` the same in a
-`train_precision`, `broken` the same with steps that are not finite, `masked` the same with a masked diffusion model,
+A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `rloo` the same with RLOO, `distilled`
+the same with distillation, `passes` the same with and without a scoring pass, `packed` the same with packed rows and
+padded ones, `trained` the same in a `train_precision`, `broken` the same with steps that are not finite, `masked` the
+same with a masked diffusion model,
 `sharded` is in `fsdp_ranks`, the others in `vllm_ranks`.
 The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CASE/rank-N.json.
 """
@@ -63,17 +64,21 @@ def shard_on_cpu() -> None:
 
 def train_embedded(mode: str, precision: str, tuning: str, path: Path) -> list[dict]:
     """Three steps with the embedded engine, whose gradients nothing clips; what they logged."""
+    from distilling import distil
     from training import config, dataset, lora, make
 
     from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantRLOOConfig, QuantRLOOTrainer
 
     kinds = (QuantRLOOTrainer, QuantRLOOConfig) if mode == "rloo" else (QuantGRPOTrainer, QuantGRPOConfig)
-    args = config(kinds[1], path / "out", rollout_precision=precision, max_steps=3, max_grad_norm=0.0, beta=0.0)
-    peft_config = lora() if tuning == "lora" else None
+    settings = {"rollout_precision": precision, "max_steps": 3, "max_grad_norm": 0.0, "beta": 0.0}
+    options = {"train_dataset": dataset(32), "peft_config": lora() if tuning == "lora" else None}
     model = str(path.parent / "model")
-    trainer = make(kinds[0], args, model=model, train_dataset=dataset(32), peft_config=peft_config)
+    if mode == "distilled":
+        trainer = distil(path, model=model, is_correction="tis", options=options, **settings)
+    else:
+        trainer = make(kinds[0], config(kinds[1], path / "out", **settings), model=model, **options)
     trainer.train()
-    names = ("mismatch/kl_k3", "sampling/sampling_logp_difference/max", "reward")
+    names = ("mismatch/kl_k3", "sampling/sampling_logp_difference/max", "reward", "entropy")
     names += ("weights/normalized_quantization_error", "weights/normalized_update")
     return [{name: log.get(name) for name in names} for log in trainer.state.log_history if "loss" in log]
 
@@ -241,7 +246,7 @@ def run(path: Path, case: str) -> None:
     mode, precision, tuning = case.split("-")
     (path / case).mkdir(exist_ok=True)
     torch.manual_seed(0)  # of new adapters
-    if mode in ("embedded", "rloo"):
+    if mode in ("embedded", "rloo", "distilled"):
         found = train_embedded(mode, precision, tuning, path / case)
     elif mode == "passes":
         found = train_in_passes(precision, tuning, path / case)

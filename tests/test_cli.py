@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import trl_quant.cli.train as train
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli import COMMANDS, main
-from trl_quant.cli.options import STORED, check_train, train_options
+from trl_quant.cli.options import STORED, TRL_CONFIGS, check_train, train_options
 from trl_quant.cli.write_options import collect
 from trl_quant.report.runs import read_run
 
@@ -113,10 +113,11 @@ def test_stored_options_are_up_to_date():
     assert STORED.read_text("utf-8") == collect()
 
 
-def test_options_of_train_are_those_of_the_parser():
+@pytest.mark.parametrize("trainer", TRL_CONFIGS)
+def test_options_of_train_are_those_of_the_parser(trainer):
     """The options that are read from sources, against the parser that transformers makes of the dataclasses."""
-    found = {name: option for group in train_options().values() for name, option in group.items()}
-    actions = train.Parser().named()
+    found = {name: option for group in train_options(trainer).values() for name, option in group.items()}
+    actions = train.Parser(trainer).named()
     assert found.keys() == actions.keys() and len(found) > 200
     unknown = set()
     for name, option in found.items():
@@ -131,10 +132,11 @@ def test_options_of_train_are_those_of_the_parser():
     assert unknown <= {"optim", "log_level", "log_level_replica"}  # what code computes
 
 
-def test_spellings_of_train_are_those_of_the_parser(capsys):
+@pytest.mark.parametrize("trainer", TRL_CONFIGS)
+def test_spellings_of_train_are_those_of_the_parser(capsys, trainer):
     """Each of the parser's option strings, also with hyphens and with `no` before it, is known; others are not."""
-    actions = [action for action in train.Parser().added if action.dest != "help"]
-    argv = []
+    actions = [action for action in train.Parser(trainer).added if action.dest not in ("help", "trainer")]
+    argv = ["--trainer", trainer]
     for action in actions:
         for flag in action.option_strings:
             argv += [flag] if action.nargs in (0, "?") else [flag, "1"]
@@ -143,7 +145,7 @@ def test_spellings_of_train_are_those_of_the_parser(capsys):
     assert len(switched_off) > 3
     for flag in ("--no_learning_rate", "--nobf16", "--no_exact_rollouts"):
         with pytest.raises(SystemExit):
-            check_train([flag])
+            check_train(["--trainer", trainer, flag])
 
 
 def test_every_command_exists(monkeypatch):
@@ -209,7 +211,8 @@ def test_own_rewards_are_added(argv, monkeypatch):
     def brevity(completions, **kwargs):
         return [0.0]
 
-    monkeypatch.setattr(train.launch, "QuantGRPOTrainer", trainer)
+    trainer.config_class = QuantGRPOConfig
+    monkeypatch.setitem(train.launch.TRAINERS, "grpo", trainer)
     with pytest.raises(Stop) as stop:
         train.main(argv, reward_funcs=[brevity])
     (kwargs,) = stop.value.args

@@ -15,7 +15,7 @@ from vllm_ranks import check
 
 
 pytestmark = [pytest.mark.isa, pytest.mark.slow]
-EMBEDDED = ["embedded-int8-full", "embedded-int8-lora", "rloo-int8-full"]
+EMBEDDED = ["embedded-int8-full", "embedded-int8-lora", "rloo-int8-full", "distilled-int8-full"]
 PASSES = ["passes-int4-full", "passes-int4-lora"]
 TRAINED = ["trained-nvfp4-lora", "trained-fp8_block-full"]
 PACKED = ["packed-int4-full", "packed-int4-lora"]
@@ -70,7 +70,8 @@ def test_a_sharded_policy_trains_as_the_whole(found, launch, case):
         assert ours == theirs
     else:
         updates, expected = ([entry["weights/normalized_update"] for entry in log[1:]] for log in (ours, theirs))
-        assert updates == pytest.approx(expected, rel=1e-2)
+        # Distillation draws other tokens from the second step on, and its update then differs by 2%
+        assert updates == pytest.approx(expected, rel=5e-2 if case.startswith("distilled") else 1e-2)
 
 
 @pytest.mark.parametrize("case", PACKED)

@@ -20,7 +20,14 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
 import trl_quant
-from trl_quant import AISGRPOConfig, DiffusionGRPOConfig, QuantGRPOConfig, QuantGRPOTrainer, QuantRLOOConfig
+from trl_quant import (
+    AISGRPOConfig,
+    DiffusionGRPOConfig,
+    QuantDistillationConfig,
+    QuantGRPOConfig,
+    QuantGRPOTrainer,
+    QuantRLOOConfig,
+)
 from trl_quant.cli import COMMANDS, prepare, train
 from trl_quant.corrections import CORRECTIONS
 from trl_quant.models.families import FAMILIES
@@ -172,7 +179,11 @@ def test_the_diff_is_of_two_lines():
 
 def config_fields() -> set[str]:
     """The fields of all trainers: those of diffusion are GRPO's and its own."""
-    return {field.name for config in (DiffusionGRPOConfig, QuantRLOOConfig) for field in fields(config)}
+    return {
+        field.name
+        for config in (DiffusionGRPOConfig, QuantDistillationConfig, QuantRLOOConfig)
+        for field in fields(config)
+    }
 
 
 def known_names() -> set[str]:
@@ -280,6 +291,8 @@ def test_options_of_the_command_line(capsys):
     for name in COMMANDS:
         for words in called("trl-quant", name):
             kind = ["--mismatch", "MODEL"] if "--mismatch" in words else []  # which has options of its own
+            if "--trainer" in words:  # whose options it decides
+                kind = words[words.index("--trainer") :][:2]
             with pytest.raises(SystemExit):
                 importlib.import_module(f"trl_quant.cli.{name}").main([*kind, "--help"])
             help_text = capsys.readouterr().out

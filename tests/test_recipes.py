@@ -8,7 +8,6 @@ import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -222,7 +221,7 @@ def test_help_shows_the_recipe(name, monkeypatch, capsys):
 def test_overlong_completions_are_punished(arithmetic, monkeypatch):
     """From three quarters of the length on, linearly down to -1; and by nothing where it is not asked for."""
     given = {}
-    monkeypatch.setattr(train.launch, "QuantGRPOTrainer", lambda **kwargs: given.update(kwargs) or MagicMock())
+    monkeypatch.setattr(train.launch, "train", lambda arguments, trainer_class: given.update(arguments))
     argv = ["--model_name_or_path", str(arithmetic), "--dataset_name", f"{arithmetic}/train.jsonl", "--use_cpu"]
     argv += ["--bf16", "false", "--max_completion_length", "8"]
     train.main([*argv, "--overlong_punishment", "0.25"])

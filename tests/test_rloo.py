@@ -110,6 +110,7 @@ def everything(tmp_path_factory):
 def test_the_gradient_is_the_weighted_one(tmp_path, everything, correction, level):
     """After the policy has moved, on a real batch; it is no other correction's, and not that of weighted losses."""
     given = EVEN.get(correction, {}) | ({"importance_sampling_level": level} if level == "sequence" else {})
+    given |= {"num_iterations": 2}  # a later update, whose policy has moved
     trainer = quantized(tmp_path, is_correction=correction, epsilon=LOW, epsilon_high=HIGH, **given)
     batch, rollout = scored(trainer)
     with torch.no_grad():
@@ -179,7 +180,7 @@ def test_without_a_mismatch_nothing_is_weighted(tmp_path):
 
 
 def test_tokens_that_the_sampler_did_not_score_weigh_one(tmp_path):
-    trainer = quantized(tmp_path, is_correction="decoupled")
+    trainer = quantized(tmp_path, is_correction="decoupled", num_iterations=2)  # scored before the first loss
     generate = trainer.vllm_generation.generate
 
     def holes(*args, **kwargs):

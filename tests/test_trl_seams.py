@@ -18,11 +18,12 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from tiny import tiny_model
 from training import config, dataset, make
-from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
+from trl import DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-from trl_quant import QuantGRPOTrainer, QuantRLOOTrainer
+from trl_quant import QuantDistillationTrainer, QuantGRPOTrainer, QuantRLOOTrainer
 from trl_quant.config.values import CLIPPED_LOSSES
 
 
@@ -35,6 +36,10 @@ ENGINE = """model accelerator processing_class mode structured_outputs_regex ser
     server_timeout group_port tensor_parallel_size gpu_memory_utilization max_model_length max_num_seqs
     enable_sleep_mode model_impl trust_remote_code repetition_penalty temperature top_p top_k min_p
     max_completion_length logprobs generation_kwargs"""
+HIDDEN = """unwrapped_model input_ids attention_mask logits_to_keep pixel_values image_grid_thw pixel_attention_mask
+    spatial_shapes image_sizes token_type_ids mm_token_type_ids image_position_ids"""
+DIVERGENCE = """student_hidden student_weight student_bias teacher_hidden teacher_weight teacher_bias beta temperature
+    student_logit_scale student_final_logit_softcapping teacher_logit_scale teacher_final_logit_softcapping"""
 SIGNATURES = [
     (GRPOTrainer.__init__, TRAINER),
     (GRPOTrainer._generate, "prompts"),
@@ -48,6 +53,12 @@ SIGNATURES = [
     (RLOOTrainer._generate_and_score_completions, "inputs"),
     (RLOOTrainer._calculate_rewards, "inputs prompts completions completion_ids_list"),
     (RLOOTrainer._compute_loss, "model inputs"),
+    (DistillationTrainer._generate, "prompts"),
+    (DistillationTrainer._generate_single_turn, "prompt_ids images multimodal_fields has_tool_images"),
+    (DistillationTrainer._generate_and_score_completions, "inputs"),
+    (DistillationTrainer._get_last_hidden_state, HIDDEN),
+    (DistillationTrainer._compute_loss, "unwrapped_student inputs num_items_in_batch"),
+    (ChunkedDivergenceFunction.forward, DIVERGENCE),
     (VLLMGeneration.__init__, ENGINE),
     (VLLMGeneration._init_vllm, ""),
     (VLLMGeneration.sync_weights, ""),
@@ -132,7 +143,14 @@ def test_trls_client_sends_with_its_session():
     assert "requests.post(" not in source
 
 
-@pytest.mark.parametrize(("kind", "base"), [(QuantGRPOTrainer, GRPOTrainer), (QuantRLOOTrainer, RLOOTrainer)])
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        (QuantGRPOTrainer, GRPOTrainer),
+        (QuantRLOOTrainer, RLOOTrainer),
+        (QuantDistillationTrainer, DistillationTrainer),
+    ],
+)
 def test_our_trainer_takes_what_trls_takes(kind, base):
     """The same names, in the same order, with the same defaults."""
     ours, theirs = (inspect.signature(c.__init__).parameters for c in (kind, base))

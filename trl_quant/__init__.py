@@ -11,6 +11,8 @@ _PUBLIC = {
     "AISGRPOTrainer": ".trainers.grpo",
     "DiffusionGRPOConfig": ".config",
     "DiffusionGRPOTrainer": ".trainers.diffusion",
+    "QuantDistillationConfig": ".config",
+    "QuantDistillationTrainer": ".trainers.distillation",
     "QuantGRPOConfig": ".config",
     "QuantGRPOTrainer": ".trainers.grpo",
     "QuantRLOOConfig": ".config",

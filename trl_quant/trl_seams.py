@@ -11,6 +11,7 @@ A context restores the original when it ends:
 | `vllm_generation.LLM` | the construction of an engine | TRL passes no further arguments to vLLM |
 | `vllm_generation.VLLMClient` | the same | our client checks the server and its answers |
 | `shuffle_sequence_dict` in the module of TRL's trainer | a generation | packed rows are arranged after it |
+| `ChunkedDivergenceFunction` in the module of TRL's trainer | a loss of distillation | divergences get weights |
 | `profiling.ProfilingContext` | a training | TRL reports its times only to trackers |
 | `vllm_generation.extract_logprobs` | a generation | vLLM then returns log-probabilities as floats, not as objects |
 | `utils._ChunkedLogProbFunction` | a forward pass | it must return the engine's log-probabilities |
@@ -26,10 +27,13 @@ from time import perf_counter
 from types import ModuleType
 from typing import Any
 
+import torch
 import trl.extras.profiling as profiling
 import trl.generation.vllm_generation as vllm_generation
 import trl.trainer.utils as trl_utils
+from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
+from trl.kernels.chunked_divergence import VOCAB_CHUNK_SIZE
 
 from .layers.exact import log_probs
 
@@ -142,6 +146,35 @@ def shuffled_by(trainer_class: type, arrange: Callable[[dict], dict]) -> Abstrac
     module = _module_of_engine(trainer_class)
     shuffle = module.shuffle_sequence_dict
     return exchanged(module, shuffle_sequence_dict=lambda batch: arrange(shuffle(batch)))
+
+
+def divergences_by(
+    trainer_class: type, weigh: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
+) -> AbstractContextManager:
+    """
+    Context in which the loss of TRL's distillation adds up what `weigh` makes of the tokens' divergences (N,), in nats.
+
+    N is the number of all places of the completions in the micro-batch, or of those that count: TRL decides that by the
+    device. The second argument of `weigh` scores tokens there: it takes their ids (N,) to the student's
+    log-probabilities (N,), in nats, without a gradient.
+    """
+    module = _module_of_engine(trainer_class)
+    original = module.ChunkedDivergenceFunction
+
+    class Weighed:
+        @staticmethod
+        def apply(hidden, weight, bias, teacher, teacher_weight, teacher_bias, beta, temperature, scale, cap, *others):
+            head = (hidden, weight, bias)
+            given = (*head, teacher, teacher_weight, teacher_bias, beta, temperature, scale, cap, *others)
+            divergences, entropy = original.apply(*given)
+
+            @torch.no_grad()
+            def score(ids: Tensor) -> Tensor:
+                return ChunkedLogProbFunction.apply(*head, ids, temperature, VOCAB_CHUNK_SIZE, cap, scale, ())[0]
+
+            return weigh(divergences, score), entropy
+
+    return exchanged(module, ChunkedDivergenceFunction=Weighed)
 
 
 @contextmanager

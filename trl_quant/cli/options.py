@@ -17,18 +17,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 
 PROG = "trl-quant train"
 USAGE = "%(prog)s --model_name_or_path MODEL [--config FILE.yaml] [options]"
 STORED = Path(__file__).with_name("options.json")
-# Heading in the help of `train` -> package, and the file and class of the fields below it. Later classes override.
-HOST_CLASSES = {
-    "ModelConfig of TRL": ("trl", (("trainer/model_config.py", "ModelConfig"),)),
-    "GRPOConfig of TRL": (
-        "trl",
-        (("trainer/base_config.py", "_BaseConfig"), ("trainer/grpo_config.py", "GRPOConfig")),
-    ),
-    "TrainingArguments of transformers": ("transformers", (("training_args.py", "TrainingArguments"),)),
+# value of `--trainer`, the default first -> the file and the class of TRL's config
+TRL_CONFIGS = {
+    "grpo": ("trainer/grpo_config.py", "GRPOConfig"),
+    "rloo": ("trainer/rloo_config.py", "RLOOConfig"),
+    "distillation": ("trainer/distillation_config.py", "DistillationConfig"),
 }
 ENUM_FILES = ("training_args.py", "trainer_utils.py")  # of transformers; they hold the enums of allowed values
 
@@ -79,28 +78,53 @@ def check_train(argv: list[str], prog: str = PROG, usage: str = USAGE, defaults:
         usage (`str`, *optional*): The usage line, for argparse.
         defaults (`dict`, *optional*): Defaults of options that replace the usual ones.
     """
+    trainer = chosen_trainer(argv, defaults)
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=usage,
-        description="GRPO with quantized rollouts. The options may also come from a YAML file, `--config`.",
+        description=f"Trains with quantized rollouts ({trainer}). The options may also be in a YAML file, `--config`.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--config", help=argparse.SUPPRESS)
-    for title, group in train_options().items():
+    for title, group in train_options(trainer).items():
         section = parser.add_argument_group(title)
         for name, option in group.items():
             _add(section, name, option)
     parser.set_defaults(**defaults or {})
     _, unknown = parser.parse_known_args(argv)
     if unknown:
-        parser.error(about_unknown(unknown))
+        parser.error(about_unknown(unknown, trainer))
 
 
-def about_unknown(arguments: list[str]) -> str:
+def chosen_trainer(argv: list[str], defaults: dict | None = None) -> str:
+    """
+    Returns the `--trainer` of a command line, of its `--config` file, or of `defaults`, before any other option is
+    read. What is no trainer counts as the first one here, and is refused with the other options.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--trainer", nargs="?")
+    parser.add_argument("--config", nargs="?")
+    given, _ = parser.parse_known_args(argv)
+    name = given.trainer or _trainer_in(given.config) or (defaults or {}).get("trainer")
+    return name if name in TRL_CONFIGS else next(iter(TRL_CONFIGS))
+
+
+def _trainer_in(path: str | None) -> str | None:
+    """Returns the `trainer` in a YAML file; `None` if it has none. A file that cannot be read is refused later."""
+    try:
+        found = yaml.safe_load(Path(path).read_text("utf-8")) if path else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    trainer = found.get("trainer") if isinstance(found, dict) else None
+    return trainer if isinstance(trainer, str) else None
+
+
+def about_unknown(arguments: list[str], trainer: str) -> str:
     """Returns a message that names unknown arguments of `train`, and the option most like the first of them."""
-    known = [f"--{name}" for group in train_options().values() for name in group]
+    known = [f"--{name}" for group in train_options(trainer).values() for name in group]
     close = get_close_matches(arguments[0], known, n=1)
-    return f"unknown arguments: {' '.join(arguments)}" + (f" (did you mean {close[0]}?)" if close else "")
+    told = f"unknown arguments: {' '.join(arguments)}" + (f" (did you mean {close[0]}?)" if close else "")
+    return told if trainer == next(iter(TRL_CONFIGS)) else f"{told}, with `--trainer {trainer}`"
 
 
 def _add(parser: argparse.ArgumentParser, name: str, option: Option) -> None:
@@ -114,15 +138,16 @@ def _add(parser: argparse.ArgumentParser, name: str, option: Option) -> None:
         parser.add_argument(*flags, action="store_false", dest=name, default=False, help=option.help)
 
 
-def train_options() -> dict[str, dict[str, Option]]:
-    """Returns heading -> name -> option: first ours, then TRL's and transformers' own."""
+def train_options(trainer: str) -> dict[str, dict[str, Option]]:
+    """Returns heading -> name -> option of a trainer: first ours, then TRL's and transformers' own."""
     ours = {
-        title: {name: Option(**option) for name, option in group.items()} for title, group in stored()["train"].items()
+        title: {name: Option(**option) for name, option in group.items()}
+        for title, group in stored()["train"][trainer].items()
     }
     seen = {name for group in ours.values() for name in group}
     hosts = {
         title: dict(field for file, name in classes for field in _fields(package, file, name))
-        for title, (package, classes) in HOST_CLASSES.items()
+        for title, (package, classes) in _host_classes(trainer).items()
     }
     model, trl, transformers = hosts.values()
     inherited = {name: trl.pop(name, option) for name, option in transformers.items()}
@@ -130,6 +155,19 @@ def train_options() -> dict[str, dict[str, Option]]:
         ours[title] = {name: option for name, option in group.items() if name not in seen}
         seen |= group.keys()
     return ours
+
+
+def _host_classes(trainer: str) -> dict[str, tuple[str, tuple[tuple[str, str], ...]]]:
+    """
+    Returns heading in the help of `train` -> package, and the file and class of the fields below it. Later classes
+    override.
+    """
+    config = TRL_CONFIGS[trainer]
+    return {
+        "ModelConfig of TRL": ("trl", (("trainer/model_config.py", "ModelConfig"),)),
+        f"{config[1]} of TRL": ("trl", (("trainer/base_config.py", "_BaseConfig"), config)),
+        "TrainingArguments of transformers": ("transformers", (("training_args.py", "TrainingArguments"),)),
+    }
 
 
 def _classes(package: str, file: str) -> dict[str, ast.ClassDef]:

@@ -1,10 +1,11 @@
-"""`trl-quant train`: GRPO with quantized rollouts, configured on the command line or in a `--config` file.
+"""`trl-quant train`: trains with quantized rollouts, configured on the command line or in a `--config` file.
 
     trl-quant train --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --rollout_precision fp8 --use_vllm true
-    trl-quant train --model_name_or_path MODEL --dataset_name problems.jsonl --rollout_precision int4
+    trl-quant train --trainer rloo --model_name_or_path MODEL --dataset_name problems.jsonl --rollout_precision int4
 
-TRL's parser reads the options: the fields of [`TrainArguments`], [`QuantGRPOConfig`] and TRL's `ModelConfig`, which
-includes PEFT's. [`trl_quant.trainers.launch`] runs what they ask for. Bad input is refused before a model is loaded.
+TRL's parser reads the options: the fields of [`TrainArguments`], of the config of the chosen trainer, such as
+[`QuantGRPOConfig`], and of TRL's `ModelConfig`, which includes PEFT's. [`trl_quant.trainers.launch`] runs what they ask
+for. Bad input is refused before a model is loaded.
 """
 
 import argparse
@@ -17,21 +18,27 @@ import torch
 from trl import ModelConfig, TrlParser
 from yaml import YAMLError
 
-from ..config import QuantGRPOConfig
-from ..config.fields import SECTIONS
+from ..config.distillation import TEACHING
+from ..config.fields import SECTIONS, QuantFields
+from ..config.rloo import WEIGHING
 from ..report.plan import make_plan
 from ..trainers import launch
 from ..trainers.launch import TrainArguments
 from . import plain_errors
-from .options import PROG, USAGE, about_unknown, check_train
+from .options import PROG, USAGE, about_unknown, check_train, chosen_trainer
+
+
+# The sections of fields that one trainer's config adds to those of all
+FURTHER = {"rloo": WEIGHING, "distillation": TEACHING}
 
 
 class Parser(TrlParser):
-    """TRL's parser. It also refuses unknown options in a config file, and names them."""
+    """TRL's parser of a trainer's options. It also refuses unknown options in a config file, and names them."""
 
-    def __init__(self):
-        self.added, self.misnamed = [], []
-        super().__init__((TrainArguments, QuantGRPOConfig, ModelConfig), prog=PROG, usage=USAGE)
+    def __init__(self, trainer: str):
+        self.trainer, self.added, self.misnamed = trainer, [], []
+        config = launch.TRAINERS[trainer].config_class
+        super().__init__((TrainArguments, config, ModelConfig), prog=PROG, usage=USAGE)
 
     def add_argument(self, *names, **options):
         self.added.append(super().add_argument(*names, **options))
@@ -49,14 +56,14 @@ class Parser(TrlParser):
         """Refuses unknown options first, because building the config may fail for what this machine lacks."""
         unknown = self.misnamed + self.parse_known_args(args)[1]
         if unknown:
-            self.error(about_unknown(unknown))
+            self.error(about_unknown(unknown, self.trainer))
         return super().parse_args_into_dataclasses(args, **options)
 
 
-def own_options() -> dict[str, dict[str, dict]]:
+def own_options(trainer: str) -> dict[str, dict[str, dict]]:
     """Returns heading -> name -> the fields of [`~options.Option`], for the options that this package defines."""
-    actions, found = Parser().named(), {}
-    for name, title in _titles().items():
+    actions, found = Parser(trainer).named(), {}
+    for name, title in _titles(trainer).items():
         action = actions[name]
         allowed = None if action.choices is None else list(action.choices)
         option = {"nargs": action.nargs, "default": action.default, "help": action.help, "choices": allowed}
@@ -64,18 +71,19 @@ def own_options() -> dict[str, dict[str, dict]]:
     return found
 
 
-def _titles() -> dict[str, str]:
+def _titles(trainer: str) -> dict[str, str]:
     """Returns the heading of each option's group in the help."""
     found = {f.name: "what to train on" for f in fields(TrainArguments)}
-    for title, section in SECTIONS.items():
+    for title, section in (SECTIONS | FURTHER.get(trainer, {})).items():
         found |= {f.name: title for f in fields(section)}
-    redefined = [f.name for f in fields(QuantGRPOConfig) if f.name in QuantGRPOConfig.__annotations__]
+    config = launch.TRAINERS[trainer].config_class
+    redefined = [f.name for f in fields(config) if f.name in config.__annotations__]
     return found | dict.fromkeys(redefined, "settings that follow the correction")
 
 
 def parse_args(
     argv: list[str] | None = None, recipe: dict | None = None
-) -> tuple[TrainArguments, QuantGRPOConfig, ModelConfig]:
+) -> tuple[TrainArguments, QuantFields, ModelConfig]:
     """Parses and checks the command line. A script's `recipe` replaces the options' defaults."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
         # accelerate does not pass `use_cpu` on to the processes that it starts. Without it each would train by itself.
@@ -85,7 +93,7 @@ def parse_args(
     if recipe:
         prog, usage = os.path.basename(sys.argv[0]), "%(prog)s [--config FILE.yaml] [options]"
     check_train(argv, prog, usage, recipe)
-    parser = Parser()
+    parser = Parser(chosen_trainer(argv, recipe))
     parser.prog, parser.usage = prog, usage
     parser.set_defaults_with_config(**recipe or {})
     argv = [part for given in argv for part in (given.split("=", 1) if given.startswith("--config=") else [given])]
@@ -117,7 +125,7 @@ def main(argv: list[str] | None = None, reward_funcs: list[Callable] | None = No
 def train_or_plan(script_args: TrainArguments, arguments: dict, trainer_class: type | None = None) -> None:
     """Trains as [`launch.train`] does, or with `--dry_run` prints the plan of the run."""
     if not script_args.dry_run:
-        launch.train(arguments, trainer_class)
+        launch.train(arguments, trainer_class or launch.TRAINERS[script_args.trainer])
         return
     plan = make_plan(**arguments)
     print("\n".join(plan.lines))

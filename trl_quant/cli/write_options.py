@@ -8,6 +8,7 @@ from ..report.evaluation import SAMPLED
 from ..report.trained import BF16, FORWARD_TYPES, MODES
 from ..storage.layout import storable
 from ..tasks.benchmarks import BENCHMARKS
+from ..trainers.launch import TRAINERS
 from .options import STORED
 from .train import own_options
 
@@ -26,7 +27,7 @@ def collect() -> str:
     options = {
         "choices": {option: list(values) for option, values in allowed.items()},
         "sampling": SAMPLED,
-        "train": own_options(),
+        "train": {trainer: own_options(trainer) for trainer in TRAINERS},
     }
     return json.dumps(options, indent=1) + "\n"
 

@@ -6,8 +6,9 @@ model is loaded (`preflight`). Importing the configurations loads neither engine
 """
 
 from .diffusion import DiffusionGRPOConfig
+from .distillation import QuantDistillationConfig
 from .grpo import AISGRPOConfig, QuantGRPOConfig
 from .rloo import QuantRLOOConfig
 
 
-__all__ = ["AISGRPOConfig", "DiffusionGRPOConfig", "QuantGRPOConfig", "QuantRLOOConfig"]
+__all__ = ["AISGRPOConfig", "DiffusionGRPOConfig", "QuantDistillationConfig", "QuantGRPOConfig", "QuantRLOOConfig"]

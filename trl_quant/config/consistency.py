@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from transformers import GenerationConfig
 
-from ..corrections import ALL_CORRECTIONS
+from ..corrections import ALL_CORRECTIONS, CORRECTIONS
 from ..precisions import exact_flows, in_vllm
 from ..rollout.sampling_options import (
     BOTH,
@@ -99,6 +99,38 @@ def check_rloo(args) -> None:
         _refuse_set(args, ["importance_sampling_level"], reason)
     elif args.importance_sampling_level != "token":
         _check_level(args)
+
+
+def check_distillation(args) -> None:
+    """
+    Checks the fields that only distillation has, likewise. A token's divergence depends on the tokens before it alone,
+    so a correction must weigh those: it needs neither advantages, nor a clipped ratio, nor the completion's later
+    tokens.
+    """
+    usable = [name for name, kind in CORRECTIONS.items() if kind.ignores_sampler or kind.weighs_prefixes]
+    kind = args.correction_class
+    if kind.applied_by_trl and args.rollout_precision is not None:
+        raise ValueError(
+            f"`is_correction`={args.is_correction!r} is TRL's own, and TRL's distillation has none. Use "
+            f"{listed(usable)}."
+        )
+    if not kind.applied_by_trl and args.is_correction not in usable:
+        raise ValueError(
+            f"`is_correction`={args.is_correction!r} acts on advantages, on a clipped ratio, or on single tokens and "
+            "whole completions. Distillation has a divergence for each token, which depends on the tokens before it: "
+            f"only their weight corrects it. Use {listed(usable)}."
+        )
+    if args.exact_rollouts:
+        raise ValueError(
+            "`exact_rollouts`=True gives the drawn tokens the same bits in sampler and trainer, and distillation "
+            "compares whole distributions with a teacher's. Leave it unset."
+        )
+    given = [name for name in ("quantization_config", "config") if name in (args.teacher_model_init_kwargs or {})]
+    if args.teacher_precision is not None and given:
+        raise ValueError(
+            f"`teacher_precision`={args.teacher_precision!r} and {given[0]!r} in `teacher_model_init_kwargs` both set "
+            "the teacher's format. Unset one of the two."
+        )
 
 
 def check_schedule(args) -> None:

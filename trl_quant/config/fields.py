@@ -168,7 +168,7 @@ class CorrectionFields:
         metadata={
             "help": "Correction of the mismatch between sampler and trainer: 'trl' (TRL's own importance sampling, set "
             f"by its `vllm_importance_sampling_*` fields), {listed(CORRECTIONS)}. If not set, 'trl' without a "
-            "`rollout_precision`, and 'tis' with one."
+            "`rollout_precision`, and with one 'tis', or 'none' in distillation."
         },
     )
     is_cap: float | None = field(
@@ -299,6 +299,7 @@ class QuantFields(*SECTIONS.values()):
     trl_config: ClassVar[type[TrainingArguments]]  # the config of TRL's that has all other fields
     has_correction: ClassVar[bool] = False  # whether the trainer's loss takes the weights of a correction
     has_dynamic_sampling: ClassVar[bool] = False  # whether the trainer replaces groups that teach nothing
+    has_rewards: ClassVar[bool] = True  # whether reward functions score the completions
     denoises: ClassVar[bool] = False  # whether completions are denoised (masked diffusion), not written left to right
     is_taken: ClassVar[bool] = False  # whether a trainer of this package got the config
 
@@ -401,6 +402,11 @@ class QuantFields(*SECTIONS.values()):
     def one_update_per_generation(self) -> bool:
         """Whether each generation serves one optimizer step, which then updates the same policy that sampled it."""
         return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether TRL loads a reference model beside the policy, or takes the policy without its adapter for one."""
+        return self.beta != 0
 
     def noise_sigma(self, step: int, total_steps: int) -> float:
         """Returns the standard deviation of the noise at an optimizer step; 0 without a `noise_schedule`."""

@@ -57,7 +57,7 @@ def check_machine(args) -> None:
 
 
 def check_before_loading(
-    model, args, train_dataset, eval_dataset, reward_funcs, peft_config, here: bool = True, **others
+    model, args, train_dataset, eval_dataset, peft_config, reward_funcs=None, here: bool = True, **others
 ) -> None:
     """
     Raises `ValueError` for arguments of a trainer that do not fit together or that this machine cannot run, and
@@ -69,13 +69,15 @@ def check_before_loading(
         _check_masked_diffusion(_read_config(model, args), args, others)
     if environments is None:  # otherwise prompts and rewards may come from the environments
         _check_data(args, train_dataset, eval_dataset)
-        if rollout_func is None:
+        if rollout_func is None and args.has_rewards:
             _check_rewards(reward_funcs, train_dataset)
     check_dynamic_sampling(args, train_dataset, tools, rollout_func, environments)
     if args.use_vllm and args.rollout_precision is not None:
         _check_turns(args, tools, environments)
     if here:
         check_machine(args)
+    if "teacher_model" in others:
+        _check_teacher(args, model, others["teacher_model"])
     if isinstance(model, Module):
         _check_untouched(args, model)
     if args.train_precision is not None:
@@ -94,7 +96,7 @@ def check_before_loading(
         why_not = why_not_packed(_read_config(model, args), others.get("processing_class"))
         if why_not is not None:
             raise ValueError(f"`pack_sequences`=True cannot act: {why_not}.")
-    if args.beta != 0 and peft_config is None and not name_of(model) and not is_peft_model(model):
+    if args.needs_reference and peft_config is None and not name_of(model) and not is_peft_model(model):
         raise ValueError(
             f"`beta`={args.beta} needs a reference model, which TRL loads from the policy's path, but this policy was "
             "built in memory. Save it and pass the directory, or set `beta=0`."
@@ -122,6 +124,40 @@ def _check_correction_acts(args, rollout_func) -> None:
         "`rollout_precision` or `use_vllm=True`.",
         args.is_correction,
     )
+
+
+def _check_teacher(args, model, teacher) -> None:
+    """Refuses a teacher with another vocabulary than the student's, and one that its precision cannot be given to."""
+    if teacher is None:
+        raise ValueError("`teacher_model`=None: name the model that the student learns from, or pass it.")
+    if args.teacher_precision is not None and not isinstance(teacher, str):
+        raise ValueError(
+            f"`teacher_precision`={args.teacher_precision!r} quantizes the teacher while it loads, and `teacher_model` "
+            "is loaded already. Pass its name or directory."
+        )
+    if isinstance(teacher, str):
+        init, options = args.teacher_model_init_kwargs or {}, {}
+        revision = init.get("revision", args.teacher_model_revision)
+        if revision is not None:
+            options["revision"] = revision
+        try:
+            config = AutoConfig.from_pretrained(teacher, trust_remote_code=args.trust_remote_code, **options)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"`teacher_model`={teacher!r} cannot be read: {error}") from error
+    else:
+        config = teacher.config
+    sizes = [part.get_text_config().vocab_size for part in (_read_config(model, args), config)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"The student's vocabulary has {sizes[0]} tokens and the teacher's {sizes[1]}. Distillation compares their "
+            "distributions token by token: use a teacher with the student's tokenizer."
+        )
+    experts = number_of_experts(config.to_dict())
+    if args.teacher_precision is not None and experts > 1:
+        raise ValueError(
+            f"`teacher_precision`={args.teacher_precision!r}, but the teacher is a mixture of {experts} experts, which "
+            "stay in 16 bits here. Leave it unset."
+        )
 
 
 def _check_masked_diffusion(config, args, others: dict) -> None:
@@ -369,20 +405,20 @@ def _check_policy(config, args, quantization_config, here: bool) -> None:
         check_prepared(engine, args.rollout_precision)
 
 
-def why_not_packed(config, processing_class) -> str | None:
+def why_not_packed(config, processing_class, whose: str = "policy") -> str | None:
     """
     Returns the reason for which a run cannot compute packed rows, as far as it is known before a model is loaded;
-    `None` if there is none.
+    `None` if there is none. It calls the model `whose`.
     """
     config = config.get_text_config()
     if isinstance(processing_class, ProcessorMixin):
         return "the processor makes images"
     if config.model_type not in FAMILIES:
-        return f"the policy's `model_type`={config.model_type!r} is not among {', '.join(FAMILIES)}"
+        return f"the {whose}'s `model_type`={config.model_type!r} is not among {', '.join(FAMILIES)}"
     if getattr(config, "attn_logit_softcapping", None) is not None:
-        return f"the policy's attention caps logits (`attn_logit_softcapping`={config.attn_logit_softcapping})"
+        return f"the {whose}'s attention caps logits (`attn_logit_softcapping`={config.attn_logit_softcapping})"
     if getattr(config, "attention_dropout", 0.0):
-        return f"the policy's attention has dropout (`attention_dropout`={config.attention_dropout})"
+        return f"the {whose}'s attention has dropout (`attention_dropout`={config.attention_dropout})"
     return None
 
 

@@ -42,7 +42,7 @@ CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 def check_types(args, own_fields) -> None:
     """Raises `ValueError` if one of `own_fields`, or of the fields in `TRL_RANGES`, has a value of another type."""
     hints = get_type_hints(type(args))
-    for name in (*own_fields, *TRL_RANGES):
+    for name in (*own_fields, *_trl_ranges(args)):
         check_type(name, getattr(args, name), hints[name])
 
 
@@ -55,11 +55,16 @@ def check_values(args) -> None:
     check_choice("is_correction", args.is_correction, ALL_CORRECTIONS)
     check_choice("noise_schedule", args.noise_schedule, SCHEDULES)
     check_choice("vllm_mode", args.vllm_mode, VLLM_MODES)
-    for name, allowed in (ranges_of(type(args)) | TRL_RANGES).items():
+    for name, allowed in (ranges_of(type(args)) | _trl_ranges(args)).items():
         check_range(name, getattr(args, name), allowed)
     _check_hyperparameters(args)
     if args.uaq_scale is not None:
         check_scale(args.uaq_scale, "uaq_scale")
+
+
+def _trl_ranges(args) -> dict[str, Range]:
+    """Returns those of [`TRL_RANGES`] that are fields of a config, since TRL's configs have different ones."""
+    return {name: allowed for name, allowed in TRL_RANGES.items() if name in args.__dataclass_fields__}
 
 
 def _check_hyperparameters(args) -> None:

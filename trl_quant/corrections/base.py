@@ -31,7 +31,8 @@ class CorrectionInputs:
         mask (`torch.Tensor` of shape `(B, T)`):
             1 (or `True`) on the completion tokens that count. The other tokens are not read.
         level (`str`, *optional*, defaults to `"token"`):
-            What has a weight: each `"token"`, or each `"sequence"`, whose ratio is the product of its tokens' ratios.
+            What has a weight: each `"token"`; each `"sequence"`, whose ratio is the product of its tokens' ratios; or
+            each `"prefix"`, what stands before a token, whose ratio is the product of the ratios of the tokens in it.
 
     Raises:
         `ValueError`: if the shapes do not match.
@@ -44,8 +45,8 @@ class CorrectionInputs:
     level: str = "token"
 
     def __post_init__(self):
-        if self.level not in ("token", "sequence"):
-            raise ValueError(f"level must be 'token' or 'sequence', got {self.level!r}.")
+        if self.level not in ("token", "sequence", "prefix"):
+            raise ValueError(f"level must be 'token', 'sequence' or 'prefix', got {self.level!r}.")
         shape = self.old_logps.shape
         if len(shape) != 2:
             raise ValueError(f"old_logps must have shape (B, T), got {tuple(shape)}.")
@@ -67,7 +68,7 @@ class CorrectionOutput:
     Args:
         weights (`torch.Tensor` of shape `(B, T)` or `None`):
             Factor on each token's clipped objective. It is exactly 1 on masked tokens. On unscored tokens it is 1 too,
-            unless they share the weight of their sequence. `None` keeps the loss's own.
+            unless it is the weight of their sequence or of their prefix. `None` keeps the loss's own.
         clip_low (`torch.Tensor` of shape `(B, T)` or `None`):
             Lower bound on the ratio `R`; `None` keeps the loss's own.
         clip_high (`torch.Tensor` of shape `(B, T)` or `None`):

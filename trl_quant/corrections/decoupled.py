@@ -13,6 +13,7 @@ unbounded: QuRL fig. 3b shows ratios of 1e5.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .base import CorrectionInputs, CorrectionOutput
 from .diagnostics import diagnose, rollout_ratio, unit_weights
@@ -22,6 +23,8 @@ from .traits import Correction
 @dataclass(frozen=True)
 class Decoupled(Correction):
     """The weight is `w`, bounded only to avoid overflow in float32."""
+
+    weighs_prefixes: ClassVar[bool] = True
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:
         ratio = rollout_ratio(inputs)

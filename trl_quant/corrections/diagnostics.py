@@ -19,7 +19,7 @@ Expectations are means over the `N` tokens, which the behaviour policy drew:
 | `mismatch/ess_ratio` | `E[w]^2 / E[w^2]` | effective sample size divided by `N` |
 | `mismatch/chi_square` | `E[(w - 1)^2]` | chi-square(proximal‖behaviour): never negative |
 | `mismatch/entropy` | `E[-rollout_logps]` | of the sampler, in nats |
-| `mismatch/cap_fraction` | `E[W > C]` | `W` is `w`, or its product over a sequence; 0 without a cap |
+| `mismatch/cap_fraction` | `E[W > C]` | `W` is `w`, or its product over a sequence or a prefix; 0 without a cap |
 | `mismatch/same_fraction` | `E[w = 1]` | tokens with the same log-probability, bit for bit, on both sides |
 | `mismatch/by_position/a-b` | `E[w - 1 - log w]` of tokens a to b | positions in the completion, from 0 |
 | `mismatch/by_turn/a-b` | the same of turns a to b | turns from 1, where tools or environments speak |
@@ -42,6 +42,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from .base import CorrectionInputs
@@ -86,13 +87,16 @@ def rollout_ratio(inputs: CorrectionInputs) -> Ratio:
 
 def unit_weights(inputs: CorrectionInputs, ratio: Ratio) -> Tensor:
     """
-    Returns `(B, T)`: the ratio of each token or, at the level of sequences, its product over the token's sequence.
-    Masked tokens get 1.
+    Returns `(B, T)`: the ratio of each token. At the level of sequences it is the product over the token's sequence, at
+    that of prefixes the product over the tokens before it, 1 for the first. Masked tokens get 1.
     """
     if inputs.level == "token":
         return ratio.w
-    log_w = ratio.log_w.sum(1, keepdim=True).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return torch.where(ratio.counted, log_w.exp(), 1.0)
+    if inputs.level == "prefix":
+        log_w = F.pad(ratio.log_w.cumsum(1)[:, :-1], (1, 0))
+    else:
+        log_w = ratio.log_w.sum(1, keepdim=True)
+    return torch.where(ratio.counted, log_w.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(), 1.0)
 
 
 def diagnose(

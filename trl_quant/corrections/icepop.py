@@ -13,7 +13,7 @@ the level of sequences, where `w` is the product over a sequence, TRL's `sequenc
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 
@@ -30,6 +30,8 @@ class IcePop(Correction):
     """The least `w` of a token that is kept."""
     high: Annotated[float, Range(1)] = 5.0
     """The largest `w` of a token that is kept."""
+
+    weighs_prefixes: ClassVar[bool] = True
 
     def __post_init__(self):
         check_ranges(self)

@@ -25,6 +25,7 @@ class TIS(Correction):
     cap: Annotated[float, Range(1)] = 2.0
     """`C`, the largest weight."""
 
+    weighs_prefixes: ClassVar[bool] = True
     aliases: ClassVar[dict[str, str]] = {"cap": "is_cap"}
 
     def __post_init__(self):

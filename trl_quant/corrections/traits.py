@@ -15,6 +15,7 @@ class Correction:
             It compares the sampler with the current policy: at each update `old_logps` are that policy's, and `R` is 1.
         token_only (`bool`): It needs the ratio of each token (`importance_sampling_level="token"`).
         has_levels (`bool`): Its weights at the level of sequences differ from those of tokens.
+        weighs_prefixes (`bool`): It maps one ratio to one weight, so it can weigh what stands before a token.
         moves_clip_bounds (`bool`): It gives tokens clip bounds of their own, so the loss must clip `R`.
         ignores_sampler (`bool`): It leaves GRPO's loss as if the policy itself had sampled.
         applied_by_trl (`bool`): TRL computes and applies its weights; here it is only measured.
@@ -27,6 +28,7 @@ class Correction:
     every_update: ClassVar[bool] = False
     token_only: ClassVar[bool] = False
     has_levels: ClassVar[bool] = True
+    weighs_prefixes: ClassVar[bool] = False
     moves_clip_bounds: ClassVar[bool] = False
     ignores_sampler: ClassVar[bool] = False
     applied_by_trl: ClassVar[bool] = False

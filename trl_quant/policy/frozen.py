@@ -79,6 +79,11 @@ class FrozenBaseQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs):
         prepared = self.quantization_config.prepared
         layers = dense_linears(model)
+        if not layers:
+            raise ValueError(
+                f"{type(model).__name__} has no linear layers in its decoder to hold in {self.precision!r} (GPT-2's "
+                "are convolutions). Leave that precision unset."
+            )
         if prepared is None:
             self.packer = Packer(layers, self.precision, self.dtype)
             return
@@ -229,21 +234,14 @@ def on_frozen_base(args, model, quantization_config, peft_config, **others) -> d
                 f"`train_precision`={precision!r} is bitsandbytes', which quantizes while it loads: pass the model's "
                 "name, or a model that was loaded with a `BitsAndBytesConfig`."
             )
-        quantization_config = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-        )
-        new = {"quantization_config": quantization_config if isinstance(model, str) else None}
+        quantization_config = in_bitsandbytes() if isinstance(model, str) else None
+        new = {"quantization_config": quantization_config}
         return new | {"peft_config": peft_config, "model_init_kwargs": args.model_init_kwargs}
     if isinstance(model, str):
-        options = {name: init[name] for name in ("revision",) if init.get(name)}
-        config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
-        prepared = None
-        if check_prepared(config, precision, "train_precision"):
-            prepared = list(dict(config.quantization_config)["ignore"])
-            del config.quantization_config
-            init["config"] = config
-        dtype = str(config.dtype or torch.bfloat16).removeprefix("torch.")
-        quantization_config = FrozenBaseConfig(precision, dtype, prepared)
+        quantization_config, config = packed_while_loading(
+            model, precision, "train_precision", args.trust_remote_code, init.get("revision")
+        )
+        init |= config
     else:
         _freeze_loaded(model, precision)
     return {
@@ -251,6 +249,54 @@ def on_frozen_base(args, model, quantization_config, peft_config, **others) -> d
         "peft_config": peft_config and with_frozen_layers(peft_config),
         "model_init_kwargs": init or args.model_init_kwargs,
     }
+
+
+def in_bitsandbytes() -> BitsAndBytesConfig:
+    """Returns the `quantization_config` with which transformers loads a base in bitsandbytes' NF4."""
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+
+
+def packed_while_loading(
+    model: str, precision: str, field: str, trust_remote_code: bool, revision: str | None
+) -> tuple[FrozenBaseConfig, dict]:
+    """
+    Returns the `quantization_config` with which transformers packs a checkpoint while it loads, and a dict of further
+    arguments of `from_pretrained`.
+
+    Args:
+        model (`str`): The checkpoint's name or directory, in 16 bits or written by `trl-quant prepare`.
+        precision (`str`): Key of `PRECISIONS`: `"nvfp4"` or `"mxfp4"`.
+        field (`str`): The config's field that asks for it, for messages.
+        trust_remote_code (`bool`): As in transformers.
+        revision (`str` or `None`): The checkpoint's revision.
+
+    Raises:
+        `ValueError`: The checkpoint is quantized in another way.
+    """
+    options = {"revision": revision} if revision else {}
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **options)
+    prepared, further = None, {}
+    if check_prepared(config, precision, field):
+        prepared = list(dict(config.quantization_config)["ignore"])
+        del config.quantization_config
+        further["config"] = config
+    dtype = str(config.dtype or torch.bfloat16).removeprefix("torch.")
+    return FrozenBaseConfig(precision, dtype, prepared), further
+
+
+def loading_teacher(args, teacher: str) -> dict:
+    """
+    Returns the arguments of `from_pretrained` that load a teacher in the `teacher_precision` of a
+    [`QuantDistillationConfig`].
+    """
+    given = dict(args.teacher_model_init_kwargs or {})
+    if args.teacher_precision in bitsandbytes_bases():
+        return given | {"quantization_config": in_bitsandbytes()}
+    revision = given.get("revision", args.teacher_model_revision)
+    quantization_config, further = packed_while_loading(
+        teacher, args.teacher_precision, "teacher_precision", args.trust_remote_code, revision
+    )
+    return given | {"quantization_config": quantization_config} | further
 
 
 def _freeze_loaded(model: PreTrainedModel, precision: str) -> None:

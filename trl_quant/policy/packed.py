@@ -11,6 +11,8 @@ transformers' flash attention reads the borders of sequences from keywords of it
 shares no prompts.
 """
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,21 +51,71 @@ def attention_of(model: PreTrainedModel) -> str:
     return model.config.get_text_config()._attn_implementation
 
 
-def accept_packed_rows(model: PreTrainedModel) -> None:
+def accept_packed_rows(model: PreTrainedModel, whose: str = "policy") -> None:
     """
-    Sets [`attend`] where a model computes with SDPA. Its results for padded rows stay the same to the bit.
+    Sets [`attend`] where a model computes with SDPA. Its results for padded rows stay the same to the bit. Errors call
+    the model `whose`.
 
     Raises:
         ValueError: The model has attention that reads no borders of sequences, or that drops some of its weights.
     """
     dropout = max((getattr(module, "attention_dropout", 0.0) for module in model.modules()), default=0.0)
     if dropout:
-        raise ValueError(f"the policy's attention has dropout (`attention_dropout`={dropout})")
+        raise ValueError(f"the {whose}'s attention has dropout (`attention_dropout`={dropout})")
     if attention_of(model) == "sdpa":
         model.set_attn_implementation(ATTENTION)
     elif attention_of(model) not in (*SHARING, *FLASH):
         known = ", ".join(repr(name) for name in ("sdpa", *FLASH))
         raise ValueError(f"`attn_implementation`={attention_of(model)!r} is not among {known}")
+
+
+def row_of(packed: Packed, ids: Tensor, shares: bool) -> dict:
+    """Returns the arguments with which a decoder computes a packed row of the padded `ids` (B, S)."""
+    row = {
+        "input_ids": ids.flatten()[packed.rows].unsqueeze(0),
+        "attention_mask": torch.empty(1, 1, 0, 0, device=ids.device),  # with 4 dimensions none is made
+        "position_ids": packed.positions.unsqueeze(0),
+        "use_cache": False,
+        PACKED: packed,
+    }
+    if not shares:
+        row |= {"cu_seq_lens_q": packed.starts, "cu_seq_lens_k": packed.starts}
+        row |= {"max_length_q": packed.longest, "max_length_k": packed.longest}
+    return row
+
+
+class PackedBackbone(nn.Module):
+    """
+    A model whose decoder is called with padded rows and computes a packed one: what TRL's `_get_last_hidden_state`
+    calls in the place of the model. It shares no prompts.
+
+    Parameters:
+        model (`nn.Module`): A causal language model of transformers, with or without an adapter of PEFT.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def base_model(self, input_ids: Tensor, attention_mask: Tensor, **kwargs) -> SimpleNamespace:
+        """
+        Computes the decoder's outputs in one row, as [`PackedRows`] does.
+
+        Args:
+            input_ids (`torch.Tensor`): (B, S), padded on any side.
+            attention_mask (`torch.Tensor`): (B, S), 1 on tokens.
+            kwargs: Ignored: what TRL's heads read.
+
+        Returns:
+            `SimpleNamespace`: Its `last_hidden_state` is (B, S, H), with zeros on padding.
+        """
+        packed = Packed.of(attention_mask, *attention_mask.shape, attention_mask.device)
+        tokens, packed = len(packed.rows), packed.filled_up(TOKENS)
+        row = row_of(packed, input_ids, shares=False)
+        hidden = self.model.base_model(**row).last_hidden_state.squeeze(0)[:tokens]
+        padded = hidden.new_zeros(attention_mask.numel(), hidden.shape[-1])
+        padded = padded.index_copy(0, packed.rows[:tokens], hidden)
+        return SimpleNamespace(last_hidden_state=padded.view(*attention_mask.shape, -1))
 
 
 class PackedRows:
@@ -99,20 +151,13 @@ class PackedRows:
         else:
             packed = Packed.of(attention_mask, *attention_mask.shape, attention_mask.device)
         tokens, packed = len(packed.rows), packed.filled_up(TOKENS)
-        if not self.shares:
-            kwargs |= {"cu_seq_lens_q": packed.starts, "cu_seq_lens_k": packed.starts}
-            kwargs |= {"max_length_q": packed.longest, "max_length_k": packed.longest}
         labels = labels.flatten()[packed.rows]
         first = packed.starts[:-1][packed.starts.diff() > 0].long()
         labels[first] = -100  # the token before it is another segment's
         labels[tokens:] = -100
         output = self.model(
-            input_ids=input_ids.flatten()[packed.rows].unsqueeze(0),
-            attention_mask=torch.empty(1, 1, 0, 0, device=input_ids.device),  # with 4 dimensions none is made
-            position_ids=packed.positions.unsqueeze(0),
             labels=labels.unsqueeze(0),
-            use_cache=False,
-            **{PACKED: packed},
+            **row_of(packed, input_ids, self.shares),
             **kwargs,
         )
         for name in ("log_probs", "entropy"):

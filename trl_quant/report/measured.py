@@ -6,6 +6,7 @@
 from dataclasses import dataclass
 
 from ..config import QuantGRPOConfig
+from ..config.fields import QuantFields
 from ..config.summary import engine_name
 from ..precisions import with_products
 from .memory import Shape
@@ -64,11 +65,13 @@ STEPS = (
 )
 
 
-def cost(args: QuantGRPOConfig, shape: Shape) -> str:
+def cost(args: QuantFields, shape: Shape) -> str:
     """Describes a run's cost against TRL's in BF16, by the measured step that is most like its own."""
     engine = engine_name(args)
     if args.rollout_precision is None:
         return "as TRL's, which this run is"
+    if not isinstance(args, QuantGRPOConfig):
+        return "not measured with this trainer"
     if engine in ("embedded", "shared") or (args.denoises and args.rollout_precision not in with_products()):
         return "not measured; the embedded engine computes in low precision and is not made to be fast"
     found = [step for step in STEPS if _is_like(step, args, shape)] if engine == "colocate" else []

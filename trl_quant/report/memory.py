@@ -209,7 +209,7 @@ def _held(args, shape: Shape, dtype: torch.dtype) -> dict[str, int]:
     if adapted:
         held["adapter"] = FP32_BYTES * shape.adapter  # PEFT holds it in FP32, whatever the policy's type
     held["optimizer"] = trained * _state(args.optim.value, FP32_BYTES if adapted else size)
-    if args.beta != 0 and not adapted:
+    if args.needs_reference and not adapted:
         held["reference"] = policy
     return held
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer
 
-from ..config import QuantGRPOConfig
+from ..config.fields import QuantFields
 from ..config.preflight import check_before_loading, check_machine
 from ..config.summary import summary
 from .measured import cost
@@ -33,7 +33,8 @@ class Plan:
 
     Attributes:
         lines (`list[str]`): The plan in words, to be printed.
-        memory ([`~report.memory.Memory`] or `None`): The estimated memory; `None` if the weights are sharded.
+        memory ([`~report.memory.Memory`] or `None`):
+            The estimated memory; `None` if the weights are sharded, or with a teacher.
         steps (`int`): Optimizer steps.
         refused (`Exception` or `None`): The reason why this machine cannot start the run.
     """
@@ -46,7 +47,7 @@ class Plan:
 
 def make_plan(
     model: str,
-    args: QuantGRPOConfig,
+    args: QuantFields,
     peft_config: PeftConfig | None,
     train_dataset: Dataset,
     card: int | None = None,
@@ -57,11 +58,11 @@ def make_plan(
 
     Args:
         model (`str`): A model's name or directory.
-        args ([`QuantGRPOConfig`]): The run's settings.
+        args ([`~config.fields.QuantFields`]): The run's settings, such as a [`QuantGRPOConfig`].
         peft_config ([`~peft.PeftConfig`] or `None`): The adapter.
         train_dataset (`datasets.Dataset`): The prompts.
         card (`int`, *optional*): Bytes of the GPU; by default this machine's, or 80 GB.
-        others: The trainer's other arguments: `reward_funcs`, `eval_dataset`, `quantization_config`.
+        others: The trainer's other arguments: `reward_funcs` or `teacher_model`, `eval_dataset`, `quantization_config`.
 
     Returns:
         [`Plan`]: The plan.
@@ -101,6 +102,8 @@ def make_plan(
     memory = None
     if args.fsdp_version is not None or args.deepspeed_plugin is not None:
         lines.append("Memory: not estimated where FSDP or DeepSpeed shards the weights")
+    elif not args.has_rewards:
+        lines.append("Memory: not estimated with a teacher")
     else:
         if card is None:
             card = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else CARD
@@ -111,7 +114,7 @@ def make_plan(
     return Plan(lines, memory, total, refused)
 
 
-def number_of_steps(args: QuantGRPOConfig, prompts: int) -> int:
+def number_of_steps(args: QuantFields, prompts: int) -> int:
     """Returns the number of optimizer steps of a run over so many prompts."""
     if args.max_steps > 0:
         return args.max_steps

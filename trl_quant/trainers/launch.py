@@ -2,25 +2,38 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl.rewards import get_soft_overlong_punishment
 
-from ..config import QuantGRPOConfig
+from ..config.fields import QuantFields
 from ..tasks import REWARDS, load_prompts
 from ..tasks.named_rewards import find_reward
+from .distillation import QuantDistillationTrainer
 from .grpo import QuantGRPOTrainer
+from .rloo import QuantRLOOTrainer
 
 
+# The values of `--trainer`
+TRAINERS = {"grpo": QuantGRPOTrainer, "rloo": QuantRLOOTrainer, "distillation": QuantDistillationTrainer}
 DEFAULT_DATASET = "openai/gsm8k"
+REWARD_OPTIONS = ("reward_funcs", "overlong_punishment")  # which a trainer without rewards refuses
 
 
 @dataclass
 class TrainArguments:
     """The options of a run that belong neither to the trainer nor to the model, such as its data and its rewards."""
 
+    trainer: Literal[tuple(TRAINERS)] = field(
+        default="grpo",
+        metadata={
+            "help": "The method. It decides which of TRL's options there are, and their defaults: `--trainer rloo "
+            "--help` lists those of RLOO. 'distillation' needs a `teacher_model_name_or_path`, and has no rewards."
+        },
+    )
     dataset_name: str | None = field(
         default=None,
         metadata={"help": f"Dataset id on the hub, directory, or .json or .jsonl file. If not set, {DEFAULT_DATASET}."},
@@ -48,6 +61,8 @@ class TrainArguments:
     )
 
     def __post_init__(self):
+        if self.trainer not in TRAINERS:
+            raise ValueError(f"`trainer`={self.trainer!r} is unknown. Allowed: {', '.join(map(repr, TRAINERS))}.")
         self.defaults_told = [] if self.dataset_name else [f"No `dataset_name`: the run trains on {DEFAULT_DATASET}."]
         self.dataset_name = self.dataset_name or DEFAULT_DATASET
         if not 0 <= self.overlong_punishment <= 1:
@@ -57,7 +72,7 @@ class TrainArguments:
 
 def trainer_arguments(
     script_args: TrainArguments,
-    training_args: QuantGRPOConfig,
+    training_args: QuantFields,
     model_args: ModelConfig,
     reward_funcs: list[Callable] | None = None,
 ) -> dict:
@@ -66,19 +81,35 @@ def trainer_arguments(
 
     Args:
         script_args ([`TrainArguments`]): The data and the rewards.
-        training_args ([`QuantGRPOConfig`]): The trainer's options. Its `model_init_kwargs` get the model's options.
+        training_args ([`~config.fields.QuantFields`]):
+            The trainer's options, such as a [`QuantGRPOConfig`]. Its `model_init_kwargs` get the model's options.
         model_args ([`~trl.ModelConfig`]): The model's options.
         reward_funcs (`list[Callable]`, *optional*): Further reward functions.
 
     Returns:
-        `dict`: The keyword arguments of [`QuantGRPOTrainer`], and of [`~report.plan.make_plan`].
+        `dict`: The keyword arguments of the trainer, and of [`~report.plan.make_plan`].
+
+    Raises:
+        `ValueError`: Options that do not fit the trainer, or data that do not fit the rewards.
     """
+    expected = TRAINERS[script_args.trainer].config_class
+    if not isinstance(training_args, expected):
+        raise ValueError(
+            f"`trainer`={script_args.trainer!r} takes the options of a {expected.__name__}, and these are those of a "
+            f"{type(training_args).__name__}. Write `--trainer {script_args.trainer}` in full, or leave it out."
+        )
+    if not training_args.has_rewards:
+        _check_distillation(script_args, training_args, reward_funcs)
     told = list(script_args.defaults_told)
     if training_args.rollout_precision is None:
         told.append("No `rollout_precision` and no `train_precision`: nothing is quantized.")
     if training_args.process_index == 0:
         print("\n".join(told), end="\n" if told else "")
-    overlong = _overlong_punishment(script_args.overlong_punishment, training_args.max_completion_length)
+    if training_args.has_rewards:
+        overlong = _overlong_punishment(script_args.overlong_punishment, training_args.max_completion_length)
+        goal = {"reward_funcs": [*script_args.rewards, *(reward_funcs or []), *overlong]}
+    else:
+        goal = {"teacher_model": training_args.teacher_model_name_or_path}
     datasets = load_data(script_args, training_args, model_args)
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
@@ -88,7 +119,7 @@ def trainer_arguments(
     }
     return {
         "model": model_args.model_name_or_path,
-        "reward_funcs": [*script_args.rewards, *(reward_funcs or []), *overlong],
+        **goal,
         "args": training_args,
         "quantization_config": get_quantization_config(model_args),
         "peft_config": get_peft_config(model_args),
@@ -97,7 +128,7 @@ def trainer_arguments(
 
 
 def load_data(
-    script_args: TrainArguments, training_args: QuantGRPOConfig, model_args: ModelConfig
+    script_args: TrainArguments, training_args: QuantFields, model_args: ModelConfig
 ) -> dict[str, Dataset | None]:
     """Loads the trainer's `train_dataset` and, if evaluation is on, its `eval_dataset`."""
     try:
@@ -116,21 +147,32 @@ def load_data(
     datasets = {}
     for key, (name, split) in sources.items():
         datasets[key] = load_prompts(name, split, script_args.dataset_config, tokenizer)
-        _check_answers(script_args.reward_funcs, name, datasets[key].column_names)
+        if training_args.has_rewards:
+            _check_answers(script_args.reward_funcs, name, datasets[key].column_names)
     return datasets
 
 
-def train(arguments: dict, trainer_class: type | None = None) -> None:
-    """
-    Trains with these [`trainer_arguments`], or resumes the run, and saves the model and the trainer's state. Without a
-    `trainer_class` the trainer is a [`QuantGRPOTrainer`].
-    """
+def train(arguments: dict, trainer_class: type) -> None:
+    """Trains with these [`trainer_arguments`], or resumes the run, and saves the model and the trainer's state."""
     args = arguments["args"]
-    trainer = (trainer_class or QuantGRPOTrainer)(**arguments)
+    trainer = trainer_class(**arguments)
     resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
     trainer.save_model(args.output_dir)
     trainer.save_state()
+
+
+def _check_distillation(script_args: TrainArguments, training_args: QuantFields, reward_funcs) -> None:
+    """Refuses rewards, which distillation does not have, and a run without a teacher."""
+    defaults = TrainArguments()
+    given = [name for name in REWARD_OPTIONS if getattr(script_args, name) != getattr(defaults, name)]
+    if given or reward_funcs:
+        raise ValueError(
+            f"`{(given or ['reward_funcs'])[0]}` acts only with a trainer that has rewards, and `trainer`="
+            f"{script_args.trainer!r}. Leave it out."
+        )
+    if training_args.teacher_model_name_or_path is None:
+        raise ValueError("`teacher_model_name_or_path`=None: name the teacher, a hub id or a directory.")
 
 
 def _check_answers(reward_funcs: list[str], dataset_name: str, columns: Sequence[str]) -> None:

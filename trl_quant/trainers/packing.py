@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 def packed_rows(trainer) -> Callable[..., PackedRows] | None:
     """
-    Decides whether a built trainer computes packed rows, and prepares its policy and reference for them.
+    Decides whether a built trainer computes packed rows, and prepares its policy and reference or teacher for them.
 
     Returns:
         `Callable` or `None`: Makes [`PackedRows`] of a model and the columns of its prompts; `None` if the trainer
@@ -43,14 +43,20 @@ def packed_rows(trainer) -> Callable[..., PackedRows] | None:
     args = trainer.args
     if args.pack_sequences is False or (args.pack_sequences is None and args.rollout_precision is None):
         return None
-    models = [trainer.model, getattr(trainer, "ref_model", None)]
-    models = [trainer.accelerator.unwrap_model(model) for model in models if model is not None]
-    models = [model.get_base_model() if is_peft_model(model) else model for model in models]
-    why_not = why_not_packed(models[0].config, trainer.processing_class)
+    named = {
+        "policy": trainer.model,
+        "reference": getattr(trainer, "ref_model", None),
+        "teacher": getattr(trainer, "teacher_model", None),
+    }
+    named = {name: trainer.accelerator.unwrap_model(model) for name, model in named.items() if model is not None}
+    named = {name: model.get_base_model() if is_peft_model(model) else model for name, model in named.items()}
+    faults = [why_not_packed(model.config, trainer.processing_class, name) for name, model in named.items()]
+    why_not = next(filter(None, faults), None)
+    models = named.values()
     if why_not is None:
         try:
-            for model in models:
-                accept_packed_rows(model)
+            for name, model in named.items():
+                accept_packed_rows(model, name)
         except ValueError as error:
             why_not = str(error)
     if why_not is None:

@@ -16,6 +16,7 @@ from trl.extras.profiling import profiling_context
 from ..config.preflight import check_before_loading
 from ..policy.adapters import leave_casts_to_autocast
 from ..policy.frozen import on_frozen_base
+from ..policy.packed import PackedBackbone
 from ..policy.unified import check_flow, flow, follow_engine, restore, train_as_sampled
 from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
 from ..rollout.engine import Engine
@@ -31,15 +32,16 @@ from .reward_calls import RewardCalls
 
 class QuantRollouts:
     """
-    Mixin for a trainer of TRL's that builds a `VLLMGeneration` and samples from it, such as `GRPOTrainer` or
-    `RLOOTrainer`. Without a `rollout_precision` TRL generates as it always does.
+    Mixin for a trainer of TRL's that builds a `VLLMGeneration` and samples from it, such as `GRPOTrainer`,
+    `RLOOTrainer` or `DistillationTrainer`. Without a `rollout_precision` TRL generates as it always does.
 
-    It needs four properties of TRL's trainer, which tests check on both: its constructor looks up `VLLMGeneration` in
-    its module; `_generate` samples a generation, in one or more calls of `_generate_single_turn`; `_calculate_rewards`
-    calls `reward_funcs`; `_metrics["train"]` and `["eval"]` hold lists of values until they are logged.
+    It needs four properties of TRL's trainer, which tests check on all: its constructor looks up `VLLMGeneration` in
+    its module; `_generate` samples a generation, in one or more calls of `_generate_single_turn`; `_calculate_rewards`,
+    where there are rewards, calls `reward_funcs`; `_metrics["train"]` and `["eval"]` hold lists of values until they
+    are logged.
 
-    The mixin does not use the sampler's log-probabilities. The losses of GRPO ([`~trainers.correction_step`]) and RLOO
-    ([`~trainers.rloo`]) compute weights from them.
+    The mixin does not use the sampler's log-probabilities. The losses of GRPO ([`~trainers.correction_step`]), RLOO
+    ([`~trainers.rloo`]) and distillation ([`~trainers.distillation`]) compute weights from them.
 
     Attributes:
         runs (`list[str]`): Names of the runs that this one continues, followed by its own.
@@ -204,7 +206,7 @@ class QuantRollouts:
             self.log_values(self._engine.take_metrics())
         return output
 
-    # Score: the policy and its reference compute packed rows
+    # Score: the policy and its reference or teacher compute packed rows
 
     def _prepare_inputs(self, generation_batch):
         with nullcontext() if self._packed_rows is None else packed_batches(self):
@@ -216,6 +218,11 @@ class QuantRollouts:
         return super()._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
+
+    def _get_last_hidden_state(self, unwrapped_model, *args, **kwargs):  # of distillation
+        if self._packed_rows is not None:
+            unwrapped_model = PackedBackbone(unwrapped_model)
+        return super()._get_last_hidden_state(unwrapped_model, *args, **kwargs)
 
     # Reward: each function must return in time, and each reward must be finite
 

@@ -18,8 +18,8 @@ The value is that of `logps_t`, so `R` and what is clipped stay as they are. The
 The logged loss has no weights in it for that reason; only the gradient has.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 from trl import RLOOTrainer
@@ -29,32 +29,19 @@ from ..config.preflight import name_of
 from ..rollout.sampling_options import biasing_options
 from ..trl_seams import exchanged
 from .checks import check_method
-from .correction_step import CorrectionStep
+from .correction_step import scores_in_one_pass
+from .hearing import HearingStep
 from .introduction import PACKAGE_TAG
 from .quantized import QuantRollouts
 
 
-class Heard:
-    """Stands in for an engine and passes on what it samples, because TRL's RLOO drops the log-probabilities."""
-
-    def __init__(self, engine, hear: Callable[[list], None]):
-        self.engine, self.hear = engine, hear
-
-    def __getattr__(self, name: str):
-        return getattr(self.engine, name)
-
-    def generate(self, *args, **kwargs) -> tuple:
-        samples = self.engine.generate(*args, **kwargs)
-        self.hear([[drawn for drawn, *_ in row] for row in samples[2]])
-        return samples
-
-
-class RLOOCorrectionStep(CorrectionStep):
+class RLOOCorrectionStep(HearingStep):
     """
     The correction of an RLOO trainer, and its state between two calls of TRL. Without a correction it does nothing.
 
     TRL's RLOO always scores the old policy, whose sum over a completion its loss reads, so there is a ratio for every
-    token. In one pass (`every_update`) the current policy takes its place at each update, and R = 1.
+    token. In one pass the current policy takes its place at each update, and R = 1. Unless the KL term of the rewards
+    reads the old policy too, its scoring is then saved.
 
     The calls in their order, with what is read and written at each:
 
@@ -72,47 +59,32 @@ class RLOOCorrectionStep(CorrectionStep):
     9. `_compute_loss` ends, and the copy is dropped.
 
     Attributes:
-        heard (`list` or `None`): The log-probability of each sampled token, until `_generate` ends.
         old_logps (`torch.Tensor` or `None`): The old policy's log-probabilities `(B, T)` of the generation in work.
     """
 
-    heard: list[list[float | None]] | None = None
     old_logps: Tensor | None = None
 
     @property
     def trl_scores(self) -> bool:
         return not self.trainer.one_pass
 
-    @property
-    def trl_logs(self) -> bool:
-        return False
-
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        self.forget_last()
-        with exchanged(self, samples=None, heard=None, old_logps=None):
+        with super().scoring(), exchanged(self, old_logps=None):
             yield
-
-    def listening(self) -> AbstractContextManager:
-        """Context of TRL's `_generate_single_turn`."""
-        trainer = self.trainer
-        if self.correction is None or not trainer.use_vllm:
-            return nullcontext()
-        return exchanged(trainer, vllm_generation=Heard(trainer.vllm_generation, self.hear))
-
-    def hear(self, logps: list[list[float | None]]) -> None:
-        self.heard = logps
-
-    def take_samples(self, completions: list[list[int]]) -> None:
-        """Takes what was heard of each completion. A subclass of the trainer may have cut it."""
-        if self.heard is not None:
-            self.samples = [logps[: len(ids)] for logps, ids in zip(self.heard, completions, strict=True)]
 
     def saves_pass(self) -> bool:
         """Whether [`take_old_logps`] replaces the next pass of TRL: the first one after it sampled."""
-        return self.old_logps is None and self.samples is not None and self.knows_old_logps()
+        if self.old_logps is not None or self.samples is None:
+            return False
+        is_unread = self.trainer.one_pass and not self.trainer.args.needs_reference
+        return is_unread or self.knows_old_logps()
 
     def take_old_logps(self) -> Tensor:
+        """
+        Returns what stands in for TRL's pass, `(B, T)`: the sampler's log-probabilities. In one pass each loss writes
+        its own over them.
+        """
         if not self.trainer.one_pass:
             self.measure_in_first_update()
         self.old_logps = self.padded(self.samples)
@@ -164,7 +136,8 @@ class QuantRLOOTrainer(QuantRollouts, RLOOTrainer):
     ```
 
     Attributes:
-        one_pass (`bool`): Whether the correction compares the sampler with the current policy at each update.
+        one_pass (`bool`): Whether the loss's own forward scores the tokens for the correction: with `beta=0` and one
+            update per generation, or if the correction compares the sampler with the current policy at each update.
         correction_step ([`RLOOCorrectionStep`]): The correction, on its way through TRL's loss.
     """
 
@@ -192,7 +165,8 @@ class QuantRLOOTrainer(QuantRollouts, RLOOTrainer):
             args = self.config_class.from_trl(args)
         check_method(self, args)
         correction = args.correction()
-        self.one_pass = correction is not None and correction.every_update
+        is_read_once = args.one_update_per_generation and not args.needs_reference
+        self.one_pass = scores_in_one_pass(correction, is_read_once)
         same_bits = args.exact_rollouts and not biasing_options(args)
         self.correction_step = RLOOCorrectionStep(self, correction, args.importance_sampling_level, same_bits)
         super().__init__(
@@ -225,7 +199,7 @@ class QuantRLOOTrainer(QuantRollouts, RLOOTrainer):
 
     def _generate(self, prompts):
         generated = super()._generate(prompts)
-        self.correction_step.take_samples(generated[1])  # token ids of the completions
+        self.correction_step.take_samples(*generated[:2])  # token ids of the prompts and of the completions
         return generated
 
     def _compute_loss(self, model, inputs):

@@ -1,0 +1,77 @@
+"""The config of the distillation trainer: TRL's `DistillationConfig` with the fields of this package."""
+
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
+
+from trl import DistillationConfig
+
+from ..precisions import frozen_bases
+from .consistency import check_distillation
+from .fields import QuantFields, documentation
+from .values import check_choice, listed
+
+
+@dataclass
+class TeacherFields:
+    """The teacher's precision."""
+
+    teacher_precision: str | None = field(
+        default=None,
+        metadata={
+            "help": f"Number format of the teacher's decoder: {listed(frozen_bases())}. The teacher is quantized while "
+            "it loads, so it must be given by its name. The student then learns what the quantized teacher says. If "
+            "not set, the teacher computes as it is loaded."
+        },
+    )
+
+
+TEACHING = {"the teacher": TeacherFields}
+
+
+@dataclass
+class QuantDistillationConfig(TeacherFields, QuantFields, DistillationConfig):
+    """
+    Configuration of [`QuantDistillationTrainer`]: all fields of TRL's [`~trl.DistillationConfig`], those of
+    [`~config.fields.QuantFields`], and the one below. With the defaults alone, the trainer is TRL's
+    `DistillationTrainer`.
+
+    `use_vllm` and `rollout_precision` decide where the student's samples come from, as in [`QuantGRPOConfig`]. Unlike
+    there, `is_correction` is "none" by default with a `rollout_precision`. Allowed are "none", and the corrections that
+    can weigh what stands before a token: "decoupled", "tis" and "icepop".
+    """
+
+    trl_config: ClassVar[type] = DistillationConfig
+    has_correction: ClassVar[bool] = True
+    has_rewards: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False  # here `beta` chooses the divergence
+
+    # What TRL's other configs have as fields is fixed in this trainer
+    num_generations: ClassVar[int] = 1
+    num_iterations: ClassVar[int] = 1
+    sync_ref_model: ClassVar[bool] = False
+    use_transformers_continuous_batching: ClassVar[bool] = False
+
+    @property
+    def steps_per_generation(self) -> int:
+        """Micro-batches of a generation. They are those of one optimizer step."""
+        return self.gradient_accumulation_steps
+
+    @property
+    def generation_batch_size(self) -> int:
+        """Completions of a generation, on all ranks together."""
+        return self.per_device_train_batch_size * self.world_size * self.gradient_accumulation_steps
+
+    @classmethod
+    def own_fields(cls) -> list[str]:
+        return [*super().own_fields(), *(f.name for f in fields(TeacherFields))]
+
+    def _default_correction(self) -> str:
+        return "trl" if self.rollout_precision is None else "none"
+
+    def _check(self):
+        check_choice("teacher_precision", self.teacher_precision, frozen_bases())
+        super()._check()
+        check_distillation(self)
+
+
+QuantDistillationConfig.__doc__ = (QuantDistillationConfig.__doc__ or "") + documentation(TEACHING)

@@ -1,0 +1,191 @@
+"""`QuantDistillationTrainer`: quantized rollouts for TRL's `DistillationTrainer`, and a correction in its loss.
+
+On-policy distillation (GKD, arXiv 2306.13649) minimises, over completions `y` that the student itself writes, the
+divergence D of the student's next-token distribution from the teacher's, at each place t:
+
+    L = E_{y ~ pi} [ 1/N sum_t D(y_<t) ],    D(y_<t) = D(pi(. | y_<t), teacher(. | y_<t))
+
+The gradient goes through D alone, not through the sampling:
+
+    grad L = E_{y ~ pi} [ 1/N sum_t grad D(y_<t) ]
+
+If a quantized sampler mu writes the completions, a place is reached with another probability. Importance sampling
+repairs that:
+
+    grad L = E_{y ~ mu} [ 1/N sum_t W_t grad D(y_<t) ],    W_t = prod_{s < t} pi(y_s | y_<s) / mu(y_s | y_<s)
+
+| symbol | here |
+|---|---|
+| `pi`, the student in training | `old_logps`, from the hidden states of the loss itself |
+| `mu`, the sampler | `rollout_logps` |
+| `W_t`, the weight of the prefix before the token t | `unit_weights` at the level `"prefix"`; `W_0` is 1 |
+
+D looks at no drawn token y_t, so that token's own ratio repairs nothing: given `y_<t` its mean is 1. It would add
+noise, and capped it would only make the step smaller. Nor have the tokens after t a part in W_t.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from trl import DistillationTrainer
+
+from ..config import QuantDistillationConfig
+from ..config.preflight import name_of
+from ..corrections.batch import counted
+from ..policy.frozen import loading_teacher
+from ..trl_seams import divergences_by, exchanged
+from .checks import check_method
+from .hearing import HearingStep
+from .introduction import PACKAGE_TAG
+from .quantized import QuantRollouts
+from .reward_calls import limited_tool
+
+
+class DistillationCorrectionStep(HearingStep):
+    """
+    The correction of a distillation trainer, and its state between two calls of TRL. Without a correction it does
+    nothing.
+
+    A generation serves one update, so the policy of the loss is the one that was sampled from, and the loss's own
+    hidden states score the tokens: one more product with the head, without a gradient.
+
+    The calls in their order, with what is read and written at each:
+
+    1. `_generate_and_score_completions` begins. [`scoring`] forgets the last generation.
+    2. TRL samples, in one or more turns. [`listening`] stands between it and the engine, and hears the
+       log-probabilities.
+    3. `_generate` ends. [`take_samples`] keeps them for the tokens of the completions.
+    4. `_generate_and_score_completions` ends. [`before_loss`] adds `sampling_per_token_logps` to the batch.
+    5. TRL shuffles the batch and splits it into micro-batches. What was written moves with its rows.
+    6. `_compute_loss` begins, for each micro-batch. [`during_loss`] opens a copy of the micro-batch.
+    7. TRL's loss computes the divergence of each token. [`weighted`] scores the tokens, writes their weights into the
+       copy, logs after the last micro-batch of the generation, and returns the weighted divergences.
+    8. `_compute_loss` ends, and the copy is dropped.
+    """
+
+    def before_loss(self, batch: dict[str, Tensor]) -> None:
+        if self.samples is None:
+            return
+        batch["sampling_per_token_logps"] = self.padded(self.samples)
+        # Distillation has no advantages, and its config allows no correction that reads them
+        batch["advantages"] = torch.zeros(len(self.samples), device=batch["completion_mask"].device)
+
+    @contextmanager
+    def during_loss(self, batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        if "sampling_per_token_logps" not in batch:
+            yield batch
+            return
+        with exchanged(self, open_batch=dict(batch)), divergences_by(type(self.trainer), self.weighted):
+            yield self.open_batch
+
+    def weighted(self, divergences: Tensor, score: Callable[[Tensor], Tensor]) -> Tensor:
+        """
+        Returns the divergences times their weights.
+
+        Args:
+            divergences (`torch.Tensor` of shape `(N,)`): In nats, as in [`~trl_seams.divergences_by`].
+            score (`Callable`): Likewise.
+        """
+        batch = self.open_batch
+        ids, mask = batch["completion_ids"], counted(batch).bool()
+        places = mask if len(divergences) != ids.numel() else torch.ones_like(mask)
+        logps = divergences.new_zeros(ids.shape)
+        logps[places] = score(ids[places])
+        self.write_into_open_batch(logps)
+        return divergences * batch["importance_sampling_ratio"][places]
+
+
+class QuantDistillationTrainer(QuantRollouts, DistillationTrainer):
+    """
+    TRL's [`~trl.DistillationTrainer`] with quantized rollouts, weights for what they have written, and a teacher that
+    may be quantized. It takes the arguments of `DistillationTrainer`. With [`QuantDistillationConfig`]'s defaults, a
+    plain [`~trl.DistillationConfig`] or `args=None` it is `DistillationTrainer`.
+
+    ```python
+    >>> trainer = QuantDistillationTrainer(
+    ...     model="Qwen/Qwen2.5-0.5B-Instruct",
+    ...     teacher_model="Qwen/Qwen2.5-7B-Instruct",
+    ...     args=QuantDistillationConfig(use_vllm=True, rollout_precision="fp8", teacher_precision="nvfp4"),
+    ...     train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+    ... )
+    >>> trainer.train()
+    ```
+
+    Attributes:
+        one_pass (`bool`): Whether the loss's own forward scores the tokens for the correction. It always does.
+        correction_step ([`DistillationCorrectionStep`]): The correction, on its way through TRL's loss.
+    """
+
+    config_class = QuantDistillationConfig
+    one_pass = True
+    _tag_names = [*DistillationTrainer._tag_names, PACKAGE_TAG]
+
+    def __init__(
+        self,
+        model,
+        teacher_model=None,
+        args=None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class=None,
+        callbacks=None,
+        optimizers=(None, None),
+        quantization_config=None,
+        peft_config=None,
+        tools=None,
+    ):
+        name = name_of(model)
+        if args is None:
+            args = self.config_class(f"{name.split('/')[-1]}-Distillation")
+        elif not isinstance(args, QuantDistillationConfig):
+            args = self.config_class.from_trl(args)
+        if tools:
+            tools = [limited_tool(tool, args.reward_timeout) for tool in tools]
+        check_method(self, args)
+        correction = args.correction()
+        self.correction_step = DistillationCorrectionStep(self, correction, level="prefix", same_bits=False)
+        self._given_teacher = teacher_model
+        super().__init__(
+            model=model,
+            teacher_model=teacher_model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+        )
+        del self._given_teacher
+        if correction is not None and self.use_vllm:
+            self.vllm_generation.logprobs = 0  # the drawn token's; TRL asks for none
+
+    def fields_while_built(self, args) -> dict:
+        if args.teacher_precision is None:
+            return {}
+        return {"teacher_model_init_kwargs": loading_teacher(args, self._given_teacher)}
+
+    # The correction, in the order of `DistillationCorrectionStep`'s timeline
+
+    def _generate_and_score_completions(self, inputs):
+        with self.correction_step.scoring():
+            output = super()._generate_and_score_completions(inputs)
+            self.correction_step.before_loss(output)
+        return output
+
+    def _generate_single_turn(self, *args, **kwargs):
+        with self.correction_step.listening():
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def _generate(self, prompts):
+        generated = super()._generate(prompts)
+        self.correction_step.take_samples(*generated[:2])  # token ids of the prompts and of the completions
+        return generated
+
+    def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
+        with self.correction_step.during_loss(inputs) as batch:
+            return super()._compute_loss(unwrapped_student, batch, num_items_in_batch)
