@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
+from accelerate.utils import is_peft_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.extras.profiling import profiling_context
 
@@ -56,6 +57,7 @@ class QuantRollouts:
             "peft_config": peft_config,
         }
         args.is_taken = True
+        args.resolve_for(adapted=peft_config is not None or (not isinstance(model, str) and is_peft_model(model)))
         check_before_loading(model=model, args=args, **given)
         if not isinstance(model, str):
             restore(model)  # undoes what an earlier trainer did to this model
