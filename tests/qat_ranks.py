@@ -22,6 +22,7 @@ def train(precision: str, tuning: str, path: Path) -> dict:
     found = {"log": log(ours), "weights": sums} | codes(ours, precision, end)
     found["sharded"] = all(isinstance(param, DTensor) for param in ours.model.parameters())
     found["moved"] = sum(not torch.equal(ours.start[name], tensor) for name, tensor in end.items())
+    found["prepared"] = prepared(ours, precision, path)
     if tuning == "full":
         resumed = whole(trained(precision, "full", path / "ours", sharded, resume=True))
         found["resumed"] = all(tensor.equal(resumed[name]) for name, tensor in end.items())
@@ -43,28 +44,24 @@ def codes(trainer, precision: str, end: dict[str, Tensor]) -> dict:
     product, seen = qat.frozen_product, {True: [], False: []}
 
     def multiply(x, bias, values, scale, shared, *rest):
-        seen[rest[-1]].append(tuple(bytes_of(tensor) for tensor in (values, scale, shared)))
+        seen[rest[-1]].append(bytes_of(values, scale, shared))
         return product(x, bias, values, scale, shared, *rest)
 
-    engine = trainer.vllm_generation
-    layers = engine.weights.unified(precision)
+    sent = codes_sent(trainer, precision)
     qat.frozen_product = multiply
     trainer.model.train()
     trainer.model(input_ids=torch.arange(8).view(1, -1), use_cache=False).logits.sum().backward()
     trainer.model.zero_grad()
     qat.frozen_product = product
-    sent = dict(engine.quantized_as_trained(engine._iter_named_params()))
-    sent = {name: sent[f"{name}.weight"] for name in layers}
-    sent = {name: tuple(bytes_of(tensor) for tensor in (q.values, q.scale, q.global_scale)) for name, q in sent.items()}
 
     def stored(name: str, dtype: torch.dtype) -> tuple:
         fused = [end[f"{other}.weight"].to(dtype) for other in fused_with(name) if f"{other}.weight" in end]
         shared = global_scale(*fused) if precision == "nvfp4" else None
         q = quantize(end[f"{name}.weight"].to(dtype), precision, shared)
-        return tuple(bytes_of(tensor) for tensor in (q.values, q.scale, q.global_scale))
+        return bytes_of(q.values, q.scale, q.global_scale)
 
     return {
-        "layers": len(layers),
+        "layers": len(sent),
         "forward": sum(q in seen[True] for q in sent.values()),
         "backward": sum(q in seen[False] for q in sent.values()),
         "stored": sum(q == stored(name, torch.float32) for name, q in sent.items()),
@@ -72,5 +69,31 @@ def codes(trainer, precision: str, end: dict[str, Tensor]) -> dict:
     }
 
 
-def bytes_of(tensor: Tensor | None) -> bytes | None:
-    return None if tensor is None else tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+def codes_sent(trainer, precision: str) -> dict[str, tuple]:
+    """Layer -> the bytes of the codes and scales that its engine gets. Collective."""
+    engine = trainer.vllm_generation
+    sent = dict(engine.quantized_as_trained(engine._iter_named_params()))
+    found = {name: sent[f"{name}.weight"] for name in engine.weights.unified(precision)}
+    return {name: bytes_of(q.values, q.scale, q.global_scale) for name, q in found.items()}
+
+
+def prepared(trainer, precision: str, path: Path) -> int:
+    """Of how many layers `trl-quant prepare` writes the codes that the engine gets, from the saved policy."""
+    from trl_quant.cli import main as command
+    from trl_quant.storage.files import read_heads, read_tensors, weight_files
+    from trl_quant.storage.layout import read_quantized
+
+    sent = codes_sent(trainer, precision)
+    trainer.save_model(path / "saved")
+    if trainer.accelerator.is_main_process:
+        arguments = {"--model": path / "saved", "--format": precision, "--output": path / "packed"}
+        command(["prepare", *(str(word) for pair in arguments.items() for word in pair)])
+    trainer.accelerator.wait_for_everyone()
+    heads = read_heads(weight_files(path / "packed"))
+    read = read_quantized(read_tensors(heads, list(heads), "cpu"), precision, torch.float32)
+    return sum(bytes_of(q.values, q.scale, q.global_scale) == sent[name] for name, q in read.items())
+
+
+def bytes_of(*tensors: Tensor | None) -> tuple:
+    given = [None if tensor is None else tensor.detach().cpu().contiguous().view(torch.uint8) for tensor in tensors]
+    return tuple(tensor if tensor is None else tensor.numpy().tobytes() for tensor in given)

@@ -39,7 +39,7 @@ def test_ranks_that_hold_the_policy_whole(found, launch):
     """Both train one policy, sample with its codes, which are those of a checkpoint, and resume bit for bit."""
     left, right = found(launch, CASES[0])
     assert left == right and left["resumed"] and not left["sharded"]
-    assert left["layers"] == left["forward"] == left["stored"] == 14 and left["moved"] > 14
+    assert left["layers"] == left["forward"] == left["prepared"] == left["stored"] == 14 and left["moved"] > 14
     assert all(abs(entry["mismatch/kl_k3"]) < 1e-9 for entry in left["log"])
     assert len({entry["reward"] for entry in left["log"]}) == 3
 
@@ -52,7 +52,7 @@ def test_a_policy_in_parts(found, case):
     """
     left, right = found("fsdp2", case)
     assert left == right and left["sharded"] and left["resumed"] and left["gap"] == 0
-    assert left["layers"] == left["forward"] == left["stored"] == 14
+    assert left["layers"] == left["forward"] == left["prepared"] == left["stored"] == 14
     assert left["rounded"] < 14
     for ours, theirs in zip(left["log"], left["other"], strict=True):
         assert all(ours[name] == theirs[name] for name in ("loss", "reward", "kl"))
@@ -63,5 +63,5 @@ def test_weights_that_are_gathered_in_bf16(found):
     """Then Q is of the rounded weights, in both passes and in the engine."""
     left, right = found("fsdp2", ROUNDED)
     assert left == right and left["sharded"]
-    assert left["layers"] == left["forward"] == left["rounded"] == 14 > left["stored"]
+    assert left["layers"] == left["forward"] == left["prepared"] == left["rounded"] == 14 > left["stored"]
     assert all(abs(entry["mismatch/kl_k3"]) < 1e-3 for entry in left["log"])
