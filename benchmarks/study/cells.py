@@ -70,8 +70,8 @@ class Cell:
         lora_rank (`int`): Of the adapter that is trained; 0 trains all weights.
         hidden_size (`int`): Channels of the model, a multiple of 128.
         num_hidden_layers (`int`): Layers of the model.
-        served (`str`): Precisions, with spaces between, in which the policy is also judged as it would be served, at its
-            start and its end; one that trains in another is quantized for that.
+        served (`str`): Precisions, with spaces between, in which the policy is also judged at its end, as it would be
+            served; one that trains in another is quantized for that.
     """
 
     name: str

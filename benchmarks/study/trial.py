@@ -82,7 +82,7 @@ class Log(TrainerCallback):
             file.write(json.dumps({"step": step, **entry}) + "\n")
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.write(0, {"eval_accuracy": self.accuracy(model)} | self.as_served(model))
+        self.write(0, {"eval_accuracy": self.accuracy(model)})
 
     def on_log(self, args, state, control, model=None, logs=None, **kwargs):
         self.write(state.global_step, logs)
@@ -108,6 +108,7 @@ def quantized(model: nn.Module, precision: str) -> nn.Module:
     if any(getattr(layer, "precision", None) == precision for layer in model.modules()):
         return model
     copied = deepcopy(model)
+    vars(copied).pop("forward", None)  # TRL's, which calls the policy's modules
     unify(copied, precision)
     return copied
 
