@@ -15,6 +15,7 @@ from trl_quant.formats import QuantizedTensor
 from trl_quant.layers import FrozenLinear, QATLinear
 from trl_quant.policy.frozen import FrozenBaseConfig, freeze
 from trl_quant.precisions import PRECISIONS, frozen_bases, qat_precisions
+from trl_quant.report.trained import Trained
 from trl_quant.rollout import SharedEngine, TransformersEngine
 from trl_quant.storage.files import read_heads, read_tensors, weight_files
 from trl_quant.storage.layout import checkpoint_stream, checkpoint_tensors, read_quantized
@@ -150,6 +151,9 @@ def test_save_and_prepare_write_the_model_that_was_trained(tmp_path, precision, 
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=getattr(torch, dtype))
     own = parameters(trainer)
     assert all(torch.equal(own[name], tensor) for name, tensor in saved.named_parameters())
+
+    read = Trained.find(str(tmp_path / "saved")).policy(precision, torch.float32, merged=True)  # as reports do
+    assert all(same_codes(layers_of(read)[name].codes(), x.codes()) for name, x in layers_of(trainer.model).items())
 
     packed = str(tmp_path / "packed")
     command(["prepare", "--model", str(tmp_path / "saved"), "--format", precision, "--output", packed])
