@@ -122,8 +122,10 @@ class Trained:
             config = PeftConfig.from_pretrained(self.path)
             model = PeftModel.from_pretrained(model, self.path, config=with_frozen_layers(config) if frozen else config)
         if precision != BF16 and not frozen:
-            as_loaded = merged and not for_four_bits
-            unify(model, precision, merged, None if as_loaded else checkpoint_dtype(self.base, self.trust))
+            rounds_to = None if merged else checkpoint_dtype(self.base, self.trust)
+            if for_four_bits:
+                rounds_to = gathered_dtype(model.config.to_dict()) or checkpoint_dtype(self.base, self.trust)
+            unify(model, precision, merged, rounds_to)
         return model.eval()
 
 
