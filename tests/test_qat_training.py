@@ -15,6 +15,7 @@ from trl_quant.formats import QuantizedTensor
 from trl_quant.layers import FrozenLinear, QATLinear
 from trl_quant.policy.frozen import FrozenBaseConfig, freeze
 from trl_quant.precisions import PRECISIONS, frozen_bases, qat_precisions
+from trl_quant.report.memory import Shape, estimate
 from trl_quant.report.trained import Trained
 from trl_quant.rollout import SharedEngine, TransformersEngine
 from trl_quant.storage.files import read_heads, read_tensors, weight_files
@@ -277,6 +278,19 @@ def test_defaults_that_depend_on_the_adapter(tmp_path):
     given = config(QuantGRPOConfig, tmp_path, **settings, vllm_sleep_level=1)
     given.resolve_for(adapted=False)
     assert (given.lora_sync, given.vllm_sleep_level) == ("merge", 1)
+
+
+def test_memory_is_that_of_all_weights_and_their_codes(tmp_path):
+    """As in full precision, with 4.5 bits for each weight of a linear layer beside it; a frozen base replaces them."""
+    shape, parts = Shape.of(tiny_model(tied=False).config), {}
+    for name, adapted in (("nvfp4", False), ("nvfp4", True), (None, False)):
+        args = config(QuantGRPOConfig, tmp_path, train_precision=name)
+        args.resolve_for(adapted)
+        parts[name, adapted] = estimate(args, shape, torch.float32, prompt=8, card=10**9).held
+    whole, frozen, plain = parts.values()
+    assert whole["policy"] == plain["policy"] == 4 * shape.parameters and whole["optimizer"] == plain["optimizer"]
+    assert whole["codes"] == 4.5 / 8 * shape.linear and "codes" not in {*plain, *frozen}
+    assert frozen["policy"] == 4.5 / 8 * shape.linear + 4 * shape.other
 
 
 # Refused before a model is loaded
