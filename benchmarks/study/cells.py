@@ -316,7 +316,7 @@ QUESTIONS = {
             ),
         ),
     ),
-    "four bits": Question(
+    "qat": Question(
         "A model to serve in 4 bits: trained so, trained as an adapter on a base in 4 bits, or quantized at the end?",
         (
             Cell(FULL, served=" ".join(FOUR_BITS), **REUSE),
