@@ -211,6 +211,8 @@ def make_trainer(args, tokenizer):
             return GRPOTrainer(args=GRPOConfig(**settings | TRLS[args.one]), **given)
     ours = {"is_correction": args.correction, "lora_sync": args.lora_sync, "sync_check_steps": 0}
     ours |= {"vllm_engine_kwargs": arguments | args.engine_kwargs} | fields_of(args.one)
+    if not args.lora:
+        del ours["lora_sync"]
     return QuantGRPOTrainer(args=QuantGRPOConfig(**settings, **ours), **given)
 
 

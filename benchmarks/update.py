@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.precisions import bitsandbytes_bases, train_precisions
+from trl_quant.precisions import bitsandbytes_bases, frozen_bases, unified_flows
 
 
 WARM_UP = 2
@@ -136,7 +136,9 @@ def measure(kind: str, args) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["7b"] if CUDA else ["tiny"])
-    parser.add_argument("--kinds", nargs="+", choices=["trl", "bf16", *train_precisions()], default=["trl", "nvfp4"])
+    parser.add_argument(
+        "--kinds", nargs="+", choices=["trl", "bf16", *frozen_bases(), *unified_flows()], default=["trl", "nvfp4"]
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 4096, 8192, 16384] if CUDA else [128, 256])
     parser.add_argument("--length", type=int, default=2048 if CUDA else 128, help="tokens of a sequence at most")
     parser.add_argument("--lora", type=int, default=32, metavar="RANK")

@@ -8,7 +8,7 @@ A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `
 the same with distillation, `passes` the same with and without a scoring pass, `packed` the same with packed rows and
 padded ones, `trained` the same in a `train_precision`, `broken` the same with steps that are not finite, `masked` the
 same with a masked diffusion model,
-`sharded` is in `fsdp_ranks`, the others in `vllm_ranks`.
+`sharded` is in `fsdp_ranks`, `qat` in `qat_ranks`, the others in `vllm_ranks`.
 The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CASE/rank-N.json.
 """
 
@@ -260,6 +260,10 @@ def run(path: Path, case: str) -> None:
         found = train_with_a_reward(mode == "hanging", precision, path)
     elif mode == "broken":
         found = train_broken(precision, tuning, path / case)
+    elif mode == "qat":
+        from qat_ranks import train
+
+        found = train(precision, tuning, path / case)
     elif mode == "sharded":
         from fsdp_ranks import train
 

@@ -258,7 +258,6 @@ def test_the_self_check_knows_the_shared_base(path, tmp_path):
             {"train_precision": "fp4"},
             f"'fp4' is unknown. Allowed: {', '.join(map(repr, train_precisions()))}.",
         ),
-        ({"uaq_scale": 1.5}, "`uaq_scale`=1.5 scales 16-bit weights"),
         (
             {"use_vllm": True, "rollout_precision": "int8", "lora_sync": "adapter"},
             "`lora_sync`='adapter' leaves vLLM's base in 'int8'",
@@ -275,9 +274,16 @@ def test_settings_that_contradict(tmp_path, options, message):
 
 
 def test_a_frozen_base_needs_an_adapter(path, tmp_path):
-    args = config(QuantGRPOConfig, tmp_path, train_precision="nvfp4")
-    with pytest.raises(ValueError, match="freezes the policy's base, and there is no adapter to train"):
+    """Where all weights could not be trained: NF4 is bitsandbytes'."""
+    args = config(QuantGRPOConfig, tmp_path, train_precision="nf4")
+    message = "freezes the policy's base, and there is no adapter to train: .* train all weights in 'nvfp4', 'int4', "
+    with pytest.raises(ValueError, match=message):
         make(QuantGRPOTrainer, args, model=path)
+
+
+def test_a_frozen_base_is_not_scaled(path, tmp_path):
+    with pytest.raises(ValueError, match=r"`uaq_scale`=1\.5 scales 16-bit weights"):
+        trainer_of(path, tmp_path, uaq_scale=1.5)
 
 
 def test_two_ways_to_quantize(path, tmp_path):

@@ -9,6 +9,7 @@ from interpreter import INTERPRETED, on_devices, rerun, reruns, triton
 from reference_formats import DTYPES, KINDS, bits, make
 
 from trl_quant import formats
+from trl_quant.storage.layout import quantizers_on
 
 
 kernels = pytest.importorskip("trl_quant.kernels.quantize")
@@ -109,6 +110,14 @@ def test_nan_and_infinity_are_refused(name, device):
         assert kernels.shows_non_finite(unchecked.scale, name)
         fine = kernels.quantize(make("random", dtype, (16, 40)).to(device), name)
         assert not kernels.shows_non_finite(fine.scale, name)
+
+
+@on_devices
+def test_a_checkpoint_is_quantized_on_a_gpu_in_formats_without_a_kernel_too(device):
+    """As `trl-quant prepare --format int4` does there."""
+    x = make("random", torch.bfloat16, (5, 256)).to(device)
+    for name in ("int4", "int8"):
+        assert_equal(quantizers_on("cuda")["quantizer"](x, name), formats.quantize(x.cpu(), name))
 
 
 @on_devices

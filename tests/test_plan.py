@@ -378,7 +378,8 @@ WRONG = [
     ["--rollout_precision", "int3"],
     ["--rollout_precision", "int4", "--is_cap", "0.5"],
     ["--rollout_precision", "int4", "--num_generations", "64", "--generation_batch_size", "1024"],
-    ["--train_precision", "nvfp4"],
+    ["--train_precision", "nf4"],
+    ["--train_precision", "nvfp4", "--rollout_precision", "int8"],
     ["--rollout_precision", "int8", "--reward_funcs", "gsm8k", "nothing"],
 ]
 

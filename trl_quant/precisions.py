@@ -66,6 +66,9 @@ class Precision:
         vllm ([`InVLLM`] or `None`): How vLLM runs it; `None` if it does not.
         frozen_base (`bool`): Whether `train_precision` can freeze a policy's base in it, under a LoRA adapter.
         unified (`bool`): Whether `train_precision` can train a policy with the products that an engine samples with.
+        qat (`bool`):
+            Whether `train_precision` can train all weights of a policy in it, without an adapter: the inputs stay in 16
+            bits, and the weights are quantized in each forward pass (quantization-aware training).
         exact (`bool`):
             Whether a token's outputs in vLLM on Hopper have the same bits whatever other tokens are in the batch. They
             do not in `fp8`, whose kernel for up to 64 tokens sums in another order than the one for more, nor in BF16
@@ -79,6 +82,7 @@ class Precision:
     vllm: InVLLM | None = None
     frozen_base: bool = False
     unified: bool = False
+    qat: bool = False
     exact: bool = False
     mismatch: float | None = None
 
@@ -164,14 +168,16 @@ PRECISIONS: dict[str, Precision] = {
             kernels=WEIGHT_ONLY_KERNELS,
         ),
         frozen_base=True,
+        qat=True,
         mismatch=1.2e-3,
     ),
-    "int4": Precision("weights per 128 inputs, inputs in BF16", format="int4", mismatch=2.4e-3),
+    "int4": Precision("weights per 128 inputs, inputs in BF16", format="int4", qat=True, mismatch=2.4e-3),
     "mxfp4": Precision(
         "weights per 32 inputs, inputs in BF16",
         format="mxfp4",
         vllm=InVLLM(("CompressedTensorsW4A4Mxfp4",), **MARLIN_GPU, kernels=WEIGHT_ONLY_KERNELS),
         frozen_base=True,
+        qat=True,
         mismatch=2.0e-3,
     ),
 }
@@ -184,7 +190,7 @@ def in_vllm() -> dict[str, InVLLM]:
 
 def train_precisions() -> list[str]:
     """Returns the precisions that `train_precision` allows."""
-    return [*frozen_bases(), *unified_flows()]
+    return list(dict.fromkeys([*frozen_bases(), *unified_flows(), *qat_precisions()]))
 
 
 def frozen_bases() -> list[str]:
@@ -206,6 +212,11 @@ def with_products() -> list[str]:
 def unified_flows() -> list[str]:
     """Returns the precisions whose products a policy can be trained in, on weights of 16 or 32 bits."""
     return [name for name, precision in PRECISIONS.items() if precision.unified]
+
+
+def qat_precisions() -> list[str]:
+    """Returns the 4-bit precisions in which all weights of a policy can be trained."""
+    return [name for name, precision in PRECISIONS.items() if precision.qat]
 
 
 def exact_flows() -> list[str]:

@@ -125,6 +125,11 @@ LASTING = {
         "a training",
         "tests/test_resume.py::test_killed_and_resumed_equals_unbroken",
     ),
+    ("storage/quantization.py", "qat_gathered_dtype"): (
+        "the policy's config, which is saved with it",
+        "the model",
+        "tests/test_qat_ranks.py::test_weights_that_are_gathered_in_bf16",
+    ),
 }
 
 

@@ -20,6 +20,7 @@ TREATMENT = (
     "importance_sampling_level",
     "uaq_scale",
     "noise_schedule",
+    "served",
 )
 TASK = (
     "name",
@@ -33,6 +34,7 @@ TASK = (
     "lora_rank",
     "hidden_size",
     "num_hidden_layers",
+    "served",
 )  # fields that are not the trainer's
 COMMON = {
     "per_device_train_batch_size": 128,
@@ -68,6 +70,8 @@ class Cell:
         lora_rank (`int`): Of the adapter that is trained; 0 trains all weights.
         hidden_size (`int`): Channels of the model, a multiple of 128.
         num_hidden_layers (`int`): Layers of the model.
+        served (`str`): Precisions, with spaces between, in which the policy is also judged at its end, as it would be
+            served; one that trains in another is quantized for that.
     """
 
     name: str
@@ -92,6 +96,7 @@ class Cell:
     lora_rank: int = 0
     hidden_size: int = SHAPES[0][0]
     num_hidden_layers: int = SHAPES[0][1]
+    served: str = ""
     use_vllm: bool = False
     seed: int = 0
 
@@ -152,6 +157,7 @@ class Question:
 FULL = "full precision"
 QUANTIZED = ("int8", "fp8", "nvfp4", "int4", "mxfp4")
 CORRECTIONS = ("none", "coupled", "decoupled", "tis", "acr", "ais", "icepop", "geometric", "trm", "dppo")
+FOUR_BITS = ("nvfp4", "mxfp4", "int4")
 BRIEF = {"learning_rate": 1e-4, "max_steps": 100}  # three quarters of what full precision gains in 300 steps
 # With one update per generation acr is tis, and coupled's ratio never leaves w
 REUSE = BRIEF | {"num_iterations": 2}
@@ -309,6 +315,17 @@ QUESTIONS = {
                 for precision, correction in product(("int8", "fp8", "fp8_block"), ("none", "tis", "acr"))
             ),
         ),
+    ),
+    "qat": Question(
+        "A model to serve in 4 bits: trained so, trained as an adapter on a base in 4 bits, or quantized at the end?",
+        (
+            Cell(FULL, served=" ".join(FOUR_BITS), **REUSE),
+            *(Cell(f"{name} tis", name, None, "tis", served=name, **REUSE) for name in FOUR_BITS),
+            *(Cell(f"{name} all weights", None, name, "none", served=name, **REUSE) for name in FOUR_BITS),
+            Cell(f"{FULL}, adapter", **ADAPTER),
+            *(Cell(f"{name} frozen base", None, name, "none", served=name, **ADAPTER) for name in ("nvfp4", "mxfp4")),
+        ),
+        metrics={f"served in {name}": f"served/{name}" for name in FOUR_BITS},
     ),
     "rollouts": Question(
         "Long completions of a weak model: sampled in FP8 and trained in BF16, or both in FP8?",

@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 
 import datasets
 import torch
@@ -25,6 +27,7 @@ from torch import nn
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.policy.unified import unify
 from trl_quant.storage.whole import write_whole
 from trl_quant.tasks import load_prompts
 from trl_quant.tasks.evaluate import mean_reward
@@ -65,13 +68,14 @@ VLLM = {
 
 
 EVALUATIONS = 6  # on the way, the last one at the end
+DRAWS = 4  # completions of each held-out problem, where a policy is judged as it is served
 
 
 class Log(TrainerCallback):
     """Appends each log entry to a file, and how often the policy is right on held-out problems."""
 
-    def __init__(self, path: Path, accuracy: Callable[[nn.Module], float]):
-        self.path, self.accuracy = path, accuracy
+    def __init__(self, path: Path, accuracy: Callable[..., float], served: Sequence[str]):
+        self.path, self.accuracy, self.served = path, accuracy, served
 
     def write(self, step: int, entry: dict) -> None:
         with self.path.open("a") as file:
@@ -85,6 +89,28 @@ class Log(TrainerCallback):
         done, before = (step * EVALUATIONS // state.max_steps for step in (state.global_step, state.global_step - 1))
         if "grad_norm" in logs and done > before:
             self.write(state.global_step, {"eval_accuracy": self.accuracy(model)})
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        if self.served:
+            self.write(state.global_step, self.as_served(model))
+
+    def as_served(self, model: nn.Module) -> dict[str, float]:
+        """How often the policy is right with the weights of its linear layers in each precision to serve, as a mean."""
+        found = {}
+        for precision in self.served:
+            judged = quantized(model, precision)
+            found[f"served/{precision}"] = fmean(self.accuracy(judged, seed=draw) for draw in range(DRAWS))
+        return found
+
+
+def quantized(model: nn.Module, precision: str) -> nn.Module:
+    """A copy of a policy that computes with weights in `precision`; one that does so already is returned itself."""
+    if any(getattr(layer, "precision", None) == precision for layer in model.modules()):
+        return model
+    copied = deepcopy(model)
+    vars(copied).pop("forward", None)  # TRL's, which calls the policy's modules
+    unify(copied, precision)
+    return copied
 
 
 def train(directory: Path, model: Path) -> None:
@@ -110,7 +136,8 @@ def train(directory: Path, model: Path) -> None:
             callbacks=[
                 Log(
                     directory / "metrics.jsonl",
-                    lambda policy: mean_reward(policy, tokenizer, held_out, reward, length),
+                    lambda policy, **draw: mean_reward(policy, tokenizer, held_out, reward, length, **draw),
+                    settings["served"].split(),
                 )
             ],
         )

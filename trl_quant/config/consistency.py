@@ -39,11 +39,6 @@ def check_consistent(args) -> None:
             f"`noise_sigma_start`={args.noise_sigma_start!r} is below `noise_sigma_end`={args.noise_sigma_end!r}. "
             "The noise decays: it must start at least as large as it ends."
         )
-    if args.holds_frozen_base and args.uaq_scale is not None:
-        raise ValueError(
-            f"`uaq_scale`={args.uaq_scale!r} scales 16-bit weights, and `train_precision`={args.train_precision!r} "
-            "holds none. Scale and save the model first (`trl_quant.scaling.apply_uaq`), or unset one of the two."
-        )
     if args.rollout_precision is not None:
         _check_rollout(args)
     else:

@@ -21,7 +21,7 @@ from ..corrections import ACR, AIS, ALL_CORRECTIONS, CORRECTIONS, DPPO, TIS, TRM
 from ..corrections.base import Range
 from ..noise import SCHEDULES, sigma
 from ..noise.schedules import LEAST_STAGES
-from ..precisions import PRECISIONS, exact_flows, frozen_bases, train_precisions
+from ..precisions import PRECISIONS, exact_flows, frozen_bases, qat_precisions, train_precisions, unified_flows
 from ..rollout.spec import default_lora_sync
 from .consistency import check_consistent
 from .hyperparameters import setting_fields
@@ -61,10 +61,12 @@ class PolicyFields:
     train_precision: str | None = field(
         default=None,
         metadata={
-            "help": f"Number format that the policy is trained in: {listed(train_precisions())}. With "
-            f"{listed(frozen_bases())} (QeRL, QLoRA) the base is frozen under a LoRA adapter, so that the policy is "
-            "Q(W) + BA; the base is quantized while it loads, or comes from a checkpoint that `trl-quant prepare` "
-            "wrote. With the others (Jet-RL) the decoder's linear layers compute what the engine computes in that "
+            "help": f"Number format that the policy is trained in: {listed(train_precisions())}. Under a LoRA adapter, "
+            f"{listed(frozen_bases())} (QeRL, QLoRA) freeze the base, so that the policy is Q(W) + BA; the base is "
+            "quantized while it loads, or comes from a checkpoint that `trl-quant prepare` wrote. Without an adapter, "
+            f"{listed(qat_precisions())} train all weights for 4 bits (quantization-aware training): each forward pass "
+            "computes with Q(W), and the gradients go to W, which stays in 16 or 32 bits. With "
+            f"{listed(unified_flows())} (Jet-RL) the decoder's linear layers compute what the engine computes in that "
             "precision, on weights that stay in 16 or 32 bits; a LoRA adapter is merged before they are quantized, or "
             "stays beside them with `lora_sync='adapter'`. If not set, the policy computes as it is loaded."
         },
@@ -302,6 +304,7 @@ class QuantFields(*SECTIONS.values()):
     has_rewards: ClassVar[bool] = True  # whether reward functions score the completions
     denoises: ClassVar[bool] = False  # whether completions are denoised (masked diffusion), not written left to right
     is_taken: ClassVar[bool] = False  # whether a trainer of this package got the config
+    is_adapted: ClassVar[bool] = True  # whether the policy has an adapter; see `resolve_for`
 
     def __post_init__(self):
         self._read()
@@ -327,15 +330,30 @@ class QuantFields(*SECTIONS.values()):
 
     def _resolve(self):
         """Sets the fields whose default depends on other fields."""
+        self._left_open = [name for name in ("lora_sync", "vllm_sleep_level") if getattr(self, name) is None]
         if self.rollout_precision is None:
             self.rollout_precision = self.train_precision
         if self.lora_sync is None:
             mode = self.vllm_mode if self.use_vllm else "embedded"
-            self.lora_sync = default_lora_sync(mode, self.rollout_precision, self.train_precision)
+            frozen = self.train_precision if self.holds_frozen_base else None
+            self.lora_sync = default_lora_sync(mode, self.rollout_precision, frozen)
         if self.vllm_sleep_level is None:
             self.vllm_sleep_level = 1 if self.lora_sync == "adapter" else 2
         if self.is_correction is None:
             self.is_correction = self._default_correction()
+
+    def resolve_for(self, adapted: bool) -> None:
+        """
+        Takes in whether the policy has an adapter, which is known only where a run has its model, and sets the defaults
+        that depend on it. Until then a 4-bit `train_precision` counts as that of a frozen base.
+        """
+        if adapted == self.is_adapted:
+            return
+        self.is_adapted = adapted
+        if self.train_precision in frozen_bases():
+            for name in self._left_open:
+                setattr(self, name, None)
+            self._resolve()
 
     def _default_correction(self) -> str:
         if self.rollout_precision is None:
@@ -388,7 +406,12 @@ class QuantFields(*SECTIONS.values()):
     @property
     def holds_frozen_base(self) -> bool:
         """Whether the policy's base is in 4 bits, frozen under an adapter."""
-        return self.train_precision in frozen_bases()
+        return self.train_precision in frozen_bases() and not self.trains_for_four_bits
+
+    @property
+    def trains_for_four_bits(self) -> bool:
+        """Whether all weights of a policy without an adapter are trained in 4 bits."""
+        return self.train_precision in qat_precisions() and not self.is_adapted
 
     @property
     def fsdp_version(self) -> int | None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedModel, ProcessorMixin
 from ..layers import FrozenLinear
 from ..models.families import FAMILIES, family_of, number_of_experts
 from ..policy.masked import check_bidirectional, is_bidirectional, mask_token_of
+from ..precisions import frozen_bases, qat_precisions, unified_flows
 from ..rollout.stream import NO_WEIGHTS
 from ..rollout.tokenizer import check_tokenizer
 from ..rollout.vllm.support import (
@@ -31,6 +32,7 @@ from ..storage.layout import check_files
 from ..storage.quantization import check_prepared, prepared_precisions
 from ..tasks.data import check_prompts
 from ..tasks.rewards import check_reward, check_truths
+from .values import listed
 
 
 logger = logging.getLogger(__name__)
@@ -428,8 +430,8 @@ def _check_untouched(args, model) -> None:
     if packed and not args.holds_frozen_base:
         raise ValueError(
             f"`train_precision`={args.train_precision!r}, but the policy's base is held in "
-            f"{', '.join(map(repr, sorted(packed)))}, and its 16-bit weights are gone. Set `train_precision` to that, "
-            "or load the model again."
+            f"{', '.join(map(repr, sorted(packed)))}, and its 16-bit weights are gone. Train an adapter with that "
+            "`train_precision`, or load the model again."
         )
     if not args.exact_rollouts and any(hasattr(module, "exact_attention") for module in model.modules()):
         raise ValueError(
@@ -449,7 +451,20 @@ def _check_trained(args, model, peft_config, quantization_config) -> None:
     if frozen and peft_config is None and (isinstance(model, str) or not is_peft_model(model)):
         raise ValueError(
             f"`train_precision`={precision!r} freezes the policy's base, and there is no adapter to train: pass a "
-            "`peft_config`."
+            f"`peft_config`, or train all weights in {listed([*qat_precisions(), *unified_flows()])}."
+        )
+    if frozen and args.uaq_scale is not None:
+        raise ValueError(
+            f"`uaq_scale`={args.uaq_scale!r} scales 16-bit weights, and `train_precision`={precision!r} under an "
+            "adapter holds none. Scale and save the model first (`trl_quant.scaling.apply_uaq`), or unset one of the "
+            "two."
+        )
+    if args.trains_for_four_bits:
+        _check_four_bits(args)
+    elif precision in qat_precisions() and not frozen:
+        raise ValueError(
+            f"`train_precision`={precision!r} trains all weights, and the policy has an adapter. Leave the adapter "
+            f"out, or freeze the base in {listed(frozen_bases())}."
         )
     is_zero3 = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
     if is_zero3 or args.fsdp_version == 1 or (frozen and args.fsdp_version is not None):
@@ -459,6 +474,22 @@ def _check_trained(args, model, peft_config, quantization_config) -> None:
         else:
             advice = "quantized whole. Use FSDP2 (`fsdp_version: 2`), DDP or ZeRO-2."
         raise ValueError(f"`train_precision`={precision!r} with {sharding}, which shards weights that must be {advice}")
+
+
+def _check_four_bits(args) -> None:
+    """Refuses fields that contradict training all weights in 4 bits."""
+    precision = args.train_precision
+    if args.rollout_precision != precision:
+        raise ValueError(
+            f"`rollout_precision`={args.rollout_precision!r} with `train_precision`={precision!r} and no adapter: the "
+            "policy is its 4-bit weights, and that sampler would quantize the 16- or 32-bit weights behind them. Leave "
+            "`rollout_precision` unset."
+        )
+    if args.lora_sync == "adapter":
+        raise ValueError(
+            f"`lora_sync`='adapter' with `train_precision`={precision!r} and no adapter: all weights are trained, and "
+            "each sync sends all of them. Leave `lora_sync` unset, or pass a `peft_config`."
+        )
 
 
 def _check_norms(config, model, args, peft_config) -> None:

@@ -101,5 +101,7 @@ def _adapter(args) -> str:
 def _training(args) -> str:
     if args.holds_frozen_base:
         return f"training on a frozen {title(args.train_precision)} base"
+    if args.trains_for_four_bits:
+        return f"training all weights in {title(args.train_precision)}"
     kernels = ", with the engine's own kernels" if args.exact_rollouts else ""
     return f"training in {title(args.train_precision)}{kernels}"

@@ -2,6 +2,7 @@
 
 from .frozen import FrozenLinear, frozen_precisions
 from .lora import frozen_lora_linear
+from .qat import QATLinear, sampled_linear, share_scale, trained_linear
 from .quantized import EngineWeight, QuantizedLinear, engine_weight, quantized_linear, vllm_linear
 from .unified import SampledLinear, UnifiedLinear
 
@@ -9,6 +10,7 @@ from .unified import SampledLinear, UnifiedLinear
 __all__ = [
     "EngineWeight",
     "FrozenLinear",
+    "QATLinear",
     "QuantizedLinear",
     "SampledLinear",
     "UnifiedLinear",
@@ -16,5 +18,8 @@ __all__ = [
     "frozen_lora_linear",
     "frozen_precisions",
     "quantized_linear",
+    "sampled_linear",
+    "share_scale",
+    "trained_linear",
     "vllm_linear",
 ]

@@ -70,12 +70,17 @@ class UnifiedLinear(nn.Linear):
     joint: Joint | None = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool, precision: str, **kwargs):
-        allowed = unified_flows()
+        allowed = self.precisions()
         if precision not in allowed:
             raise ValueError(f"precision: {precision!r} has no unified flow; allowed: {', '.join(allowed)}.")
         super().__init__(in_features, out_features, bias, **kwargs)
         self.precision, self.format = precision, PRECISIONS[precision].format
         self.forget()
+
+    @staticmethod
+    def precisions() -> list[str]:
+        """Returns the precisions of such layers."""
+        return unified_flows()
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, precision: str) -> "UnifiedLinear":
@@ -110,14 +115,18 @@ class UnifiedLinear(nn.Linear):
         """
         made_of = tuple((id(x), x._version) if isinstance(x, Tensor) else x for x in (self.weight, *of))
         if self._codes is None or made_of != self._made_of or self.moves_unseen:
-            self.forget()  # frees them before the new ones take memory
+            UnifiedLinear.forget(self)  # frees them before the new ones take memory
             with torch.no_grad(), torch.autocast(self.weight.device.type, enabled=False):
                 weight = self.weight.detach().to(self.rounds_to or self.weight.dtype)
                 if delta is not None:
                     weight = torch.add(weight, delta(), out=torch.empty_like(weight))
-                self._codes = _quantize(weight, self.format)
+                self._codes = _quantize(weight, self.format, self.shared_scale(weight))
                 self._made_of = made_of
         return self._codes
+
+    def shared_scale(self, weight: Tensor) -> Tensor | None:
+        """Returns the global scale with which `weight` is quantized; `None` in formats without one."""
+        return None
 
     def forget(self) -> None:
         """Drops the codes, so that the weight is quantized again when it is next needed."""
@@ -192,10 +201,11 @@ class SampledLinear(nn.Module):
         return product(q, self.weight, bias, dtype).view(*x.shape[:-1], -1)
 
 
-def _quantize(weight: Tensor, format: str) -> QuantizedTensor:
+def _quantize(weight: Tensor, format: str, global_scale: Tensor | None = None) -> QuantizedTensor:
     """Calls `formats.quantize`, or on a GPU its kernel, without a check for NaN, which would wait for every layer."""
     if weight.is_cuda:
-        from ..kernels.quantize import quantize as kernel
+        from ..kernels import quantize as kernels
 
-        return kernel(weight, format, check=False)
-    return quantize(weight, format)
+        if format in kernels.KERNELS:
+            return kernels.quantize(weight, format, global_scale, check=False)
+    return quantize(weight, format, global_scale, not weight.is_cuda)

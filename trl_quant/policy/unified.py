@@ -1,12 +1,13 @@
 """
-Trains in FP8 or INT8: makes the policy compute like the engine that samples from it (Jet-RL, arXiv:2601.14243).
+Trains in FP8 or INT8, or all weights in 4 bits: makes the policy compute like the engine that samples from it (Jet-RL,
+arXiv:2601.14243).
 
     policy = Q(W), or Q(W + s B A)         the decoder's linear layers, in trainer and engine alike
 
-[`unify`] puts a [`~layers.UnifiedLinear`] around the weight of each layer, and fuses norms and the MLPs' activations
-with the quantizers that follow them. Norms, activations, embeddings and the head keep their precision, and all trained
-and saved weights keep their names and types. FSDP2 shards these weights like any others; each rank quantizes what it
-gathers.
+[`unify`] puts a [`~layers.UnifiedLinear`], in 4 bits a [`~layers.QATLinear`], around the weight of each layer. In FP8
+and INT8 it also fuses norms and the MLPs' activations with the quantizers that follow them. Norms, activations,
+embeddings and the head keep their precision, and all trained and saved weights keep their names and types. FSDP2 shards
+these weights like any others; each rank quantizes what it gathers.
 """
 
 import logging
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, TrainerCallback
 from transformers.activations import SiLUActivation
 
-from ..layers import SampledLinear, UnifiedLinear
+from ..formats import FORMATS
+from ..layers import SampledLinear, UnifiedLinear, share_scale, trained_linear
 from ..layers.gated import silu_mul
 from ..layers.joint import Joint
 from ..layers.norm import FusedRMSNorm
@@ -28,7 +30,7 @@ from ..layers.products import multiplies
 from ..models.classes import is_gated_mlp, is_rms_norm
 from ..models.linears import LinearLayer, dense_linears
 from ..models.names import clean_name
-from ..precisions import PRECISIONS, unified_flows
+from ..precisions import PRECISIONS, qat_precisions, unified_flows
 from .adapters import UnifiedLoraLinear
 from .exact import compute_exactly
 
@@ -42,7 +44,7 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
 
     Args:
         model (`nn.Module`): A model of transformers, with or without an adapter of PEFT.
-        precision (`str`): Key of `PRECISIONS`: `"fp8_block"`, `"fp8"` or `"int8"`.
+        precision (`str`): Key of `PRECISIONS`: one of [`~precisions.unified_flows`] or [`~precisions.qat_precisions`].
         merged (`bool`, *optional*, defaults to `False`):
             Whether LoRA adapters are merged into their weights before these are quantized. Else they stay beside them.
         rounds_to (`torch.dtype`, *optional*): As in [`~layers.UnifiedLinear`].
@@ -61,17 +63,24 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
                 f"`train_precision`={precision!r} trains 16- or 32-bit weights, and `{name}` is a "
                 f"{type(linear).__name__}. Load the model without a `quantization_config`."
             )
-        layer = UnifiedLinear.from_linear(linear, precision)
+        layer = trained_linear(linear, precision)
         layer.rounds_to = rounds_to
         base.set_submodule(name, layer)
     for name, layer in base.named_modules():
         if isinstance(getattr(layer, "base_layer", None), UnifiedLinear) and not isinstance(layer, UnifiedLoraLinear):
+            if precision in qat_precisions():
+                raise ValueError(f"`train_precision`={precision!r} trains all weights, and `{name}` has an adapter.")
             _adapt_base(name, layer, merged)
-    for group in _sharing_input(base, layers):
-        joint = Joint(group)
-        for layer in group:
-            _base(layer).joint = joint
-    fuse(base, layers)
+    if precision in unified_flows():
+        for group in _sharing_input(base, layers):
+            joint = Joint(group)
+            for layer in group:
+                _base(layer).joint = joint
+        fuse(base, layers)
+    elif FORMATS[PRECISIONS[precision].format].shares_scale:
+        named = {layer.name: base.get_submodule(place) for place, layer in layers.items()}
+        for fused in dict.fromkeys(layer.fused for layer in layers.values()):
+            share_scale([named[name] for name in fused])
 
 
 def _sharing_input(model: nn.Module, layers: dict[str, LinearLayer]) -> Iterator[list[nn.Module]]:
@@ -213,14 +222,15 @@ def train_as_sampled(trainer) -> None:
     args, reference = trainer.args, getattr(trainer, "ref_model", None)
     if reference is not None and args.fsdp_version == 2:
         hand_out(reference, trainer.accelerator.device)  # accelerate does so for the policy only
-    if args.train_precision not in unified_flows():
+    if args.train_precision is None or args.holds_frozen_base:
         return
     merged, rounds_to = args.lora_sync == "merge", None
     if not merged:
         start = (args.vllm_engine_kwargs or {}).get("model", trainer.model.name_or_path)
         rounds_to = checkpoint_dtype(start, args.trust_remote_code)
     device = trainer.accelerator.device
-    if device.type == "cuda" and not multiplies(PRECISIONS[args.train_precision].format, device):
+    has_products = args.train_precision in unified_flows()
+    if has_products and device.type == "cuda" and not multiplies(PRECISIONS[args.train_precision].format, device):
         logger.warning(
             "This device does not multiply in `train_precision`=%r, so the policy's layers multiply the rounded values "
             "in BF16. That is slower than without it, and not what vLLM computes.",

@@ -5,7 +5,7 @@
 | part | is |
 |---|---|
 | policy | its weights, in the type in which it is loaded or in a frozen base's format |
-| codes | the quantized copy of trained weights, with a `train_precision` in FP8 or INT8 |
+| codes | the quantized copy of trained weights, with a `train_precision` and no frozen base |
 | adapter | LoRA's weights |
 | optimizer | the optimizer's states |
 | reference | the reference model of a run with `beta`, unless an adapter is switched off for it |
@@ -34,7 +34,7 @@ from ..config import QuantGRPOConfig
 from ..config.summary import engine_name
 from ..formats import FORMATS
 from ..models.linears import linears
-from ..precisions import PRECISIONS, with_products
+from ..precisions import PRECISIONS, unified_flows, with_products
 
 
 BF16_BYTES = 2
@@ -273,7 +273,7 @@ def _training(args, shape: Shape, dtype: torch.dtype, prompt: int) -> dict[str, 
     head = BF16_BYTES * min(tokens, rows) * columns + (FP32_BYTES + BF16_BYTES) * shape.hidden * tokens
     if not adapted:
         head += FP32_BYTES * shape.head  # the head's gradient is summed in FP32
-    if args.holds_frozen_base:
+    if args.train_precision is not None and args.train_precision not in unified_flows():
         layer += DECODED
     if not args.gradient_checkpointing:
         return {"gradients": gradients, "activations": layer * shape.layers + max(head - layer, 0)}
@@ -287,7 +287,7 @@ def _kind(args, adapted: bool) -> str:
     """Returns the key of [`WORK`] for a run."""
     if args.holds_frozen_base:
         return "frozen"
-    if args.train_precision is not None:
+    if args.train_precision in unified_flows():
         grouped = FORMATS[PRECISIONS[args.train_precision].format].grouped
         return "unified in groups" if grouped else "unified"
     return "adapter" if adapted else "weights"

@@ -70,6 +70,7 @@ def make_plan(
     Raises:
         `ValueError` or `ImportError`: for options that the trainer would refuse on any machine.
     """
+    args.resolve_for(adapted=peft_config is not None)
     refused = None
     try:
         check_machine(args)

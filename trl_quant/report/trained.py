@@ -14,9 +14,10 @@ from ..policy.adapters import with_frozen_layers
 from ..policy.frozen import freeze
 from ..policy.masked import check_bidirectional, is_bidirectional
 from ..policy.unified import checkpoint_dtype, unify
-from ..precisions import bitsandbytes_bases, frozen_bases, in_vllm, train_precisions
+from ..precisions import bitsandbytes_bases, frozen_bases, in_vllm, qat_precisions, train_precisions
 from ..rollout.spec import EngineSpec, default_lora_sync, engine_kind
 from ..rollout.vllm.support import check_device, check_engine_kwargs
+from ..storage.quantization import gathered_dtype
 from ..storage.run_checkpoints import how_to_go_on, last_complete_checkpoint, read_rollout_state
 
 
@@ -113,14 +114,18 @@ class Trained:
         and adapter.
         """
         model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype, trust_remote_code=self.trust)
-        frozen = precision in frozen_bases()
+        for_four_bits = precision in qat_precisions() and not self.adapter  # all weights, as saved
+        frozen = precision in frozen_bases() and not for_four_bits
         if frozen:
             freeze(model, precision, checkpoint_dtype(self.base, self.trust))
         if self.adapter:
             config = PeftConfig.from_pretrained(self.path)
             model = PeftModel.from_pretrained(model, self.path, config=with_frozen_layers(config) if frozen else config)
         if precision != BF16 and not frozen:
-            unify(model, precision, merged, None if merged else checkpoint_dtype(self.base, self.trust))
+            rounds_to = None if merged else checkpoint_dtype(self.base, self.trust)
+            if for_four_bits:
+                rounds_to = gathered_dtype(model.config.to_dict()) or checkpoint_dtype(self.base, self.trust)
+            unify(model, precision, merged, rounds_to)
         return model.eval()
 
 

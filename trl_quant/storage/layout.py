@@ -68,6 +68,7 @@ __all__ = [
     "read_quantized",
     "rewrite_checkpoint",
     "rounded",
+    "rounded_first",
     "storable",
     "stored_format",
 ]
@@ -210,6 +211,16 @@ def quantized(format: str, ignore: Iterable[str] = HEAD, **quantizers: Callable)
     """Returns a function that quantizes a fused layer's tensors; arguments as in [`checkpoint_stream`]."""
     ignore = tuple(ignore)
     return lambda tensors: dict(checkpoint_stream(tensors.items(), format, ignore, **quantizers))
+
+
+def rounded_first(transform: Transform, dtype: torch.dtype, ignore: Iterable[str] = HEAD) -> Transform:
+    """Returns `transform` for weights of linear layers that are rounded to `dtype` before; `ignore` as there."""
+    ignore = tuple(ignore)
+
+    def of_rounded(tensors: Tensors) -> Tensors:
+        return transform({n: t.to(dtype) if is_quantizable(n, t, ignore) else t for n, t in tensors.items()})
+
+    return of_rounded
 
 
 def rounded(
@@ -408,9 +419,15 @@ def _layout(format: str) -> type[Format]:
 
 
 def quantizers_on(device: torch.device | str) -> dict[str, Callable]:
-    """Returns the quantizers that `checkpoint_stream` takes: those of `formats`, or on a GPU their Triton twins."""
-    if torch.device(device).type == "cuda":
-        from ..kernels import quantize as room
-    else:
-        from .. import formats as room
-    return {"quantizer": room.quantize, "shared_scale": room.global_scale}
+    """
+    Returns the quantizers that `checkpoint_stream` takes: those of `formats`, or on a GPU their Triton twins. A format
+    without a kernel is quantized by `formats` there too.
+    """
+    if torch.device(device).type != "cuda":
+        return {"quantizer": quantize, "shared_scale": global_scale}
+    from ..kernels import quantize as kernels
+
+    def on_gpu(x: Tensor, name: str, *args, **kwargs) -> QuantizedTensor:
+        return (kernels.quantize if name in kernels.KERNELS else quantize)(x, name, *args, **kwargs)
+
+    return {"quantizer": on_gpu, "shared_scale": kernels.global_scale}

@@ -19,9 +19,10 @@ from ..precisions import PRECISIONS
 from .awq import check_awq, smooth_checkpoint
 from .card import describe, write_card
 from .files import fingerprint, read_config, unfinished
-from .layout import check_target, quantization_config, quantized, quantizers_on, rewrite_checkpoint
+from .layout import check_target, quantization_config, quantized, quantizers_on, rewrite_checkpoint, rounded_first
 from .perplexity import perplexities
 from .progress import progress_bar
+from .quantization import gathered_dtype
 from .source import Source, find_source, kinds
 from .text import token_sequences
 
@@ -89,6 +90,9 @@ def prepare(options: PrepareOptions) -> list[str]:
             done = _awq_rows(options, len(calibration), json.loads(note.read_text()))
         transform = quantized(options.format, ignore, **quantizers_on(device))
         config = read_config(source.path) | {"quantization_config": scheme}
+        gathered_in = gathered_dtype(config)
+        if gathered_in is not None:
+            transform = rounded_first(transform, gathered_in, ignore)
         with progress_bar("quantizing", source.nbytes) as progress:
             rewrite_checkpoint(unquantized, result, transform, config, device, None, trust, progress)
         if measured:

@@ -1,5 +1,7 @@
 """What a checkpoint's config says of its quantization."""
 
+import torch
+
 from ..formats import FORMATS
 from ..precisions import PRECISIONS
 
@@ -44,6 +46,23 @@ def check_prepared(config, precision: str, field: str = "rollout_precision") -> 
             "16-bit checkpoint."
         )
     return precisions is not None
+
+
+def record_gathered_dtype(config, dtype: torch.dtype | None) -> None:
+    """
+    Records in a policy's config that training quantized weights which were rounded to `dtype` before, as FSDP2 gathers
+    them, so that `trl-quant prepare` does the same. `None` removes the record.
+    """
+    if dtype is not None:
+        config.qat_gathered_dtype = str(dtype).removeprefix("torch.")
+    elif hasattr(config, "qat_gathered_dtype"):
+        del config.qat_gathered_dtype
+
+
+def gathered_dtype(config: dict) -> torch.dtype | None:
+    """Returns what [`record_gathered_dtype`] recorded, from a config.json; `None` if it recorded nothing."""
+    name = config.get("qat_gathered_dtype")
+    return None if name is None else getattr(torch, name)
 
 
 def brings_cache_scales(config) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
+from accelerate.utils import is_peft_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.extras.profiling import profiling_context
 
@@ -21,6 +22,7 @@ from ..policy.unified import check_flow, flow, follow_engine, restore, train_as_
 from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
 from ..rollout.engine import Engine
 from ..scaling import apply_uaq, uaq_applied
+from ..storage.quantization import record_gathered_dtype
 from ..trl_seams import exchanged
 from . import checkpoints, phases
 from .checks import check_model, check_trainable
@@ -58,6 +60,7 @@ class QuantRollouts:
             "peft_config": peft_config,
         }
         args.is_taken = True
+        args.resolve_for(adapted=peft_config is not None or (not isinstance(model, str) and is_peft_model(model)))
         check_before_loading(model=model, args=args, **given)
         if not isinstance(model, str):
             restore(model)  # undoes what an earlier trainer did to this model
@@ -80,6 +83,8 @@ class QuantRollouts:
         self._engine = engine if isinstance(engine, RolloutEngine) else None
         if self._engine is not None:
             leave_casts_to_autocast(self.model)
+            gathered_in = self._engine.weights.gathered_dtype if args.trains_for_four_bits else None
+            record_gathered_dtype(self.model.config, gathered_in)
         self._reward_calls = RewardCalls(self)
         self._finite_steps = FiniteSteps(self)
         if args.uaq_scale is not None and uaq_applied(self.model) is None:

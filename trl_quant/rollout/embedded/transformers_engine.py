@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from ...layers import QuantizedLinear, SampledLinear
+from ...layers import QuantizedLinear, SampledLinear, sampled_linear
 from ...models.linears import dense_linears, is_mixtures
 from ...noise import noised_norms
 from ...policy.unified import fuse
@@ -161,7 +161,7 @@ class TransformersEngine(RolloutEngine):
         for place, layer in layers.items():
             linear = model.get_submodule(place)
             if self.multiplies_codes or layer.name in unified:
-                sampling = SampledLinear(linear, self.precision)
+                sampling = sampled_linear(linear, self.precision)
             else:
                 sampling = QuantizedLinear(linear, self.precision, dtype)
             model.set_submodule(place, sampling)

@@ -1,0 +1,67 @@
+"""Two ranks train all weights in 4 bits, under DDP, ZeRO-2 and FSDP2 (see `qat_ranks`)."""
+
+import functools
+from importlib.util import find_spec
+
+import pytest
+import torch
+from ranks import on_two_ranks, results
+from tiny import save_tiny
+
+
+pytestmark = [pytest.mark.isa, pytest.mark.slow]
+CASES = ["qat-nvfp4-full", "qat-mxfp4-full"]
+ROUNDED = "qat-nvfp4-rounded"
+LAUNCHES = {"ddp": CASES[:1], "zero2": CASES[:1], "fsdp2": [*CASES, ROUNDED]}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What both ranks found in a case of a launch, which runs when the first of its cases is asked for."""
+
+    @functools.cache
+    def launched(launch: str) -> tuple:
+        path = tmp_path_factory.mktemp(launch)
+        save_tiny(path / "model", "qwen2", dtype=torch.bfloat16)
+        return path, on_two_ranks(launch, path, *LAUNCHES[launch])
+
+    def found(launch: str, case: str) -> list:
+        if launch.startswith("zero") and not find_spec("deepspeed"):  # only the ranks need to import it
+            pytest.skip("deepspeed is not installed")
+        path, printed = launched(launch)
+        return results(path, case, printed)
+
+    return found
+
+
+@pytest.mark.parametrize("launch", ["ddp", "zero2"])
+def test_ranks_that_hold_the_policy_whole(found, launch):
+    """Both train one policy, sample with its codes, which are those of a checkpoint, and resume bit for bit."""
+    left, right = found(launch, CASES[0])
+    assert left == right and left["resumed"] and not left["sharded"]
+    assert left["layers"] == left["forward"] == left["prepared"] == left["stored"] == 14 and left["moved"] > 14
+    assert all(abs(entry["mismatch/kl_k3"]) < 1e-9 for entry in left["log"])
+    assert len({entry["reward"] for entry in left["log"]}) == 3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_policy_in_parts(found, case):
+    """
+    FSDP2 trains as DDP does, bit for bit, resumed and with a reference policy. Layers that share NVFP4's global scale
+    find it where other ranks hold parts of the others. The engine is a copy with the trainer's codes.
+    """
+    left, right = found("fsdp2", case)
+    assert left == right and left["sharded"] and left["resumed"] and left["gap"] == 0
+    assert left["layers"] == left["forward"] == left["prepared"] == left["stored"] == 14
+    assert left["rounded"] < 14
+    for ours, theirs in zip(left["log"], left["other"], strict=True):
+        assert all(ours[name] == theirs[name] for name in ("loss", "reward", "kl"))
+        assert abs(ours["mismatch/kl_k3"]) < 1e-9
+
+
+def test_weights_that_are_gathered_in_bf16(found):
+    """Then Q is of the rounded weights, in both passes and in the engine."""
+    left, right = found("fsdp2", ROUNDED)
+    assert left == right and left["sharded"]
+    assert left["layers"] == left["forward"] == left["prepared"] == left["rounded"] == 14 > left["stored"]
+    assert all(abs(entry["mismatch/kl_k3"]) < 1e-3 for entry in left["log"])
