@@ -25,7 +25,7 @@ from trl import GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.config.preflight import check_dynamic_sampling
+from trl_quant.config.data import check_dynamic_sampling
 from trl_quant.trainers.dynamic_sampling import (
     fresh_rows,
     groups_to_sample,

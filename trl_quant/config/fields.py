@@ -32,12 +32,8 @@ logger = logging.getLogger(__name__)
 
 # Our fields that do not change what is trained
 OPERATIONAL = (
-    "vllm_engine_kwargs",
-    "vllm_sleep_level",
-    "sync_check_steps",
-    "resume_with_changes",
-    "reward_timeout",
-    "vllm_request_timeout",
+    *("vllm_engine_kwargs", "vllm_sleep_level", "vllm_request_timeout"),
+    *("sync_check_steps", "resume_with_changes", "reward_timeout"),
 )
 # transformers' fields that change what is trained
 LEARNING = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import transformers
 from accelerate import PartialState
 from accelerate.utils import is_peft_model
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from torch.nn import Module
 from transformers import AutoConfig, PreTrainedModel, ProcessorMixin
 
@@ -30,8 +30,7 @@ from ..rollout.vllm.support import (
 )
 from ..storage.layout import check_files
 from ..storage.quantization import check_prepared, prepared_precisions
-from ..tasks.data import check_prompts
-from ..tasks.rewards import check_reward, check_truths
+from .data import check_data, check_dynamic_sampling, check_rewards, check_turns
 from .values import listed
 
 
@@ -70,12 +69,12 @@ def check_before_loading(
     if args.denoises:
         _check_masked_diffusion(_read_config(model, args), args, others)
     if environments is None:  # otherwise prompts and rewards may come from the environments
-        _check_data(args, train_dataset, eval_dataset)
+        check_data(args, train_dataset, eval_dataset)
         if rollout_func is None and args.has_rewards:
-            _check_rewards(reward_funcs, train_dataset)
+            check_rewards(reward_funcs, train_dataset)
     check_dynamic_sampling(args, train_dataset, tools, rollout_func, environments)
     if args.use_vllm and args.rollout_precision is not None:
-        _check_turns(args, tools, environments)
+        check_turns(args, tools, environments)
     if here:
         check_machine(args)
     if "teacher_model" in others:
@@ -172,96 +171,6 @@ def _check_masked_diffusion(config, args, others: dict) -> None:
     check_bidirectional(config)
     if others.get("processing_class") is not None:
         mask_token_of(args.mask_token_id, others["processing_class"], config)
-
-
-def _check_data(args, train_dataset, eval_dataset) -> None:
-    if train_dataset is None:
-        raise ValueError("`train_dataset` is required unless an `environment_factory` is provided.")
-    if not isinstance(train_dataset, Dataset | IterableDataset):
-        split = "; take one of its splits" if isinstance(train_dataset, dict) else ""
-        raise ValueError(
-            f"`train_dataset` is a {type(train_dataset).__name__}{split}. It must be a `datasets.Dataset` or "
-            "`datasets.IterableDataset`."
-        )
-    check_prompts("train_dataset", train_dataset)
-    prompts = args.generation_batch_size // args.num_generations
-    if isinstance(train_dataset, Dataset) and len(train_dataset) < prompts:
-        raise ValueError(
-            f"`train_dataset` has {len(train_dataset)} prompts, fewer than one generation takes, {prompts} "
-            f"(`generation_batch_size`={args.generation_batch_size} / `num_generations`={args.num_generations}): "
-            "nothing would be trained. Lower `generation_batch_size`, or add prompts."
-        )
-    if isinstance(train_dataset, IterableDataset) and args.accelerator_config.dispatch_batches:
-        raise ValueError(
-            "Iterable datasets require `dispatch_batches=False`, and `accelerator_config` sets it to True."
-        )
-    if isinstance(train_dataset, IterableDataset) and args.max_steps <= 0:
-        raise ValueError(f"`max_steps`={args.max_steps}, but a stream has no length: set the number of steps.")
-    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
-    for name, dataset in evaluated.items():
-        if isinstance(dataset, Dataset | IterableDataset):
-            check_prompts("eval_dataset" if name is None else f"eval_dataset[{name!r}]", dataset)
-
-
-def _check_rewards(reward_funcs, train_dataset) -> None:
-    columns = train_dataset.column_names
-    for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
-        if not isinstance(reward, str | Module) and reward is not None and columns is not None:
-            check_reward(reward, columns)
-            if isinstance(train_dataset, Dataset) and train_dataset.format["type"] != "custom":
-                check_truths(reward, train_dataset.with_format(None))
-
-
-def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, environment_factory=None) -> None:
-    """Raises `ValueError` if dynamic sampling cannot sample completions again, or cannot draw fresh prompts."""
-    if not args.dynamic_sampling_rounds:
-        return
-    option = f"`dynamic_sampling_rounds`={args.dynamic_sampling_rounds}"
-    given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
-    names = [f"`{name}`" for name, value in given.items() if value]
-    if names:
-        raise ValueError(
-            f"{option} samples single turns again, and cannot be combined with {' and '.join(names)}, whose turns have "
-            "a state of their own. Set it to 0."
-        )
-    if isinstance(train_dataset, IterableDataset):
-        raise ValueError(f"{option} draws prompts at random, which a stream cannot give. Use a `datasets.Dataset`.")
-    image_columns = {"image", "images"} & set(train_dataset.column_names)
-    if image_columns:
-        column = image_columns.pop()
-        raise ValueError(f"{option} samples texts, but `train_dataset` has a column {column!r}. Set it to 0.")
-    prompts = args.generation_batch_size // args.num_generations
-    if len(train_dataset) <= prompts:
-        raise ValueError(
-            f"{option} needs fresh prompts, but `train_dataset` has {len(train_dataset)}, no more than one generation "
-            f"takes, {prompts} (`generation_batch_size`={args.generation_batch_size} / `num_generations`="
-            f"{args.num_generations}). Lower `generation_batch_size`, or add prompts."
-        )
-
-
-def _check_turns(args, tools, environment_factory) -> None:
-    """
-    Refuses tools in runs where TRL makes several processes take each turn together, because each process needs its own
-    number of turns.
-    """
-    if not tools and environment_factory is None:
-        return
-    given = "`tools`" if tools else "`environment_factory`"
-    why = (
-        "TRL gathers the prompts of every turn from {} and cuts the completions into parts of equal size. If they call "
-        "tools a different number of times, they wait for each other for ever, or get each other's completions."
-    )
-    processes = PartialState().num_processes
-    if args.vllm_mode == "server" and processes > 1:
-        raise ValueError(
-            f"{given} with `vllm_mode`='server' on {processes} processes: {why.format('all processes')} Use "
-            "`vllm_mode='colocate'`, or one process."
-        )
-    if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1:
-        raise ValueError(
-            f"{given} with `vllm_tensor_parallel_size`={args.vllm_tensor_parallel_size}: "
-            f"{why.format('the processes of an engine')} Use `vllm_tensor_parallel_size=1`."
-        )
 
 
 def _wait_for_server(args, model: str) -> None:

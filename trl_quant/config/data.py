@@ -1,0 +1,100 @@
+"""What [`preflight`] checks of the data, the rewards and the turns of a conversation."""
+
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset
+from torch.nn import Module
+
+from ..tasks.data import check_prompts
+from ..tasks.rewards import check_reward, check_truths
+
+
+def check_data(args, train_dataset, eval_dataset) -> None:
+    """Raises `ValueError` for data that the trainer cannot read, or that is less than one generation takes."""
+    if train_dataset is None:
+        raise ValueError("`train_dataset` is required unless an `environment_factory` is provided.")
+    if not isinstance(train_dataset, Dataset | IterableDataset):
+        split = "; take one of its splits" if isinstance(train_dataset, dict) else ""
+        raise ValueError(
+            f"`train_dataset` is a {type(train_dataset).__name__}{split}. It must be a `datasets.Dataset` or "
+            "`datasets.IterableDataset`."
+        )
+    check_prompts("train_dataset", train_dataset)
+    prompts = args.generation_batch_size // args.num_generations
+    if isinstance(train_dataset, Dataset) and len(train_dataset) < prompts:
+        raise ValueError(
+            f"`train_dataset` has {len(train_dataset)} prompts, fewer than one generation takes, {prompts} "
+            f"(`generation_batch_size`={args.generation_batch_size} / `num_generations`={args.num_generations}): "
+            "nothing would be trained. Lower `generation_batch_size`, or add prompts."
+        )
+    if isinstance(train_dataset, IterableDataset) and args.accelerator_config.dispatch_batches:
+        raise ValueError(
+            "Iterable datasets require `dispatch_batches=False`, and `accelerator_config` sets it to True."
+        )
+    if isinstance(train_dataset, IterableDataset) and args.max_steps <= 0:
+        raise ValueError(f"`max_steps`={args.max_steps}, but a stream has no length: set the number of steps.")
+    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
+    for name, dataset in evaluated.items():
+        if isinstance(dataset, Dataset | IterableDataset):
+            check_prompts("eval_dataset" if name is None else f"eval_dataset[{name!r}]", dataset)
+
+
+def check_rewards(reward_funcs, train_dataset) -> None:
+    """Raises `ValueError` for rewards that the data has no columns or no answers for."""
+    columns = train_dataset.column_names
+    for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        if not isinstance(reward, str | Module) and reward is not None and columns is not None:
+            check_reward(reward, columns)
+            if isinstance(train_dataset, Dataset) and train_dataset.format["type"] != "custom":
+                check_truths(reward, train_dataset.with_format(None))
+
+
+def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, environment_factory=None) -> None:
+    """Raises `ValueError` if dynamic sampling cannot sample completions again, or cannot draw fresh prompts."""
+    if not args.dynamic_sampling_rounds:
+        return
+    option = f"`dynamic_sampling_rounds`={args.dynamic_sampling_rounds}"
+    given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
+    names = [f"`{name}`" for name, value in given.items() if value]
+    if names:
+        raise ValueError(
+            f"{option} samples single turns again, and cannot be combined with {' and '.join(names)}, whose turns have "
+            "a state of their own. Set it to 0."
+        )
+    if isinstance(train_dataset, IterableDataset):
+        raise ValueError(f"{option} draws prompts at random, which a stream cannot give. Use a `datasets.Dataset`.")
+    image_columns = {"image", "images"} & set(train_dataset.column_names)
+    if image_columns:
+        column = image_columns.pop()
+        raise ValueError(f"{option} samples texts, but `train_dataset` has a column {column!r}. Set it to 0.")
+    prompts = args.generation_batch_size // args.num_generations
+    if len(train_dataset) <= prompts:
+        raise ValueError(
+            f"{option} needs fresh prompts, but `train_dataset` has {len(train_dataset)}, no more than one generation "
+            f"takes, {prompts} (`generation_batch_size`={args.generation_batch_size} / `num_generations`="
+            f"{args.num_generations}). Lower `generation_batch_size`, or add prompts."
+        )
+
+
+def check_turns(args, tools, environment_factory) -> None:
+    """
+    Refuses tools in runs where TRL makes several processes take each turn together, because each process needs its own
+    number of turns.
+    """
+    if not tools and environment_factory is None:
+        return
+    given = "`tools`" if tools else "`environment_factory`"
+    why = (
+        "TRL gathers the prompts of every turn from {} and cuts the completions into parts of equal size. If they call "
+        "tools a different number of times, they wait for each other for ever, or get each other's completions."
+    )
+    processes = PartialState().num_processes
+    if args.vllm_mode == "server" and processes > 1:
+        raise ValueError(
+            f"{given} with `vllm_mode`='server' on {processes} processes: {why.format('all processes')} Use "
+            "`vllm_mode='colocate'`, or one process."
+        )
+    if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1:
+        raise ValueError(
+            f"{given} with `vllm_tensor_parallel_size`={args.vllm_tensor_parallel_size}: "
+            f"{why.format('the processes of an engine')} Use `vllm_tensor_parallel_size=1`."
+        )
