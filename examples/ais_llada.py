@@ -24,6 +24,7 @@ from trl_quant.trainers.launch import TrainArguments, trainer_arguments
 
 
 RECIPE = {
+    "trainer": "diffusion",
     "model_name_or_path": "runs/llada-8b",
     "dtype": "bfloat16",
     "output_dir": "runs/ais-llada",

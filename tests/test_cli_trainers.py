@@ -1,14 +1,15 @@
-"""`trl-quant train --trainer`: RLOO and distillation from the command line, and their plans."""
+"""`trl-quant train --trainer`: RLOO, distillation and diffusion from the command line, and plans."""
 
 import json
 import re
 
 import pytest
+from masked_policy import policy, tokenizer
 from tiny import save_tiny
 from transformers import AutoModelForCausalLM
 
 import trl_quant.cli.train as train
-from trl_quant import QuantDistillationConfig, QuantGRPOConfig, QuantRLOOConfig
+from trl_quant import DiffusionGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantRLOOConfig
 from trl_quant.cli import main
 from trl_quant.cli.options import TRL_CONFIGS, chosen_trainer
 from trl_quant.report.runs import read_run
@@ -55,7 +56,12 @@ def spread(completions, **kwargs) -> list[float]:
 
 def test_every_trainer_has_its_options():
     configs = {name: trainer.config_class for name, trainer in TRAINERS.items()}
-    assert configs == {"grpo": QuantGRPOConfig, "rloo": QuantRLOOConfig, "distillation": QuantDistillationConfig}
+    assert configs == {
+        "grpo": QuantGRPOConfig,
+        "rloo": QuantRLOOConfig,
+        "distillation": QuantDistillationConfig,
+        "diffusion": DiffusionGRPOConfig,
+    }
     assert {name: config for name, (_, config) in TRL_CONFIGS.items()} == {
         name: config.trl_config.__name__ for name, config in configs.items()
     }
@@ -88,6 +94,23 @@ def test_distillation_trains_and_resumes(argv, tmp_path, models):
     history = [entry for entry in read_run(tmp_path / "run").history if "loss" in entry]
     assert [entry["step"] for entry in history] == [1, 2, 3, 4]
     assert history[-1]["loss"] < history[0]["loss"] and all(entry["mismatch/kl_k3"] > 0 for entry in history)
+
+
+def test_diffusion_trains(argv, tmp_path, capsys):
+    """A model saved with its mask token; the completions are denoised, and the plan knows it too."""
+    policy().save_pretrained(tmp_path / "masked")
+    tokenizer().save_pretrained(tmp_path / "masked")
+    argv[1] = str(tmp_path / "masked")
+    masked = ["--trainer", "diffusion", "--reward_funcs", "test_cli_trainers.spread", "--num_generations", "4"]
+    masked += ["--block_length", "4", "--is_correction", "ais"]
+    _, args, _ = train.parse_args([*argv, *masked])
+    assert isinstance(args, DiffusionGRPOConfig) and args.block_length == 4
+    main(["train", *argv, *masked])
+    assert "Sampling: INT4, embedded, by denoising" in capsys.readouterr().out
+    history = [entry for entry in read_run(tmp_path / "run").history if "reward" in entry]
+    assert [entry["step"] for entry in history] == [1, 2] and all(entry["mismatch/kl_k3"] > 1e-6 for entry in history)
+    main(["plan", argv[1], *argv[2:], *masked])
+    assert "by denoising" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -126,7 +149,7 @@ REWARDED = ["--trainer", "distillation", "--teacher_model_name_or_path", "{teach
             ["--traine", "rloo", "--num_generations", "4"],
             "`trainer`='rloo' takes the options of a QuantRLOOConfig, and these are those of a QuantGRPOConfig",
         ),
-        (["--config", "{recipe}"], "`trainer`='ppo' is unknown. Allowed: 'grpo', 'rloo', 'distillation'."),
+        (["--config", "{recipe}"], "`trainer`='ppo' is unknown. Allowed: 'grpo', 'rloo', 'distillation', 'diffusion'."),
     ],
     ids=str,
 )
@@ -153,6 +176,8 @@ def test_help_lists_the_options_of_the_trainer(capsys):
     assert "importance_sampling_level" in listed["rloo"] and "loss_type" not in listed["rloo"]
     assert {"teacher_precision", "teacher_model_name_or_path"} <= listed["distillation"]
     assert not {"num_generations", "importance_sampling_level"} & listed["distillation"]
+    assert {"block_length", "tokens_per_step", "loss_type"} <= listed["diffusion"]
+    assert not {"block_length", "tokens_per_step"} & listed["grpo"]
 
 
 def test_plans(argv, models, capsys):

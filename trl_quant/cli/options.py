@@ -28,6 +28,7 @@ TRL_CONFIGS = {
     "grpo": ("trainer/grpo_config.py", "GRPOConfig"),
     "rloo": ("trainer/rloo_config.py", "RLOOConfig"),
     "distillation": ("trainer/distillation_config.py", "DistillationConfig"),
+    "diffusion": ("trainer/grpo_config.py", "GRPOConfig"),
 }
 ENUM_FILES = ("training_args.py", "trainer_utils.py")  # of transformers; they hold the enums of allowed values
 

@@ -18,6 +18,7 @@ import torch
 from trl import ModelConfig, TrlParser
 from yaml import YAMLError
 
+from ..config.diffusion import DENOISING
 from ..config.distillation import TEACHING
 from ..config.fields import SECTIONS, QuantFields
 from ..config.rloo import WEIGHING
@@ -29,7 +30,7 @@ from .options import PROG, USAGE, about_unknown, check_train, chosen_trainer
 
 
 # The sections of fields that one trainer's config adds to those of all
-FURTHER = {"rloo": WEIGHING, "distillation": TEACHING}
+FURTHER = {"rloo": WEIGHING, "distillation": TEACHING, "diffusion": DENOISING}
 
 
 class Parser(TrlParser):

@@ -12,13 +12,19 @@ from trl.rewards import get_soft_overlong_punishment
 from ..config.fields import QuantFields
 from ..tasks import REWARDS, load_prompts
 from ..tasks.named_rewards import find_reward
+from .diffusion import DiffusionGRPOTrainer
 from .distillation import QuantDistillationTrainer
 from .grpo import QuantGRPOTrainer
 from .rloo import QuantRLOOTrainer
 
 
 # The values of `--trainer`
-TRAINERS = {"grpo": QuantGRPOTrainer, "rloo": QuantRLOOTrainer, "distillation": QuantDistillationTrainer}
+TRAINERS = {
+    "grpo": QuantGRPOTrainer,
+    "rloo": QuantRLOOTrainer,
+    "distillation": QuantDistillationTrainer,
+    "diffusion": DiffusionGRPOTrainer,
+}
 DEFAULT_DATASET = "openai/gsm8k"
 REWARD_OPTIONS = ("reward_funcs", "overlong_punishment")  # which a trainer without rewards refuses
 
@@ -31,7 +37,8 @@ class TrainArguments:
         default="grpo",
         metadata={
             "help": "The method. It decides which of TRL's options there are, and their defaults: `--trainer rloo "
-            "--help` lists those of RLOO. 'distillation' needs a `teacher_model_name_or_path`, and has no rewards."
+            "--help` lists those of RLOO. 'distillation' needs a `teacher_model_name_or_path`, and has no rewards; "
+            "'diffusion' is GRPO for masked diffusion models."
         },
     )
     dataset_name: str | None = field(
