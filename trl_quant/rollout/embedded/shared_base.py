@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class SharedEngine(TransformersEngine):
     """
     [`TransformersEngine`] for a policy that is sampled in its own `train_precision`: Q(W) + BA (QeRL), or layers that
-    compute in FP8 or INT8 in training too (Jet-RL).
+    compute in FP8 or INT8 (Jet-RL), or with all weights in 4 bits, in training too.
 
     The copy has its own modules, in evaluation mode, around the policy's tensors: linear layers, adapters, embeddings
     and the head. Only the norms that get noise are held twice, and a sync copies nothing else. The remaining mismatch
