@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from inspect import get_annotations
 
 import torch
 from trl import ModelConfig, TrlParser
@@ -78,7 +79,8 @@ def _titles(trainer: str) -> dict[str, str]:
     for title, section in (SECTIONS | FURTHER.get(trainer, {})).items():
         found |= {f.name: title for f in fields(section)}
     config = launch.TRAINERS[trainer].config_class
-    redefined = [f.name for f in fields(config) if f.name in config.__annotations__]
+    ours = [get_annotations(c) for c in config.__mro__ if issubclass(c, QuantFields) and c is not QuantFields]
+    redefined = [f.name for f in fields(config) if any(f.name in annotations for annotations in ours)]
     return found | dict.fromkeys(redefined, "settings that follow the correction")
 
 
