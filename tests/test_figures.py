@@ -377,19 +377,49 @@ def test_updates_on_a_4_bit_base():
 
 
 def test_updates_in_8_bits():
-    found = read(f"update-7b-fp8-{H200}")["results"]["7b"]
-    for tokens in ("16384", "2048"):
-        ratios = [f"{found[kind][tokens]['update'] / found['trl'][tokens]['update']:.2f}" for kind in EIGHT_BITS]
-        assert cells_of(MEASURED, f"{tokens} |", "| tokens of a micro-batch | `fp8` |")[1:] == ratios
+    found = read(f"update-7b-{H200}")["results"]["7b"]
+    assert all(
+        len(row["steps"]) == 5 and row["update"] == median(row["steps"]) for k in found for row in found[k].values()
+    )
+    for tokens in ("16384", "4096", "2048"):
+        ratios = [
+            f"{found[kind][tokens]['update'] / found['trl'][tokens]['update']:.2f}" for kind in ("bf16", *EIGHT_BITS)
+        ]
+        assert cells_of(MEASURED, f"{tokens} |", "| tokens of a micro-batch | ours, BF16 |")[1:] == ratios
+
+
+def test_updates_in_the_benchmarks_page():
+    found = read(f"update-7b-{H200}")["results"]["7b"]
+    names = {"ours in BF16, packed rows": "bf16", "NVFP4 base": "nvfp4"} | {f"`{kind}`": kind for kind in EIGHT_BITS}
+    for name, kind in ({"TRL's BF16 LoRA": "trl"} | names).items():
+        cells = []
+        for tokens, row in found[kind].items():
+            ratio = f" ({row['update'] / found['trl'][tokens]['update']:.2f})" if kind != "trl" else ""
+            cells.append(f"{row['update']:.3f} s{ratio}, {gib(row['peak_bytes'])} GiB")
+        assert cells_of(BENCHMARKS, f"{name} |", "| tokens of a micro-batch | 2048 | 4096 | 16384 |")[1:] == cells
+
+
+def test_masked_diffusion():
+    runs = {run["trainer"]: run["results"]["4x256"] for run in read(f"diffusion-8b-{H200}")["runs"]}
+    assert all(len(result["steps"]) == 5 for result in runs.values())
+    of = {
+        name: {key: median(step[key] for step in runs[name]["steps"]) for key in runs[name]["warm_up"]} for name in runs
+    }
+    for name, title in {"bf16": "BF16", "fp8": "`fp8`"}.items():
+        phases = [f"{of[name][phase]:.2f} s" for phase in ("sampling", "scoring", "reference", "update", "step")]
+        cells = cells_of(MEASURED, f"{title} |", "| copy that samples |")[1:]
+        assert cells == [*phases, f"{gib(runs[name]['peak_bytes'])} GiB"]
+    paper = ("sampling", "estimate", "scoring", "reference")
+    gains = [of["bf16"][key] / of["fp8"][key] for key in ("sampling", "step")]
+    sums = [median(sum(step[phase] for phase in paper) for step in runs[name]["steps"]) for name in ("bf16", "fp8")]
+    told = "In `fp8` sampling is {:.2f} times as fast, and the whole step {:.2f} times.".format(*gains)
+    assert told in MEASURED.replace("\n", " ")
+    assert f"which makes {sums[0] / sums[1]:.2f}x here" in MEASURED.replace("\n", " ")
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_peaks_of_an_update(size):
     found = read(f"update-{size}-{H200}")["results"][size]
-    if size == "7b":
-        found |= {
-            kind: value for kind, value in read(f"update-7b-fp8-{H200}")["results"]["7b"].items() if kind != "trl"
-        }
     for tokens in ("2048", "16384"):
         peaks = [
             gib(found[kind][tokens]["peak_bytes"]) if kind in found else "" for kind in ("trl", "nvfp4", *EIGHT_BITS)
