@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from torch import nn
 
-from trl_quant.layers import UnifiedLinear, joint
+from trl_quant.layers import UnifiedLinear, joint, unified
 from trl_quant.layers.joint import Joint, side_by_side
 from trl_quant.layers.products import quantize_for_both, quantize_gradient, quantize_input
 from trl_quant.policy.unified import unify
@@ -179,6 +179,19 @@ def test_a_hook_runs_around_its_own_layer():
         assert seen == ["before k"] * (i > 0)
         if i == 0:
             assert layers[0].joint.waiting is None
+
+
+def test_weights_that_move_unseen_are_quantized_once_a_call(monkeypatch):
+    layers, x, made = layers_of("fp8"), inputs(), []
+    quantize = unified.quantize
+    monkeypatch.setattr(unified, "quantize", lambda *args: made.append(1) or quantize(*args))
+    for layer in layers:
+        layer.moves_unseen = True
+    for _ in range(2):
+        right = [layer(x) for layer in layers_of("fp8", joined=False)]
+        made.clear()
+        assert all(torch.equal(layer(x), y) for layer, y in zip(layers, right, strict=True))
+        assert len(made) == len(layers)
 
 
 def test_a_replaced_layer_takes_no_part():

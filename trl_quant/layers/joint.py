@@ -199,7 +199,7 @@ class Joint:
     called with the same tensor, if their weights are still those that were multiplied.
 
     A layer is computed alone while any of them has a hook, which must run around its own layer (FSDP gathers weights
-    so), or is replaced, and where the weights of some train while others have an adapter.
+    so), is replaced, or is quantized at each call, and where the weights of some train while others have an adapter.
 
     Parameters:
         layers (`Sequence[nn.Module]`): In the order in which an engine joins them. Each has a method `part`, which
@@ -270,10 +270,13 @@ class Joint:
 
 
 def _is_free(layer: nn.Module) -> bool:
-    """Whether a layer can be computed before it is called: it has no hooks, and no other stands in its adapter."""
+    """
+    Whether a layer can be computed before it is called: it has no hooks, no other stands in its adapter, and its codes
+    are not made anew at each call.
+    """
     base = getattr(layer, "base_layer", layer)
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in {layer, base})
-    return hasattr(base, "part") and not hooked
+    return hasattr(base, "part") and not base.moves_unseen and not hooked
 
 
 def _mixed(parts: Sequence[Part]) -> bool:
