@@ -242,6 +242,14 @@ def test_blocks_do_not_reach_over_two_layers():
     assert Joint.can(layers_of("int8", joined=False)[::-1])
 
 
+def test_a_small_output_keeps_no_memory_of_the_others():
+    layers, x = layers_of("int8"), inputs()
+    q, k, v = (layer(x).untyped_storage() for layer in layers)
+    assert len({part.data_ptr() for part in (q, k, v)}) == 3
+    assert (k.nbytes(), v.nbytes()) == (40 * 128 * 4, 40 * 72 * 4)
+    assert q.nbytes() == 40 * sum(SIZES) * 4  # more than half of the matrix: a column of it
+
+
 def test_an_output_that_nobody_uses():
     layers, x = layers_of("int8"), inputs()
     y = layers[0](x)

@@ -73,8 +73,8 @@ def compute(x: Tensor, parts: Sequence[Part], weight: Callable[[], QuantizedTens
         weight (`Callable`): Returns the codes of all, one below the other, (sum of out, in).
 
     Returns:
-        `tuple[torch.Tensor, ...]`: (..., out) of each, in the type of `x` or autocast's. Several are columns of one
-        matrix, and must not be written to in place.
+        `tuple[torch.Tensor, ...]`: (..., out) of each, in the type of `x` or autocast's. Those with at least half of
+        all outputs are columns of one matrix. None may be written to in place.
 
     Raises:
         ValueError: `x` has another number of features.
@@ -97,7 +97,9 @@ class _Joint(torch.autograd.Function):
         ctx.x = kept and (kept.format, kept.shape, kept.dtype)
         ctx.save_for_backward(*a, *b, *(() if kept is None else (kept.values, kept.scale)))
         y = product(q, w, _joint_bias(biases, sizes), dtype)
-        return tuple(part.view(*x.shape[:-1], -1) for part in y.split(sizes, 1))
+        # Attention saves v for the backward pass, and a column would keep the memory of q and k too
+        columns = (part if 2 * part.shape[1] >= y.shape[1] else part.contiguous() for part in y.split(sizes, 1))
+        return tuple(part.view(*x.shape[:-1], -1) for part in columns)
 
     @staticmethod
     def backward(ctx, *dys):
