@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from ..formats import QuantizedTensor, global_scale
-from ..precisions import qat_precisions, unified_flows
+from ..precisions import qat_precisions
 from .frozen import autocast_dtype, frozen_product
 from .unified import SampledLinear, UnifiedLinear
 
@@ -135,7 +135,7 @@ def trained_linear(linear: nn.Linear, precision: str) -> UnifiedLinear:
 
 def sampled_linear(linear: nn.Linear, precision: str) -> SampledLinear:
     """Builds the layer that computes the forward pass of [`trained_linear`] from codes that it is given."""
-    return (SampledLinear if precision in unified_flows() else SampledQATLinear)(linear, precision)
+    return (SampledQATLinear if precision in qat_precisions() else SampledLinear)(linear, precision)
 
 
 def share_scale(layers: Sequence[QATLinear]) -> None:
