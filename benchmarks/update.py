@@ -9,7 +9,8 @@ are `QuantGRPOTrainer` with this `train_precision`. Each runs in its own process
 other settings, and a made-up batch in place of a generation. `--tokens` counts a micro-batch's prompts and completions,
 in sequences of at most `--length`; a step is one micro-batch. `ratio` is the time relative to the first trainer's:
 below 1 is faster. Times are medians over the steps after the first two. Memory is the peak in these: torch's
-allocations on a GPU, else that of the process. `--output` keeps every step, with commit, versions and load.
+allocations on a GPU, else that of the process. The file of `--output` has every step, the commit, the versions and the
+load.
 """
 
 import argparse

@@ -122,7 +122,7 @@ def test_the_gradient_is_the_weighted_one(tmp_path, monkeypatch, correction, bet
 
 
 def test_weights_of_one_change_no_bit(tmp_path):
-    """With `none`, and where the sampler has the student's log-probabilities, the loss is that of the mixin alone."""
+    """The loss equals that of the mixin alone, with `none` and with samples of the student itself."""
 
     class Uncorrected(QuantRollouts, DistillationTrainer):
         """Quantized rollouts alone, on padded rows."""
@@ -240,7 +240,7 @@ def test_composes_with_trl(tmp_path, option):
 
 
 def test_a_quantized_teacher_is_the_one_that_the_student_learns_from(tmp_path):
-    """The step is that of a teacher with the rounded weights, and not that of the 16-bit one."""
+    """The student takes the step that a teacher with rounded weights causes, and not the 16-bit teacher's."""
     path, steps = save_tiny(tmp_path / "teacher", seed=4, dtype=torch.bfloat16), {}
     for precision in (None, "nvfp4"):
         options, wide = {"teacher_model": path}, {"dtype": "float32"}

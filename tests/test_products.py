@@ -3,6 +3,9 @@ The products of the training flow against slow references: loops over groups in 
 CPU. Each also differs from what is nearly it.
 """
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -369,6 +372,22 @@ def test_one_scale_for_all_tokens(dtype):
     by_token = products.product(products.quantize_input(x, "fp8"), quantize(w, "fp8"), bias, dtype)
     assert sqnr(by_token, right) < 40
     assert products.product(products.quantize_input(x[:0], "fp8_tensor"), weight, bias, dtype).shape == (0, 72)
+
+
+@pytest.mark.parametrize(
+    ("capability", "loaded", "expected"),
+    [((9, 0), True, True), ((8, 0), True, True), ((9, 0), False, False), ((10, 0), True, False), ((6, 1), True, False)],
+)
+def test_vllms_int8_product_is_used_where_vllm_runs_it(capability, loaded, expected, monkeypatch):
+    """vLLM has none from Blackwell on; without vLLM nothing is looked up."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(cutlass_scaled_mm=None), raising=False)
+    if loaded:
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    else:
+        monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    assert products.has_engines_product(SimpleNamespace(is_cuda=True, device=object()), "int8") is expected
+    assert products.has_engines_product(SimpleNamespace(is_cuda=False, device="cpu"), "int8") is False
 
 
 @pytest.mark.parametrize("format", ["fp8", "fp8_tensor"])

@@ -87,7 +87,7 @@ def test_trainer_and_sampler_hold_the_same_codes_at_every_step(tmp_path, precisi
 
 @every_precision
 def test_mismatch_as_on_a_frozen_base(tmp_path, precision):
-    """What is left is that of sums; a policy in FP32 with the same sampler is a ten-millionfold further away."""
+    """Only the order of sums differs. A policy in FP32 lies ten million times further from the same sampler."""
     ours = trainer_of(tmp_path / "ours", precision, max_completion_length=32)
     assert isinstance(ours.vllm_generation, SharedEngine) and ours.args.rollout_precision == precision
     before = parameters(ours)

@@ -254,9 +254,9 @@ def test_products_equal_vllm(engines, monkeypatch):
     kernel.
     """
     ops = pytest.importorskip("vllm._custom_ops")
-    assert products.has_engines_product(torch.empty(0, device="cuda"))
+    assert products.has_engines_product(torch.empty(0, device="cuda"), "int8")
     if not engines:
-        monkeypatch.setattr(products, "has_engines_product", lambda x: False)
+        monkeypatch.setattr(products, "has_engines_product", lambda *args: False)
     for tokens, outputs, inputs in ((1024, 4096, 4096), (48, 6144, 4096), (1, 4096, 14336)):
         x = matrix(tokens, inputs).cuda()
         for format in ("int8", "fp8"):

@@ -46,7 +46,7 @@ from torch import Tensor
 from ..formats import FORMATS, QuantizedTensor, quantize_activation
 from ..formats.common import group, quotient, ungroup
 from ..formats.fp8 import BLOCK, E4M3_MAX, FP8, FP8Block, decode_e4m3
-from ..precisions import with_products
+from ..precisions import PRECISIONS, with_products
 
 
 INT8_MAX = 127.0
@@ -237,7 +237,7 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
             filled(x.values), w.values.t(), *scales,
             bias=None if bias is None else bias.to(dtype), output_dtype=dtype, use_fast_accum=FAST_ACCUMULATION,
         )[:tokens]  # fmt: skip
-    if fmt.integers and dtype == torch.bfloat16 and fits and has_engines_product(x.values):
+    if fmt.integers and dtype == torch.bfloat16 and fits and has_engines_product(x.values, x.format):
         y = x.values.new_empty(tokens, outputs, dtype=dtype)
         bias = None if bias is None else bias.to(dtype)
         torch.ops._C.cutlass_scaled_mm(y, x.values, w.values.t(), x.scale, w.scale.float(), bias)
@@ -396,12 +396,16 @@ def block_scales(scale: Tensor) -> Tensor:
     return (F.pad(scale.float(), (0, missing)) if missing else scale.float()).contiguous().t()
 
 
-def has_engines_product(x: Tensor) -> bool:
+def has_engines_product(x: Tensor, format: str) -> bool:
     """
-    Whether vLLM has loaded its product of INT8 codes. It gives the same bits as the product and the kernel here, and
-    writes no sums in INT32.
+    Whether vLLM has loaded its product of INT8 codes and runs it on this GPU. It gives the same bits as the product and
+    the kernel here, and writes no sums in INT32.
     """
-    return x.is_cuda and "vllm" in sys.modules and hasattr(torch.ops._C, "cutlass_scaled_mm")
+    if not x.is_cuda or "vllm" not in sys.modules:
+        return False
+    vllm, capability = PRECISIONS[format].vllm, _capability(x.device)
+    is_run = vllm.capability <= capability and (vllm.below is None or capability < vllm.below)
+    return is_run and hasattr(torch.ops._C, "cutlass_scaled_mm")
 
 
 @cache

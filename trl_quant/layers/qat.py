@@ -139,7 +139,7 @@ def sampled_linear(linear: nn.Linear, precision: str) -> SampledLinear:
 
 
 def share_scale(layers: Sequence[QATLinear]) -> None:
-    """Lets layers that an engine computes as one matrix share a global scale, that of their largest value."""
+    """Gives layers that an engine computes as one matrix one global scale, computed from the largest value of all."""
     for layer in layers:
         layer.fused = tuple(other for other in layers if other is not layer)
         layer.forget()
