@@ -11,7 +11,7 @@ import trl.trainer.distillation_trainer as distillation_trainer
 from distilling import distil, drawn_logps, logits_of, slow_loss, teacher, weights_of
 from reference import diagnostics
 from tiny import save_tiny, tiny_model
-from training import UnevenLengths, assert_same_run, dataset, lora, metrics, parameters
+from training import MadeUpSampler, UnevenLengths, assert_same_run, dataset, lora, metrics, parameters, step_and_batch
 from transformers import AutoModelForCausalLM
 from trl import DistillationConfig, DistillationTrainer
 
@@ -30,15 +30,6 @@ SGD = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "lr_scheduler
 
 def bounds_of(name: str) -> dict:
     return {field.removeprefix("is_").removeprefix("icepop_"): value for field, value in BOUNDS.get(name, {}).items()}
-
-
-def step_and_batch(trainer) -> tuple[torch.Tensor, dict]:
-    """The step of one update, as the change of the weights, and its generation."""
-    batches, score = [], trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: batches.append(score(inputs)) or batches[-1]
-    before = torch.cat([value.flatten() for value in parameters(trainer).values()]).double()
-    trainer.train()
-    return torch.cat([value.flatten() for value in parameters(trainer).values()]).double() - before, batches[0]
 
 
 # The gradient
@@ -280,21 +271,6 @@ def test_without_a_precision_it_is_trls(tmp_path):
     assert_same_run(*runs[:2])
     assert_same_run(*runs[1:])
     assert not any("mismatch" in name for entry in metrics(runs[2]) for name in entry)
-
-
-class MadeUpSampler:
-    """Replaces vLLM where TRL itself samples: letters of a probability of their own, if they are asked for."""
-
-    def __init__(self, logprobs, **others):
-        self.asked_when_built, self.logprobs = logprobs, logprobs
-        self.random = torch.Generator().manual_seed(0)
-
-    def sync_weights(self): ...
-
-    def generate(self, prompts, images, num_generations, profiler=None):
-        ids = torch.randint(64, 90, (len(prompts), 5), generator=self.random).tolist()
-        logps = None if self.logprobs is None else [[[-5.0]] * 5 for _ in ids]
-        return prompts, ids, logps, None
 
 
 def test_trls_own_sampler_can_be_corrected_too(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from marlin_on_cpu import marlin_on_cpu, numbers, tiles
 from tiny import save_tiny
 from training import config, lora, make, metrics, parameters
-from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
+from vllm_engines import SMALL, assert_live_equals_fresh, engine, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import global_scale
@@ -208,14 +208,7 @@ def test_a_merged_adapter_in_layers_with_biases(tmp_path, precision):
     for name, param in model.named_parameters():
         if name.endswith("bias"):
             param.data.uniform_(-1, 1)
-    sampler = engine(model, precision)
-    seen = []
-    for seed in range(2):
-        update(model, seed=seed)
-        sampler.sync_weights()
-        seen.append(greedy(sampler.llm))
-        assert seen[-1] == greedy(fresh(model, precision, tmp_path / f"{seed}"))
-    assert seen[0] != seen[1]
+    assert_live_equals_fresh(engine(model, precision), model, precision, tmp_path)
 
 
 @every_precision

@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from marlin_on_cpu import marlin_on_cpu
 from tiny import save_tiny
 from training import config, make, metrics
-from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
+from vllm_engines import SMALL, assert_live_equals_fresh, engine, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import quantize
@@ -41,14 +41,8 @@ def test_live_equals_fresh(tmp_path, precision, family):
     """After each update the engine computes what one does that starts on a prepared checkpoint of the weights."""
     model = trained(tmp_path / "policy", precision, family)
     sampler = engine(model, precision, sync_check_steps=1)
-    layers, seen = sampler.weights.unified(precision), []
-    assert layers and not sampler.own_base_bytes()
-    for seed in range(2):
-        update(model, seed=seed)
-        sampler.sync_weights()
-        seen.append(greedy(sampler.llm))
-        assert seen[-1] == greedy(fresh(model, precision, tmp_path / f"checkpoint-{seed}"))
-    assert seen[0] != seen[1]
+    assert sampler.weights.unified(precision) and not sampler.own_base_bytes()
+    assert_live_equals_fresh(sampler, model, precision, tmp_path)
     sampler.check_sync()
 
 

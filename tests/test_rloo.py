@@ -14,7 +14,7 @@ import torch
 import trl.trainer.rloo_trainer as rloo_trainer
 from reference import DROPPING, diagnostics, rloo_gradient
 from tiny import save_tiny, tiny_model
-from training import assert_same_run, config, dataset, lora, make, metrics, parameters
+from training import MadeUpSampler, assert_same_run, config, dataset, lora, make, metrics, parameters
 from trl import GRPOConfig, RLOOConfig, RLOOTrainer
 
 from trl_quant import QuantRLOOConfig, QuantRLOOTrainer
@@ -298,21 +298,6 @@ def test_without_a_precision_it_is_trls(tmp_path):
     assert_same_run(*runs[:2])
     assert_same_run(*runs[1:])
     assert not any("mismatch" in name for entry in metrics(runs[2]) for name in entry)
-
-
-class MadeUpSampler:
-    """Replaces vLLM where TRL itself samples: letters of a probability of their own, if they are asked for."""
-
-    def __init__(self, logprobs, **others):
-        self.asked_when_built, self.logprobs = logprobs, logprobs
-        self.random = torch.Generator().manual_seed(0)
-
-    def sync_weights(self): ...
-
-    def generate(self, prompts, images, num_generations, profiler=None):
-        ids = torch.randint(64, 90, (len(prompts), 5), generator=self.random).tolist()
-        logps = None if self.logprobs is None else [[[-5.0]] * 5 for _ in ids]
-        return prompts, ids, logps, None
 
 
 def test_trls_own_sampler_can_be_corrected_too(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import DROPPING, diagnostics, rloo_gradient
 from tiny import save_tiny, tiny_model
-from training import config, make, metrics, parameters
+from training import config, make, metrics, step_and_batch
 
 from trl_quant import QuantRLOOConfig, QuantRLOOTrainer
 from trl_quant.corrections import CORRECTIONS
@@ -57,15 +57,6 @@ def plain_logps(model, batch) -> torch.Tensor:
     keep = batch["completion_ids"].shape[1]
     logits = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
     return logits[:, -keep - 1 : -1].log_softmax(-1).gather(2, batch["completion_ids"][..., None]).squeeze(2)
-
-
-def step_and_batch(trainer) -> tuple[torch.Tensor, dict]:
-    """The step of one update with SGD, as the change of the weights, and its generation."""
-    batches, score = [], trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: batches.append(score(inputs)) or batches[-1]
-    before = torch.cat([value.flatten() for value in parameters(trainer).values()]).double()
-    trainer.train()
-    return torch.cat([value.flatten() for value in parameters(trainer).values()]).double() - before, batches[0]
 
 
 @pytest.mark.parametrize("correction", SAVING)

@@ -112,3 +112,27 @@ def assert_same_run(left, right) -> None:
     assert mine.keys() == theirs.keys()
     different = [name for name in mine if not torch.equal(mine[name], theirs[name])]
     assert not different
+
+
+def step_and_batch(trainer) -> tuple[torch.Tensor, dict]:
+    """The step of one update, as the change of the weights, and its generation."""
+    batches, score = [], trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: batches.append(score(inputs)) or batches[-1]
+    before = torch.cat([value.flatten() for value in parameters(trainer).values()]).double()
+    trainer.train()
+    return torch.cat([value.flatten() for value in parameters(trainer).values()]).double() - before, batches[0]
+
+
+class MadeUpSampler:
+    """Replaces vLLM where TRL itself samples: letters of a probability of their own, if they are asked for."""
+
+    def __init__(self, logprobs, **others):
+        self.asked_when_built, self.logprobs = logprobs, logprobs
+        self.random = torch.Generator().manual_seed(0)
+
+    def sync_weights(self): ...
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        ids = torch.randint(64, 90, (len(prompts), 5), generator=self.random).tolist()
+        logps = None if self.logprobs is None else [[[-5.0]] * 5 for _ in ids]
+        return prompts, ids, logps, None

@@ -145,6 +145,17 @@ def greedy(llm: LLM, prompts=PROMPTS, n: int = 8) -> list[tuple[list[int], list[
     ]
 
 
+def assert_live_equals_fresh(sampler: VLLMEngine, model, precision: str, path) -> None:
+    """After each of two updates the engine samples what one does that starts on the model's weights, bit for bit."""
+    seen = []
+    for seed in range(2):
+        update(model, seed=seed)
+        sampler.sync_weights()
+        seen.append(greedy(sampler.llm))
+        assert seen[-1] == greedy(fresh(model, precision, path / f"checkpoint-{seed}"))
+    assert seen[0] != seen[1]
+
+
 def one_by_one(llm: LLM) -> list[tuple[list[int], list[float]]]:
     """Same as [`greedy`], one prompt at a time, as a server also allows."""
     return [greedy(llm, [ids])[0] for ids in PROMPTS]

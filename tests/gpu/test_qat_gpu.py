@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from test_one_copy_gpu import mismatch
-from vllm_engines import GPU_MODEL, engine, fresh, greedy, policy, update
+from vllm_engines import GPU_MODEL, assert_live_equals_fresh, engine, policy
 
 from trl_quant.formats import global_scale, quantize
 from trl_quant.layers import QATLinear, share_scale
@@ -32,13 +32,8 @@ def test_live_equals_fresh(tmp_path, precision, family):
     """After each update the engine computes what one does that starts on a prepared checkpoint, bit for bit."""
     model = policy(tmp_path / "policy", tied=False, family=family, **GPU_MODEL).cuda()
     unify(model, precision)
-    sampler, seen = engine(model, precision, sync_check_steps=1), []
-    for seed in range(2):
-        update(model, seed=seed)
-        sampler.sync_weights()
-        seen.append(greedy(sampler.llm))
-        assert seen[-1] == greedy(fresh(model, precision, tmp_path / f"checkpoint-{seed}"))
-    assert seen[0] != seen[1]
+    sampler = engine(model, precision, sync_check_steps=1)
+    assert_live_equals_fresh(sampler, model, precision, tmp_path)
     print(f"\n{precision:>10} {family}: {sampler.check_sync()}")
 
 
