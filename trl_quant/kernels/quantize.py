@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trl_quant.formats import FORMATS, QuantizedTensor, checked, no_global_scale, not_finite
+from trl_quant.formats import quantize as quantize_by_torch
 
 from .arithmetic import INTERPRETED, on, to_e4m3, to_int8, wide
 
@@ -381,6 +382,11 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
     if check and shows_non_finite(scale, name):
         raise not_finite(x)
     return quantized
+
+
+def quantize_any(x: Tensor, name: str, *args, **kwargs) -> QuantizedTensor:
+    """Calls [`quantize`] or, for a format without a kernel, [`trl_quant.formats.quantize`] on the GPU."""
+    return (quantize if name in KERNELS else quantize_by_torch)(x, name, *args, **kwargs)
 
 
 def shows_non_finite(scale: Tensor, name: str) -> Tensor:

@@ -204,8 +204,7 @@ class SampledLinear(nn.Module):
 def _quantize(weight: Tensor, format: str, global_scale: Tensor | None = None) -> QuantizedTensor:
     """Calls `formats.quantize`, or on a GPU its kernel, without a check for NaN, which would wait for every layer."""
     if weight.is_cuda:
-        from ..kernels import quantize as kernels
+        from ..kernels.quantize import quantize_any
 
-        if format in kernels.KERNELS:
-            return kernels.quantize(weight, format, global_scale, check=False)
-    return quantize(weight, format, global_scale, not weight.is_cuda)
+        return quantize_any(weight, format, global_scale, check=False)
+    return quantize(weight, format, global_scale)

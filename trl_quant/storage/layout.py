@@ -427,7 +427,4 @@ def quantizers_on(device: torch.device | str) -> dict[str, Callable]:
         return {"quantizer": quantize, "shared_scale": global_scale}
     from ..kernels import quantize as kernels
 
-    def on_gpu(x: Tensor, name: str, *args, **kwargs) -> QuantizedTensor:
-        return (kernels.quantize if name in kernels.KERNELS else quantize)(x, name, *args, **kwargs)
-
-    return {"quantizer": on_gpu, "shared_scale": kernels.global_scale}
+    return {"quantizer": kernels.quantize_any, "shared_scale": kernels.global_scale}
