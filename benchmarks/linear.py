@@ -29,7 +29,7 @@ from engines import BANDWIDTH, FLOPS, SHAPES, call_seconds, machine, of_card, sa
 from torch import nn
 
 from trl_quant.formats import quantize
-from trl_quant.layers import FrozenLinear, frozen, frozen_precisions
+from trl_quant.layers import FrozenLinear, frozen
 
 
 CACHE = 128 << 20  # more than any L2
@@ -214,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["7b", "32b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 64, 256, 1024, 4096, 16384])
-    parser.add_argument("--precision", choices=frozen_precisions(), default="nvfp4")
+    parser.add_argument("--precision", choices=FrozenLinear.precisions(), default="nvfp4")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=80, help="after which no more is measured")
     parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")

@@ -5,12 +5,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from trl_quant.layers import FrozenLinear, frozen_precisions
+from trl_quant.layers import FrozenLinear
 from trl_quant.policy.adapters import FrozenLoraLinear, with_frozen_layers
 
 
 DTYPES = [torch.bfloat16, torch.float32]
-every_precision = pytest.mark.parametrize("precision", frozen_precisions())
+every_precision = pytest.mark.parametrize("precision", FrozenLinear.precisions())
 
 
 def linear(inputs: int = 384, outputs: int = 72, dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:

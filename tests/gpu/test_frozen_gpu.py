@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trl_quant.layers import FrozenLinear, frozen, frozen_lora_linear, frozen_precisions
+from trl_quant.layers import FrozenLinear, frozen, frozen_lora_linear
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SHAPES = [(1024, 3584), (3584, 1024), (1000, 1536), (130, 320)]  # (out, in)
 TOKENS = [0, 1, 16, 257, 1024]  # on both sides of `FUSED_TOKENS`
-every_precision = pytest.mark.parametrize("precision", frozen_precisions())
+every_precision = pytest.mark.parametrize("precision", FrozenLinear.precisions())
 
 
 def layer_of(precision: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> FrozenLinear:

@@ -13,10 +13,11 @@ from datasets import Dataset
 from torch.nn import Module
 from transformers import AutoConfig, PreTrainedModel, ProcessorMixin
 
+from ..formats import FORMATS
 from ..layers import FrozenLinear
 from ..models.families import FAMILIES, family_of, number_of_experts
 from ..policy.masked import check_bidirectional, is_bidirectional, mask_token_of
-from ..precisions import frozen_bases, qat_precisions, unified_flows
+from ..precisions import PRECISIONS, frozen_bases, qat_precisions, unified_flows
 from ..rollout.stream import NO_WEIGHTS
 from ..rollout.tokenizer import check_tokenizer
 from ..rollout.vllm.support import (
@@ -334,7 +335,7 @@ def why_not_packed(config, processing_class, whose: str = "policy") -> str | Non
 
 
 def _check_untouched(args, model) -> None:
-    """Refuses a model that an earlier trainer changed irreversibly: to a base in 4 bits, or to an engine's kernels."""
+    """Refuses a model that an earlier trainer changed irreversibly: to a base in codes, or to an engine's kernels."""
     packed = {module.precision for module in model.modules() if isinstance(module, FrozenLinear)}
     if packed and not args.holds_frozen_base:
         raise ValueError(
@@ -365,8 +366,8 @@ def _check_trained(args, model, peft_config, quantization_config) -> None:
     if frozen and args.uaq_scale is not None:
         raise ValueError(
             f"`uaq_scale`={args.uaq_scale!r} scales 16-bit weights, and `train_precision`={precision!r} under an "
-            "adapter holds none. Scale and save the model first (`trl_quant.scaling.apply_uaq`), or unset one of the "
-            "two."
+            "adapter beside it holds none. Scale and save the model first (`trl_quant.scaling.apply_uaq`), or unset one "
+            "of the two."
         )
     if args.trains_for_four_bits:
         _check_four_bits(args)
@@ -379,7 +380,8 @@ def _check_trained(args, model, peft_config, quantization_config) -> None:
     if is_zero3 or args.fsdp_version == 1 or (frozen and args.fsdp_version is not None):
         sharding = "ZeRO-3" if is_zero3 else f"FSDP{args.fsdp_version}"
         if frozen:
-            advice = "held whole. Use DDP or ZeRO-2: the base takes a quarter of the memory and is not sharded."
+            share = FORMATS[PRECISIONS[precision].format].bits / 16
+            advice = f"held whole. Use DDP or ZeRO-2: the base takes {share:.0%} of its 16 bits' memory, unsharded."
         else:
             advice = "quantized whole. Use FSDP2 (`fsdp_version: 2`), DDP or ZeRO-2."
         raise ValueError(f"`train_precision`={precision!r} with {sharding}, which shards weights that must be {advice}")

@@ -38,12 +38,6 @@ BUFFER_BYTES = 128 << 20  # for the dequantized part of a weight
 ALIGNMENT = 128  # weights are cut at multiples of it, which are whole groups in every format
 
 
-def frozen_precisions() -> list[str]:
-    """Returns the precisions of frozen layers: those with four-bit weights and 16-bit inputs."""
-    formats = {name: FORMATS[entry.format] for name, entry in PRECISIONS.items() if entry.format is not None}
-    return [name for name, format in formats.items() if format.activations is None and format.nibbles]
-
-
 # Products
 
 
@@ -249,7 +243,7 @@ class FrozenLinear(nn.Linear):
     Parameters:
         in_features, out_features (`int`): Inputs and outputs.
         bias (`bool`): Whether the layer has one.
-        precision (`str`): Key of `PRECISIONS`, one of [`frozen_precisions`].
+        precision (`str`): Key of `PRECISIONS`, one of [`~FrozenLinear.precisions`].
         dtype (`torch.dtype`): Type of the bias and of the original weight, to which dequantized values are rounded.
         device (`torch.device`, *optional*): Where the parameters are created; they are filled later, by their names.
 
@@ -267,7 +261,7 @@ class FrozenLinear(nn.Linear):
         device: torch.device | str | None = None,
     ):
         nn.Module.__init__(self)  # `nn.Linear` would allocate a weight
-        allowed = frozen_precisions()
+        allowed = self.precisions()
         if precision not in allowed:
             raise ValueError(f"precision: {precision!r} cannot be a frozen layer's; allowed: {', '.join(allowed)}.")
         if dtype not in DTYPES:
@@ -282,6 +276,12 @@ class FrozenLinear(nn.Linear):
         device = torch.get_default_device() if device is None else device
         for name, tensor in tensors.items():
             self._hold(name, None if tensor is None else torch.empty_like(tensor, device=device))
+
+    @staticmethod
+    def precisions() -> list[str]:
+        """Returns the precisions of such layers: those with four-bit weights and 16-bit inputs."""
+        formats = {name: FORMATS[entry.format] for name, entry in PRECISIONS.items() if entry.format is not None}
+        return [name for name, format in formats.items() if format.activations is None and format.nibbles]
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, precision: str, global_scale: Tensor | None = None) -> "FrozenLinear":

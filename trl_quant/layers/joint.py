@@ -9,7 +9,13 @@ does an engine. A layer that shares its input with no other is a product of one 
 With a LoRA adapter that the engine merges, W_i is W_i + s_i B_i A_i. Instead of dW_i there are
 
     dA_i = s_i (dY_i B_i)^T Q(X)
-    dB_i = s_i dY_i^T (Q(X) A_i^T)
+    dB_i = dY_i^T (Q(X) (s_i A_i)^T)
+
+An adapter that the engine keeps beside its base takes X before that is quantized, in 16 bits, so Q(X) is X in these
+two, and
+
+    Y_i += X (s_i A_i)^T B_i^T
+    dX  += dY_1 B_1 (s_1 A_1) + ... + dY_n B_n (s_n A_n)
 
 | symbol | here | shape |
 |---|---|---|
@@ -18,8 +24,8 @@ With a LoRA adapter that the engine merges, W_i is W_i + s_i B_i A_i. Instead of
 | `Y_i`, `dY_i` | | (..., out_i) |
 | `b_i`, `A_i`, `B_i`, `s_i` | bias and adapter of a [`Part`] | (out_i,), (rank_i, in), (out_i, rank_i), a number |
 
-The codes of X, one byte each, are saved for the backward pass, once for all parts. In `fp8`, a token has one scale for
-all of [dY_1 ... dY_n].
+What is saved of X for the backward pass is saved once for all parts: its codes, one byte each, or X itself where an
+adapter beside the base takes it. In `fp8`, a token has one scale for all of [dY_1 ... dY_n].
 """
 
 import weakref
@@ -46,8 +52,9 @@ class Part(NamedTuple):
         layer (`nn.Linear`): The layer, (out, in).
         codes (`Callable`): Returns its quantized weight (out, in): the same object until the weight changes.
         weight (`torch.Tensor`, *optional*): The weight, if it may get a gradient.
-        a, b (`torch.Tensor`, *optional*): The adapter that is merged into the codes, (rank, in) and (out, rank).
+        a, b (`torch.Tensor`, *optional*): The adapter, (rank, in) and (out, rank).
         scaling (`float`): Its factor s.
+        merged (`bool`): Whether the codes are those of the sum of weight and adapter.
     """
 
     layer: nn.Linear
@@ -56,6 +63,13 @@ class Part(NamedTuple):
     a: Tensor | None = None
     b: Tensor | None = None
     scaling: float = 1.0
+    merged: bool = True
+
+    @property
+    def made_of(self) -> tuple:
+        """Identifies the values that the output is computed from, beside the input, for as long as they live."""
+        adapter = ((id(matrix), matrix._version) for matrix in (self.a, self.b) if matrix is not None)
+        return id(self.codes()), *adapter, self.scaling, self.merged
 
     @property
     def trains(self) -> bool:
@@ -69,7 +83,9 @@ def compute(x: Tensor, parts: Sequence[Part], weight: Callable[[], QuantizedTens
 
     Args:
         x (`torch.Tensor`): (..., in).
-        parts (`Sequence[Part]`): The layers. Either weights get gradients or there are adapters, not both.
+        parts (`Sequence[Part]`):
+            The layers. Either weights get gradients or there are adapters, not both, and either all adapters are merged
+            or none.
         weight (`Callable`): Returns the codes of all, one below the other, (sum of out, in).
 
     Returns:
@@ -81,47 +97,75 @@ def compute(x: Tensor, parts: Sequence[Part], weight: Callable[[], QuantizedTens
     """
     dtype = autocast_dtype(x, parts[0].layer.in_features)
     tensors = []
-    for layer, _, own, a, b, _ in parts:
-        tensors += own, None if layer.bias is None else layer.bias.to(dtype), a, b
-    sizes, scaling = zip(*((part.layer.out_features, part.scaling) for part in parts), strict=True)
-    return _Joint.apply(x, dtype, weight, any(part.trains for part in parts), sizes, scaling, *tensors)
+    for part in parts:
+        bias = part.layer.bias
+        tensors += part.weight, None if bias is None else bias.to(dtype), part.a, part.b
+    of = _Constants(
+        dtype,
+        weight,
+        trains=any(part.trains for part in parts),
+        beside=any(part.a is not None and not part.merged for part in parts),
+        sizes=tuple(part.layer.out_features for part in parts),
+        scaling=tuple(part.scaling for part in parts),
+    )
+    return _Joint.apply(x, of, *tensors)
+
+
+class _Constants(NamedTuple):
+    """What a joint product is given beside tensors: see [`compute`]; `beside` says where the adapters are."""
+
+    dtype: torch.dtype
+    weight: Callable[[], QuantizedTensor]
+    trains: bool
+    beside: bool
+    sizes: tuple[int, ...]
+    scaling: tuple[float, ...]
 
 
 class _Joint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, dtype, weight, trains, sizes, scaling, *tensors):
-        w, biases, a, b = weight(), tensors[1::4], tensors[2::4], tensors[3::4]
-        q, for_backward = quantized(x, dtype, w.format, both=trains)
-        kept = for_backward if trains else q if any(t is not None for t in a) else None
-        ctx.weight, ctx.trains, ctx.sizes, ctx.scaling = weight, trains, sizes, scaling
-        ctx.x = kept and (kept.format, kept.shape, kept.dtype)
-        ctx.save_for_backward(*a, *b, *(() if kept is None else (kept.values, kept.scale)))
-        y = product(q, w, _joint_bias(biases, sizes), dtype)
+    def forward(ctx, x, of, *tensors):
+        w, biases, a, b = of.weight(), tensors[1::4], tensors[2::4], tensors[3::4]
+        q, for_backward = quantized(x, of.dtype, w.format, both=of.trains)
+        y = product(q, w, _joint_bias(biases, of.sizes), of.dtype)
+        columns, kept, ctx.codes = y.split(of.sizes, 1), (), None
+        if of.beside:
+            flat = x.detach().reshape(-1, x.shape[-1]).to(of.dtype)
+            kept = flat, _add_branches(columns, flat, a, b, of.scaling)
+        elif of.trains or any(matrix is not None for matrix in a):
+            codes = for_backward if of.trains else q
+            kept, ctx.codes = (codes.values, codes.scale), (codes.format, codes.shape, codes.dtype)
+        ctx.of = of
+        ctx.save_for_backward(*a, *b, *kept)
         # Attention saves v for the backward pass, and a column would keep the memory of q and k too
-        columns = (part if 2 * part.shape[1] >= y.shape[1] else part.contiguous() for part in y.split(sizes, 1))
+        columns = (part if 2 * part.shape[1] >= y.shape[1] else part.contiguous() for part in columns)
         return tuple(part.view(*x.shape[:-1], -1) for part in columns)
 
     @staticmethod
     def backward(ctx, *dys):
-        n, shape = len(dys), dys[0].shape[:-1]
+        n, shape, of = len(dys), dys[0].shape[:-1], ctx.of
         saved = ctx.saved_tensors
         a, b, kept = saved[:n], saved[n : 2 * n], saved[2 * n :]
-        format, *of = ctx.x or (None,)
-        x = None if format is None else QuantizedTensor(format, *kept, *of)
-        dys = [dy.reshape(-1, size) for dy, size in zip(dys, ctx.sizes, strict=True)]
+        x = h = None
+        if ctx.codes is not None:
+            format, *rest = ctx.codes
+            x = QuantizedTensor(format, *kept, *rest)
+        elif of.beside:
+            x, h = kept
+        dys = [dy.reshape(-1, size) for dy, size in zip(dys, of.sizes, strict=True)]
         dy, dx, dw = side_by_side(dys), None, None
-        wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
-        if ctx.trains:
-            w = ctx.weight()
+        wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
+        if of.trains:
+            w = of.weight()
             if in_groups(w):
                 dx, dw = input_and_weight_gradient(dy, w, x, dy.dtype)
             else:
                 dx, dw = input_gradient(dy, w) if wants_x else None, dy.t() @ dequantize(x, dy.dtype)
-            dw = dw.to(w.dtype).split(ctx.sizes)
+            dw = dw.to(w.dtype).split(of.sizes)
         elif wants_x:
-            dx = input_gradient(dy, ctx.weight())
-        gradients = [dx.view(*shape, -1) if wants_x else None, *[None] * 5]
-        of_adapters = iter(_adapter_gradients(dys, x, a, b, ctx.scaling))
+            dx = input_gradient(dy, of.weight())
+        of_adapters = iter(_adapter_gradients(dys, x, h, a, b, of.scaling, dx if of.beside else None))
+        gradients = [dx.view(*shape, -1) if wants_x else None, None]
         for i, part in enumerate(dys):
             wants_weight, wants_bias, wants_a, wants_b = wants[4 * i : 4 * i + 4]
             da, db = (None, None) if a[i] is None else next(of_adapters)
@@ -134,22 +178,53 @@ class _Joint(torch.autograd.Function):
         return tuple(gradients)
 
 
+def _add_branches(
+    ys: Sequence[Tensor], x: Tensor, a: Sequence[Tensor | None], b: Sequence[Tensor | None], scaling: Sequence[float]
+) -> Tensor:
+    """Adds each adapter's product to its part of `ys`, and returns X (s A)^T of all adapters, (T, sum of ranks)."""
+    adapted = [i for i, matrix in enumerate(a) if matrix is not None]
+    h = x @ _stacked(a, scaling, x.dtype).t()
+    for i, part in zip(adapted, h.split([len(a[i]) for i in adapted], 1), strict=True):
+        ys[i].addmm_(part, b[i].to(x.dtype).t())
+    return h
+
+
+def _stacked(a: Sequence[Tensor | None], scaling: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """Returns s A of all adapters below each other, (sum of ranks, in)."""
+    return torch.cat([matrix * s for matrix, s in zip(a, scaling, strict=True) if matrix is not None]).to(dtype)
+
+
 def _adapter_gradients(
-    dys: list[Tensor], x: QuantizedTensor | None, a: Sequence[Tensor | None], b: Sequence[Tensor | None], scaling
+    dys: list[Tensor],
+    x: QuantizedTensor | Tensor | None,
+    h: Tensor | None,
+    a: Sequence[Tensor | None],
+    b: Sequence[Tensor | None],
+    scaling: Sequence[float],
+    dx: Tensor | None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns dA and dB of the parts that have an adapter. All of them share the products with Q(X)."""
+    """
+    Returns dA and dB of the parts that have an adapter, and adds to `dx`, if it is given, what reaches X through them.
+    All of them share the products with X; `h` is X (s A)^T if it is known.
+    """
     adapted = [i for i, matrix in enumerate(a) if matrix is not None]
     if not adapted:
         return []
     dtype = dys[0].dtype
-    x = dequantize(x, dtype)
     ranks = [len(a[i]) for i in adapted]
     dh = [dys[i] @ b[i].to(dtype) for i in adapted]
-    da = ((dh[0] if len(dh) == 1 else torch.cat(dh, 1)).t() @ x).split(ranks)
-    h = (x @ torch.cat([a[i] for i in adapted]).to(dtype).t()).split(ranks, 1)
+    dh = dh[0] if len(dh) == 1 else torch.cat(dh, 1)
+    if h is None or dx is not None:
+        stacked = _stacked(a, scaling, dtype)
+    if dx is not None:
+        dx.addmm_(dh, stacked)
+    if h is None:
+        x = dequantize(x, dtype)
+        h = x @ stacked.t()
+    da = (dh.t() @ x).split(ranks)
     return [
-        (d.to(a[i].dtype).mul_(scaling[i]), (dys[i].t() @ part).to(b[i].dtype).mul_(scaling[i]))
-        for i, d, part in zip(adapted, da, h, strict=True)
+        (d.to(a[i].dtype).mul_(scaling[i]), (dys[i].t() @ part).to(b[i].dtype))
+        for i, d, part in zip(adapted, da, h.split(ranks, 1), strict=True)
     ]
 
 
@@ -176,6 +251,20 @@ def side_by_side(parts: list[Tensor]) -> Tensor:
     return first.as_strided((len(first), width), (width, 1))
 
 
+def below_each_other(parts: Sequence[Tensor]) -> Tensor:
+    """
+    Puts matrices (n_i, in) below each other, to (sum of n_i, in). Nothing is copied if they already are rows of one
+    contiguous matrix, in this order.
+    """
+    first, at, rows = parts[0], parts[0].storage_offset(), sum(map(len, parts))
+    for part in parts:
+        is_next = part.storage_offset() == at and part.is_contiguous()
+        if not is_next or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat([part.view(torch.uint8) for part in parts]).view(first.dtype)
+        at += part.numel()
+    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
+
+
 def in_groups(w: QuantizedTensor) -> bool:
     """Whether the scales of a weight have groups along the inner dimension."""
     return not FORMATS[w.format].per_row
@@ -188,11 +277,11 @@ def output(x: Tensor, part: Part) -> Tensor:
 
 
 class _Waiting(NamedTuple):
-    """Outputs for an input that were not asked for yet, each with the codes that were multiplied."""
+    """Outputs for an input that were not asked for yet, each with what it was computed from."""
 
     x: weakref.ref
     of: tuple  # the input's version, the type of the product, whether there are gradients
-    outputs: dict[nn.Module, tuple[QuantizedTensor, Tensor]]
+    outputs: dict[nn.Module, tuple[tuple, Tensor]]
 
 
 class Joint:
@@ -231,8 +320,8 @@ class Joint:
         of = x._version, autocast_dtype(x, part.layer.in_features), torch.is_grad_enabled()
         waiting = self.waiting
         if waiting is not None and waiting.x() is x and waiting.of == of and part.layer in waiting.outputs:
-            codes, y = waiting.outputs.pop(part.layer)
-            if part.codes() is codes:
+            made_of, y = waiting.outputs.pop(part.layer)
+            if part.made_of == made_of:
                 return y
         self.waiting = None
         parts = [layer.part() for layer in self.layers] if all(map(_is_free, self.layers)) else []
@@ -240,7 +329,7 @@ class Joint:
         if not own or _mixed(parts):
             return compute(x, [part], part.codes)[0]
         outputs = compute(x, parts, partial(self.codes, parts))
-        made = {p.layer: (codes, y) for p, codes, y in zip(parts, self._held, outputs, strict=True)}
+        made = {p.layer: (p.made_of, y) for p, y in zip(parts, outputs, strict=True)}
         y = made.pop(part.layer)[1]
         self.waiting = _Waiting(weakref.ref(x, self._drop), of, made)
         return y
@@ -253,7 +342,7 @@ class Joint:
         held = [part.codes() for part in parts]
         if self._joint is None or any(one is not other for one, other in zip(held, self._held, strict=True)):
             self._joint = None  # frees it first
-            values = torch.cat([q.values.view(torch.uint8) for q in held]).view(held[0].values.dtype)
+            values = below_each_other([q.values for q in held])
             scale = torch.cat([q.scale for q in held])
             shape = torch.Size((len(values), held[0].shape[1]))
             self._joint = QuantizedTensor(held[0].format, values, scale, shape, held[0].dtype)
@@ -283,4 +372,5 @@ def _is_free(layer: nn.Module) -> bool:
 
 def _mixed(parts: Sequence[Part]) -> bool:
     """Whether a joint product cannot compute these parts."""
-    return any(part.trains for part in parts) and any(part.a is not None for part in parts)
+    adapted = [part for part in parts if part.a is not None]
+    return bool(adapted) and (any(part.trains for part in parts) or len({part.merged for part in adapted}) > 1)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..formats import FORMATS, quantize, quantize_activation
+from ..formats import FORMATS, QuantizedTensor, quantize, quantize_activation
 from ..precisions import PRECISIONS
 
 
@@ -60,12 +60,15 @@ def engine_weight(weight: Tensor, format: str | None, dtype: torch.dtype) -> tup
     if format is None:
         rounded = weight.to(torch.bfloat16)
         return EngineWeight(rounded.to(dtype)), rounded
-    kind = FORMATS[format]
     with torch.autocast(weight.device.type, enabled=False):  # CUDA's autocast would compute BF16 reciprocals in FP32
-        quantized = quantize(weight, format)
-        dequantized = quantized.dequantize()
+        return held_weight(quantize(weight, format), dtype)
+
+
+def held_weight(q: QuantizedTensor, dtype: torch.dtype) -> tuple[EngineWeight, Tensor]:
+    """As [`engine_weight`], for a weight (out, in) that is quantized already."""
+    kind, dequantized = FORMATS[q.format], q.dequantize()
     if kind.per_row:
-        return EngineWeight(quantized.values.to(dtype), quantized.scale.flatten().float()), dequantized
+        return EngineWeight(q.values.to(dtype), q.scale.flatten().float()), dequantized
     return EngineWeight(dequantized.to(dtype if kind.activations is None else torch.float32)), dequantized
 
 
@@ -146,5 +149,14 @@ def vllm_linear(
     whole, _ = engine_weight(torch.cat(weights) if len(weights) > 1 else weights[0], entry.format, torch.bfloat16)
     first = sum(len(weight) for weight in weights[:part])
     weight = whole.rows(slice(first, first + len(weights[part])))
-    x = x.to(torch.bfloat16).float()
-    return quantized_linear(x, weight, entry.vllm.inputs.get(x.device.type), bias).to(torch.bfloat16)
+    return _as_vllm(x, weight, precision, bias)
+
+
+def held_vllm_linear(x: Tensor, q: QuantizedTensor, precision: str, bias: Tensor | None = None) -> Tensor:
+    """As [`vllm_linear`], for a weight (out, in) in codes that vLLM multiplies as they are."""
+    return _as_vllm(x, held_weight(q, torch.bfloat16)[0], precision, bias)
+
+
+def _as_vllm(x: Tensor, weight: EngineWeight, precision: str, bias: Tensor | None) -> Tensor:
+    x, inputs = x.to(torch.bfloat16).float(), PRECISIONS[precision].vllm.inputs
+    return quantized_linear(x, weight, inputs.get(x.device.type), bias).to(torch.bfloat16)

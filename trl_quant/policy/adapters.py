@@ -8,6 +8,8 @@ PEFT's LoRA layers around the layers of this package.
 
   It differs from PEFT's own layer in two ways: one function computes base and adapter together while one plain adapter
   is active, and nothing can be merged into the base.
+- [`FrozenUnifiedLoraLinear`] computes Q(X) Q(W)^T + s X A^T B^T on a frozen FP8 or INT8 base, as one product with the
+  layers that share X.
 - [`UnifiedLoraLinear`] merges the adapter before the weight is quantized, Q(W + s B A), for training in FP8 or INT8.
 
 PEFT creates, saves, loads and switches the adapters.
@@ -26,7 +28,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..formats import QuantizedTensor
-from ..layers import FrozenLinear, frozen_lora_linear
+from ..layers import FrozenLinear, FrozenUnifiedLinear, frozen_layer, frozen_lora_linear
 from ..layers.joint import Part, output
 
 
@@ -42,6 +44,9 @@ class FrozenLoraLinear(Linear):
         name = None if args or kwargs else self._fusible_adapter()
         if name is None:
             return super().forward(x, *args, **kwargs)
+        return self._with_adapter(x, name)
+
+    def _with_adapter(self, x: Tensor, name: str) -> Tensor:
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         return frozen_lora_linear(x, self.base_layer, a, b, self.scaling[name])
 
@@ -58,7 +63,9 @@ class FrozenLoraLinear(Linear):
         if name in self.lora_variant or self.lora_bias[name] or has_dropout:
             return None
         is_plain = _is(self.lora_A[name], nn.Linear) and _is(self.lora_B[name], nn.Linear)
-        return name if is_plain and _is(self.base_layer, FrozenLinear) else None
+        base = self.base_layer
+        is_frozen = isinstance(base, FrozenLinear) and _is(base, frozen_layer(base.precision))
+        return name if is_plain and is_frozen else None
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Raises `ValueError`: the base's format cannot hold the sum of Q(W) and an adapter."""
@@ -73,6 +80,22 @@ class FrozenLoraLinear(Linear):
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
         return base_layer.weight_packed.device, base_layer.dtype  # PEFT reads them from `base_layer.weight`
+
+
+class FrozenUnifiedLoraLinear(FrozenLoraLinear):
+    """PEFT's LoRA layer around a [`FrozenUnifiedLinear`]. PEFT creates it for a config from [`with_frozen_layers`]."""
+
+    @torch.compiler.disable  # like its base layer
+    def _with_adapter(self, x: Tensor, name: str) -> Tensor:
+        return output(x, self.part())
+
+    def part(self) -> Part:
+        """As [`~layers.UnifiedLinear.part`], with the adapter beside the codes if one function can compute both."""
+        name, part = self._fusible_adapter(), self.base_layer.part()
+        if name is None:
+            return part
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        return part._replace(a=a, b=b, scaling=self.scaling[name], merged=False)
 
 
 class UnifiedLoraLinear(Linear):
@@ -183,7 +206,8 @@ def _is(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 def with_frozen_layers(peft_config: PeftConfig) -> PeftConfig:
     """
-    Returns a copy of a LoRA configuration with which PEFT can also adapt [`FrozenLinear`] layers.
+    Returns a copy of a LoRA configuration with which PEFT can also adapt [`FrozenLinear`] layers, and
+    [`FrozenUnifiedLinear`] among them.
 
     Args:
         peft_config (`peft.LoraConfig`): The configuration. Loading needs such a copy as well:
@@ -193,22 +217,21 @@ def with_frozen_layers(peft_config: PeftConfig) -> PeftConfig:
         `ValueError`: The method is not LoRA, or its variant or initialization needs the base's weight.
     """
     if peft_config.peft_type != PeftType.LORA or not isinstance(peft_config, LoraConfig):
-        raise ValueError(
-            f"peft_config: {type(peft_config).__name__} cannot adapt a four-bit base; allowed: LoraConfig."
-        )
+        raise ValueError(f"peft_config: {type(peft_config).__name__} cannot adapt a frozen base; allowed: LoraConfig.")
     variants = [field.name for field in fields(peft_config) if field.metadata.get("is_lora_variant")]
     given = [name for name in variants if getattr(peft_config, name)]
     if given:
         raise ValueError(
-            f"peft_config: {given[0]}={getattr(peft_config, given[0])!r} cannot adapt a four-bit base; allowed is LoRA "
+            f"peft_config: {given[0]}={getattr(peft_config, given[0])!r} cannot adapt a frozen base; allowed is LoRA "
             "without variants, with or without `use_rslora`."
         )
     initialization = peft_config.init_lora_weights
     if initialization not in INITIALIZATIONS:
         raise ValueError(
-            f"peft_config: init_lora_weights={initialization!r} starts from the base's weight, which a four-bit base "
+            f"peft_config: init_lora_weights={initialization!r} starts from the base's weight, which a frozen base "
             f"does not have; allowed: {', '.join(map(repr, INITIALIZATIONS))}."
         )
     known = deepcopy(peft_config)
-    known._register_custom_module({FrozenLinear: FrozenLoraLinear})
+    # The first class of which a layer is an instance counts
+    known._register_custom_module({FrozenUnifiedLinear: FrozenUnifiedLoraLinear, FrozenLinear: FrozenLoraLinear})
     return known

@@ -19,7 +19,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..formats import FORMATS, global_scale
-from ..layers import FrozenLinear
+from ..layers import FrozenLinear, frozen_layer
 from ..models.linears import FusedGroups, LinearLayer, dense_linears, is_quantizable
 from ..precisions import PRECISIONS, bitsandbytes_bases
 from ..storage.quantization import check_prepared
@@ -37,7 +37,9 @@ class FrozenBaseConfig(QuantizationConfigMixin):
     The `quantization_config` with which transformers loads a frozen base.
 
     Parameters:
-        precision (`str`): Key of `PRECISIONS`: `"nvfp4"` or `"mxfp4"`.
+        precision (`str`):
+            Key of `PRECISIONS`: `"nvfp4"`, `"mxfp4"`, or one of [`~precisions.unified_flows`], whose inputs are
+            quantized too.
         checkpoint_dtype (`str`, *optional*, defaults to `"bfloat16"`):
             Type of the checkpoint's weights. Scales are computed from weights in this type.
         prepared (`list[str]`, *optional*):
@@ -92,7 +94,8 @@ class FrozenBaseQuantizer(HfQuantizer):
             if is_quantizable(f"{layer.name}.weight", linear.weight, prepared):
                 outputs, inputs = layer.shape
                 has_bias = linear.bias is not None
-                packed = FrozenLinear(inputs, outputs, has_bias, self.precision, self.dtype, device="meta")
+                layer_class = frozen_layer(self.precision)
+                packed = layer_class(inputs, outputs, has_bias, self.precision, self.dtype, device="meta")
                 model.set_submodule(place, packed)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs) -> bool:
@@ -165,7 +168,7 @@ class Packer:
             linear = model.get_submodule(name)
             linear.weight = nn.Parameter(weight, requires_grad=False)
             try:
-                packed = FrozenLinear.from_linear(linear, self.precision, **shared)
+                packed = frozen_layer(self.precision).from_linear(linear, self.precision, **shared)
             except ValueError as error:
                 raise ValueError(f"{name}.weight: {error}") from error
             model.set_submodule(name, packed)

@@ -22,7 +22,7 @@ from transformers import AutoConfig, TrainerCallback
 from transformers.activations import SiLUActivation
 
 from ..formats import FORMATS
-from ..layers import SampledLinear, UnifiedLinear, share_scale, trained_linear
+from ..layers import FrozenUnifiedLinear, SampledLinear, UnifiedLinear, share_scale, trained_linear
 from ..layers.gated import silu_mul
 from ..layers.joint import Joint
 from ..layers.norm import FusedRMSNorm
@@ -30,12 +30,14 @@ from ..layers.products import multiplies
 from ..models.classes import is_gated_mlp, is_rms_norm
 from ..models.linears import LinearLayer, dense_linears
 from ..models.names import clean_name
-from ..precisions import PRECISIONS, qat_precisions, unified_flows
+from ..precisions import PRECISIONS, frozen_bases, qat_precisions, unified_flows
 from .adapters import UnifiedLoraLinear
 from .exact import compute_exactly
 
 
 logger = logging.getLogger(__name__)
+
+MULTIPLIES_CODES = UnifiedLinear | FrozenUnifiedLinear | SampledLinear
 
 
 def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: torch.dtype | None = None) -> None:
@@ -56,7 +58,7 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
     layers = dense_linears(base)
     for name in layers:
         linear = base.get_submodule(name)
-        if isinstance(linear, UnifiedLinear):
+        if isinstance(linear, UnifiedLinear | FrozenUnifiedLinear):
             continue
         if type(linear) is not nn.Linear:
             raise ValueError(
@@ -98,8 +100,7 @@ def fuse(model: nn.Module, layers: dict[str, LinearLayer]) -> None:
     place.
 
     Args:
-        model (`nn.Module`): A model of transformers whose linear layers are [`~layers.UnifiedLinear`] or
-            [`~layers.SampledLinear`].
+        model (`nn.Module`): A model of transformers whose linear layers multiply codes: one of `MULTIPLIES_CODES`.
         layers (`dict[str, LinearLayer]`): What [`~models.linears.dense_linears`] returned before they were replaced.
     """
     for layer in model.modules():
@@ -151,7 +152,7 @@ def _is_gated(module: nn.Module) -> bool:
     """Whether a module computes `down_proj(silu(gate_proj(x)) * up_proj(x))`, with a `down_proj` that is quantized."""
     if not is_gated_mlp(module) or not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
         return False
-    return isinstance(_base(module.down_proj), UnifiedLinear | SampledLinear)
+    return isinstance(_base(module.down_proj), MULTIPLIES_CODES)
 
 
 class Gated(partial):
@@ -161,7 +162,7 @@ class Gated(partial):
 @torch.compiler.disable  # like its layers
 def _gated(mlp: nn.Module, x: Tensor) -> Tensor:
     down = _base(mlp.down_proj)
-    if not isinstance(down, UnifiedLinear | SampledLinear):  # the layer was replaced after `fuse`
+    if not isinstance(down, MULTIPLIES_CODES):  # the layer was replaced after `fuse`
         return type(mlp).forward(mlp, x)
     return mlp.down_proj(silu_mul(mlp.gate_proj(x), mlp.up_proj(x), down.precision, down.trains()))
 
@@ -222,7 +223,7 @@ def train_as_sampled(trainer) -> None:
     args, reference = trainer.args, getattr(trainer, "ref_model", None)
     if reference is not None and args.fsdp_version == 2:
         hand_out(reference, trainer.accelerator.device)  # accelerate does so for the policy only
-    if args.train_precision is None or args.holds_frozen_base:
+    if args.train_precision in (None, *frozen_bases()) and not args.trains_for_four_bits:
         return
     merged, rounds_to = args.lora_sync == "merge", None
     if not merged:

@@ -285,9 +285,9 @@ def _training(args, shape: Shape, dtype: torch.dtype, prompt: int) -> dict[str, 
 
 def _kind(args, adapted: bool) -> str:
     """Returns the key of [`WORK`] for a run."""
-    if args.holds_frozen_base:
-        return "frozen"
     if args.train_precision in unified_flows():
         grouped = FORMATS[PRECISIONS[args.train_precision].format].grouped
         return "unified in groups" if grouped else "unified"
+    if args.holds_frozen_base:
+        return "frozen"
     return "adapter" if adapted else "weights"

@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 from trl.distributed import DistributedBackend
 
 from ..formats import QuantizedTensor
-from ..layers import FrozenLinear, UnifiedLinear
+from ..layers import FrozenLinear, FrozenUnifiedLinear, UnifiedLinear
 from ..models.linears import LinearLayer, dense_linears
 from ..models.names import clean_name
 from ..policy.adapters import UnifiedLoraLinear, delta_weight, is_plain
@@ -108,10 +108,15 @@ class PolicyWeights:
         return self.model.prefix in name or ".original_module." in name or not is_active
 
     def frozen(self) -> Iterator[tuple[str, FrozenLinear]]:
-        """Yields the layers of a frozen 4-bit base with their clean names."""
+        """Yields the layers of a frozen base with their clean names."""
         for path, module in self.model.named_modules():
             if isinstance(module, FrozenLinear):
                 yield clean_name(path), module
+
+    def multiplies_in(self, precision: str) -> bool:
+        """Whether layers of the policy multiply codes in `precision`."""
+        layers = (module for module in self.model.modules() if isinstance(module, UnifiedLinear | FrozenUnifiedLinear))
+        return any(layer.precision == precision for layer in layers)
 
     def unified(self, precision: str) -> dict[str, nn.Module]:
         """

@@ -34,7 +34,14 @@ from accelerate.utils import gather_object, is_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from ...layers import EngineWeight, FrozenLinear, quantized_linear, vllm_linear
+from ...layers import (
+    EngineWeight,
+    FrozenLinear,
+    FrozenUnifiedLinear,
+    held_vllm_linear,
+    quantized_linear,
+    vllm_linear,
+)
 from ...precisions import PRECISIONS
 from ..stream import PolicyWeights, base_layer
 from .kv_cache import KVCache, attending_to
@@ -280,8 +287,12 @@ class EngineLayer(nn.Module):
         if base.bias is not None:
             with engine.weights.gathered([base.bias]):
                 bias = engine.weights.full(base.bias).clone()
-        if isinstance(group[part], FrozenLinear) and group[part].precision == engine.precision:
-            weight = EngineWeight(group[part].dequantize(torch.bfloat16))  # the engine holds the same frozen base
+        layer = group[part]
+        if isinstance(layer, FrozenUnifiedLinear) and layer.precision == engine.precision:
+            y = held_vllm_linear(x, layer.codes(), engine.precision, bias)  # the engine holds the same frozen base
+            return y if rounding is None else rounding(y, engine.product_errors.get(base.in_features, 0.0))
+        if isinstance(layer, FrozenLinear) and layer.precision == engine.precision:
+            weight = EngineWeight(layer.dequantize(torch.bfloat16))
             y = quantized_linear(x.to(torch.bfloat16), weight, None, bias)
             return y if rounding is None else rounding(y)
         weights = [engine.weights.of_linear(layer) for layer in group]

@@ -93,7 +93,7 @@ class VLLMEngine(VLLMBase):
 
     def start_vllm(self) -> None:
         check_device(self.precision, self.sleep_level > 0)
-        if self.weights.unified(self.precision):
+        if self.weights.multiplies_in(self.precision):
             multiply_as_given(self.precision)
         from . import lifetime, one_copy, worker  # importing `worker` registers the model loader
 
@@ -158,8 +158,8 @@ class VLLMEngine(VLLMBase):
         check_architecture(config, self.trl.model_impl)
         self.checkpoint_dtype = config.dtype or torch.bfloat16
         prepared = check_prepared(config, self.precision)
-        # A policy that trains in this precision sends its own codes and scales: vLLM would compute FP32 scales
-        self.plan_stream(prepared or bool(self.weights.unified(self.precision)))
+        # A policy that trains in this precision has codes and scales of its own: vLLM would compute FP32 scales
+        self.plan_stream(prepared or self.weights.multiplies_in(self.precision))
         entry = PRECISIONS[self.precision]
         arguments = {"dtype": "bfloat16", "quantization": entry.vllm.online, **arguments}
         arguments["enable_sleep_mode"] = self.sleep_level > 0

@@ -1,11 +1,12 @@
 """
-Lets trainer and engine share one copy of a frozen 4-bit base: QeRL's policy, Q(W) + B A, in the memory of one Q(W).
+Lets trainer and engine share one copy of a frozen base: QeRL's policy, Q(W) + B A, in the memory of one Q(W).
 
-vLLM's Marlin kernels need codes and scales in an order of their own. While vLLM loads its model, each of its layers
-gets the codes and scales of the policy's layers (for example q, k and v), and vLLM repacks them. The policy's layers
-then use their parts of the result and free their own memory, so at most one layer is held twice at any time. Embeddings
-and head are shared as they are. Norms and biases are not shared: the engine's norms get noise, and Marlin reorders
-biases.
+While vLLM loads its model, each of its layers gets the codes and scales of the policy's layers (for example q, k and
+v), and vLLM prepares them for its kernels. The policy's layers then use their parts of the result and free their own
+memory, so at most one layer is held twice at any time. Marlin, for 4 bits, needs codes and scales in an order of its
+own. CUTLASS, for FP8 and INT8, reads the rows of codes as they are; the policy keeps its own scales, which are few.
+Embeddings and head are shared as they are. Norms and biases are not shared: the engine's norms get noise, and Marlin
+reorders biases.
 
 vLLM first builds its model, without memory for the decoder's layers. It then asks its loader for the weights
 ([`~worker.QuantizingLoader`]), and the loader asks this module for the policy.
@@ -16,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,10 @@ from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_pa
 from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import nvfp4_marlin_process_global_scale
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
-from ...layers import FrozenLinear
+from ...formats import FORMATS
+from ...formats.fp8 import BLOCK
+from ...layers import FrozenLinear, FrozenUnifiedLinear
+from ...layers.joint import below_each_other
 from ...layers.marlin import TILE_OUT
 from ...trl_seams import exchanged
 from ..stream import PolicyWeights
@@ -34,6 +39,15 @@ from .support import warn_of_two_copies
 
 
 logger = logging.getLogger(__name__)
+
+# vLLM's names of a layer's parameters -> those of a `FrozenLinear`
+STORED = {
+    "weight": "weight_packed",
+    "weight_packed": "weight_packed",
+    "weight_scale": "weight_scale",
+    "weight_global_scale": "weight_global_scale",
+}
+CUTLASS_TILE = 16  # inputs and outputs of FP8 and INT8 weights that are not padded
 
 _lent_weights: PolicyWeights | None = None
 
@@ -120,9 +134,9 @@ def _parts(model: nn.Module, base: dict[str, FrozenLinear]) -> dict[LinearBase, 
 
 def _why_not_shared(name: str, layer: LinearBase, parts: list[FrozenLinear], device: torch.device) -> str | None:
     """Returns the reason why a layer of vLLM's cannot share the policy's `parts`; `None` if it can."""
-    kernel = type(layer.scheme.kernel).__name__
-    if not kernel.startswith("Marlin"):
-        return f"{name} runs {kernel}, and the trainer knows Marlin's layout alone"
+    kernel = type(getattr(layer.scheme, "kernel", None) or layer.scheme.fp8_linear).__name__
+    if not kernel.startswith(("Marlin", "Cutlass")):
+        return f"{name} runs {kernel}, and the trainer knows the layouts of Marlin and CUTLASS alone"
     if layer.tp_size > 1:
         return "each rank of vLLM has a part of each layer (`vllm_tensor_parallel_size`)"
     shape = sum(module.out_features for module in parts), parts[0].in_features if parts else 0
@@ -130,15 +144,23 @@ def _why_not_shared(name: str, layer: LinearBase, parts: list[FrozenLinear], dev
         return f"the policy's base lacks parts of {name}"
     if any(module.factor is not None for module in parts):
         return "the policy shares its base with another engine already"
-    group = shape[1] // parts[0].weight_scale.shape[1]
-    if marlin_padded_nk(*shape, group) != shape or any(module.out_features % TILE_OUT for module in parts):
-        return f"{name} with {shape[1]} inputs and {shape[0]} outputs does not fill the tiles of Marlin's layout"
+    if not _fills_tiles(parts, shape):
+        return f"{name} with {shape[1]} inputs and {shape[0]} outputs does not fill the tiles of {kernel}"
     if parts[0].weight_packed.device.type != torch.device(device).type:
         return f"the policy is on {parts[0].weight_packed.device}"
     scales = [module.weight_global_scale for module in parts]
     if len({None if scale is None else scale.item() for scale in scales}) > 1:
         return f"the parts of {name} have global scales of their own"
     return None
+
+
+def _fills_tiles(parts: list[FrozenLinear], shape: tuple[int, int]) -> bool:
+    """Whether vLLM's kernel takes the weights of `parts`, together of `shape` (out, in), without padding."""
+    if isinstance(parts[0], FrozenUnifiedLinear):
+        block = BLOCK if FORMATS[parts[0].format].grouped else CUTLASS_TILE
+        return not any(size % block for module in parts for size in (module.out_features, module.in_features))
+    group = shape[1] // parts[0].weight_scale.shape[1]
+    return marlin_padded_nk(*shape, group) == shape and not any(module.out_features % TILE_OUT for module in parts)
 
 
 def _allocate_own(layers: list[LinearBase], device: torch.device, reason: str) -> None:
@@ -159,14 +181,20 @@ def _allocate(layer: LinearBase, device: torch.device) -> None:
 @torch.no_grad()
 def _merge(layer: LinearBase, parts: list[FrozenLinear]) -> None:
     """Gives `layer` the codes and scales of `parts`, lets vLLM repack them, and makes `parts` use the result."""
-    packed = parts[0].weight_packed
+    packed, is_unified = parts[0].weight_packed, isinstance(parts[0], FrozenUnifiedLinear)
+    join = below_each_other if is_unified else torch.cat
     with torch.device(packed.device), torch.cuda.device_of(packed):  # a new thread has no current device yet
-        for name in ("weight_packed", "weight_scale", "weight_global_scale"):
+        for name, ours in STORED.items():
             if hasattr(layer, name):
-                whole = torch.cat([getattr(module, name) for module in parts])
-                setattr(layer, name, nn.Parameter(whole, requires_grad=False))
+                whole = join([getattr(module, ours).data for module in parts])
+                setattr(layer, name, nn.Parameter(whole.to(getattr(layer, name).dtype), requires_grad=False))
         layer.quant_method.process_weights_after_loading(layer)
     layer.quant_method.process_weights_after_loading = lambda layer: None  # vLLM calls it once more after loading
+    if is_unified:
+        weight = layer.weight.data if layer.weight.is_contiguous() else layer.weight.data.t()
+        for module, rows in zip(parts, weight.split([module.out_features for module in parts]), strict=True):
+            module.hold(replace(module.codes(), values=rows))
+        return
     factor = 1.0
     scale = getattr(layer, "weight_global_scale", None)
     if scale is not None:

@@ -1,0 +1,88 @@
+r"""
+A frozen linear layer held in the codes that its sampler multiplies: the base of a LoRA policy in one byte a weight.
+
+    Y  = Q(X) Q(W)^T + b + X (s A)^T B^T         as the engine computes it, with its adapter beside the base
+    dX = dY Q(W) + dY B (s A)
+
+[`joint`] has these products, their symbols, and what is in FP8 of the backward pass. A [`~layers.UnifiedLinear`]
+computes the same of a weight in 16 bits, which it keeps. Here the codes are all there is of the weight, so a vLLM
+engine in the same process can multiply the same memory.
+"""
+
+import torch
+from torch import Tensor
+
+from ..formats import QuantizedTensor
+from ..precisions import unified_flows
+from .frozen import FrozenLinear
+from .joint import Joint, Part, output
+from .products import dequantize
+
+
+class FrozenUnifiedLinear(FrozenLinear):
+    """
+    A linear layer whose weight is held in codes that are multiplied with those of its inputs. The weight gets no
+    gradient; the inputs and the bias get theirs.
+
+    Its parameters are those of a [`FrozenLinear`], except that `weight_packed` has one code for each weight.
+
+    Parameters:
+        in_features, out_features, bias, dtype, device: As in [`FrozenLinear`].
+        precision (`str`): Key of `PRECISIONS`, one of [`~precisions.unified_flows`].
+
+    Attributes:
+        joint ([`Joint`] or `None`): The layers that share its input, itself included.
+
+    Raises:
+        ValueError: Another precision or type.
+    """
+
+    joint: Joint | None = None
+    moves_unseen = False
+    _codes: QuantizedTensor | None = None
+    _made_of: tuple = ()
+
+    @staticmethod
+    def precisions() -> list[str]:
+        """Returns the precisions of such layers."""
+        return unified_flows()
+
+    def codes(self) -> QuantizedTensor:
+        """Returns the quantized weight (out, in): the same object until its parameters are replaced or written to."""
+        made_of = self._identity()
+        if self._codes is None or made_of != self._made_of:
+            shape = torch.Size((self.out_features, self.in_features))
+            values, scale = self.weight_packed.detach(), self.weight_scale.detach()
+            self._codes, self._made_of = QuantizedTensor(self.format, values, scale, shape, self.dtype), made_of
+        return self._codes
+
+    def _identity(self) -> tuple:
+        """Identifies the values of the codes and scales."""
+        return tuple((id(p), p._version, p.data_ptr()) for p in (self.weight_packed, self.weight_scale))
+
+    def hold(self, codes: QuantizedTensor) -> None:
+        """Holds these codes, which are equal to its own, in the memory that they are in."""
+        self.weight_packed.data, self.weight_scale.data = codes.values, codes.scale
+        self._codes, self._made_of = codes, self._identity()
+
+    def part(self) -> Part:
+        """Returns what a product of several layers needs of this one, without an adapter."""
+        return Part(self, self.codes)
+
+    def trains(self) -> bool:
+        """As [`~layers.UnifiedLinear.trains`]: it never does."""
+        return False
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """As [`FrozenLinear.dequantize`]."""
+        return dequantize(self.codes(), dtype or self.dtype)
+
+    @torch.compiler.disable  # joint products look at what was computed before
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (..., in) to (..., out), in the type of `x` or autocast's."""
+        return output(x, self.part())
+
+
+def frozen_layer(precision: str) -> type[FrozenLinear]:
+    """Returns the class of layers that hold a frozen base in `precision`."""
+    return FrozenUnifiedLinear if precision in unified_flows() else FrozenLinear
