@@ -125,7 +125,7 @@ def test_nothing_is_merged():
         (lambda: LoraConfig(init_lora_weights="olora"), "'olora'.*allowed: True, False, 'gaussian'"),
         (lambda: LoraConfig(init_lora_weights="orthogonal"), "'orthogonal'"),
         (lambda: LoraConfig(init_lora_weights="lora_ga"), "'lora_ga'"),
-        (lambda: AdaLoraConfig(total_step=10), "AdaLoraConfig cannot adapt a four-bit base; allowed: LoraConfig"),
+        (lambda: AdaLoraConfig(total_step=10), "AdaLoraConfig cannot adapt a frozen base; allowed: LoraConfig"),
         (lambda: IA3Config(), "IA3Config cannot"),
     ],
 )

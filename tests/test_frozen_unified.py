@@ -8,10 +8,10 @@ from frozen_layers import close
 from peft import LoraConfig, get_peft_model
 from tiny import save_tiny, tiny_model
 from torch import nn
-from training import config, lora, make, parameters
+from training import config
 from transformers import AutoModelForCausalLM
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import QuantGRPOConfig
 from trl_quant.formats import quantize
 from trl_quant.layers import FrozenUnifiedLinear, UnifiedLinear
 from trl_quant.layers.joint import Joint, below_each_other
@@ -189,6 +189,8 @@ def models(precision: str, family: str, **options):
         torch.manual_seed(1)
         both.append(get_peft_model(one, config_))
         unify(both[-1], precision, rounds_to=torch.bfloat16)
+    adapter = {name: tensor for name, tensor in both[0].state_dict().items() if ".lora_" in name}
+    assert adapter and not both[1].load_state_dict(adapter, strict=False).unexpected_keys
     return both
 
 

@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny import save_tiny
 from training import config, lora, make
+from transformers import AutoModelForCausalLM
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -12,7 +13,6 @@ from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import quantize
-from trl_quant.layers import UnifiedLinear
 from trl_quant.models.linears import unquantized_linears
 from trl_quant.policy.adapters import delta_weight
 from trl_quant.policy.unified import unify
@@ -74,10 +74,11 @@ def test_an_adapter_beside_a_policy_in_fp32(tmp_path):
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
     trainer = make(QuantGRPOTrainer, args, model=model, peft_config=lora())
     keep(trainer)
-    layers = [layer for layer in trainer.model.modules() if isinstance(layer, UnifiedLinear)]
-    assert layers and all(layer.weight.dtype == torch.float32 for layer in layers)
-    for layer in layers:
-        stored = quantize(layer.weight.bfloat16(), "int8")
+    checkpoint = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
+    layers = dict(trainer.vllm_generation.weights.frozen())
+    assert len(layers) == 7 * trainer.model.config.num_hidden_layers
+    for name, layer in layers.items():
+        stored = quantize(checkpoint[f"{name}.weight"].bfloat16(), "int8")
         assert layer.codes().scale.dtype == torch.bfloat16
         assert torch.equal(layer.codes().values, stored.values) and torch.equal(layer.codes().scale, stored.scale)
     trainer.check_sync()

@@ -1,4 +1,4 @@
-"""One frozen base for trainer and vLLM on a GPU: vLLM's own Marlin kernels under CUDA graphs, asleep, with noise.
+"""One frozen base for trainer and vLLM on a GPU: vLLM's own kernels under CUDA graphs, asleep, with noise.
 
     python3 -m pytest -m gpu -s tests/gpu/test_one_copy_gpu.py
 
@@ -20,13 +20,16 @@ from trl_quant.layers import FrozenLinear
 from trl_quant.noise import noised_norms
 from trl_quant.policy.adapters import with_frozen_layers
 from trl_quant.policy.frozen import freeze
+from trl_quant.policy.unified import unify
+from trl_quant.precisions import unified_flows
 from trl_quant.rollout import RolloutNoise
 from trl_quant.rollout.vllm import one_copy
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 LORA = {"r": 16, "lora_alpha": 64, "target_modules": "all-linear", "init_lora_weights": False}
-every_precision = pytest.mark.parametrize("precision", ["nvfp4", "mxfp4"])
+FOUR_BITS = ["nvfp4", "mxfp4"]
+every_precision = pytest.mark.parametrize("precision", FOUR_BITS + unified_flows())
 
 
 def adapted(path, precision: str | None, family: str = "qwen2", **shape):
@@ -36,7 +39,10 @@ def adapted(path, precision: str | None, family: str = "qwen2", **shape):
         if precision is None:
             return get_peft_model(model, LoraConfig(**LORA))
         freeze(model, precision)
-        return get_peft_model(model, with_frozen_layers(LoraConfig(**LORA)))
+        model = get_peft_model(model, with_frozen_layers(LoraConfig(**LORA)))
+        if precision in unified_flows():
+            unify(model, precision)
+        return model
 
 
 def base(model) -> dict[str, FrozenLinear]:
@@ -92,13 +98,14 @@ def test_one_memory(tmp_path, precision, family, monkeypatch, caplog):
     theirs = {tensor.untyped_storage().data_ptr() for tensor in parameters.values()}
     for name, layer in base(model).items():
         assert torch.equal(layer.dequantize(), before[name])
-        assert {t.untyped_storage().data_ptr() for t in (layer.weight_packed, layer.weight_scale)} <= theirs
+        held = [layer.weight_packed, layer.weight_scale] if precision in FOUR_BITS else [layer.weight_packed]
+        assert {t.untyped_storage().data_ptr() for t in held} <= theirs
     update(model, seed=1, size=-0.02)
     update(model, seed=0, size=-0.02)
     assert (torch.cat(logps(model, PROMPTS)) - forward).abs().mean() < 0.1 * forward.std()
 
 
-@every_precision
+@pytest.mark.parametrize("precision", FOUR_BITS)
 def test_mismatch_like_bf16s(tmp_path, precision):
     model = adapted(tmp_path / "policy", precision)
     options = {"max_completion_length": 128, "max_num_seqs": 64}

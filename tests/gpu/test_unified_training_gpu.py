@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from test_one_copy_gpu import LORA, logps, sampled
 from vllm_engines import GPU_MODEL, engine, policy, update
 
+from trl_quant.policy.frozen import freeze
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows
 
@@ -41,7 +42,7 @@ def codes_of(sampler) -> dict[str, torch.Tensor]:
 
 
 @every_precision
-@pytest.mark.parametrize("lora", ["full", "merge", "adapter"])
+@pytest.mark.parametrize("lora", ["full", "merge", "adapter", "frozen"])
 def test_trainer_and_engine_compute_the_same(tmp_path, precision, lora):
     model = policy(tmp_path / "policy", tied=False, **GPU_MODEL).cuda()
     if lora != "full":
@@ -49,15 +50,18 @@ def test_trainer_and_engine_compute_the_same(tmp_path, precision, lora):
             torch.manual_seed(1)
             model = get_peft_model(model, LoraConfig(**LORA))
     plain = copy.deepcopy(model)
+    if lora == "frozen":  # a base in codes, which the engine then shares
+        freeze(model, precision)
     unify(model, precision, lora == "merge", torch.bfloat16 if lora == "adapter" else None)
-    options = OPTIONS | ({} if lora == "full" else {"lora_sync": lora})
+    options = OPTIONS | ({} if lora == "full" else {"lora_sync": "merge" if lora == "merge" else "adapter"})
     sampler = engine(model, precision, sync_check_steps=1, **options)
     for step in range(2):
         if step:
             update(model, seed=step)
             update(plain, seed=step)
         sampler.sync_weights()
-        own = {name: layer.codes().values for name, layer in sampler.weights.unified(precision).items()}
+        layers = dict(sampler.weights.frozen()) if lora == "frozen" else sampler.weights.unified(precision)
+        own = {name: layer.codes().values for name, layer in layers.items()}
         held = codes_of(sampler)
         assert held and all(torch.equal(w.view(torch.uint8), own[name].view(torch.uint8)) for name, w in held.items())
         samples = sampled(sampler)

@@ -366,8 +366,8 @@ def _check_trained(args, model, peft_config, quantization_config) -> None:
     if frozen and args.uaq_scale is not None:
         raise ValueError(
             f"`uaq_scale`={args.uaq_scale!r} scales 16-bit weights, and `train_precision`={precision!r} under an "
-            "adapter beside it holds none. Scale and save the model first (`trl_quant.scaling.apply_uaq`), or unset one "
-            "of the two."
+            "adapter beside it holds none. Scale and save the model first (`trl_quant.scaling.apply_uaq`), or unset "
+            "one of the two."
         )
     if args.trains_for_four_bits:
         _check_four_bits(args)

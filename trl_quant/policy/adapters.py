@@ -98,6 +98,10 @@ class FrozenUnifiedLoraLinear(FrozenLoraLinear):
         return part._replace(a=a, b=b, scaling=self.scaling[name], merged=False)
 
 
+# Classes of frozen layers -> of the adapters around them. The first one counts of which a layer is an instance.
+FROZEN = {FrozenUnifiedLinear: FrozenUnifiedLoraLinear, FrozenLinear: FrozenLoraLinear}
+
+
 class UnifiedLoraLinear(Linear):
     """
     PEFT's LoRA layer around a [`~layers.UnifiedLinear`]. It computes Q(W + s B A), like an engine that merges the
@@ -232,6 +236,12 @@ def with_frozen_layers(peft_config: PeftConfig) -> PeftConfig:
             f"does not have; allowed: {', '.join(map(repr, INITIALIZATIONS))}."
         )
     known = deepcopy(peft_config)
-    # The first class of which a layer is an instance counts
-    known._register_custom_module({FrozenUnifiedLinear: FrozenUnifiedLoraLinear, FrozenLinear: FrozenLoraLinear})
+    known._register_custom_module(FROZEN)
     return known
+
+
+def adapt_frozen(model: nn.Module) -> None:
+    """Turns PEFT's LoRA layers around layers that were frozen later into those of this module, in place."""
+    for layer in model.modules():
+        if type(layer) is Linear and isinstance(layer.base_layer, FrozenLinear):
+            layer.__class__ = next(ours for base, ours in FROZEN.items() if isinstance(layer.base_layer, base))

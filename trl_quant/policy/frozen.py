@@ -23,7 +23,7 @@ from ..layers import FrozenLinear, frozen_layer
 from ..models.linears import FusedGroups, LinearLayer, dense_linears, is_quantizable
 from ..precisions import PRECISIONS, bitsandbytes_bases
 from ..storage.quantization import check_prepared
-from .adapters import with_frozen_layers
+from .adapters import adapt_frozen, with_frozen_layers
 
 
 logger = logging.getLogger(__name__)
@@ -192,6 +192,7 @@ def freeze(model: nn.Module, precision: str, dtype: torch.dtype = torch.bfloat16
         if not isinstance(linear, FrozenLinear):
             packer.take(base, place, linear.weight)
     packer.finish(base)
+    adapt_frozen(model)
     keep_from_ddp(base)
 
 

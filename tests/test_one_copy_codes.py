@@ -1,0 +1,139 @@
+"""Trainer and vLLM with one INT8 base in one memory: vLLM's real CUTLASS layers but for stand-ins of two kernels."""
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from cutlass_on_cpu import cutlass_on_cpu
+from tiny import save_tiny
+from training import config, lora, make, metrics, parameters
+from vllm_engines import SMALL, engine, greedy, keep, policy
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.layers import FrozenUnifiedLinear
+from trl_quant.policy.adapters import with_frozen_layers
+from trl_quant.policy.frozen import freeze
+from trl_quant.policy.unified import unify
+from trl_quant.rollout.vllm import one_copy
+
+
+pytestmark = pytest.mark.vllm
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear", "init_lora_weights": False}
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch):
+    cutlass_on_cpu(monkeypatch)
+
+
+def adapted(path, family: str = "qwen2", **shape):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = policy(path, family=family, tied=family.startswith("gemma"), **shape)
+        freeze(model, "int8")
+        model = get_peft_model(model, with_frozen_layers(LoraConfig(**LORA)))
+        unify(model, "int8")
+        return model
+
+
+def layers(model) -> dict[str, FrozenUnifiedLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, FrozenUnifiedLinear)}
+
+
+def storages(tensors) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def parameters_of(sampler) -> dict[str, torch.Tensor]:
+    return dict(sampler.llm.apply_model(lambda model: dict(model.named_parameters()))[0])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3", "phi3"])
+def test_one_memory(tmp_path, family, monkeypatch, caplog):
+    """The engine computes what one with a base of its own does, bit for bit, and the policy what it did before."""
+    model = adapted(tmp_path / "policy", family)
+    tokens = torch.arange(24).view(1, 24) % 40 + 3
+    with torch.no_grad():
+        before, forward = {name: layer.dequantize() for name, layer in layers(model).items()}, model(tokens).logits
+    with monkeypatch.context() as patch:
+        patch.setattr(one_copy, "lent_weights", lambda: None)
+        own = engine(model, "int8", lora_sync="adapter")
+    with caplog.at_level(logging.INFO, "trl_quant"):
+        shared = engine(model, "int8", lora_sync="adapter", sync_check_steps=1)
+    assert "hold one copy" in caplog.text and "each" not in caplog.text
+    for sampler in (own, shared):
+        sampler.sync_weights()
+    assert greedy(shared.llm) == greedy(own.llm)
+    assert shared.check_sync()
+
+    theirs = storages(parameters_of(shared).values())
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, forward)  # q, k and v are rows of vLLM's matrix, and stay there
+    for name, layer in layers(model).items():
+        assert torch.equal(layer.dequantize(), before[name])
+        assert storages([layer.weight_packed]) <= theirs
+        if layer.joint is not None:
+            codes = layer.joint.codes([one.part() for one in layer.joint.layers])
+            assert storages([codes.values]) <= theirs
+    assert not storages(layer.weight_packed for layer in layers(model).values()) & storages(parameters_of(own).values())
+    embedding = model.get_base_model().get_input_embeddings().weight
+    assert storages([embedding]) <= theirs
+
+    # One memory: what is written by the one is read by the other
+    seen = greedy(shared.llm)
+    for layer in layers(model).values():
+        layer.weight_packed.data.neg_()
+    shared.llm.reset_prefix_cache()
+    assert greedy(shared.llm) != seen
+
+
+def test_what_does_not_fill_tiles_is_held_twice(tmp_path, caplog):
+    model = adapted(tmp_path / "policy", intermediate_size=168)
+    with caplog.at_level(logging.WARNING, "trl_quant"):
+        sampler = engine(model, "int8", lora_sync="adapter", sync_check_steps=1)
+    assert "GiB more" in caplog.text and "does not fill the tiles" in caplog.text
+    sampler.sync_weights()
+    assert sampler.check_sync()
+    assert not storages(x.weight_packed for x in layers(model).values()) & storages(parameters_of(sampler).values())
+
+
+def test_a_run(tmp_path):
+    """GRPO on a shared base, with noise: only the adapter moves, the engine follows it, and a checkpoint has it."""
+    path = save_tiny(tmp_path / "model", family="qwen2", tied=False, dtype=torch.bfloat16)
+    settings = {
+        "train_precision": "int8",
+        "lora_sync": "adapter",
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_engine_kwargs": SMALL,
+        "vllm_max_model_length": 256,
+        "noise_schedule": "exponential",
+        "noise_stages": 3,
+        "sync_check_steps": 2,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "beta": 0.1,
+    }
+    args = config(QuantGRPOConfig, tmp_path / "out", **settings)
+    trainer = make(QuantGRPOTrainer, args, model=path, peft_config=lora())
+    keep(trainer)
+    base = {name: layer.dequantize() for name, layer in layers(trainer.model).items()}
+    assert base and storages(x.weight_packed for x in layers(trainer.model).values()) <= storages(
+        parameters_of(trainer.vllm_generation).values()
+    )
+    start = parameters(trainer)
+    trainer.train()
+    moved = {name for name, param in parameters(trainer).items() if not torch.equal(param, start[name])}
+    assert moved == {name for name in start if ".lora_" in name}
+    assert all(torch.equal(layer.dequantize(), base[name]) for name, layer in layers(trainer.model).items())
+    logged = [entry for entry in metrics(trainer) if "loss" in entry]
+    clean = [entry["mismatch/kl_k3"] for entry in logged if not entry["noise/sigma"]]
+    noised = [entry["mismatch/kl_k3"] for entry in logged if entry["noise/sigma"]]
+    print(clean, noised)
+    assert clean and noised and max(clean) < 1e-2
+    assert all(entry["kl"] > 0 for entry in logged[2:])
+    trainer.check_sync()
