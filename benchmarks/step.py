@@ -12,6 +12,7 @@ Times whole GRPO steps and their phases, through the trainers, with TRL's traine
 | `trl-liger` | the control with Liger's kernels, which TRL deprecates and which must be installed |
 | `bf16`, `fp8`, ... | ours with this `rollout_precision` |
 | `fp8/fp8`, `nvfp4/nvfp4` | ours with a `train_precision` too; over a frozen base the adapter travels by itself |
+| `fp8/fp8/adapter` | ours with the adapter beside an FP8 base that trainer and vLLM hold once |
 | `fp8_block/fp8_block/exact` | ours with `exact_rollouts` too |
 | `bf16+padded`, `fp8+packed` | ours with `pack_sequences` set to False or True |
 
@@ -85,7 +86,7 @@ CONTROL = {
 }
 # Fields of TRL's config, by the name of the trainer
 TRLS = {"trl": {}, "trl-control": CONTROL, "trl-liger": CONTROL | {"use_liger_kernel": True}}
-OURS = re.compile(r"(?P<rollout>\w+)(/(?P<train>\w+)(?P<exact>/exact)?)?(\+(?P<rows>packed|padded))?")
+OURS = re.compile(r"(?P<rollout>\w+)(/(?P<train>\w+)(/(?P<how>exact|adapter))?)?(\+(?P<rows>packed|padded))?")
 # Arguments that all runs of a file share
 SHARED = ("prompt", "generations", "lora", "median", "sigma", "seed", "correction", "lora_sync")
 SHARED += ("engine_kwargs", "trl_engine_kwargs")
@@ -103,9 +104,9 @@ def fields_of(trainer: str) -> dict:
         if parts["train"] not in train_precisions():
             raise argparse.ArgumentTypeError(f"{trainer!r}: policies are trained in {', '.join(train_precisions())}.")
         fields["train_precision"] = parts["train"]
-    if parts["train"] in frozen_bases():
+    if parts["train"] in frozen_bases() or parts["how"] == "adapter":
         fields["lora_sync"] = "adapter"
-    if parts["exact"]:
+    if parts["how"] == "exact":
         if parts["train"] not in exact_flows():
             raise argparse.ArgumentTypeError(f"{trainer!r}: rollouts are exact in {', '.join(exact_flows())}.")
         fields["exact_rollouts"] = True
@@ -337,7 +338,7 @@ def options() -> argparse.ArgumentParser:
         type=trainer_name,
         default=["trl", "trl-control", "bf16", "fp8"] if CUDA else ["bf16", "int8"],
         metavar="TRAINER",
-        help=f"{', '.join(TRLS)}, or ours: ROLLOUT[/TRAIN[/exact]][+packed|+padded], such as fp8/fp8",
+        help=f"{', '.join(TRLS)}, or ours: ROLLOUT[/TRAIN[/exact|/adapter]][+packed|+padded], such as fp8/fp8",
     )
     parser.add_argument("--correction", default="tis", help="`is_correction` of ours")
     parser.add_argument(

@@ -5,7 +5,8 @@ Times a policy update (forward, backward, optimizer) in a `train_precision`, aga
     python benchmarks/update.py --sizes 3b 7b 14b 32b --kinds trl nvfp4 mxfp4 nf4 --tokens 2048 4096 8192 16384
 
 `trl` is TRL's `GRPOTrainer` with a BF16 policy and PEFT, and `bf16` ours with packed rows, the control. The other kinds
-are `QuantGRPOTrainer` with this `train_precision`. Each runs in its own process, with gradient checkpointing, TRL's
+are `QuantGRPOTrainer` with this `train_precision`; of `fp8` the adapter is merged at each step, and of `fp8/adapter`
+it stays beside a base that is held in codes alone (`lora_sync="adapter"`). Each runs in its own process, with gradient checkpointing, TRL's
 other settings, and a made-up batch in place of a generation. `--tokens` counts a micro-batch's prompts and completions,
 in sequences of at most `--length`; a step is one micro-batch. `ratio` is the time relative to the first trainer's:
 below 1 is faster. Times are medians over the steps after the first two. Memory is the peak in these: torch's
@@ -85,9 +86,9 @@ class Steps(TrainerCallback):
 def measure(kind: str, args) -> dict:
     (size,) = args.sizes
     directory = model_directory(size)
-    config = AutoConfig.from_pretrained(directory)
+    model_config = AutoConfig.from_pretrained(directory)
     with torch.device("cuda" if CUDA else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
     model.name_or_path = directory
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "<|pad|>": 1, "<|eos|>": 2}, "a")),
@@ -117,17 +118,21 @@ def measure(kind: str, args) -> dict:
         trainer = TRLUpdates(args=GRPOConfig(**settings), **given)
     else:
         ours = {"is_correction": "trl", "vllm_importance_sampling_correction": False}
-        ours |= {"pack_sequences": True} if kind == "bf16" else {"train_precision": kind}
+        precision, _, lora_sync = kind.partition("/")
+        ours |= {"pack_sequences": True} if kind == "bf16" else {"train_precision": precision}
         if kind in bitsandbytes_bases():  # bitsandbytes quantizes while it loads
             model.save_pretrained(directory)
             given["model"] = directory
             del model
-        trainer = QuantUpdates(args=QuantGRPOConfig(**settings, **ours), **given)
+        config = QuantGRPOConfig(**settings, **ours)
+        if lora_sync:
+            config.lora_sync = lora_sync  # the constructor refuses it without vLLM, from which nothing is sampled here
+        trainer = QuantUpdates(args=config, **given)
     steps = Steps(Clock(synchronize=True))
     trainer.add_callback(steps)
     result = {}
     for tokens in args.tokens:
-        trainer.batch = made_up(tokens, args.length, config.vocab_size, trainer.accelerator.device)
+        trainer.batch = made_up(tokens, args.length, model_config.vocab_size, trainer.accelerator.device)
         trainer.train()
         peak = torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         result[tokens] = {"update": median(steps.seconds), "steps": [*steps.seconds], "peak_bytes": peak}
@@ -137,9 +142,8 @@ def measure(kind: str, args) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["7b"] if CUDA else ["tiny"])
-    parser.add_argument(
-        "--kinds", nargs="+", choices=["trl", "bf16", *frozen_bases(), *unified_flows()], default=["trl", "nvfp4"]
-    )
+    kinds = ["trl", "bf16", *frozen_bases(), *unified_flows(), *(f"{name}/adapter" for name in unified_flows())]
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=["trl", "nvfp4"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 4096, 8192, 16384] if CUDA else [128, 256])
     parser.add_argument("--length", type=int, default=2048 if CUDA else 128, help="tokens of a sequence at most")
     parser.add_argument("--lora", type=int, default=32, metavar="RANK")
@@ -156,20 +160,20 @@ def main():
     for size in args.sizes:
         print(f"{machine()}, Qwen2.5 {size}, LoRA of rank {args.lora}, sequences of {args.length} tokens")
         columns = "".join(f"{f'{tokens} tokens':>16}{'ratio':>8}{'GiB':>8}" for tokens in args.tokens)
-        print(f"{'trains in':<10}{columns}", flush=True)
+        print(f"{'trains in':<18}{columns}", flush=True)
         found = results.setdefault(size, {})
         for kind in args.kinds:
             loads[f"{size} {kind}"] = os.getloadavg()
             row = found[kind] = in_own_process([*sys.argv[1:], "--one", kind, "--sizes", size], args.timeout)
             if "error" in row:
-                print(f"{kind:<10}{row['error'][:150]}", flush=True)
+                print(f"{kind:<18}{row['error'][:150]}", flush=True)
                 continue
             cells = ""
             for tokens in map(str, args.tokens):
                 first = next(iter(found.values())).get(tokens)
                 ratio = f"{row[tokens]['update'] / first['update']:.2f}" if first else "-"
                 cells += f"{row[tokens]['update']:>14.3f} s{ratio:>8}{row[tokens]['peak_bytes'] / 2**30:>8.1f}"
-            print(f"{kind:<10}{cells}", flush=True)
+            print(f"{kind:<18}{cells}", flush=True)
     of = {"commit": args.commit, "versions": versions(), "cores": len(os.sched_getaffinity(0)), "loads": loads}
     save(f"update-{'-'.join(args.sizes)}", of | {"arguments": vars(args), "results": results}, args.output)
 
