@@ -40,7 +40,8 @@ def test_cells_are_valid_and_have_full_precision_beside_them(name, tmp_path):
     full = {table.regime(group) for group in groups if table.precision(group) is None}
     for group, cell in zip(groups, cells, strict=True):
         assert table.regime(group) in full, cell
-        config = QuantGRPOConfig(output_dir=str(tmp_path), **trial.QUIET | cell.arguments())
+        arguments = trial.QUIET | trial.arguments_of(cell.settings())
+        config = trial.TRAINERS[cell.trainer].config_class(output_dir=str(tmp_path), **arguments)
         assert config.learning_rate == cell.learning_rate and config.train_precision == cell.train_precision
     facets = table.facets(groups)
     assert {group.settings["name"] for some in facets.values() for group in some} == {c.name for c in cells}
@@ -249,7 +250,7 @@ def test_vllm_is_told_the_same_in_every_cell(cell, tmp_path, monkeypatch):
     """In full precision it is TRL's, which takes no arguments for it."""
     told = {}
 
-    def build(args, **kwargs):
+    def build(cls, args, **kwargs):
         told.update(args.vllm_engine_kwargs or {})
         if args.rollout_precision is None:
             assert args.vllm_engine_kwargs is None
@@ -258,7 +259,9 @@ def test_vllm_is_told_the_same_in_every_cell(cell, tmp_path, monkeypatch):
 
     (tmp_path / "settings.json").write_text(json.dumps(cell.settings()))
     monkeypatch.setattr(vllm_generation, "LLM", lambda **arguments: told.update(arguments), raising=False)
-    monkeypatch.setattr(trial, "QuantGRPOTrainer", build)
+    monkeypatch.setitem(
+        trial.TRAINERS, "grpo", type("Trainer", (), {"config_class": QuantGRPOConfig, "__new__": build})
+    )
     monkeypatch.setattr(trial.AutoTokenizer, "from_pretrained", lambda path: None)
     monkeypatch.setattr(trial, "load_prompts", lambda path: None)
     with pytest.raises(InterruptedError, match=str(cell.rollout_precision)):
