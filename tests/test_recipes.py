@@ -172,6 +172,29 @@ def test_the_commands_for_eight_gpus_have_the_papers_settings(name):
     assert script.overlong_punishment == {"flashrl": 0.2, "qerl": 0.2, "qurl_dapo": 0.5}.get(name, 0)
 
 
+def test_the_options_of_qerls_release_are_options():
+    """The options that its docstring lists set the release's values, and the recipe has others."""
+    text = importlib.import_module("qerl").__doc__
+    release = shlex.split(text.partition("its scripts set\n")[2])
+    cpu = ["--use_cpu", "--bf16", "false"]
+    expected = {
+        "loss_type": "bnpo",
+        "num_iterations": 1,
+        "noise_sigma_end": 1e-4,
+        "adam_beta2": 0.99,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.1,
+        "max_grad_norm": 0.2,
+        "mask_truncated_completions": True,
+    }
+    recipe = importlib.import_module("qerl").RECIPE
+    (_, own, _), (_, args, model) = (train.parse_args([*cpu, *given], recipe) for given in ([], release))
+    assert settings(args, expected) == expected
+    assert all(value != expected[name] for name, value in settings(own, expected).items())
+    assert (model.lora_r, model.lora_alpha) == (16, 16)
+
+
 @every_recipe
 def test_boxing_the_question_is_worth_nothing(name):
     """No recipe's rewards pay for an expression in place of its value."""

@@ -291,6 +291,25 @@ def test_the_figure_has_full_precision_beside_each_precision(study):
     assert len(axes[0].collections) == 3  # a band for each cell
 
 
+def test_a_figure_by_regime_has_all_precisions_of_a_trainer_together(tmp_path, monkeypatch):
+    """Distillation has no reward, and its gain is that over its own full precision."""
+    cells = [Cell(f"{t} {p}", p, trainer=t) for t in ("grpo", "distillation") for p in (None, "int8", "int4")]
+    question = Question("Which?", tuple(cells), ("Held-out reward",), by_regime=True)
+    monkeypatch.setitem(QUESTIONS, "made up", question)
+    for cell, end in zip(cells, (0.7, 0.6, 0.5, 0.4, 0.4, 0.3), strict=True):
+        write_cell(tmp_path / "made up", cell, [end] * 3)
+    for path in (tmp_path / "made up").glob("distillation-*/metrics.jsonl"):
+        path.write_text(path.read_text().replace('"reward"', '"loss"'))
+    groups = table.read(question, tmp_path / "made up")
+    drawn = {title: [group.name for group in some] for title, some in table.facets(groups, by_regime=True).items()}
+    assert drawn == {f"trainer {t}": [f"{t} {p}" for p in (None, "int8", "int4")] for t in ("grpo", "distillation")}
+    assert [len(axis.collections) for axis in table.figure(question, groups).axes] == [3, 3]
+    rows = table.cells_of(groups, table.METRICS)
+    assert [row["gain"] for row in rows] == [None, *map(pytest.approx, (0.8, 0.6)), None, *map(pytest.approx, (1, 0.5))]
+    found = [[cell.strip() for cell in line.split("|")] for line in table.markdown(question, rows).splitlines()[4:]]
+    assert [cells[8] for cells in found] == ["0.700", "0.600", "0.500", "", "", ""]
+
+
 def test_runs_that_did_not_finish_are_no_rows(study):
     for path in study.glob("far-*/finished.json"):
         path.unlink()
