@@ -1,13 +1,14 @@
 """The training data of two papers, which [`load_prompts`] knows by name.
 
-| name | paper | on the hub, split `train` | questions |
-|---|---|---|---|
-| `bigmath` | QeRL | `open-r1/Big-Math-RL-Verified-Processed`, configuration `level_3_4_5` | of levels 3 to 5 |
-| `gsm8k_math` | Jet-RL | all of `openai/gsm8k` and `DigitalLearningGmbH/MATH-lighteval` | 7473 and 7500 |
+| name | paper | on the hub | columns that are read | questions in `train` |
+|---|---|---|---|---|
+| `bigmath` | QeRL | open-r1/Big-Math-RL-Verified-Processed | `prompt`, `solution` | those of levels 3 to 5 |
+| `gsm8k_math` | Jet-RL | openai/gsm8k | `question`, `answer` | 7473 |
+| | | DigitalLearningGmbH/MATH-lighteval | `problem`, `solution` | 7500 |
 
 The levels of BigMath are those of its processed copy, the one that QeRL's release reads: five equal parts by how often
 Llama 3.1 8B solved a question. Level 5 is the hardest. The copy has a configuration for each level and for several:
-`level_4_5` is what the paper trains its 32B model on.
+`level_3_4_5` is the default here, and `level_4_5` is what the paper trains its 32B model on.
 
 Jet-RL does not say in which proportion it mixes its two sources. Here each question is asked once.
 """
