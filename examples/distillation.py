@@ -33,9 +33,9 @@ SETTINGS = {
 }
 
 
-def disturbed(share: float = 0.6) -> torch.nn.Module:
-    """Returns the model with noise on its matrices, of a standard deviation that is a `share` of each matrix's own."""
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+def disturbed(path: Path, share: float = 0.6) -> torch.nn.Module:
+    """Returns a stored model with noise on its matrices, whose standard deviation is a `share` of each matrix's own."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
@@ -47,7 +47,7 @@ def disturbed(share: float = 0.6) -> torch.nn.Module:
 def main(**overrides) -> QuantDistillationTrainer:
     """Trains with `SETTINGS` and these overrides, and returns the trainer."""
     trainer = QuantDistillationTrainer(
-        model=disturbed(),
+        model=disturbed(MODEL),
         teacher_model=str(MODEL),
         args=QuantDistillationConfig(**SETTINGS | overrides),
         train_dataset=load_prompts(str(MODEL / "train.jsonl")),

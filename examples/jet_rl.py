@@ -1,8 +1,11 @@
 """Jet-RL: GRPO whose training forward pass is the sampler's, in FP8 by blocks, so that nothing is left to correct.
 
-The hyperparameters are the paper's for DeepMATH (section 5.1). On eight H200s:
+The hyperparameters are the paper's for DeepMATH (section 5.1) and, in the second command, for its mixture of GSM8K and
+MATH. On eight H200s:
 
     accelerate launch --config_file configs/accelerate/zero2.yaml examples/jet_rl.py --output_dir runs/jet-rl
+    accelerate launch --config_file configs/accelerate/zero2.yaml examples/jet_rl.py --output_dir runs/jet-rl-8k \\
+        --dataset_name gsm8k_math --max_completion_length 8192 --num_generations 4 --gradient_accumulation_steps 128
 
 On a laptop, with a small stored model and the embedded engine:
 
@@ -30,7 +33,7 @@ RECIPE = {
     "exact_rollouts": HOPPER,
     "use_vllm": True,
     "vllm_mode": "colocate",
-    "max_completion_length": 16384,  # 8192 with GSM8K and MATH, and 4 completions
+    "max_completion_length": 16384,
     "is_correction": "none",
     # The text of the paper that this follows has lost both numbers: these are QuRL's.
     "learning_rate": 1e-6,

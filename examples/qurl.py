@@ -1,7 +1,7 @@
 """QuRL: GRPO with an INT8 sampler, the clipping range adapted to its ratios (ACR) and its weights scaled (UAQ).
 
-The hyperparameters are the paper's for DeepScaleR (section 5.1), in three stages of longer and longer completions. On
-eight GPUs:
+The hyperparameters are the paper's for DeepScaleR (section 5.1), in three stages of longer and longer completions;
+`qurl_dapo.py` has its other setting. On eight GPUs:
 
     accelerate launch --config_file configs/accelerate/fsdp2.yaml examples/qurl.py --output_dir runs/qurl-8k
     accelerate launch --config_file configs/accelerate/fsdp2.yaml examples/qurl.py --output_dir runs/qurl-16k \\
@@ -15,8 +15,8 @@ On a laptop, with a small stored model and the embedded engine:
 
     python examples/qurl.py --config examples/laptop.yaml --steps_per_generation 4
 
-The command line or a YAML file, `--config`, can change every option of the recipe; `--help` lists them all. Prompts get
-no suffix. The scaling is done once: a stage that starts from a scaled model leaves it as it is.
+The command line or a YAML file, `--config`, can change every option of the recipe; `--help` lists them all. The
+scaling is done once: a stage that starts from a scaled model leaves it as it is.
 """
 
 from trl_quant.cli.train import main
@@ -27,6 +27,7 @@ RECIPE = {
     "dtype": "float32",  # of the master weights: at this learning rate BF16 would round most updates away
     "output_dir": "runs/qurl",
     "dataset_name": "agentica-org/DeepScaleR-Preview-Dataset",
+    "instruction": r"Let's think step by step and output the final answer within \boxed{}.",  # DeepScaleR's
     "reward_funcs": ["strict_math"],  # many answers are expressions
     # The sampler
     "rollout_precision": "int8",

@@ -27,6 +27,7 @@ from trl_quant import (
     QuantGRPOConfig,
     QuantGRPOTrainer,
     QuantRLOOConfig,
+    tasks,
 )
 from trl_quant.cli import COMMANDS, prepare, train
 from trl_quant.corrections import CORRECTIONS
@@ -34,6 +35,7 @@ from trl_quant.models.families import FAMILIES
 from trl_quant.noise import SCHEDULES
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout.vllm.support import VLLM_VERSIONS
+from trl_quant.tasks.named_data import NAMED_DATA
 
 
 SOURCES = "\n".join(path.read_text() for path in (ROOT / "trl_quant").rglob("*.py"))
@@ -187,7 +189,9 @@ def config_fields() -> set[str]:
 
 
 def known_names() -> set[str]:
-    return config_fields() | {*PRECISIONS, *CORRECTIONS, *SCHEDULES, *FAMILIES} | set().union(*FOREIGN.values())
+    of_tasks = {*tasks.__all__, *tasks.REWARDS, *NAMED_DATA}
+    of_config = config_fields() | {*PRECISIONS, *CORRECTIONS, *SCHEDULES, *FAMILIES}
+    return of_config | of_tasks | set().union(*FOREIGN.values())
 
 
 def test_fields_exist():

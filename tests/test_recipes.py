@@ -59,6 +59,23 @@ PAPER = {
         "learning_rate": 1e-6,
         "max_steps": 3200,
     },
+    "qurl_dapo": {
+        "rollout_precision": "int8",
+        "is_correction": "acr",
+        "uaq_scale": 1.5,
+        "loss_type": "dapo",
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "beta": 0,
+        "temperature": 1.0,
+        "num_generations": 16,
+        "max_completion_length": 8192,
+        "learning_rate": 1e-6,
+        "max_steps": 3200,
+        "warmup_steps": 160,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+    },
     "qerl": {
         "rollout_precision": "nvfp4",
         "train_precision": "nvfp4",
@@ -73,6 +90,8 @@ PAPER = {
         "beta": 0,
         "temperature": 1.0,
         "num_iterations": 4,
+        "num_generations": 8,
+        "max_completion_length": 4096,
         "learning_rate": 1e-5,
     },
     "ais": AIS
@@ -103,9 +122,10 @@ PAPER = {
 COMPLETIONS = {
     "flashrl": [(512, 8192)],
     "qurl": [(512, 2048), (1024, 4096), (1024, 4096)],
-    "qerl": [(128, 128)],
+    "qurl_dapo": [(512, 8192)],
+    "qerl": [(128, 128), (128, 128)],
     "ais": [(128, 128)],
-    "jet_rl": [(4096, 4096)],
+    "jet_rl": [(4096, 4096), (1024, 1024)],
 }
 every_recipe = pytest.mark.parametrize("name", PAPER)
 
@@ -149,7 +169,30 @@ def test_the_commands_for_eight_gpus_have_the_papers_settings(name):
         completions.append((each * args.gradient_accumulation_steps, each * args.steps_per_generation))
         assert all(number % args.num_generations == 0 for number in completions[-1])
     assert completions == COMPLETIONS[name]
-    assert script.overlong_punishment == (0.2 if name in ("flashrl", "qerl") else 0)
+    assert script.overlong_punishment == {"flashrl": 0.2, "qerl": 0.2, "qurl_dapo": 0.5}.get(name, 0)
+
+
+def test_the_options_of_qerls_release_are_options():
+    """The options that its docstring lists set the release's values, and the recipe has others."""
+    text = importlib.import_module("qerl").__doc__
+    release = shlex.split(text.partition("its scripts set\n")[2])
+    cpu = ["--use_cpu", "--bf16", "false"]
+    expected = {
+        "loss_type": "bnpo",
+        "num_iterations": 1,
+        "noise_sigma_end": 1e-4,
+        "adam_beta2": 0.99,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.1,
+        "max_grad_norm": 0.2,
+        "mask_truncated_completions": True,
+    }
+    recipe = importlib.import_module("qerl").RECIPE
+    (_, own, _), (_, args, model) = (train.parse_args([*cpu, *given], recipe) for given in ([], release))
+    assert settings(args, expected) == expected
+    assert all(value != expected[name] for name, value in settings(own, expected).items())
+    assert (model.lora_r, model.lora_alpha) == (16, 16)
 
 
 @every_recipe
@@ -161,7 +204,7 @@ def test_boxing_the_question_is_worth_nothing(name):
     completions = [[{"role": "assistant", "content": rf"\boxed{{{text}}}"}] for text in texts]
     scores = [reward(completions, answer=["42"] * 5, solution=["42"] * 5) for reward in script.rewards]
     assert scores[0] == [1.0, 0.0, 0.0, 0.0, 0.0]
-    expected = {"qerl": ["gsm8k"], "ais": ["gsm8k", "format"]}.get(name, ["strict_math"])
+    expected = {"qerl": ["gsm8k", "think_answer"], "ais": ["gsm8k", "format"]}.get(name, ["strict_math"])
     assert script.reward_funcs == expected
 
 
@@ -196,13 +239,13 @@ def test_the_command_for_a_laptop_runs(name, arithmetic, tmp_path, monkeypatch):
     assert len(expected) > 3 and settings(args, expected) == expected
     changed = {field: value for field, value in LAPTOP.items() if hasattr(args, field) and f"--{field}" not in sys.argv}
     assert len(changed) > 8 and settings(args, changed) == changed
-    assert args.steps_per_generation == (4 if name in ("flashrl", "qurl") else 1)
+    assert args.steps_per_generation == (4 if name in ("flashrl", "qurl", "qurl_dapo") else 1)
 
     first, second = [log for log in read_run(tmp_path).history if "loss" in log]
     assert first["grad_norm"] > 0 and second["grad_norm"] > 0
     # What is trained in the numbers that sample it differs in a code at most, of hundreds
     assert (first["mismatch/abs_logp_diff"] < 5e-3) is (name in ("qerl", "jet_rl"))
-    assert ("rewards/soft_overlong_punishment_reward/mean" in first) is (name in ("flashrl", "qerl"))
+    assert ("rewards/soft_overlong_punishment_reward/mean" in first) is (name in ("flashrl", "qerl", "qurl_dapo"))
     assert ("ais/alpha" in first) is (name == "ais")
 
 

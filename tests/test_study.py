@@ -40,7 +40,8 @@ def test_cells_are_valid_and_have_full_precision_beside_them(name, tmp_path):
     full = {table.regime(group) for group in groups if table.precision(group) is None}
     for group, cell in zip(groups, cells, strict=True):
         assert table.regime(group) in full, cell
-        config = QuantGRPOConfig(output_dir=str(tmp_path), **trial.QUIET | cell.arguments())
+        arguments = trial.QUIET | trial.arguments_of(cell.settings())
+        config = trial.TRAINERS[cell.trainer].config_class(output_dir=str(tmp_path), **arguments)
         assert config.learning_rate == cell.learning_rate and config.train_precision == cell.train_precision
     facets = table.facets(groups)
     assert {group.settings["name"] for some in facets.values() for group in some} == {c.name for c in cells}
@@ -249,7 +250,7 @@ def test_vllm_is_told_the_same_in_every_cell(cell, tmp_path, monkeypatch):
     """In full precision it is TRL's, which takes no arguments for it."""
     told = {}
 
-    def build(args, **kwargs):
+    def build(cls, args, **kwargs):
         told.update(args.vllm_engine_kwargs or {})
         if args.rollout_precision is None:
             assert args.vllm_engine_kwargs is None
@@ -258,7 +259,9 @@ def test_vllm_is_told_the_same_in_every_cell(cell, tmp_path, monkeypatch):
 
     (tmp_path / "settings.json").write_text(json.dumps(cell.settings()))
     monkeypatch.setattr(vllm_generation, "LLM", lambda **arguments: told.update(arguments), raising=False)
-    monkeypatch.setattr(trial, "QuantGRPOTrainer", build)
+    monkeypatch.setitem(
+        trial.TRAINERS, "grpo", type("Trainer", (), {"config_class": QuantGRPOConfig, "__new__": build})
+    )
     monkeypatch.setattr(trial.AutoTokenizer, "from_pretrained", lambda path: None)
     monkeypatch.setattr(trial, "load_prompts", lambda path: None)
     with pytest.raises(InterruptedError, match=str(cell.rollout_precision)):
@@ -286,6 +289,25 @@ def test_the_figure_has_full_precision_beside_each_precision(study):
     (line,) = [line for line in axes[0].lines if line.get_label() == "far"]
     assert line.get_ydata()[0] == pytest.approx(0.2) and line.get_ydata()[-1] > 0.2
     assert len(axes[0].collections) == 3  # a band for each cell
+
+
+def test_a_figure_by_regime_has_all_precisions_of_a_trainer_together(tmp_path, monkeypatch):
+    """Distillation has no reward, and its gain is that over its own full precision."""
+    cells = [Cell(f"{t} {p}", p, trainer=t) for t in ("grpo", "distillation") for p in (None, "int8", "int4")]
+    question = Question("Which?", tuple(cells), ("Held-out reward",), by_regime=True)
+    monkeypatch.setitem(QUESTIONS, "made up", question)
+    for cell, end in zip(cells, (0.7, 0.6, 0.5, 0.4, 0.4, 0.3), strict=True):
+        write_cell(tmp_path / "made up", cell, [end] * 3)
+    for path in (tmp_path / "made up").glob("distillation-*/metrics.jsonl"):
+        path.write_text(path.read_text().replace('"reward"', '"loss"'))
+    groups = table.read(question, tmp_path / "made up")
+    drawn = {title: [group.name for group in some] for title, some in table.facets(groups, by_regime=True).items()}
+    assert drawn == {f"trainer {t}": [f"{t} {p}" for p in (None, "int8", "int4")] for t in ("grpo", "distillation")}
+    assert [len(axis.collections) for axis in table.figure(question, groups).axes] == [3, 3]
+    rows = table.cells_of(groups, table.METRICS)
+    assert [row["gain"] for row in rows] == [None, *map(pytest.approx, (0.8, 0.6)), None, *map(pytest.approx, (1, 0.5))]
+    found = [[cell.strip() for cell in line.split("|")] for line in table.markdown(question, rows).splitlines()[4:]]
+    assert [cells[8] for cells in found] == ["0.700", "0.600", "0.500", "", "", ""]
 
 
 def test_runs_that_did_not_finish_are_no_rows(study):

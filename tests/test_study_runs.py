@@ -193,6 +193,20 @@ def test_each_problem_has_its_reward(tmp_path, monkeypatch, asked, reward):
     assert 1 < run.values("completions/max_length")[0] <= cell.max_completion_length
 
 
+@pytest.mark.parametrize("trainer", ["grpo", "rloo", "distillation"])
+def test_each_trainer_is_judged_on_the_way(built, tmp_path, trainer):
+    """Distillation starts from a disturbed copy of the model, and has no reward."""
+    cell = Cell("a", "int4", trainer=trainer, max_steps=2, evaluations=2, per_device_train_batch_size=8)
+    (tmp_path / "settings.json").write_text(json.dumps(cell.settings()))
+    trial.train(tmp_path, built / "models" / cell.model)
+    run = read_run(tmp_path)
+    assert run.status == "done" and run.series("eval_accuracy")[0] == [0, 1, 2]
+    assert bool(run.values("reward")) is (trainer != "distillation")
+    losses = run.values("loss")
+    # The teacher is the model itself, from which an undisturbed student would not diverge
+    assert trainer != "distillation" or min(losses) > 0.01
+
+
 def test_the_command_trains_and_writes_what_the_report_reads(built, monkeypatch, capsys):
     """In this process, since each of its own takes seconds to start."""
     small = {"per_device_train_batch_size": 8}

@@ -24,6 +24,8 @@ TREATMENT = (
 )
 TASK = (
     "name",
+    "trainer",
+    "evaluations",
     "digits",
     "quotient",
     "countdown",
@@ -37,7 +39,6 @@ TASK = (
     "served",
 )  # fields that are not the trainer's
 COMMON = {
-    "per_device_train_batch_size": 128,
     "num_generations": 8,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 5,
@@ -70,6 +71,9 @@ class Cell:
         lora_rank (`int`): Of the adapter that is trained; 0 trains all weights.
         hidden_size (`int`): Channels of the model, a multiple of 128.
         num_hidden_layers (`int`): Layers of the model.
+        trainer (`str`): `"grpo"`, `"rloo"` or `"distillation"`. Distillation teaches a copy of the model whose weights
+            were disturbed, with the model as its teacher.
+        evaluations (`int`): How often the policy is judged on the way, the last time at the end.
         served (`str`): Precisions, with spaces between, in which the policy is also judged at its end, as it would be
             served; one that trains in another is quantized for that.
     """
@@ -98,6 +102,9 @@ class Cell:
     num_hidden_layers: int = SHAPES[0][1]
     served: str = ""
     use_vllm: bool = False
+    trainer: str = "grpo"
+    evaluations: int = 6
+    per_device_train_batch_size: int = 128
     seed: int = 0
 
     @property
@@ -129,7 +136,7 @@ class Cell:
         )
 
     def arguments(self) -> dict:
-        """Of [`QuantGRPOConfig`]."""
+        """Of the trainer's config, which takes those of its fields."""
         own = {name: value for name, value in asdict(self).items() if name not in TASK}
         return COMMON | own | {"max_completion_length": self.max_completion_length}
 
@@ -146,12 +153,15 @@ class Question:
         cells (`tuple[Cell, ...]`): Its rows.
         panels (`tuple[str, ...]`): Titles of the report's panels that its figure draws; without them it has no figure.
         metrics (`dict[str, str]`): Further columns of its table -> metric.
+        by_regime (`bool`): Whether a panel draws all precisions of a regime, and not one precision beside full
+            precision.
     """
 
     asks: str
     cells: tuple[Cell, ...]
     panels: tuple[str, ...] = ("Held-out reward", "Reward")
     metrics: dict[str, str] | None = None
+    by_regime: bool = False
 
 
 FULL = "full precision"
@@ -179,6 +189,13 @@ SEARCH = REUSE | {
     "num_hidden_layers": SHAPES[1][1],
 }
 RECITED = REUSE | {"word_problems": "openai/gsm8k"}
+# The learning rate of the demo and of examples/rloo.py, and half of their batch
+LEARNING = {"learning_rate": 1e-4, "per_device_train_batch_size": 64, "max_steps": 200, "evaluations": 10}
+TRAINED = {  # trainer -> its settings, and the correction that is its default with samples of low precision
+    "grpo": (LEARNING | {"num_iterations": 2}, "tis"),
+    "rloo": (LEARNING, "tis"),
+    "distillation": (LEARNING | {"learning_rate": 3e-5}, "none"),
+}
 LONG = {"quotient": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
 
 QUESTIONS = {
@@ -376,6 +393,23 @@ QUESTIONS = {
                 for name in ("none", "coupled", "tis", "acr", "ais")
             ),
         ),
+    ),
+    "trainers": Question(
+        "Does each trainer learn from INT8 and INT4 samples as from its own, with its default correction?",
+        tuple(
+            Cell(
+                f"{trainer} {precision or FULL}",
+                precision,
+                None,
+                precision and correction,
+                trainer=trainer,
+                **settings,
+            )
+            for trainer, (settings, correction) in TRAINED.items()
+            for precision in (None, "int8", "int4")
+        ),
+        ("Held-out reward",),
+        by_regime=True,
     ),
     "length": Question(
         "How does the mismatch grow with position and length?",

@@ -126,7 +126,7 @@ def markdown(question: Question, rows: Sequence[dict]) -> str:
             f"{accuracy['low']:.3f} to {accuracy['high']:.3f}" if accuracy["seeds"] > 1 else "",
             "" if row["gain"] is None else f"{row['gain']:.0%}",
             "?" if few else "*" if row["differs"] else "",
-            f"{metrics['reward']['mean']:.3f}",
+            f"{metrics['reward']['mean']:.3f}" if metrics["reward"] else "",
             f"{kl['mean']:.1e}" if kl else "",
             f"{kl['mean'] * length['mean']:.2g}" if kl and length else "",
             *("" if metrics[name] is None else f"{metrics[name]['mean']:.3g}" for name in ("entropy", *further)),
@@ -135,11 +135,18 @@ def markdown(question: Question, rows: Sequence[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def facets(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """Title -> what is drawn together: the cells of one precision in one regime, beside full precision."""
+def facets(groups: Sequence[Group], by_regime: bool = False) -> dict[str, list[Group]]:
+    """Title -> what is drawn together: the cells of one precision in one regime, beside full precision.
+
+    With `by_regime` the cells of a regime are drawn together, whatever their precision.
+    """
     follows = ("name", "model", "max_completion_length")
     changes = [name for name in differences(groups) if name not in (*follows, *TREATMENT)]
     found = {}
+    if by_regime:
+        for group in groups:
+            found.setdefault(", ".join(f"{name} {group.settings[name]}" for name in changes), []).append(group)
+        return found
     for group in groups:
         if precision(group) is not None or len(groups) == 1:
             title = ", ".join([precision(group) or group.name, *(f"{name} {group.settings[name]}" for name in changes)])
@@ -150,7 +157,11 @@ def facets(groups: Sequence[Group]) -> dict[str, list[Group]]:
 
 def figure(question: Question, groups: Sequence[Group]) -> Figure:
     """The question's panels for each facet; bands are the range of the seeds."""
-    pictures = [(title, PANELS[panel], some) for title, some in facets(groups).items() for panel in question.panels]
+    pictures = [
+        (title, PANELS[panel], some)
+        for title, some in facets(groups, question.by_regime).items()
+        for panel in question.panels
+    ]
     pictures = [
         (title, panel, some) for title, panel, some in pictures if panel.metrics([r for g in some for r in g.runs])
     ]

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -26,11 +27,11 @@ from peft import LoraConfig
 from torch import nn
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.policy.unified import unify
 from trl_quant.storage.whole import write_whole
 from trl_quant.tasks import load_prompts
 from trl_quant.tasks.evaluate import mean_reward
+from trl_quant.trainers.launch import TRAINERS
 from trl_quant.trl_seams import llm_with
 
 
@@ -38,6 +39,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 from build_arithmetic_model import BuildArguments  # noqa: E402
+from distillation import disturbed  # noqa: E402
 from engines import machine  # noqa: E402
 
 
@@ -67,15 +69,14 @@ VLLM = {
 }
 
 
-EVALUATIONS = 6  # on the way, the last one at the end
 DRAWS = 4  # completions of each held-out problem, where a policy is judged as it is served
 
 
 class Log(TrainerCallback):
     """Appends each log entry to a file, and how often the policy is right on held-out problems."""
 
-    def __init__(self, path: Path, accuracy: Callable[..., float], served: Sequence[str]):
-        self.path, self.accuracy, self.served = path, accuracy, served
+    def __init__(self, path: Path, accuracy: Callable[..., float], evaluations: int, served: Sequence[str]):
+        self.path, self.accuracy, self.evaluations, self.served = path, accuracy, evaluations, served
 
     def write(self, step: int, entry: dict) -> None:
         with self.path.open("a") as file:
@@ -86,7 +87,8 @@ class Log(TrainerCallback):
 
     def on_log(self, args, state, control, model=None, logs=None, **kwargs):
         self.write(state.global_step, logs)
-        done, before = (step * EVALUATIONS // state.max_steps for step in (state.global_step, state.global_step - 1))
+        steps = (state.global_step, state.global_step - 1)
+        done, before = (step * self.evaluations // state.max_steps for step in steps)
         if "grad_norm" in logs and done > before:
             self.write(state.global_step, {"eval_accuracy": self.accuracy(model)})
 
@@ -113,10 +115,17 @@ def quantized(model: nn.Module, precision: str) -> nn.Module:
     return copied
 
 
+def arguments_of(settings: dict) -> dict:
+    """What the trainer's config takes of a cell's settings."""
+    known = {field.name for field in fields(TRAINERS[settings["trainer"]].config_class)}
+    return {name: value for name, value in settings.items() if name in known}
+
+
 def train(directory: Path, model: Path) -> None:
     """Trains as [`~cells.Cell.settings`] in `directory` say, from `model`."""
     settings, start = json.loads((directory / "settings.json").read_text()), time.time()
-    arguments = {name: value for name, value in settings.items() if name in QuantGRPOConfig.__dataclass_fields__}
+    trainer_class, arguments = TRAINERS[settings["trainer"]], arguments_of(settings)
+    config = trainer_class.config_class
     engine = nullcontext()
     if settings["use_vllm"]:
         arguments |= VLLM | {"vllm_max_model_length": 2 * settings["max_completion_length"]}
@@ -126,17 +135,21 @@ def train(directory: Path, model: Path) -> None:
     reward = BuildArguments(**{name: settings[name] for name in ("quotient", "countdown", "word_problems")}).reward
     tokenizer, held_out = AutoTokenizer.from_pretrained(model), load_prompts(str(model / "eval.jsonl"))
     length = settings["max_completion_length"]
+    if config.has_rewards:
+        task = {"model": str(model), "reward_funcs": reward}
+    else:
+        task = {"model": disturbed(model), "teacher_model": str(model)}
     with engine:
-        trainer = QuantGRPOTrainer(
-            model=str(model),
-            reward_funcs=reward,
-            args=QuantGRPOConfig(output_dir=str(directory), **QUIET | arguments),
+        trainer = trainer_class(
+            **task,
+            args=config(output_dir=str(directory), **QUIET | arguments),
             train_dataset=load_prompts(str(model / "train.jsonl")),
             peft_config=LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None,
             callbacks=[
                 Log(
                     directory / "metrics.jsonl",
                     lambda policy, **draw: mean_reward(policy, tokenizer, held_out, reward, length, **draw),
+                    settings["evaluations"],
                     settings["served"].split(),
                 )
             ],

@@ -22,7 +22,7 @@ from itertools import islice
 from datasets import Dataset
 
 from . import arithmetic, countdown, sudoku
-from .data import check_prompts, load_prompts
+from .data import check_prompts, load_prompts, with_instruction
 from .mathematics import lenient_math_reward
 from .rewards import REWARDS
 
@@ -171,12 +171,5 @@ def load_questions(
     unanswered = benchmark.reward(completions=[""] * len(dataset), **dataset.remove_columns("prompt")[:])
     if None in unanswered:
         raise ValueError(f"{source!r}: row {unanswered.index(None)} has no answer to compare with.")
-    return _with_instruction(dataset, benchmark.instruction if instruction is None else instruction)
-
-
-def _with_instruction(dataset: Dataset, instruction: str) -> Dataset:
-    if not instruction:
-        return dataset
-    if not isinstance(dataset[0]["prompt"], str):
-        raise ValueError("`--instruction` cannot follow prompts that are conversations. Put it into them.")
-    return dataset.map(lambda row: {"prompt": f"{row['prompt']}\n\n{instruction}"})
+    instruction = benchmark.instruction if instruction is None else instruction
+    return with_instruction(dataset, instruction) if instruction else dataset

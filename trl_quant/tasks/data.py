@@ -1,11 +1,14 @@
 """Loads prompts from the hub or a local file into TRL's `prompt` column. The ground truth stays in `answer`."""
 
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
+
+from .named_data import NAMED_DATA, load_named
 
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
@@ -18,22 +21,39 @@ def load_prompts(
     split: str = "train",
     config: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    instruction: str | None = None,
 ) -> Dataset:
     """Loads a dataset with the policy's prompts in the `prompt` column; rewards may use the other columns.
 
     Args:
-        name_or_path (`str`): a dataset id on the hub, a directory that `datasets` loads, or a `.json(l)` file.
-        split (`str`): the split, in `datasets` syntax (`"train[:1000]"`); a file holds one split, under any name.
+        name_or_path (`str`): a dataset id on the hub, a directory that `datasets` loads, a `.json(l)` file, or one of
+            the names in [`trl_quant.tasks.named_data`].
+        split (`str`): the split, in `datasets` syntax (`"train[:1000]"`); a file holds one split, under any name. Of a
+            mixture it is the split of each source.
         config (`str`, *optional*): the dataset's configuration on the hub (`openai/gsm8k` defaults to `main`).
         tokenizer (*optional*): the policy's. If it has a chat template, plain prompts become conversations with one
             user message, so that TRL applies the template.
+        instruction (`str`, *optional*): text after each prompt, a blank line below it.
 
     Returns:
-        `Dataset`: with `prompt` (a string or a list of messages) first, and all other columns unchanged.
+        `Dataset`: with `prompt` (a string or a list of messages) first, and all other columns unchanged. Of a named
+        one: `prompt`, `answer` and `source`.
 
     Raises:
-        ValueError: when a local file is missing or empty, or when no column holds prompts.
+        ValueError: when a local file is missing or empty, when no column holds prompts, when a named dataset lacks one
+            of its columns, or for an `instruction` after conversations.
     """
+    if name_or_path in NAMED_DATA:
+        dataset = load_named(name_or_path, config, partial(_load, split=split))
+    else:
+        dataset = _with_prompts(name_or_path, _load(name_or_path, config, split))
+    if instruction:
+        dataset = with_instruction(dataset, instruction)
+    return dataset if tokenizer is None else as_conversations(dataset, tokenizer)
+
+
+def _load(name_or_path: str, config: str | None, split: str) -> Dataset:
+    """Loads a dataset as it is stored."""
     if name_or_path.endswith((".json", ".jsonl")):
         if not Path(name_or_path).is_file():
             raise ValueError(f"dataset {name_or_path!r}: there is no such file.")
@@ -43,19 +63,27 @@ def load_prompts(
     else:
         source, config, options = name_or_path, config or DEFAULT_CONFIGS.get(name_or_path), {}
     try:
-        dataset = load_dataset(source, config, split=split, **options)
+        return load_dataset(source, config, split=split, **options)
     except DatasetGenerationError as error:
         raise ValueError(f"dataset {name_or_path!r} cannot be read: {error.__cause__ or error}") from error
 
+
+def _with_prompts(name: str, dataset: Dataset) -> Dataset:
+    """Returns the dataset with its prompts in the column `prompt`."""
     column = next((name for name in PROMPT_COLUMNS if name in dataset.column_names), None)
     if column is None:
         raise ValueError(
-            f"dataset {name_or_path!r} has no prompts: its columns are {dataset.column_names}, and one of them must "
+            f"dataset {name!r} has no prompts: its columns are {dataset.column_names}, and one of them must "
             f"be {' or '.join(map(repr, PROMPT_COLUMNS))}."
         )
-    if column != "prompt":
-        dataset = dataset.rename_column(column, "prompt")
-    return dataset if tokenizer is None else as_conversations(dataset, tokenizer)
+    return dataset if column == "prompt" else dataset.rename_column(column, "prompt")
+
+
+def with_instruction(dataset: Dataset, instruction: str) -> Dataset:
+    """Puts a text after each prompt. Raises `ValueError` for prompts that are conversations."""
+    if len(dataset) and not isinstance(dataset[0]["prompt"], str):
+        raise ValueError("`instruction` cannot follow prompts that are conversations. Put it into them.")
+    return dataset.map(lambda row: {"prompt": f"{row['prompt']}\n\n{instruction}"})
 
 
 def as_conversations(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:

@@ -21,6 +21,7 @@ order. [`trl_quant.tasks.mathematics`] has the rewards for answers that are more
 """
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 
 from datasets import Dataset
@@ -40,6 +41,11 @@ from .countdown import countdown_reward
 from .data import SCANNED_ROWS
 from .mathematics import strict_math_reward
 from .sudoku import sudoku_reward
+
+
+_THINKING_TAG = "</?(?:think|answer)>"
+_TAGGED = rf"\s*(?!{_THINKING_TAG})\S(?:(?!{_THINKING_TAG}).)*"  # text, without another tag in it
+_THINK_ANSWER = re.compile(rf"<think>{_TAGGED}</think>\s*<answer>{_TAGGED}</answer>", re.DOTALL)
 
 
 def _number_reward(completions, answer, prompts, last_number: bool) -> list[float | None]:
@@ -148,6 +154,25 @@ def format_reward(completions, **kwargs) -> list[float]:
     return rewards
 
 
+def think_answer_reward(completions, **kwargs) -> list[float]:
+    """0.2 where the completion is its reasoning in `<think>` and then its answer in `<answer>`, else 0.0.
+
+    QeRL asks for this format, and its release pays 0.2 for it, beside 1 (BigMath) or 2 (GSM8K) for a right answer. The
+    release also pays for text outside the tags, empty tags and several pairs of them, which are worth nothing here.
+
+    Args:
+        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
+
+    Example:
+
+    ```python
+    >>> think_answer_reward(["<think>1+1=2</think> <answer>2</answer>", "<answer>2</answer>"])
+    [0.2, 0.0]
+    ```
+    """
+    return [0.2 * bool(_THINK_ANSWER.fullmatch(message_text(completion).strip())) for completion in completions]
+
+
 REWARDS = {
     "arithmetic": arithmetic_reward,
     "countdown": countdown_reward,
@@ -156,6 +181,7 @@ REWARDS = {
     "gsm8k": gsm8k_reward,
     "strict_math": strict_math_reward,
     "sudoku": sudoku_reward,
+    "think_answer": think_answer_reward,
 }
 
 # The arguments that TRL passes to a reward, beside the dataset's columns

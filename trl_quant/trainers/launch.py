@@ -10,7 +10,9 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl.rewards import get_soft_overlong_punishment
 
 from ..config.fields import QuantFields
+from ..config.values import listed
 from ..tasks import REWARDS, load_prompts
+from ..tasks.named_data import NAMED_DATA
 from ..tasks.named_rewards import find_reward
 from .diffusion import DiffusionGRPOTrainer
 from .distillation import QuantDistillationTrainer
@@ -43,7 +45,10 @@ class TrainArguments:
     )
     dataset_name: str | None = field(
         default=None,
-        metadata={"help": f"Dataset id on the hub, directory, or .json or .jsonl file. If not set, {DEFAULT_DATASET}."},
+        metadata={
+            "help": "Dataset id on the hub, directory, .json or .jsonl file, or a name of a paper's data: "
+            f"{listed(NAMED_DATA)}. If not set, {DEFAULT_DATASET}."
+        },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a dataset on the hub."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on, such as 'train[:1000]'."})
@@ -51,6 +56,9 @@ class TrainArguments:
         default=None, metadata={"help": "Where to evaluate, with `eval_strategy`; `dataset_name` if not set."}
     )
     dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
+    instruction: str | None = field(
+        default=None, metadata={"help": "Text after each prompt, such as how to mark the answer."}
+    )
     reward_funcs: list[str] = field(
         default_factory=lambda: ["gsm8k"],
         metadata={"help": f"Rewards, summed: {', '.join(REWARDS)}, or the dotted path of a function of your own."},
@@ -153,7 +161,8 @@ def load_data(
         sources["eval_dataset"] = (name, script_args.dataset_test_split)
     datasets = {}
     for key, (name, split) in sources.items():
-        datasets[key] = load_prompts(name, split, script_args.dataset_config, tokenizer)
+        config, instruction = script_args.dataset_config, script_args.instruction
+        datasets[key] = load_prompts(name, split, config, tokenizer, instruction)
         if training_args.has_rewards:
             _check_answers(script_args.reward_funcs, name, datasets[key].column_names)
     return datasets
