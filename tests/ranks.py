@@ -4,7 +4,7 @@ Launcher and ranks are forks where there is no GPU (`warm`), and the script trai
 
     accelerate launch --num_processes 2 tests/ranks.py DIRECTORY embedded-int8-full tp-int8-lora
 
-A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `rloo` the same with RLOO, `distilled`
+A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `rloo` the same with RLOO, `ppo` is in `ppo_ranks`, `distilled`
 the same with distillation, `passes` the same with and without a scoring pass, `packed` the same with packed rows and
 padded ones, `trained` the same in a `train_precision`, `broken` the same with steps that are not finite, `masked` the
 same with a masked diffusion model,
@@ -248,6 +248,10 @@ def run(path: Path, case: str) -> None:
     torch.manual_seed(0)  # of new adapters
     if mode in ("embedded", "rloo", "distilled"):
         found = train_embedded(mode, precision, tuning, path / case)
+    elif mode == "ppo":
+        from ppo_ranks import train
+
+        found = train(precision, tuning, path / case)
     elif mode == "passes":
         found = train_in_passes(precision, tuning, path / case)
     elif mode == "packed":

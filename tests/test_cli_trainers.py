@@ -9,7 +9,7 @@ from tiny import save_tiny
 from transformers import AutoModelForCausalLM
 
 import trl_quant.cli.train as train
-from trl_quant import DiffusionGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantRLOOConfig
+from trl_quant import DiffusionGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
 from trl_quant.cli import main
 from trl_quant.cli.options import TRL_CONFIGS, chosen_trainer
 from trl_quant.report.runs import read_run
@@ -58,6 +58,7 @@ def test_every_trainer_has_its_options():
     configs = {name: trainer.config_class for name, trainer in TRAINERS.items()}
     assert configs == {
         "grpo": QuantGRPOConfig,
+        "ppo": QuantPPOConfig,
         "rloo": QuantRLOOConfig,
         "distillation": QuantDistillationConfig,
         "diffusion": DiffusionGRPOConfig,
@@ -80,6 +81,21 @@ def test_rloo_trains(argv, tmp_path, models):
     history = [entry for entry in read_run(tmp_path / "run").history if "reward" in entry]
     assert [entry["step"] for entry in history] == [1, 2]
     assert all(entry["mismatch/kl_k3"] > 1e-6 and "rewards/spread/mean" in entry for entry in history)
+
+
+def test_ppo_trains_and_resumes(argv, tmp_path):
+    """With one completion a prompt and a critic; from GRPO's options those that compare completions are refused."""
+    ppo = ["--trainer", "ppo", "--reward_funcs", "test_cli_trainers.spread", "--save_steps", "1", "--beta", "0"]
+    ppo += ["--steps_per_generation", "2", "--is_correction", "acr", "--value_learning_rate", "1e-3", "--lam", "0.9"]
+    _, args, _ = train.parse_args([*argv, *ppo])
+    assert isinstance(args, QuantPPOConfig) and (args.num_generations, args.lam, args.gamma) == (1, 0.9, 1.0)
+    main(["train", *argv, *ppo])
+    main(["train", *argv, *ppo, "--max_steps", "4", "--resume_from_checkpoint", "true"])
+    history = [entry for entry in read_run(tmp_path / "run").history if "loss" in entry]
+    assert [entry["step"] for entry in history] == [1, 2, 3, 4]
+    assert all(entry["value/loss"] > 0 for entry in history) and history[2]["mismatch/kl_k3"] > 1e-6
+    with pytest.raises(SystemExit, match="`scale_rewards`='group' compares the completions"):
+        main(["train", *argv, *ppo, "--scale_rewards", "group"])
 
 
 def test_distillation_trains_and_resumes(argv, tmp_path, models):
@@ -119,7 +135,7 @@ def test_diffusion_trains(argv, tmp_path, capsys):
         ([], "grpo"),
         (["--trainer", "rloo"], "rloo"),
         (["--trainer=distillation", "--max_steps", "3"], "distillation"),
-        (["--trainer", "ppo"], "grpo"),
+        (["--trainer", "sft"], "grpo"),
         (["--trainer"], "grpo"),
         (["--config", "nowhere.yaml"], "grpo"),
     ],
@@ -137,7 +153,7 @@ REWARDED = ["--trainer", "distillation", "--teacher_model_name_or_path", "{teach
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        (["--trainer", "ppo"], "invalid choice: 'ppo'"),
+        (["--trainer", "sft"], "invalid choice: 'sft'"),
         (["--trainer", "rloo", "--loss_type", "dapo"], "unknown arguments: --loss_type dapo"),
         (["--trainer", "rloo", "--is_correction", "acr"], "`is_correction`='acr' moves the upper clip bound"),
         (["--trainer", "distillation"], "`teacher_model_name_or_path`=None: name the teacher"),
@@ -149,12 +165,15 @@ REWARDED = ["--trainer", "distillation", "--teacher_model_name_or_path", "{teach
             ["--traine", "rloo", "--num_generations", "4"],
             "`trainer`='rloo' takes the options of a QuantRLOOConfig, and these are those of a QuantGRPOConfig",
         ),
-        (["--config", "{recipe}"], "`trainer`='ppo' is unknown. Allowed: 'grpo', 'rloo', 'distillation', 'diffusion'."),
+        (
+            ["--config", "{recipe}"],
+            "`trainer`='sft' is unknown. Allowed: 'grpo', 'ppo', 'rloo', 'distillation', 'diffusion'.",
+        ),
     ],
     ids=str,
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(argv, models, extra, says, tmp_path, monkeypatch, capsys):
-    (tmp_path / "recipe.yaml").write_text("trainer: ppo\n")
+    (tmp_path / "recipe.yaml").write_text("trainer: sft\n")
     places = {"{teacher}": models["teacher"], "{recipe}": str(tmp_path / "recipe.yaml")}
 
     def load(*args, **kwargs):

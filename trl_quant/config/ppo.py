@@ -73,6 +73,7 @@ class QuantPPOConfig(CriticFields, QuantGRPOConfig):
     has_critic: ClassVar[bool] = True
 
     def __post_init__(self):
+        self._read()  # what is no integer is refused as it was given
         from ..trl_seams import one_generation_allowed  # which loads vLLM
 
         with one_generation_allowed(self):

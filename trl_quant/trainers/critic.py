@@ -8,8 +8,10 @@ optimizer. So the critic stands beside it, prepared by the same `Accelerator`: u
 import math
 from contextlib import nullcontext
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -191,7 +193,9 @@ class Critic:
                 weights |= load_file(file)
             optimizer = torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
             schedule = torch.load(directory / SCHEDULER_NAME, weights_only=True)
-        except (OSError, RuntimeError, EOFError) as error:
+            if not weights:
+                raise FileNotFoundError(f"{directory} lacks its weights")
+        except (OSError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
             raise ValueError(
                 f"{directory} is not whole: {error}. Resume from another checkpoint, or start again."
             ) from error
