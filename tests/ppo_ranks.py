@@ -31,8 +31,10 @@ def run(precision: str, tuning: str, path: Path, ranks: int = 2, resume: bool = 
 
     # All rows of a generation are in each of its two updates: TRL shuffles those of each rank by themselves
     settings = {"per_device_train_batch_size": 8 // ranks, "gradient_accumulation_steps": 2, "num_iterations": 2}
-    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "sgd", "learning_rate": 1e-2}
+    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
     settings |= {"value_learning_rate": 1e-2, "max_grad_norm": 0.0, "loss_type": "dapo", "is_correction": "acr"}
+    if tuning == "full":  # AdamW turns the last bits of a gradient into steps of their sign, but its state is resumed
+        settings["optim"] = "sgd"
     args = config(QuantPPOConfig, path / "out", rollout_precision=precision, num_generations=1, lam=0.9, **settings)
     torch.manual_seed(0)  # of new adapters
     model, peft_config = str(path.parent / "model"), lora() if tuning == "lora" else None

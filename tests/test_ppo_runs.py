@@ -12,6 +12,7 @@ from transformers import AutoModelForTokenClassification
 from trl import GRPOConfig
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantPPOTrainer
+from trl_quant.config.consistency import check_ppo
 from trl_quant.storage.run_checkpoints import has_whole_weights, last_complete_checkpoint
 
 
@@ -187,7 +188,7 @@ def test_a_config_refuses_other_ways_to_shard(tmp_path, monkeypatch, name, says)
     if name == "deepspeed":
         built.deepspeed_plugin = object()
     with pytest.raises(ValueError, match=f"PPO's critic cannot be trained with {says}"):
-        config(QuantPPOConfig, tmp_path, num_generations=1) if built is None else built._check()
+        config(QuantPPOConfig, tmp_path, num_generations=1) if built is None else check_ppo(built)
 
 
 def test_defaults(tmp_path):
@@ -199,7 +200,7 @@ def test_defaults(tmp_path):
     for kind in (GRPOConfig, QuantGRPOConfig):
         with pytest.raises(ValueError, match="requires at least 2 generations"):
             config(kind, tmp_path, num_generations=1)
-    with pytest.raises(ValueError, match="`args` is a GRPOConfig. It must be a `QuantPPOConfig`"):
+    with pytest.raises(ValueError, match=r"`args` is a GRPOConfig\. It must be a `QuantPPOConfig`"):
         QuantPPOConfig.from_trl(config(GRPOConfig, tmp_path))
 
 

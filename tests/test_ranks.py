@@ -101,7 +101,7 @@ def test_policy_and_critic_on_two_ranks_train_as_on_one(found, launch, case, tmp
         start, end = left["start"][part], expected[part]
         way = sum((end[name] - start[name]) ** 2 for name in end) ** 0.5
         gap = sum((end[name] - names[name]) ** 2 for name in end) ** 0.5
-        assert 0 < way and gap < 2e-2 * way, part
+        assert way > 0 and gap < 2e-2 * way, part
     for ours, theirs in zip(left["log"], ppo_ranks.log(one), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-2, abs=1e-3)
 

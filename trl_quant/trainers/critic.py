@@ -14,7 +14,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn import Dropout
 from torch.nn.utils import clip_grad_norm_
 from transformers import (
     AutoConfig,
@@ -48,7 +54,6 @@ def load_critic(name: str, args) -> PreTrainedModel:
     if args.value_model_name_or_path is None and given.get("revision") is not None:
         options["revision"] = given["revision"]
     config = AutoConfig.from_pretrained(name, num_labels=1, **options)
-    config.classifier_dropout = 0.0  # of a token classifier; the old values must be those of the same function
     options |= {key: given[key] for key in ("dtype", "attn_implementation") if given.get(key) is not None}
     model, loaded = AutoModelForTokenClassification.from_pretrained(
         name, config=config, output_loading_info=True, **options
@@ -85,7 +90,6 @@ class Critic:
     def __init__(self, trainer: Trainer, model: PreTrainedModel):
         self.trainer, self.accelerator, args = trainer, trainer.accelerator, trainer.args
         self.packs = trainer.packs and accepted(trainer, {"critic": model})
-        model.config.use_cache = False
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         decayed = trainer.get_decay_parameter_names(model)
@@ -99,7 +103,10 @@ class Critic:
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
         optimizer = kind(groups, **options | {"lr": args.value_learning_rate})
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.model.train()
+        self.model.train()  # or no gradient checkpoints
+        for module in self.model.modules():
+            if isinstance(module, Dropout):
+                module.eval()  # a token classifier's; old values and values are those of one function
         self.scheduler = None
 
     # Values
@@ -199,14 +206,13 @@ class Critic:
             raise ValueError(
                 f"{directory} is not whole: {error}. Resume from another checkpoint, or start again."
             ) from error
-        set_state_dict(
-            self.model,
-            self.optimizer.optimizer,
-            model_state_dict=weights,
-            optim_state_dict=optimizer,
-            options=StateDictOptions(full_state_dict=True),
-        )
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(self.model, weights, options=options)
+        if optimizer["state"]:  # SGD without momentum has none, which PyTorch does not load on several ranks
+            set_optimizer_state_dict(self.model, self.optimizer.optimizer, optimizer, options=options)
         self.scheduler.load_state_dict(schedule)
+        for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
 
 
 class CriticSteps(TrainerCallback):
