@@ -4,11 +4,11 @@ Launcher and ranks are forks where there is no GPU (`warm`), and the script trai
 
     accelerate launch --num_processes 2 tests/ranks.py DIRECTORY embedded-int8-full tp-int8-lora
 
-A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `rloo` the same with RLOO, `ppo` is in `ppo_ranks`, `distilled`
+A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `rloo` the same with RLOO, `distilled`
 the same with distillation, `passes` the same with and without a scoring pass, `packed` the same with packed rows and
 padded ones, `trained` the same in a `train_precision`, `broken` the same with steps that are not finite, `masked` the
 same with a masked diffusion model,
-`sharded` is in `fsdp_ranks`, `qat` in `qat_ranks`, the others in `vllm_ranks`.
+`ppo` is in `ppo_ranks`, `sharded` in `fsdp_ranks`, `qat` in `qat_ranks`, the others in `vllm_ranks`.
 The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CASE/rank-N.json.
 """
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import runpy
+from pathlib import Path
 
 import pytest
 from masked_policy import policy, tokenizer
@@ -96,6 +98,24 @@ def test_ppo_trains_and_resumes(argv, tmp_path):
     assert all(entry["value/loss"] > 0 for entry in history) and history[2]["mismatch/kl_k3"] > 1e-6
     with pytest.raises(SystemExit, match="`scale_rewards`='group' compares the completions"):
         main(["train", *argv, *ppo, "--scale_rewards", "group"])
+
+
+def test_qurls_ppo_recipe(argv, tmp_path):
+    """The settings of QuRL's section 5 and of verl's quickstart: 256 completions, in four updates of 64."""
+    recipe = runpy.run_path(str(Path(__file__).parents[1] / "examples/qurl_ppo.py"))["RECIPE"]
+    small = ["--use_cpu", "true", "--bf16", "false", "--use_vllm", "false", "--output_dir", str(tmp_path)]
+    _, args, model = train.parse_args(small, recipe)
+    assert isinstance(args, QuantPPOConfig) and model.model_name_or_path == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert args.generation_batch_size == 256 and args.num_generations == 1 and args.uaq_scale is None
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 64
+    assert (args.num_train_epochs, args.max_completion_length, args.is_correction) == (15, 512, "acr")
+    assert (args.learning_rate, args.value_learning_rate, args.beta) == (1e-6, 1e-5, 1e-3)
+    assert (args.gamma, args.lam, args.cliprange_value) == (1, 1, 0.5)
+    main_of_recipe = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1"]
+    main_of_recipe += ["--steps_per_generation", "2", "--use_vllm", "false", "--dtype", "float32"]
+    train.main([*argv, *main_of_recipe, "--reward_funcs", "test_cli_trainers.spread"], recipe=recipe)
+    first, second = [entry for entry in read_run(tmp_path / "run").history if "loss" in entry]
+    assert first["value/loss"] > second["value/loss"] > 0 and second["kl"] > 0
 
 
 def test_distillation_trains_and_resumes(argv, tmp_path, models):
