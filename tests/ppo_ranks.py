@@ -31,10 +31,9 @@ def run(precision: str, tuning: str, path: Path, ranks: int = 2, resume: bool = 
 
     # All rows of a generation are in each of its two updates: TRL shuffles those of each rank by themselves
     settings = {"per_device_train_batch_size": 8 // ranks, "gradient_accumulation_steps": 2, "num_iterations": 2}
-    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
-    settings |= {"value_learning_rate": 1e-2, "max_grad_norm": 0.0, "loss_type": "dapo", "is_correction": "acr"}
-    if tuning == "full":  # AdamW turns the last bits of a gradient into steps of their sign, but its state is resumed
-        settings["optim"] = "sgd"
+    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1}
+    settings |= {"value_learning_rate": 0.1, "max_grad_norm": 0.0, "loss_type": "dapo", "is_correction": "acr"}
+    settings["adam_epsilon"] = 1.0  # so that the last bits of a small gradient do not become steps of their sign
     args = config(QuantPPOConfig, path / "out", rollout_precision=precision, num_generations=1, lam=0.9, **settings)
     torch.manual_seed(0)  # of new adapters
     model, peft_config = str(path.parent / "model"), lora() if tuning == "lora" else None
@@ -64,7 +63,7 @@ def sums(trainer) -> dict[str, dict[str, float]]:
 
 
 def log(trainer) -> list[dict]:
-    names = ("reward", "value/loss", "value/mean", "value/return_mean", "value/grad_norm", "value/clip_fraction")
+    names = ("reward", "value/mean", "value/return_mean", "value/grad_norm")
     return [
         {name: entry[name] for name in names if name in entry}
         for entry in trainer.state.log_history
