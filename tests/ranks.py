@@ -8,7 +8,7 @@ A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `
 the same with distillation, `passes` the same with and without a scoring pass, `packed` the same with packed rows and
 padded ones, `trained` the same in a `train_precision`, `broken` the same with steps that are not finite, `masked` the
 same with a masked diffusion model,
-`sharded` is in `fsdp_ranks`, `qat` in `qat_ranks`, the others in `vllm_ranks`.
+`ppo` is in `ppo_ranks`, `sharded` in `fsdp_ranks`, `qat` in `qat_ranks`, the others in `vllm_ranks`.
 The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CASE/rank-N.json.
 """
 
@@ -248,6 +248,10 @@ def run(path: Path, case: str) -> None:
     torch.manual_seed(0)  # of new adapters
     if mode in ("embedded", "rloo", "distilled"):
         found = train_embedded(mode, precision, tuning, path / case)
+    elif mode == "ppo":
+        from ppo_ranks import train
+
+        found = train(precision, tuning, path / case)
     elif mode == "passes":
         found = train_in_passes(precision, tuning, path / case)
     elif mode == "packed":

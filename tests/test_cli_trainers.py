@@ -2,6 +2,8 @@
 
 import json
 import re
+import runpy
+from pathlib import Path
 
 import pytest
 from masked_policy import policy, tokenizer
@@ -9,7 +11,7 @@ from tiny import save_tiny
 from transformers import AutoModelForCausalLM
 
 import trl_quant.cli.train as train
-from trl_quant import DiffusionGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantRLOOConfig
+from trl_quant import DiffusionGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
 from trl_quant.cli import main
 from trl_quant.cli.options import TRL_CONFIGS, chosen_trainer
 from trl_quant.report.runs import read_run
@@ -58,6 +60,7 @@ def test_every_trainer_has_its_options():
     configs = {name: trainer.config_class for name, trainer in TRAINERS.items()}
     assert configs == {
         "grpo": QuantGRPOConfig,
+        "ppo": QuantPPOConfig,
         "rloo": QuantRLOOConfig,
         "distillation": QuantDistillationConfig,
         "diffusion": DiffusionGRPOConfig,
@@ -80,6 +83,39 @@ def test_rloo_trains(argv, tmp_path, models):
     history = [entry for entry in read_run(tmp_path / "run").history if "reward" in entry]
     assert [entry["step"] for entry in history] == [1, 2]
     assert all(entry["mismatch/kl_k3"] > 1e-6 and "rewards/spread/mean" in entry for entry in history)
+
+
+def test_ppo_trains_and_resumes(argv, tmp_path):
+    """With one completion a prompt and a critic; from GRPO's options those that compare completions are refused."""
+    ppo = ["--trainer", "ppo", "--reward_funcs", "test_cli_trainers.spread", "--save_steps", "1", "--beta", "0"]
+    ppo += ["--steps_per_generation", "2", "--is_correction", "acr", "--value_learning_rate", "1e-3", "--lam", "0.9"]
+    _, args, _ = train.parse_args([*argv, *ppo])
+    assert isinstance(args, QuantPPOConfig) and (args.num_generations, args.lam, args.gamma) == (1, 0.9, 1.0)
+    main(["train", *argv, *ppo])
+    main(["train", *argv, *ppo, "--max_steps", "4", "--resume_from_checkpoint", "true"])
+    history = [entry for entry in read_run(tmp_path / "run").history if "loss" in entry]
+    assert [entry["step"] for entry in history] == [1, 2, 3, 4]
+    assert all(entry["value/loss"] > 0 for entry in history) and history[2]["mismatch/kl_k3"] > 1e-6
+    with pytest.raises(SystemExit, match="`scale_rewards`='group' compares the completions"):
+        main(["train", *argv, *ppo, "--scale_rewards", "group"])
+
+
+def test_qurls_ppo_recipe(argv, tmp_path):
+    """The settings of QuRL's section 5 and of verl's quickstart: 256 completions, in four updates of 64."""
+    recipe = runpy.run_path(str(Path(__file__).parents[1] / "examples/qurl_ppo.py"))["RECIPE"]
+    small = ["--use_cpu", "true", "--bf16", "false", "--use_vllm", "false", "--output_dir", str(tmp_path)]
+    _, args, model = train.parse_args(small, recipe)
+    assert isinstance(args, QuantPPOConfig) and model.model_name_or_path == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert args.generation_batch_size == 256 and args.num_generations == 1 and args.uaq_scale is None
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 64
+    assert (args.num_train_epochs, args.max_completion_length, args.is_correction) == (15, 512, "acr")
+    assert (args.learning_rate, args.value_learning_rate, args.beta) == (1e-6, 1e-5, 1e-3)
+    assert (args.gamma, args.lam, args.cliprange_value) == (1, 1, 0.5)
+    main_of_recipe = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1"]
+    main_of_recipe += ["--steps_per_generation", "2", "--use_vllm", "false", "--dtype", "float32"]
+    train.main([*argv, *main_of_recipe, "--reward_funcs", "test_cli_trainers.spread"], recipe=recipe)
+    first, second = [entry for entry in read_run(tmp_path / "run").history if "loss" in entry]
+    assert first["value/loss"] != second["value/loss"] and second["value/loss"] > 0 and second["kl"] > 0
 
 
 def test_distillation_trains_and_resumes(argv, tmp_path, models):
@@ -119,7 +155,7 @@ def test_diffusion_trains(argv, tmp_path, capsys):
         ([], "grpo"),
         (["--trainer", "rloo"], "rloo"),
         (["--trainer=distillation", "--max_steps", "3"], "distillation"),
-        (["--trainer", "ppo"], "grpo"),
+        (["--trainer", "sft"], "grpo"),
         (["--trainer"], "grpo"),
         (["--config", "nowhere.yaml"], "grpo"),
     ],
@@ -137,7 +173,7 @@ REWARDED = ["--trainer", "distillation", "--teacher_model_name_or_path", "{teach
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        (["--trainer", "ppo"], "invalid choice: 'ppo'"),
+        (["--trainer", "sft"], "invalid choice: 'sft'"),
         (["--trainer", "rloo", "--loss_type", "dapo"], "unknown arguments: --loss_type dapo"),
         (["--trainer", "rloo", "--is_correction", "acr"], "`is_correction`='acr' moves the upper clip bound"),
         (["--trainer", "distillation"], "`teacher_model_name_or_path`=None: name the teacher"),
@@ -149,12 +185,15 @@ REWARDED = ["--trainer", "distillation", "--teacher_model_name_or_path", "{teach
             ["--traine", "rloo", "--num_generations", "4"],
             "`trainer`='rloo' takes the options of a QuantRLOOConfig, and these are those of a QuantGRPOConfig",
         ),
-        (["--config", "{recipe}"], "`trainer`='ppo' is unknown. Allowed: 'grpo', 'rloo', 'distillation', 'diffusion'."),
+        (
+            ["--config", "{recipe}"],
+            "`trainer`='sft' is unknown. Allowed: 'grpo', 'ppo', 'rloo', 'distillation', 'diffusion'.",
+        ),
     ],
     ids=str,
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(argv, models, extra, says, tmp_path, monkeypatch, capsys):
-    (tmp_path / "recipe.yaml").write_text("trainer: ppo\n")
+    (tmp_path / "recipe.yaml").write_text("trainer: sft\n")
     places = {"{teacher}": models["teacher"], "{recipe}": str(tmp_path / "recipe.yaml")}
 
     def load(*args, **kwargs):

@@ -7,6 +7,7 @@ import functools
 from importlib.util import find_spec
 from pathlib import Path
 
+import ppo_ranks
 import pytest
 import torch
 from ranks import on_two_ranks, results
@@ -16,19 +17,20 @@ from vllm_ranks import check
 
 pytestmark = [pytest.mark.isa, pytest.mark.slow]
 EMBEDDED = ["embedded-int8-full", "embedded-int8-lora", "rloo-int8-full", "distilled-int8-full"]
+PPO = ["ppo-int8-full", "ppo-int8-lora"]
 PASSES = ["passes-int4-full", "passes-int4-lora"]
 TRAINED = ["trained-nvfp4-lora", "trained-fp8_block-full"]
 PACKED = ["packed-int4-full", "packed-int4-lora"]
 MASKED = ["masked-int4-full", "masked-int8-lora"]
 SHARDED = ["sharded-fp8_block-full", "sharded-int8-lora", "sharded-int8-rounded"]
-WITHOUT_VLLM = EMBEDDED + PASSES + TRAINED + PACKED + MASKED + SHARDED
+WITHOUT_VLLM = EMBEDDED + PPO + PASSES + TRAINED + PACKED + MASKED + SHARDED
 # launch -> (accelerate's configuration, cases)
 LAUNCHES = {
-    "ddp": ("ddp", [*EMBEDDED, *PASSES, *TRAINED, *PACKED, *MASKED, "tp-int8-lora"]),
+    "ddp": ("ddp", [*EMBEDDED, *PPO, *PASSES, *TRAINED, *PACKED, *MASKED, "tp-int8-lora"]),
     "dp": ("ddp", ["dp-int8-full"]),
     "fsdp2": (
         "fsdp2",
-        [*EMBEDDED, *PACKED, *MASKED, *SHARDED, "fsdp2-bf16-full", "fsdp2-int8-lora", "unified-int8-lora"],
+        [*EMBEDDED, *PPO, *PACKED, *MASKED, *SHARDED, "fsdp2-bf16-full", "fsdp2-int8-lora", "unified-int8-lora"],
     ),
     "zero2": ("zero2", [*TRAINED, *PACKED, "zero2-int8-full"]),
     "zero3": ("zero3", [*EMBEDDED, "zero3-int8-full", "zero3-bf16-lora"]),
@@ -80,6 +82,28 @@ def test_packed_rows_train_as_padded_ones(found, launch, case):
     ranks = found(launch, case)
     assert all(rank["gap"] < 1e-4 for rank in ranks)
     assert all(packed < 0.8 * padded for packed, padded in (rank["computed"] for rank in ranks))
+
+
+@pytest.mark.parametrize("case", PPO)
+@pytest.mark.parametrize("launch", ["ddp", "fsdp2"])
+def test_policy_and_critic_on_two_ranks_train_as_on_one(found, launch, case, tmp_path):
+    """
+    Two updates on each of two generations, whose completions their prompts decide, each in two micro-batches. Resumed
+    after the first generation the ranks end bit for bit where they did.
+    """
+    left, right = found(launch, case)
+    assert left["weights"] == right["weights"] and left["resumed"] and right["resumed"]
+    assert left["sharded"] == right["sharded"] == (launch == "fsdp2")
+    save_tiny(tmp_path / "model", "qwen2", dtype=torch.bfloat16)
+    one = ppo_ranks.run(*case.split("-")[1:], tmp_path / case, ranks=1)
+    expected = ppo_ranks.sums(one)
+    for part, names in left["weights"].items():
+        start, end = left["start"][part], expected[part]
+        way = sum((end[name] - start[name]) ** 2 for name in end) ** 0.5
+        gap = sum((end[name] - names[name]) ** 2 for name in end) ** 0.5
+        assert way > 0 and gap < 2e-2 * way, part
+    for ours, theirs in zip(left["log"], ppo_ranks.log(one), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-2, abs=1e-3)
 
 
 @pytest.mark.parametrize("case", MASKED)

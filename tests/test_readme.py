@@ -26,6 +26,7 @@ from trl_quant import (
     QuantDistillationConfig,
     QuantGRPOConfig,
     QuantGRPOTrainer,
+    QuantPPOConfig,
     QuantRLOOConfig,
     tasks,
 )
@@ -183,7 +184,7 @@ def config_fields() -> set[str]:
     """The fields of all trainers: those of diffusion are GRPO's and its own."""
     return {
         field.name
-        for config in (DiffusionGRPOConfig, QuantDistillationConfig, QuantRLOOConfig)
+        for config in (DiffusionGRPOConfig, QuantDistillationConfig, QuantPPOConfig, QuantRLOOConfig)
         for field in fields(config)
     }
 

@@ -15,6 +15,8 @@ _PUBLIC = {
     "QuantDistillationTrainer": ".trainers.distillation",
     "QuantGRPOConfig": ".config",
     "QuantGRPOTrainer": ".trainers.grpo",
+    "QuantPPOConfig": ".config",
+    "QuantPPOTrainer": ".trainers.ppo",
     "QuantRLOOConfig": ".config",
     "QuantRLOOTrainer": ".trainers.rloo",
 }

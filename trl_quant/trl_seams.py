@@ -8,6 +8,7 @@ A context restores the original when it ends:
 |---|---|---|
 | `VLLMGeneration` in the module of TRL's trainer | the construction of a trainer | TRL looks up its engine there |
 | fields of the trainer's arguments | the same | TRL corrects for its sampler only with `use_vllm` |
+| `num_generations` of a config | the checks of TRL's `GRPOConfig` | PPO needs a single completion of a prompt |
 | `vllm_generation.LLM` | the construction of an engine | TRL passes no further arguments to vLLM |
 | `vllm_generation.VLLMClient` | the same | our client checks the server and its answers |
 | `shuffle_sequence_dict` in the module of TRL's trainer | a generation | packed rows are arranged after it |
@@ -191,6 +192,20 @@ def trainer_builds(trainer_class: type, engine: Callable | None, args: Any, **fi
     module = _module_of_engine(trainer_class)
     with exchanged(module, VLLMGeneration=engine or module.VLLMGeneration), exchanged(args, **fields):
         yield
+
+
+def one_generation_allowed(args: Any) -> AbstractContextManager:
+    """
+    Context of `GRPOConfig`'s checks in which one generation a prompt is enough. GRPO needs two to compare them.
+    """
+    return exchanged(args, num_generations=_Enough(args.num_generations))
+
+
+class _Enough(int):
+    """A number that is below no other."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
 
 
 def _module_of_engine(trainer_class: type) -> ModuleType:

@@ -22,7 +22,7 @@ COMMANDS = {
     "prepare": "write a quantized copy of a checkpoint, for vLLM servers in INT8, NVFP4 or MXFP4",
     "export": "merge an adapter, or undo UAQ, for serving; in 16 bits or quantized",
     "plan": "check a training run and tell its steps, memory and cost, without loading the model",
-    "train": "train with quantized rollouts: GRPO, RLOO, distillation, masked diffusion (also: examples/train_grpo.py)",
+    "train": "train with quantized rollouts: GRPO, PPO, RLOO, distillation, diffusion (also: examples/train_grpo.py)",
     "eval": "answer benchmarks and score them: greedy, avg@k, pass@k; resumable",
     "report": "show training runs as one HTML page; with --mismatch, where trainer and engine differ",
 }

@@ -26,6 +26,7 @@ STORED = Path(__file__).with_name("options.json")
 # value of `--trainer`, the default first -> the file and the class of TRL's config
 TRL_CONFIGS = {
     "grpo": ("trainer/grpo_config.py", "GRPOConfig"),
+    "ppo": ("trainer/grpo_config.py", "GRPOConfig"),
     "rloo": ("trainer/rloo_config.py", "RLOOConfig"),
     "distillation": ("trainer/distillation_config.py", "DistillationConfig"),
     "diffusion": ("trainer/grpo_config.py", "GRPOConfig"),

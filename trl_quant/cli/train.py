@@ -22,6 +22,7 @@ from yaml import YAMLError
 from ..config.diffusion import DENOISING
 from ..config.distillation import TEACHING
 from ..config.fields import SECTIONS, QuantFields
+from ..config.ppo import CRITICIZING
 from ..config.rloo import WEIGHING
 from ..report.plan import make_plan
 from ..trainers import launch
@@ -31,7 +32,7 @@ from .options import PROG, USAGE, about_unknown, check_train, chosen_trainer
 
 
 # The sections of fields that one trainer's config adds to those of all
-FURTHER = {"rloo": WEIGHING, "distillation": TEACHING, "diffusion": DENOISING}
+FURTHER = {"ppo": CRITICIZING, "rloo": WEIGHING, "distillation": TEACHING, "diffusion": DENOISING}
 
 
 class Parser(TrlParser):

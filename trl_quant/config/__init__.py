@@ -8,7 +8,15 @@ model is loaded (`preflight`). Importing the configurations loads neither engine
 from .diffusion import DiffusionGRPOConfig
 from .distillation import QuantDistillationConfig
 from .grpo import AISGRPOConfig, QuantGRPOConfig
+from .ppo import QuantPPOConfig
 from .rloo import QuantRLOOConfig
 
 
-__all__ = ["AISGRPOConfig", "DiffusionGRPOConfig", "QuantDistillationConfig", "QuantGRPOConfig", "QuantRLOOConfig"]
+__all__ = [
+    "AISGRPOConfig",
+    "DiffusionGRPOConfig",
+    "QuantDistillationConfig",
+    "QuantGRPOConfig",
+    "QuantPPOConfig",
+    "QuantRLOOConfig",
+]

@@ -73,6 +73,41 @@ def check_grpo(args) -> None:
         )
 
 
+def check_ppo(args) -> None:
+    """
+    Checks the fields that only PPO has, likewise. Its advantages belong to tokens and come from a critic, its loss
+    clips the ratio of each token, and the critic is trained under DDP and FSDP2.
+    """
+    losses = [name for name in CLIPPED_LOSSES if name != "luspo"]
+    takes = {
+        "scale_rewards": ("none",),
+        "loss_type": losses,
+        "importance_sampling_level": ("token",),
+        "multi_objective_aggregation": ("sum_then_normalize",),
+    }
+    reasons = {
+        "scale_rewards": "compares the completions of a prompt or a batch, and PPO's advantages come from a critic",
+        "loss_type": "does not clip the ratio of each token, as PPO does",
+        "importance_sampling_level": "has one ratio for a completion, and PPO has one for each token",
+        "multi_objective_aggregation": "compares the completions of a prompt, and PPO's advantages come from a critic",
+    }
+    for name, allowed in takes.items():
+        if getattr(args, name) not in allowed:
+            raise ValueError(f"`{name}`={getattr(args, name)!r} {reasons[name]}. Use {listed(allowed)}.")
+    refused = {
+        "DeepSpeed, whose engine holds a single model": args.deepspeed_plugin is not None,
+        "FSDP1": args.fsdp_version == 1,
+        "`fp16`": args.fp16,
+        f"`optim`={args.optim!r}, which is built around one model": args.optim_target_modules is not None
+        or args.optim.value.partition("_")[0] in ("lomo", "adalomo"),
+        f"`lr_scheduler_type`={args.lr_scheduler_type!r}, which reads a metric": args.lr_scheduler_type
+        in ("reduce_lr_on_plateau", "greedy"),
+    }
+    for what, is_set in refused.items():
+        if is_set:
+            raise ValueError(f"PPO's critic cannot be trained with {what}. Use DDP or FSDP2, in BF16 or FP32.")
+
+
 def check_rloo(args) -> None:
     """
     Checks the fields that only RLOO has, likewise. RLOO clips the ratio of a whole completion, and TRL's trainer has no

@@ -297,6 +297,7 @@ class QuantFields(*SECTIONS.values()):
     trl_config: ClassVar[type[TrainingArguments]]  # the config of TRL's that has all other fields
     has_correction: ClassVar[bool] = False  # whether the trainer's loss takes the weights of a correction
     has_dynamic_sampling: ClassVar[bool] = False  # whether the trainer replaces groups that teach nothing
+    has_critic: ClassVar[bool] = False  # whether a model of values gives each token an advantage
     has_rewards: ClassVar[bool] = True  # whether reward functions score the completions
     denoises: ClassVar[bool] = False  # whether completions are denoised (masked diffusion), not written left to right
     is_taken: ClassVar[bool] = False  # whether a trainer of this package got the config

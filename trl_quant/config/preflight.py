@@ -11,7 +11,7 @@ from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch.nn import Module
-from transformers import AutoConfig, PreTrainedModel, ProcessorMixin
+from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig, PreTrainedModel, ProcessorMixin
 
 from ..formats import FORMATS
 from ..layers import FrozenLinear
@@ -78,6 +78,8 @@ def check_before_loading(
         check_turns(args, tools, environments)
     if here:
         check_machine(args)
+    if args.has_critic:
+        _check_critic(args, model, train_dataset)
     if "teacher_model" in others:
         _check_teacher(args, model, others["teacher_model"])
     if isinstance(model, Module):
@@ -200,6 +202,33 @@ def _read_config(model, args, **options):
         elif isinstance(error, OSError) and not Path(model).is_dir():
             fault = "is no directory here, and no model on the hub or in its local cache"
         raise ValueError(f"`model`={model!r} {fault}: {error}") from error
+
+
+def _check_critic(args, model, train_dataset) -> None:
+    """Refuses a critic that cannot be loaded, that has other tokens than the policy, or that cannot see the prompt."""
+    policy = _read_config(model, args)
+    name = args.value_model_name_or_path or name_of(model)
+    if not name:
+        raise ValueError(
+            "The policy was built in memory, and the critic starts from a checkpoint: name one in "
+            "`value_model_name_or_path`."
+        )
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"The critic's `value_model_name_or_path`={name!r} cannot be read: {error}") from error
+    fault = None
+    if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        fault = f"has the `model_type`={config.model_type!r}, of which transformers has no token classifier"
+    elif prepared_precisions(config) is not None or getattr(config, "quantization_config", None) is not None:
+        fault = "is quantized, and the critic trains all of its weights"
+    elif config.vocab_size < policy.get_text_config().vocab_size:
+        fault = f"has {config.vocab_size} tokens, and the policy {policy.get_text_config().vocab_size}"
+    if fault is not None:
+        raise ValueError(f"The critic's {name!r} {fault}. Name another model in `value_model_name_or_path`.")
+    images = {"image", "images"} & set(getattr(train_dataset, "column_names", None) or ())
+    if images:
+        raise ValueError(f"`train_dataset` has a column {images.pop()!r}, and the critic reads text alone.")
 
 
 def _check_kind(config, model) -> None:

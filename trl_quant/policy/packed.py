@@ -11,6 +11,7 @@ transformers' flash attention reads the borders of sequences from keywords of it
 shares no prompts.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -84,6 +85,25 @@ def row_of(packed: Packed, ids: Tensor, shares: bool) -> dict:
     return row
 
 
+def in_one_row(compute: Callable[..., Tensor], ids: Tensor, mask: Tensor) -> Tensor:
+    """
+    Computes outputs of padded rows in one row, as [`PackedRows`] does. It shares no prompts.
+
+    Args:
+        compute (`Callable`): Takes the arguments of a decoder that computes a row of N tokens to outputs (1, N, D).
+        ids (`torch.Tensor`): (B, S), padded on any side.
+        mask (`torch.Tensor`): (B, S), 1 on tokens.
+
+    Returns:
+        `torch.Tensor`: (B, S, D), with zeros on padding.
+    """
+    packed = Packed.of(mask, *mask.shape, mask.device)
+    tokens, packed = len(packed.rows), packed.filled_up(TOKENS)
+    outputs = compute(**row_of(packed, ids, shares=False)).squeeze(0)[:tokens]
+    padded = outputs.new_zeros(mask.numel(), outputs.shape[-1]).index_copy(0, packed.rows[:tokens], outputs)
+    return padded.view(*mask.shape, -1)
+
+
 class PackedBackbone(nn.Module):
     """
     A model whose decoder is called with padded rows and computes a packed one: what TRL's `_get_last_hidden_state`
@@ -109,13 +129,8 @@ class PackedBackbone(nn.Module):
         Returns:
             `SimpleNamespace`: Its `last_hidden_state` is (B, S, H), with zeros on padding.
         """
-        packed = Packed.of(attention_mask, *attention_mask.shape, attention_mask.device)
-        tokens, packed = len(packed.rows), packed.filled_up(TOKENS)
-        row = row_of(packed, input_ids, shares=False)
-        hidden = self.model.base_model(**row).last_hidden_state.squeeze(0)[:tokens]
-        padded = hidden.new_zeros(attention_mask.numel(), hidden.shape[-1])
-        padded = padded.index_copy(0, packed.rows[:tokens], hidden)
-        return SimpleNamespace(last_hidden_state=padded.view(*attention_mask.shape, -1))
+        hidden = in_one_row(lambda **row: self.model.base_model(**row).last_hidden_state, input_ids, attention_mask)
+        return SimpleNamespace(last_hidden_state=hidden)
 
 
 class PackedRows:

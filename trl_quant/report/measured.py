@@ -70,7 +70,7 @@ def cost(args: QuantFields, shape: Shape) -> str:
     engine = engine_name(args)
     if args.rollout_precision is None:
         return "as TRL's, which this run is"
-    if not isinstance(args, QuantGRPOConfig):
+    if not isinstance(args, QuantGRPOConfig) or args.has_critic:
         return "not measured with this trainer"
     if engine in ("embedded", "shared") or (args.denoises and args.rollout_precision not in with_products()):
         return "not measured; the embedded engine computes in low precision and is not made to be fast"

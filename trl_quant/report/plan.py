@@ -34,7 +34,7 @@ class Plan:
     Attributes:
         lines (`list[str]`): The plan in words, to be printed.
         memory ([`~report.memory.Memory`] or `None`):
-            The estimated memory; `None` if the weights are sharded, or with a teacher.
+            The estimated memory; `None` if the weights are sharded, or with a teacher or a critic.
         steps (`int`): Optimizer steps.
         refused (`Exception` or `None`): The reason why this machine cannot start the run.
     """
@@ -103,8 +103,8 @@ def make_plan(
     memory = None
     if args.fsdp_version is not None or args.deepspeed_plugin is not None:
         lines.append("Memory: not estimated where FSDP or DeepSpeed shards the weights")
-    elif not args.has_rewards:
-        lines.append("Memory: not estimated with a teacher")
+    elif args.has_critic or not args.has_rewards:
+        lines.append(f"Memory: not estimated with a {'critic' if args.has_critic else 'teacher'}")
     else:
         if card is None:
             card = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else CARD

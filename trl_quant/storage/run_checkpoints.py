@@ -14,6 +14,7 @@ from .files import read_heads, read_json
 
 
 ROLLOUT_STATE_NAME = "rollout_state.json"
+CRITIC_NAME = "critic"  # a directory
 SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(safetensors|bin)")
 # The names that transformers and accelerate use: one file, one for each rank, or a directory under FSDP
 OPTIMIZER = re.compile(r"optimizer\.(pt|bin)|optimizer_\d+|optimizer\.pt_.*|rank\d+-of-\d+-optimizer\.pt")
@@ -70,7 +71,7 @@ def has_whole_weights(path: Path) -> bool:
             return False
         shards = {file.name for file in path.iterdir() if SHARD.fullmatch(file.name)}
         weights = {file.name for file in path.iterdir() if file.is_dir() or file.suffix in (".safetensors", ".bin")}
-        return shards <= indexed and bool(weights - {TRAINING_ARGS_NAME})
+        return shards <= indexed and bool(weights - {TRAINING_ARGS_NAME, CRITIC_NAME})
     except (OSError, ValueError, KeyError):
         return False
 

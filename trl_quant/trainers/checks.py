@@ -17,6 +17,11 @@ def check_method(trainer, args) -> None:
             f"`args` is a {type(args).__name__}, but {type(trainer).__name__} takes a "
             f"`{trainer.config_class.__name__}`: one samples by denoising, the other from left to right."
         )
+    if args.has_critic != trainer.config_class.has_critic:
+        raise ValueError(
+            f"`args` is a {type(args).__name__}, but {type(trainer).__name__} takes a "
+            f"`{trainer.config_class.__name__}`: PPO has a critic, and GRPO compares the completions of a prompt."
+        )
 
 
 def check_model(trainer, engine) -> None:

@@ -60,7 +60,7 @@ class FiniteSteps:
         check_step(self.trainer, loss, norm)
 
 
-def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None) -> None:
+def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None, whose: str = "") -> None:
     """
     Raises `RuntimeError`, on all ranks, if a step's loss or gradient is not finite. Collective.
 
@@ -68,6 +68,7 @@ def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None) -> N
         trainer ([`~transformers.Trainer`]): The trainer.
         loss (`torch.Tensor`): Sum of this rank's losses in this step, shape ().
         norm (`torch.Tensor`, `float` or `None`): Norm of the whole gradient.
+        whose (`str`, *optional*): What the message adds to the step, such as `"of the critic "`.
     """
     accelerator = trainer.accelerator
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -81,7 +82,7 @@ def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None) -> N
     bad = ~(loss + norm).isfinite() | (norm < 0)  # DeepSpeed returns -1 for a norm that is not finite
     if accelerator.reduce(bad.float(), "sum").item() > 0:
         raise RuntimeError(
-            f"Step {trainer.state.global_step + 1} is not finite: its loss is {loss.item():g}, the norm of its "
+            f"Step {trainer.state.global_step + 1} {whose}is not finite: its loss is {loss.item():g}, the norm of its "
             f"gradient {norm.item():g}. The run stops here, and no checkpoint holds this step. "
             f"{how_to_go_on(trainer.args.output_dir)} A resume meets the same batch again: look at its rewards and "
             "advantages, lower `learning_rate`, or choose an `is_correction` with bounds."
@@ -106,8 +107,17 @@ def _trained(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     for name, param in trainer.model.named_parameters():
         if param.requires_grad:
             yield f"`{name}`", local_part(param)
-    states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()  # none before the first training
+    yield from _moments(trainer.optimizer, "the optimizer's")
+    critic = getattr(trainer, "critic", None)  # only PPO has one
+    if critic is not None:
+        for name, param in critic.model.named_parameters():
+            yield f"the critic's `{name}`", local_part(param)
+        yield from _moments(critic.optimizer, "the critic's optimizer's")
+
+
+def _moments(optimizer: torch.optim.Optimizer | None, whose: str) -> Iterator[tuple[str, Tensor]]:
+    states = optimizer.state.values() if optimizer is not None else ()  # none before the first training
     for i, state in enumerate(states):
         for name, value in state.items():
             if isinstance(value, Tensor):
-                yield f"the optimizer's {name!r} of parameter {i}", local_part(value)
+                yield f"{whose} {name!r} of parameter {i}", local_part(value)

@@ -17,12 +17,14 @@ from ..tasks.named_rewards import find_reward
 from .diffusion import DiffusionGRPOTrainer
 from .distillation import QuantDistillationTrainer
 from .grpo import QuantGRPOTrainer
+from .ppo import QuantPPOTrainer
 from .rloo import QuantRLOOTrainer
 
 
 # The values of `--trainer`
 TRAINERS = {
     "grpo": QuantGRPOTrainer,
+    "ppo": QuantPPOTrainer,
     "rloo": QuantRLOOTrainer,
     "distillation": QuantDistillationTrainer,
     "diffusion": DiffusionGRPOTrainer,
@@ -40,7 +42,7 @@ class TrainArguments:
         metadata={
             "help": "The method. It decides which of TRL's options there are, and their defaults: `--trainer rloo "
             "--help` lists those of RLOO. 'distillation' needs a `teacher_model_name_or_path`, and has no rewards; "
-            "'diffusion' is GRPO for masked diffusion models."
+            "'ppo' trains a critic beside the policy; 'diffusion' is GRPO for masked diffusion models."
         },
     )
     dataset_name: str | None = field(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
+from torch.nn import Module
 
 from ..config.preflight import why_not_packed
 from ..policy.packed import SHARING, PackedRows, accept_packed_rows, attention_of
@@ -50,9 +51,21 @@ def packed_rows(trainer) -> Callable[..., PackedRows] | None:
     }
     named = {name: trainer.accelerator.unwrap_model(model) for name, model in named.items() if model is not None}
     named = {name: model.get_base_model() if is_peft_model(model) else model for name, model in named.items()}
+    if not accepted(trainer, named):
+        return None
+    return partial(PackedRows, shares=all(attention_of(model) in SHARING for model in named.values()))
+
+
+def accepted(trainer, named: dict[str, Module]) -> bool:
+    """
+    Prepares models, by the names that messages give them, for packed rows. Returns `False` if one of them computes
+    padded rows only, and warns.
+
+    Raises:
+        ValueError: The same with `pack_sequences=True`.
+    """
     faults = [why_not_packed(model.config, trainer.processing_class, name) for name, model in named.items()]
     why_not = next(filter(None, faults), None)
-    models = named.values()
     if why_not is None:
         try:
             for name, model in named.items():
@@ -60,11 +73,11 @@ def packed_rows(trainer) -> Callable[..., PackedRows] | None:
         except ValueError as error:
             why_not = str(error)
     if why_not is None:
-        return partial(PackedRows, shares=all(attention_of(model) in SHARING for model in models))
-    if args.pack_sequences:
+        return True
+    if trainer.args.pack_sequences:
         raise ValueError(f"`pack_sequences`=True cannot act: {why_not}.")
     logger.warning("The trainer computes padding too, since `pack_sequences` cannot act: %s.", why_not)
-    return None
+    return False
 
 
 # Micro-batches

@@ -111,6 +111,11 @@ class QuantRollouts:
         """Returns the fields of `args` for which TRL's constructor must see other values."""
         return {}
 
+    @property
+    def packs(self) -> bool:
+        """Whether policy and reference or teacher compute packed rows."""
+        return self._packed_rows is not None
+
     # Metrics
 
     def log_values(self, values: dict[str, float]) -> None:

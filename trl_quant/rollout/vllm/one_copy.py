@@ -4,7 +4,8 @@ Lets trainer and engine share one copy of a frozen base: QeRL's policy, Q(W) + B
 While vLLM loads its model, each of its layers gets the codes and scales of the policy's layers (for example q, k and
 v), and vLLM prepares them for its kernels. The policy's layers then use their parts of the result and free their own
 memory, so at most one layer is held twice at any time. Marlin, for 4 bits, needs codes and scales in an order of its
-own. CUTLASS, for FP8 and INT8, reads the rows of codes as they are; the policy keeps its own scales, which are few.
+own. CUTLASS and DeepGEMM, for FP8 and INT8, read the rows of codes as they are; the policy keeps its own scales, which
+are few.
 Embeddings and head are shared as they are. Norms and biases are not shared: the engine's norms get noise, and Marlin
 reorders biases.
 
@@ -47,6 +48,7 @@ STORED = {
     "weight_scale": "weight_scale",
     "weight_global_scale": "weight_global_scale",
 }
+ROWS = ("Cutlass", "DeepGemm", "FlashInferFp8DeepGEMM")  # kernels that multiply rows of codes as they are given
 CUTLASS_TILE = 16  # inputs and outputs of FP8 and INT8 weights that are not padded
 
 _lent_weights: PolicyWeights | None = None
@@ -135,8 +137,9 @@ def _parts(model: nn.Module, base: dict[str, FrozenLinear]) -> dict[LinearBase, 
 def _why_not_shared(name: str, layer: LinearBase, parts: list[FrozenLinear], device: torch.device) -> str | None:
     """Returns the reason why a layer of vLLM's cannot share the policy's `parts`; `None` if it can."""
     kernel = type(getattr(layer.scheme, "kernel", None) or layer.scheme.fp8_linear).__name__
-    if not kernel.startswith(("Marlin", "Cutlass")):
-        return f"{name} runs {kernel}, and the trainer knows the layouts of Marlin and CUTLASS alone"
+    known = ROWS if parts and isinstance(parts[0], FrozenUnifiedLinear) else ("Marlin",)
+    if not kernel.startswith(known):
+        return f"{name} runs {kernel}, and the trainer shares the memory of {' and '.join(known)} alone"
     if layer.tp_size > 1:
         return "each rank of vLLM has a part of each layer (`vllm_tensor_parallel_size`)"
     shape = sum(module.out_features for module in parts), parts[0].in_features if parts else 0

@@ -1,0 +1,326 @@
+"""`QuantPPOTrainer`: the gradients of policy and critic under each correction, and what a run of it does.
+
+The reference scores each row by itself, without padding, and multiplies the slow loops of `reference.py` and
+`reference_ppo.py`.
+"""
+
+import math
+
+import pytest
+import reference_ppo as slow
+import torch
+from reference import DROPPING, OBJECTIVES, diagnostics
+from tiny import save_tiny, tiny_model
+from training import UnevenLengths, config, dataset, lora, make, metrics, parameters, spread
+from transformers import AutoModelForTokenClassification
+
+from trl_quant import QuantPPOConfig, QuantPPOTrainer
+from trl_quant.corrections import CORRECTIONS
+
+
+pytestmark = pytest.mark.isa
+
+LOW, HIGH = 0.2, 0.3
+CAPS = {"tis": {"is_cap": 1.05}, "acr": {"is_cap": 1.05}, "ais": {"is_cap": 1.5, "ais_gamma": 0.8}} | DROPPING
+GAE = {"gamma": 0.95, "lam": 0.8, "cliprange_value": 0.02}
+
+
+class Uneven(UnevenLengths, QuantPPOTrainer):
+    """Completions of several lengths."""
+
+
+class WithTools(Uneven):
+    """The same, in which a tool wrote the third token of each."""
+
+    def correct(self, batch):
+        batch["tool_mask"] = torch.ones_like(batch["completion_mask"])
+        batch["tool_mask"][:, 2] = 0
+        batch["num_items_in_batch"] = (batch["completion_mask"] * batch["tool_mask"]).sum()
+        super().correct(batch)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    """A policy, and a critic whose value head is not zero."""
+    path = tmp_path_factory.mktemp("models")
+    policy = save_tiny(path / "policy", seed=3)
+    critic = AutoModelForTokenClassification.from_pretrained(policy, num_labels=1)
+    with torch.no_grad():
+        critic.score.weight.copy_(torch.randn(1, 128, generator=torch.Generator().manual_seed(1)) / 8)
+        critic.score.bias.fill_(0.25)
+    critic.save_pretrained(path / "critic")
+    return {"policy": policy, "critic": str(path / "critic")}
+
+
+def ppo(path, models, kind=QuantPPOTrainer, given=None, **settings):
+    settings = {"rollout_precision": "int4", "max_steps": 2, "value_learning_rate": 1e-3} | settings
+    args = config(QuantPPOConfig, path / "out", **{"num_generations": 1} | settings)
+    return make(kind, args, model=models["policy"], **given or {})
+
+
+def scored(trainer, prompts=8) -> dict:
+    """The scored batch that the next losses get."""
+    trainer.model.train()
+    trainer.state.max_steps = trainer.args.max_steps
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer._generate_and_score_completions([{"prompt": prompt} for prompt in dataset(prompts)["prompt"]])
+
+
+def reference_critic(models):
+    return AutoModelForTokenClassification.from_pretrained(models["critic"]).eval()
+
+
+def gradient_of(loss, *models) -> list[torch.Tensor]:
+    for model in models:
+        model.zero_grad()
+    loss.backward()
+    return [torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]).double() for m in models]
+
+
+def move(model, seed: int, size: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn(param.shape, generator=generator), alpha=size)
+
+
+def hyperparameters(name: str) -> dict:
+    return {{"is_cap": "cap"}.get(field, field.removeprefix(f"{name}_")): value for field, value in CAPS[name].items()}
+
+
+def distance(left, right) -> float:
+    return ((left - right).norm() / right.norm()).item()
+
+
+def text_scores(trainer, batch) -> torch.Tensor:
+    """What `spread` says of each completion."""
+    tokenizer, rows = trainer.processing_class, zip(batch["completion_ids"], batch["completion_mask"], strict=True)
+    texts = [tokenizer.decode(ids[mask == 1], skip_special_tokens=True) for ids, mask in rows]
+    return torch.tensor(spread(texts))
+
+
+# The gradients
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_the_gradients_of_policy_and_critic(tmp_path, models, correction):
+    """After both have moved, on a batch with tools and uneven lengths; no shortcut has them."""
+    settings = {"is_correction": correction, "num_iterations": 2, "epsilon": LOW, "epsilon_high": HIGH} | GAE
+    settings |= CAPS.get(correction, {}) | {"loss_type": "dapo", "value_model_name_or_path": models["critic"]}
+    trainer = ppo(tmp_path, models, WithTools, **settings)
+    batch = scored(trainer)
+    before, critic = tiny_model(seed=3), reference_critic(models)
+    mask = batch["completion_mask"] * batch["tool_mask"]
+    with torch.no_grad():
+        old, old_values = slow.logps(before, batch), slow.values(critic, batch)
+    scores = text_scores(trainer, batch)
+    advantages = slow.advantages(scores, old_values, mask, 0.95, 0.8)
+    returns = advantages + old_values
+
+    for model, seed, size in ((before, 5, 0.004), (trainer.model, 5, 0.004)):
+        move(model, seed, size)
+    for model in (critic, trainer.critic.model):
+        move(model, 6, 0.002)
+    loss = trainer._compute_loss(trainer.model, dict(batch))
+    trained, criticised = gradient_of(loss, trainer.model, trainer.critic.model)
+
+    def objective(advantages, mask=mask, name=correction, old=old):
+        logps = slow.logps(before, batch)
+        proximal = logps.detach() if name in ("trm", "dppo") else old  # they compare with the current policy
+        given = logps, proximal, batch["sampling_per_token_logps"], advantages, mask, LOW, HIGH
+        hyper = hyperparameters(name) if name in CAPS else {}
+        return -OBJECTIVES[name](*given, **hyper)
+
+    policy_loss = objective(slow.whitened(advantages, mask))
+    values = slow.values(critic, batch)
+    value_loss, clips = slow.value_loss(values, old_values, returns, mask, 0.02)
+    assert loss.item() == pytest.approx(policy_loss.item() + value_loss.item(), rel=1e-4, abs=1e-5)
+    (right,), (right_critic,) = gradient_of(policy_loss, before), gradient_of(value_loss, critic)
+    assert distance(trained, right) < 1e-4 and distance(criticised, right_critic) < 1e-4
+
+    shortcuts = {
+        "no whitening": objective(advantages),
+        "tools act": objective(slow.whitened(advantages, batch["completion_mask"]), batch["completion_mask"]),
+        "reward to go": objective(slow.whitened(scores[:, None] * mask.double(), mask)),
+    }
+    for name, shortcut in shortcuts.items():
+        assert distance(gradient_of(shortcut, before)[0], right) > 1e-2, name
+    assert 0.05 < clips < 0.95
+    for name, (mask_, clip) in {"no clip": (mask, None), "tools": (batch["completion_mask"], 0.02)}.items():
+        shortcut, _ = slow.value_loss(slow.values(critic, batch), old_values, returns, mask_, clip)
+        assert distance(gradient_of(shortcut, critic)[0], right_critic) > 1e-2, name
+    if correction != "none":
+        uncorrected = objective(slow.whitened(advantages, mask), name="none")
+        assert distance(gradient_of(uncorrected, before)[0], right) > 1e-3
+
+
+def test_what_is_logged_of_a_generation(tmp_path, models):
+    """Values, returns, and the variance that the values explain, against slow loops; the mismatch as with GRPO."""
+    trainer = ppo(tmp_path, models, WithTools, value_model_name_or_path=models["critic"], num_iterations=2, **GAE)
+    batch, log = scored(trainer), trainer._metrics["train"]
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    with torch.no_grad():
+        values, old = slow.values(reference_critic(models), batch), slow.logps(tiny_model(seed=3), batch)
+    advantages = slow.advantages(text_scores(trainer, batch), values, mask, 0.95, 0.8)
+    returns = (values + advantages)[mask]
+    torch.testing.assert_close(batch["values"][mask], values[mask], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch["returns"][mask], returns.float(), rtol=1e-4, atol=1e-5)
+    assert log["value/mean"] == [pytest.approx(values[mask].mean().item(), rel=1e-4)]
+    assert log["value/return_mean"] == [pytest.approx(returns.mean().item(), rel=1e-4)]
+    explained = 1 - (advantages[mask].var() / returns.var()).item()
+    assert log["value/explained_variance"] == [pytest.approx(explained, rel=1e-3)]
+    expected = diagnostics(batch["sampling_per_token_logps"], old, mask, 2.0)
+    assert log["mismatch/kl_k3"] == [pytest.approx(expected["mismatch/kl_k3"], rel=1e-3)]
+    assert "frac_reward_zero_std" not in log
+    means = [(row * m).sum().item() / m.sum().item() for row, m in zip(batch["advantages"], mask, strict=True)]
+    assert list(trainer._logs["advantages"]) == pytest.approx(means, rel=1e-4, abs=1e-6)
+
+
+def test_packed_rows_have_the_padded_rows_values(tmp_path, models):
+    found = []
+    for packs in (True, False):
+        trainer = ppo(tmp_path, models, Uneven, value_model_name_or_path=models["critic"], pack_sequences=packs)
+        assert trainer.critic.packs is packs
+        batch = found[0] if found else scored(trainer)
+        with torch.no_grad():
+            values = trainer.critic.values(batch)
+        found = [batch, *found[1:], values * batch["completion_mask"]]
+    assert batch["prompt_mask"].sum(1).unique().numel() > 2 and batch["completion_mask"].sum(1).unique().numel() > 2
+    torch.testing.assert_close(found[1], found[2], rtol=1e-4, atol=1e-5)
+    assert found[1].std() > 0.05
+
+
+def test_a_new_value_head_is_zero(tmp_path, models):
+    """So the first advantages are the whitened rewards, and dropout changes no value."""
+    trainer = ppo(tmp_path, models, Uneven)
+    batch = scored(trainer)
+    mask = batch["completion_mask"]
+    assert torch.equal(batch["values"], torch.zeros(batch["values"].shape)) and trainer.critic.model.training
+    expected = slow.whitened((text_scores(trainer, batch)[:, None] * mask).double(), mask)
+    torch.testing.assert_close(batch["advantages"].double(), expected, rtol=1e-4, atol=1e-5)
+    assert batch["advantages"].std() > 0.3
+    trained = ppo(tmp_path, models, value_model_name_or_path=models["critic"])
+    twice = [trained.critic.old_values(batch, rows=3) for _ in range(2)]
+    assert torch.equal(*twice) and twice[0].std() > 0.05
+
+
+def test_completions_without_a_reward_teach_nothing(tmp_path, models):
+    def sometimes(completions, **kwargs):
+        return [None if i % 4 == 0 else value for i, value in enumerate(spread(completions))]
+
+    trainer = ppo(tmp_path, models, given={"reward_funcs": sometimes}, value_model_name_or_path=models["critic"])
+    batch = scored(trainer)
+    assert (batch["advantages"][::4] == 0).all() and torch.equal(batch["returns"][::4], batch["values"][::4])
+    kept = batch["advantages"][[1, 2, 3, 5, 6, 7]]
+    assert kept.mean().abs() < 1e-5 and kept.std().item() == pytest.approx(1, rel=1e-4)
+
+
+def test_rewards_have_weights(tmp_path, models):
+    """Of two functions, of which one does not always apply."""
+
+    def second(completions, **kwargs):
+        return [None if i == 2 else 1.0 for i in range(len(completions))]
+
+    settings = {"reward_weights": [2.0, -0.5], "value_model_name_or_path": models["critic"]}
+    trainer = ppo(tmp_path, models, given={"reward_funcs": [spread, second]}, **settings)
+    batch = scored(trainer)
+    expected = 2 * text_scores(trainer, batch) - 0.5
+    expected[2] += 0.5
+    torch.testing.assert_close(batch["returns"][:, 0], expected, rtol=1e-4, atol=1e-5)  # gamma = lam = 1
+
+
+# Runs
+
+
+def test_minibatches_and_iterations_add_up(tmp_path, models):
+    """Four micro-batches in one update end where one does; the same in four updates does not."""
+    ends = []
+    for size, accumulated in ((8, 1), (2, 4), (2, 1)):
+        settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulated}
+        settings |= {"steps_per_generation": 8 // size, "max_steps": 8 // size // accumulated}
+        settings |= {"optim": "sgd", "learning_rate": 0.1, "value_learning_rate": 0.1, "max_grad_norm": 0.0}
+        settings |= {"lr_scheduler_type": "constant", "value_model_name_or_path": models["critic"], "loss_type": "dapo"}
+        trainer = ppo(tmp_path / str(len(ends)), models, Uneven, is_correction="decoupled", **settings)
+        start = parameters(trainer)
+        trainer.train()
+        ends.append([flat(parameters(trainer)), flat(dict(trainer.critic.model.named_parameters()))])
+    starts = flat(start), flat(dict(reference_critic(models).named_parameters()))
+    for one, four, updates, begun in zip(*ends, starts, strict=True):
+        assert distance(four - begun, one - begun) < 1e-3
+        assert distance(updates - begun, one - begun) > 1e-2
+
+
+def flat(tensors) -> torch.Tensor:
+    return torch.cat([value.detach().flatten() for value in tensors.values()]).double()
+
+
+def test_the_learning_rates_are_apart(tmp_path, models):
+    """Each has the schedule's form; the critic's gradient is clipped by itself."""
+    rates, norms = [], []
+    trainer = ppo(tmp_path, models, max_steps=4, value_learning_rate=3e-3, max_grad_norm=0.05, warmup_steps=1)
+
+    def watched(optimizer, *args):
+        rates.append(optimizer.param_groups[0]["lr"])
+        norms.append(torch.stack([p.grad.norm() for p in trainer.critic.model.parameters()]).norm().item())
+
+    trainer.critic.optimizer.optimizer.register_step_pre_hook(watched)
+    trainer.train()
+    logged = [entry["learning_rate"] for entry in metrics(trainer) if "loss" in entry]
+    assert rates == pytest.approx([3 * rate for rate in logged]) and rates[0] == 0 < rates[3] < rates[1]
+    assert norms == pytest.approx([0.05] * 4, rel=1e-3)
+    assert min(entry["value/grad_norm"] for entry in metrics(trainer) if "loss" in entry) > 0.05
+
+
+COMPOSED = {
+    "iterations": {"num_iterations": 2, "is_correction": "acr"},
+    "steps_per_generation": {"per_device_train_batch_size": 2, "steps_per_generation": 4, "is_correction": "ais"},
+    "groups": {"num_generations": 4},
+    "reference": {"beta": 0.1, "is_correction": "coupled", "use_bias_correction_kl": False},
+    "truncated": {"mask_truncated_completions": True},
+    "multiple": {"pad_to_multiple_of": 5},
+    "padded": {"pack_sequences": False},
+    "eval": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2},
+    "mixed_precision": {"bf16": True, "gradient_checkpointing": True},
+    "bf16_weights": {"model_init_kwargs": {"dtype": "bfloat16"}},
+    "uaq": {"uaq_scale": 1.5},
+    "trained": {"rollout_precision": None, "train_precision": "int8"},
+    "unquantized": {"rollout_precision": None},
+    "unclipped": {"cliprange_value": None},
+    "lora": {"rollout_precision": "nf4"},
+    "frozen": {"rollout_precision": None, "train_precision": "nvfp4"},
+}
+
+
+@pytest.mark.parametrize("option", COMPOSED)
+def test_composes_with_trl(tmp_path, models, option):
+    adapted = option in ("lora", "frozen")
+    given = {"peft_config": lora() if adapted else None, "eval_dataset": dataset(2) if option == "eval" else None}
+    trainer = ppo(tmp_path, models, given=given, **{"rollout_precision": "int8"} | COMPOSED[option])
+    before, critic = parameters(trainer), flat(dict(trainer.critic.model.named_parameters()))
+    trainer.train()
+    logs = [entry for entry in metrics(trainer) if "loss" in entry]
+    assert len(logs) == 2 and all(math.isfinite(entry["loss"]) for entry in logs)
+    if option != "truncated":  # every completion of a random model is cut, and then nothing counts
+        moved = {name for name, value in parameters(trainer).items() if not torch.equal(value, before[name])}
+        assert moved and all("lora_" in name for name in moved) == adapted
+        assert not torch.equal(flat(dict(trainer.critic.model.named_parameters())), critic)
+        assert all(entry["value/loss"] > 0 and entry["value/grad_norm"] > 0 for entry in logs)
+        assert ("value/clip_fraction" in logs[0]) == (option != "unclipped")
+    if option == "eval":
+        assert any(entry.get("eval_value/loss", 0) > 0 for entry in metrics(trainer))
+    assert ("mismatch/kl_k3" in logs[0]) == (option != "unquantized")
+
+
+def test_it_learns(tmp_path, models):
+    """To write the first 64 tokens, of 320."""
+
+    def low(completions, completion_ids, **kwargs):
+        return [sum(token < 64 for token in ids) / len(ids) for ids in completion_ids]
+
+    settings = {"max_steps": 24, "learning_rate": 3e-3, "value_learning_rate": 3e-3, "per_device_train_batch_size": 16}
+    settings |= {"max_completion_length": 4, "lr_scheduler_type": "constant", "rollout_precision": "int8"}
+    given = {"reward_funcs": low, "train_dataset": dataset(32)}
+    trainer = ppo(tmp_path, models, given=given, steps_per_generation=2, is_correction="acr", **settings)
+    trainer.train()
+    rewards = [entry["reward"] for entry in metrics(trainer) if "reward" in entry]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.25  # from 0.2 to 0.8

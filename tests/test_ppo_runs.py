@@ -1,0 +1,262 @@
+"""Runs of `QuantPPOTrainer`: killed and resumed ones, what is refused before anything is loaded, and vLLM's engine."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from tiny import save_tiny, save_tiny_vision, tiny_model
+from training import Killed, config, dataset, killing, make, metrics, parameters
+from transformers import AutoModelForTokenClassification
+from trl import GRPOConfig
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantPPOTrainer
+from trl_quant.config.consistency import check_ppo
+from trl_quant.storage.run_checkpoints import has_whole_weights, last_complete_checkpoint
+
+
+pytestmark = pytest.mark.isa
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("policy") / "model", seed=3)
+
+
+def ppo(path, policy, kill_at=None, given=None, **settings) -> QuantPPOTrainer:
+    """Four updates on each of two generations, saved after each generation."""
+    settings = {
+        "rollout_precision": "int4",
+        "is_correction": "acr",
+        "num_generations": 1,
+        "per_device_train_batch_size": 2,
+        "steps_per_generation": 4,
+        "max_steps": 8,
+        "value_learning_rate": 3e-3,
+        "save_strategy": "steps",
+        "save_steps": 4,
+    } | settings
+    given = {"reward_funcs": killing(kill_at)} | (given or {})
+    return make(QuantPPOTrainer, config(QuantPPOConfig, path, **settings), model=policy, **given)
+
+
+def logged(trainer) -> list[dict]:
+    return [entry for entry in metrics(trainer) if "loss" in entry]
+
+
+def critic_of(trainer) -> dict[str, torch.Tensor]:
+    """The critic's weights and the state of its optimizer."""
+    critic = trainer.critic
+    found = dict(critic.model.named_parameters())
+    states = enumerate(critic.optimizer.state_dict()["state"].values())
+    return found | {f"{i} {name}": value for i, state in states for name, value in state.items()}
+
+
+def assert_same(left, right) -> None:
+    assert logged(left) == logged(right)
+    for found, expected in ((parameters(left), parameters(right)), (critic_of(left), critic_of(right))):
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_iterations": 2, "is_correction": "ais", "max_steps": 16, "save_steps": 8}, {"beta": 0.1, "bf16": True}],
+    ids=["plain", "iterations", "reference"],
+)
+def test_killed_and_resumed_equals_unbroken(tmp_path, policy, options):
+    """Bit for bit: the log, the policy, the critic and the state of its optimizer."""
+    whole = ppo(tmp_path / "whole", policy, **options)
+    whole.train()
+    with pytest.raises(Killed):
+        ppo(tmp_path / "broken", policy, kill_at=2, **options).train()
+    resumed = ppo(tmp_path / "broken", policy, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(resumed, whole)
+    half = options.get("save_steps", 4)
+    # A critic that began anew, or whose optimizer did, would be another
+    saved = AutoModelForTokenClassification.from_pretrained(tmp_path / f"whole/checkpoint-{half}/critic")
+    end = AutoModelForTokenClassification.from_pretrained(tmp_path / f"whole/checkpoint-{2 * half}/critic")
+    assert not torch.equal(saved.score.weight, end.score.weight) and saved.score.weight.abs().max() > 0
+    assert torch.equal(end.score.weight, whole.critic.model.score.weight.cpu())
+
+
+def test_a_resume_needs_the_critic(tmp_path, policy):
+    """Whatever of it is missing or broken is named; a checkpoint with a critic alone has no weights."""
+    trainer = ppo(tmp_path, policy)
+    trainer.train()
+    saved = tmp_path / "checkpoint-8"
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
+        file = saved / "critic" / name
+        whole = file.read_bytes()
+        file.unlink() if name != "optimizer.pt" else file.write_bytes(whole[:100])
+        with pytest.raises(ValueError, match=r"checkpoint-8/critic (is not whole|lacks)"):
+            ppo(tmp_path, policy, max_steps=12).train(resume_from_checkpoint=str(saved))
+        file.write_bytes(whole)
+    ppo(tmp_path, policy, max_steps=12).train(resume_from_checkpoint=str(saved))
+    (saved / "model.safetensors").unlink()
+    assert not has_whole_weights(saved)
+    (tmp_path / "checkpoint-12" / "trainer_state.json").unlink()  # killed while saving
+    assert last_complete_checkpoint(tmp_path).endswith("checkpoint-4")
+
+
+def test_a_resume_with_other_advantages_is_refused(tmp_path, policy):
+    ppo(tmp_path, policy).train()
+    for name, value in (("lam", 0.9), ("gamma", 0.5), ("cliprange_value", None), ("value_learning_rate", 1e-4)):
+        with pytest.raises(ValueError, match=f"`{name}`: .* -> {value}"):
+            ppo(tmp_path, policy, max_steps=12, **{name: value}).train(resume_from_checkpoint=True)
+
+
+def test_the_critic_of_a_checkpoint_starts_another_run(tmp_path, policy):
+    first = ppo(tmp_path / "first", policy)
+    first.train()
+    second = ppo(tmp_path / "second", policy, value_model_name_or_path=str(tmp_path / "first/checkpoint-8/critic"))
+    theirs = dict(first.critic.model.named_parameters())
+    assert all(torch.equal(value, theirs[name]) for name, value in second.critic.model.named_parameters())
+
+
+@pytest.mark.parametrize("what", ["gradient", "weight"])
+def test_a_critic_that_is_not_finite_ends_the_run(tmp_path, policy, what):
+    trainer = ppo(tmp_path, policy)
+    trainer.critic.model.score.bias.register_hook(
+        lambda gradient: gradient * (torch.nan if what == "gradient" and trainer.state.global_step == 5 else 1.0)
+    )
+    if what == "weight":
+        step = trainer.critic.optimizer.optimizer.register_step_post_hook(
+            lambda *args: trainer.state.global_step == 7 and trainer.critic.model.score.bias.data.fill_(torch.nan)
+        )
+        assert step is not None
+    says = "Step 6 of the critic is not finite" if what == "gradient" else "critic's `score.bias` is not finite after"
+    with pytest.raises(RuntimeError, match=says):
+        trainer.train()
+    assert not (tmp_path / "checkpoint-8").exists()
+    assert last_complete_checkpoint(tmp_path).endswith("checkpoint-4")
+
+
+def test_it_is_trained_again(tmp_path, policy):
+    """A second training continues from the weights of the first, with a schedule of its own."""
+    trainer = ppo(tmp_path, policy, save_strategy="no")
+    trainer.train()
+    rates = []
+    trainer.critic.optimizer.optimizer.register_step_pre_hook(lambda o, *args: rates.append(o.param_groups[0]["lr"]))
+    trainer.train()
+    assert rates == pytest.approx([3e-3 * (8 - i) / 8 for i in range(8)])
+
+
+# What is refused
+
+CONFIGS = [
+    ({"scale_rewards": "group"}, "`scale_rewards`='group' compares the completions"),
+    ({"scale_rewards": "batch"}, "`scale_rewards`='batch' compares"),
+    ({"loss_type": "cispo"}, "`loss_type`='cispo' does not clip the ratio of each token"),
+    ({"loss_type": "luspo"}, "`loss_type`='luspo' does not clip"),
+    ({"importance_sampling_level": "sequence"}, "`importance_sampling_level`='sequence' has one ratio"),
+    ({"multi_objective_aggregation": "normalize_then_sum"}, "`multi_objective_aggregation`='normalize_then_sum'"),
+    ({"dynamic_sampling_rounds": 1}, "`dynamic_sampling_rounds`=1 acts only with a trainer that has dynamic sampling"),
+    ({"optim": "adalomo"}, "PPO's critic cannot be trained with `optim`="),
+    (
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1},
+        "PPO's critic cannot be trained with `lr_scheduler_type`=",
+    ),
+    ({"num_generations": 0}, "`num_generations`=0 is out of range"),
+    ({"num_generations": 3}, r"generation_batch_size \(8\) must be divisible by num_generations \(3\)"),
+    ({"num_generations": "1"}, "`num_generations`='1' must be an integer"),
+    ({"gamma": 1.5}, "`gamma`=1.5 is out of range"),
+    ({"lam": -0.1}, "`lam`=-0.1 is out of range"),
+    ({"cliprange_value": 0.0}, "`cliprange_value`=0.0 is out of range"),
+    ({"value_learning_rate": -1.0}, "`value_learning_rate`=-1.0 is out of range"),
+    ({"value_model_name_or_path": 3}, "`value_model_name_or_path`=3 must be a string or None"),
+]
+
+
+@pytest.mark.parametrize(("settings", "says"), CONFIGS, ids=lambda value: str(value)[:40])
+def test_a_config_refuses(tmp_path, settings, says):
+    with pytest.raises(ValueError, match=says):
+        config(QuantPPOConfig, tmp_path, **{"num_generations": 1} | settings)
+
+
+@pytest.mark.parametrize(("name", "says"), [("fp16", "`fp16`"), ("fsdp_version", "FSDP1"), ("deepspeed", "DeepSpeed")])
+def test_a_config_refuses_other_ways_to_shard(tmp_path, monkeypatch, name, says):
+    if name == "fsdp_version":
+        monkeypatch.setattr(QuantPPOConfig, "fsdp_version", 1)
+    built = config(QuantPPOConfig, tmp_path, num_generations=1) if name != "fsdp_version" else None
+    if name == "fp16":
+        built.fp16 = True
+    if name == "deepspeed":
+        built.deepspeed_plugin = object()
+    with pytest.raises(ValueError, match=f"PPO's critic cannot be trained with {says}"):
+        config(QuantPPOConfig, tmp_path, num_generations=1) if built is None else check_ppo(built)
+
+
+def test_defaults(tmp_path):
+    """One completion a prompt, which GRPO still refuses; TRL's check is back where it was."""
+    built = config(QuantPPOConfig, tmp_path, num_generations=1, is_correction="ais", rollout_precision="int8")
+    assert (built.num_generations, built.scale_rewards, built.loss_type) == (1, "none", "grpo")
+    assert type(built.num_generations) is int
+    assert config(QuantPPOConfig, tmp_path, num_generations=4).loss_type == "dapo"
+    for kind in (GRPOConfig, QuantGRPOConfig):
+        with pytest.raises(ValueError, match="requires at least 2 generations"):
+            config(kind, tmp_path, num_generations=1)
+    with pytest.raises(ValueError, match=r"`args` is a GRPOConfig\. It must be a `QuantPPOConfig`"):
+        QuantPPOConfig.from_trl(config(GRPOConfig, tmp_path))
+
+
+def test_a_trainer_takes_its_own_config(tmp_path, policy):
+    for kind, other in ((QuantPPOTrainer, QuantGRPOConfig), (QuantGRPOTrainer, QuantPPOConfig)):
+        with pytest.raises(ValueError, match="PPO has a critic, and GRPO compares"):
+            make(kind, config(other, tmp_path), model=policy)
+
+
+def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, policy, monkeypatch):
+    monkeypatch.setattr("trl_quant.trainers.quantized.engine_of", None)  # which would load the policy
+    fewer = save_tiny(tmp_path / "fewer", vocab_size=300)
+    quantized = shutil.copytree(policy, tmp_path / "quantized")
+    written = json.loads((quantized / "config.json").read_text())
+    written["quantization_config"] = {"quant_method": "fp8"}
+    (quantized / "config.json").write_text(json.dumps(written))
+    cases = {
+        str(tmp_path / "nowhere"): "cannot be read",
+        fewer: "has 300 tokens, and the policy 320",
+        str(quantized): "is quantized, and the critic trains all of its weights",
+        save_tiny_vision(tmp_path / "vision"): "`model_type`='blip-2', of which transformers has no token classifier",
+    }
+    for name, says in cases.items():
+        with pytest.raises(ValueError, match=f"{re.escape(repr(name))}.*{says}"):
+            ppo(tmp_path, policy, value_model_name_or_path=name)
+    with pytest.raises(ValueError, match="built in memory, and the critic starts from a checkpoint"):
+        ppo(tmp_path, tiny_model(seed=3))
+    pictures = dataset(8).add_column("image", [None] * 8)
+    with pytest.raises(ValueError, match="a column 'image', and the critic reads text alone"):
+        ppo(tmp_path, policy, given={"train_dataset": pictures})
+
+
+def test_a_critic_without_packed_rows(tmp_path, policy, caplog):
+    """Of another family: it computes padding, and says so; with `pack_sequences=True` it is refused."""
+    other = save_tiny(tmp_path / "critic", attention_dropout=0.1)
+    trainer = ppo(tmp_path, policy, value_model_name_or_path=other)
+    assert trainer.packs and not trainer.critic.packs and "the critic's attention has dropout" in caplog.text
+    with pytest.raises(ValueError, match="`pack_sequences`=True cannot act: the critic's attention has dropout"):
+        ppo(tmp_path, policy, value_model_name_or_path=other, pack_sequences=True)
+
+
+# vLLM
+
+
+@pytest.mark.vllm
+def test_vllm_ends_as_a_fresh_engine(tmp_path):
+    """Two generations of two updates each in INT8; after them live equals fresh, bit for bit."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm_engines import SMALL, assert_live_equals_fresh, keep
+
+    model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
+    vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512, "vllm_engine_kwargs": SMALL}
+    settings = {"steps_per_generation": 2, "max_steps": 4, "save_strategy": "no", "rollout_precision": "int8"}
+    trainer = ppo(tmp_path, model, **settings, **vllm)
+    keep(trainer)
+    trainer.train()
+    assert [entry["step"] for entry in logged(trainer) if entry.get("mismatch/kl_k3", 0) > 0] == [1, 3]
+    trainer.check_sync()
+    assert_live_equals_fresh(trainer.vllm_generation, trainer.model, "int8", tmp_path)

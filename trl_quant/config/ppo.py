@@ -1,0 +1,104 @@
+"""The config of the PPO trainer: the config of GRPO, with the fields of the critic."""
+
+from dataclasses import dataclass, field, fields
+from typing import Annotated, ClassVar
+
+from ..corrections.base import Range
+from .consistency import check_ppo
+from .fields import documentation
+from .grpo import QuantGRPOConfig
+from .values import check_range
+
+
+@dataclass
+class CriticFields:
+    """The critic, and the advantages that it gives."""
+
+    num_generations: Annotated[int, Range(1)] = field(
+        default=1,
+        metadata={
+            "help": "Completions of a prompt in a generation. PPO does not compare them, so one is enough. The "
+            "generation batch must be divisible by it."
+        },
+    )
+    value_model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Model that the critic starts from, a hub id or a directory: a language model, a reward model, or "
+            "the `critic` of an earlier run's checkpoint. It must have the policy's tokens. If not set, the policy's "
+            "own checkpoint. A value head that the model does not have starts at zero."
+        },
+    )
+    value_learning_rate: Annotated[float, Range(0.0)] = field(
+        default=1e-5,
+        metadata={
+            "help": "Learning rate of the critic. Its schedule has the form of the policy's, and its optimizer the "
+            "policy's other settings."
+        },
+    )
+    gamma: Annotated[float, Range(0.0, 1.0)] = field(
+        default=1.0, metadata={"help": "Discount of a reward for each token that comes before it."}
+    )
+    lam: Annotated[float, Range(0.0, 1.0)] = field(
+        default=1.0,
+        metadata={
+            "help": "Lambda of generalized advantage estimation (GAE): 1 compares the reward itself with the critic's "
+            "value, 0 only the value of the next token."
+        },
+    )
+    cliprange_value: Annotated[float | None, Range(0.0, open_low=True)] = field(
+        default=0.5,
+        metadata={
+            "help": "How far a value may move from the one at generation time before the critic's loss clips it. If "
+            "None, nothing is clipped."
+        },
+    )
+
+
+CRITICIZING = {"the critic, and the advantages that it gives": CriticFields}
+
+
+@dataclass
+class QuantPPOConfig(CriticFields, QuantGRPOConfig):
+    """
+    Configuration of [`QuantPPOTrainer`]: all fields of TRL's [`~trl.GRPOConfig`], those of
+    [`~config.fields.QuantFields`], and the ones below.
+
+    `beta` is the coefficient of TRL's KL term, which stands in the loss and not in the reward. What compares the
+    completions of a prompt is refused: `scale_rewards` is "none", `dynamic_sampling_rounds` 0. The loss clips the ratio
+    of each token, and `loss_type` says how it adds the tokens up.
+    """
+
+    has_dynamic_sampling: ClassVar[bool] = False
+    has_critic: ClassVar[bool] = True
+
+    def __post_init__(self):
+        self._read()  # what is no integer is refused as it was given
+        from ..trl_seams import one_generation_allowed  # which loads vLLM
+
+        with one_generation_allowed(self):
+            super().__post_init__()
+
+    def _read(self):
+        super()._read()
+        check_range("num_generations", self.num_generations, Range(1))  # TRL divides by it
+
+    def _method_settings(self) -> dict[str, str]:
+        return super()._method_settings() | {"scale_rewards": "none"}
+
+    @classmethod
+    def own_fields(cls) -> list[str]:
+        return [*super().own_fields(), *(f.name for f in fields(CriticFields))]
+
+    def _check(self):
+        super()._check()
+        check_ppo(self)
+
+    @classmethod
+    def from_trl(cls, args) -> "QuantPPOConfig":
+        raise ValueError(f"`args` is a {type(args).__name__}. It must be a `{cls.__name__}`: TRL has no config of PPO.")
+
+    from_grpo = from_trl
+
+
+QuantPPOConfig.__doc__ = (QuantPPOConfig.__doc__ or "") + documentation(CRITICIZING)

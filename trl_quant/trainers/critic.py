@@ -1,0 +1,225 @@
+"""The critic of PPO: a model of its own with a value head, its optimizer, its learning rate schedule, its checkpoints.
+
+transformers' token classifiers with one label are such models: the decoder of the policy's family, and above it a
+linear layer from each token's hidden state to one number. The trainer of transformers knows a single model and a single
+optimizer. So the critic stands beside it, prepared by the same `Accelerator`: under DDP and FSDP2 as the policy is.
+"""
+
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn import Dropout
+from torch.nn.utils import clip_grad_norm_
+from transformers import (
+    AutoConfig,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    get_scheduler,
+)
+
+from ..policy.packed import in_one_row
+from ..storage.run_checkpoints import CRITIC_NAME
+from .finite import check_step
+from .packing import accepted
+
+
+OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
+
+
+def load_critic(name: str, args) -> PreTrainedModel:
+    """
+    Loads a model with a value head. A head that the checkpoint does not have is zero, so that the critic begins by
+    expecting nothing, and on every rank with the same weights.
+
+    Args:
+        name (`str`): A language model, a reward model or an earlier critic: a hub id or a directory.
+        args ([`QuantPPOConfig`]): The run's settings. The data type and the attention are the policy's.
+    """
+    given = {"dtype": "float32"} | (args.model_init_kwargs or {})
+    options = {"trust_remote_code": args.trust_remote_code}
+    if args.value_model_name_or_path is None and given.get("revision") is not None:
+        options["revision"] = given["revision"]
+    config = AutoConfig.from_pretrained(name, num_labels=1, **options)
+    options |= {key: given[key] for key in ("dtype", "attn_implementation") if given.get(key) is not None}
+    model, loaded = AutoModelForTokenClassification.from_pretrained(
+        name, config=config, output_loading_info=True, **options
+    )
+    with torch.no_grad():
+        for missing in loaded["missing_keys"]:
+            model.get_parameter(missing).zero_()
+    return model
+
+
+class Critic:
+    """
+    The critic of one trainer.
+
+    | TRL's and transformers' calls | here |
+    |---|---|
+    | the constructor ends | the model is prepared: on its device, and wrapped for several ranks |
+    | `create_scheduler`, as a training begins | [`create_scheduler`] |
+    | `_generate_and_score_completions` ends | [`values`], without a gradient |
+    | `_compute_loss`, for each micro-batch | [`values`], with a gradient, which comes with that of the policy's loss |
+    | the policy's gradient is clipped and checked | [`step`] clips and checks the critic's, and updates it |
+    | a checkpoint is saved, or a training resumes | [`save`], [`load`] |
+
+    Args:
+        trainer ([`QuantPPOTrainer`]): The trainer.
+        model ([`~transformers.PreTrainedModel`]): A token classifier with one label.
+
+    Attributes:
+        model (`nn.Module`): The prepared model.
+        optimizer ([`~accelerate.optimizer.AcceleratedOptimizer`]): Its optimizer.
+        packs (`bool`): Whether it computes packed rows.
+    """
+
+    def __init__(self, trainer: Trainer, model: PreTrainedModel):
+        self.trainer, self.accelerator, args = trainer, trainer.accelerator, trainer.args
+        self.packs = trainer.packs and accepted(trainer, {"critic": model})
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        decayed = trainer.get_decay_parameter_names(model)
+        groups = [
+            {
+                "params": [param for name, param in model.named_parameters() if (name in decayed) == decays],
+                "weight_decay": args.weight_decay if decays else 0.0,
+            }
+            for decays in (True, False)
+        ]
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        optimizer = kind(groups, **options | {"lr": args.value_learning_rate})
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.model.train()  # or no gradient checkpoints
+        for module in self.model.modules():
+            if isinstance(module, Dropout):
+                module.eval()  # a token classifier's; old values and values are those of one function
+        self.scheduler = None
+
+    # Values
+
+    def values(self, batch: dict[str, Tensor]) -> Tensor:
+        """
+        Computes the value of the state before each token of the completions.
+
+        Args:
+            batch (`dict`): A scored batch of TRL's, with prompts `(B, P)` and completions `(B, T)`.
+
+        Returns:
+            `torch.Tensor` of shape `(B, T)`, in float32.
+        """
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        waits = nullcontext() if self.accelerator.sync_gradients else self.accelerator.no_sync(self.model)
+        with waits, self.accelerator.autocast():
+            if self.packs:
+                values = in_one_row(lambda **row: self.model(**row).logits, ids, mask)
+            else:
+                positions = (mask.cumsum(1) - 1).clamp(min=0)
+                values = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        first = batch["prompt_ids"].shape[1] - 1
+        return values.squeeze(2)[:, first:-1].float()
+
+    @torch.no_grad()
+    def old_values(self, batch: dict[str, Tensor], rows: int) -> Tensor:
+        """Computes [`values`] without a gradient, so many rows at a time."""
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        parts = zip(*(batch[name].split(rows) for name in names), strict=True)
+        return torch.cat([self.values(dict(zip(names, part, strict=True))) for part in parts])
+
+    # Updates
+
+    def create_scheduler(self, num_training_steps: int) -> None:
+        """Begins the schedule of the learning rate. It has the policy's form, and its own height."""
+        args = self.trainer.args
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = args.value_learning_rate
+        self.scheduler = get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=self.optimizer.optimizer,
+            num_warmup_steps=args.get_warmup_steps(num_training_steps),
+            num_training_steps=num_training_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+
+    def step(self) -> float:
+        """
+        Updates the critic, unless its gradient is not finite.
+
+        Returns:
+            `float`: The norm of the gradient before it was clipped.
+
+        Raises:
+            `RuntimeError`: The gradient is not finite, on any rank. Raised on every rank.
+        """
+        norm = clip_grad_norm_(self.model.parameters(), self.trainer.args.max_grad_norm or math.inf)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        check_step(self.trainer, torch.zeros_like(norm), norm, "of the critic ")
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return norm.item()
+
+    # Checkpoints
+
+    def save(self, checkpoint: str) -> None:
+        """Saves the critic, its optimizer and its schedule in a checkpoint of the run. Collective."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=self.accelerator.is_fsdp2)
+        weights, optimizer = get_state_dict(self.model, self.optimizer.optimizer, options=options)
+        if not self.trainer.args.should_save:
+            return
+        directory = Path(checkpoint, CRITIC_NAME)
+        self.accelerator.unwrap_model(self.model).save_pretrained(directory, state_dict=weights)
+        torch.save(optimizer, directory / OPTIMIZER_NAME)
+        torch.save(self.scheduler.state_dict(), directory / SCHEDULER_NAME)
+
+    def load(self, checkpoint: str) -> None:
+        """
+        Loads what [`save`] saved.
+
+        Raises:
+            `ValueError`: The checkpoint has no critic, or only a part of it.
+        """
+        directory = Path(checkpoint, CRITIC_NAME)
+        try:
+            weights = {}
+            for file in sorted(directory.glob("*.safetensors")):
+                weights |= load_file(file)
+            optimizer = torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+            schedule = torch.load(directory / SCHEDULER_NAME, weights_only=True)
+            if not weights:
+                raise FileNotFoundError(f"{directory} lacks its weights")
+        except (OSError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
+            raise ValueError(
+                f"{directory} is not whole: {error}. Resume from another checkpoint, or start again."
+            ) from error
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(self.model, weights, options=options)
+        if optimizer["state"]:  # SGD without momentum has none, which PyTorch does not load on several ranks
+            set_optimizer_state_dict(self.model, self.optimizer.optimizer, optimizer, options=options)
+        self.scheduler.load_state_dict(schedule)
+        for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+
+class CriticSteps(TrainerCallback):
+    """Updates the critic whenever the policy is updated, and logs the norm of its gradient."""
+
+    def __init__(self, critic: Critic):
+        self.critic = critic
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.critic.trainer.log_values({"value/grad_norm": self.critic.step()})

@@ -1,0 +1,191 @@
+"""`QuantPPOTrainer`: PPO with quantized rollouts, on TRL's `GRPOTrainer`.
+
+TRL's loss of GRPO takes an advantage for each token as well, and with these it is PPO's:
+
+    J = E[ w_t min(R_t A_t, clip(R_t, 1 - e_lo, 1 + e_hi) A_t) ] - beta KL
+
+So sampling, rewards, corrections and the policy's loss are those of [`QuantGRPOTrainer`]. What PPO adds is a critic
+([`~trainers.critic`]) and the advantages A_t that it gives ([`~trainers.gae`]), where GRPO compares the completions of
+a prompt with each other.
+"""
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from ..config import QuantPPOConfig
+from ..config.preflight import name_of
+from ..corrections.batch import counted
+from .critic import Critic, CriticSteps, load_critic
+from .gae import gae, moments, rewards_of, value_losses, whitened
+from .grpo import QuantGRPOTrainer
+from .introduction import PACKAGE_TAG
+
+
+class ValueStep:
+    """
+    What the critic adds to a generation and to its losses, and its state between two calls of TRL.
+
+    The calls in their order, with what is read and written at each:
+
+    1. `_calculate_rewards` ends. [`take_rewards`] keeps the rewards of all ranks.
+    2. `_generate_and_score_completions` of TRL ends, and the correction is next. [`before_loss`] writes `advantages`,
+       `values` and `returns`, `(B, T)`, into the batch, and logs. A correction reads these advantages.
+    3. TRL shuffles the batch and splits it into micro-batches. What was written moves with its rows.
+    4. `_compute_loss` ends, for each micro-batch of each update. [`loss`] is added to the policy's.
+
+    Args:
+        trainer ([`QuantPPOTrainer`]): The trainer.
+        critic ([`~trainers.critic.Critic`]): Its critic.
+
+    Attributes:
+        rewards (`torch.Tensor` or `None`): The rewards of the generation in work, `(B of all ranks, functions)`.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, critic: Critic):
+        self.trainer, self.critic = trainer, critic
+        self.rewards: Tensor | None = None
+
+    def total(self, x: Tensor) -> Tensor:
+        """Adds up a tensor over all ranks."""
+        return self.trainer.accelerator.reduce(x, "sum")
+
+    def take_rewards(self, rewards: Tensor) -> None:
+        """Takes the rewards of each function, `(B of all ranks, functions)`; NaN where one does not apply."""
+        self.rewards = rewards
+
+    def scores(self, rows: int) -> Tensor:
+        """Returns the reward of each completion of this rank, `(B,)`; NaN where no function gave one."""
+        rewards, self.rewards = self.rewards, None
+        scores = (rewards * self.trainer.reward_weights.to(rewards.device)).nansum(1)
+        scores = scores.masked_fill(rewards.isnan().all(1), torch.nan)
+        first = self.trainer.accelerator.process_index * rows
+        return scores[first : first + rows]
+
+    def before_loss(self, batch: dict[str, Tensor]) -> None:
+        """
+        Estimates the advantages of a generation, in place.
+
+        A completion without any reward teaches nothing, as in GRPO: its advantages are 0, and its returns its values.
+        """
+        args = self.trainer.args
+        is_training = self.trainer.model.training
+        rows = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
+        scores, values = self.scores(len(batch["completion_ids"])), self.critic.old_values(batch, rows)
+        mask = counted(batch) * scores.isfinite()[:, None]
+        advantages = gae(rewards_of(scores, mask), values, mask, args.gamma, args.lam)
+        batch["values"], batch["returns"] = values, values + advantages
+        batch["advantages"] = whitened(advantages, mask, self.total)
+        self.log(batch, advantages, mask)
+
+    def log(self, batch: dict[str, Tensor], advantages: Tensor, mask: Tensor) -> None:
+        """Logs a generation: its values and returns, and what the values explain of the returns' variance."""
+        returns = moments(batch["returns"], mask, self.total)
+        unexplained = moments(advantages, mask, self.total).variance
+        metrics = {
+            "value/mean": moments(batch["values"], mask, self.total).mean.item(),
+            "value/return_mean": returns.mean.item(),
+        }
+        if returns.variance > 0:
+            metrics["value/explained_variance"] = 1 - (unexplained / returns.variance).item()
+        trainer = self.trainer
+        trainer.log_values(metrics)
+        # TRL has logged what GRPO would train on: the advantages in a group, and groups without any
+        trainer._metrics["train" if trainer.model.training else "eval"].pop("frac_reward_zero_std", None)
+        means = (batch["advantages"] * mask).sum(1) / mask.sum(1).clamp(min=1)
+        table, means = trainer._logs["advantages"], trainer.accelerator.gather(means).tolist()
+        for _ in means:
+            table.pop()
+        table.extend(means)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """
+        Computes the critic's loss on a micro-batch, and logs it: the mean over the tokens of an optimizer step, so that
+        micro-batches and ranks add up to it.
+        """
+        trainer, args = self.trainer, self.trainer.args
+        values, mask = self.critic.values(batch), counted(batch)
+        losses, is_clipped = value_losses(values, batch["values"], batch["returns"], args.cliprange_value)
+        total = batch["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+        if trainer.model.training:  # from the tokens of a generation to those of one step
+            total = total * trainer.current_gradient_accumulation_steps / args.steps_per_generation
+        metrics = {"value/loss": moments(losses.detach(), mask, self.total).mean.item()}
+        if is_clipped is not None:
+            metrics["value/clip_fraction"] = moments(is_clipped, mask, self.total).mean.item()
+        trainer.log_values(metrics)
+        return (losses * mask).sum() / total
+
+
+class QuantPPOTrainer(QuantGRPOTrainer):
+    """
+    PPO with quantized rollouts and a correction for them. It takes the arguments of [`QuantGRPOTrainer`]. TRL has no
+    PPO trainer of its own any more; this one is a subclass of its [`~trl.GRPOTrainer`].
+
+    ```python
+    >>> trainer = QuantPPOTrainer(
+    ...     model="Qwen/Qwen2.5-0.5B-Instruct",
+    ...     reward_funcs=gsm8k_reward,
+    ...     args=QuantPPOConfig(use_vllm=True, rollout_precision="int8", is_correction="acr"),
+    ...     train_dataset=load_prompts("openai/gsm8k"),
+    ... )
+    >>> trainer.train()
+    ```
+
+    The critic is a model of its own, and starts from the policy's checkpoint with a value head of zeros.
+
+    Attributes:
+        critic ([`~trainers.critic.Critic`]): The critic: its model, optimizer and schedule.
+        value_step ([`ValueStep`]): The critic's part of a generation and of its losses.
+    """
+
+    config_class = QuantPPOConfig
+    _tag_names = ["trl", "ppo", PACKAGE_TAG]
+    _name = "PPO"
+    _paper = {
+        "title": "Proximal Policy Optimization Algorithms",
+        "id": "1707.06347",
+        "citation": """@article{schulman2017proximal,
+    title        = {{Proximal Policy Optimization Algorithms}},
+    author       = {John Schulman and Filip Wolski and Prafulla Dhariwal and Alec Radford and Oleg Klimov},
+    year         = 2017,
+    eprint       = {arXiv:1707.06347},
+}""",
+    }
+
+    def __init__(self, model, reward_funcs=None, args=None, **given):
+        name = name_of(model)
+        if args is None:
+            args = self.config_class(f"{name.split('/')[-1]}-PPO")
+        super().__init__(model, reward_funcs, args, **given)
+        self.critic = Critic(self, load_critic(args.value_model_name_or_path or name, args))
+        self.value_step = ValueStep(self, self.critic)
+        self.add_callback(CriticSteps(self.critic))
+
+    # The advantages and the critic's loss, in the order of `ValueStep`'s timeline
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self.value_step.take_rewards(rewards)
+        return rewards
+
+    def correct(self, batch) -> None:
+        self.value_step.before_loss(batch)
+        super().correct(batch)
+
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, inputs) + self.value_step.loss(inputs)
+
+    # The critic's schedule and checkpoints
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self.critic.create_scheduler(num_training_steps)
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        self.critic.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.critic.load(checkpoint)
