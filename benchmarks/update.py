@@ -5,13 +5,13 @@ Times a policy update (forward, backward, optimizer) in a `train_precision`, aga
     python benchmarks/update.py --sizes 3b 7b 14b 32b --kinds trl nvfp4 mxfp4 nf4 --tokens 2048 4096 8192 16384
 
 `trl` is TRL's `GRPOTrainer` with a BF16 policy and PEFT, and `bf16` ours with packed rows, the control. The other kinds
-are `QuantGRPOTrainer` with this `train_precision`; of `fp8` the adapter is merged at each step, and of `fp8/adapter`
-it stays beside a base that is held in codes alone (`lora_sync="adapter"`). Each runs in its own process, with gradient checkpointing, TRL's
-other settings, and a made-up batch in place of a generation. `--tokens` counts a micro-batch's prompts and completions,
-in sequences of at most `--length`; a step is one micro-batch. `ratio` is the time relative to the first trainer's:
-below 1 is faster. Times are medians over the steps after the first two. Memory is the peak in these: torch's
-allocations on a GPU, else that of the process. The file of `--output` has every step, the commit, the versions and the
-load.
+are `QuantGRPOTrainer` with this `train_precision`. In `fp8` the adapter is merged at each step; in `fp8/adapter` it
+stays beside a base that is held in codes alone (`lora_sync="adapter"`). Each runs in its own process, with gradient
+checkpointing, TRL's other settings, and a made-up batch in place of a generation. `--tokens` counts a micro-batch's
+prompts and completions, in sequences of at most `--length`; a step is one micro-batch. `ratio` is the time relative to
+the first trainer's: below 1 is faster. Times are medians over the steps after the first two. Memory is the peak in
+these: torch's allocations on a GPU, else that of the process. The file of `--output` has every step, the commit, the
+versions and the load.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A base frozen in FP8 or INT8 codes under an adapter beside it: products, gradients, memory, loading and whole runs."""
+"""A base frozen in FP8 or INT8 codes under an adapter beside it: products, gradients, memory and loading."""
 
 import copy
 
