@@ -16,6 +16,7 @@ from training import assert_same_run, config, lora, make
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.layers import FrozenLinear, frozen_lora_linear
 from trl_quant.policy.adapters import FrozenLoraLinear, leave_casts_to_autocast, with_frozen_layers
+from trl_quant.policy.frozen import freeze
 
 
 def by_peft(layer: FrozenLoraLinear):
@@ -319,3 +320,24 @@ def test_a_run_has_the_same_bits_with_fewer_conversions(tmp_path, monkeypatch):
         monkeypatch.setattr("trl_quant.trainers.quantized.leave_casts_to_autocast", lambda model: None)
     assert_same_run(*runs)
     assert counts[0] < counts[1]
+
+
+@pytest.mark.parametrize("precision", ["nvfp4", "int8"])
+def test_a_base_that_is_frozen_later(precision):
+    """The adapter of a loaded PEFT model computes as one that was made on the frozen base, bit for bit."""
+    model = tiny_model(family="qwen2").to(torch.bfloat16)
+    early = copy.deepcopy(model)
+    freeze(early, precision)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    early, late = get_peft_model(early, with_frozen_layers(config)), get_peft_model(model, config)
+    freeze(late, precision)
+    kinds = {name: type(layer) for name, layer in early.named_modules()}
+    assert {name: type(layer) for name, layer in late.named_modules()} == kinds
+    late.load_state_dict(
+        {name: tensor for name, tensor in early.state_dict().items() if ".lora_" in name}, strict=False
+    )
+    tokens = torch.arange(12).view(1, 12) + 3
+    with torch.no_grad():
+        assert torch.equal(late(tokens).logits, early(tokens).logits)
+        with late.disable_adapter():
+            assert not torch.equal(late(tokens).logits, early(tokens).logits)

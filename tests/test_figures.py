@@ -14,8 +14,8 @@ from trl_quant.precisions import PRECISIONS, markdown
 
 RESULTS = ROOT / "benchmarks" / "results"
 BENCHMARKS = TEXTS["benchmarks/README.md"]
-MEASURED, CHOICE, ADVICE, MEMORY = (
-    TEXTS[f"docs/{name}.md"] for name in ("results", "precisions", "corrections", "memory")
+MEASURED, CHOICE, ADVICE, MEMORY, TRAINING = (
+    TEXTS[f"docs/{name}.md"] for name in ("results", "precisions", "corrections", "memory", "training")
 )
 H200 = "NVIDIA-H200"
 
@@ -404,6 +404,44 @@ def test_updates_in_the_benchmarks_page():
             ratio = f" ({row['update'] / found['trl'][tokens]['update']:.2f})" if kind != "trl" else ""
             cells.append(f"{row['update']:.3f} s{ratio}, {gib(row['peak_bytes'])} GiB")
         assert cells_of(BENCHMARKS, f"{name} |", "| tokens of a micro-batch | 2048 | 4096 | 16384 |")[1:] == cells
+
+
+def test_an_adapter_beside_a_base_in_codes():
+    found, steps = read(f"update-7b-adapter-{H200}")["results"]["7b"], {}
+    names = {"TRL's BF16 LoRA, there": "trl", "`fp8`, merged": "fp8", "`fp8`, beside the base": "fp8/adapter"}
+    names |= {"`int8`, beside the base": "int8/adapter", "`fp8_block`, beside the base": "fp8_block/adapter"}
+    for name, kind in names.items():
+        cells = []
+        for tokens, row in found[kind].items():
+            assert len(row["steps"]) == 5 and row["update"] == median(row["steps"])
+            ratio = f" ({row['update'] / found['trl'][tokens]['update']:.2f})" if kind != "trl" else ""
+            cells.append(f"{row['update']:.3f} s{ratio}, {gib(row['peak_bytes'])} GiB")
+        assert cells_of(BENCHMARKS, f"{name} |", "| tokens of a micro-batch, adapter beside")[1:] == cells
+    slower = [row["update"] / found["fp8"][tokens]["update"] for tokens, row in found["fp8/adapter"].items()]
+    text = TRAINING.replace("\n", " ")
+    assert f"takes {min(slower):.2f} to {max(slower):.2f} times as long" in text
+    peaks = [[row["peak_bytes"] for row in found[kind].values()] for kind in ("fp8", "fp8/adapter")]
+    saved = {round((merged - beside) / 2**30) for merged, beside in zip(*peaks, strict=True)}
+    assert saved == {12} and "peaks 12 GiB lower" in text
+
+    of = read(f"step-7b-lognormal-64x4096-{H200}")
+    runs = {run["trainer"]: run["results"]["64x4096 lognormal"] for run in of["runs"]}
+    names = {"`bf16` |": "bf16", "`fp8`, adapter merged": "fp8/fp8", "`fp8`, adapter beside": "fp8/fp8/adapter"}
+    names |= {"`fp8_block`, exact rollouts": "fp8_block/fp8_block/exact"}
+    for name, trainer in names.items():
+        run = runs[trainer]
+        each = [step["step"] for step in run["steps"]]
+        steps[trainer] = median(each)
+        cells = [f"{median(each):.2f}", f"{min(each):.2f}, {max(each):.2f}"]
+        cells.append(f"{middle(runs['bf16'], 'step') / median(each):.2f}x")
+        cells += [f"{middle(run, phase):.2f}" for phase in ("sampling", "sync", "update")]
+        cells.append(f"{run['peak_bytes'] / 2**30:.0f}")
+        told = cells_of(BENCHMARKS, f"ours, {name}", "| seconds, medians | step | fastest, slowest | against ours")
+        assert len(each) == 5 and told[1:] == cells
+    beside, merged = runs["fp8/fp8/adapter"], runs["fp8/fp8"]
+    longer = middle(beside, "sampling") / middle(merged, "sampling")
+    less = (merged["peak_bytes"] - beside["peak_bytes"]) / 2**30
+    assert f"sampling {longer:.2f} times as long, and saves {less:.0f} GiB" in BENCHMARKS
 
 
 def test_masked_diffusion():

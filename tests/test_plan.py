@@ -419,7 +419,7 @@ def test_defaults_are_said(model_dir, options, capsys, monkeypatch, unloaded):
     """With neither a precision nor a dataset two lines, with both none."""
     asked = []
 
-    def load(name, split, config, tokenizer):
+    def load(name, split, config, tokenizer, instruction):
         asked.append(name)
         return load_dataset("json", data_files=options[1], split="train")
 

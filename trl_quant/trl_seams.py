@@ -46,6 +46,11 @@ LASTING = {
         "the copy",
         "tests/test_default_is_trl.py::test_plain_config_is_taken",
     ),
+    ("policy/adapters.py", "__class__"): (
+        "PEFT's LoRA layers of a policy whose base is frozen after it was adapted",
+        "the model",
+        "tests/test_adapters.py::test_a_base_that_is_frozen_later",
+    ),
     ("policy/adapters.py", "_register_custom_module"): (
         "the copy of PEFT's `LoraConfig`, whose layers for `FrozenLinear` are ours",
         "the copy",

@@ -402,10 +402,7 @@ class QuantFields(*SECTIONS.values()):
 
     @property
     def holds_frozen_base(self) -> bool:
-        """
-        Whether the policy's base is held in codes alone, frozen under an adapter: in 4 bits, or in FP8 or INT8 if the
-        adapter stays beside it. FSDP2 shards 16-bit weights only.
-        """
+        """Whether the policy's base is held in codes alone, under an adapter. FSDP2 shards 16-bit weights only."""
         if self.train_precision in unified_flows():
             return self.is_adapted and self.lora_sync == "adapter" and self.fsdp_version is None
         return self.train_precision in frozen_bases() and not self.trains_for_four_bits

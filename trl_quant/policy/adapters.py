@@ -91,11 +91,11 @@ class FrozenUnifiedLoraLinear(FrozenLoraLinear):
 
     def part(self) -> Part:
         """As [`~layers.UnifiedLinear.part`], with the adapter beside the codes if one function can compute both."""
-        name, part = self._fusible_adapter(), self.base_layer.part()
+        name, base = self._fusible_adapter(), self.base_layer
         if name is None:
-            return part
+            return base.part()
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        return part._replace(a=a, b=b, scaling=self.scaling[name], merged=False)
+        return Part(base, base.codes, None, a, b, self.scaling[name], merged=False)
 
 
 # Classes of frozen layers -> of the adapters around them. The first one counts of which a layer is an instance.
@@ -243,5 +243,6 @@ def with_frozen_layers(peft_config: PeftConfig) -> PeftConfig:
 def adapt_frozen(model: nn.Module) -> None:
     """Turns PEFT's LoRA layers around layers that were frozen later into those of this module, in place."""
     for layer in model.modules():
-        if type(layer) is Linear and isinstance(layer.base_layer, FrozenLinear):
+        is_plain = isinstance(layer, LoraLayer) and not isinstance(layer, FrozenLoraLinear)
+        if is_plain and isinstance(layer.base_layer, FrozenLinear):
             layer.__class__ = next(ours for base, ours in FROZEN.items() if isinstance(layer.base_layer, base))

@@ -42,7 +42,7 @@ from .support import warn_of_two_copies
 logger = logging.getLogger(__name__)
 
 # vLLM's names of a layer's parameters -> those of a `FrozenLinear`
-STORED = {
+HELD_IN = {
     "weight": "weight_packed",
     "weight_packed": "weight_packed",
     "weight_scale": "weight_scale",
@@ -187,7 +187,7 @@ def _merge(layer: LinearBase, parts: list[FrozenLinear]) -> None:
     packed, is_unified = parts[0].weight_packed, isinstance(parts[0], FrozenUnifiedLinear)
     join = below_each_other if is_unified else torch.cat
     with torch.device(packed.device), torch.cuda.device_of(packed):  # a new thread has no current device yet
-        for name, ours in STORED.items():
+        for name, ours in HELD_IN.items():
             if hasattr(layer, name):
                 whole = join([getattr(module, ours).data for module in parts])
                 setattr(layer, name, nn.Parameter(whole.to(getattr(layer, name).dtype), requires_grad=False))
