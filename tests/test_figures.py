@@ -436,7 +436,7 @@ def test_an_adapter_beside_a_base_in_codes():
         cells.append(f"{middle(runs['bf16'], 'step') / median(each):.2f}x")
         cells += [f"{middle(run, phase):.2f}" for phase in ("sampling", "sync", "update")]
         cells.append(f"{run['peak_bytes'] / 2**30:.0f}")
-        told = cells_of(BENCHMARKS, f"ours, {name}", "| seconds, medians | step | fastest, slowest | against ours")
+        told = cells_of(BENCHMARKS, name, "| seconds, medians | step | fastest, slowest | against ours")
         assert len(each) == 5 and told[1:] == cells
     beside, merged = runs["fp8/fp8/adapter"], runs["fp8/fp8"]
     longer = middle(beside, "sampling") / middle(merged, "sampling")
