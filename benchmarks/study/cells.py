@@ -71,7 +71,7 @@ class Cell:
         lora_rank (`int`): Of the adapter that is trained; 0 trains all weights.
         hidden_size (`int`): Channels of the model, a multiple of 128.
         num_hidden_layers (`int`): Layers of the model.
-        trainer (`str`): `"grpo"`, `"rloo"` or `"distillation"`. Distillation teaches a copy of the model whose weights
+        trainer (`str`): `"grpo"`, `"rloo"`, `"ppo"` or `"distillation"`. Distillation teaches a copy of the model whose weights
             were disturbed, with the model as its teacher.
         evaluations (`int`): How often the policy is judged on the way, the last time at the end.
         served (`str`): Precisions, with spaces between, in which the policy is also judged at its end, as it would be
@@ -194,6 +194,7 @@ LEARNING = {"learning_rate": 1e-4, "per_device_train_batch_size": 64, "max_steps
 TRAINED = {  # trainer -> its settings, and the correction that is its default with samples of low precision
     "grpo": (LEARNING | {"num_iterations": 2}, "tis"),
     "rloo": (LEARNING, "tis"),
+    "ppo": (LEARNING | {"num_iterations": 2}, "tis"),
     "distillation": (LEARNING | {"learning_rate": 3e-5}, "none"),
 }
 LONG = {"quotient": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
