@@ -71,8 +71,8 @@ class Cell:
         lora_rank (`int`): Of the adapter that is trained; 0 trains all weights.
         hidden_size (`int`): Channels of the model, a multiple of 128.
         num_hidden_layers (`int`): Layers of the model.
-        trainer (`str`): `"grpo"`, `"rloo"`, `"ppo"` or `"distillation"`. Distillation teaches a copy of the model whose weights
-            were disturbed, with the model as its teacher.
+        trainer (`str`): `"grpo"`, `"rloo"`, `"ppo"` or `"distillation"`. Distillation teaches a copy of the model whose
+            weights were disturbed, with the model as its teacher.
         evaluations (`int`): How often the policy is judged on the way, the last time at the end.
         served (`str`): Precisions, with spaces between, in which the policy is also judged at its end, as it would be
             served; one that trains in another is quantized for that.
@@ -138,6 +138,8 @@ class Cell:
     def arguments(self) -> dict:
         """Of the trainer's config, which takes those of its fields."""
         own = {name: value for name, value in asdict(self).items() if name not in TASK}
+        if self.trainer == "ppo":
+            own["scale_rewards"] = "none"  # its critic stands in for the group
         return COMMON | own | {"max_completion_length": self.max_completion_length}
 
     def settings(self) -> dict:
