@@ -12,12 +12,13 @@ from training import config
 from transformers import AutoModelForCausalLM
 
 from trl_quant import QuantGRPOConfig
+from trl_quant.cli import main
 from trl_quant.formats import quantize
 from trl_quant.layers import FrozenUnifiedLinear, UnifiedLinear
 from trl_quant.layers.joint import Joint, below_each_other
 from trl_quant.layers.products import quantize_for_both, quantize_gradient, quantize_input
 from trl_quant.policy.adapters import FrozenUnifiedLoraLinear, with_frozen_layers
-from trl_quant.policy.frozen import FrozenBaseConfig, freeze
+from trl_quant.policy.frozen import FrozenBaseConfig, freeze, on_frozen_base
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows
 
@@ -25,6 +26,7 @@ from trl_quant.precisions import unified_flows
 every_precision = pytest.mark.parametrize("precision", unified_flows())
 SIZES = (256, 128, 72)
 SCALING = (2.0, 0.3, 1.7)
+COLOCATED = {"use_vllm": True, "vllm_mode": "colocate"}
 
 
 class Group(nn.Module):
@@ -172,9 +174,11 @@ def test_rows_of_one_matrix_are_not_copied():
     matrix = torch.arange(40, dtype=torch.int8).view(10, 4)
     parts = matrix.split([3, 5, 2])
     assert below_each_other(parts).data_ptr() == matrix.data_ptr()
-    for other in (parts[::-1], parts[:1] + parts[2:], [part.clone() for part in parts]):
-        joined = below_each_other(other)
-        assert torch.equal(joined, torch.cat(list(other))) and joined.data_ptr() != matrix.data_ptr()
+    for other in (parts[::-1], parts[:1] + parts[2:], [part.clone() for part in parts], matrix.t().split([1, 3])):
+        for dtype in (torch.int8, torch.bfloat16):
+            given = [part if dtype == part.dtype else part.to(dtype) for part in other]
+            joined = below_each_other(given)
+            assert torch.equal(joined, torch.cat(given)) and joined.data_ptr() != matrix.data_ptr()
 
 
 def models(precision: str, family: str, **options):
@@ -229,9 +233,28 @@ def test_loading_packs_each_layer(tmp_path, precision):
         assert not any(param.requires_grad for param in layer.parameters())
 
 
+@every_precision
+def test_a_prepared_checkpoint_is_held_as_it_is(tmp_path, precision):
+    """Its codes and scales, which it stores as `weight` and `weight_scale`, and none of the 16-bit weights."""
+    path = save_tiny(tmp_path / "model", family="qwen2", dtype=torch.bfloat16)
+    main(["prepare", "--model", str(path), "--format", precision, "--output", str(tmp_path / "prepared")])
+    own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    freeze(own, precision)
+    args = config(QuantGRPOConfig, tmp_path / "out", train_precision=precision, lora_sync="adapter", **COLOCATED)
+    given = {"quantization_config": None, "peft_config": LoraConfig(r=4, target_modules="all-linear")}
+    given = on_frozen_base(args, model=str(tmp_path / "prepared"), **given)
+    options = given["model_init_kwargs"] | {"quantization_config": given["quantization_config"]}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "prepared", **options)
+    expected = own.state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor.float(), expected[name].float()), name
+
+
 def test_when_a_base_is_held_in_codes(tmp_path):
     """Only under an adapter that stays beside it, and not under FSDP, which shards 16-bit weights."""
-    colocated = {"use_vllm": True, "vllm_mode": "colocate", "train_precision": "fp8"}
+    colocated = COLOCATED | {"train_precision": "fp8"}
     assert config(QuantGRPOConfig, tmp_path / "a", **colocated, lora_sync="adapter").holds_frozen_base
     assert not config(QuantGRPOConfig, tmp_path / "b", **colocated).holds_frozen_base
     sharded = {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2}}

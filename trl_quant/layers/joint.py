@@ -260,7 +260,8 @@ def below_each_other(parts: Sequence[Tensor]) -> Tensor:
     for part in parts:
         is_next = part.storage_offset() == at and part.is_contiguous()
         if not is_next or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return torch.cat([part.view(torch.uint8) for part in parts]).view(first.dtype)
+            bits = torch.uint8 if first.itemsize == 1 else first.dtype  # since FP8 cannot be joined everywhere
+            return torch.cat([part.view(bits) for part in parts]).view(first.dtype)
         at += part.numel()
     return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
 

@@ -1,5 +1,5 @@
 """
-Loads the policy's base in 4 bits, frozen under a LoRA adapter (QeRL):
+Loads the policy's base in codes alone, frozen under a LoRA adapter: in 4 bits (QeRL), or in FP8 or INT8:
 
     policy = Q(W) + B A                    in the decoder's linear layers; Q(W) is loaded once and never changes
 
@@ -13,7 +13,7 @@ import logging
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..formats import FORMATS, global_scale
 from ..layers import FrozenLinear, frozen_layer
 from ..models.linears import FusedGroups, LinearLayer, dense_linears, is_quantizable
-from ..precisions import PRECISIONS, bitsandbytes_bases
+from ..precisions import PRECISIONS, bitsandbytes_bases, unified_flows
 from ..storage.quantization import check_prepared
 from .adapters import adapt_frozen, with_frozen_layers
 
@@ -60,6 +60,7 @@ class FrozenBaseQuantizer(HfQuantizer):
         config = quantization_config
         self.precision, self.dtype = config.precision, getattr(torch, config.checkpoint_dtype)
         self.packer: Packer | None = None
+        self.renamed: list[str] = []  # layers whose codes a checkpoint calls `weight`
 
     @property
     def is_trainable(self) -> bool:
@@ -97,6 +98,11 @@ class FrozenBaseQuantizer(HfQuantizer):
                 layer_class = frozen_layer(self.precision)
                 packed = layer_class(inputs, outputs, has_bias, self.precision, self.dtype, device="meta")
                 model.set_submodule(place, packed)
+                if self.precision in unified_flows():
+                    self.renamed.append(place)
+
+    def get_weight_conversions(self) -> list[WeightRenaming]:
+        return [WeightRenaming(f"{place}.weight$", f"{place}.weight_packed") for place in self.renamed]
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs) -> bool:
         name, _, kind = param_name.rpartition(".")
