@@ -62,9 +62,9 @@ class PolicyFields:
             "quantized while it loads, or comes from a checkpoint that `trl-quant prepare` wrote. Without an adapter, "
             f"{listed(qat_precisions())} train all weights for 4 bits (quantization-aware training): each forward pass "
             "computes with Q(W), and the gradients go to W, which stays in 16 or 32 bits. With "
-            f"{listed(unified_flows())} (Jet-RL) the decoder's linear layers compute what the engine computes in that "
-            "precision, on weights that stay in 16 or 32 bits. A LoRA adapter is merged before they are quantized; with "
-            "`lora_sync='adapter'` it stays beside a base of codes alone. If not set, nothing is quantized in training."
+            f"{listed(unified_flows())} (Jet-RL) the decoder's linear layers compute what the engine computes in this "
+            "precision, on weights that stay in 16 or 32 bits. A LoRA adapter is merged before these are quantized; "
+            "with `lora_sync='adapter'` it stays beside a base of codes alone. If not set, it computes as loaded."
         },
     )
     exact_rollouts: bool = field(
