@@ -160,7 +160,8 @@ def runs_of_steps() -> list:
             for run in content["runs"]:
                 given = content["arguments"] | {"lengths": content["lengths"]} | run
                 rollout, _, train = run["trainer"].removesuffix("/exact").partition("/")
-                given |= {"train_precision": train or None}
+                train, _, lora_sync = train.partition("/")
+                given |= {"train_precision": train or None, "lora_sync": lora_sync or None}
                 for shape, result in run["results"].items():
                     place = (path.name, given, run["size"], given["lora"], run["micro"], rollout, shape)
                     found.append((*place, result["peak_bytes"]))
@@ -191,6 +192,8 @@ def test_memory_of_a_step(estimated, run):
     settings = {"optim": "adamw_torch_fused" if rank else "sgd"}
     if kind != "trl":
         settings |= {"rollout_precision": kind, "train_precision": given.get("train_precision")}
+        if given.get("lora_sync") == "adapter":
+            settings["lora_sync"] = "adapter"
     memory = estimated(
         size,
         rank,
