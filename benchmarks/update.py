@@ -10,8 +10,8 @@ stays beside a base that is held in codes alone (`lora_sync="adapter"`). Each ru
 checkpointing, TRL's other settings, and a made-up batch in place of a generation. `--tokens` counts a micro-batch's
 prompts and completions, in sequences of at most `--length`; a step is one micro-batch. `ratio` is the time relative to
 the first trainer's: below 1 is faster. Times are medians over the steps after the first two. Memory is the peak in
-these: torch's allocations on a GPU, else that of the process. The file of `--output` has every step, the commit, the
-versions and the load.
+these steps: of torch's allocations on a GPU, of the process on a CPU. `--output` keeps every step, with the commit, the
+versions and the host's load.
 """
 
 import argparse

@@ -130,7 +130,7 @@ def test_each_is_computed_as_alone(precision, dtype):
 
 @pytest.mark.parametrize("change", ["A", "B", "scaling", "disabled", "codes"])
 def test_a_change_between_two_layers_is_seen(change):
-    """The second layer's output waits in the joint product, and is not that of the new values."""
+    """The first call computes the second layer's output, too. A change in between makes that output invalid."""
     group, fresh, x = Group("int8"), Group("int8"), inputs()
     with torch.no_grad():
         group.l0(x)
@@ -148,6 +148,24 @@ def test_a_change_between_two_layers_is_seen(change):
                 one.l1.base_layer.weight_packed.data = one.l1.base_layer.weight_packed.data.clone()
         y = group.l1(x)
         assert torch.equal(y, fresh.l1(x)) and not torch.equal(y, Group("int8").l1(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_is_pefts(training):
+    """While it draws, PEFT computes the branch of its layer; the other layers and all bases stay one product."""
+    group, x = Group("int8", (0, 2)), inputs()
+    group.l0.lora_dropout["default"] = nn.Dropout(0.5).train(training)
+    torch.manual_seed(3)
+    ours = group(x)
+    torch.manual_seed(3)
+    base = [layer(x) for layer in group.bases]
+    inputs_of = [group.l0.lora_dropout["default"](x), x]
+    branch = [
+        scaling * layer.lora_B.default(layer.lora_A.default(given))
+        for scaling, layer, given in zip((SCALING[0], SCALING[2]), (group.l0, group.l2), inputs_of)
+    ]
+    assert torch.equal(inputs_of[0], x) != training
+    close(ours, [base[0] + branch[0], base[1], base[2] + branch[1]], 1e-5)
 
 
 def storages(tensors) -> set[int]:

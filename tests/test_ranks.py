@@ -26,11 +26,21 @@ SHARDED = ["sharded-fp8_block-full", "sharded-int8-lora", "sharded-int8-rounded"
 WITHOUT_VLLM = EMBEDDED + PPO + PASSES + TRAINED + PACKED + MASKED + SHARDED
 # launch -> (accelerate's configuration, cases)
 LAUNCHES = {
-    "ddp": ("ddp", [*EMBEDDED, *PPO, *PASSES, *TRAINED, *PACKED, *MASKED, "tp-int8-lora"]),
+    "ddp": ("ddp", [*EMBEDDED, *PPO, *PASSES, *TRAINED, *PACKED, *MASKED, "tp-int8-lora", "beside-int8-lora"]),
     "dp": ("ddp", ["dp-int8-full"]),
     "fsdp2": (
         "fsdp2",
-        [*EMBEDDED, *PPO, *PACKED, *MASKED, *SHARDED, "fsdp2-bf16-full", "fsdp2-int8-lora", "unified-int8-lora"],
+        [
+            *EMBEDDED,
+            *PPO,
+            *PACKED,
+            *MASKED,
+            *SHARDED,
+            "fsdp2-bf16-full",
+            "fsdp2-int8-lora",
+            "unified-int8-lora",
+            "split-int8-lora",
+        ],
     ),
     "zero2": ("zero2", [*TRAINED, *PACKED, "zero2-int8-full"]),
     "zero3": ("zero3", [*EMBEDDED, "zero3-int8-full", "zero3-bf16-lora"]),
@@ -212,4 +222,7 @@ def test_codes_of_what_fsdp2_gathers(found, case):
     ],
 )
 def test_engines_end_as_fresh_ones(found, launch, case):
-    check(case, found(launch, case))
+    ranks = found(launch, case)
+    check(case, ranks)
+    for result in ranks:  # a base in codes alone, which FSDP does not shard
+        assert (result.get("layers", 0) > 0) == case.startswith("beside")

@@ -7,18 +7,21 @@ from ranks import on_two_ranks, results
 
 
 # mode -> (accelerate's configuration, tensor parallel size of the engine); `unified` trains in what it samples in,
-# `exact` with the same kernels
+# `exact` with the same kernels. In `beside` and `split` the adapter stays beside a base in codes, or in sharded weights
 MODES = {
     "tp": ("ddp", 2),
     "dp": ("ddp", 1),
     "fsdp2": ("fsdp2", 1),
     "unified": ("fsdp2", 1),
+    "beside": ("ddp", 1),
+    "split": ("fsdp2", 1),
     "exact": ("ddp", 1),
     "zero2": ("zero2", 1),
     "zero3": ("zero3", 2),
 }
 
 
+BESIDE = ("beside", "split")
 GRAPHS = ("enforce_eager", "compilation_config")  # which `exact_rollouts` chooses
 
 
@@ -61,7 +64,8 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
         use_vllm=True,
         vllm_mode="colocate",
         rollout_precision=precision,
-        train_precision=precision if mode in ("unified", "exact") else None,
+        train_precision=precision if mode in ("unified", "exact", *BESIDE) else None,
+        lora_sync="adapter" if mode in BESIDE else None,
         exact_rollouts=mode == "exact",
         vllm_tensor_parallel_size=size,
         vllm_gpu_memory_utilization=0.1,
@@ -84,6 +88,8 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
     ours = greedy(trainer.vllm_generation.llm)
     trainer.save_model(path / "trained")
     trainer.accelerator.wait_for_everyone()
+    if mode in BESIDE:
+        return beside(trainer, precision, before, ours, path)
     options = {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
     if size > 1 and not GPU:
         options["worker_cls"] = RANK_ON_CPU  # else its shared memory is everybody's, and outlives it
@@ -95,6 +101,31 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
         "equals_untrained": ours == before,
         "checks": checks,
         "update_of_last_step": last_update(path),
+    }
+
+
+def beside(trainer, precision: str, before, ours, path: Path) -> dict:
+    """One rank: its engine against another one that gets the saved adapter beside the same base."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    from vllm_engines import engine, greedy
+
+    from trl_quant.layers import FrozenUnifiedLinear
+
+    held = [layer for layer in trainer.model.modules() if isinstance(layer, FrozenUnifiedLinear)]
+    model = AutoModelForCausalLM.from_pretrained(path.parent / "model", dtype="auto")
+    model = PeftModel.from_pretrained(model, path / "trained")
+    other = engine(model, precision, lora_sync="adapter")
+    other.sync_weights()
+    theirs = greedy(other.llm)
+    checks = [log["sync_check/logp_difference"] for log in trainer.state.log_history if "sync_check/bound" in log]
+    norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
+    return {
+        "layers": len(held),
+        "equals_trained": ours == theirs,
+        "equals_untrained": ours == before,
+        "checks": checks,
+        "update_of_last_step": norms[-1],
     }
 
 

@@ -64,7 +64,7 @@ class PolicyFields:
             "computes with Q(W), and the gradients go to W, which stays in 16 or 32 bits. With "
             f"{listed(unified_flows())} (Jet-RL) the decoder's linear layers compute what the engine computes in this "
             "precision, on weights that stay in 16 or 32 bits. A LoRA adapter is merged before these are quantized; "
-            "with `lora_sync='adapter'` it stays beside a base of codes alone. If not set, it computes as loaded."
+            "with `lora_sync='adapter'` it stays beside a base in codes. If not set, the policy computes as loaded."
         },
     )
     exact_rollouts: bool = field(

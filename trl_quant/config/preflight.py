@@ -370,7 +370,7 @@ def _check_untouched(args, model) -> None:
         raise ValueError(
             f"`train_precision`={args.train_precision!r}, but the policy's base is held in "
             f"{', '.join(map(repr, sorted(packed)))}, and its 16-bit weights are gone. Train an adapter with that "
-            "`train_precision`, or load the model again."
+            "`train_precision` (in FP8 and INT8 with `lora_sync='adapter'`), or load the model again."
         )
     if not args.exact_rollouts and any(hasattr(module, "exact_attention") for module in model.modules()):
         raise ValueError(
@@ -394,9 +394,9 @@ def _check_trained(args, model, peft_config, quantization_config) -> None:
         )
     if frozen and args.uaq_scale is not None:
         raise ValueError(
-            f"`uaq_scale`={args.uaq_scale!r} scales 16-bit weights, and `train_precision`={precision!r} under an "
-            "adapter beside it holds none. Scale and save the model first (`trl_quant.scaling.apply_uaq`), or unset "
-            "one of the two."
+            f"`uaq_scale`={args.uaq_scale!r} scales 16-bit weights, and a base that is frozen in `train_precision`="
+            f"{precision!r} has none. Scale and save the model first (`trl_quant.scaling.apply_uaq`), or unset one of "
+            "the two."
         )
     if args.trains_for_four_bits:
         _check_four_bits(args)
@@ -410,7 +410,7 @@ def _check_trained(args, model, peft_config, quantization_config) -> None:
         sharding = "ZeRO-3" if is_zero3 else f"FSDP{args.fsdp_version}"
         if frozen:
             share = FORMATS[PRECISIONS[precision].format].bits / 16
-            advice = f"held whole. Use DDP or ZeRO-2: the base takes {share:.0%} of its 16 bits' memory, unsharded."
+            advice = f"held whole. Use DDP or ZeRO-2: each GPU holds the base in {share:.0%} of its size in 16 bits."
         else:
             advice = "quantized whole. Use FSDP2 (`fsdp_version: 2`), DDP or ZeRO-2."
         raise ValueError(f"`train_precision`={precision!r} with {sharding}, which shards weights that must be {advice}")

@@ -4,9 +4,9 @@ A frozen linear layer held in the codes that its sampler multiplies: the base of
     Y  = Q(X) Q(W)^T + b + X (s A)^T B^T         as the engine computes it, with its adapter beside the base
     dX = dY Q(W) + dY B (s A)
 
-[`joint`] has these products, their symbols, and what is in FP8 of the backward pass. A [`~layers.UnifiedLinear`]
-computes the same of a weight in 16 bits, which it keeps. Here the codes are all there is of the weight, so a vLLM
-engine in the same process can multiply the same memory.
+[`joint`] has these products, their symbols, and which of them are in FP8 in the backward pass. A
+[`~layers.UnifiedLinear`] computes the same and keeps the weight in 16 bits, too. This layer holds the codes alone, and
+a vLLM engine in the same process can multiply the same memory.
 """
 
 import torch
@@ -61,7 +61,7 @@ class FrozenUnifiedLinear(FrozenLinear):
         return tuple((id(p), p._version, p.data_ptr()) for p in (self.weight_packed, self.weight_scale))
 
     def hold(self, codes: QuantizedTensor) -> None:
-        """Holds these codes, which are equal to its own, in the memory that they are in."""
+        """Holds these codes, in their memory, in place of its own, to which they are equal."""
         self.weight_packed.data, self.weight_scale.data = codes.values, codes.scale
         self._codes, self._made_of = codes, self._identity()
 

@@ -11,8 +11,8 @@ With a LoRA adapter that the engine merges, W_i is W_i + s_i B_i A_i. Instead of
     dA_i = s_i (dY_i B_i)^T Q(X)
     dB_i = dY_i^T (Q(X) (s_i A_i)^T)
 
-An adapter that the engine keeps beside its base takes X before that is quantized, in 16 bits, so Q(X) is X in these
-two, and
+An adapter that the engine keeps beside its base multiplies X itself, in 16 bits. Then X stands for Q(X) in these two
+gradients, and the adapter adds to Y_i and dX:
 
     Y_i += X (s_i A_i)^T B_i^T
     dX  += dY_1 B_1 (s_1 A_1) + ... + dY_n B_n (s_n A_n)
@@ -112,7 +112,10 @@ def compute(x: Tensor, parts: Sequence[Part], weight: Callable[[], QuantizedTens
 
 
 class _Constants(NamedTuple):
-    """What a joint product is given beside tensors: see [`compute`]; `beside` says where the adapters are."""
+    """
+    The arguments of a joint product that are no tensors, as in [`compute`]. `trains` says whether weights get
+    gradients, `beside` whether there are adapters that are not merged.
+    """
 
     dtype: torch.dtype
     weight: Callable[[], QuantizedTensor]
@@ -204,8 +207,8 @@ def _adapter_gradients(
     dx: Tensor | None,
 ) -> list[tuple[Tensor, Tensor]]:
     """
-    Returns dA and dB of the parts that have an adapter, and adds to `dx`, if it is given, what reaches X through them.
-    All of them share the products with X; `h` is X (s A)^T if it is known.
+    Returns dA and dB of the parts that have an adapter. If `dx` is given, adds to it the gradient that reaches X
+    through the adapters. All of them share the products with X; `h` is X (s A)^T if it is known.
     """
     adapted = [i for i, matrix in enumerate(a) if matrix is not None]
     if not adapted:
@@ -260,7 +263,7 @@ def below_each_other(parts: Sequence[Tensor]) -> Tensor:
     for part in parts:
         is_next = part.storage_offset() == at and part.is_contiguous()
         if not is_next or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            bits = torch.uint8 if first.itemsize == 1 else first.dtype  # since FP8 cannot be joined everywhere
+            bits = torch.uint8 if first.itemsize == 1 else first.dtype  # `cat` does not take FP8 everywhere
             return torch.cat([part.view(bits) for part in parts]).view(first.dtype)
         at += part.numel()
     return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))

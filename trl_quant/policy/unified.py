@@ -224,7 +224,7 @@ def train_as_sampled(trainer) -> None:
     if reference is not None and args.fsdp_version == 2:
         hand_out(reference, trainer.accelerator.device)  # accelerate does so for the policy only
     if args.train_precision in (None, *frozen_bases()) and not args.trains_for_four_bits:
-        return
+        return  # a frozen 4-bit base computes by itself
     merged, rounds_to = args.lora_sync == "merge", None
     if not merged:
         start = (args.vllm_engine_kwargs or {}).get("model", trainer.model.name_or_path)

@@ -73,7 +73,7 @@ class Critic:
     | the constructor ends | the model is prepared: on its device, and wrapped for several ranks |
     | `create_scheduler`, as a training begins | [`create_scheduler`] |
     | `_generate_and_score_completions` ends | [`values`], without a gradient |
-    | `_compute_loss`, for each micro-batch | [`values`], with a gradient, which comes with that of the policy's loss |
+    | `_compute_loss`, for each micro-batch | [`values`]; one backward pass serves the losses of policy and critic |
     | the policy's gradient is clipped and checked | [`step`] clips and checks the critic's, and updates it |
     | a checkpoint is saved, or a training resumes | [`save`], [`load`] |
 

@@ -18,8 +18,8 @@ and PPO (arXiv 1707.06347) whitens the advantages and trains the critic to predi
 | `gamma`, `lam` | `gamma`, `lam` | the discount of a reward per action; how far GAE looks ahead |
 | `c` | `cliprange` | how far a value may move from the old one before it is clipped |
 
-What a tool wrote is no action. So t + 1 stands for the next action, which may be many tokens later. After the last
-action the value is 0, also where a completion was cut at its greatest length.
+Tokens that a tool wrote are not actions. The index t + 1 means the next action, which may be many tokens later. After
+the last action the value is 0, also if the completion was cut at its greatest length.
 """
 
 from collections.abc import Callable
