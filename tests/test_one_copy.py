@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from marlin_on_cpu import marlin_on_cpu, numbers, tiles
 from tiny import save_tiny
 from training import config, lora, make, metrics, parameters
-from vllm_engines import SMALL, assert_live_equals_fresh, engine, greedy, keep, policy, update
+from vllm_engines import NOISY_RUN, SMALL, assert_live_equals_fresh, engine, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import global_scale
@@ -215,19 +215,7 @@ def test_a_merged_adapter_in_layers_with_biases(tmp_path, precision):
 def test_a_run(tmp_path, precision):
     """GRPO on a shared base, with noise and dynamic sampling: only the adapter moves, and the engine follows it."""
     path = save_tiny(tmp_path / "model", family="qwen2", tied=False, dtype=torch.bfloat16, **TILED)
-    settings = {
-        "train_precision": precision,
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_engine_kwargs": SMALL,
-        "vllm_max_model_length": 256,
-        "noise_schedule": "exponential",
-        "noise_stages": 3,
-        "dynamic_sampling_rounds": 1,
-        "sync_check_steps": 2,
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-    }
+    settings = NOISY_RUN | {"train_precision": precision, "dynamic_sampling_rounds": 1}
     args = config(QuantGRPOConfig, tmp_path / "out", **settings)
     assert (args.rollout_precision, args.lora_sync) == (precision, "adapter")
     trainer = make(QuantGRPOTrainer, args, model=path, peft_config=lora())

@@ -11,13 +11,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from cutlass_on_cpu import cutlass_on_cpu
 from tiny import save_tiny
 from training import config, lora, make, metrics, parameters
-from vllm_engines import SMALL, engine, greedy, keep, policy
+from vllm_engines import NOISY_RUN, engine, greedy, keep, policy
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.layers import FrozenUnifiedLinear
 from trl_quant.policy.adapters import with_frozen_layers
 from trl_quant.policy.frozen import freeze
 from trl_quant.policy.unified import unify
+from trl_quant.rollout import RolloutNoise
 from trl_quant.rollout.vllm import one_copy
 
 
@@ -102,22 +103,10 @@ def test_what_does_not_fill_tiles_is_held_twice(tmp_path, caplog):
 
 
 def test_a_run(tmp_path):
-    """GRPO on a shared base, with noise: only the adapter moves, the engine follows it, and a checkpoint has it."""
+    """GRPO on a shared base, with noise: only the adapter moves, the engine follows it, and a resumed run has both."""
     path = save_tiny(tmp_path / "model", family="qwen2", tied=False, dtype=torch.bfloat16)
-    settings = {
-        "train_precision": "int8",
-        "lora_sync": "adapter",
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_engine_kwargs": SMALL,
-        "vllm_max_model_length": 256,
-        "noise_schedule": "exponential",
-        "noise_stages": 3,
-        "sync_check_steps": 2,
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-        "beta": 0.1,
-    }
+    settings = NOISY_RUN | {"train_precision": "int8", "lora_sync": "adapter", "beta": 0.1}
+    settings |= {"save_strategy": "steps", "save_steps": 6}
     args = config(QuantGRPOConfig, tmp_path / "out", **settings)
     trainer = make(QuantGRPOTrainer, args, model=path, peft_config=lora())
     keep(trainer)
@@ -137,3 +126,16 @@ def test_a_run(tmp_path):
     assert clean and noised and max(clean) < 1e-2
     assert all(entry["kl"] > 0 for entry in logged[2:])
     trainer.check_sync()
+
+    again = make(QuantGRPOTrainer, args, model=path, peft_config=lora())
+    keep(again)
+    fresh_adapter = parameters(again)
+    again.train(resume_from_checkpoint=True)
+    resumed, trained = parameters(again), parameters(trainer)
+    assert all(torch.equal(resumed[name], trained[name]) for name in moved)
+    assert not any(torch.equal(resumed[name], fresh_adapter[name]) for name in moved)
+    for sampler in (trainer.vllm_generation, again.vllm_generation):
+        sampler.sync_weights()
+        sampler.lay_noise(RolloutNoise())
+        sampler.llm.reset_prefix_cache()
+    assert greedy(again.vllm_generation.llm) == greedy(trainer.vllm_generation.llm)

@@ -63,6 +63,18 @@ GPU_RUN = {
     "vllm_max_model_length": 512,
     "vllm_gpu_memory_utilization": MEMORY,
 }
+# Of runs with a frozen base, in which steps with noise and steps without alternate with syncs and checks
+NOISY_RUN = {
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_engine_kwargs": SMALL,
+    "vllm_max_model_length": 256,
+    "noise_schedule": "exponential",
+    "noise_stages": 3,
+    "sync_check_steps": 2,
+    "max_steps": 6,
+    "learning_rate": 1e-2,
+}
 # two longer than vLLM's cache blocks of 128 tokens on a CPU, one shorter
 PROMPTS = [[(7 * i + 3) % 250 for i in range(200)], [(i * i) % 251 for i in range(140)], [5, 6, 7]]
 

@@ -1,0 +1,27 @@
+"""The raw results of `benchmarks/results`, and the tables of the pages that tell them."""
+
+import json
+import re
+
+from pages import ROOT, TEXTS
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+BENCHMARKS = TEXTS["benchmarks/README.md"]
+MEASURED, CHOICE, ADVICE, MEMORY, TRAINING = (
+    TEXTS[f"docs/{name}.md"] for name in ("results", "precisions", "corrections", "memory", "training")
+)
+H200 = "NVIDIA-H200"
+
+
+def read(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def cells_of(text: str, start: str, after: str = "") -> list[str]:
+    """The cells of the one row that starts so; with `after`, of what stands between that and an empty line."""
+    if after:
+        assert text.count(after) == 1, after
+        text = text.partition(after)[2].partition("\n\n")[0]
+    (row,) = re.findall(rf"^\| {re.escape(start)}.*\|$", text, re.MULTILINE)
+    return [cell.strip() for cell in row.strip("|").split("|")]

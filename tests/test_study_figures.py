@@ -1,0 +1,228 @@
+"""What README, the docs and the benchmarks tell of the study is what its raw files in `benchmarks/results` have."""
+
+import re
+from statistics import fmean
+
+from figures import ADVICE, BENCHMARKS, MEASURED, cells_of, read
+from pages import README
+
+
+# The study, as the docs' advice tells it
+
+
+def study(question: str, *names: str, column: str = "gain") -> list[float]:
+    """Of the cells whose names hold all of these words, in the order of the table."""
+    rows = [row for row in read(f"study/{question}")["cells"] if all(name in row["name"] for name in names)]
+    if column == "gain":
+        return [row["gain"] for row in rows if row["gain"] is not None]
+    found = [row["metrics"] for row in rows]
+    return [m["KL"]["mean"] * m["length"]["mean"] if column == "nats" else m[column]["mean"] for m in found if m["KL"]]
+
+
+def parted(question: str) -> set[str]:
+    """The cells that differ from full precision by more than seeds do."""
+    return {row["name"] for row in read(f"study/{question}")["cells"] if row["differs"]}
+
+
+def percent(values: list[float]) -> str:
+    return f"{min(values):.0%} to {max(values):.0%}" if len(values) > 1 else f"{values[0]:.0%}"
+
+
+def advice(start: str) -> list[str]:
+    return cells_of(ADVICE, start, "| sampler | nats | beyond the seeds' spread | take |")
+
+
+def kept(start: str) -> str:
+    """What a setting kept, of those in which nothing parted from full precision."""
+    return cells_of(ADVICE, start, "| setting | kept of full precision's gain |")[1]
+
+
+def test_advice_where_samples_are_near():
+    _, _, why, _ = advice("BF16, FP8, and INT8")
+    near = study("cost") + study("corrections", "int8") + study("corrections", "fp8 ")
+    uncorrected = study("cost", "none") + study("corrections", "int8 none") + study("corrections", "fp8 none")
+    assert f"ten corrections kept {percent(near)}, and `none` {percent(uncorrected)}" in why
+    assert not [
+        name for q in ("cost", "corrections") for name in parted(q) if name.split()[0] in ("bf16", "int8", "fp8")
+    ]
+
+
+def test_advice_in_4_bits():
+    _, _, why, _ = advice("NVFP4, MXFP4, INT4")
+    named = {"int4": ("dppo", "none", "acr"), "mxfp4": ("dppo", "trm")}
+    coupled = [
+        value for precision in ("nvfp4", "int4", "mxfp4") for value in study("corrections", f"{precision} coupled")
+    ]
+    assert f"`coupled` falls to {percent(coupled)}" in why
+    for precision, corrections in named.items():
+        part = why.partition(f"n {precision.upper()}, ")[2].partition(";")[0]
+        for name in corrections:
+            assert re.search(rf"`{name}` (kept )?{percent(study('corrections', f'{precision} {name}'))}", part)
+    found = {f"{p} {name}" for p, names in named.items() for name in (*names, "coupled")} | {"nvfp4 coupled"}
+    assert parted("corrections") == found
+    row = cells_of(README, "INT4 samples, share of full precision's gain, 3 seeds")[1]
+    tis, coupled = (percent(study("corrections", f"int4 {name}")) for name in ("tis", "coupled"))
+    assert row == f"`tis` {tis}, `coupled` {coupled}"
+
+
+def test_advice_for_several_updates():
+    _, _, why, _ = advice("MXFP4, 99 tokens, four updates")
+    for name in ("tis", "decoupled", "acr", "none", "geometric", "ais"):
+        assert f"`{name}` {percent(study('reuse', f'mxfp4 {name}'))}" in why
+    worst = sorted(v for name in ("coupled", "dppo", "trm") for v in study("reuse", f"mxfp4 {name}"))
+    assert f"{worst[-1]:.0%} to {worst[0]:.0%}" in why
+    assert f"`icepop` ({percent(study('reuse', 'mxfp4 icepop'))}) is not told from" in why
+    rows = {row["name"] for row in read("study/reuse")["cells"]}
+    assert rows - parted("reuse") == {"full precision", "mxfp4 icepop"}
+
+
+def test_advice_with_outliers():
+    _, nats, why, _ = advice("INT8 where activations have outliers")
+    found = [v for v in study("endurance", "int8", column="nats") if v > 0.01]  # not the unified policy's
+    assert nats == f"{min(found):.1f} to {max(found):.1f}"
+    assert f"`tis` on sequences {percent(study('endurance', 'tis, sequences'))}" in why
+    for name in ("ais", "none"):
+        assert f"`{name}` {percent(study('endurance', f'int8 {name}'))}" in why
+    (tis,) = (row["gain"] for row in read("study/endurance")["cells"] if row["name"] == "int8 tis")
+    assert f"`tis` {tis:.0%}" in why
+    assert parted("endurance") == {"int8 none", "int8 unified"}
+    early = {row["name"]: row["gain"] for row in read("study/outliers")["cells"] if row["gain"] is not None}
+    assert parted("outliers") == early.keys() and max(early, key=early.get) == "int8 tis, sequences"
+    assert f"`tis` on sequences the least ({early['int8 tis, sequences']:.0%})" in why
+    _, _, why, _ = advice("The same, and you serve the INT8 model")
+    copies = [v for name in ("ais", "tis") for v in study("endurance", f"int8 {name}", column="reward")]
+    assert f"{study('endurance', 'unified', column='reward')[0]:.2f} of its samples" in why
+    assert f"{min(copies):.2f} to {max(copies):.2f}" in why
+    assert f"It kept {percent(study('endurance', 'unified'))} of full precision's gain" in why
+
+
+def test_advice_for_text():
+    assert kept("INT8 / FP8 on text") == " / ".join(percent(study("words", f"{p} none")) for p in ("int8", "fp8"))
+    _, _, why, _ = advice("NVFP4 / MXFP4 on text")
+    assert why.startswith(f"`none` {' / '.join(percent(study('words', f'{p} none')) for p in ('nvfp4', 'mxfp4'))}")
+    for name in ("ais", "tis", "acr", "coupled"):
+        assert f"`{name}` {percent(study('words', f'mxfp4 {name}'))}" in why
+    assert parted("words") == {"nvfp4 none", *(f"mxfp4 {name}" for name in ("none", "coupled", "tis", "acr", "ais"))}
+
+
+def test_where_nothing_parts():
+    assert kept("MXFP4, completions of 99 tokens") == percent(study("length", "mxfp4 none 12"))
+    larger = [percent(study("scale", "fp8 none", shape)) for shape in ("512x6", "1024x8")]
+    assert kept("FP8, `none`, at 20M / 110M") == " / ".join(larger)
+    wide = [
+        v
+        for name in ("none", "tis", "coupled")
+        for n in ("512x6", "1024x8")
+        for v in study("scale", f"nvfp4 {name} {n}")
+    ]
+    assert kept("NVFP4 at 20M and 110M") == percent(wide)
+    searched = [
+        v for name in ("none", "tis", "acr", "ais") for p in ("nvfp4", "mxfp4") for v in study("countdown", p, name)
+    ]
+    assert kept("Countdown at 20M parameters").startswith(percent(searched))
+    assert kept("Countdown, FP8") == percent(study("countdown", "fp8 none"))
+    for kind, row in (
+        ("beside", "NVFP4 and MXFP4 under LoRA, the adapter"),
+        ("merged", "NVFP4 and MXFP4 under LoRA, sampled"),
+    ):
+        assert kept(row) == percent(study("adapter", kind))
+    marked = {question: parted(question) for question in ("length", "scale", "countdown", "adapter")}
+    assert marked == {
+        "length": set(),
+        "scale": {"nvfp4 coupled 128x2"},  # the smallest model's, as in `corrections`
+        "countdown": {"nvfp4 coupled"},
+        "adapter": set(),
+    }
+
+
+def test_scaling():
+    """In the study it raised every mean, and one of them beyond the seeds' spread."""
+    accuracy = {row["name"]: row["metrics"]["accuracy"]["mean"] for row in read("study/uaq")["cells"]}
+    for precision, optimizer in (("int8", "adamw"), ("int8", "sgd"), ("fp8", "adamw"), ("fp8", "sgd")):
+        assert accuracy[f"{precision} {optimizer} s=1.5"] > accuracy[f"{precision} {optimizer} s=1"]
+    assert parted("uaq") == {"int8 sgd s=1.5"}
+    assert f"Only INT8 with SGD lies beyond the seeds'\n  spread ({percent(study('uaq', 'int8 sgd s=1.5'))})" in ADVICE
+    assert not parted("rollouts") and not parted("noise") - {row for row in parted("noise") if "coupled" in row}
+
+
+def test_the_sweep():
+    gains = [row["gain"] for row in read("study/regimes")["cells"] if row["gain"] is not None]
+    assert len([value for value in gains if 0.4 < value < 0.55]) == 3
+    assert "`none` at about half of the gain in three of them" in ADVICE.replace("\n  ", " ")
+
+
+# Learning curves of the trainers
+
+
+def test_learning_curves_of_the_trainers():
+    """Three seeds of 200 steps each, at one commit; accuracy is recomputed from the runs' logs."""
+    cells = {row["name"]: row for row in read("study/trainers")["cells"]}
+    ends, starts = {}, {}
+    for name, row in cells.items():
+        logs = [run["log"]["eval_accuracy"] for run in row["runs"]]
+        assert {run["seed"] for run in row["runs"]} == {0, 1, 2} and row["settings"]["max_steps"] == 200
+        assert all([*log] == [str(step) for step in range(0, 201, 20)] for log in logs)
+        ends[name], starts[name] = [fmean([log["180"], log["200"]]) for log in logs], {log["0"] for log in logs}
+    assert len({run["commit"] for row in cells.values() for run in row["runs"]}) == 1
+    precisions = ("full precision", "int8", "int4")
+    for trainer, title in (("grpo", "GRPO"), ("rloo", "RLOO"), ("distillation", "distillation")):
+        written = cells_of(MEASURED, f"{title} |", "| trainer | start | full precision |")[1:]
+        (start,) = starts[f"{trainer} full precision"]
+        found = [ends[f"{trainer} {precision}"] for precision in precisions]
+        assert written == [f"{start:.3f}", *(f"{fmean(e):.3f}, {min(e):.3f} to {max(e):.3f}" for e in found)]
+    assert not parted("trainers")
+    assert f"samples kept {percent(study('trainers'))} of the gain" in MEASURED
+    for trainer in ("grpo", "rloo"):
+        assert min(precisions, key=lambda precision: fmean(ends[f"{trainer} {precision}"])) == "int4"
+    spread = max(max(found) - min(found) for name, found in ends.items() if "full precision" in name)
+    assert f"seeds differ by up to {spread:.2f}, and" in MEASURED
+
+
+# The study's own page
+
+
+def ends(row: dict) -> str:
+    accuracy = row["metrics"]["accuracy"]
+    return f"{accuracy['smallest']:.3f} to {accuracy['largest']:.3f}"
+
+
+def test_a_model_that_another_machine_taught_differs_by_more_than_seeds():
+    (elsewhere,) = read("study-another-machine")["cells"]
+    here = next(row for row in read("study/corrections")["cells"] if row["name"] == elsewhere["name"])
+    changed = {name for name in here["settings"] if here["settings"][name] != elsewhere["settings"][name]}
+    assert not changed - {"seed"}
+    starts = [{f"{run['log']['eval_accuracy']['0']:.3f}" for run in row["runs"]} for row in (elsewhere, here)]
+    (there,), (first,) = starts
+    text = BENCHMARKS.replace("\n", " ")
+    assert f"went from {there} to {ends(elsewhere)}" in text and f"has {first} and {ends(here)}" in text
+    assert elsewhere["metrics"]["accuracy"]["largest"] < here["metrics"]["accuracy"]["smallest"]
+
+
+def test_machines_agree_from_one_model():
+    cells = {"length": "full precision 3 digits", "uaq": "full precision adamw"}
+    found = [
+        row for question, name in cells.items() for row in read(f"study/{question}")["cells"] if row["name"] == name
+    ]
+    one, other = ([run["log"]["eval_accuracy"] for run in row["runs"]] for row in found)
+    assert [log["0"] for log in one] == [log["0"] for log in other]
+    assert {run["torch"] for run in found[0]["runs"]}.isdisjoint(run["torch"] for run in found[1]["runs"])
+    told = ["{:.3f}, {:.3f} and {:.3f}".format(*(log["100"] for log in logs)) for logs in (one, other)]
+    assert f"ended at {told[0]} in **length** and at {told[1]} in **uaq**" in BENCHMARKS.replace("\n", " ")
+
+
+def test_reuse_of_the_study():
+    for row in read("study/reuse")["cells"]:
+        label = row["name"].removeprefix("mxfp4 ")
+        start = f"{label} |" if row["gain"] is None else f"`{label}` |"
+        accuracy, gained, *_ = cells_of(BENCHMARKS, start, "| correction | accuracy, range | gain | over steps")[1:]
+        assert accuracy == f"{row['metrics']['accuracy']['mean']:.3f}, {ends(row)}"
+        assert gained == ("100%" if row["gain"] is None else f"{row['gain']:.0%}")
+
+
+def test_corrections_of_the_study():
+    rows = {row["name"]: row for row in read("study/corrections")["cells"]}
+    for name in ("none", "coupled", "decoupled", "tis", "acr", "ais", "icepop", "geometric", "trm", "dppo"):
+        written = cells_of(BENCHMARKS, f"`{name}` |", "| nats of a completion, `none` |")[1:]
+        found = [rows[f"{precision} {name}"] for precision in ("int8", "fp8", "nvfp4", "int4", "mxfp4")]
+        assert [cell.strip("*") for cell in written] == [f"{row['gain']:.0%}".strip("%") for row in found]
+        assert ["*" in cell for cell in written] == [row["differs"] for row in found]
