@@ -422,6 +422,7 @@ def test_an_adapter_beside_a_base_in_codes():
     longer = middle(beside, "sampling") / middle(merged, "sampling")
     less = (merged["peak_bytes"] - beside["peak_bytes"]) / 2**30
     assert f"sampling {longer:.2f} times as long, and saves {less:.0f} GiB" in BENCHMARKS
+    assert f"samples {longer:.2f} times as long" in text
 
 
 def test_masked_diffusion():

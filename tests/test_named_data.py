@@ -139,6 +139,8 @@ def test_an_instruction_follows_each_prompt(hub):
         ("<Think>1+1=2</Think><answer>2</answer>", False),
         ("<think>1+1=2</think>", False),
         ("", False),
+        ("<think><think>1+1=2</think> <answer>2</answer>", False),
+        ("<think>1+1=2</think> <answer><answer>2</answer>", False),
     ],
 )
 def test_the_format_of_qerl(completion, is_right):

@@ -19,6 +19,7 @@ from trl_quant.policy.adapters import with_frozen_layers
 from trl_quant.policy.frozen import freeze
 from trl_quant.policy.unified import unify
 from trl_quant.rollout import RolloutNoise
+from trl_quant.rollout.verify.self_check import EngineLayer
 from trl_quant.rollout.vllm import one_copy
 
 
@@ -90,6 +91,20 @@ def test_one_memory(tmp_path, family, monkeypatch, caplog):
         layer.weight_packed.data.neg_()
     shared.llm.reset_prefix_cache()
     assert greedy(shared.llm) != seen
+
+
+def test_the_self_check_computes_as_the_engine(tmp_path):
+    """Within two roundings of BF16: it quantizes inputs as vLLM does. Without that it would be further away."""
+    model = adapted(tmp_path / "policy")
+    sampler = engine(model, "int8", lora_sync="adapter")
+    theirs = sampler.llm.apply_model(lambda m: dict(m.named_modules()))[0]["model.layers.0.mlp.down_proj"]
+    ours = layers(model)["base_model.model.model.layers.0.mlp.down_proj.base_layer"]
+    x = torch.randn(77, ours.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+    right = theirs.scheme.apply_weights(theirs, x, None).float()
+    reference = EngineLayer(sampler, [ours], 0, None)(x).float()
+    unquantized = x.float() @ ours.dequantize().float().t()
+    errors = [((y - right).norm() / right.norm()).item() for y in (reference, unquantized)]
+    assert errors[0] < 2**-8 < 0.6 * errors[1]
 
 
 def test_what_does_not_fill_tiles_is_held_twice(tmp_path, caplog):

@@ -102,6 +102,24 @@ def text_scores(trainer, batch) -> torch.Tensor:
 # The gradients
 
 
+def test_the_critics_loss_is_a_mean_over_the_tokens_of_a_step(tmp_path, models):
+    """Of a generation that serves two steps of two micro-batches; a mean over the generation would be half as large."""
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "per_device_train_batch_size": 2}
+    trainer = ppo(tmp_path, models, Uneven, value_model_name_or_path=models["critic"], **settings, **GAE)
+    batch = scored(trainer)
+    trainer.current_gradient_accumulation_steps = 2
+    rows = {name: value for name, value in batch.items() if torch.is_tensor(value) and value.ndim > 0}
+    parts = [{name: value[2 * i : 2 * i + 2] for name, value in rows.items()} for i in range(4)]
+    losses = [trainer.value_step.loss(batch | part).item() for part in parts]
+    critic = reference_critic(models)
+    with torch.no_grad():
+        values = slow.values(critic, batch)
+        advantages = slow.advantages(text_scores(trainer, batch), values, batch["completion_mask"], 0.95, 0.8)
+        mean, _ = slow.value_loss(values, values, values + advantages, batch["completion_mask"], 0.02)
+    assert len({part["completion_mask"].sum().item() for part in parts}) > 1
+    assert sum(losses) == pytest.approx(2 * mean.item(), rel=1e-4)
+
+
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_the_gradients_of_policy_and_critic(tmp_path, models, correction):
     """After both have moved, on a batch with tools and uneven lengths; no shortcut has them."""

@@ -64,8 +64,13 @@ def assert_same(left, right) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_iterations": 2, "is_correction": "ais", "max_steps": 16, "save_steps": 8}, {"beta": 0.1, "bf16": True}],
-    ids=["plain", "iterations", "reference"],
+    [
+        {},
+        {"num_iterations": 2, "is_correction": "ais", "max_steps": 16, "save_steps": 8},
+        {"beta": 0.1, "bf16": True},
+        {"optim": "sgd", "value_learning_rate": 0.1},  # without a state, in which the schedule's rate could stand
+    ],
+    ids=["plain", "iterations", "reference", "sgd"],
 )
 def test_killed_and_resumed_equals_unbroken(tmp_path, policy, options):
     """Bit for bit: the log, the policy, the critic and the state of its optimizer."""

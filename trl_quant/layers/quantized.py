@@ -16,7 +16,8 @@ the product, as Marlin does. If the inputs have groups too, both are dequantized
 such groups in FP32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from ..formats import FORMATS, QuantizedTensor, quantize, quantize_activation
 from ..precisions import PRECISIONS
+from .products import quantize_input
 
 
 class EngineWeight(NamedTuple):
@@ -72,7 +74,13 @@ def held_weight(q: QuantizedTensor, dtype: torch.dtype) -> tuple[EngineWeight, T
     return EngineWeight(dequantized.to(dtype if kind.activations is None else torch.float32)), dequantized
 
 
-def quantized_linear(x: Tensor, weight: EngineWeight, inputs: str | None, bias: Tensor | None = None) -> Tensor:
+def quantized_linear(
+    x: Tensor,
+    weight: EngineWeight,
+    inputs: str | None,
+    bias: Tensor | None = None,
+    quantizer: Callable[[Tensor, str], QuantizedTensor] | None = None,
+) -> Tensor:
     """
     Multiplies inputs (..., in) with a weight, and returns (..., out) in the type of `x`.
 
@@ -81,10 +89,12 @@ def quantized_linear(x: Tensor, weight: EngineWeight, inputs: str | None, bias: 
         weight ([`EngineWeight`]): The weight.
         inputs (`str` or `None`): Format of the inputs. With `None` or a weight-only format they are not quantized.
         bias (`torch.Tensor`, *optional*): (out,).
+        quantizer (`Callable`, *optional*):
+            Quantizes the inputs to that format; by default [`trl_quant.formats.quantize_activation`] does.
     """
-    dtype = weight.values.dtype
+    dtype, quantizer = weight.values.dtype, quantizer or partial(quantize_activation, check=False)
     with torch.autocast(x.device.type, enabled=False):
-        activation = None if inputs is None else quantize_activation(x, inputs, check=False)
+        activation = None if inputs is None else quantizer(x, inputs)
         if activation is None:
             y = F.linear(x.to(dtype), weight.values)
         elif weight.scale is None:
@@ -158,5 +168,6 @@ def held_vllm_linear(x: Tensor, q: QuantizedTensor, precision: str, bias: Tensor
 
 
 def _as_vllm(x: Tensor, weight: EngineWeight, precision: str, bias: Tensor | None) -> Tensor:
-    x, inputs = x.to(torch.bfloat16).float(), PRECISIONS[precision].vllm.inputs
-    return quantized_linear(x, weight, inputs.get(x.device.type), bias).to(torch.bfloat16)
+    inputs = PRECISIONS[precision].vllm.inputs.get(x.device.type)
+    flat = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
+    return quantized_linear(flat, weight, inputs, bias, quantize_input).view(*x.shape[:-1], -1)
