@@ -26,8 +26,8 @@ SHARDED = ["sharded-fp8_block-full", "sharded-int8-lora", "sharded-int8-rounded"
 WITHOUT_VLLM = EMBEDDED + PPO + PASSES + TRAINED + PACKED + MASKED + SHARDED
 # launch -> (accelerate's configuration, cases)
 LAUNCHES = {
-    "ddp": ("ddp", [*EMBEDDED, *PPO, *PASSES, *TRAINED, *PACKED, *MASKED, "tp-int8-lora", "beside-int8-lora"]),
-    "dp": ("ddp", ["dp-int8-full"]),
+    "ddp": ("ddp", [*EMBEDDED, *PPO, *PASSES, *TRAINED, *PACKED, *MASKED, "tp-int8-lora"]),
+    "dp": ("ddp", ["dp-int8-full", "beside-int8-lora"]),  # vLLM keeps a process to one tensor parallel size
     "fsdp2": (
         "fsdp2",
         [
