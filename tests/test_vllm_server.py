@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
+from distilling import distil
 from tiny import save_tiny
 from training import config, lora, make
 
@@ -28,7 +29,14 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.serve.dev.server_info.api_router import PydanticVllmConfig
 from vllm_engines import FP8_CACHE, fresh, one_by_one, served
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import (
+    QuantGRPOConfig,
+    QuantGRPOTrainer,
+    QuantPPOConfig,
+    QuantPPOTrainer,
+    QuantRLOOConfig,
+    QuantRLOOTrainer,
+)
 from trl_quant.rollout.vllm import server as vllm_server
 from trl_quant.rollout.vllm import worker as vllm_worker
 from trl_quant.rollout.vllm.server import serve_command
@@ -114,8 +122,13 @@ def files_in_place_of_nccl(monkeypatch):
         monkeypatch.setattr(vllm_client, "NCCLWeightTransferEngine", file_transfer)
 
 
+def behind(url: str, precision: str) -> dict:
+    """Settings of a run that samples from a server."""
+    return {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "rollout_precision": precision}
+
+
 def trainer_of(tmp_path, url, model, precision, peft_config=None, **options):
-    settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "rollout_precision": precision}
+    settings = behind(url, precision)
     return make(
         QuantGRPOTrainer,
         config(QuantGRPOConfig, tmp_path / "out", **settings | options),
@@ -253,6 +266,26 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     last = fresh(trainer.model, precision, tmp_path / "fresh", **(wide if precision == "int8" else {}))
     assert " ".join(WIDE[:3]) in serve_command("model", precision, wide_norms=True)
     assert served(trainer.vllm_generation.vllm_client) == one_by_one(last)
+
+
+@pytest.mark.parametrize("trainer_class", [QuantRLOOTrainer, QuantPPOTrainer, "distillation"])
+def test_each_trainer_samples_from_a_server(tmp_path, model, servers, monkeypatch, trainer_class):
+    """Two steps with a correction; then the server equals an engine that vLLM starts on the weights."""
+    monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-bf16.pt"))
+    settings = behind(servers["bf16"], "bf16") | {"is_correction": "tis", "sync_check_steps": 1, "max_steps": 2}
+    if trainer_class == "distillation":
+        trainer = distil(tmp_path, model=str(model), **settings)
+    else:
+        kind = {QuantRLOOTrainer: QuantRLOOConfig, QuantPPOTrainer: QuantPPOConfig}[trainer_class]
+        trainer = make(trainer_class, config(kind, tmp_path / "out", **settings), model=str(model))
+    before = served(trainer.vllm_generation.vllm_client)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert all(log["sync_check/logp_difference"] < log["sync_check/bound"] for log in logs)
+    assert all(0 < log["mismatch/kl_k3"] < 1e-2 for log in logs)  # BF16 against FP32
+    trainer.check_sync()
+    after = served(trainer.vllm_generation.vllm_client)
+    assert before != after == one_by_one(fresh(trainer.model, "bf16", tmp_path / "fresh"))
 
 
 def test_server_that_misses_a_sync(tmp_path, model, servers, monkeypatch):
