@@ -165,14 +165,14 @@ def test_learning_curves_of_the_trainers():
         ends[name], starts[name] = [fmean([log["180"], log["200"]]) for log in logs], {log["0"] for log in logs}
     assert len({run["commit"] for row in cells.values() for run in row["runs"]}) == 1
     precisions = ("full precision", "int8", "int4")
-    for trainer, title in (("grpo", "GRPO"), ("rloo", "RLOO"), ("distillation", "distillation")):
+    for trainer, title in (("grpo", "GRPO"), ("ppo", "PPO"), ("rloo", "RLOO"), ("distillation", "distillation")):
         written = cells_of(MEASURED, f"{title} |", "| trainer | start | full precision |")[1:]
         (start,) = starts[f"{trainer} full precision"]
         found = [ends[f"{trainer} {precision}"] for precision in precisions]
         assert written == [f"{start:.3f}", *(f"{fmean(e):.3f}, {min(e):.3f} to {max(e):.3f}" for e in found)]
     assert not parted("trainers")
     assert f"samples kept {percent(study('trainers'))} of the gain" in MEASURED
-    for trainer in ("grpo", "rloo"):
+    for trainer in ("grpo", "ppo", "rloo"):
         assert min(precisions, key=lambda precision: fmean(ends[f"{trainer} {precision}"])) == "int4"
     spread = max(max(found) - min(found) for name, found in ends.items() if "full precision" in name)
     assert f"seeds differ by up to {spread:.2f}, and" in MEASURED
