@@ -8,11 +8,12 @@ import pytest
 import torch
 from tiny import save_tiny, save_tiny_vision, tiny_model
 from training import Killed, config, dataset, killing, make, metrics, parameters
-from transformers import AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForTokenClassification
 from trl import GRPOConfig
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantPPOTrainer
 from trl_quant.config.consistency import check_ppo
+from trl_quant.config.preflight import check_before_loading
 from trl_quant.storage.run_checkpoints import has_whole_weights, last_complete_checkpoint
 
 
@@ -236,6 +237,19 @@ def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, 
     pictures = dataset(8).add_column("image", [None] * 8)
     with pytest.raises(ValueError, match="a column 'image', and the critic reads text alone"):
         ppo(tmp_path, policy, given={"train_dataset": pictures})
+
+
+def test_a_critic_of_the_policys_checkpoint_has_its_revision(tmp_path, policy, monkeypatch):
+    asked, read = [], AutoConfig.from_pretrained
+
+    def spy(name, **options):
+        asked.append(options.get("revision"))
+        return read(name, **options)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", spy)
+    args = config(QuantPPOConfig, tmp_path, num_generations=1, model_init_kwargs={"revision": "r"})
+    check_before_loading(policy, args, dataset(), None, None, reward_funcs=[])
+    assert set(asked) == {"r"}
 
 
 def test_a_critic_without_packed_rows(tmp_path, policy, caplog):
