@@ -14,14 +14,17 @@ from trl_quant import DiffusionGRPOConfig
 from trl_quant.cli import train as command
 from trl_quant.report.plan import make_plan
 from trl_quant.report.runs import read_run
+from trl_quant.rollout.embedded.diffusion import denoise
 from trl_quant.trainers.launch import TrainArguments
 
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks" / "study")]
 
 import ais_llada  # noqa: E402
 import build_masked_model as building  # noqa: E402
+import trial  # noqa: E402
+from cells import Cell  # noqa: E402
 
 
 # AIS, section 4.3 and appendix C; beta and the updates of a generation are d1's
@@ -72,6 +75,26 @@ def test_teaching_teaches(taught):
     with torch.no_grad():
         chances = model(input_ids=shown).logits[:, prompts.shape[1]].softmax(-1)
     assert (chances[:, tokenizer.convert_tokens_to_ids("####")] > 0.5).all()
+
+
+def test_the_study_judges_by_denoising(taught):
+    """What it finds is the share of sums that are right; each seed draws its own answers. Global state stays."""
+    model, settings = AutoModelForCausalLM.from_pretrained(taught), Cell("", trainer="diffusion").settings()
+    judge, state = trial.accuracy_of(settings, None, taught), torch.random.get_rng_state()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0)  # every token is as likely as another
+    canvases = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "denoise", lambda *args: canvases.append(denoise(*args)) or canvases[-1])
+        assert [judge(model), judge(model, seed=1), judge(model)] == [0, 0, 0]
+        assert torch.equal(canvases[0], canvases[2]) and not torch.equal(canvases[0], canvases[1])
+        tokenizer = AutoTokenizer.from_pretrained(taught)
+        solutions = [json.loads(line)["answer"] for line in (taught / "eval.jsonl").read_text().splitlines()]
+        right = tokenizer([f"#### {answer}" for answer in solutions], padding=True, return_tensors="pt")["input_ids"]
+        right[::2] = tokenizer.eos_token_id
+        patch.setattr(building, "denoise", lambda *args: right)
+        assert judge(model) == 0.5
+    assert torch.equal(state, torch.random.get_rng_state())
 
 
 def test_the_recipe_trains_the_small_model(taught, tmp_path):

@@ -100,6 +100,18 @@ def test_word_problems_are_read_from_the_hub_or_a_file(tmp_path, given, source):
     assert "--word_problems" not in runner.model_jobs([Cell("")], tmp_path, given)[0].command
 
 
+def test_a_masked_model_is_taught_for_diffusion(tmp_path):
+    jobs = runner.model_jobs(
+        [Cell("a", trainer="diffusion"), Cell("b", "int8", trainer="diffusion"), Cell("c")], tmp_path
+    )
+    assert [(Path(job.command[1]).name, job.directory.name) for job in jobs] == [
+        ("build_masked_model.py", "masked"),
+        ("build_arithmetic_model.py", "3-digits-0.33"),
+    ]
+    masked = dict(zip(jobs[0].command[2::2], jobs[0].command[3::2], strict=True))
+    assert masked["--output_dir"] == str(tmp_path / "models" / "masked")
+
+
 def test_outliers_change_activations_and_no_output():
     model = building.build_model(building.build_tokenizer()).double().eval()
     ids, seen = torch.randint(4, 60, (4, 16)), {}

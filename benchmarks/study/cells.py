@@ -49,6 +49,7 @@ COMMON = {
 
 
 WORDS = 112  # tokens of the longest solution in words
+CANVAS = 8  # tokens that the masked diffusion model writes at once
 SHAPES = ((128, 2), (512, 6), (1024, 8))  # channels and layers: 0.5M, 20M and 110M parameters
 
 
@@ -71,8 +72,9 @@ class Cell:
         lora_rank (`int`): Of the adapter that is trained; 0 trains all weights.
         hidden_size (`int`): Channels of the model, a multiple of 128.
         num_hidden_layers (`int`): Layers of the model.
-        trainer (`str`): `"grpo"`, `"rloo"`, `"ppo"` or `"distillation"`. Distillation teaches a copy of the model whose
-            weights were disturbed, with the model as its teacher.
+        trainer (`str`): `"grpo"`, `"rloo"`, `"ppo"`, `"distillation"` or `"diffusion"`. Distillation teaches a copy of
+            the model whose weights were disturbed, with the model as its teacher. Diffusion starts from the model of
+            `examples/build_masked_model.py` and asks its additions.
         evaluations (`int`): How often the policy is judged on the way, the last time at the end.
         served (`str`): Precisions, with spaces between, in which the policy is also judged at its end, as it would be
             served; one that trains in another is quantized for that.
@@ -109,7 +111,9 @@ class Cell:
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens of the longest solution, rounded up to a multiple of 8."""
+        """Tokens of the longest solution, rounded up to a multiple of 8; of the canvas, where one is denoised."""
+        if self.trainer == "diffusion":
+            return CANVAS
         if self.word_problems:
             return WORDS
         tokens = 52 * self.countdown or 11 * self.digits + 8
@@ -125,6 +129,8 @@ class Cell:
     @property
     def taught(self) -> str:
         """Name of that model before it has outliers."""
+        if self.trainer == "diffusion":
+            return "masked"
         task = f"quotient-{self.quotient}" if self.quotient else f"{self.digits}-digits"
         task = f"countdown-{self.countdown}" if self.countdown else task
         task = self.word_problems.replace("/", "-") if self.word_problems else task
@@ -140,6 +146,8 @@ class Cell:
         own = {name: value for name, value in asdict(self).items() if name not in TASK}
         if self.trainer == "ppo":
             own["scale_rewards"] = "none"  # its critic stands in for the group
+        if self.trainer == "diffusion":
+            own |= {"block_length": CANVAS, "prompt_mask_probability": 0.0}  # a mask on so short a prompt hides a digit
         return COMMON | own | {"max_completion_length": self.max_completion_length}
 
     def settings(self) -> dict:
@@ -199,6 +207,16 @@ TRAINED = {  # trainer -> its settings, and the correction that is its default w
     "ppo": (LEARNING | {"num_iterations": 2}, "tis"),
     "distillation": (LEARNING | {"learning_rate": 3e-5}, "none"),
 }
+# Chosen on seed 100, like REUSED and DENOISED
+REUSED = {
+    "trainer": "ppo",
+    "learning_rate": 2e-4,
+    "num_iterations": 4,
+    "digits": 6,
+    "max_steps": 100,
+    "per_device_train_batch_size": 64,
+}
+DENOISED = BRIEF | {"trainer": "diffusion"}
 LONG = {"quotient": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
 
 QUESTIONS = {
@@ -413,6 +431,25 @@ QUESTIONS = {
         ),
         ("Held-out reward",),
         by_regime=True,
+    ),
+    "ppo": Question(
+        "Which correction, where PPO makes four updates a generation?",
+        (
+            Cell(FULL, **REUSED),
+            *(Cell(f"mxfp4 {name}", "mxfp4", None, name, **REUSED) for name in ("none", "tis", "acr")),
+        ),
+        ("Held-out reward",),
+    ),
+    "diffusion": Question(
+        "Which correction, where a masked diffusion model denoises in low precision?",
+        (
+            Cell(FULL, **DENOISED),
+            *(
+                Cell(f"{precision} {name}", precision, None, name, **DENOISED)
+                for precision, name in product(("fp8", "int8", "int4", "mxfp4"), ("none", "tis", "ais"))
+            ),
+        ),
+        ("Held-out reward",),
     ),
     "length": Question(
         "How does the mismatch grow with position and length?",

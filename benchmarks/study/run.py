@@ -37,6 +37,7 @@ from table import write
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "build_arithmetic_model.py"
+MASKED = EXAMPLE.with_name("build_masked_model.py")
 GPUS = torch.cuda.device_count()
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -168,6 +169,11 @@ def model_jobs(cells: Sequence[Cell], output: Path, word_problems: str | None = 
     """
     found = {}
     for cell in cells:
+        if cell.trainer == "diffusion":
+            path = output / "models" / cell.taught
+            words = ["--output_dir", str(path), "--eval_problems", "512"]
+            found[cell.taught] = Job(path, [sys.executable, str(MASKED), *words], "eval.jsonl")
+            continue
         hard = cell.quotient or cell.countdown or cell.word_problems
         options = {
             "output_dir": output / "models" / cell.taught,

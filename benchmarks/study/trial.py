@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 from build_arithmetic_model import BuildArguments  # noqa: E402
+from build_masked_model import accuracy as denoised_accuracy  # noqa: E402
 from distillation import disturbed  # noqa: E402
 from engines import machine  # noqa: E402
 
@@ -115,6 +116,15 @@ def quantized(model: nn.Module, precision: str) -> nn.Module:
     return copied
 
 
+def accuracy_of(settings: dict, reward: Callable[..., list], model: Path) -> Callable[..., float]:
+    """How often a policy is right on the problems held out beside `model`, sampled at temperature 1."""
+    tokenizer, held_out = AutoTokenizer.from_pretrained(model), load_prompts(str(model / "eval.jsonl"))
+    if settings["trainer"] == "diffusion":
+        return lambda policy, **draw: denoised_accuracy(policy, tokenizer, held_out, **draw)
+    length = settings["max_completion_length"]
+    return lambda policy, **draw: mean_reward(policy, tokenizer, held_out, reward, length, **draw)
+
+
 def arguments_of(settings: dict) -> dict:
     """What the trainer's config takes of a cell's settings."""
     known = {field.name for field in fields(TRAINERS[settings["trainer"]].config_class)}
@@ -133,8 +143,6 @@ def train(directory: Path, model: Path) -> None:
             engine = llm_with(**arguments.pop("vllm_engine_kwargs"))
     rank = settings["lora_rank"]
     reward = BuildArguments(**{name: settings[name] for name in ("quotient", "countdown", "word_problems")}).reward
-    tokenizer, held_out = AutoTokenizer.from_pretrained(model), load_prompts(str(model / "eval.jsonl"))
-    length = settings["max_completion_length"]
     if config.has_rewards:
         task = {"model": str(model), "reward_funcs": reward}
     else:
@@ -148,7 +156,7 @@ def train(directory: Path, model: Path) -> None:
             callbacks=[
                 Log(
                     directory / "metrics.jsonl",
-                    lambda policy, **draw: mean_reward(policy, tokenizer, held_out, reward, length, **draw),
+                    accuracy_of(settings, reward, model),
                     settings["evaluations"],
                     settings["served"].split(),
                 )
