@@ -5,10 +5,10 @@
 The model (a Qwen3 of two layers that attends in both directions, 0.5M parameters, a tokenizer of 65 characters) learns
 answers such as `34+58=#### 92` as LLaDA is fine-tuned: the answer is padded to the canvas with end tokens, each of the
 canvas's tokens is masked with a probability t that is drawn for each answer, and the loss of the masked tokens is
-divided by t. Training stops once the model is right on a third of the held-out problems, denoised at temperature 1, after
-a few minutes. `train.jsonl` and `eval.jsonl` (columns `prompt` and `answer`) are written beside the model; problems in
-`eval.jsonl` are never trained on. As in `build_arithmetic_model.py`, the same seed gives another model on another kind of
-CPU.
+divided by t. Training stops once the model is right on a third of the held-out problems, denoised at temperature 1,
+after a minute or two. `train.jsonl` and `eval.jsonl` (columns `prompt` and `answer`) are written beside the model;
+problems in `eval.jsonl` are never trained on. As in `build_arithmetic_model.py`, the same seed gives another model on
+another kind of CPU.
 """
 
 import itertools
