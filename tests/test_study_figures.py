@@ -210,6 +210,21 @@ def test_machines_agree_from_one_model():
     assert f"ended at {told[0]} in **length** and at {told[1]} in **uaq**" in BENCHMARKS.replace("\n", " ")
 
 
+def test_diffusion_of_the_study():
+    """Three seeds of each cell, all at one commit."""
+    cells = read("study/diffusion")["cells"]
+    assert len({run["commit"] for row in cells for run in row["runs"]}) == 1
+    (start,) = {f"{run['log']['eval_accuracy']['0']:.3f}" for row in cells for run in row["runs"]}
+    assert f"is right on {start} of new sums" in BENCHMARKS.replace("\n", " ")
+    for row in cells:
+        assert {run["seed"] for run in row["runs"]} == {0, 1, 2} and row["settings"]["max_steps"] == 100
+        label = "full precision |" if row["gain"] is None else f"`{row['name']}` |"
+        accuracy, gained = cells_of(BENCHMARKS, label, "| copy, correction | accuracy, range | gain |")[1:]
+        assert accuracy == f"{row['metrics']['accuracy']['mean']:.3f}, {ends(row)}"
+        assert gained.strip("*") == ("100%" if row["gain"] is None else f"{row['gain']:.0%}")
+        assert ("*" in gained) == row["differs"]
+
+
 def test_reuse_of_the_study():
     for row in read("study/reuse")["cells"]:
         label = row["name"].removeprefix("mxfp4 ")
