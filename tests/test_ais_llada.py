@@ -78,7 +78,7 @@ def test_teaching_teaches(taught):
 
 
 def test_the_study_judges_by_denoising(taught):
-    """What it finds is the share of sums that are right; each seed draws its own answers. Global state stays."""
+    """It returns the share of right sums. Each seed draws other answers, and the global random state stays as it is."""
     model, settings = AutoModelForCausalLM.from_pretrained(taught), Cell("", trainer="diffusion").settings()
     judge, state = trial.accuracy_of(settings, None, taught), torch.random.get_rng_state()
     with torch.no_grad():

@@ -8,13 +8,14 @@ import pytest
 import torch
 from tiny import save_tiny, save_tiny_vision, tiny_model
 from training import Killed, config, dataset, killing, make, metrics, parameters
-from transformers import AutoConfig, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from trl import GRPOConfig
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantPPOTrainer
 from trl_quant.config.consistency import check_ppo
 from trl_quant.config.preflight import check_before_loading
 from trl_quant.storage.run_checkpoints import has_whole_weights, last_complete_checkpoint
+from trl_quant.trainers.critic import load_critic
 
 
 pytestmark = pytest.mark.isa
@@ -239,17 +240,36 @@ def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, 
         ppo(tmp_path, policy, given={"train_dataset": pictures})
 
 
-def test_a_critic_of_the_policys_checkpoint_has_its_revision(tmp_path, policy, monkeypatch):
+@pytest.mark.parametrize("other", [False, True])
+def test_the_policys_revision_is_that_of_its_own_checkpoint_alone(tmp_path, policy, monkeypatch, other):
+    """The check before loading and the loading itself read the critic alike."""
     asked, read = [], AutoConfig.from_pretrained
 
     def spy(name, **options):
-        asked.append(options.get("revision"))
+        asked.append((str(name), options.get("revision")))
         return read(name, **options)
 
+    critic = str(shutil.copytree(policy, tmp_path / "critic")) if other else policy
+    settings = {"num_generations": 1, "model_init_kwargs": {"revision": "r"}}
+    args = config(QuantPPOConfig, tmp_path, value_model_name_or_path=critic if other else None, **settings)
     monkeypatch.setattr(AutoConfig, "from_pretrained", spy)
-    args = config(QuantPPOConfig, tmp_path, num_generations=1, model_init_kwargs={"revision": "r"})
     check_before_loading(policy, args, dataset(), None, None, reward_funcs=[])
-    assert set(asked) == {"r"}
+    assert set(asked) == ({(policy, "r"), (critic, None)} if other else {(policy, "r")})
+    asked.clear()
+    load_critic(critic, args)
+    assert set(asked) == {(critic, None if other else "r")}
+
+
+def test_a_policy_that_was_quantized_as_it_was_loaded(tmp_path, policy):
+    """Its critic starts from the checkpoint, which is not quantized."""
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    args = config(QuantPPOConfig, tmp_path, num_generations=1)
+    check_before_loading(model, args, dataset(), None, None, reward_funcs=[])
+    with pytest.raises(ValueError, match="is quantized, and the critic trains all of its weights"):
+        model.config.save_pretrained(tmp_path / "quantized")
+        args.value_model_name_or_path = str(tmp_path / "quantized")
+        check_before_loading(model, args, dataset(), None, None, reward_funcs=[])
 
 
 def test_a_critic_without_packed_rows(tmp_path, policy, caplog):

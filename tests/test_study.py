@@ -109,7 +109,7 @@ def test_a_masked_model_is_taught_for_diffusion(tmp_path):
         ("build_arithmetic_model.py", "3-digits-0.33"),
     ]
     masked = dict(zip(jobs[0].command[2::2], jobs[0].command[3::2], strict=True))
-    assert masked["--output_dir"] == str(tmp_path / "models" / "masked")
+    assert masked == {"--output_dir": str(tmp_path / "models" / "masked"), "--eval_problems": "512"}
 
 
 def test_outliers_change_activations_and_no_output():

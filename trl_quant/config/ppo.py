@@ -94,6 +94,15 @@ class QuantPPOConfig(CriticFields, QuantGRPOConfig):
         super()._check()
         check_ppo(self)
 
+    @property
+    def critic_source(self) -> dict:
+        """Arguments with which `from_pretrained` finds the critic. The policy's own checkpoint has its revision."""
+        options = {"trust_remote_code": self.trust_remote_code}
+        revision = (self.model_init_kwargs or {}).get("revision")
+        if self.value_model_name_or_path is None and revision is not None:
+            options["revision"] = revision
+        return options
+
     @classmethod
     def from_trl(cls, args) -> "QuantPPOConfig":
         raise ValueError(f"`args` is a {type(args).__name__}. It must be a `{cls.__name__}`: TRL has no config of PPO.")

@@ -213,12 +213,10 @@ def _check_critic(args, model, train_dataset) -> None:
             "The policy was built in memory, and the critic starts from a checkpoint: name one in "
             "`value_model_name_or_path`."
         )
-    config = policy
-    if args.value_model_name_or_path is not None:
-        try:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"The critic's `value_model_name_or_path`={name!r} cannot be read: {error}") from error
+    try:
+        config = AutoConfig.from_pretrained(name, **args.critic_source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"The critic's `value_model_name_or_path`={name!r} cannot be read: {error}") from error
     fault = None
     if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         fault = f"has the `model_type`={config.model_type!r}, of which transformers has no token classifier"

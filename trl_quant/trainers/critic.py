@@ -49,10 +49,7 @@ def load_critic(name: str, args) -> PreTrainedModel:
         name (`str`): A language model, a reward model or an earlier critic: a hub id or a directory.
         args ([`QuantPPOConfig`]): The run's settings. The data type and the attention are the policy's.
     """
-    given = {"dtype": "float32"} | (args.model_init_kwargs or {})
-    options = {"trust_remote_code": args.trust_remote_code}
-    if args.value_model_name_or_path is None and given.get("revision") is not None:
-        options["revision"] = given["revision"]
+    given, options = {"dtype": "float32"} | (args.model_init_kwargs or {}), args.critic_source
     config = AutoConfig.from_pretrained(name, num_labels=1, **options)
     options |= {key: given[key] for key in ("dtype", "attn_implementation") if given.get(key) is not None}
     model, loaded = AutoModelForTokenClassification.from_pretrained(
