@@ -77,6 +77,19 @@ def test_teaching_teaches(taught):
     assert (chances[:, tokenizer.convert_tokens_to_ids("####")] > 0.5).all()
 
 
+@pytest.mark.parametrize(("right", "steps"), [([0.1, 0.4, 0.9], 4), ([0.1, 0.2, 0.3], 5)])
+def test_teaching_stops_once_a_third_is_right(tmp_path, monkeypatch, right, steps):
+    """It judges the model after every second step here, and after the last."""
+    made, answers, loss = [], iter(right), building.masked_loss
+    monkeypatch.setattr(building, "STEPS_BETWEEN", 2)
+    monkeypatch.setattr(building, "accuracy", lambda *args: next(answers))
+    monkeypatch.setattr(building, "masked_loss", lambda *args: made.append(1) or loss(*args))
+    settings = {"max_steps": 5, "batch_size": 4, "train_problems": 8, "eval_problems": 8}
+    found = building.build(building.BuildArguments(str(tmp_path), **settings))
+    assert len(made) == steps and found == right[-(-steps // 2) - 1]
+    assert (tmp_path / "model.safetensors").is_file() and (tmp_path / "eval.jsonl").is_file()
+
+
 def test_the_study_judges_by_denoising(taught):
     """It returns the share of right sums. Each seed draws other answers, and the global random state stays as it is."""
     model, settings = AutoModelForCausalLM.from_pretrained(taught), Cell("", trainer="diffusion").settings()
