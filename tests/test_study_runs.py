@@ -18,6 +18,7 @@ STUDY = ROOT / "benchmarks" / "study"
 sys.path[:0] = [str(STUDY), str(ROOT / "examples")]
 
 import build_arithmetic_model as building  # noqa: E402
+import build_masked_model as masked_building  # noqa: E402
 import run as runner  # noqa: E402
 import trial  # noqa: E402
 from cells import QUESTIONS, Cell, Question  # noqa: E402
@@ -193,15 +194,19 @@ def test_each_problem_has_its_reward(tmp_path, monkeypatch, asked, reward):
     assert 1 < run.values("completions/max_length")[0] <= cell.max_completion_length
 
 
-@pytest.mark.parametrize("trainer", ["grpo", "rloo", "distillation"])
+@pytest.mark.parametrize("trainer", ["grpo", "rloo", "ppo", "distillation", "diffusion"])
 def test_each_trainer_is_judged_on_the_way(built, tmp_path, trainer):
-    """Distillation starts from a disturbed copy of the model, and has no reward."""
+    """Distillation starts from a disturbed copy of the model, and has no reward. Diffusion has a model of its own."""
+    if trainer == "diffusion":
+        masked = masked_building.BuildArguments(str(built / "models" / "masked"), max_steps=1, eval_problems=8)
+        masked_building.build(masked)
     cell = Cell("a", "int4", trainer=trainer, max_steps=2, evaluations=2, per_device_train_batch_size=8)
     (tmp_path / "settings.json").write_text(json.dumps(cell.settings()))
     trial.train(tmp_path, built / "models" / cell.model)
     run = read_run(tmp_path)
     assert run.status == "done" and run.series("eval_accuracy")[0] == [0, 1, 2]
     assert bool(run.values("reward")) is (trainer != "distillation")
+    assert bool(run.values("value/loss")) is (trainer == "ppo")
     losses = run.values("loss")
     # The teacher is the model itself, from which an undisturbed student would not diverge
     assert trainer != "distillation" or min(losses) > 0.01
