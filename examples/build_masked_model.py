@@ -30,7 +30,7 @@ from trl_quant.tasks.arithmetic import Problem, problems
 
 LENGTH = 8  # tokens of the canvas
 MASK = "<mask>"
-STEPS_BETWEEN = 50  # evaluations
+EVAL_STEPS = 50  # the model is judged after so many steps
 
 
 @dataclass
@@ -103,7 +103,7 @@ def build(args: BuildArguments) -> float:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % STEPS_BETWEEN == 0 or step == args.max_steps:
+        if step % EVAL_STEPS == 0 or step == args.max_steps:
             found = accuracy(model, tokenizer, rows["eval"])
             print(f"step {step}: right on {found:.1%} of held-out problems", flush=True)
             if found >= args.target_accuracy:

@@ -81,7 +81,7 @@ def test_teaching_teaches(taught):
 def test_teaching_stops_once_a_third_is_right(tmp_path, monkeypatch, right, steps):
     """It judges the model after every second step here, and after the last."""
     made, answers, loss = [], iter(right), building.masked_loss
-    monkeypatch.setattr(building, "STEPS_BETWEEN", 2)
+    monkeypatch.setattr(building, "EVAL_STEPS", 2)
     monkeypatch.setattr(building, "accuracy", lambda *args: next(answers))
     monkeypatch.setattr(building, "masked_loss", lambda *args: made.append(1) or loss(*args))
     settings = {"max_steps": 5, "batch_size": 4, "train_problems": 8, "eval_problems": 8}
