@@ -244,6 +244,13 @@ QUESTIONS = {
         "Which correction, where four updates use a generation of long completions?",
         (Cell(FULL, **OFTEN), *(Cell(f"mxfp4 {name}", "mxfp4", None, name, **OFTEN) for name in CORRECTIONS)),
     ),
+    "ppo": Question(
+        "The same with PPO: which correction, where four updates use a generation of long completions?",
+        (
+            Cell(FULL, trainer="ppo", **OFTEN),
+            *(Cell(f"mxfp4 {name}", "mxfp4", None, name, trainer="ppo", **OFTEN) for name in ("none", "tis", "acr")),
+        ),
+    ),
     "cost": Question(
         "What does a correction cost where none is needed?",
         (Cell(FULL, **REUSE), *(Cell(f"bf16 {name}", "bf16", None, name, **REUSE) for name in CORRECTIONS)),
