@@ -15,11 +15,13 @@ Times whole GRPO steps and their phases, through the trainers, with TRL's traine
 | `fp8/fp8/adapter` | ours with the adapter beside an FP8 base that trainer and vLLM hold once |
 | `fp8_block/fp8_block/exact` | ours with `exact_rollouts` too |
 | `bf16+padded`, `fp8+packed` | ours with `pack_sequences` set to False or True |
+| `rloo:trl`, `rloo:fp8/fp8` | TRL's `RLOOTrainer` and ours; its reference model is TRL's default |
+| `ppo:fp8/fp8` | our PPO, with a critic of the 0.5B shape (on a CPU of the tiny one) whose weights are all trained |
 
 Each trainer runs in its own process and trains a LoRA policy of random weights with gradient checkpointing, one update
-per generation and TRL's other settings. With `--lora 0` all weights are trained in BF16, with bitsandbytes' AdamW in 8
-bits or, where that is not installed, with plain SGD: the states of a 16-bit AdamW do not fit beside a 7B policy and
-vLLM. Our self-check, one in 50 steps, is switched off.
+per generation and TRL's other settings. Without a prefix the method is GRPO. With `--lora 0` all weights are trained in
+BF16, with bitsandbytes' AdamW in 8 bits or, where that is not installed, with plain SGD: the states of a 16-bit AdamW
+do not fit beside a 7B policy and vLLM. Our self-check, one in 50 steps, is switched off.
 
 The length of each completion is drawn before anything is measured, so all trainers do the same work: vLLM gets it as
 the `max_tokens` of a request, and no token ends a completion earlier. Lengths are `equal` to the TOKENS of
@@ -29,7 +31,7 @@ the `max_tokens` of a request, and no token ends a completion earlier. Lengths a
 |---|---|
 | sampling | `generate` of the engine, text and log-probabilities included |
 | sync | sending the policy's weights to the engine |
-| scoring | the pass without gradients that computes old log-probabilities; 0 if there is none |
+| scoring | passes without gradients: old log-probabilities, a reference's, a critic's values; 0 if there is none |
 | update | everything after the generation: forward, backward, clipping, optimizer |
 | rest | the generation without the phases above: tokenizing, decoding, rewards, metrics |
 
@@ -77,6 +79,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from trl_quant.precisions import exact_flows, frozen_bases, train_precisions
+from trl_quant.trainers.launch import TRAINERS
 
 
 IGNORE_EOS = {"ignore_eos": True}
@@ -85,7 +88,13 @@ CONTROL = {
     "generation_kwargs": IGNORE_EOS | {"detokenize": False},
 }
 # Fields of TRL's config, by the name of the trainer
-TRLS = {"trl": {}, "trl-control": CONTROL, "trl-liger": CONTROL | {"use_liger_kernel": True}}
+TRLS = {
+    "trl": {},
+    "trl-control": CONTROL,
+    "trl-liger": CONTROL | {"use_liger_kernel": True},
+    "rloo:trl": {},
+}
+METHODS = ("grpo", "rloo", "ppo")
 OURS = re.compile(r"(?P<rollout>\w+)(/(?P<train>\w+)(/(?P<how>exact|adapter))?)?(\+(?P<rows>packed|padded))?")
 # Arguments that all runs of a file share
 SHARED = ("prompt", "generations", "lora", "median", "sigma", "seed", "correction", "lora_sync")
@@ -94,10 +103,12 @@ SHARED += ("engine_kwargs", "trl_engine_kwargs")
 
 def fields_of(trainer: str) -> dict:
     """Returns the fields of our config that the name of a trainer of ours stands for."""
-    parts = OURS.fullmatch(trainer)
-    if not parts or parts["rollout"] not in PRECISIONS:
+    method, _ = step_runs.parts_of(trainer)
+    parts = OURS.fullmatch(trainer.removeprefix(f"{method}:"))
+    if method not in METHODS or not parts or parts["rollout"] not in PRECISIONS:
         raise argparse.ArgumentTypeError(
-            f"{trainer!r} is neither of {', '.join(TRLS)} nor a precision of this machine."
+            f"{trainer!r} is neither of {', '.join(TRLS)} nor a precision of this machine, for one of "
+            f"{', '.join(METHODS)}."
         )
     fields = {"rollout_precision": parts["rollout"]}
     if parts["train"]:
@@ -157,11 +168,12 @@ def make_trainer(args, tokenizer):
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoConfig, AutoModelForCausalLM
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-    from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
     from trl_quant.trl_seams import llm_with
 
+    trls = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
+    method, _ = step_runs.parts_of(args.one)
     (size,) = args.sizes
     completions, new = map(max, zip(*args.completions, strict=True))
     words, generator = words_of(tokenizer), random.Random(0)
@@ -208,13 +220,27 @@ def make_trainer(args, tokenizer):
     if args.lora:
         given["peft_config"] = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear")
     if args.one in TRLS:
+        trainer, config = trls[method]
         with llm_with(**arguments | args.trl_engine_kwargs):
-            return GRPOTrainer(args=GRPOConfig(**settings | TRLS[args.one]), **given)
+            return trainer(args=config(**settings | TRLS[args.one]), **given)
     ours = {"is_correction": args.correction, "lora_sync": args.lora_sync, "sync_check_steps": 0}
     ours |= {"vllm_engine_kwargs": arguments | args.engine_kwargs} | fields_of(args.one)
     if not args.lora:
         del ours["lora_sync"]
-    return QuantGRPOTrainer(args=QuantGRPOConfig(**settings, **ours), **given)
+    if method == "ppo":
+        ours["value_model_name_or_path"] = critic_directory(tokenizer)
+    trainer = TRAINERS[method]
+    return trainer(args=trainer.config_class(**settings, **ours), **given)
+
+
+def critic_directory(tokenizer) -> str:
+    """Writes a checkpoint of random weights from which a critic starts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = model_directory("0.5b" if CUDA else "tiny", tokenizer)
+    config = AutoConfig.from_pretrained(directory)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    return directory
 
 
 class Steps(TrainerCallback):
@@ -256,6 +282,8 @@ class Steps(TrainerCallback):
         self.clock.watch(trainer.vllm_generation, "sync_weights", "sync")
         without_gradient = lambda: not torch.is_grad_enabled()  # noqa: E731
         self.clock.watch(trainer, "_get_per_token_logps_and_entropies", "scoring", without_gradient)
+        if hasattr(trainer, "critic"):
+            self.clock.watch(trainer.critic, "old_values", "scoring")
 
     def on_train_begin(self, args, state, control, **others):
         self.seconds = []
@@ -338,7 +366,7 @@ def options() -> argparse.ArgumentParser:
         type=trainer_name,
         default=["trl", "trl-control", "bf16", "fp8"] if CUDA else ["bf16", "int8"],
         metavar="TRAINER",
-        help=f"{', '.join(TRLS)}, or ours: ROLLOUT[/TRAIN[/exact|/adapter]][+packed|+padded], such as fp8/fp8",
+        help=f"{', '.join(TRLS)}, or ours: [METHOD:]ROLLOUT[/TRAIN[/exact|/adapter]][+packed|+padded], such as fp8/fp8",
     )
     parser.add_argument("--correction", default="tis", help="`is_correction` of ours")
     parser.add_argument(

@@ -21,8 +21,15 @@ from limits import sampling_limit, update_limit
 
 
 PHASES = ("sampling", "sync", "scoring", "update", "rest")
-# Trainers that the others are divided by: TRL as it comes, TRL with the switches that help it, ours in BF16
+# Trainers that the others of their method are divided by: TRL as it comes, TRL with the switches that help it, ours in
+# BF16
 BASELINES = ("trl", "trl-control", "bf16")
+
+
+def parts_of(trainer: str) -> tuple[str, str]:
+    """Returns the method of a trainer, GRPO where its name has none, and the name without it."""
+    method, colon, name = trainer.rpartition(":")
+    return (method if colon else "grpo"), name
 
 
 def merged(found: dict, more: dict) -> dict:
@@ -68,7 +75,7 @@ def print_tables(found: dict) -> None:
 
 def limits_of(run: dict, machine: str, arguments: dict, lengths: list[list[int]]) -> tuple[float, float]:
     """Returns the least seconds of a run's sampling and of its update: medians over the steps. See `limits.py`."""
-    rollout, _, train = run["trainer"].partition("+")[0].partition("/")
+    rollout, _, train = parts_of(run["trainer"])[1].partition("+")[0].partition("/")
     rollout = "bf16" if rollout.startswith("trl") else rollout
     train = train.partition("/")[0] or "bf16"
     step = (arguments["prompt"], arguments["generations"])
@@ -85,7 +92,8 @@ def print_table(
 ) -> None:
     """
     Prints medians of the measured steps. A trainer has one row for each size of its micro-batches; its rounds count
-    together. A phase that no step had is "0". The limits of two phases are known for the cards of `BANDWIDTH`.
+    together. A phase that no step had is "0", a ratio to a baseline that its method lacks "-". The limits of two phases
+    are known for the cards of `BANDWIDTH`.
     """
     tokens = [sum(each) for each in lengths]
     mean = sum(tokens) / sum(map(len, lengths))
@@ -95,14 +103,15 @@ def print_table(
     for run in runs:
         rows.setdefault((run["trainer"], run["micro"]), []).append(run)
     medians = {row: statistics.median(seconds_of(found, shape, "step")) for row, found in rows.items()}
-    # A baseline with several sizes of micro-batches counts with the fastest
-    baselines = {
-        name: min(median for (trainer, _), median in medians.items() if trainer == name)
-        for name in BASELINES
-        if any(trainer == name for trainer, _ in rows)
-    }
+    # A baseline with several sizes of micro-batches counts with the fastest, and for the trainers of its method
+    baselines: dict[tuple[str, str], float] = {}
+    for (trainer, _), median in medians.items():
+        method, name = parts_of(trainer)
+        if name in BASELINES:
+            baselines[method, name] = min(median, baselines.get((method, name), median))
+    names = [name for name in BASELINES if any(name == found for _, found in baselines)]
 
-    headings = ["trainer", "micro", "steps", "step s", "min", "max", *(f"x {name}" for name in baselines)]
+    headings = ["trainer", "micro", "steps", "step s", "min", "max", *(f"x {name}" for name in names)]
     headings += [*PHASES, "tok/s", "peak GiB", "load"]
     cards = any(card in machine for card in BANDWIDTH)
     headings += ["sampling limit", "update limit"] if cards else []
@@ -110,7 +119,8 @@ def print_table(
     for (trainer, micro), found in rows.items():
         steps, median = seconds_of(found, shape, "step"), medians[trainer, micro]
         line = [trainer, str(micro), str(len(steps)), f"{median:.2f}", f"{min(steps):.2f}", f"{max(steps):.2f}"]
-        line += [f"{baseline / median:.2f}" for baseline in baselines.values()]
+        found_baselines = [baselines.get((parts_of(trainer)[0], name)) for name in names]
+        line += ["-" if baseline is None else f"{baseline / median:.2f}" for baseline in found_baselines]
         for phase in PHASES:
             seconds = seconds_of(found, shape, phase)
             line.append(f"{statistics.median(seconds):.2f}" if any(seconds) else "0")

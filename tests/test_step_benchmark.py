@@ -84,7 +84,30 @@ def test_trainers_by_name(step):
     }
 
 
-@pytest.mark.parametrize("name", ["int9", "trl-contrl", "int8/bf16", "int8/exact", "bf16/nvfp4/exact", "bf16+long", ""])
+def test_the_method_stands_before_the_name(step, step_runs):
+    assert step.fields_of("rloo:int8/int8") == step.fields_of("int8/int8")
+    assert step.fields_of("ppo:bf16+padded") == step.fields_of("bf16+padded")
+    assert step.trainer_name("rloo:trl") == "rloo:trl"
+    found = [step_runs.parts_of(name) for name in ("fp8/fp8", "rloo:trl", "ppo:int8/int8/exact")]
+    assert found == [("grpo", "fp8/fp8"), ("rloo", "trl"), ("ppo", "int8/int8/exact")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sft:bf16",
+        "ppo:trl",
+        ":bf16",
+        "rloo:trl-control",
+        "int9",
+        "trl-contrl",
+        "int8/bf16",
+        "int8/exact",
+        "bf16/nvfp4/exact",
+        "bf16+long",
+        "",
+    ],
+)
 def test_other_names_are_refused(step, name, capsys):
     with pytest.raises(SystemExit):
         step.options().parse_args(["--trainers", "bf16", name])
@@ -168,6 +191,13 @@ def test_table_has_medians_and_a_ratio_to_each_baseline(step_runs, capsys):
     ]
     # sampling, sync, no scoring, update, rest, tokens per second (30 and 70 in a second), memory, load
     assert rows[-1].split()[8:] == ["1.00", "0.10", "0", "1.90", "0", "50", "1.0", "0.5"]
+
+
+def test_a_trainer_is_compared_with_those_of_its_method(step_runs, capsys):
+    runs = [("trl", 4, [12.0]), ("rloo:trl", 4, [20.0]), ("rloo:int8", 4, [5.0]), ("ppo:int8", 4, [4.0])]
+    step_runs.print_tables(runs_of(*runs))
+    rows = [row.split() for row in capsys.readouterr().out.strip().splitlines()[4:]]
+    assert [row[6] for row in rows] == ["1.00", "1.00", "4.00", "-"]
 
 
 # The whole
