@@ -8,7 +8,8 @@ A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `
 the same with distillation, `passes` the same with and without a scoring pass, `packed` the same with packed rows and
 padded ones, `trained` the same in a `train_precision`, `broken` the same with steps that are not finite, `masked` the
 same with a masked diffusion model,
-`ppo` is in `ppo_ranks`, `sharded` in `fsdp_ranks`, `qat` in `qat_ranks`, the others in `vllm_ranks`.
+`ppo` is in `ppo_ranks`, `sharded` in `fsdp_ranks`, `qat` in `qat_ranks`, `turns` in `turn_ranks`, the others in
+`vllm_ranks`.
 The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CASE/rank-N.json.
 """
 
@@ -266,6 +267,10 @@ def run(path: Path, case: str) -> None:
         found = train_broken(precision, tuning, path / case)
     elif mode == "qat":
         from qat_ranks import train
+
+        found = train(precision, tuning, path / case)
+    elif mode == "turns":
+        from turn_ranks import train
 
         found = train(precision, tuning, path / case)
     elif mode == "sharded":

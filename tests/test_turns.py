@@ -6,12 +6,8 @@ sleep mode on a CPU: where an engine sleeps here, a stand-in notes it, and at le
 """
 
 import asyncio
-import faulthandler
-import json
-import os
 import re
 import runpy
-import sys
 import time
 from collections import Counter
 from importlib.util import find_spec
@@ -40,7 +36,6 @@ TEMPLATE = (
     "{{ message['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 NOISE = {"noise_schedule": "exponential", "noise_sigma_start": 0.2, "noise_sigma_end": 0.1, "noise_stages": 3}
-PATIENCE = 420  # seconds until ranks that wait for each other are ended
 
 
 def note() -> str:
@@ -465,46 +460,16 @@ def test_the_example_trains(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_two_ranks_with_unequal_turns_finish(tmp_path, monkeypatch, engine):
+def test_two_ranks_with_unequal_turns_finish(tmp_path, engine):
     """One takes one turn a generation, the other three, and each syncs and checks once: no rank waits for the other."""
     if engine == "vllm" and not find_spec("vllm"):
         pytest.skip("vLLM is not installed")
     from ranks import on_two_ranks, results
+    from turn_ranks import assert_finished
 
-    monkeypatch.setattr("ranks.__file__", __file__)
     save_tiny(tmp_path / "model", dtype=torch.bfloat16)
-    printed = on_two_ranks("ddp", tmp_path, engine)
-    one, three = results(tmp_path, engine, printed)
-    assert one["turns"] == 3 * 1 and three["turns"] == 3 * 3
-    assert one["syncs"] == three["syncs"] == 3
-    assert one["checks"] == three["checks"] == (3 if engine == "vllm" else 0)
-    assert one["weights"] == three["weights"]
-    assert one["calls"] == three["calls"] == [1, 1, 1]  # a completion, on average: none and two
-
-
-def run_rank(path: Path, engine: str) -> None:
-    """One rank of two; asleep between generations where vLLM samples, so that each generation has a self-check."""
-    faulthandler.dump_traceback_later(PATIENCE, exit=True)
-    rank = int(os.environ["RANK"])
-    settings = in_vllm() | {"vllm_gpu_memory_utilization": 0.1} if engine == "vllm" else {}
-    model = str(path.parent / "model")
-    trainer = with_tools(path, model, (1, 3)[rank], rollout_precision="int8", **settings)
-    checks, check = [], self_check.self_check
-    self_check.self_check = lambda *args: checks.append(args) or check(*args)
-    events, _ = noted(trainer.vllm_generation)
-    if engine == "vllm":
-        put_to_sleep(trainer.vllm_generation, 2, events)
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    found = {
-        "turns": events.count("turn"),
-        "syncs": events.count("sync"),
-        "checks": len(checks),
-        "weights": {name: value.double().sum().item() for name, value in parameters(trainer).items()},
-        "calls": [log["tools/call_frequency"] for log in logs],
-    }
-    (path / f"rank-{rank}.json").write_text(json.dumps(found))
-    faulthandler.cancel_dump_traceback_later()
+    case = f"turns-int8-{2 if engine == 'vllm' else engine}"
+    assert_finished(*results(tmp_path, case, on_two_ranks("ddp", tmp_path, case)), engine == "vllm")
 
 
 # What TRL cannot do
@@ -583,11 +548,3 @@ def test_a_tool_that_hangs_is_told_to_the_model(tmp_path, monkeypatch, tool):
     with_tools(tmp_path, None, 2, tool, reads, reward_timeout=0.1, max_steps=1, rollout_precision="int8").train()
     error = {"error": "The tool 'note' did not return within `reward_timeout`=0.1 seconds."}
     assert len(told) == 8 and set(told) == {str(error)}
-
-
-if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        (Path(sys.argv[1]) / name).mkdir(exist_ok=True)
-        run_rank(Path(sys.argv[1]) / name, name)
-    sys.stdout.flush()
-    os._exit(0)

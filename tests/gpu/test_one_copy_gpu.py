@@ -1,4 +1,6 @@
-"""One frozen base for trainer and vLLM on a GPU: vLLM's own kernels under CUDA graphs, asleep, with noise.
+"""
+One frozen base for trainer and vLLM on a GPU: vLLM's own kernels under CUDA graphs, asleep, with noise, and in a run on
+a prepared checkpoint.
 
     python3 -m pytest -m gpu -s tests/gpu/test_one_copy_gpu.py
 
@@ -14,8 +16,12 @@ from peft import LoraConfig, get_peft_model
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from vllm_engines import GPU_MODEL, PROMPTS, SLEEPING, engine, greedy, policy, update
+from safetensors.torch import load_file
+from tiny import save_tiny
+from training import config, dataset, make, parameters
+from vllm_engines import GPU_MODEL, GPU_RUN, PROMPTS, SLEEPING, SMALL, engine, greedy, keep, policy, update
 
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.layers import FrozenLinear
 from trl_quant.noise import noised_norms
 from trl_quant.policy.adapters import with_frozen_layers
@@ -24,6 +30,7 @@ from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows
 from trl_quant.rollout import RolloutNoise
 from trl_quant.rollout.vllm import one_copy
+from trl_quant.storage.layout import quantize_checkpoint
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
@@ -194,3 +201,45 @@ def test_products(tmp_path):
         errors = [((given.double() - exact).norm() / exact.norm()).item() for given in (ours(x), y)]
         assert errors[0] < 1.1 * errors[1] < 0.01
         assert ((y - ours(x).float().roll(1, 1)).norm() / y.norm()).item() > 0.5
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes, which compare where CUDA compares no FP8."""
+    return tensor.detach().reshape(-1).view(torch.uint8).cpu()
+
+
+@pytest.mark.parametrize("precision", unified_flows())
+def test_a_run_on_a_prepared_checkpoint(tmp_path, precision, monkeypatch, caplog):
+    """
+    GRPO on the codes of a checkpoint in FP8 or INT8, which trainer and engine share: the adapter alone moves, and the
+    engine ends as one that has loaded the checkpoint itself.
+    """
+    source = save_tiny(tmp_path / "model", tied=False, dtype=torch.bfloat16, family="qwen2", **GPU_MODEL)
+    prepared = quantize_checkpoint(source, tmp_path / "prepared", precision)
+    settings = {"train_precision": precision, "lora_sync": "adapter", "sync_check_steps": 1, "max_steps": 3}
+    args = config(QuantGRPOConfig, tmp_path / "out", **GPU_RUN, vllm_engine_kwargs=SMALL, **settings)
+    options = {"peft_config": LoraConfig(**LORA), "train_dataset": dataset(32)}
+    with caplog.at_level(logging.INFO, "trl_quant"):
+        trainer = make(QuantGRPOTrainer, args, model=str(prepared), **options)
+    keep(trainer)
+    assert "hold one copy" in caplog.text
+    sampler, start = trainer.vllm_generation, parameters(trainer)
+    sampler.sync_weights()
+    first = greedy(sampler.llm)
+    trainer.train()
+
+    logs = [log for log in trainer.state.log_history if "sync_check/bound" in log]
+    print(f"\n{precision:>10}: KL {[log['mismatch/kl_k3'] for log in logs]}, {trainer.check_sync()}")
+    assert [log["step"] for log in logs] == [1, 2, 3]
+    moved = {name for name, value in parameters(trainer).items() if not torch.equal(bits(value), bits(start[name]))}
+    assert moved == {name for name in start if ".lora_" in name}
+    stored, layers = load_file(prepared / "model.safetensors"), base(trainer.model)
+    assert len(layers) == 7 * GPU_MODEL["num_hidden_layers"]
+    for name, layer in layers.items():
+        codes = stored[name.removeprefix("base_model.model.").removesuffix("base_layer") + "weight"]
+        assert torch.equal(bits(layer.codes().values), bits(codes)), name
+    with monkeypatch.context() as patch:
+        patch.setattr(one_copy, "lent_weights", lambda: None)
+        own = engine(trainer.model, precision, lora_sync="adapter")
+    own.sync_weights()
+    assert greedy(sampler.llm) == greedy(own.llm) != first

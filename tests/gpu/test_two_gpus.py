@@ -1,4 +1,6 @@
-"""vLLM on two GPUs, through the trainer: tensor parallel, data parallel, and behind `vllm serve` on a GPU of its own.
+"""
+vLLM on two GPUs, through the trainer: tensor parallel, data parallel, asleep between generations of unequal numbers of
+turns, and behind `vllm serve` on a GPU of its own.
 
     python3 -m pytest -m gpu -s tests/gpu/test_two_gpus.py
 
@@ -22,13 +24,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+from ranks import on_two_ranks, results
 from tiny import save_tiny
 from training import config, dataset, make
+from turn_ranks import assert_finished
 from vllm_engines import GPU_MODEL, SMALL, fresh, one_by_one, served
 from vllm_ranks import launch, launch_exact
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.precisions import PRECISIONS
+from trl_quant.layers import QATLinear
+from trl_quant.precisions import PRECISIONS, in_vllm, qat_precisions
 from trl_quant.storage.layout import quantize_checkpoint
 
 
@@ -38,6 +43,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 SERVED = ("bf16", "fp8", "int8", "nvfp4")
+TRAINED = [name for name in qat_precisions() if name in in_vllm()]  # all weights, in four bits
 
 
 def trainer_of(path: Path, precision: str, **options) -> QuantGRPOTrainer:
@@ -55,18 +61,26 @@ def trainer_of(path: Path, precision: str, **options) -> QuantGRPOTrainer:
     return make(QuantGRPOTrainer, args, model=str(path / "model"), train_dataset=dataset(32))
 
 
-def sample_from_server(precision: str, path: Path, url: str) -> None:
-    """Three steps with noise on the way; then the server equals an engine that vLLM starts on the trained weights."""
+def sample_from_server(precision: str, path: Path, url: str, trains: bool) -> None:
+    """
+    Three steps, on weights that are trained in the server's precision, or with noise on the way; then the server equals
+    an engine that vLLM starts on the trained weights.
+    """
     noise = {"noise_schedule": "exponential", "noise_sigma_start": 0.05, "noise_sigma_end": 0.01, "noise_stages": 3}
-    trainer = trainer_of(path, precision, vllm_mode="server", vllm_server_base_url=url, vllm_group_port=free(), **noise)
+    options = {"train_precision": precision} if trains else noise
+    server = {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_group_port": free()}
+    trainer = trainer_of(path, precision, **server, **options)
     first = one_by_one(fresh(trainer.model, precision, path / "first"))
     trainer.train()
     found = trainer.check_sync()
     ours = served(trainer.vllm_generation.vllm_client)
     last = one_by_one(fresh(trainer.model, precision, path / "last"))
     checks = [log["sync_check/logp_difference"] for log in trainer.state.log_history if "sync_check/bound" in log]
-    print(f"RESULT server {precision}: same {ours == last}, unmoved {ours == first}, {checks}, {found}", flush=True)
-    os._exit(not (ours == last != first and len(checks) == 3))
+    layers = sum(isinstance(layer, QATLinear) for layer in trainer.model.modules())
+    print(f"RESULT server {precision}, {layers} layers in four bits: same {ours == last}, unmoved {ours == first}")
+    print(f"RESULT checks {checks}, {found}", flush=True)
+    right = layers == (7 * trainer.model.config.num_hidden_layers if trains else 0)
+    os._exit(not (ours == last != first and len(checks) == 3 and right))
 
 
 def free() -> int:
@@ -111,8 +125,22 @@ def test_the_same_bits_on_two_ranks(tmp_path, precision, tuning):
     launch_exact(precision, tuning, tmp_path)
 
 
-@pytest.mark.parametrize("precision", SERVED)
-def test_server(tmp_path, precision):
+@pytest.mark.parametrize(("precision", "level"), [("fp8", 1), ("int8", 2)])
+def test_two_ranks_with_unequal_turns_asleep(tmp_path, precision, level):
+    """
+    One rank takes one turn a generation, the other three. Each wakes, syncs and checks once a generation, and their
+    engines end as vLLM starts them on the trained weights. Tokens of tools weigh 1.
+    """
+    save_tiny(tmp_path / "model", dtype=torch.bfloat16, **GPU_MODEL)
+    case = f"turns-{precision}-{level}"
+    assert_finished(*results(tmp_path, case, on_two_ranks("ddp", tmp_path, case)), asleep=True)
+
+
+CASES = [(precision, False) for precision in SERVED] + [(precision, True) for precision in TRAINED]
+
+
+@pytest.mark.parametrize(("precision", "trains"), CASES, ids=[name + "-trained" * trains for name, trains in CASES])
+def test_server(tmp_path, precision, trains):
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16, **GPU_MODEL)
     flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     flags += ["--worker-extension-cls", "trl_quant.rollout.vllm_server_worker.WorkerExtension"]
@@ -142,7 +170,7 @@ def test_server(tmp_path, precision):
             except OSError:
                 time.sleep(1)
         run(
-            [__file__, precision, tmp_path, f"http://127.0.0.1:{port}"],
+            [__file__, precision, tmp_path, f"http://127.0.0.1:{port}", *(["trains"] if trains else [])],
             CUDA_VISIBLE_DEVICES="0",
             VLLM_HOST_IP="127.0.0.1",
         )
@@ -154,5 +182,5 @@ def test_server(tmp_path, precision):
 
 
 if __name__ == "__main__":
-    precision, directory, url = sys.argv[1:]
-    sample_from_server(precision, Path(directory), url)
+    precision, directory, url, *trains = sys.argv[1:]
+    sample_from_server(precision, Path(directory), url, bool(trains))

@@ -1,12 +1,15 @@
-"""vLLM engines on a GPU, through the trainer, against engines that vLLM itself starts on the trained weights.
+"""vLLM engines on a GPU, through each trainer, against engines that vLLM itself starts on the trained weights.
 
     python3 -m pytest -m gpu -s tests/gpu/test_vllm_gpu.py
 
-About two minutes per precision. `-s` shows what each self-check found.
+About two minutes per precision, and one per precision and further trainer. `-s` shows what each self-check found.
 """
+
+import math
 
 import pytest
 import torch
+from distilling import distil
 from peft import LoraConfig
 from tiny import save_tiny
 from training import config, dataset, make
@@ -17,7 +20,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.lora.request import LoRARequest
 from vllm_engines import GPU_MODEL, GPU_RUN, SLEEPING, SMALL, engine, fresh, greedy, keep, policy, score, update
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import (
+    QuantGRPOConfig,
+    QuantGRPOTrainer,
+    QuantPPOConfig,
+    QuantPPOTrainer,
+    QuantRLOOConfig,
+    QuantRLOOTrainer,
+)
 from trl_quant.precisions import in_vllm
 from trl_quant.rollout.vllm.support import supported_precisions
 
@@ -118,6 +128,63 @@ def test_adapter_sync(tmp_path, precision, sleeping):
     error, moved = (ours - theirs).abs().mean().item(), (ours - before).abs().mean().item()
     print(f"{precision:>10} adapter: error {error:.5f}, the one before {moved:.5f}")
     assert moved > 10 * error
+
+
+PPO = {"num_generations": 1, "value_learning_rate": 1e-3}
+UPDATES = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2}  # four a generation
+# Beside GRPO: the trainer, its config, its settings, and its updates on a generation
+TRAINERS = {
+    "ppo": (QuantPPOTrainer, QuantPPOConfig, PPO, 1),
+    "ppo-updates": (QuantPPOTrainer, QuantPPOConfig, PPO | UPDATES, 4),
+    "rloo": (QuantRLOOTrainer, QuantRLOOConfig, {}, 1),
+    "distillation": (None, None, {}, 1),
+}
+
+
+def critic_of(trainer) -> dict[str, torch.Tensor]:
+    """The critic's weights; none of a trainer without a critic."""
+    if not hasattr(trainer, "critic"):
+        return {}
+    return {name: param.detach().clone() for name, param in trainer.critic.model.named_parameters()}
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_each_trainer_ends_with_a_fresh_engine(tmp_path, precision, name):
+    """Three generations with a correction and a self-check each. PPO's critic is trained with them."""
+    if missing := supported_precisions()[precision]:
+        pytest.skip(missing)
+    kind, of, settings, updates = TRAINERS[name]
+    model = save_tiny(tmp_path / "model", tied=False, dtype=torch.bfloat16, family="qwen2", **GPU_MODEL)
+    settings = settings | GPU_RUN | {"rollout_precision": precision, "vllm_engine_kwargs": SMALL}
+    settings |= {"is_correction": "tis", "sync_check_steps": 1, "max_steps": 3 * updates}
+    settings |= {"learning_rate": 1e-3 / updates}
+    if kind is None:
+        trainer = distil(tmp_path, model=model, options={"train_dataset": dataset(32)}, **settings)
+    else:
+        trainer = make(kind, config(of, tmp_path / "out", **settings), model=model, train_dataset=dataset(32))
+    keep(trainer)
+    first = greedy(fresh(trainer.model, precision, tmp_path / "first"))
+    critic = critic_of(trainer)
+    trainer.train()
+
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    checks = [log for log in logs if "sync_check/bound" in log]
+    for log in checks:
+        difference, bound = log["sync_check/logp_difference"], log["sync_check/bound"]
+        kl = log["mismatch/kl_k3"]
+        print(f"{precision:>10} {name} step {log['step']}: difference {difference:.5f}, bound {bound:.5f}, KL {kl:.2e}")
+    assert [log["step"] for log in checks] == [1, 1 + updates, 1 + 2 * updates]
+    assert all(log["mismatch/kl_k3"] > 0 and log["mismatch/unscored_fraction"] == 0 for log in checks)
+    assert all(math.isfinite(log["loss"]) for log in logs)
+    assert greedy(awake(trainer).llm) == greedy(fresh(trainer.model, precision, tmp_path / "last")) != first
+
+    assert bool(critic) == name.startswith("ppo")
+    for parameter, value in critic_of(trainer).items():
+        assert value.isfinite().all(), parameter
+        assert value.ndim == 1 or not torch.equal(value, critic[parameter]), parameter
+    if critic:
+        assert all(math.isfinite(log["value/loss"]) and log["value/grad_norm"] > 0 for log in logs)
 
 
 def test_faults_are_found(tmp_path, precision):
