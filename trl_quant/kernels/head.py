@@ -10,7 +10,7 @@ from torch import Tensor
 from .arithmetic import on, rounded, wide
 
 
-BLOCK = 4096  # logits that a program handles at once
+VOCABULARY_BLOCK = 4096  # logits that a program handles at once
 
 
 @triton.jit
@@ -35,5 +35,5 @@ def slopes(z: Tensor, ids: Tensor, lse: Tensor, d: Tensor | None) -> Tensor:
     """The twin of [`trl_quant.layers.exact.slopes`]. All tensors are contiguous."""
     entropies = lse.new_empty(len(z))
     with on(z):
-        slopes_kernel[(len(z),)](z, ids, lse, d, entropies, z.shape[1], BLOCK=BLOCK, num_warps=8)
+        slopes_kernel[(len(z),)](z, ids, lse, d, entropies, z.shape[1], BLOCK=VOCABULARY_BLOCK, num_warps=8)
     return entropies
