@@ -60,6 +60,7 @@ FOREIGN = {
     "torch/cpu/__init__.py": "_is_amx_tile_supported _is_avx512_supported",
     "torch/nn/modules/module.py": "_forward_hooks _forward_pre_hooks _modules _parameters",
     "torch/nn/parallel/distributed.py": "_ddp_params_and_buffers_to_ignore",
+    "torch/utils/_python_dispatch.py": "_python_dispatch",
     "accelerate/commands/launch.py": "_validate_launch_command",
     "transformers/configuration_utils.py": "_attn_implementation _commit_hash",
     "transformers/generation/utils.py": "_get_logits_processor",

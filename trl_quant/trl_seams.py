@@ -36,7 +36,7 @@ from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_divergence import VOCAB_CHUNK_SIZE
 
-from .layers.exact import log_probs
+from .layers.exact import frozen_head, log_probs
 
 
 # (file, name) -> (its owner, how long the replacement lasts, the test that needs it)
@@ -242,13 +242,28 @@ def extracting_with(extract: Callable) -> AbstractContextManager:
 
 
 def exact_log_probs(score: Callable) -> type:
-    """Returns TRL's fused head with the log-probabilities of [`~layers.exact.log_probs`] and TRL's own gradients."""
+    """
+    Returns TRL's fused head with the log-probabilities of [`~layers.exact.frozen_head`]. Gradients and entropies come
+    from there too, unless the head trains, or TRL asks for more: these are then TRL's own, which multiplies the head
+    anew (five times in an update, with the weight's gradient, instead of two).
+    """
 
-    class ExactLogProbs(ChunkedLogProbFunction):
+    class WithTRLs(ChunkedLogProbFunction):
         @staticmethod
         def forward(ctx, hidden, weight, bias, targets, temperature, *others):
             _, *outputs = ChunkedLogProbFunction.forward(ctx, hidden, weight, bias, targets, temperature, *others)
             return log_probs(hidden.to(ctx.compute_dtype), weight, bias, targets, temperature, score), *outputs
+
+    class ExactLogProbs:
+        @staticmethod
+        def apply(hidden, weight, bias, targets, temperature, chunk, cap, scale, outputs):
+            trains = torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
+            if trains or cap is not None or scale != 1 or not {"log_probs", "entropy"}.issuperset(outputs):
+                return WithTRLs.apply(hidden, weight, bias, targets, temperature, chunk, cap, scale, outputs)
+            device = hidden.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+            head = hidden.to(dtype), weight, bias, targets, temperature, score
+            return *frozen_head(*head, "entropy" in outputs), None, None, None
 
     return ExactLogProbs
 

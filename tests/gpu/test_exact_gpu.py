@@ -155,6 +155,59 @@ def test_gradients(tmp_path, precision):
     assert torch.cosine_similarity(*together, dim=0) > 0.97
 
 
+@every_precision
+def test_a_frozen_head(tmp_path, precision):
+    """An adapter's gradients, with two products of the head, are those with TRL's five; the bits are the same."""
+    model = build(tmp_path / "policy", precision, lora=True)
+    compute_exactly(model, sampler_of(model, precision).kernels)
+    inputs, found = {name: x.cuda() for name, x in batch().items()}, []
+    head = model.get_base_model().lm_head
+    adapter = [p for p in model.parameters() if p.requires_grad]
+    for trains in (False, True):
+        head.requires_grad_(trains)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logps = model(**inputs, fused_lm_head=True).log_probs
+            with torch.no_grad():
+                assert torch.equal(model(**inputs, fused_lm_head=True).log_probs, logps)
+        gradients = torch.autograd.grad((logps * torch.linspace(-1, 2, logps.shape[1]).cuda()).sum(), adapter)
+        found.append((logps, torch.cat([g.float().flatten() for g in gradients])))
+    (ours, gradient), (trls, right) = found
+    assert torch.equal(ours, trls) and (ours != 0).any() and right.norm() > 0
+    print(f"\n{precision:>10}", f"{(gradient - right).norm() / right.norm():.1e}")
+    assert (gradient - right).norm() < 0.03 * right.norm()
+
+
+@pytest.mark.parametrize("temperature", [1.0, TEMPERATURE])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_frozen_heads_gradients(tmp_path, temperature, bias):
+    """Those and entropies are, up to BF16's rounding of a product, FP64's for the logits that vLLM scored."""
+    score = sampler_of(build(tmp_path / "policy", "int8"), "int8").kernels.score
+    random = torch.Generator("cuda").manual_seed(0)
+    shapes = (2500, 512), (32000, 512), (32000,)
+    hidden, weight, b = (torch.randn(s, generator=random, device="cuda").bfloat16() for s in shapes)
+    weight, b, hidden = weight / 8, b if bias else None, hidden.requires_grad_()
+    ids = torch.randint(32000, (2500,), generator=random, device="cuda")
+    with torch.no_grad():
+        logits = [torch.nn.functional.linear(x, weight, b) for x in hidden.split(1024)]
+        ids[:999] = logits[0][:999].argmax(1)
+        parts = [score(x, i, temperature) for x, i in zip(logits, ids.split(1024), strict=True)]
+    scored, z = (torch.cat(each) for each in zip(*parts, strict=True))
+    z = z.double().requires_grad_()
+    log_p = z.log_softmax(1)
+    right = log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+    given = weight, b, ids, temperature, score
+    found = exact_layers.frozen_head(hidden, *given, entropies=True)
+    assert torch.equal(found[0], scored) and torch.equal(exact_layers.log_probs(hidden, *given), scored)
+    for ours, expected in zip(found, right, strict=True):
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-4)
+    scales = torch.randn(2, 2500, generator=random, device="cuda")
+    for outputs in (1, 2):  # the log-probabilities alone, and with the entropies
+        losses = [sum((x * dx).sum() for x, dx in zip(each[:outputs], scales, strict=False)) for each in (found, right)]
+        dx, dz = (torch.autograd.grad(*pair, retain_graph=True)[0] for pair in zip(losses, (hidden, z), strict=True))
+        expected = dz @ weight.double() / temperature
+        assert (dx - expected).norm() < 2**-7 * expected.norm()
+
+
 def test_attentions_gradients_need_no_second_forward(tmp_path, monkeypatch):
     """They come from the log-sum-exp of vLLM's kernel, shared prompts and sliding windows included."""
     kernel = sampler_of(build(tmp_path / "policy", "int8"), "int8").kernels.attend

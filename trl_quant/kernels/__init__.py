@@ -1,1 +1,4 @@
-"""Triton kernels. Each gives the same bits as its twin in plain torch, in `trl_quant.formats` or `layers`."""
+"""
+Triton kernels. Each gives the same bits as its twin in plain torch, in `trl_quant.formats` or `layers`; `head`, which
+only gradients and entropies need, nearly.
+"""

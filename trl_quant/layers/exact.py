@@ -7,7 +7,7 @@ same bits. The engine's kernels have no gradients; this file adds them:
 | RMSNorm | [`~layers.norm.rms_norm`], which the engine is given too | a kernel beside it |
 | rotary embedding R(p) | the engine's, p counting a sequence's own tokens | dX = R(-p) dY, by the same kernel |
 | attention | the engine's, over packed rows, a query's keys in one part | torch's, from the engine's log-sum-exp |
-| log-probabilities | the logits' log-softmax as the engine computes it | TRL's |
+| log-probabilities | the logits' log-softmax as the engine computes it | [`frozen_head`], or TRL's if the head trains |
 
 Without this file, a trainer and a sampler of the same format still differ in the last bits of these operators. Such a
 bit can move a quantized activation to the next code, and the moved codes spread through the layers: half of the
@@ -40,14 +40,15 @@ class Kernels:
         attend (`Callable`): (q (T, H, D), k and v (K, G, D), packed, scale, window) to (T, H, D), causal, and the
             log-sum-exp of the scaled products (H, T), natural. It is `None` from a kernel that keeps none; the backward
             pass then computes torch's attention first.
-        score (`Callable`): (logits (N, vocabulary), ids (N,), temperature) to log-probabilities (N,), FP32, in nats.
+        score (`Callable`): (logits (N, vocabulary), ids (N,), temperature) to log-probabilities (N,), FP32, in nats,
+            and the tempered logits (N, vocabulary) whose log-softmax they are. It may overwrite the logits.
         rotated (`int`): Features of a head that are rotated.
         dtype (`torch.dtype`): Type in which the engine computes.
     """
 
     rotate: Callable[[Tensor, Tensor, Tensor, bool], None]
     attend: Callable[..., tuple[Tensor, Tensor | None]]
-    score: Callable[[Tensor, Tensor, float], Tensor]
+    score: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rotated: int
     dtype: torch.dtype
 
@@ -156,39 +157,139 @@ class ExactAttention:
         return self._last[2]
 
 
-@torch.no_grad()
-def log_probs(
+class _FrozenHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, ids, temperature, score, entropies, rows, learns):
+        ctx.set_materialize_grads(False)
+        ctx.given = temperature, score, rows
+        found = hidden.new_empty(len(hidden), dtype=torch.float32)
+        entropy = torch.empty_like(found) if entropies else None
+        gradient = torch.empty_like(hidden) if learns else None
+        for part, w, logits in _logits(hidden, weight, bias, rows):
+            logp, z = score(logits, ids[part], temperature)
+            found[part] = logp
+            if not (entropies or learns):
+                continue
+            entropy_of_part = slopes(z, ids[part], _log_sum_exp(z, ids[part], logp), logits if learns else None)
+            if entropies:
+                entropy[part] = entropy_of_part
+            if learns:
+                torch.mm(logits, w, out=gradient[part])
+        if learns:
+            ctx.save_for_backward(gradient, *((hidden, weight, bias, ids) if entropies else ()))
+        return found, entropy
+
+    @staticmethod
+    def backward(ctx, dlogp, dentropy):
+        gradient, *others = ctx.saved_tensors
+        temperature, score, rows = ctx.given
+        dx = None if dlogp is None else gradient * (dlogp / temperature).unsqueeze(1)
+        if dentropy is not None:
+            dx = _of_entropies(dentropy / temperature, *others, temperature, score, rows) + (0 if dx is None else dx)
+        return None if dx is None else dx.to(gradient.dtype), *[None] * 8
+
+
+def _logits(hidden, weight, bias, rows):
+    """Yields, for `rows` tokens at a time, which they are, the weight in their type, and their logits."""
+    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            yield part, weight, F.linear(hidden[part], weight, bias)
+
+
+def _log_sum_exp(z: Tensor, ids: Tensor, logp: Tensor) -> Tensor:
+    return z.gather(1, ids.unsqueeze(1)).squeeze(1).float() - logp
+
+
+def _of_entropies(dentropy, hidden, weight, bias, ids, temperature, score, rows) -> Tensor:
+    """dX, (N, features), of the tempered logits' entropies: dH/dz = -p (log p + H)."""
+    dx = torch.empty_like(hidden, dtype=torch.float32)
+    for part, w, logits in _logits(hidden, weight, bias, rows):
+        logp, z = score(logits, ids[part], temperature)
+        log_p = z.float() - _log_sum_exp(z, ids[part], logp).unsqueeze(1)
+        p = log_p.exp()
+        log_p -= (p * log_p).sum(1, keepdim=True)
+        dx[part] = p.mul_(log_p).mul_(-dentropy[part].unsqueeze(1)).to(w.dtype) @ w
+    return dx
+
+
+def slopes(z: Tensor, ids: Tensor, lse: Tensor, d: Tensor | None) -> Tensor:
+    """
+    Computes the entropies of rows of logits, and the gradients of the targets' log-probabilities with respect to them.
+
+    Args:
+        z (`torch.Tensor`): (N, vocabulary), the logits divided by the temperature.
+        ids (`torch.Tensor`): (N,), the targets.
+        lse (`torch.Tensor`): (N,), FP32, the rows' log-sum-exp.
+        d (`torch.Tensor`, *optional*): (N, vocabulary), gets onehot(ids) - softmax(z), rounded from FP32. It
+            may be `z`.
+
+    Returns:
+        `torch.Tensor`: (N,), FP32, entropies in nats.
+    """
+    if z.is_cuda:
+        from ..kernels import head as kernels
+
+        return kernels.slopes(z, ids, lse, d)
+    log_p = z.float() - lse.unsqueeze(1)
+    p = log_p.exp()
+    entropies = -(p * log_p).sum(1)
+    if d is not None:
+        d.copy_(p.neg_().scatter_add_(1, ids.unsqueeze(1), torch.ones_like(p[:, :1])))
+    return entropies
+
+
+def frozen_head(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
     temperature: float,
-    score: Callable[[Tensor, Tensor, float], Tensor],
+    score: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]],
+    entropies: bool = False,
     rows: int = 1024,
-) -> Tensor:
-    """
-    Log-probabilities from logits of the whole vocabulary at once, as an engine computes them.
+) -> tuple[Tensor, Tensor | None]:
+    r"""
+    Log-probabilities from logits of the whole vocabulary at once, as an engine computes them, by a head that does not
+    train. With x (N, features), W (vocabulary, features), z = (x W^T + b) / temperature and the targets t:
+
+        logp        = z[t] - logsumexp(z)
+        dlogp / dx  = (onehot(t) - softmax(z)) W / temperature                      (N, features)
+        dX          = dlogp * dlogp / dx                                            dlogp (N,) is the loss's
+
+    dlogp / dx does not depend on the loss, so the forward pass computes it from the logits that it has. An update thus
+    multiplies W twice, and a pass without gradients once. Only where entropies take part in the loss does the backward
+    pass multiply twice more, for dH/dz = -p (log p + H).
+
+    The softmax is that of the engine's tempered logits, in FP32, also where the engine rounds these to 16 bits. Logits
+    of `rows` tokens are held at once. For the backward pass it keeps dlogp / dx, without the temperature, in the type
+    of `hidden`; with `entropies` also `hidden`.
 
     Args:
-        hidden (`torch.Tensor`): (N, features), the input of the head, in the type that the engine computes in.
+        hidden (`torch.Tensor`): (N, features), the input of the head, in the type that the engine computes in. It alone
+            gets a gradient.
         weight, bias (`torch.Tensor`): The head's, (vocabulary, features) and (vocabulary,) or `None`.
         targets (`torch.Tensor`): (N,), ids of the tokens.
         temperature (`float`): Divisor of the logits.
         score (`Callable`): As in [`Kernels`].
+        entropies (`bool`, *optional*): Whether to compute entropies.
         rows (`int`, *optional*): The number of tokens whose logits are held at once.
 
     Returns:
-        `torch.Tensor`: (N,), FP32, in nats.
+        `tuple[torch.Tensor, torch.Tensor]`: (N,), FP32, in nats: log-probabilities, and entropies or `None`.
     """
-    found = [hidden.new_zeros(0, dtype=torch.float32)]
-    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    with torch.autocast(hidden.device.type, enabled=False):
-        for x, ids in zip(hidden.split(rows), targets.split(rows), strict=True):
-            found.append(score(F.linear(x, weight, bias), ids, temperature))
-    return torch.cat(found)
+    learns = torch.is_grad_enabled() and hidden.requires_grad
+    return _FrozenHead.apply(hidden, weight, bias, targets, temperature, score, entropies, rows, learns)
 
 
-def log_softmax(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+@torch.no_grad()
+def log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *how, **options) -> Tensor:
+    """The log-probabilities (N,) of [`frozen_head`], without gradients."""
+    return frozen_head(hidden, weight, bias, targets, *how, **options)[0]
+
+
+def log_softmax(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """A `score` of [`Kernels`]: in FP32 from the division by the temperature on."""
     tempered = logits.float() / torch.full((1,), temperature, device=logits.device)  # by a number, torch multiplies
-    return tempered.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
+    return tempered.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1), tempered

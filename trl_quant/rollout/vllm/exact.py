@@ -127,12 +127,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, windo
     )
 
 
-def _score(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+def _score(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """
-    Computes the log-probabilities of `ids` as vLLM's second model runner does, which rounds the logits again after it
-    divides them by the temperature.
+    Computes the log-probabilities of `ids` as vLLM's second model runner does, which divides the logits in place by the
+    temperature, and so rounds them again.
     """
     if temperature != 1:
         request_of_row = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
         apply_temperature(logits, request_of_row, torch.full((1,), temperature, device=logits.device))
-    return compute_token_logprobs(logits, ids.unsqueeze(1)).squeeze(1)
+    return compute_token_logprobs(logits, ids.unsqueeze(1)).squeeze(1), logits
