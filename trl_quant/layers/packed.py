@@ -139,7 +139,7 @@ class Packed:
         )
 
     def padded(self, x: Tensor) -> Tensor:
-        """Takes what the row's tokens have (T, ...) to their places (B, S, ...), with zeros where nothing is computed."""
+        """Takes what the row's tokens have (T, ...) to their places (B, S, ...), and zeros to all other places."""
         tokens, (batch, length) = len(x) - self.filled, self.shape
         padded = x.new_zeros(batch * length, *x.shape[1:]).index_copy(0, self.rows[:tokens], x[:tokens])
         return padded.view(batch, length, *x.shape[1:])
