@@ -442,3 +442,18 @@ def test_it_learns(tmp_path, models):
     trainer.train()
     rewards = [entry["reward"] for entry in metrics(trainer) if "reward" in entry]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.25  # from 0.2 to 0.8
+
+
+def test_shared_layers_learn_what_a_prompt_is_worth(tmp_path, models):
+    """A reward that the prompt's length decides."""
+
+    def long(prompts, **kwargs):
+        return [float(len(prompt) > 10) for prompt in prompts]
+
+    settings = {"max_steps": 24, "learning_rate": 3e-3, "value_learning_rate": 1e-2, "per_device_train_batch_size": 16}
+    settings |= {"max_completion_length": 4, "lr_scheduler_type": "constant", "rollout_precision": "int8"}
+    settings |= {"vf_share_layers": True, "vf_coef": 1.0, "cliprange_value": None, "steps_per_generation": 2}
+    trainer = ppo(tmp_path, models, given={"reward_funcs": long, "train_dataset": dataset(64)}, **settings)
+    trainer.train()
+    found = [entry["value/explained_variance"] for entry in metrics(trainer) if "value/explained_variance" in entry]
+    assert found[0] == 0 and sum(found[-3:]) / 3 > 0.25  # 0.6

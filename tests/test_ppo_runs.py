@@ -265,6 +265,8 @@ def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, 
             ppo(tmp_path, policy, value_model_name_or_path=name)
     with pytest.raises(ValueError, match="built in memory, and the critic starts from a checkpoint"):
         ppo(tmp_path, tiny_model(seed=3))
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # a value head needs none
+        ppo(tmp_path, tiny_model(seed=3), vf_share_layers=True)
     pictures = dataset(8).add_column("image", [None] * 8)
     for shares in (False, True):
         with pytest.raises(ValueError, match="a column 'image', and the critic reads text alone"):

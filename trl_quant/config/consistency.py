@@ -107,7 +107,7 @@ def check_ppo(args) -> None:
         if is_set:
             raise ValueError(f"PPO's critic cannot be trained with {what}. Use DDP or FSDP2, in BF16 or FP32.")
     if not args.vf_share_layers:
-        return _refuse_set(args, ["vf_coef"], "`vf_share_layers=True`: the optimizer of a critic of its own undoes it")
+        return _refuse_set(args, ["vf_coef"], "`vf_share_layers=True`: a critic of its own has `value_learning_rate`")
     if args.value_model_name_or_path is not None:
         raise ValueError(
             f"`value_model_name_or_path`={args.value_model_name_or_path!r} is a critic of its own, and with "

@@ -115,4 +115,4 @@ class SharedCritic(Critic):
 
     def join_gradients(self) -> None:
         for param in self.model.parameters():
-            param.grad = self.accelerator.reduce(param.grad, "mean")
+            param.grad.copy_(self.accelerator.reduce(param.grad, "mean"))
