@@ -259,6 +259,9 @@ def test_packing():
     assert packed.rows.tolist() == [2, 3, 4, 5, 6, 7, 8, 11, 12]
     assert packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1]
     assert packed.starts.tolist() == [0, 3, 7, 9] and packed.longest == 4
+    filled, tokens = packed.filled_up(8), torch.arange(1, 17)
+    assert filled.padded(tokens).tolist() == [[0, 0, 1, 2, 3], [4, 5, 6, 7, 0], [0, 8, 9, 0, 0]]
+    assert torch.equal(filled.padded(tokens[:, None].float())[..., 0], packed.padded(tokens[:9]).float())
     whole = Packed.of(None, 2, 3, torch.device("cpu"))
     assert whole.rows is None and whole.positions.tolist() == [0, 1, 2] * 2 and whole.starts.tolist() == [0, 3, 6]
 
