@@ -34,6 +34,7 @@ def run(precision: str, tuning: str, path: Path, ranks: int = 2, resume: bool = 
     settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1}
     settings |= {"value_learning_rate": 0.1, "max_grad_norm": 0.0, "loss_type": "dapo", "is_correction": "acr"}
     settings["adam_epsilon"] = 1.0  # so that the last bits of a small gradient do not become steps of their sign
+    settings["vf_share_layers"] = tuning == "shared"
     args = config(QuantPPOConfig, path / "out", rollout_precision=precision, num_generations=1, lam=0.9, **settings)
     torch.manual_seed(0)  # of new adapters
     model, peft_config = str(path.parent / "model"), lora() if tuning == "lora" else None

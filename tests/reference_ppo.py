@@ -61,6 +61,19 @@ def values(model, batch):
     return torch.stack(rows)
 
 
+def shared_values(policy, head, batch, detached=False):
+    """The same of a linear head on the hidden states of a policy, which may be detached from it."""
+    rows = []
+    for b in range(len(batch["completion_ids"])):
+        prompt = batch["prompt_ids"][b][batch["prompt_mask"][b] == 1]
+        completion = batch["completion_ids"][b][batch["completion_mask"][b] == 1]
+        computed = policy(input_ids=torch.cat([prompt, completion])[None], output_hidden_states=True)
+        hidden = computed.hidden_states[-1][0, len(prompt) - 1 : -1]
+        found = (hidden.detach() if detached else hidden) @ head.weight[0] + head.bias[0]
+        rows.append(torch.cat([found, found.new_zeros(batch["completion_ids"].shape[1] - len(completion))]))
+    return torch.stack(rows)
+
+
 def logps(model, batch):
     """The log-probability of each token of the completions, likewise."""
     rows = []

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from frozen_layers import gradients
 from tiny import save_tiny, tiny_model
+from training import config, make
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_quant import QuantGRPOConfig
+from trl_quant import QuantGRPOConfig, QuantPPOConfig, QuantPPOTrainer
 from trl_quant.layers.exact import ExactAttention, Kernels, Unrotated, log_probs, log_softmax
 from trl_quant.layers.norm import FusedRMSNorm, rms_norm
 from trl_quant.layers.packed import Packed, flash_attention
@@ -104,6 +105,21 @@ def test_the_policy_is_the_same_function(family, padded, checkpointing):
     for name, gradient in gradients.items():
         assert gradient is not None and gradient.abs().max() > 0, name
         torch.testing.assert_close(own[name], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item(), msg=name)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_value_head_reads_the_same_hidden_states(tmp_path, packs):
+    """PPO's critic on the layers of such a policy, in FP32."""
+    args = config(QuantPPOConfig, tmp_path, num_generations=1, vf_share_layers=True, pack_sequences=packs)
+    trainer, found = make(QuantPPOTrainer, args), []
+    torch.nn.init.normal_(trainer.critic.model.score.weight, generator=torch.Generator().manual_seed(0))
+    inputs = batch()
+    for _ in range(2):
+        trainer._get_per_token_logps_and_entropies(trainer.model, inputs["input_ids"], inputs["attention_mask"], 12)
+        found.append(trainer.critic.values({}) * inputs["attention_mask"][:, 8:])
+        compute_exactly(trainer.model, stand_ins(trainer.model))
+    assert any(hasattr(module, "exact_attention") for module in trainer.model.modules()) and found[0].std() > 1
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 def test_sliding_windows():
@@ -243,6 +259,9 @@ def test_packing():
     assert packed.rows.tolist() == [2, 3, 4, 5, 6, 7, 8, 11, 12]
     assert packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1]
     assert packed.starts.tolist() == [0, 3, 7, 9] and packed.longest == 4
+    filled, tokens = packed.filled_up(8), torch.arange(1, 17)
+    assert filled.padded(tokens).tolist() == [[0, 0, 1, 2, 3], [4, 5, 6, 7, 0], [0, 8, 9, 0, 0]]
+    assert torch.equal(filled.padded(tokens[:, None].float())[..., 0], packed.padded(tokens[:9]).float())
     whole = Packed.of(None, 2, 3, torch.device("cpu"))
     assert whole.rows is None and whole.positions.tolist() == [0, 1, 2] * 2 and whole.starts.tolist() == [0, 3, 6]
 

@@ -9,6 +9,7 @@ import math
 import pytest
 import reference_ppo as slow
 import torch
+from peft import get_peft_model
 from reference import DROPPING, OBJECTIVES, diagnostics
 from tiny import save_tiny, tiny_model
 from training import UnevenLengths, config, dataset, lora, make, metrics, parameters, spread
@@ -70,10 +71,10 @@ def reference_critic(models):
     return AutoModelForTokenClassification.from_pretrained(models["critic"]).eval()
 
 
-def gradient_of(loss, *models) -> list[torch.Tensor]:
+def gradient_of(loss, *models, **options) -> list[torch.Tensor]:
     for model in models:
         model.zero_grad()
-    loss.backward()
+    loss.backward(**options)
     return [torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]).double() for m in models]
 
 
@@ -82,6 +83,14 @@ def move(model, seed: int, size: float) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn(param.shape, generator=generator), alpha=size)
+
+
+def set_head(trainer) -> None:
+    """Gives a value head on the policy's layers values that differ."""
+    score = trainer.critic.model.score
+    with torch.no_grad():
+        score.weight.copy_(torch.randn(1, 128, generator=torch.Generator().manual_seed(1)) / 8)
+        score.bias.fill_(0.25)
 
 
 def hyperparameters(name: str) -> dict:
@@ -172,6 +181,93 @@ def test_the_gradients_of_policy_and_critic(tmp_path, models, correction):
         assert distance(gradient_of(uncorrected, before)[0], right) > 1e-3
 
 
+SHARED = {
+    "packed": {},
+    "groups": {"num_generations": 4},  # whose prompt is computed once
+    "padded": {"pack_sequences": False},
+    "checkpointed": {},
+    "lora": {},
+}
+
+
+@pytest.mark.parametrize("option", SHARED)
+def test_the_gradients_of_shared_layers(tmp_path, models, option):
+    """Both losses reach the policy's layers or its adapter, after they and the head have moved; no shortcut does so."""
+    settings = {"is_correction": "acr", "num_iterations": 2, "epsilon": LOW, "epsilon_high": HIGH, "is_cap": 1.05} | GAE
+    settings |= {"loss_type": "dapo", "vf_share_layers": True, "vf_coef": 0.7}
+    given = {"peft_config": lora()} if option == "lora" else {}
+    trainer = ppo(tmp_path, models, WithTools, given, **settings | SHARED[option])
+    assert trainer.packs is (option != "padded")
+    if option == "checkpointed":
+        trainer.model.gradient_checkpointing_enable()
+    before = get_peft_model(tiny_model(seed=3), lora()) if option == "lora" else tiny_model(seed=3)
+    before.load_state_dict(trainer.model.state_dict())
+    set_head(trainer)
+    head = torch.nn.Linear(128, 1)
+    head.load_state_dict(trainer.critic.model.score.state_dict())
+    batch = scored(trainer)
+    mask = batch["completion_mask"] * batch["tool_mask"]
+    with torch.no_grad():
+        old, old_values = slow.logps(before, batch), slow.shared_values(before, head, batch)
+    torch.testing.assert_close(batch["values"][mask == 1], old_values[mask == 1], rtol=1e-4, atol=1e-4)
+    advantages = slow.advantages(text_scores(trainer, batch), old_values, mask, 0.95, 0.8)
+    returns = advantages + old_values
+    for model in (before, trainer.model):
+        move(model, 5, 0.004)
+    for model in (head, trainer.critic.model):
+        move(model, 6, 0.002)
+
+    loss = trainer._compute_loss(trainer.model, dict(batch))
+    trained, of_head = gradient_of(loss, trainer.model, trainer.critic.model)
+    logps, rows = slow.logps(before, batch), (batch["sampling_per_token_logps"], slow.whitened(advantages, mask))
+    policy_loss = -OBJECTIVES["acr"](logps, old, *rows, mask, LOW, HIGH, **hyperparameters("acr"))
+
+    def value_loss(detached=False, mask=mask):
+        values = slow.shared_values(before, head, batch, detached)
+        return slow.value_loss(values, old_values, returns, mask, 0.02)[0]
+
+    expected = policy_loss + 0.7 * value_loss()
+    right, right_head = gradient_of(expected, before, head, retain_graph=True)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-5)
+    assert distance(trained, right) < 1e-4 and distance(of_head, right_head) < 1e-4
+    shortcuts = {
+        "detached": 0.7 * value_loss(detached=True),
+        "not scaled": value_loss(),
+        "tools": 0.7 * value_loss(mask=batch["completion_mask"]),
+    }
+    for name, shortcut in shortcuts.items():
+        assert distance(gradient_of(policy_loss + shortcut, before, retain_graph=True)[0], right) > 1e-2, name
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({"is_correction": "tis"}, 1),  # one update: TRL does not score the old policy, so the values need a pass
+        ({"is_correction": "tis", "num_iterations": 2}, 1),  # TRL's pass has them
+        ({"is_correction": "tis", "num_iterations": 2, "beta": 0.1}, 2),  # the reference computes on the same layers
+        ({"is_correction": "tis", "beta": 0.1}, 2),
+        ({"is_correction": "tis", "num_iterations": 2, "per_device_train_batch_size": 2, "steps_per_generation": 4}, 4),
+    ],
+)
+def test_old_values_of_shared_layers_share_trls_pass(tmp_path, models, settings, passes):
+    """The values are those of the policy with its adapter, in every case."""
+    trainer = ppo(tmp_path, models, Uneven, {"peft_config": lora()}, vf_share_layers=True, **settings)
+    set_head(trainer)
+    policy = get_peft_model(tiny_model(seed=3), lora())
+    policy.load_state_dict(trainer.model.state_dict())
+    computed = []
+    trainer.critic.decoder.register_forward_hook(lambda *args: computed.append(1))
+    batch = scored(trainer)
+    with torch.no_grad():
+        values = slow.shared_values(policy, trainer.critic.model.score, batch)
+        with policy.disable_adapter():
+            base = slow.shared_values(policy, trainer.critic.model.score, batch)
+    mask = batch["completion_mask"].bool()
+    torch.testing.assert_close(batch["values"][mask], values[mask], rtol=1e-4, atol=1e-4)
+    assert (base - values)[mask].abs().max() > 0.05
+    assert len(computed) == passes and trainer.critic.passes == []
+
+
 def test_what_is_logged_of_a_generation(tmp_path, models):
     """Values, returns, and the variance that the values explain, against slow loops; the mismatch as with GRPO."""
     trainer = ppo(tmp_path, models, WithTools, value_model_name_or_path=models["critic"], num_iterations=2, **GAE)
@@ -250,19 +346,22 @@ def test_rewards_have_weights(tmp_path, models):
 # Runs
 
 
-def test_minibatches_and_iterations_add_up(tmp_path, models):
+@pytest.mark.parametrize("shares", [False, True])
+def test_minibatches_and_iterations_add_up(tmp_path, models, shares):
     """Four micro-batches in one update end where one does; the same in four updates does not."""
     ends = []
     for size, accumulated in ((8, 1), (2, 4), (2, 1)):
         settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulated}
         settings |= {"steps_per_generation": 8 // size, "max_steps": 8 // size // accumulated}
         settings |= {"optim": "sgd", "learning_rate": 0.1, "value_learning_rate": 0.1, "max_grad_norm": 0.0}
-        settings |= {"lr_scheduler_type": "constant", "value_model_name_or_path": models["critic"], "loss_type": "dapo"}
+        settings |= {"lr_scheduler_type": "constant", "vf_share_layers": shares, "loss_type": "dapo"}
+        settings |= {} if shares else {"value_model_name_or_path": models["critic"]}
         trainer = ppo(tmp_path / str(len(ends)), models, Uneven, is_correction="decoupled", **settings)
-        start = parameters(trainer)
+        if shares:
+            set_head(trainer)
+        starts = flat(parameters(trainer)), flat(dict(trainer.critic.model.named_parameters()))
         trainer.train()
         ends.append([flat(parameters(trainer)), flat(dict(trainer.critic.model.named_parameters()))])
-    starts = flat(start), flat(dict(reference_critic(models).named_parameters()))
     for one, four, updates, begun in zip(*ends, starts, strict=True):
         assert distance(four - begun, one - begun) < 1e-3
         assert distance(updates - begun, one - begun) > 1e-2
@@ -306,13 +405,17 @@ COMPOSED = {
     "unclipped": {"cliprange_value": None},
     "lora": {"rollout_precision": "nf4"},
     "frozen": {"rollout_precision": None, "train_precision": "nvfp4"},
+    "shared_eval": {"vf_share_layers": True, "eval_strategy": "steps", "eval_steps": 1},
+    "shared_mixed_precision": {"vf_share_layers": True, "bf16": True, "gradient_checkpointing": True},
+    "shared_frozen": {"vf_share_layers": True, "rollout_precision": None, "train_precision": "nvfp4"},
+    "shared_trained": {"vf_share_layers": True, "rollout_precision": None, "train_precision": "int8"},
 }
 
 
 @pytest.mark.parametrize("option", COMPOSED)
 def test_composes_with_trl(tmp_path, models, option):
-    adapted = option in ("lora", "frozen")
-    given = {"peft_config": lora() if adapted else None, "eval_dataset": dataset(2) if option == "eval" else None}
+    adapted, evaluates = option.endswith(("lora", "frozen")), option.endswith("eval")
+    given = {"peft_config": lora() if adapted else None, "eval_dataset": dataset(2) if evaluates else None}
     trainer = ppo(tmp_path, models, given=given, **{"rollout_precision": "int8"} | COMPOSED[option])
     before, critic = parameters(trainer), flat(dict(trainer.critic.model.named_parameters()))
     trainer.train()
@@ -324,7 +427,7 @@ def test_composes_with_trl(tmp_path, models, option):
         assert not torch.equal(flat(dict(trainer.critic.model.named_parameters())), critic)
         assert all(entry["value/loss"] > 0 and entry["value/grad_norm"] > 0 for entry in logs)
         assert ("value/clip_fraction" in logs[0]) == (option != "unclipped")
-    if option == "eval":
+    if evaluates:
         assert any(entry.get("eval_value/loss", 0) > 0 for entry in metrics(trainer))
     assert ("mismatch/kl_k3" in logs[0]) == (option != "unquantized")
 
@@ -342,3 +445,18 @@ def test_it_learns(tmp_path, models):
     trainer.train()
     rewards = [entry["reward"] for entry in metrics(trainer) if "reward" in entry]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.25  # from 0.2 to 0.8
+
+
+def test_shared_layers_learn_what_a_prompt_is_worth(tmp_path, models):
+    """A reward that the prompt's length decides."""
+
+    def long(prompts, **kwargs):
+        return [float(len(prompt) > 10) for prompt in prompts]
+
+    settings = {"max_steps": 24, "learning_rate": 3e-3, "value_learning_rate": 1e-2, "per_device_train_batch_size": 16}
+    settings |= {"max_completion_length": 4, "lr_scheduler_type": "constant", "rollout_precision": "int8"}
+    settings |= {"vf_share_layers": True, "vf_coef": 1.0, "cliprange_value": None, "steps_per_generation": 2}
+    trainer = ppo(tmp_path, models, given={"reward_funcs": long, "train_dataset": dataset(64)}, **settings)
+    trainer.train()
+    found = [entry["value/explained_variance"] for entry in metrics(trainer) if "value/explained_variance" in entry]
+    assert found[0] == 0 and sum(found[-3:]) / 3 > 0.25  # 0.6

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import save_tiny, save_tiny_vision, tiny_model
 from training import Killed, config, dataset, killing, make, metrics, parameters
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
@@ -91,6 +92,26 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, policy, options):
     assert torch.equal(end.score.weight, whole.critic.model.score.weight.cpu())
 
 
+def test_killed_and_resumed_equals_unbroken_with_shared_layers(tmp_path, policy):
+    """Bit for bit, where the checkpoint has the value head and its optimizer, and no second model."""
+    options = {"vf_share_layers": True, "vf_coef": 0.5, "is_correction": "ais", "num_iterations": 2}
+    options |= {"max_steps": 16, "save_steps": 8}
+    whole = ppo(tmp_path / "whole", policy, **options)
+    whole.train()
+    with pytest.raises(Killed):
+        ppo(tmp_path / "broken", policy, kill_at=2, **options).train()
+    resumed = ppo(tmp_path / "broken", policy, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(resumed, whole)
+    saved, end = (load_file(tmp_path / f"whole/checkpoint-{step}/critic/model.safetensors") for step in (8, 16))
+    assert {name: value.numel() for name, value in end.items()} == {"score.weight": 128, "score.bias": 1}
+    assert not torch.equal(saved["score.weight"], end["score.weight"]) and saved["score.weight"].abs().max() > 0
+    assert torch.equal(end["score.weight"], whole.critic.model.score.weight)
+    states = [torch.load(tmp_path / f"whole/checkpoint-{step}/critic/optimizer.pt") for step in (8, 16)]
+    first, last = (state["state"]["score.weight"]["exp_avg_sq"] for state in states)
+    assert not torch.equal(first, last) and first.max() > 0
+
+
 def test_a_resume_needs_the_critic(tmp_path, policy):
     """Whatever of it is missing or broken is named; a checkpoint with a critic alone has no weights."""
     trainer = ppo(tmp_path, policy)
@@ -112,7 +133,8 @@ def test_a_resume_needs_the_critic(tmp_path, policy):
 
 def test_a_resume_with_other_advantages_is_refused(tmp_path, policy):
     ppo(tmp_path, policy).train()
-    for name, value in (("lam", 0.9), ("gamma", 0.5), ("cliprange_value", None), ("value_learning_rate", 1e-4)):
+    others = {"lam": 0.9, "gamma": 0.5, "cliprange_value": None, "value_learning_rate": 1e-4, "vf_share_layers": True}
+    for name, value in others.items():
         with pytest.raises(ValueError, match=f"`{name}`: .* -> {value}"):
             ppo(tmp_path, policy, max_steps=12, **{name: value}).train(resume_from_checkpoint=True)
 
@@ -176,6 +198,14 @@ CONFIGS = [
     ({"cliprange_value": 0.0}, "`cliprange_value`=0.0 is out of range"),
     ({"value_learning_rate": -1.0}, "`value_learning_rate`=-1.0 is out of range"),
     ({"value_model_name_or_path": 3}, "`value_model_name_or_path`=3 must be a string or None"),
+    ({"vf_coef": 0.5}, "`vf_coef`=0.5 acts only with `vf_share_layers=True`"),
+    ({"vf_coef": 0.0, "vf_share_layers": True}, "`vf_coef`=0.0 is out of range"),
+    ({"vf_share_layers": 1}, "`vf_share_layers`=1 must be True or False"),
+    (
+        {"vf_share_layers": True, "value_model_name_or_path": "x"},
+        "`value_model_name_or_path`='x' is a critic of its own",
+    ),
+    ({"vf_share_layers": True, "torch_compile": True}, "a policy that `torch_compile` compiled does not show them"),
 ]
 
 
@@ -235,9 +265,12 @@ def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, 
             ppo(tmp_path, policy, value_model_name_or_path=name)
     with pytest.raises(ValueError, match="built in memory, and the critic starts from a checkpoint"):
         ppo(tmp_path, tiny_model(seed=3))
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # a value head needs none
+        ppo(tmp_path, tiny_model(seed=3), vf_share_layers=True)
     pictures = dataset(8).add_column("image", [None] * 8)
-    with pytest.raises(ValueError, match="a column 'image', and the critic reads text alone"):
-        ppo(tmp_path, policy, given={"train_dataset": pictures})
+    for shares in (False, True):
+        with pytest.raises(ValueError, match="a column 'image', and the critic reads text alone"):
+            ppo(tmp_path, policy, given={"train_dataset": pictures}, vf_share_layers=shares)
 
 
 @pytest.mark.parametrize("other", [False, True])

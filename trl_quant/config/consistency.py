@@ -106,6 +106,18 @@ def check_ppo(args) -> None:
     for what, is_set in refused.items():
         if is_set:
             raise ValueError(f"PPO's critic cannot be trained with {what}. Use DDP or FSDP2, in BF16 or FP32.")
+    if not args.vf_share_layers:
+        return _refuse_set(args, ["vf_coef"], "`vf_share_layers=True`: a critic of its own has `value_learning_rate`")
+    if args.value_model_name_or_path is not None:
+        raise ValueError(
+            f"`value_model_name_or_path`={args.value_model_name_or_path!r} is a critic of its own, and with "
+            "`vf_share_layers`=True the critic is a value head on the policy's layers. Unset one of the two."
+        )
+    if args.torch_compile:
+        raise ValueError(
+            "`vf_share_layers`=True reads the hidden states of the policy, and a policy that `torch_compile` compiled "
+            "does not show them. Unset one of the two."
+        )
 
 
 def check_rloo(args) -> None:

@@ -21,6 +21,17 @@ class CriticFields:
             "generation batch must be divisible by it."
         },
     )
+    vf_share_layers: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the critic is a value head on the policy's layers, which the value loss then trains too. "
+            "If not, the critic is a model of its own."
+        },
+    )
+    vf_coef: Annotated[float, Range(0.0, open_low=True)] = field(
+        default=0.1,
+        metadata={"help": "Factor of the value loss in the sum of both losses. It acts only with `vf_share_layers`."},
+    )
     value_model_name_or_path: str | None = field(
         default=None,
         metadata={
@@ -32,8 +43,8 @@ class CriticFields:
     value_learning_rate: Annotated[float, Range(0.0)] = field(
         default=1e-5,
         metadata={
-            "help": "Learning rate of the critic. Its schedule has the form of the policy's, and its optimizer the "
-            "policy's other settings."
+            "help": "Learning rate of the critic; with `vf_share_layers`, of the value head. Its schedule has the form "
+            "of the policy's, and its optimizer the policy's other settings."
         },
     )
     gamma: Annotated[float, Range(0.0, 1.0)] = field(

@@ -206,12 +206,17 @@ def _read_config(model, args, **options):
 
 def _check_critic(args, model, train_dataset) -> None:
     """Refuses a critic that cannot be loaded, that has other tokens than the policy, or that cannot see the prompt."""
+    images = {"image", "images"} & set(getattr(train_dataset, "column_names", None) or ())
+    if images:
+        raise ValueError(f"`train_dataset` has a column {images.pop()!r}, and the critic reads text alone.")
+    if args.vf_share_layers:
+        return
     policy = _read_config(model, args)
     name = args.value_model_name_or_path or name_of(model)
     if not name:
         raise ValueError(
             "The policy was built in memory, and the critic starts from a checkpoint: name one in "
-            "`value_model_name_or_path`."
+            "`value_model_name_or_path`, or set `vf_share_layers=True`."
         )
     try:
         config = AutoConfig.from_pretrained(name, **args.critic_source)
@@ -226,9 +231,6 @@ def _check_critic(args, model, train_dataset) -> None:
         fault = f"has {config.vocab_size} tokens, and the policy {policy.get_text_config().vocab_size}"
     if fault is not None:
         raise ValueError(f"The critic's {name!r} {fault}. Name another model in `value_model_name_or_path`.")
-    images = {"image", "images"} & set(getattr(train_dataset, "column_names", None) or ())
-    if images:
-        raise ValueError(f"`train_dataset` has a column {images.pop()!r}, and the critic reads text alone.")
 
 
 def _check_kind(config, model) -> None:

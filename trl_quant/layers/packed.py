@@ -41,6 +41,8 @@ class Packed:
         key_rows (`torch.Tensor` or `None`): (K,), the places of the keys among T; `None` if each segment has its own.
         key_starts (`torch.Tensor`): (C + 1,), INT32, where the keys of a segment start among K.
         longest_keys (`int`): The largest number of keys of a segment.
+        shape (`tuple[int, int]`): (B, S).
+        filled (`int`): Tokens at the end of the row that belong to no sequence, see [`filled_up`].
     """
 
     rows: Tensor | None
@@ -50,6 +52,8 @@ class Packed:
     key_rows: Tensor | None
     key_starts: Tensor
     longest_keys: int
+    shape: tuple[int, int]
+    filled: int = 0
 
     @classmethod
     def of(cls, mask: Tensor | None, batch: int, length: int, device: torch.device) -> "Packed":
@@ -57,12 +61,12 @@ class Packed:
         if mask is None:
             positions = torch.arange(length, device=device).repeat(batch)
             starts = torch.arange(batch + 1, device=device, dtype=torch.int32) * length
-            return cls(None, positions, starts, length, None, starts, length)
+            return cls(None, positions, starts, length, None, starts, length, (batch, length))
         mask = mask.bool()
         lengths = mask.sum(1)
         starts = F.pad(lengths.cumsum(0), (1, 0)).int()
         longest = int(lengths.max())
-        return cls(*_places(mask, mask), starts, longest, None, starts, longest)
+        return cls(*_places(mask, mask), starts, longest, None, starts, longest, (batch, length))
 
     @classmethod
     def sharing(cls, mask: Tensor, ids: Tensor, prompt: int) -> "Packed":
@@ -112,7 +116,8 @@ class Packed:
         starts, key_starts = (F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).int() for sizes in (segments, counts))
         key_rows = torch.cat([torch.arange(first, first + length) for path in keys for first, length in path])
         starts, key_starts, key_rows = (x.to(mask.device) for x in (starts, key_starts, key_rows))
-        return cls(*_places(mask, computed), starts, max(segments), key_rows, key_starts, max(counts))
+        places, longest, shape = _places(mask, computed), max(segments), tuple(mask.shape)
+        return cls(*places, starts, longest, key_rows, key_starts, max(counts), shape)
 
     def filled_up(self, multiple: int) -> "Packed":
         """Adds a segment of fewer than `multiple` tokens, copies of the first place's, so that it divides T."""
@@ -129,7 +134,15 @@ class Packed:
             key_rows=None if self.key_rows is None else torch.cat([self.key_rows, tokens + new]),
             key_starts=torch.cat([self.key_starts, self.key_starts[-1:] + missing]),
             longest_keys=max(self.longest_keys, missing),
+            shape=self.shape,
+            filled=missing,
         )
+
+    def padded(self, x: Tensor) -> Tensor:
+        """Takes what the row's tokens have (T, ...) to their places (B, S, ...), and zeros to all other places."""
+        tokens, (batch, length) = len(x) - self.filled, self.shape
+        padded = x.new_zeros(batch * length, *x.shape[1:]).index_copy(0, self.rows[:tokens], x[:tokens])
+        return padded.view(batch, length, *x.shape[1:])
 
     def with_shared(self, x: Tensor) -> Tensor:
         """Takes keys or values of the row's tokens (T, G, D) to those of its segments (K, G, D)."""

@@ -97,11 +97,8 @@ def in_one_row(compute: Callable[..., Tensor], ids: Tensor, mask: Tensor) -> Ten
     Returns:
         `torch.Tensor`: (B, S, D), with zeros on padding.
     """
-    packed = Packed.of(mask, *mask.shape, mask.device)
-    tokens, packed = len(packed.rows), packed.filled_up(TOKENS)
-    outputs = compute(**row_of(packed, ids, shares=False)).squeeze(0)[:tokens]
-    padded = outputs.new_zeros(mask.numel(), outputs.shape[-1]).index_copy(0, packed.rows[:tokens], outputs)
-    return padded.view(*mask.shape, -1)
+    packed = Packed.of(mask, *mask.shape, mask.device).filled_up(TOKENS)
+    return packed.padded(compute(**row_of(packed, ids, shares=False)).squeeze(0))
 
 
 class PackedBackbone(nn.Module):
@@ -165,11 +162,11 @@ class PackedRows:
             packed = Packed.sharing(attention_mask, input_ids, self.prompt)
         else:
             packed = Packed.of(attention_mask, *attention_mask.shape, attention_mask.device)
-        tokens, packed = len(packed.rows), packed.filled_up(TOKENS)
+        packed = packed.filled_up(TOKENS)
         labels = labels.flatten()[packed.rows]
         first = packed.starts[:-1][packed.starts.diff() > 0].long()
         labels[first] = -100  # the token before it is another segment's
-        labels[tokens:] = -100
+        labels[len(labels) - packed.filled :] = -100
         output = self.model(
             labels=labels.unsqueeze(0),
             **row_of(packed, input_ids, self.shares),
@@ -177,13 +174,6 @@ class PackedRows:
         )
         for name in ("log_probs", "entropy"):
             if output.get(name) is not None:
-                output[name] = _padded(
-                    output[name].squeeze(0)[: tokens - 1], packed.rows[:tokens], attention_mask.shape
-                )
+                of_each_token = F.pad(output[name].squeeze(0), (1, 0))  # none is for the first
+                output[name] = packed.padded(of_each_token)[:, 1:]
         return output
-
-
-def _padded(values: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
-    """Takes a value for each token but the first (T - 1,) to (B, S - 1), with zeros on padding."""
-    padded = values.new_zeros(shape.numel()).index_copy(0, rows, F.pad(values, (1, 0)))
-    return padded.view(shape)[:, 1:]

@@ -1,19 +1,28 @@
-"""The critic of PPO: a model of its own with a value head, its optimizer, its learning rate schedule, its checkpoints.
+"""The critic of PPO: a value head, what computes its hidden states, its optimizer, its schedule, its checkpoints.
 
-transformers' token classifiers with one label are such models: the decoder of the policy's family, and above it a
-linear layer from each token's hidden state to one number. The trainer of transformers knows a single model and a single
-optimizer. So the critic stands beside it, prepared by the same `Accelerator`: under DDP and FSDP2 as the policy is.
+A value head is a linear layer from a token's hidden state to one number. It has one of two trunks:
+
+| | the trunk | what the value loss trains |
+|---|---|---|
+| [`OwnCritic`] | a model of its own, transformers' token classifier with one label | this model |
+| [`~trainers.value_head.SharedCritic`] | the policy's layers | the head, and the policy's layers |
+
+The trainer of transformers knows a single model and a single optimizer. So what the critic has of its own stands beside
+it, with an optimizer and a schedule.
 """
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -61,34 +70,40 @@ def load_critic(name: str, args) -> PreTrainedModel:
     return model
 
 
-class Critic:
+class Critic(ABC):
     """
     The critic of one trainer.
 
     | TRL's and transformers' calls | here |
     |---|---|
-    | the constructor ends | the model is prepared: on its device, and wrapped for several ranks |
+    | the constructor ends | the model is prepared for the device and the ranks |
     | `create_scheduler`, as a training begins | [`create_scheduler`] |
-    | `_generate_and_score_completions` ends | [`values`], without a gradient |
+    | `_get_per_token_logps_and_entropies` | [`reading`] may read the policy's hidden states |
+    | `_generate_and_score_completions` ends | [`old_values`] |
     | `_compute_loss`, for each micro-batch | [`values`]; one backward pass serves the losses of policy and critic |
     | the policy's gradient is clipped and checked | [`step`] clips and checks the critic's, and updates it |
     | a checkpoint is saved, or a training resumes | [`save`], [`load`] |
 
     Args:
         trainer ([`QuantPPOTrainer`]): The trainer.
-        model ([`~transformers.PreTrainedModel`]): A token classifier with one label.
 
     Attributes:
-        model (`nn.Module`): The prepared model.
+        model (`nn.Module`): What the critic has of its own, prepared: the whole model, or the value head.
         optimizer ([`~accelerate.optimizer.AcceleratedOptimizer`]): Its optimizer.
-        packs (`bool`): Whether it computes packed rows.
+        coefficient (`float`): The factor of the value loss in the sum of both losses.
     """
 
-    def __init__(self, trainer: Trainer, model: PreTrainedModel):
-        self.trainer, self.accelerator, args = trainer, trainer.accelerator, trainer.args
-        self.packs = trainer.packs and accepted(trainer, {"critic": model})
-        if args.gradient_checkpointing:
-            model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    model: nn.Module
+    optimizer: AcceleratedOptimizer
+    coefficient = 1.0
+
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.accelerator = trainer, trainer.accelerator
+        self.scheduler = None
+
+    def new_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Makes an optimizer for a model, with the policy's settings and `value_learning_rate`."""
+        trainer, args = self.trainer, self.trainer.args
         decayed = trainer.get_decay_parameter_names(model)
         groups = [
             {
@@ -98,19 +113,18 @@ class Critic:
             for decays in (True, False)
         ]
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        optimizer = kind(groups, **options | {"lr": args.value_learning_rate})
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.model.train()  # or no gradient checkpoints
-        for module in self.model.modules():
-            if isinstance(module, Dropout):
-                module.eval()  # a token classifier's; old values and values are those of one function
-        self.scheduler = None
+        return kind(groups, **options | {"lr": args.value_learning_rate})
 
     # Values
 
+    def reading(self, score: Callable[[], tuple]) -> tuple:
+        """Returns what `score` does: TRL's log-probabilities, entropies and auxiliary loss of a forward pass."""
+        return score()
+
+    @abstractmethod
     def values(self, batch: dict[str, Tensor]) -> Tensor:
         """
-        Computes the value of the state before each token of the completions.
+        Computes the value of the state before each token of the completions, after the policy's loss on them.
 
         Args:
             batch (`dict`): A scored batch of TRL's, with prompts `(B, P)` and completions `(B, T)`.
@@ -118,24 +132,10 @@ class Critic:
         Returns:
             `torch.Tensor` of shape `(B, T)`, in float32.
         """
-        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-        waits = nullcontext() if self.accelerator.sync_gradients else self.accelerator.no_sync(self.model)
-        with waits, self.accelerator.autocast():
-            if self.packs:
-                values = in_one_row(lambda **row: self.model(**row).logits, ids, mask)
-            else:
-                positions = (mask.cumsum(1) - 1).clamp(min=0)
-                values = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-        first = batch["prompt_ids"].shape[1] - 1
-        return values.squeeze(2)[:, first:-1].float()
 
-    @torch.no_grad()
+    @abstractmethod
     def old_values(self, batch: dict[str, Tensor], rows: int) -> Tensor:
-        """Computes [`values`] without a gradient, so many rows at a time."""
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        parts = zip(*(batch[name].split(rows) for name in names), strict=True)
-        return torch.cat([self.values(dict(zip(names, part, strict=True))) for part in parts])
+        """Computes [`values`] of a generation without a gradient, so many rows at a time."""
 
     # Updates
 
@@ -162,6 +162,7 @@ class Critic:
         Raises:
             `RuntimeError`: The gradient is not finite, on any rank. Raised on every rank.
         """
+        self.join_gradients()
         norm = clip_grad_norm_(self.model.parameters(), self.trainer.args.max_grad_norm or math.inf)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         check_step(self.trainer, torch.zeros_like(norm), norm, "of the critic ")
@@ -169,6 +170,10 @@ class Critic:
         self.scheduler.step()
         self.optimizer.zero_grad()
         return norm.item()
+
+    @abstractmethod
+    def join_gradients(self) -> None:
+        """Takes the mean of the ranks' gradients, if the backward pass has not. Collective."""
 
     # Checkpoints
 
@@ -179,9 +184,13 @@ class Critic:
         if not self.trainer.args.should_save:
             return
         directory = Path(checkpoint, CRITIC_NAME)
-        self.accelerator.unwrap_model(self.model).save_pretrained(directory, state_dict=weights)
+        self.write(directory, weights)
         torch.save(optimizer, directory / OPTIMIZER_NAME)
         torch.save(self.scheduler.state_dict(), directory / SCHEDULER_NAME)
+
+    @abstractmethod
+    def write(self, directory: Path, weights: dict[str, Tensor]) -> None:
+        """Writes the weights of [`model`] into a directory, which may not exist yet."""
 
     def load(self, checkpoint: str) -> None:
         """
@@ -210,6 +219,55 @@ class Critic:
         self.scheduler.load_state_dict(schedule)
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
+
+
+class OwnCritic(Critic):
+    """
+    A critic that is a model of its own. DDP and FSDP2 wrap it as they wrap the policy.
+
+    Args:
+        trainer ([`QuantPPOTrainer`]): The trainer.
+        model ([`~transformers.PreTrainedModel`]): A token classifier with one label.
+
+    Attributes:
+        packs (`bool`): Whether it computes packed rows.
+    """
+
+    def __init__(self, trainer: Trainer, model: PreTrainedModel):
+        super().__init__(trainer)
+        args = trainer.args
+        self.packs = trainer.packs and accepted(trainer, {"critic": model})
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        self.model, self.optimizer = self.accelerator.prepare(model, self.new_optimizer(model))
+        self.model.train()  # or no gradient checkpoints
+        for module in self.model.modules():
+            if isinstance(module, Dropout):
+                module.eval()  # a token classifier's; old values and values are those of one function
+
+    def values(self, batch: dict[str, Tensor]) -> Tensor:
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        waits = nullcontext() if self.accelerator.sync_gradients else self.accelerator.no_sync(self.model)
+        with waits, self.accelerator.autocast():
+            if self.packs:
+                values = in_one_row(lambda **row: self.model(**row).logits, ids, mask)
+            else:
+                positions = (mask.cumsum(1) - 1).clamp(min=0)
+                values = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        first = batch["prompt_ids"].shape[1] - 1
+        return values.squeeze(2)[:, first:-1].float()
+
+    @torch.no_grad()
+    def old_values(self, batch: dict[str, Tensor], rows: int) -> Tensor:
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        parts = zip(*(batch[name].split(rows) for name in names), strict=True)
+        return torch.cat([self.values(dict(zip(names, part, strict=True))) for part in parts])
+
+    def join_gradients(self) -> None: ...
+
+    def write(self, directory: Path, weights: dict[str, Tensor]) -> None:
+        self.accelerator.unwrap_model(self.model).save_pretrained(directory, state_dict=weights)
 
 
 class CriticSteps(TrainerCallback):

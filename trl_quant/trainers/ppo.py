@@ -9,6 +9,8 @@ So sampling, rewards, corrections and the policy's loss are those of [`QuantGRPO
 a prompt with each other.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
@@ -16,10 +18,11 @@ from trl import GRPOTrainer
 from ..config import QuantPPOConfig
 from ..config.preflight import name_of
 from ..corrections.batch import counted
-from .critic import Critic, CriticSteps, load_critic
+from .critic import Critic, CriticSteps, OwnCritic, load_critic
 from .gae import gae, moments, rewards_of, value_losses, whitened
 from .grpo import QuantGRPOTrainer
 from .introduction import PACKAGE_TAG
+from .value_head import SharedCritic
 
 
 class ValueStep:
@@ -32,7 +35,8 @@ class ValueStep:
     2. `_generate_and_score_completions` of TRL ends, and the correction is next. [`before_loss`] writes `advantages`,
        `values` and `returns`, `(B, T)`, into the batch, and logs. A correction reads these advantages.
     3. TRL shuffles the batch and splits it into micro-batches. What was written moves with its rows.
-    4. `_compute_loss` ends, for each micro-batch of each update. [`loss`] is added to the policy's.
+    4. `_compute_loss` ends, for each micro-batch of each update. [`loss`], times the critic's coefficient, is added to
+       the policy's.
 
     Args:
         trainer ([`QuantPPOTrainer`]): The trainer.
@@ -131,10 +135,11 @@ class QuantPPOTrainer(QuantGRPOTrainer):
     >>> trainer.train()
     ```
 
-    The critic is a model of its own, and starts from the policy's checkpoint with a value head of zeros.
+    The critic is a model of its own, and starts from the policy's checkpoint with a value head of zeros. With
+    `vf_share_layers` it is a value head on the policy's layers.
 
     Attributes:
-        critic ([`~trainers.critic.Critic`]): The critic: its model, optimizer and schedule.
+        critic ([`~trainers.critic.Critic`]): The critic: its model or value head, optimizer and schedule.
         value_step ([`ValueStep`]): The critic's part of a generation and of its losses.
     """
 
@@ -157,7 +162,10 @@ class QuantPPOTrainer(QuantGRPOTrainer):
         if args is None:
             args = self.config_class(f"{name.split('/')[-1]}-PPO")
         super().__init__(model, reward_funcs, args, **given)
-        self.critic = Critic(self, load_critic(args.value_model_name_or_path or name, args))
+        if args.vf_share_layers:
+            self.critic = SharedCritic(self)
+        else:
+            self.critic = OwnCritic(self, load_critic(args.value_model_name_or_path or name, args))
         self.value_step = ValueStep(self, self.critic)
         self.add_callback(CriticSteps(self.critic))
 
@@ -173,7 +181,10 @@ class QuantPPOTrainer(QuantGRPOTrainer):
         super().correct(batch)
 
     def _compute_loss(self, model, inputs):
-        return super()._compute_loss(model, inputs) + self.value_step.loss(inputs)
+        return super()._compute_loss(model, inputs) + self.critic.coefficient * self.value_step.loss(inputs)
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        return self.critic.reading(partial(super()._get_per_token_logps_and_entropies, *args, **kwargs))
 
     # The critic's schedule and checkpoints
 
