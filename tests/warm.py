@@ -69,8 +69,10 @@ class Rank(Popen):
 
 def python(arguments: list[str], environment: dict[str, str], directory: str, files: list[str]) -> None:
     """What `python` does with its arguments, in a fork; `files` are to be its output."""
+    import lookups
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler as launcher
 
+    lookups.remember()
     launcher.Popen = Rank
     garbage.leave_out_all_there_is()
     os.setsid()
