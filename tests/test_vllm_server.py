@@ -63,6 +63,7 @@ def serve(model, *flags: str, file="", port=0) -> tuple[warm.Popen, str]:
         "VLLM_SERVER_DEV_MODE": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # of a process with all imports; `vllm serve` starts new ones
         "PYTHONPATH": os.pathsep.join(map(str, [TESTS, TESTS.parent])),
         "FILE_TRANSFER": str(file),
         "FILE_TRANSFER_WORKER": "1",
