@@ -72,12 +72,12 @@ def serve(model, *flags: str, file="", port=0) -> tuple[warm.Popen, str]:
 
 
 def wait_for(process: warm.Popen, url: str) -> None:
-    for _ in range(240):
+    for _ in range(1200):
         assert process.poll() is None, "the server ended"
         try:
             return urllib.request.urlopen(f"{url}/health", timeout=5).close()
         except OSError:
-            time.sleep(1)
+            time.sleep(0.2)
     raise TimeoutError(url)
 
 
