@@ -32,8 +32,8 @@ def garbage_is_of_this_module():
 
 @pytest.fixture(autouse=True, scope="session")
 def lookups_are_made_once():
-    """Not where no test of this process needs accelerate: its import takes seconds."""
-    if "accelerate" in sys.modules:
+    """Not where no test of this process needs torch: its import takes seconds."""
+    if "torch" in sys.modules:
         import lookups
 
         lookups.remember()

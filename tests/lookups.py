@@ -6,15 +6,15 @@ metadata, and each seed is put down, with the stack of its caller, for each kind
 """
 
 import functools
+from importlib import metadata
 
 import torch
-from accelerate.utils import imports
 
 
 def remember() -> None:
-    """Keeps which packages are installed, and seeds no device that is absent."""
-    if not hasattr(imports._is_package_available, "cache_info"):
-        imports._is_package_available = functools.cache(imports._is_package_available)
+    """Keeps what was read of the packages that are installed, and seeds no device that is absent."""
+    if not hasattr(metadata.metadata, "cache_info"):
+        metadata.metadata = functools.cache(metadata.metadata)
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():
             device.manual_seed_all = lambda seed: None
