@@ -135,7 +135,7 @@ def changes(trainer, seed: int) -> Iterator[str]:
     step.
     """
     rng, model = random.Random(seed), trainer.model
-    trainer.eval_dataset = trainer.train_dataset
+    trainer.eval_dataset = trainer.train_dataset.select(range(2))  # one generation
     actions = {
         "edit": lambda: move(model, 0.02, rng.randrange(99)),
         "edit data": lambda: move(model, 0.02, rng.randrange(99), data=True),

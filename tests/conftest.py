@@ -30,6 +30,15 @@ def garbage_is_of_this_module():
     garbage.leave_out_all_there_is()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def lookups_are_made_once():
+    """Not where no test of this process needs torch: its import takes seconds."""
+    if "torch" in sys.modules:
+        import lookups
+
+        lookups.remember()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def environment_is_restored():
     """vLLM engines leave RANK, MASTER_PORT and the like behind, which the next module's subprocesses must not see."""

@@ -212,7 +212,7 @@ def test_a_silent_host_and_a_shared_disk(pair, tmp_path):
     """Sharded by FSDP2. Nothing tells either host that the other is out of reach: both wait for `ddp_timeout`."""
     whole, broken = disks(tmp_path / "whole", shared=True), disks(tmp_path / "broken", shared=True)
     run(pair, whole, "fsdp2")
-    launched = launch(pair, broken, "fsdp2", "--ddp_timeout", "20")
+    launched = launch(pair, broken, "fsdp2", "--ddp_timeout", "12")
     until(broken[0] / OUTPUT / "checkpoint-2" / "trainer_state.json", launched)
     pair[1].unplug()
     try:
@@ -221,7 +221,7 @@ def test_a_silent_host_and_a_shared_disk(pair, tmp_path):
         pair[1].plug()
     for rank, (status, printed) in enumerate(ended):
         error = error_of(printed)
-        assert status == 1 and f"Rank {rank} " in error and "`ddp_timeout`=20 seconds" in error
+        assert status == 1 and f"Rank {rank} " in error and "`ddp_timeout`=12 seconds" in error
         assert f"The last whole checkpoint is {OUTPUT}/checkpoint-" in error
     run(pair, broken, "fsdp2", *RESUME)
     assert_same(broken[0], whole[0])

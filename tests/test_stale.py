@@ -277,7 +277,7 @@ def test_the_best_weights_are_sampled_from(tmp_path, monkeypatch, peft, settings
     trainers = []
     for name in ("follows", "by step"):
         model = adapted() if peft else tiny_model(seed=3)
-        options = {"reward_funcs": worse_each_step, "eval_dataset": dataset()}
+        options = {"reward_funcs": worse_each_step, "eval_dataset": dataset(2)}
         args = config(QuantGRPOConfig, tmp_path / name, **BEST | settings)
         trainers.append(make(QuantGRPOTrainer, args, model, **options))
     mismatch = after_the_best(trainers[0])
@@ -413,7 +413,7 @@ class Writer(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         for seed in range(2):
-            self.trainer.evaluate(self.trainer.train_dataset)
+            self.trainer.evaluate(self.trainer.train_dataset.select(range(2)))
             self.seen.append(
                 (self.trainer.vllm_generation.copy(IDS).logits.log_softmax(-1), of_fresh_engine(self.trainer))
             )

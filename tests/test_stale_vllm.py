@@ -118,7 +118,7 @@ def test_the_best_weights_are_sampled_from(tmp_path, monkeypatch, peft):
     for name in ("follows", "by step"):
         path = tmp_path / name
         model = adapted(path / "model") if peft else policy(path / "model", dtype=torch.float32)
-        rewarded = {"reward_funcs": worse_each_step, "eval_dataset": dataset()}
+        rewarded = {"reward_funcs": worse_each_step, "eval_dataset": dataset(2)}
         trainer = trainer_of(path, model, **BEST, **rewarded)
         with monkeypatch.context() as patched:
             if name == "by step":

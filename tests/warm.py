@@ -69,8 +69,10 @@ class Rank(Popen):
 
 def python(arguments: list[str], environment: dict[str, str], directory: str, files: list[str]) -> None:
     """What `python` does with its arguments, in a fork; `files` are to be its output."""
+    import lookups
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler as launcher
 
+    lookups.remember()
     launcher.Popen = Rank
     garbage.leave_out_all_there_is()
     os.setsid()
@@ -82,6 +84,9 @@ def python(arguments: list[str], environment: dict[str, str], directory: str, fi
         import torch._dynamo
 
         torch._dynamo.config.disable = True
+    queues = sys.modules.get("vllm.distributed.device_communicators.shm_broadcast")
+    if hasattr(queues, "SpinCondition"):  # by which vLLM's processes keep a core busy for a second after each message
+        queues.SpinCondition.__init__.__defaults__ = (0.001,)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     for stream, file in zip((1, 2), files):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), stream)
