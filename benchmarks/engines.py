@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -305,9 +306,16 @@ def engine_options(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 def in_own_process(arguments: list[str], timeout: float) -> dict:
     """Reruns this benchmark in a process for one engine, which then has the GPU alone. Returns its result or error."""
-    defaults = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    # TRL tries the same few ports in every process, and two that start together on two GPUs would take one
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "MASTER_PORT": str(free_port())}
     if not CUDA:
         defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
     command = [sys.executable, sys.argv[0], *arguments]

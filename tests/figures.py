@@ -11,7 +11,7 @@ BENCHMARKS = TEXTS["benchmarks/README.md"]
 MEASURED, CHOICE, ADVICE, MEMORY, TRAINING = (
     TEXTS[f"docs/{name}.md"] for name in ("results", "precisions", "corrections", "memory", "training")
 )
-H200 = "NVIDIA-H200"
+H200, H100 = "NVIDIA-H200", "NVIDIA-H100"
 
 
 def read(name: str) -> dict:

@@ -6,7 +6,7 @@ import sys
 from statistics import fmean, median
 
 import pytest
-from figures import BENCHMARKS, CHOICE, H200, MEASURED, MEMORY, RESULTS, TRAINING, cells_of, read
+from figures import BENCHMARKS, CHOICE, H100, H200, MEASURED, MEMORY, RESULTS, TRAINING, cells_of, read
 from pages import README, ROOT
 
 from trl_quant.formats import FORMATS
@@ -183,6 +183,28 @@ def test_steps_of_completions_that_differ_in_length():
         README, "Step of a 7B LoRA policy, sampled and trained in FP8, 64", "| what | result | repeat it |"
     )[1]
     assert told == f"{gains[0]} TRL's; {gains[1]} without TRL's scoring pass; {precision:.2f}x ours in BF16"
+
+
+def test_longer_steps_on_an_h100():
+    runs = {run["trainer"]: run for run in read(f"step-7b-lognormal-64x4096-{H100}")["runs"]}
+    trl, ours = (runs[name]["results"]["64x4096 lognormal"] for name in ("trl", "fp8/fp8"))
+    unscored = median(each["step"] - each["scoring"] for each in trl["steps"])
+    for told, benchmark, run in (
+        ("TRL, BF16 |", "TRL's BF16, H100 |", trl),
+        ("ours, sampled and trained in `fp8`", "ours, `fp8`, H100 |", ours),
+    ):
+        own, steps = middle(run, "step"), [each["step"] for each in run["steps"]]
+        assert len(steps) == 5
+        phases = [f"{middle(run, phase):.2f}" for phase in ("sampling", "sync", "scoring", "update")]
+        phases[2] = phases[2] if run is trl else "0"
+        gains = ["1.00x", ""] if run is trl else times([middle(trl, "step") / own, unscored / own])
+        seconds = [f"{phase} s" if phase != "0" else "0" for phase in (phases[0], *phases[2:])]
+        assert cells_of(MEASURED, told, "| trainer, on an H100 |")[1:] == [f"{own:.2f} s", *gains, *seconds]
+        cells = [f"{own:.2f}", f"{min(steps):.2f}, {max(steps):.2f}", *gains, *phases]
+        cells.append(f"{run['peak_bytes'] / 2**30:.0f}")
+        assert cells_of(BENCHMARKS, benchmark)[1:] == cells
+    told = cells_of(README, "The same with up to 4096 tokens, on an H100")[1]
+    assert told == f"{gains[0]} TRL's; {gains[1]} without TRL's scoring pass"
 
 
 def test_limits_of_steps_that_differ_in_length(monkeypatch):
@@ -425,24 +447,44 @@ def test_an_adapter_beside_a_base_in_codes():
     assert f"samples {longer:.2f} times as long" in text
 
 
-def test_masked_diffusion():
-    runs = {run["trainer"]: run["results"]["4x256"] for run in read(f"diffusion-8b-{H200}")["runs"]}
+@pytest.mark.parametrize(
+    ("card", "shape", "table", "row", "told", "gain"),
+    [
+        (
+            H200,
+            "4x256",
+            "| copy that samples |",
+            "Step of an 8B masked diffusion model",
+            "In `fp8` sampling is {:.2f} times as fast, and the whole step {:.2f} times.",
+            "which makes {:.2f}x here",
+        ),
+        (
+            H100,
+            "16x256",
+            "| copy, 16 completions |",
+            "The same with 16 completions, on an H100",
+            "Sampling is {:.2f} times as fast here, and the whole step {:.2f} times.",
+            "reference together are {:.2f} times as fast",
+        ),
+    ],
+)
+def test_masked_diffusion(card, shape, table, row, told, gain):
+    runs = {run["trainer"]: run["results"][shape] for run in read(f"diffusion-8b-{card}")["runs"]}
     assert all(len(result["steps"]) == 5 for result in runs.values())
     of = {
         name: {key: median(step[key] for step in runs[name]["steps"]) for key in runs[name]["warm_up"]} for name in runs
     }
     for name, title in {"bf16": "BF16", "fp8": "`fp8`"}.items():
         phases = [f"{of[name][phase]:.2f} s" for phase in ("sampling", "scoring", "reference", "update", "step")]
-        cells = cells_of(MEASURED, f"{title} |", "| copy that samples |")[1:]
+        cells = cells_of(MEASURED, f"{title} |", table)[1:]
         assert cells == [*phases, f"{gib(runs[name]['peak_bytes'])} GiB"]
     paper = ("sampling", "estimate", "scoring", "reference")
     gains = [of["bf16"][key] / of["fp8"][key] for key in ("sampling", "step")]
     sums = [median(sum(step[phase] for phase in paper) for step in runs[name]["steps"]) for name in ("bf16", "fp8")]
-    told = "In `fp8` sampling is {:.2f} times as fast, and the whole step {:.2f} times.".format(*gains)
-    assert told in MEASURED.replace("\n", " ")
-    row = cells_of(README, "Step of an 8B masked diffusion model")[1]
-    assert row == "{1:.2f}x ours in BF16; sampling {0:.2f}x".format(*gains)
-    assert f"which makes {sums[0] / sums[1]:.2f}x here" in MEASURED.replace("\n", " ")
+    text = MEASURED.replace("\n", " ")
+    assert told.format(*gains) in text and gain.format(sums[0] / sums[1]) in text
+    cells = cells_of(README, row)[1].replace(" ours in BF16", "")
+    assert cells == "{1:.2f}x; sampling {0:.2f}x".format(*gains)
 
 
 @pytest.mark.parametrize("size", SIZES)

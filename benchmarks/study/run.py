@@ -19,7 +19,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -36,6 +35,11 @@ from table import write
 
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from engines import free_port  # noqa: E402
+
+
 EXAMPLE = ROOT / "examples" / "build_arithmetic_model.py"
 MASKED = EXAMPLE.with_name("build_masked_model.py")
 GPUS = torch.cuda.device_count()
@@ -118,12 +122,6 @@ def alone_in(output: Path) -> Iterator[None]:
         except BlockingIOError:
             sys.exit(f"`--output`: another process runs the study in {output}. Wait for it, or take another directory.")
         yield
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def run(jobs: Sequence[Job], at_once: int, console: Console) -> dict[str, str]:
