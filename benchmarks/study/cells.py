@@ -183,9 +183,9 @@ BRIEF = {"learning_rate": 1e-4, "max_steps": 100}  # three quarters of what full
 REUSE = BRIEF | {"num_iterations": 2}
 # Of the sweep in `regimes`: full precision learns, MXFP4 samples end a completion of 99 tokens a nat away
 OFTEN = {"learning_rate": 2e-4, "num_iterations": 4, "digits": 12, "max_steps": 100}
-# On seed 100, with twice the batch, full precision learned with this learning rate and not with that of `OFTEN`, and
-# `none` had fallen by step 34
-OFTEN_PPO = OFTEN | {"trainer": "ppo", "learning_rate": 1e-4, "max_steps": 48, "per_device_train_batch_size": 64}
+# On seed 100 full precision learned with this learning rate, not with that of `OFTEN`, and `none` had fallen by step 34
+OFTEN_PPO = OFTEN | {"trainer": "ppo", "learning_rate": 1e-4, "max_steps": 60}
+HALF_PPO = OFTEN_PPO | {"max_steps": 48, "per_device_train_batch_size": 64}
 ADAPTER = BRIEF | {"lora_rank": 16, "learning_rate": 1e-3}
 OPTIMIZERS = {"adamw": BRIEF, "sgd": BRIEF | {"optim": "sgd", "learning_rate": 0.1}}
 FASTER = {"adamw": 1.5e-4, "sgd": 0.225}  # by s and s squared, as the updates of what s = 1.5 scales
@@ -250,8 +250,14 @@ QUESTIONS = {
     "ppo": Question(
         "The same with PPO: which correction, where four updates use a generation of long completions?",
         (
-            Cell(FULL, **OFTEN_PPO),
-            *(Cell(f"mxfp4 {name}", "mxfp4", None, name, **OFTEN_PPO) for name in ("none", "tis", "acr")),
+            *(
+                Cell(f"{name}{batch}", precision, None, correction, **settings)
+                for batch, settings in (("", OFTEN_PPO), (", half the batch", HALF_PPO))
+                for name, precision, correction in (
+                    (FULL, None, None),
+                    *((f"mxfp4 {name}", "mxfp4", name) for name in ("none", "tis", "acr")),
+                )
+            ),
         ),
     ),
     "cost": Question(
