@@ -8,8 +8,8 @@ from pages import ROOT, TEXTS
 
 RESULTS = ROOT / "benchmarks" / "results"
 BENCHMARKS = TEXTS["benchmarks/README.md"]
-MEASURED, CHOICE, ADVICE, MEMORY, TRAINING = (
-    TEXTS[f"docs/{name}.md"] for name in ("results", "precisions", "corrections", "memory", "training")
+MEASURED, CHOICE, ADVICE, MEMORY, TRAINING, PPO = (
+    TEXTS[f"docs/{name}.md"] for name in ("results", "precisions", "corrections", "memory", "training", "ppo")
 )
 H200, H100 = "NVIDIA-H200", "NVIDIA-H100"
 

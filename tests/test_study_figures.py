@@ -3,7 +3,7 @@
 import re
 from statistics import fmean
 
-from figures import ADVICE, BENCHMARKS, MEASURED, cells_of, read
+from figures import ADVICE, BENCHMARKS, MEASURED, PPO, cells_of, read
 from pages import README
 
 
@@ -233,6 +233,34 @@ def test_reuse_of_the_study():
         accuracy, gained, *_ = cells_of(BENCHMARKS, start, "| correction | accuracy, range | gain | over steps")[1:]
         assert accuracy == f"{row['metrics']['accuracy']['mean']:.3f}, {ends(row)}"
         assert gained == ("100%" if row["gain"] is None else f"{row['gain']:.0%}")
+
+
+def test_ppo_of_the_study():
+    """Two regimes, three seeds of each cell; where full precision gains nothing, no gain is told."""
+    rows = {row["name"]: row for row in read("study/ppo")["cells"]}
+    for name in ("full precision", "mxfp4 none", "mxfp4 tis", "mxfp4 acr"):
+        start = f"`{name.removeprefix('mxfp4 ')}` |" if name.startswith("mxfp4") else f"{name} |"
+        told = cells_of(BENCHMARKS, start, "| PPO, correction |")[1:]
+        row, half = rows[name], rows[f"{name}, half the batch"]
+        gain = "100%" if row["gain"] is None else f"{row['gain']:.0%}"
+        accuracies = [f"{each['metrics']['accuracy']['mean']:.3f}, {ends(each)}" for each in (row, half)]
+        assert [told[0], told[1], told[3]] == [accuracies[0], gain, accuracies[1]]
+        for each, nats in ((row, told[2]), (half, told[4])):
+            assert len(each["runs"]) == 3 and len({run["commit"] for run in each["runs"]}) == 1
+            means = each["metrics"]
+            assert nats == (f"{means['KL']['mean'] * means['length']['mean']:.1f}" if means["KL"] else "")
+    (start,) = {run["log"]["eval_accuracy"]["0"] for row in rows.values() for run in row["runs"]}
+    full, none, tis, acr = (
+        rows[name]["metrics"]["accuracy"]["mean"] for name in ("full precision", "mxfp4 none", "mxfp4 tis", "mxfp4 acr")
+    )
+    page = PPO.replace("\n", " ")
+    assert f"from {start:.3f} to {full:.3f} of right answers, `none` fell to {none:.3f}" in page
+    assert f"`tis` and `acr` rose to {tis:.3f} and {acr:.3f}" in page
+    assert rows["mxfp4 none"]["metrics"]["accuracy"]["largest"] < start
+    assert f"they keep {rows['mxfp4 tis']['gain']:.0%} and {rows['mxfp4 acr']['gain']:.0%} of the gain" in BENCHMARKS
+    assert f"Accuracy at the end, from {start:.3f}, and its gain; nats" in BENCHMARKS.partition("**ppo**")[2]
+    gained = rows["full precision, half the batch"]["metrics"]["accuracy"]["mean"] - start
+    assert f"Full precision itself gained {gained:.2f} there" in BENCHMARKS
 
 
 def test_corrections_of_the_study():
