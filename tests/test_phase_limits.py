@@ -7,7 +7,7 @@ import pytest
 
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-H200 = "NVIDIA H200"
+H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 LENGTHS, PROMPT, GENERATIONS = [3, 70, 1, 20], 5, 2
 # Qwen2.5 7B: hidden size, inner size, layers, outputs of k or v, vocabulary
 HIDDEN, INNER, LAYERS, KEYS, VOCABULARY = 3584, 18944, 28, 512, 152064
@@ -106,5 +106,7 @@ def test_measured_phases_are_above_their_limits(monkeypatch):
                 steps = run["results"][shape]["steps"]
                 assert sampling < min(step["sampling"] for step in steps)
                 assert update < min(step["update"] for step in steps)
-                on_h100, same = step_runs.limits_of(run, "NVIDIA H100", found["arguments"], lengths[1:])
-                assert on_h100 > 1.3 * sampling and same == update
+                (on_h200, update_there), (on_h100, update_here) = (
+                    step_runs.limits_of(run, card, found["arguments"], lengths[1:]) for card in (H200, H100)
+                )
+                assert on_h100 > 1.3 * on_h200 and update_here == update_there

@@ -27,7 +27,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from engines import SHAPES  # noqa: E402
 
 
-H200 = 150_754_820_096  # bytes, as torch.cuda.mem_get_info tells them
+CARDS = {"H200": 143_771 << 20, "H100": 81_559 << 20}  # bytes, as nvidia-smi tells them
 PROMPT = 256  # tokens, in every benchmark
 WITHIN = 0.10
 
@@ -60,9 +60,9 @@ def shapes() -> dict[tuple[str, int], Shape]:
 def estimated(shapes, tmp_path):
     """Bytes that torch holds while it trains, by the benchmark's settings."""
 
-    def of(size: str, rank: int = 32, **settings):
+    def of(size: str, rank: int = 32, card: str = "H200", **settings):
         args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **settings)
-        return estimate(args, shapes[size, rank], torch.bfloat16, PROMPT, H200)
+        return estimate(args, shapes[size, rank], torch.bfloat16, PROMPT, CARDS[card])
 
     return of
 
@@ -181,7 +181,7 @@ def runs_of_steps() -> list:
     return found
 
 
-@pytest.mark.parametrize("run", runs_of_steps(), ids=lambda run: f"{run[0].split('-NVIDIA')[0]} {run[5]} {run[6]}")
+@pytest.mark.parametrize("run", runs_of_steps(), ids=lambda run: f"{run[0].removesuffix('.json')} {run[5]} {run[6]}")
 def test_memory_of_a_step(estimated, run):
     _, given, size, rank, micro, kind, shape, figure = run
     completions, new = map(int, shape.partition(" ")[0].split("x"))
@@ -194,9 +194,11 @@ def test_memory_of_a_step(estimated, run):
         settings |= {"rollout_precision": kind, "train_precision": given.get("train_precision")}
         if given.get("lora_sync") == "adapter":
             settings["lora_sync"] = "adapter"
+    (card,) = (card for card in CARDS if card in run[0])
     memory = estimated(
         size,
         rank,
+        card,
         num_generations=given["generations"],
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=completions // micro,
