@@ -27,9 +27,6 @@ kernels = pytest.importorskip("trl_quant.kernels.unified")
 DTYPES = [torch.bfloat16, torch.float32]
 KINDS = ["random", "near ties", "zeros", "small"]
 SHAPES = [(5, 96), (3, 50), (1, 1), (130, 140), (128, 256), (257, 40), (3, 4100)]  # tokens, features
-# Rows of 4100 are long for the kernels of whole rows. Those of groups see 33 blocks, each in a program of its own, of
-# which (130, 140) has four, whole and in parts; the interpreter takes a second for them.
-GROUPED = SHAPES[:-1] if INTERPRETED else SHAPES
 
 
 def inputs(kind: str, dtype: torch.dtype, shape: tuple) -> torch.Tensor:
@@ -103,7 +100,7 @@ def test_gradients(kind, device):
     ("kind", "least"), [*((kind, FP8Block.least_amax) for kind in KINDS), ("small", products.LEAST_GRADIENT)]
 )
 def test_groups(kind, least, device):
-    for dtype, shape in product(DTYPES, GROUPED):
+    for dtype, shape in product(DTYPES, SHAPES):
         x = inputs(kind, dtype, shape).to(device)
         rows, columns = products.quantize_groups_for_both(x, least)
         assert_equal(kernels.quantize_groups(x, least), rows)
@@ -171,7 +168,7 @@ def test_silu_of_a_gate_and_codes(dtype, device):
             q, y = kernels.rows(gate, format, True, up)
             assert_equal(q, twin(y))
         torch.testing.assert_close(y, F.silu(gate) * up, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-7)
-        for both in (False, True) if shape in GROUPED else ():
+        for both in (False, True):
             row, column, again = kernels.groups(gate, FP8Block.least_amax, both, up)
             assert torch.equal(again, y)
             twins = products.quantize_groups_for_both(y, FP8Block.least_amax)
@@ -210,16 +207,12 @@ def test_columns_of_a_wider_matrix(cols, device):
     halves = wide.split(cols, 1)
     assert not halves[1].is_contiguous()
     gate, up = (half.contiguous() for half in halves)
-    pairs = [
+    for ours, theirs in (
         (kernels.rows(halves[0], "fp8", True, halves[1]), kernels.rows(gate, "fp8", True, up)),
         (kernels.rows(halves[1], "int8", True), kernels.rows(up, "int8", True)),
-    ]
-    if cols == 140 or not INTERPRETED:
-        pairs += [
-            (kernels.groups(*(halves[0], 1e-10, True, halves[1])), kernels.groups(gate, 1e-10, True, up)),
-            (kernels.groups(halves[1], 1e-10, False), kernels.groups(up, 1e-10, False)),
-        ]
-    for ours, theirs in pairs:
+        (kernels.groups(*(halves[0], 1e-10, True, halves[1])), kernels.groups(gate, 1e-10, True, up)),
+        (kernels.groups(halves[1], 1e-10, False), kernels.groups(up, 1e-10, False)),
+    ):
         for one, other in zip(ours, theirs, strict=True):
             if isinstance(one, QuantizedTensor):
                 assert_equal(one, other)
