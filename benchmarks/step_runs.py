@@ -74,7 +74,10 @@ def print_tables(found: dict) -> None:
 
 
 def limits_of(run: dict, machine: str, arguments: dict, lengths: list[list[int]]) -> tuple[float, float]:
-    """Returns the least seconds of a run's sampling and of its update: medians over the steps. See `limits.py`."""
+    """
+    Returns the least seconds of a run's sampling and of its policy's update: medians over the steps. A critic is left
+    out. See `limits.py`.
+    """
     rollout, _, train = parts_of(run["trainer"])[1].partition("+")[0].partition("/")
     rollout = "bf16" if rollout.startswith("trl") else rollout
     train = train.partition("/")[0] or "bf16"

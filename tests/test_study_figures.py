@@ -226,6 +226,32 @@ def test_diffusion_of_the_study():
     assert not parted("diffusion") and f"at most {nats:.2f} nats away" in BENCHMARKS
 
 
+# Updates of a generation, learning rate, steps
+SEARCHED = ((4, 5e-5, 100), (4, 1e-4, 100), (4, 2e-4, 100), (4, 4e-4, 100), (2, 1e-4, 200), (1, 2e-4, 200))
+
+
+def searched(trainer: str, name: str, rate: float, updates: int) -> list[float]:
+    """The accuracies of a run on seed 100, by which a regime was chosen."""
+    (run,) = (
+        run
+        for run in read("study-searched-on-seed-100")["runs"]
+        if (run["trainer"], run["name"], run["learning_rate"], run["num_iterations"]) == (trainer, name, rate, updates)
+    )
+    assert run["seed"] == 100
+    return list(run["eval_accuracy"].values())
+
+
+def test_regimes_that_were_searched():
+    for updates, rate, steps in SEARCHED:
+        runs = [searched("diffusion", name, rate, updates) for name in ("full precision", "mxfp4 none")]
+        told = cells_of(BENCHMARKS, f"{updates}, {rate:g}, {steps} |", "| updates of a generation, lr, steps |")[1:]
+        assert told == [f"{run[-1] - run[0]:.2f}" for run in runs]
+    faster, slower = (searched("ppo", "full precision", rate, 4) for rate in (2e-4, 1e-4))
+    text = BENCHMARKS.partition("**ppo**")[2].replace("\n  ", " ")
+    assert round(faster[3] - faster[0], 2) == 0 and "had gained nothing after 50 steps with that of **reuse**" in text
+    assert f"and {slower[-1] - slower[0]:.2f} after 100 steps with half of it" in text
+
+
 def test_reuse_of_the_study():
     for row in read("study/reuse")["cells"]:
         label = row["name"].removeprefix("mxfp4 ")
@@ -257,6 +283,9 @@ def test_ppo_of_the_study():
     assert f"from {start:.3f} to {full:.3f} of right answers, `none` fell to {none:.3f}" in page
     assert f"`tis` and `acr` rose to {tis:.3f} and {acr:.3f}" in page
     assert rows["mxfp4 none"]["metrics"]["accuracy"]["largest"] < start
+    rescued = [run["log"]["mismatch/rescued_fraction"] for name in rows if "acr" in name for run in rows[name]["runs"]]
+    most = max(max(values.values()) for values in rescued)
+    assert 1e-4 < most <= 2e-4 and "at most 2 of 10000 tokens of a step" in BENCHMARKS
     assert f"they keep {rows['mxfp4 tis']['gain']:.0%} and {rows['mxfp4 acr']['gain']:.0%} of the gain" in BENCHMARKS
     assert f"Accuracy at the end, from {start:.3f}, and its gain; nats" in BENCHMARKS.partition("**ppo**")[2]
     gained = rows["full precision, half the batch"]["metrics"]["accuracy"]["mean"] - start

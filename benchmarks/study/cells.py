@@ -259,6 +259,7 @@ QUESTIONS = {
                 )
             ),
         ),
+        metrics={"rescued": "mismatch/rescued_fraction"},
     ),
     "cost": Question(
         "What does a correction cost where none is needed?",
