@@ -243,9 +243,9 @@ def extracting_with(extract: Callable) -> AbstractContextManager:
 
 def exact_log_probs(score: Callable) -> type:
     """
-    Returns TRL's fused head with the log-probabilities of [`~layers.exact.frozen_head`]. Gradients and entropies come
-    from there too, unless the head trains, or TRL asks for more: these are then TRL's own, which multiplies the head
-    anew (five times in an update, with the weight's gradient, instead of two).
+    Returns TRL's fused head with the log-probabilities of [`~layers.exact.frozen_head`], which also computes gradients
+    and entropies. If the head trains, or TRL asks for further outputs, TRL computes all but the log-probabilities
+    itself. An update then multiplies the head five times, the weight's gradient included, and not twice.
     """
 
     class WithTRLs(ChunkedLogProbFunction):

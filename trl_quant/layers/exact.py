@@ -190,7 +190,7 @@ class _FrozenHead(torch.autograd.Function):
 
 
 def _logits(hidden, weight, bias, rows):
-    """Yields, for `rows` tokens at a time, which they are, the weight in their type, and their logits."""
+    """Yields a slice of at most `rows` tokens, the weight in the type of `hidden`, and the logits of these tokens."""
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), rows):
@@ -254,17 +254,17 @@ def frozen_head(
     Log-probabilities from logits of the whole vocabulary at once, as an engine computes them, by a head that does not
     train. With x (N, features), W (vocabulary, features), z = (x W^T + b) / temperature and the targets t:
 
-        logp        = z[t] - logsumexp(z)
-        dlogp / dx  = (onehot(t) - softmax(z)) W / temperature                      (N, features)
-        dX          = dlogp * dlogp / dx                                            dlogp (N,) is the loss's
+        logp     = z[t] - logsumexp(z)                              (N,)
+        dlogp/dx = (onehot(t) - softmax(z)) W / temperature         (N, features)
+        dL/dx    = dL/dlogp * dlogp/dx                              for a loss L
 
-    dlogp / dx does not depend on the loss, so the forward pass computes it from the logits that it has. An update thus
-    multiplies W twice, and a pass without gradients once. Only where entropies take part in the loss does the backward
-    pass multiply twice more, for dH/dz = -p (log p + H).
+    dlogp/dx does not depend on the loss, so the forward pass computes it from the logits at hand. An update thus
+    multiplies W twice, and a pass without gradients once. Only if the loss contains entropies H does the backward pass
+    multiply W twice more, for dH/dz = -p (log p + H).
 
-    The softmax is that of the engine's tempered logits, in FP32, also where the engine rounds these to 16 bits. Logits
-    of `rows` tokens are held at once. For the backward pass it keeps dlogp / dx, without the temperature, in the type
-    of `hidden`; with `entropies` also `hidden`.
+    z are the logits that the engine scores: where it rounds them to 16 bits, they are rounded here. The softmax of them
+    is computed in FP32. At most `rows` tokens have their logits in memory at once. The backward pass needs dlogp/dx
+    times the temperature, which is kept in the type of `hidden`, and with `entropies` also `hidden`.
 
     Args:
         hidden (`torch.Tensor`): (N, features), the input of the head, in the type that the engine computes in. It alone

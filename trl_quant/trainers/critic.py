@@ -124,7 +124,8 @@ class Critic(ABC):
     @abstractmethod
     def values(self, batch: dict[str, Tensor]) -> Tensor:
         """
-        Computes the value of the state before each token of the completions, after the policy's loss on them.
+        Computes the value of the state before each token of the completions. The policy's loss on the batch has just
+        been computed.
 
         Args:
             batch (`dict`): A scored batch of TRL's, with prompts `(B, P)` and completions `(B, T)`.
@@ -264,7 +265,8 @@ class OwnCritic(Critic):
         parts = zip(*(batch[name].split(rows) for name in names), strict=True)
         return torch.cat([self.values(dict(zip(names, part, strict=True))) for part in parts])
 
-    def join_gradients(self) -> None: ...
+    def join_gradients(self) -> None:
+        """Does nothing: DDP and FSDP2 have averaged them in the backward pass."""
 
     def write(self, directory: Path, weights: dict[str, Tensor]) -> None:
         self.accelerator.unwrap_model(self.model).save_pretrained(directory, state_dict=weights)

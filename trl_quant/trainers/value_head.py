@@ -45,10 +45,11 @@ class ValueHead(nn.Module):
 
 class SharedCritic(Critic):
     """
-    A critic that shares the policy's layers. Its gradient in them is clipped and taken with the policy's, at
-    `learning_rate`; that of the head by itself, at `value_learning_rate`.
+    A critic that shares the policy's layers. In these layers the gradients of both losses add up; the policy's
+    optimizer clips the sum and learns at `learning_rate`. The head has an optimizer of its own, which learns at
+    `value_learning_rate`.
 
-    Every rank has the whole head. [`join_gradients`] adds up its gradient, so nothing wraps it under DDP and FSDP2.
+    Every rank has the whole head, and [`join_gradients`] averages its gradient. So neither DDP nor FSDP2 wraps it.
 
     Args:
         trainer ([`QuantPPOTrainer`]): The trainer. Its policy is loaded.
