@@ -65,6 +65,18 @@ def assert_same(left, right) -> None:
 # Checkpoints
 
 
+def unbroken(path, policy, **options):
+    """Returns a run's trainer, after a second run that was killed and resumed has come out the same."""
+    whole = ppo(path / "whole", policy, **options)
+    whole.train()
+    with pytest.raises(Killed):
+        ppo(path / "broken", policy, kill_at=2, **options).train()
+    resumed = ppo(path / "broken", policy, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(resumed, whole)
+    return whole
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -77,13 +89,7 @@ def assert_same(left, right) -> None:
 )
 def test_killed_and_resumed_equals_unbroken(tmp_path, policy, options):
     """Bit for bit: the log, the policy, the critic and the state of its optimizer."""
-    whole = ppo(tmp_path / "whole", policy, **options)
-    whole.train()
-    with pytest.raises(Killed):
-        ppo(tmp_path / "broken", policy, kill_at=2, **options).train()
-    resumed = ppo(tmp_path / "broken", policy, **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(resumed, whole)
+    whole = unbroken(tmp_path, policy, **options)
     half = options.get("save_steps", 4)
     # A critic that began anew, or whose optimizer did, would be another
     saved = AutoModelForTokenClassification.from_pretrained(tmp_path / f"whole/checkpoint-{half}/critic")
@@ -95,14 +101,7 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, policy, options):
 def test_killed_and_resumed_equals_unbroken_with_shared_layers(tmp_path, policy):
     """Bit for bit, where the checkpoint has the value head and its optimizer, and no second model."""
     options = {"vf_share_layers": True, "vf_coef": 0.5, "is_correction": "ais", "num_iterations": 2}
-    options |= {"max_steps": 16, "save_steps": 8}
-    whole = ppo(tmp_path / "whole", policy, **options)
-    whole.train()
-    with pytest.raises(Killed):
-        ppo(tmp_path / "broken", policy, kill_at=2, **options).train()
-    resumed = ppo(tmp_path / "broken", policy, **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(resumed, whole)
+    whole = unbroken(tmp_path, policy, max_steps=16, save_steps=8, **options)
     saved, end = (load_file(tmp_path / f"whole/checkpoint-{step}/critic/model.safetensors") for step in (8, 16))
     assert {name: value.numel() for name, value in end.items()} == {"score.weight": 128, "score.bias": 1}
     assert not torch.equal(saved["score.weight"], end["score.weight"]) and saved["score.weight"].abs().max() > 0

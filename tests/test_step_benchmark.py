@@ -200,6 +200,26 @@ def test_a_trainer_is_compared_with_those_of_its_method(step_runs, capsys):
     assert [row[6] for row in rows] == ["1.00", "1.00", "4.00", "-"]
 
 
+def test_processes_that_start_together_get_ports_of_their_own(step, monkeypatch):
+    """TRL takes the first free one of four, and a second process may find it free before the first has taken it."""
+    import engines
+
+    given = []
+
+    def run(command, env, **options):
+        given.append(env["MASTER_PORT"])
+        return engines.subprocess.CompletedProcess(command, 0, "RESULT {}", "")
+
+    monkeypatch.setattr(engines.subprocess, "run", run)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    for _ in range(2):
+        assert engines.in_own_process([], 1) == {}
+    assert given[0] != given[1] and not {"29500", "23456", "12355", "12345"} & set(given)
+    monkeypatch.setenv("MASTER_PORT", "29511")
+    engines.in_own_process([], 1)
+    assert given[2] == "29511"
+
+
 # The whole
 
 
