@@ -2,6 +2,7 @@
 
 import json
 import re
+from statistics import median
 
 from pages import ROOT, TEXTS
 
@@ -25,3 +26,15 @@ def cells_of(text: str, start: str, after: str = "") -> list[str]:
         text = text.partition(after)[2].partition("\n\n")[0]
     (row,) = re.findall(rf"^\| {re.escape(start)}.*\|$", text, re.MULTILINE)
     return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def times(ratios) -> list[str]:
+    return [f"{ratio:.2f}x" for ratio in ratios]
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.1f}"
+
+
+def middle(run: dict, phase: str) -> float:
+    return median(step[phase] for step in run["steps"])

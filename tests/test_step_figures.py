@@ -1,0 +1,156 @@
+"""The figures of steps whose completions differ in length, and of masked diffusion, are those of the raw files."""
+
+from statistics import median
+
+import pytest
+from figures import BENCHMARKS, H100, H200, MEASURED, cells_of, gib, middle, read, times
+from pages import README, ROOT
+
+
+def lognormal() -> tuple[dict, dict[str, list[dict]]]:
+    """The file of steps whose completions differ in length, and the measured steps by trainer."""
+    found = read(f"step-7b-lognormal-64x2048-{H200}")
+    return found, {run["trainer"]: run["results"]["64x2048 lognormal"] for run in found["runs"]}
+
+
+def test_steps_of_completions_that_differ_in_length():
+    found, runs = lognormal()
+    trl, bf16, fp8 = (runs[name] for name in ("trl", "bf16", "fp8/fp8"))
+    assert [len(run["steps"]) for run in (trl, bf16, fp8)] == [3, 5, 5]
+    step = {name: middle(run, "step") for name, run in runs.items()}
+    unscored = median(each["step"] - each["scoring"] for each in trl["steps"])
+    for start, benchmark, run in (
+        ("TRL, BF16 |", "TRL's BF16 | 3", trl),
+        ("ours, BF16 |", "ours, `bf16`", bf16),
+        ("ours, sampled and trained in `fp8`", "ours, `fp8`, sampled and trained", fp8),
+    ):
+        own, phases = middle(run, "step"), [middle(run, phase) for phase in ("sampling", "scoring", "update")]
+        gains = times([step["trl"] / own, unscored / own, step["bf16"] / own])
+        gains = [gains[0], "", ""] if run is trl else gains
+        written = [f"{own:.2f} s", *gains, *(f"{seconds:.2f} s" if seconds else "0" for seconds in phases)]
+        assert cells_of(MEASURED, start, "| trainer | step | against TRL |")[1:] == written
+        steps = [each["step"] for each in run["steps"]]
+        told = cells_of(BENCHMARKS.partition("### Completions of different lengths")[2], benchmark)
+        assert told[1:6] == [str(len(steps)), f"{own:.2f}", f"{min(steps):.2f}, {max(steps):.2f}", *gains[:2]]
+        phases = [middle(run, phase) for phase in ("sampling", "sync", "scoring", "update")]
+        assert told[6:10] == [f"{seconds:.2f}" if seconds else "0" for seconds in phases]
+        assert told[11] == f"{run['peak_bytes'] / 2**30:.0f}"
+    scoring, packing, precision = step["trl"] / unscored, unscored / step["bf16"], step["bf16"] / step["fp8/fp8"]
+    for start, ratio in (("no scoring pass", scoring), ("no padding", packing), ("FP8 in sampling", precision)):
+        assert cells_of(MEASURED, start, "| cause |")[1] == f"{ratio:.2f}x"
+    sampling, update = (middle(bf16, phase) / middle(fp8, phase) for phase in ("sampling", "update"))
+    assert f"makes sampling {sampling:.2f} times as fast, and the\nupdate on packed rows {update:.2f} times" in MEASURED
+    assert f"{middle(fp8, 'sampling') / step['fp8/fp8']:.0%} of the step" in MEASURED
+    assert f"Leaner sampling is {middle(trl, 'sampling') / middle(bf16, 'sampling'):.2f}x" in MEASURED
+    assert f"update {middle(trl, 'update') / middle(bf16, 'update'):.2f} times as fast as TRL's" in BENCHMARKS
+    (lengths,) = found["lengths"].values()
+    padding = [1 - sum(each) / (len(each) * max(each)) for each in lengths]
+    assert f"{min(padding):.0%} to {max(padding):.0%} of the positions are padding" in MEASURED
+    text = README.partition("## Install")[0].replace("\n", " ")
+    assert f"{step['trl'] / step['fp8/fp8']:.2f} times as fast as TRL's: {step['fp8/fp8']:.1f} s" in text
+    assert f"not {step['trl']:.1f}. " in text
+    assert f"gives {scoring:.2f}, " in text and f"give {packing:.2f}. FP8 gives the other {precision:.2f}." in text
+    gains = times([step["trl"] / step["fp8/fp8"], unscored / step["fp8/fp8"]])
+    told = cells_of(
+        README, "Step of a 7B LoRA policy, sampled and trained in FP8, 64", "| what | result | repeat it |"
+    )[1]
+    assert told == f"{gains[0]} TRL's; {gains[1]} without TRL's scoring pass; {precision:.2f}x ours in BF16"
+
+
+def test_longer_steps_on_an_h100():
+    runs = {run["trainer"]: run for run in read(f"step-7b-lognormal-64x4096-{H100}")["runs"]}
+    trl, ours = (runs[name]["results"]["64x4096 lognormal"] for name in ("trl", "fp8/fp8"))
+    unscored = median(each["step"] - each["scoring"] for each in trl["steps"])
+    for told, benchmark, run in (
+        ("TRL, BF16 |", "TRL's BF16, H100 |", trl),
+        ("ours, sampled and trained in `fp8`", "ours, `fp8`, H100 |", ours),
+    ):
+        own, steps = middle(run, "step"), [each["step"] for each in run["steps"]]
+        assert len(steps) == 5
+        phases = [f"{middle(run, phase):.2f}" for phase in ("sampling", "sync", "scoring", "update")]
+        phases[2] = phases[2] if run is trl else "0"
+        gains = ["1.00x", ""] if run is trl else times([middle(trl, "step") / own, unscored / own])
+        seconds = [f"{phase} s" if phase != "0" else "0" for phase in (phases[0], *phases[2:])]
+        assert cells_of(MEASURED, told, "| trainer, on an H100 |")[1:] == [f"{own:.2f} s", *gains, *seconds]
+        cells = [f"{own:.2f}", f"{min(steps):.2f}, {max(steps):.2f}", *gains, *phases]
+        cells.append(f"{run['peak_bytes'] / 2**30:.0f}")
+        assert cells_of(BENCHMARKS, benchmark)[1:] == cells
+    told = cells_of(README, "The same with up to 4096 tokens, on an H100")[1]
+    assert told == f"{gains[0]} TRL's; {gains[1]} without TRL's scoring pass"
+
+
+def test_limits_of_steps_that_differ_in_length(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import step_runs
+
+    found, runs = lognormal()
+    (lengths,) = found["lengths"].values()
+    for name, start in (("bf16", "ours, BF16 |"), ("fp8/fp8", "ours, sampled and trained in `fp8`")):
+        (run,) = [run for run in found["runs"] if run["trainer"] == name]
+        limits = step_runs.limits_of(run, found["machine"], found["arguments"], lengths[1:])
+        pairs = zip((middle(runs[name], phase) for phase in ("sampling", "update")), limits)
+        written = [f"{seconds:.2f} s" for pair in pairs for seconds in pair]
+        assert cells_of(MEASURED, start, "| trainer | sampling | limit |")[1:] == written
+
+
+def test_where_sampling_takes_its_time(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from limits import cache_bytes, weight_bytes
+
+    (lengths,) = lognormal()[0]["lengths"].values()
+    left = [sum(length > step for length in each) for each in lengths[1:] for step in range(max(each))]
+    shares = [sum(count <= most for count in left) / len(left) for most in (16, 8)]
+    assert (
+        "{:.0%} of the decode steps have at most 16 completions left, and {:.0%} at most 8".format(*shares) in MEASURED
+    )
+    sampled = read(f"rollout-7b-text-{H200}")["results"]["7b"]["fp8"]
+    batches = (8, 64, 256)
+    table = MEASURED.partition("## Where sampling takes its time")[2]
+    decode = [f"{sampled[str(batch)]['profile']['decode']:.1f} ms" for batch in batches]
+    assert cells_of(table, "a decode step")[1:] == decode
+    middle_length = 256 + 512 // 2
+    read_bytes = [weight_bytes("7b", "fp8") + batch * middle_length * cache_bytes("7b") for batch in batches]
+    assert cells_of(table, "its limit")[1:] == [f"{each / 4.8e9:.1f} ms" for each in read_bytes]
+    seconds = [sampled[str(batch)]["sample_s"] for batch in batches]
+    assert cells_of(table, "512 tokens of each")[1:] == [f"{each:.2f} s" for each in seconds]
+    assert f"four times as many take {seconds[2] / seconds[1]:.2f} times as long" in table
+
+
+@pytest.mark.parametrize(
+    ("card", "shape", "table", "row", "told", "gain"),
+    [
+        (
+            H200,
+            "4x256",
+            "| copy that samples |",
+            "Step of an 8B masked diffusion model",
+            "In `fp8` sampling is {:.2f} times as fast, and the whole step {:.2f} times.",
+            "which makes {:.2f}x here",
+        ),
+        (
+            H100,
+            "16x256",
+            "| copy, 16 completions |",
+            "The same with 16 completions, on an H100",
+            "Sampling is {:.2f} times as fast here, and the whole step {:.2f} times.",
+            "reference together are {:.2f} times as fast",
+        ),
+    ],
+)
+def test_masked_diffusion(card, shape, table, row, told, gain):
+    runs = {run["trainer"]: run["results"][shape] for run in read(f"diffusion-8b-{card}")["runs"]}
+    assert all(len(result["steps"]) == 5 for result in runs.values())
+    of = {
+        name: {key: median(step[key] for step in runs[name]["steps"]) for key in runs[name]["warm_up"]} for name in runs
+    }
+    for name, title in {"bf16": "BF16", "fp8": "`fp8`"}.items():
+        phases = [f"{of[name][phase]:.2f} s" for phase in ("sampling", "scoring", "reference", "update", "step")]
+        cells = cells_of(MEASURED, f"{title} |", table)[1:]
+        assert cells == [*phases, f"{gib(runs[name]['peak_bytes'])} GiB"]
+    paper = ("sampling", "estimate", "scoring", "reference")
+    gains = [of["bf16"][key] / of["fp8"][key] for key in ("sampling", "step")]
+    sums = [median(sum(step[phase] for phase in paper) for step in runs[name]["steps"]) for name in ("bf16", "fp8")]
+    text = MEASURED.replace("\n", " ")
+    assert told.format(*gains) in text and gain.format(sums[0] / sums[1]) in text
+    cells = cells_of(README, row)[1].replace(" ours in BF16", "")
+    assert cells == "{1:.2f}x; sampling {0:.2f}x".format(*gains)
