@@ -3,6 +3,8 @@
 import gc
 import os
 import sys
+import tempfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models; `make test` runs a
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+
+def code_directory() -> str:
+    """
+    Where torch.compile keeps its code, by instruction set: it looks code up without asking for which set it was made,
+    and what was made for AVX2 writes past its buffers under AVX-512.
+    """
+    cpu = {line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")}
+    sets = f"{cpu} {os.environ.get('ATEN_CPU_CAPABILITY')}"
+    return os.path.join(tempfile.gettempdir(), f"torchinductor-{zlib.crc32(sets.encode()):08x}")
+
+
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", code_directory())
 sys.path.insert(0, str(Path(__file__).parent))
 
 

@@ -3,6 +3,8 @@
 import base64
 import os
 import pickle
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -249,9 +251,23 @@ def test_a_result_is_printed_in_one_piece(monkeypatch):
     assert printed == trial.RESULT_LINE + '{"error": "KeyError: \'no engine\'"}\n'
 
 
-def test_a_process_that_is_killed(model, tmp_path, monkeypatch):
+def test_a_process_without_a_result(model, monkeypatch):
     """What it printed last is the reason."""
     monkeypatch.setattr(trial, "__name__", "trl_quant.no_such_module")
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     reason = trial.measure(trial.Trial.of(policy, Accelerator(cpu=True), {}), "int8")
     assert "no_such_module" in reason and "\n" not in reason
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import os, sys; print('bad chunk', file=sys.stderr, flush=True); os.abort()", "killed by SIGABRT: bad chunk"),
+        ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        ("raise SystemExit(3)", "ended with code 3"),
+        ("raise SystemExit('ValueError: no')", "ValueError: no"),
+    ],
+)
+def test_how_a_process_ended(program, reason):
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert trial.end_of(done) == reason

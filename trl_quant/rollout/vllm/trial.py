@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -126,11 +127,17 @@ def measure(trial: Trial, precision: str) -> Speed | str:
     for result in results:
         if "error" in result:
             return result["error"]
-    if results:
-        return Speed(**results[0])
+    return Speed(**results[0]) if results else end_of(done)
+
+
+def end_of(done: subprocess.CompletedProcess) -> str:
+    """Returns one line that says how a process ended, and what it printed last."""
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]
-    return (errors or lines or [f"ended with code {done.returncode}"])[-1]
+    words = (errors or lines)[-1:]
+    if done.returncode < 0:
+        return ": ".join([f"killed by {signal.Signals(-done.returncode).name}", *words])
+    return words[0] if words else f"ended with code {done.returncode}"
 
 
 # Functions of the trial's processes
