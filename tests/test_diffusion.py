@@ -177,7 +177,11 @@ def test_dynamic_sampling_keeps_the_masks(tmp_path):
     assert all("dynamic_sampling/rounds" in entry for entry in metrics(made)[:1])
 
 
-@pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "prompt_mask_draws": 2}], ids=["plain", "iterations"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_iterations": 2, "prompt_mask_draws": 2}, {"num_iterations": 3}],
+    ids=["plain", "iterations", "inside a generation"],
+)
 def test_killed_and_resumed_equals_unbroken(tmp_path, options):
     """The masks go on too: without them the log-probabilities would differ."""
 
@@ -188,7 +192,7 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, options):
 
     whole = started("whole")
     whole.train()
-    broken = started("broken", kill_at=4 // options.get("num_iterations", 1))
+    broken = started("broken", kill_at=-(-4 // options.get("num_iterations", 1)))
     with pytest.raises(Killed):
         broken.train()
     resumed = started("broken")

@@ -98,6 +98,13 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, policy, options):
     assert torch.equal(end.score.weight, whole.critic.model.score.weight.cpu())
 
 
+@pytest.mark.parametrize("options", [{"is_correction": "acr"}, {"vf_share_layers": True}], ids=["own", "shared"])
+def test_a_resume_inside_a_generation(tmp_path, policy, options):
+    """The values and returns of its samples go on too. Eight updates use a generation."""
+    unbroken(tmp_path, policy, num_iterations=2, max_steps=12, save_steps=5, **options)
+    assert (tmp_path / "whole/checkpoint-5/generation_0.pt").is_file()
+
+
 def test_killed_and_resumed_equals_unbroken_with_shared_layers(tmp_path, policy):
     """Bit for bit, where the checkpoint has the value head and its optimizer, and no second model."""
     options = {"vf_share_layers": True, "vf_coef": 0.5, "is_correction": "ais", "num_iterations": 2}

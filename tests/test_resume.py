@@ -84,6 +84,69 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, options):
     assert len({entry["noise/sigma"] for entry in metrics(whole) if "noise/sigma" in entry}) == 3
 
 
+def same_run(one, other) -> bool:
+    mine, theirs = parameters(one), parameters(other)
+    return metrics(one) == metrics(other) and all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+INSIDE = {"save_steps": 1, "save_total_limit": None}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_iterations": 3},
+        {"num_iterations": 3, "is_correction": "trm"},
+        {"steps_per_generation": 2, "per_device_train_batch_size": 4},
+        {"steps_per_generation": 2, "per_device_train_batch_size": 4, "is_correction": "dppo"},
+        {"steps_per_generation": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        {"num_iterations": 3, "train_precision": "int8", "rollout_precision": None, "peft": True},
+    ],
+    ids=["updates", "updates scored in the loss", "parts", "parts scored in the loss", "accumulated", "unified"],
+)
+def test_a_resume_inside_a_generation(tmp_path, options):
+    """Trains on the samples that the checkpoint holds, and samples the next ones when an unbroken run does."""
+    whole = trainer_of(tmp_path, prompts=16, **INSIDE, **options)
+    whole.train()
+    generated = [entry["step"] for entry in metrics(whole) if "num_tokens" in entry]
+    assert 1 < len(generated) < 6
+    for step in (1, 2, 4):
+        is_inside = step + 1 not in generated
+        assert (tmp_path / f"checkpoint-{step}/generation_0.pt").is_file() == is_inside
+        resumed = trainer_of(tmp_path, prompts=16, **INSIDE, **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert same_run(resumed, whole)
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "other batches"])
+def test_a_generation_that_cannot_be_continued(tmp_path, caplog, damage):
+    """The run samples anew where the checkpoint ends, for as many updates as always, and says so."""
+    options = {"num_iterations": 3, "prompts": 16, **INSIDE}
+    whole = trainer_of(tmp_path, **options)
+    whole.train()
+    path = tmp_path / "checkpoint-1/generation_0.pt"
+    if damage == "gone":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:500])
+    else:
+        options |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    resumed = trainer_of(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert "lies inside a generation that this run cannot continue" in caplog.text
+    assert not same_run(resumed, whole)
+    generated = [entry["step"] for entry in metrics(resumed) if "num_tokens" in entry]
+    assert generated == [1, 2, 5]
+
+
+def test_what_an_older_run_left_of_a_generation(tmp_path):
+    """Is deleted where the checkpoint of a newer one lies between two generations."""
+    (left := tmp_path / "checkpoint-3").mkdir()
+    (left / "generation_0.pt").write_bytes(b"left")
+    trainer_of(tmp_path, max_steps=3).train()
+    assert (left / "trainer_state.json").is_file() and not (left / "generation_0.pt").exists()
+
+
 def test_a_resume_with_another_scaling_is_refused(tmp_path):
     trainer_of(tmp_path, uaq_scale=1.5, max_steps=3).train()
     with pytest.raises(ValueError, match=r"uaq_scale.*1\.5.*None"):
@@ -138,12 +201,13 @@ def test_the_total_update_goes_on_from_the_start_of_the_run(tmp_path, caplog):
     assert "initial_weights.pt" in caplog.text and f"`{name}` is not logged" in caplog.text
 
 
-def test_initial_weights_that_are_not_whole_are_refused(tmp_path):
+@pytest.mark.parametrize("name", checkpoints.SAMPLED_WEIGHTS)
+def test_sampled_weights_that_are_not_whole_are_refused(tmp_path, name):
     trainer_of(tmp_path, max_steps=3).train()
-    path = tmp_path / "checkpoint-3" / "initial_weights.pt"
+    path = tmp_path / "checkpoint-3" / f"{name}.pt"
     for damaged in (path.read_bytes()[:100], b"x"):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"initial_weights\.pt is not whole"):
+        with pytest.raises(ValueError, match=rf"{name}\.pt is not whole"):
             trainer_of(tmp_path).train(resume_from_checkpoint=True)
 
 

@@ -15,7 +15,7 @@ from trl_quant.corrections import CORRECTIONS, CorrectionInputs
 from trl_quant.corrections.trl import TRL
 from trl_quant.rollout import RolloutNoise, TransformersEngine
 from trl_quant.storage.run_checkpoints import read_rollout_state
-from trl_quant.trainers.checkpoints import precision_before, read_initial_weights
+from trl_quant.trainers.checkpoints import SAMPLED_WEIGHTS, precision_before, read_sampled_weights
 
 
 def build(config_class=QuantGRPOConfig, **kwargs):
@@ -419,7 +419,10 @@ def test_what_a_checkpoint_records(tmp_path):
     trainer.train()
     state = read_rollout_state(tmp_path / "out/checkpoint-2")
     assert state["settings"] == json.loads(json.dumps(trainer.args.training_settings()))
-    assert state["drift"].keys() == {"normalized_update", "codes_changed", "update_cosine"}
-    initial, start = read_initial_weights(tmp_path / "out/checkpoint-2"), dict(tiny_model().named_parameters())
+    initial, synced = (read_sampled_weights(tmp_path / "out/checkpoint-2", name) for name in SAMPLED_WEIGHTS)
+    start, last = dict(tiny_model().named_parameters()), trainer.vllm_generation.drift.previous
     assert initial and all(torch.equal(rows, start[name][: len(rows)]) for name, rows in initial.items())
+    assert synced.keys() == initial.keys() and all(torch.equal(rows, last[n].weight) for n, rows in synced.items())
+    assert not all(torch.equal(rows, initial[name]) for name, rows in synced.items())
+    assert state["micro_steps"] == 2
     assert any(not torch.equal(rows, trainer.model.get_parameter(name)[: len(rows)]) for name, rows in initial.items())

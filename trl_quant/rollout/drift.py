@@ -42,11 +42,10 @@ class WeightDrift:
 
     The sample has about `MAX_LAYERS` trained layers, chosen by a hash of their names. A large layer contributes its
     leading rows: whole blocks of 128 rows with at most `MAX_ELEMENTS` values, but at least one block. The sampled rows
-    and their codes are kept until the next sync. A resumed run has no such copy, and reads the metrics of its first
-    sync from the checkpoint.
+    and their codes are kept until the next sync. The total update needs one more copy of the sampled rows, taken at the
+    first sync.
 
-    The total update needs one more copy of the sampled rows, taken at the first sync, on the device and in each
-    checkpoint: 18M values of Qwen2.5-7B, 36 MB in BF16, where all initial weights take 15 GB.
+    Both copies are in each checkpoint: 18M values of Qwen2.5-7B, 36 MB in BF16 for each, where all weights take 15 GB.
 
     Parameters:
         trained (`Collection[str]`): Names of the trained weights.
@@ -66,14 +65,15 @@ class WeightDrift:
         stride = max(1, len(trained) // self.MAX_LAYERS)
         self.names = {name for name in trained if zlib.crc32(name.encode()) % stride == 0}
         self.format, self.quantizer = PRECISIONS[precision].format, quantizer
-        self.resumed: dict[str, float] = {}
         self.previous: dict[str, SampledRows] = {}  # from the last sync
+        self.resumed: dict[str, Tensor] = {}  # their weights, from a checkpoint
         self.initial: dict[str, Tensor] | None = {}
         self.forget()
 
     def forget(self) -> None:
         """Forgets the last sync, so that the next one is compared with none."""
         self.previous.clear()
+        self.resumed.clear()
         self._sums = _Sums()
 
     def measures(self, name: str) -> bool:
@@ -83,24 +83,31 @@ class WeightDrift:
     def add(self, name: str, weight: Tensor) -> None:
         """Measures a layer's weight, of shape (out, in), as it is sent to the engine."""
         current = self._sampled(self._rows(weight).clone())
+        if name in self.resumed:
+            self.previous[name] = self._sampled(self.resumed.pop(name).to(weight.device))
         self._sums.add(current, self.previous.get(name))
         if self.initial and name in self.initial:
             self.initial[name] = self.initial[name].to(weight.device)  # those of a checkpoint are on the CPU
             self._sums.add_total(current.weight, self.initial[name])
         self.previous[name] = current
 
+    @property
+    def synced(self) -> dict[str, Tensor]:
+        """The sampled rows at the last sync, for a checkpoint."""
+        return self.resumed | {name: rows.weight for name, rows in self.previous.items()}
+
     def metrics(self) -> dict[str, float]:
         """Ends a sync and returns its metrics. Those of the update need an earlier sync."""
         sums, self._sums = self._sums, _Sums()
         if self.initial == {}:
             self.initial = {name: rows.weight for name, rows in self.previous.items()}
-        metrics = sums.error() | (sums.update() or self.resumed) | sums.total()
+        metrics = sums.error() | sums.update() | sums.total()
         return {f"weights/{name}": value for name, value in metrics.items()}
 
     def since_sync(self, named_params: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
         """
-        Returns the metrics of the update since the last sync, for a checkpoint; empty before the first sync. Reads
-        `named_params` to the end in any case, because gathering them is collective.
+        Returns the metrics of the update since the last sync; empty before the first sync. Reads `named_params` to the
+        end in any case, because gathering them is collective.
         """
         sums = _Sums()
         for name, tensor in named_params:

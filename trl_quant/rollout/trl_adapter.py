@@ -313,12 +313,15 @@ class RolloutEngine:
     # Checkpoints
 
     def state_dict(self) -> dict:
-        """Returns the state with which a resumed run logs the same metrics as an unbroken one. Collective."""
-        return {"drift": self.drift.since_sync(self._iter_named_params()), "initial_weights": self.drift.initial}
+        """Returns the state with which a resumed run logs the same metrics as an unbroken one."""
+        return {"initial_weights": self.drift.initial, "synced_weights": self.drift.synced}
 
     def load_state_dict(self, state: dict) -> None:
-        """Loads the result of [`state_dict`]. Without initial weights in it, the total update is not measured."""
-        self.drift.resumed, self.drift.initial = state.get("drift", {}), state.get("initial_weights")
+        """
+        Loads the result of [`state_dict`]. Without initial weights in it, the total update is not measured, and without
+        synced weights, the update until the next sync.
+        """
+        self.drift.initial, self.drift.resumed = state.get("initial_weights"), state.get("synced_weights") or {}
 
     # Noise
 

@@ -22,6 +22,7 @@ from transformers import Trainer
 
 from ..precisions import in_vllm
 from ..storage.run_checkpoints import (
+    GENERATION_NAME,
     ROLLOUT_STATE_NAME,
     checkpoints_in,
     has_whole_weights,
@@ -40,8 +41,10 @@ from ..storage.whole import is_full
 
 logger = logging.getLogger(__name__)
 
+OF_A_RANK = ("rng_state", GENERATION_NAME)  # how the names of files begin that each rank writes on its own host
 COPY_IT = "Copy the newest whole one to every host, or have all hosts share `output_dir`."
-INITIAL_WEIGHTS_NAME = "initial_weights.pt"  # not .safetensors: vLLM loads every such file in a directory
+# What the engine compares its weights with, a file each; not .safetensors: vLLM loads every such file in a directory
+SAMPLED_WEIGHTS = ("initial_weights", "synced_weights")
 
 
 def new_run(before: list[str]) -> list[str]:
@@ -214,22 +217,23 @@ def precision_before(args) -> str | None:
 def recorded(trainer: Trainer) -> dict:
     """Returns a checkpoint's record of its run: settings that a resume compares, all arguments, the names of runs."""
     arguments = {"model": getattr(trainer.model, "name_or_path", None)} | trainer.args.to_sanitized_dict()
-    return {"settings": trainer.args.training_settings(), "arguments": arguments, "runs": trainer.runs}
+    settings = trainer.args.training_settings()
+    return {"settings": settings, "arguments": arguments, "runs": trainer.runs, "micro_steps": trainer._step}
 
 
 def write_rollout_state(checkpoint: str | Path, state: dict) -> None:
     """Writes the state that the engine needs to resume. Must be called before the rest of the checkpoint is saved."""
     Path(checkpoint).mkdir(parents=True, exist_ok=True)
-    plain = {name: value for name, value in state.items() if name != "initial_weights"}
+    plain = {name: value for name, value in state.items() if name not in SAMPLED_WEIGHTS}
     (Path(checkpoint) / ROLLOUT_STATE_NAME).write_text(json.dumps(plain))
-    tensors = state.get("initial_weights")
-    if tensors:
-        torch.save({name: tensor.cpu() for name, tensor in tensors.items()}, Path(checkpoint, INITIAL_WEIGHTS_NAME))
+    for name in SAMPLED_WEIGHTS:
+        if state.get(name):
+            torch.save({key: tensor.cpu() for key, tensor in state[name].items()}, Path(checkpoint, f"{name}.pt"))
 
 
-def read_initial_weights(checkpoint: str | Path) -> dict[str, torch.Tensor] | None:
-    """Reads the sample of a run's initial weights that its engine compares with; `None` if the checkpoint has none."""
-    path = Path(checkpoint, INITIAL_WEIGHTS_NAME)
+def read_sampled_weights(checkpoint: str | Path, name: str) -> dict[str, torch.Tensor] | None:
+    """Reads one of [`SAMPLED_WEIGHTS`]; `None` if the checkpoint does not have it."""
+    path = Path(checkpoint, f"{name}.pt")
     if not path.is_file():
         return None
     try:
@@ -251,7 +255,7 @@ def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
         state = read_rollout_state(checkpoint)
         before = args.plain_settings() | state.get("settings", {})  # older checkpoints lack the newest fields
         check_settings(checkpoint, before, args.training_settings(), args.resume_with_changes)
-        initial = read_initial_weights(checkpoint)
+        sampled = {name: read_sampled_weights(checkpoint, name) for name in SAMPLED_WEIGHTS}
     tell_changes(checkpoint, state.get("arguments", {}), args.inherited_settings())
     if saved_only_model(checkpoint):
         logger.warning(
@@ -259,14 +263,13 @@ def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
             checkpoint,
         )
     check_same_files(checkpoint)
-    if initial is None and state.get("drift", True) and args.rollout_precision is not None:
+    if sampled["initial_weights"] is None and sampled["synced_weights"] is not None:
         logger.warning(
-            "The checkpoint %s has no %s, so the initial weights of its run are not known, and "
+            "The checkpoint %s has no initial_weights.pt, so the initial weights of its run are not known, and "
             "`weights/normalized_total_update` is not logged.",
             checkpoint,
-            INITIAL_WEIGHTS_NAME,
         )
-    return state | {"initial_weights": initial}
+    return state | sampled
 
 
 def check_same_files(checkpoint: str | Path) -> None:
@@ -274,7 +277,7 @@ def check_same_files(checkpoint: str | Path) -> None:
     Raises `ValueError` if hosts with disks of their own hold different files of a checkpoint. Under FSDP only rank 0
     saves the optimizer, and a host without that file would not take part in loading it.
     """
-    mine = {path.name for path in Path(checkpoint).iterdir() if not path.name.startswith("rng_state")}
+    mine = {path.name for path in Path(checkpoint).iterdir() if not path.name.startswith(OF_A_RANK)}
     found = gather_object([(platform.node(), mine)])
     whole = set().union(*(names for _, names in found))
     answers = []

@@ -106,6 +106,14 @@ class CorrectionStep:
         """Forgets the micro-batches of the last generation."""
         self.seen[self.mode], self.unseen[self.mode] = [], 0
 
+    def state_dict(self) -> dict:
+        """Returns what the step knows of a generation in training between two optimizer steps."""
+        return {"seen": self.seen["train"], "unseen": self.unseen["train"]}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Loads the result of [`state_dict`]."""
+        self.seen["train"], self.unseen["train"] = state["seen"], state["unseen"]
+
     def take_samples(self, logps: list[list[float | None]] | None) -> None:
         """Takes the sampler's log-probabilities of each completion, `None` if it has none."""
         self.samples = logps

@@ -8,6 +8,7 @@ estimated under the same masks.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -182,6 +183,13 @@ class DiffusionGRPOTrainer(QuantGRPOTrainer):
 
     def log_values(self, values: dict[str, float]) -> None:
         super().log_values({k: v for k, v in values.items() if not k.startswith("mismatch/by_position/")})
+
+    def generation_state(self) -> dict:
+        return super().generation_state() | {"masks": asdict(self.prompt_masks.masks["train"])}
+
+    def load_generation_state(self, state: dict) -> None:
+        super().load_generation_state(state)
+        self.prompt_masks.masks["train"] = PromptMasks(**state["masks"])
 
     # In the order of the timelines of `MaskDraws` and `CorrectionStep`
 

@@ -24,7 +24,7 @@ from ..rollout.engine import Engine
 from ..scaling import apply_uaq, uaq_applied
 from ..storage.quantization import record_gathered_dtype
 from ..trl_seams import exchanged
-from . import checkpoints, phases
+from . import checkpoints, phases, unfinished
 from .checks import check_model, check_trainable
 from .finite import FiniteSteps, check_trained
 from .introduction import add_to_card, introduce
@@ -265,6 +265,7 @@ class QuantRollouts:
             state = checkpoints.check_resume(resume_from_checkpoint, self.args, uaq_applied(self.model))
             if self._engine is not None:
                 self._engine.load_state_dict(state)
+                unfinished.resume(self, resume_from_checkpoint, state.get("micro_steps"))
         self.runs = checkpoints.new_run(state.get("runs", []))
         self._finite_steps.begin()
         log_phases = None if self._engine is None else self.log_values
@@ -272,6 +273,14 @@ class QuantRollouts:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
             check_trained(self)
         return output
+
+    def generation_state(self) -> dict:
+        """Returns what is left of this rank's generation, for a checkpoint. Only what `torch.load` takes as weights."""
+        return {"inputs": self._buffered_inputs}
+
+    def load_generation_state(self, state: dict) -> None:
+        """Loads the result of [`generation_state`]."""
+        self._buffered_inputs = state["inputs"]
 
     def _get_train_sampler(self, dataset=None):
         return checkpoints.same_after_resume(super()._get_train_sampler(dataset))
@@ -284,10 +293,12 @@ class QuantRollouts:
         check_trained(self)
         state = checkpoints.recorded(self)
         if self._engine is not None:
-            state |= self._engine.state_dict()  # collective
+            state |= self._engine.state_dict()
         directory, step, limit = self._get_output_dir(trial), self.state.global_step, self.args.save_total_limit
         checkpoint = f"{directory}/{PREFIX_CHECKPOINT_DIR}-{step}"
         with checkpoints.saving(checkpoint):
+            if self._engine is not None:
+                unfinished.save(self, checkpoint)
             if self.args.should_save:
                 checkpoints.write_rollout_state(checkpoint, state)
             # `rotate` deletes old checkpoints by their steps; transformers would delete them by their times

@@ -185,6 +185,13 @@ class QuantRLOOTrainer(QuantRollouts, RLOOTrainer):
         if correction is not None and self.use_vllm:
             self.vllm_generation.logprobs = 0  # the drawn token's; TRL asks for none
 
+    def generation_state(self) -> dict:
+        return super().generation_state() | {"correction": self.correction_step.state_dict()}
+
+    def load_generation_state(self, state: dict) -> None:
+        super().load_generation_state(state)
+        self.correction_step.load_state_dict(state["correction"])
+
     # The correction, in the order of `RLOOCorrectionStep`'s timeline
 
     def _generate_and_score_completions(self, inputs):
