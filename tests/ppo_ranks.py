@@ -19,8 +19,8 @@ class Fixed:
         return Samples(ids, [[-4.0 - token % 3 for token in row] for row in ids])
 
 
-def run(precision: str, tuning: str, path: Path, ranks: int = 2, resume: bool = False):
-    """Four updates, or the last two of them."""
+def run(precision: str, tuning: str, path: Path, ranks: int = 2, resume: int | None = None):
+    """Four updates, two of each generation, or those after the `resume`-th."""
     from training import config, dataset, lora, make
 
     from trl_quant import QuantPPOConfig, QuantPPOTrainer
@@ -31,7 +31,7 @@ def run(precision: str, tuning: str, path: Path, ranks: int = 2, resume: bool = 
 
     # All rows of a generation are in each of its two updates: TRL shuffles those of each rank by themselves
     settings = {"per_device_train_batch_size": 8 // ranks, "gradient_accumulation_steps": 2, "num_iterations": 2}
-    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1}
+    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1}
     settings |= {"value_learning_rate": 0.1, "max_grad_norm": 0.0, "loss_type": "dapo", "is_correction": "acr"}
     settings["adam_epsilon"] = 1.0  # so that the last bits of a small gradient do not become steps of their sign
     settings["vf_share_layers"] = tuning == "shared"
@@ -40,7 +40,7 @@ def run(precision: str, tuning: str, path: Path, ranks: int = 2, resume: bool = 
     model, peft_config = str(path.parent / "model"), lora() if tuning == "lora" else None
     trainer = make(FromFixed, args, model=model, train_dataset=dataset(32), peft_config=peft_config)
     trainer.begun = sums(trainer)
-    trainer.train(str(path / "out/checkpoint-2") if resume else None)
+    trainer.train(str(path / f"out/checkpoint-{resume}") if resume else None)
     return trainer
 
 
@@ -73,13 +73,15 @@ def log(trainer) -> list[dict]:
 
 
 def train(precision: str, tuning: str, path: Path) -> dict:
-    """One rank: what it ended with, and whether a resumed run ends with the same bits."""
+    """One rank: its end, and whether runs that resume in the first generation and after it end with the same bits."""
     os.environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"
     trainer = run(precision, tuning, path)
     sharded = all(isinstance(param, DTensor) for param in trainer.critic.model.parameters())
     ends = whole(trainer.model) | {f"critic {name}": value for name, value in whole(trainer.critic.model).items()}
     found = {"weights": sums(trainer), "log": log(trainer), "start": trainer.begun, "sharded": sharded}
-    again = run(precision, tuning, path, resume=True)
-    theirs = whole(again.model) | {f"critic {name}": value for name, value in whole(again.critic.model).items()}
-    found["resumed"] = all(torch.equal(value, theirs[name]) for name, value in ends.items())
+    found["resumed"] = True
+    for step in (1, 2):
+        again = run(precision, tuning, path, resume=step)
+        theirs = whole(again.model) | {f"critic {name}": value for name, value in whole(again.critic.model).items()}
+        found["resumed"] &= all(torch.equal(value, theirs[name]) for name, value in ends.items())
     return found

@@ -99,7 +99,7 @@ def test_packed_rows_train_as_padded_ones(found, launch, case):
 def test_policy_and_critic_on_two_ranks_train_as_on_one(found, launch, case, tmp_path):
     """
     Two updates on each of two generations, whose completions their prompts decide, each in two micro-batches. Resumed
-    after the first generation the ranks end bit for bit where they did.
+    inside and after the first generation the ranks end bit for bit where they did.
     """
     left, right = found(launch, case)
     assert left["weights"] == right["weights"] and left["resumed"] and right["resumed"]

@@ -1,6 +1,5 @@
 """Two ranks that train with colocated vLLM engines, on a model that each rank holds whole or in parts, CPU or GPUs."""
 
-import json
 from pathlib import Path
 
 from ranks import on_two_ranks, results
@@ -84,6 +83,7 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
         return train_exactly(trainer, path)
     before = greedy(trainer.vllm_generation.llm)  # the checkpoint's, as vLLM loads it
     trainer.train()
+    update = trainer.vllm_generation.update_since_sync()
     trainer.check_sync()
     ours = greedy(trainer.vllm_generation.llm)
     trainer.save_model(path / "trained")
@@ -100,7 +100,7 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
         "equals_trained": ours == theirs,
         "equals_untrained": ours == before,
         "checks": checks,
-        "update_of_last_step": last_update(path),
+        "update_of_last_step": update,
     }
 
 
@@ -136,13 +136,8 @@ def train_exactly(trainer, path: Path) -> dict:
     return {
         "same": [log["mismatch/same_fraction"] for log in logged],
         "largest_difference": max(log["sampling/sampling_logp_difference/max"] for log in logged),
-        "update_of_last_step": last_update(path),
+        "update_of_last_step": trainer.vllm_generation.update_since_sync(),
     }
-
-
-def last_update(path: Path) -> float:
-    state = json.loads((path / "out" / "checkpoint-3" / "rollout_state.json").read_text())
-    return state["drift"]["normalized_update"]
 
 
 def saved(path: Path, tuning: str, trained):
