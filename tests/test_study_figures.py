@@ -210,6 +210,39 @@ def test_machines_agree_from_one_model():
     assert f"ended at {told[0]} in **length** and at {told[1]} in **uaq**" in BENCHMARKS.replace("\n", " ")
 
 
+QAT = {  # label in the benchmarks' table -> cell, by the format that is served
+    "in FP32, quantized": "full precision",
+    "the same, sampled": "{} tis",
+    "all weights": "{} all weights",
+    "LoRA on a base": "{} frozen base",
+}
+
+
+def test_qat_of_the_study():
+    """Three seeds of each cell, all at one commit."""
+    cells = {row["name"]: row for row in read("study/qat")["cells"]}
+    assert len({run["commit"] for row in cells.values() for run in row["runs"]}) == 1
+    assert {run["seed"] for row in cells.values() for run in row["runs"]} == {0, 1, 2}
+    header = "| trained | served in NVFP4 | in MXFP4 | in INT4 |"
+    for label, name in QAT.items():
+        for served, told in zip(("nvfp4", "mxfp4", "int4"), cells_of(BENCHMARKS, label, header)[1:], strict=True):
+            row = cells.get(name.format(served))
+            found = row and row["metrics"][f"served in {served}"]
+            assert told == ("" if row is None else "{mean:.3f}, {smallest:.3f} to {largest:.3f}".format(**found))
+    text = BENCHMARKS.partition("**qat**")[2].partition("**trainers**")[0].replace("\n", " ")
+    for name, words in (("full precision", "the model ends at"), ("full precision, adapter", "it ends at")):
+        assert f"{words} {cells[name]['metrics']['accuracy']['mean']:.3f}, {ends(cells[name])}" in text
+    whole = cells["full precision"]["metrics"]
+    costs = [whole["accuracy"]["mean"] - whole[f"served in {name}"]["mean"] for name in ("nvfp4", "mxfp4", "int4")]
+    assert f"costs {min(costs):.3f} to {max(costs):.3f}" in text
+    # "no higher": in each format the two ranges overlap
+    for name in ("nvfp4", "mxfp4", "int4"):
+        ours, rounded = (
+            cells[cell]["metrics"][f"served in {name}"] for cell in (f"{name} all weights", "full precision")
+        )
+        assert ours["smallest"] < rounded["largest"] and rounded["smallest"] < ours["largest"]
+
+
 def test_diffusion_of_the_study():
     """Three seeds of each cell, all at one commit."""
     cells = read("study/diffusion")["cells"]
