@@ -265,7 +265,7 @@ class QuantRollouts:
             state = checkpoints.check_resume(resume_from_checkpoint, self.args, uaq_applied(self.model))
             if self._engine is not None:
                 self._engine.load_state_dict(state)
-                unfinished.resume(self, resume_from_checkpoint, state.get("micro_steps"))
+                self._step = unfinished.resume(self, resume_from_checkpoint, state.get("micro_steps", 0))
         self.runs = checkpoints.new_run(state.get("runs", []))
         self._finite_steps.begin()
         log_phases = None if self._engine is None else self.log_values

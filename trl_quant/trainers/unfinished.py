@@ -30,7 +30,7 @@ def save(trainer: Trainer, checkpoint: str | Path) -> None:
         torch.save({"form": form(trainer)} | trainer.generation_state(), path)
 
 
-def resume(trainer: Trainer, checkpoint: str | Path, micro_steps: int | None) -> None:
+def resume(trainer: Trainer, checkpoint: str | Path, micro_steps: int) -> int:
     """
     Continues the generation that a checkpoint interrupts. If a rank cannot, all ranks sample a new one, and the log
     says so. Collective.
@@ -38,11 +38,11 @@ def resume(trainer: Trainer, checkpoint: str | Path, micro_steps: int | None) ->
     Args:
         trainer (`Trainer`): The trainer, before it trains.
         checkpoint (`str` or `Path`): The checkpoint that it resumes from.
-        micro_steps (`int` or `None`): The micro-batches that the run had trained on; `None` if the checkpoint does not
-            say so.
+        micro_steps (`int`): The micro-batches that the run had trained on.
+
+    Returns:
+        `int`: `micro_steps`, or 0 where a new generation begins.
     """
-    if micro_steps is None:
-        return
     if is_inside(trainer, micro_steps):
         found = read(file_of(trainer, checkpoint), trainer.accelerator.device)
         if not all(gather_object([found.pop("form", None) == form(trainer)])):
@@ -51,9 +51,9 @@ def resume(trainer: Trainer, checkpoint: str | Path, micro_steps: int | None) ->
                 "checkpoint, or are those of other batches or ranks. The run samples a new one.",
                 checkpoint,
             )
-            return
+            return 0
         trainer.load_generation_state(found)
-    trainer._step = micro_steps
+    return micro_steps
 
 
 def is_inside(trainer: Trainer, micro_steps: int) -> bool:
