@@ -290,6 +290,23 @@ def test_what_is_logged_of_a_generation(tmp_path, models):
     assert list(trainer._logs["advantages"]) == pytest.approx(means, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("prompts", [2, 8])
+def test_the_table_of_an_evaluation(tmp_path, models, prompts):
+    """Of a batch smaller or larger than a generation, whose size the table has. Its last rows are the batch's."""
+    settings = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": prompts}
+    trainer = ppo(tmp_path, models, Uneven, value_model_name_or_path=models["critic"], **settings, **GAE)
+    earlier = scored(trainer, prompts=4)
+    trainer.model.eval()
+    batch = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in dataset(prompts)["prompt"]])
+    expected = [
+        (row * mask).sum().item() / mask.sum().item()
+        for found in (earlier, batch)
+        for row, mask in zip(found["advantages"], found["completion_mask"], strict=True)
+    ]
+    assert list(trainer._logs["advantages"]) == pytest.approx(expected[-4:], rel=1e-4, abs=1e-6)
+    assert len({round(value, 4) for value in expected[-4:]}) == 4
+
+
 def test_packed_rows_have_the_padded_rows_values(tmp_path, models):
     found = []
     for packs in (True, False):

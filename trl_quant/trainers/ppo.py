@@ -98,7 +98,7 @@ class ValueStep:
         trainer._metrics["train" if trainer.model.training else "eval"].pop("frac_reward_zero_std", None)
         means = (batch["advantages"] * mask).sum(1) / mask.sum(1).clamp(min=1)
         table, means = trainer._logs["advantages"], trainer.accelerator.gather(means).tolist()
-        for _ in means:
+        for _ in means[: len(table)]:  # TRL's table is no longer than a generation
             table.pop()
         table.extend(means)
 
