@@ -9,6 +9,7 @@ import math
 import pytest
 import reference_ppo as slow
 import torch
+import transformers
 from peft import get_peft_model
 from reference import DROPPING, OBJECTIVES, diagnostics
 from tiny import save_tiny, tiny_model
@@ -17,6 +18,7 @@ from transformers import AutoModelForTokenClassification
 
 from trl_quant import QuantPPOConfig, QuantPPOTrainer
 from trl_quant.corrections import CORRECTIONS
+from trl_quant.trainers.critic import load_critic
 
 
 pytestmark = pytest.mark.isa
@@ -322,7 +324,7 @@ def test_packed_rows_have_the_padded_rows_values(tmp_path, models):
 
 
 def test_a_new_value_head_is_zero(tmp_path, models):
-    """So the first advantages are the whitened rewards, and dropout changes no value."""
+    """So the first advantages are the whitened rewards."""
     trainer = ppo(tmp_path, models, Uneven)
     batch = scored(trainer)
     mask = batch["completion_mask"]
@@ -330,9 +332,45 @@ def test_a_new_value_head_is_zero(tmp_path, models):
     expected = slow.whitened((text_scores(trainer, batch)[:, None] * mask).double(), mask)
     torch.testing.assert_close(batch["advantages"].double(), expected, rtol=1e-4, atol=1e-5)
     assert batch["advantages"].std() > 0.3
-    trained = ppo(tmp_path, models, value_model_name_or_path=models["critic"])
-    twice = [trained.critic.old_values(batch, rows=3) for _ in range(2)]
-    assert torch.equal(*twice) and twice[0].std() > 0.05
+
+
+NOISY = {
+    "attention": (transformers.Qwen3Config, {"attention_dropout": 0.3, "head_dim": 16}),
+    "attention, from the config": (transformers.PersimmonConfig, {"attention_dropout": 0.3}),
+    "attention, from a module": (transformers.BertConfig, {"attention_probs_dropout_prob": 0.3}),
+    "modules": (transformers.GPT2Config, {"resid_pdrop": 0.3}),
+    "head": (transformers.LlamaConfig, {}),  # 0.1 where the config has no dropout of the head
+    "router": (transformers.MixtralConfig, {"router_jitter_noise": 0.3, "num_local_experts": 4}),
+}
+
+
+@pytest.mark.parametrize("noise", NOISY)
+def test_a_critic_has_no_dropout(tmp_path, noise):
+    """Nor the noise of a router. In training it computes what it does in evaluation; transformers' does not."""
+    (kind, settings), ids = NOISY[noise], torch.arange(48)[None]
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_labels": 1}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    torch.manual_seed(0)
+    AutoModelForTokenClassification.from_config(kind(**sizes | settings)).save_pretrained(tmp_path / "critic")
+    args = config(QuantPPOConfig, tmp_path, num_generations=1)
+    critic = load_critic(str(tmp_path / "critic"), args).train()
+    usual = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
+    with torch.no_grad():
+        values = usual.eval()(ids).logits
+        assert torch.equal(critic(ids).logits, values) and values.std() > 1e-3
+        assert not torch.equal(usual.train()(ids).logits, values)
+
+
+def test_the_first_update_clips_no_value(tmp_path, models):
+    """Of a critic whose attention has dropout in its checkpoint: the values are the old ones, which it then leaves."""
+    critic = AutoModelForTokenClassification.from_pretrained(models["critic"], attention_dropout=0.3)
+    critic.save_pretrained(tmp_path / "critic")
+    settings = {"num_iterations": 2, "cliprange_value": 0.01, "max_steps": 2}
+    trainer = ppo(tmp_path, models, Uneven, value_model_name_or_path=str(tmp_path / "critic"), **settings)
+    assert trainer.critic.packs
+    trainer.train()
+    clipped = [entry["value/clip_fraction"] for entry in metrics(trainer) if "value/clip_fraction" in entry]
+    assert clipped[0] == 0 < clipped[1]
 
 
 def test_completions_without_a_reward_teach_nothing(tmp_path, models):

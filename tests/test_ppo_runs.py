@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import save_tiny, save_tiny_vision, tiny_model
 from training import Killed, config, dataset, killing, make, metrics, parameters
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
@@ -292,6 +292,21 @@ def test_the_policys_revision_is_that_of_its_own_checkpoint_alone(tmp_path, poli
     assert set(asked) == {(critic, None if other else "r")}
 
 
+def test_a_critic_without_its_layers_is_refused(tmp_path, policy):
+    """A checkpoint whose names do not match would be a critic of zeros; one without a head is a language model."""
+    other = shutil.copytree(policy, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    args = config(QuantPPOConfig, tmp_path, num_generations=1)
+    assert load_critic(str(other), args).model.norm.weight.abs().max() > 0
+    renamed = {name.replace("q_proj", "query"): value for name, value in weights.items()}
+    save_file(renamed, other / "model.safetensors", {"format": "pt"})
+    says = (
+        f"{re.escape(repr(str(other)))} lacks 2 weights of a Qwen3ForTokenClassification: .*0.self_attn.q_proj.weight"
+    )
+    with pytest.raises(ValueError, match=says + ".*`value_model_name_or_path`"):
+        load_critic(str(other), args)
+
+
 def test_a_policy_that_was_quantized_as_it_was_loaded(tmp_path, policy):
     """Its critic starts from the checkpoint, which is not quantized."""
     model = AutoModelForCausalLM.from_pretrained(policy)
@@ -306,10 +321,10 @@ def test_a_policy_that_was_quantized_as_it_was_loaded(tmp_path, policy):
 
 def test_a_critic_without_packed_rows(tmp_path, policy, caplog):
     """Of another family: it computes padding, and says so; with `pack_sequences=True` it is refused."""
-    other = save_tiny(tmp_path / "critic", attention_dropout=0.1)
+    other = save_tiny(tmp_path / "critic", "gemma2")
     trainer = ppo(tmp_path, policy, value_model_name_or_path=other)
-    assert trainer.packs and not trainer.critic.packs and "the critic's attention has dropout" in caplog.text
-    with pytest.raises(ValueError, match="`pack_sequences`=True cannot act: the critic's attention has dropout"):
+    assert trainer.packs and not trainer.critic.packs and "the critic's attention caps logits" in caplog.text
+    with pytest.raises(ValueError, match="`pack_sequences`=True cannot act: the critic's attention caps logits"):
         ppo(tmp_path, policy, value_model_name_or_path=other, pack_sequences=True)
 
 

@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.nn import Dropout
 from torch.nn.utils import clip_grad_norm_
 from transformers import (
     AutoConfig,
@@ -54,19 +53,34 @@ def load_critic(name: str, args) -> PreTrainedModel:
     Loads a model with a value head. A head that the checkpoint does not have is zero, so that the critic begins by
     expecting nothing, and on every rank with the same weights.
 
+    It has no dropout, nor another noise of training: old values and values are those of one function.
+
     Args:
         name (`str`): A language model, a reward model or an earlier critic: a hub id or a directory.
         args ([`QuantPPOConfig`]): The run's settings. The data type and the attention are the policy's.
+
+    Raises:
+        `ValueError`: The checkpoint lacks weights other than the head's.
     """
     given, options = {"dtype": "float32"} | (args.model_init_kwargs or {}), args.critic_source
     config = AutoConfig.from_pretrained(name, num_labels=1, **options)
+    noisy = {f for f, value in config.to_dict().items() if isinstance(value, float) and ("drop" in f or "jitter" in f)}
+    for field in noisy | {"classifier_dropout"}:  # by default the head has one that is not in the config
+        setattr(config, field, 0.0)
     options |= {key: given[key] for key in ("dtype", "attn_implementation") if given.get(key) is not None}
     model, loaded = AutoModelForTokenClassification.from_pretrained(
         name, config=config, output_loading_info=True, **options
     )
+    missing = sorted(loaded["missing_keys"])
+    lost = [weight for weight in missing if weight.startswith(f"{model.base_model_prefix}.")]
+    if lost:
+        raise ValueError(
+            f"The critic's {name!r} lacks {len(lost)} weights of a {type(model).__name__}: {', '.join(lost[:3])}"
+            f"{', ...' if len(lost) > 3 else ''}. Name another model in `value_model_name_or_path`."
+        )
     with torch.no_grad():
-        for missing in loaded["missing_keys"]:
-            model.get_parameter(missing).zero_()
+        for weight in missing:
+            model.get_parameter(weight).zero_()
     return model
 
 
@@ -242,9 +256,6 @@ class OwnCritic(Critic):
             model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         self.model, self.optimizer = self.accelerator.prepare(model, self.new_optimizer(model))
         self.model.train()  # or no gradient checkpoints
-        for module in self.model.modules():
-            if isinstance(module, Dropout):
-                module.eval()  # a token classifier's; old values and values are those of one function
 
     def values(self, batch: dict[str, Tensor]) -> Tensor:
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
