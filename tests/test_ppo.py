@@ -426,19 +426,49 @@ def flat(tensors) -> torch.Tensor:
     return torch.cat([value.detach().flatten() for value in tensors.values()]).double()
 
 
-def test_the_learning_rates_are_apart(tmp_path, models):
-    """Each has the schedule's form; the critic's gradient is clipped by itself."""
-    rates, norms = [], []
-    trainer = ppo(tmp_path, models, max_steps=4, value_learning_rate=3e-3, max_grad_norm=0.05, warmup_steps=1)
-
-    def watched(optimizer, *args):
-        rates.append(optimizer.param_groups[0]["lr"])
-        norms.append(torch.stack([p.grad.norm() for p in trainer.critic.model.parameters()]).norm().item())
-
-    trainer.critic.optimizer.optimizer.register_step_pre_hook(watched)
+def rates_of(trainer) -> tuple[list[float], list[float]]:
+    """The learning rates of critic and policy in a training."""
+    rates = []
+    trainer.critic.optimizer.optimizer.register_step_pre_hook(
+        lambda optimizer, *args: rates.append([group["lr"] for group in optimizer.param_groups])
+    )
     trainer.train()
-    logged = [entry["learning_rate"] for entry in metrics(trainer) if "loss" in entry]
-    assert rates == pytest.approx([3 * rate for rate in logged]) and rates[0] == 0 < rates[3] < rates[1]
+    assert all(rate == other for rate, other in rates)
+    return [rate for rate, _ in rates], [entry["learning_rate"] for entry in metrics(trainer) if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("linear", {}),
+        ("cosine_with_min_lr", {"min_lr": 2e-4}),
+        ("polynomial", {"lr_end": 5e-4}),
+        ("polynomial", {}),
+        ("warmup_stable_decay", {"num_decay_steps": 2}),
+    ],
+)
+@pytest.mark.parametrize("height", [3e-3, 1e-5, 0.0])
+def test_the_critics_rate_follows_the_policys(tmp_path, models, schedule, options, height):
+    """Also where the schedule ends at a rate that is given, which is the policy's."""
+    settings = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": options, "warmup_steps": 1, "max_steps": 4}
+    rates, policys = rates_of(ppo(tmp_path, models, value_learning_rate=height, vf_share_layers=True, **settings))
+    assert rates == pytest.approx([height / 1e-3 * rate for rate in policys], rel=1e-6, abs=0)
+    assert policys[0] == 0 < policys[3] < policys[1] == 1e-3
+
+
+def test_the_critic_learns_beside_a_policy_that_does_not(tmp_path, models):
+    rates, policys = rates_of(ppo(tmp_path, models, learning_rate=0.0, value_learning_rate=1e-3, max_steps=4))
+    assert policys == [0] * 4 and rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
+def test_the_critics_gradient_is_clipped_by_itself(tmp_path, models):
+    norms = []
+    trainer = ppo(tmp_path, models, max_steps=4, value_learning_rate=3e-3, max_grad_norm=0.05)
+    critic = trainer.critic
+    critic.optimizer.optimizer.register_step_pre_hook(
+        lambda *args: norms.append(torch.stack([p.grad.norm() for p in critic.model.parameters()]).norm().item())
+    )
+    trainer.train()
     assert norms == pytest.approx([0.05] * 4, rel=1e-3)
     assert min(entry["value/grad_norm"] for entry in metrics(trainer) if "loss" in entry) > 0.05
 

@@ -82,7 +82,7 @@ def unbroken(path, policy, **options):
     [
         {},
         {"num_iterations": 2, "is_correction": "ais", "max_steps": 16, "save_steps": 8},
-        {"beta": 0.1, "bf16": True},
+        {"beta": 0.1, "bf16": True, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 5e-4}},
         {"optim": "sgd", "value_learning_rate": 0.1},  # without a state, in which the schedule's rate could stand
     ],
     ids=["plain", "iterations", "reference", "sgd"],

@@ -123,11 +123,12 @@ class Critic(ABC):
             {
                 "params": [param for name, param in model.named_parameters() if (name in decayed) == decays],
                 "weight_decay": args.weight_decay if decays else 0.0,
+                "lr": args.value_learning_rate,
             }
             for decays in (True, False)
         ]
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        return kind(groups, **options | {"lr": args.value_learning_rate})
+        return kind(groups, **options)
 
     # Values
 
@@ -155,7 +156,10 @@ class Critic(ABC):
     # Updates
 
     def create_scheduler(self, num_training_steps: int) -> None:
-        """Begins the schedule of the learning rate. It has the policy's form, and its own height."""
+        """
+        Begins the schedule of the learning rate: the policy's, times `value_learning_rate` / `learning_rate`. Schedules
+        that end at a given rate read their form from the optimizer's default rate, which is `learning_rate` here too.
+        """
         args = self.trainer.args
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] = args.value_learning_rate
