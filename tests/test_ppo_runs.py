@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny, save_tiny_vision, tiny_model
 from training import Killed, config, dataset, killing, make, metrics, parameters
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, TrainerCallback
 from trl import GRPOConfig
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantPPOTrainer
@@ -54,6 +54,17 @@ def critic_of(trainer) -> dict[str, torch.Tensor]:
     found = dict(critic.model.named_parameters())
     states = enumerate(critic.optimizer.state_dict()["state"].values())
     return found | {f"{i} {name}": value for i, state in states for name, value in state.items()}
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+class Watch(TrainerCallback):
+    """Calls a function at each event of a kind."""
+
+    def __init__(self, event: str, look):
+        setattr(self, event, lambda *args, **kwargs: look())
 
 
 def assert_same(left, right) -> None:
@@ -128,6 +139,61 @@ def test_a_resume_needs_the_critic(tmp_path, policy):
     assert not has_whole_weights(saved)
     (tmp_path / "checkpoint-12" / "trainer_state.json").unlink()  # killed while saving
     assert last_complete_checkpoint(tmp_path).endswith("checkpoint-4")
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_checkpoint_of_the_policy_alone(tmp_path, policy, caplog, shares):
+    """A run resumes from it: the policy goes on, and the critic starts again."""
+    options = {"save_only_model": True, "vf_share_layers": shares}
+    first = ppo(tmp_path, policy, max_steps=4, **options)
+    new = weights_of(first.critic.model)
+    first.train()
+    resumed = ppo(tmp_path, policy, **options)
+    begun = {}
+
+    def look():
+        critic = resumed.critic
+        begun.update(critic=weights_of(critic.model), policy=parameters(resumed), rates=critic.scheduler.get_last_lr())
+        assert not critic.optimizer.state_dict()["state"]
+
+    resumed.add_callback(Watch("on_train_begin", look))
+    resumed.train(resume_from_checkpoint=True)
+    assert all(torch.equal(begun["critic"][name], value) for name, value in new.items())
+    assert not all(torch.equal(value, new[name]) for name, value in weights_of(first.critic.model).items())
+    assert all(torch.equal(begun["policy"][name], value) for name, value in parameters(first).items())
+    assert begun["rates"] == [3e-3, 3e-3] and resumed.state.global_step == 8
+    assert "optimizer, learning rate schedule, critic and random state start again" in caplog.text
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_best_checkpoint_is_loaded_with_its_critic(tmp_path, policy, caplog, shares, alone):
+    """The first of two is the best one. Without a critic in it, the last one stays, and the run says so."""
+
+    def falling(completions, **kwargs):
+        step = trainer.state.global_step
+        return [(i % 3 if trainer.model.training else 10.0) - step for i in range(len(completions))]
+
+    options = {"vf_share_layers": shares, "save_only_model": alone, "eval_strategy": "steps", "eval_steps": 4}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward"}
+    trainer = ppo(tmp_path, policy, given={"reward_funcs": falling, "eval_dataset": dataset(8)}, **options)
+    last = {}
+
+    def look():
+        last.update(critic=weights_of(trainer.critic.model), policy=parameters(trainer))
+
+    trainer.add_callback(Watch("on_step_end", look))
+    trainer.train()
+    best = tmp_path / "checkpoint-4"
+    assert trainer.state.best_model_checkpoint == str(best)
+    saved = load_file(best / "model.safetensors")
+    assert all(torch.equal(value, parameters(trainer)[name]) for name, value in saved.items())
+    assert not all(torch.equal(value, last["policy"][name]) for name, value in saved.items())
+    expected = last["critic"] if alone else load_file(best / "critic/model.safetensors")
+    found = weights_of(trainer.critic.model)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert alone or not all(torch.equal(found[name], last["critic"][name]) for name in found)
+    assert ("without its critic: the critic stays the last" in caplog.text) == alone
 
 
 def test_a_resume_with_other_advantages_is_refused(tmp_path, policy):

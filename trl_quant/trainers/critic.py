@@ -13,8 +13,8 @@ it, with an optimizer and a schedule.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -97,6 +97,7 @@ class Critic(ABC):
     | `_compute_loss`, for each micro-batch | [`values`]; one backward pass serves the losses of policy and critic |
     | the policy's gradient is clipped and checked | [`step`] clips and checks the critic's, and updates it |
     | a checkpoint is saved, or a training resumes | [`save`], [`load`] |
+    | the best model is loaded at the end | [`load_weights`] |
 
     Args:
         trainer ([`QuantPPOTrainer`]): The trainer.
@@ -219,25 +220,37 @@ class Critic(ABC):
             `ValueError`: The checkpoint has no critic, or only a part of it.
         """
         directory = Path(checkpoint, CRITIC_NAME)
-        try:
-            weights = {}
-            for file in sorted(directory.glob("*.safetensors")):
-                weights |= load_file(file)
+        with _reading(directory):
             optimizer = torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
             schedule = torch.load(directory / SCHEDULER_NAME, weights_only=True)
-            if not weights:
-                raise FileNotFoundError(f"{directory} lacks its weights")
-        except (OSError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
-            raise ValueError(
-                f"{directory} is not whole: {error}. Resume from another checkpoint, or start again."
-            ) from error
+        self.load_weights(checkpoint)
         options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(self.model, weights, options=options)
         if optimizer["state"]:  # SGD without momentum has none, which PyTorch does not load on several ranks
             set_optimizer_state_dict(self.model, self.optimizer.optimizer, optimizer, options=options)
         self.scheduler.load_state_dict(schedule)
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
+
+    def load_weights(self, checkpoint: str) -> None:
+        """As [`load`], of the weights alone."""
+        directory, weights = Path(checkpoint, CRITIC_NAME), {}
+        with _reading(directory):
+            for file in sorted(directory.glob("*.safetensors")):
+                weights |= load_file(file)
+            if not weights:
+                raise FileNotFoundError(f"{directory} lacks its weights")
+        set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True))
+
+
+@contextmanager
+def _reading(directory: Path) -> Iterator[None]:
+    """Context in which a file that is missing or broken raises `ValueError`."""
+    try:
+        yield
+    except (OSError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
+        raise ValueError(
+            f"{directory} is not whole: {error}. Resume from another checkpoint, or start again."
+        ) from error
 
 
 class OwnCritic(Critic):

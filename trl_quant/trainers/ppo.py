@@ -9,6 +9,7 @@ So sampling, rewards, corrections and the policy's loss are those of [`QuantGRPO
 a prompt with each other.
 """
 
+import logging
 from functools import partial
 
 import torch
@@ -18,11 +19,15 @@ from trl import GRPOTrainer
 from ..config import QuantPPOConfig
 from ..config.preflight import name_of
 from ..corrections.batch import counted
+from ..storage.run_checkpoints import saved_only_model
 from .critic import Critic, CriticSteps, OwnCritic, load_critic
 from .gae import gae, moments, rewards_of, value_losses, whitened
 from .grpo import QuantGRPOTrainer
 from .introduction import PACKAGE_TAG
 from .value_head import SharedCritic
+
+
+logger = logging.getLogger(__name__)
 
 
 class ValueStep:
@@ -198,5 +203,13 @@ class QuantPPOTrainer(QuantGRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
+        if checkpoint is not None and not saved_only_model(checkpoint):
             self.critic.load(checkpoint)
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        best = self.state.best_model_checkpoint
+        if saved_only_model(best):
+            logger.warning("%s was saved with `save_only_model`, without its critic: the critic stays the last.", best)
+        else:
+            self.critic.load_weights(best)
