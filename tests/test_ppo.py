@@ -113,7 +113,7 @@ def text_scores(trainer, batch) -> torch.Tensor:
 # The gradients
 
 
-def test_the_critics_loss_is_a_mean_over_the_tokens_of_a_step(tmp_path, models):
+def test_the_critics_loss_is_divided_by_a_steps_share_of_the_generation(tmp_path, models):
     """Of a generation that serves two steps of two micro-batches; a mean over the generation would be half as large."""
     settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "per_device_train_batch_size": 2}
     trainer = ppo(tmp_path, models, Uneven, value_model_name_or_path=models["critic"], **settings, **GAE)

@@ -109,14 +109,15 @@ class ValueStep:
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """
-        Computes the critic's loss on a micro-batch, and logs it: the mean over the tokens of an optimizer step, so that
-        micro-batches and ranks add up to it.
+        Computes the critic's loss on a micro-batch, and logs the mean over its tokens. The loss is the sum, divided as
+        in TRL's `dapo` by (the tokens of the generation) x `gradient_accumulation_steps` / `steps_per_generation`, so
+        that micro-batches and ranks add up.
         """
         trainer, args = self.trainer, self.trainer.args
         values, mask = self.critic.values(batch), counted(batch)
         losses, is_clipped = value_losses(values, batch["values"], batch["returns"], args.cliprange_value)
         total = batch["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
-        if trainer.model.training:  # from the tokens of a generation to those of one step
+        if trainer.model.training:  # from the tokens of a generation to the share of one step
             total = total * trainer.current_gradient_accumulation_steps / args.steps_per_generation
         metrics = {"value/loss": moments(losses.detach(), mask, self.total).mean.item()}
         if is_clipped is not None:
