@@ -9,7 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny, save_tiny_vision, tiny_model
 from training import Killed, config, dataset, killing, make, metrics, parameters
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    TrainerCallback,
+)
 from trl import GRPOConfig
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantPPOTrainer
@@ -333,9 +339,35 @@ def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, 
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # a value head needs none
         ppo(tmp_path, tiny_model(seed=3), vf_share_layers=True)
     pictures = dataset(8).add_column("image", [None] * 8)
+    named = {
+        "`train_dataset`": {"train_dataset": pictures},
+        "`eval_dataset`": {"eval_dataset": pictures},
+        r"`eval_dataset\['b'\]`": {"eval_dataset": {"a": dataset(8), "b": pictures}},
+    }
     for shares in (False, True):
-        with pytest.raises(ValueError, match="a column 'image', and the critic reads text alone"):
-            ppo(tmp_path, policy, given={"train_dataset": pictures}, vf_share_layers=shares)
+        for name, given in named.items():
+            with pytest.raises(ValueError, match=f"{name} has a column 'image', and the critic reads text alone"):
+                ppo(tmp_path, policy, given=given, vf_share_layers=shares)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        ppo(tmp_path, policy, given={"eval_dataset": {"a": dataset(8)}})
+
+
+def test_a_critic_gives_one_value(tmp_path, policy):
+    """A reward model of two labels is refused before it is loaded; one of one label and a language model are taken."""
+    for kind, labels in ((AutoModelForSequenceClassification, 2), (AutoModelForTokenClassification, 3)):
+        name = str(tmp_path / f"labels{labels}")
+        kind.from_pretrained(policy, num_labels=labels).save_pretrained(name)
+        (tmp_path / f"labels{labels}/model.safetensors").unlink()
+        says = f"critic's {name!r} is a Qwen3For.*Classification with {labels} labels, and a critic gives one value"
+        with pytest.raises(ValueError, match=f"{says}.*`value_model_name_or_path`"):
+            ppo(tmp_path, policy, value_model_name_or_path=name)
+    reward = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
+    reward.score.weight.data.fill_(0.5)
+    reward.save_pretrained(tmp_path / "reward")
+    score = ppo(tmp_path, policy, value_model_name_or_path=str(tmp_path / "reward")).critic.model.score
+    assert (score.weight == 0.5).all() and score.bias == 0
+    assert AutoConfig.from_pretrained(policy).num_labels == 2
+    assert (ppo(tmp_path, policy).critic.model.score.weight == 0).all()
 
 
 @pytest.mark.parametrize("other", [False, True])

@@ -31,7 +31,7 @@ from ..rollout.vllm.support import (
 )
 from ..storage.layout import check_files
 from ..storage.quantization import check_prepared, prepared_precisions
-from .data import check_data, check_dynamic_sampling, check_rewards, check_turns
+from .data import check_data, check_dynamic_sampling, check_rewards, check_turns, evaluated
 from .values import listed
 
 
@@ -79,7 +79,7 @@ def check_before_loading(
     if here:
         check_machine(args)
     if args.has_critic:
-        _check_critic(args, model, train_dataset)
+        _check_critic(args, model, train_dataset, eval_dataset)
     if "teacher_model" in others:
         _check_teacher(args, model, others["teacher_model"])
     if isinstance(model, Module):
@@ -204,11 +204,12 @@ def _read_config(model, args, **options):
         raise ValueError(f"`model`={model!r} {fault}: {error}") from error
 
 
-def _check_critic(args, model, train_dataset) -> None:
+def _check_critic(args, model, train_dataset, eval_dataset) -> None:
     """Refuses a critic that cannot be loaded, that has other tokens than the policy, or that cannot see the prompt."""
-    images = {"image", "images"} & set(getattr(train_dataset, "column_names", None) or ())
-    if images:
-        raise ValueError(f"`train_dataset` has a column {images.pop()!r}, and the critic reads text alone.")
+    for name, dataset in {"train_dataset": train_dataset, **evaluated(eval_dataset)}.items():
+        images = {"image", "images"} & set(getattr(dataset, "column_names", None) or ())
+        if images:
+            raise ValueError(f"`{name}` has a column {images.pop()!r}, and the critic reads text alone.")
     if args.vf_share_layers:
         return
     policy = _read_config(model, args)
@@ -229,6 +230,8 @@ def _check_critic(args, model, train_dataset) -> None:
         fault = "is quantized, and the critic trains all of its weights"
     elif config.vocab_size < policy.get_text_config().vocab_size:
         fault = f"has {config.vocab_size} tokens, and the policy {policy.get_text_config().vocab_size}"
+    elif (config.architectures or [""])[0].endswith("Classification") and config.num_labels != 1:
+        fault = f"is a {config.architectures[0]} with {config.num_labels} labels, and a critic gives one value"
     if fault is not None:
         raise ValueError(f"The critic's {name!r} {fault}. Name another model in `value_model_name_or_path`.")
 
