@@ -293,6 +293,20 @@ def test_memory_is_that_of_all_weights_and_their_codes(tmp_path):
     assert frozen["policy"] == 4.5 / 8 * shape.linear + 4 * shape.other
 
 
+@pytest.mark.parametrize("settings", [{}, {"rollout_precision": "int8"}, {"precision": "nvfp4"}])
+def test_a_later_run_forgets_how_weights_were_gathered(tmp_path, settings):
+    """`trl-quant prepare` rounds as the last run did: here none rounded, while one under FSDP2 had."""
+    source = tmp_path / "model"
+    save_tiny(source, tied=False)
+    written = json.loads((source / "config.json").read_text()) | {"qat_gathered_dtype": "bfloat16"}
+    (source / "config.json").write_text(json.dumps(written))
+    trainer = trainer_of(tmp_path, **{"precision": None, "model": str(source)} | settings)
+    trainer.save_model(tmp_path / "saved")
+    assert "qat_gathered_dtype" not in json.loads((tmp_path / "saved/config.json").read_text())
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "same")
+    assert json.loads((tmp_path / "same/config.json").read_text())["qat_gathered_dtype"] == "bfloat16"
+
+
 # Refused before a model is loaded
 
 
