@@ -9,6 +9,7 @@ import math
 import pytest
 import reference_ppo as slow
 import torch
+import transformers
 from peft import get_peft_model
 from reference import DROPPING, OBJECTIVES, diagnostics
 from tiny import save_tiny, tiny_model
@@ -17,6 +18,7 @@ from transformers import AutoModelForTokenClassification
 
 from trl_quant import QuantPPOConfig, QuantPPOTrainer
 from trl_quant.corrections import CORRECTIONS
+from trl_quant.trainers.critic import load_critic
 
 
 pytestmark = pytest.mark.isa
@@ -111,7 +113,7 @@ def text_scores(trainer, batch) -> torch.Tensor:
 # The gradients
 
 
-def test_the_critics_loss_is_a_mean_over_the_tokens_of_a_step(tmp_path, models):
+def test_the_critics_loss_is_divided_by_a_steps_share_of_the_generation(tmp_path, models):
     """Of a generation that serves two steps of two micro-batches; a mean over the generation would be half as large."""
     settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "per_device_train_batch_size": 2}
     trainer = ppo(tmp_path, models, Uneven, value_model_name_or_path=models["critic"], **settings, **GAE)
@@ -290,6 +292,23 @@ def test_what_is_logged_of_a_generation(tmp_path, models):
     assert list(trainer._logs["advantages"]) == pytest.approx(means, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("prompts", [2, 8])
+def test_the_table_of_an_evaluation(tmp_path, models, prompts):
+    """Of a batch smaller or larger than a generation, whose size the table has. Its last rows are the batch's."""
+    settings = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": prompts}
+    trainer = ppo(tmp_path, models, Uneven, value_model_name_or_path=models["critic"], **settings, **GAE)
+    earlier = scored(trainer, prompts=4)
+    trainer.model.eval()
+    batch = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in dataset(prompts)["prompt"]])
+    expected = [
+        (row * mask).sum().item() / mask.sum().item()
+        for found in (earlier, batch)
+        for row, mask in zip(found["advantages"], found["completion_mask"], strict=True)
+    ]
+    assert list(trainer._logs["advantages"]) == pytest.approx(expected[-4:], rel=1e-4, abs=1e-6)
+    assert len({round(value, 4) for value in expected[-4:]}) == 4
+
+
 def test_packed_rows_have_the_padded_rows_values(tmp_path, models):
     found = []
     for packs in (True, False):
@@ -305,7 +324,7 @@ def test_packed_rows_have_the_padded_rows_values(tmp_path, models):
 
 
 def test_a_new_value_head_is_zero(tmp_path, models):
-    """So the first advantages are the whitened rewards, and dropout changes no value."""
+    """So the first advantages are the whitened rewards."""
     trainer = ppo(tmp_path, models, Uneven)
     batch = scored(trainer)
     mask = batch["completion_mask"]
@@ -313,9 +332,45 @@ def test_a_new_value_head_is_zero(tmp_path, models):
     expected = slow.whitened((text_scores(trainer, batch)[:, None] * mask).double(), mask)
     torch.testing.assert_close(batch["advantages"].double(), expected, rtol=1e-4, atol=1e-5)
     assert batch["advantages"].std() > 0.3
-    trained = ppo(tmp_path, models, value_model_name_or_path=models["critic"])
-    twice = [trained.critic.old_values(batch, rows=3) for _ in range(2)]
-    assert torch.equal(*twice) and twice[0].std() > 0.05
+
+
+NOISY = {
+    "attention": (transformers.Qwen3Config, {"attention_dropout": 0.3, "head_dim": 16}),
+    "attention, from the config": (transformers.PersimmonConfig, {"attention_dropout": 0.3}),
+    "attention, from a module": (transformers.BertConfig, {"attention_probs_dropout_prob": 0.3}),
+    "modules": (transformers.GPT2Config, {"resid_pdrop": 0.3}),
+    "head": (transformers.LlamaConfig, {}),  # 0.1 where the config has no dropout of the head
+    "router": (transformers.MixtralConfig, {"router_jitter_noise": 0.3, "num_local_experts": 4}),
+}
+
+
+@pytest.mark.parametrize("noise", NOISY)
+def test_a_critic_has_no_dropout(tmp_path, noise):
+    """Nor the noise of a router. In training it computes what it does in evaluation; transformers' does not."""
+    (kind, settings), ids = NOISY[noise], torch.arange(48)[None]
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_labels": 1}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    torch.manual_seed(0)
+    AutoModelForTokenClassification.from_config(kind(**sizes | settings)).save_pretrained(tmp_path / "critic")
+    args = config(QuantPPOConfig, tmp_path, num_generations=1)
+    critic = load_critic(str(tmp_path / "critic"), args).train()
+    usual = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
+    with torch.no_grad():
+        values = usual.eval()(ids).logits
+        assert torch.equal(critic(ids).logits, values) and values.std() > 1e-3
+        assert not torch.equal(usual.train()(ids).logits, values)
+
+
+def test_the_first_update_clips_no_value(tmp_path, models):
+    """Of a critic whose attention has dropout in its checkpoint: the values are the old ones, which it then leaves."""
+    critic = AutoModelForTokenClassification.from_pretrained(models["critic"], attention_dropout=0.3)
+    critic.save_pretrained(tmp_path / "critic")
+    settings = {"num_iterations": 2, "cliprange_value": 0.01, "max_steps": 2}
+    trainer = ppo(tmp_path, models, Uneven, value_model_name_or_path=str(tmp_path / "critic"), **settings)
+    assert trainer.critic.packs
+    trainer.train()
+    clipped = [entry["value/clip_fraction"] for entry in metrics(trainer) if "value/clip_fraction" in entry]
+    assert clipped[0] == 0 < clipped[1]
 
 
 def test_completions_without_a_reward_teach_nothing(tmp_path, models):
@@ -371,19 +426,49 @@ def flat(tensors) -> torch.Tensor:
     return torch.cat([value.detach().flatten() for value in tensors.values()]).double()
 
 
-def test_the_learning_rates_are_apart(tmp_path, models):
-    """Each has the schedule's form; the critic's gradient is clipped by itself."""
-    rates, norms = [], []
-    trainer = ppo(tmp_path, models, max_steps=4, value_learning_rate=3e-3, max_grad_norm=0.05, warmup_steps=1)
-
-    def watched(optimizer, *args):
-        rates.append(optimizer.param_groups[0]["lr"])
-        norms.append(torch.stack([p.grad.norm() for p in trainer.critic.model.parameters()]).norm().item())
-
-    trainer.critic.optimizer.optimizer.register_step_pre_hook(watched)
+def rates_of(trainer) -> tuple[list[float], list[float]]:
+    """The learning rates of critic and policy in a training."""
+    rates = []
+    trainer.critic.optimizer.optimizer.register_step_pre_hook(
+        lambda optimizer, *args: rates.append([group["lr"] for group in optimizer.param_groups])
+    )
     trainer.train()
-    logged = [entry["learning_rate"] for entry in metrics(trainer) if "loss" in entry]
-    assert rates == pytest.approx([3 * rate for rate in logged]) and rates[0] == 0 < rates[3] < rates[1]
+    assert all(rate == other for rate, other in rates)
+    return [rate for rate, _ in rates], [entry["learning_rate"] for entry in metrics(trainer) if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("linear", {}),
+        ("cosine_with_min_lr", {"min_lr": 2e-4}),
+        ("polynomial", {"lr_end": 5e-4}),
+        ("polynomial", {}),
+        ("warmup_stable_decay", {"num_decay_steps": 2}),
+    ],
+)
+@pytest.mark.parametrize("height", [3e-3, 1e-5, 0.0])
+def test_the_critics_rate_follows_the_policys(tmp_path, models, schedule, options, height):
+    """Also where the schedule ends at a rate that is given, which is the policy's."""
+    settings = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": options, "warmup_steps": 1, "max_steps": 4}
+    rates, policys = rates_of(ppo(tmp_path, models, value_learning_rate=height, vf_share_layers=True, **settings))
+    assert rates == pytest.approx([height / 1e-3 * rate for rate in policys], rel=1e-6, abs=0)
+    assert policys[0] == 0 < policys[3] < policys[1] == 1e-3
+
+
+def test_the_critic_learns_beside_a_policy_that_does_not(tmp_path, models):
+    rates, policys = rates_of(ppo(tmp_path, models, learning_rate=0.0, value_learning_rate=1e-3, max_steps=4))
+    assert policys == [0] * 4 and rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
+def test_the_critics_gradient_is_clipped_by_itself(tmp_path, models):
+    norms = []
+    trainer = ppo(tmp_path, models, max_steps=4, value_learning_rate=3e-3, max_grad_norm=0.05)
+    critic = trainer.critic
+    critic.optimizer.optimizer.register_step_pre_hook(
+        lambda *args: norms.append(torch.stack([p.grad.norm() for p in critic.model.parameters()]).norm().item())
+    )
+    trainer.train()
     assert norms == pytest.approx([0.05] * 4, rel=1e-3)
     assert min(entry["value/grad_norm"] for entry in metrics(trainer) if "loss" in entry) > 0.05
 

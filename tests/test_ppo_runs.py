@@ -6,10 +6,16 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import save_tiny, save_tiny_vision, tiny_model
 from training import Killed, config, dataset, killing, make, metrics, parameters
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    TrainerCallback,
+)
 from trl import GRPOConfig
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantPPOTrainer
@@ -56,6 +62,17 @@ def critic_of(trainer) -> dict[str, torch.Tensor]:
     return found | {f"{i} {name}": value for i, state in states for name, value in state.items()}
 
 
+def weights_of(model) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+class Watch(TrainerCallback):
+    """Calls a function at each event of a kind."""
+
+    def __init__(self, event: str, look):
+        setattr(self, event, lambda *args, **kwargs: look())
+
+
 def assert_same(left, right) -> None:
     assert logged(left) == logged(right)
     for found, expected in ((parameters(left), parameters(right)), (critic_of(left), critic_of(right))):
@@ -82,7 +99,7 @@ def unbroken(path, policy, **options):
     [
         {},
         {"num_iterations": 2, "is_correction": "ais", "max_steps": 16, "save_steps": 8},
-        {"beta": 0.1, "bf16": True},
+        {"beta": 0.1, "bf16": True, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 5e-4}},
         {"optim": "sgd", "value_learning_rate": 0.1},  # without a state, in which the schedule's rate could stand
     ],
     ids=["plain", "iterations", "reference", "sgd"],
@@ -135,6 +152,61 @@ def test_a_resume_needs_the_critic(tmp_path, policy):
     assert not has_whole_weights(saved)
     (tmp_path / "checkpoint-12" / "trainer_state.json").unlink()  # killed while saving
     assert last_complete_checkpoint(tmp_path).endswith("checkpoint-4")
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_checkpoint_of_the_policy_alone(tmp_path, policy, caplog, shares):
+    """A run resumes from it: the policy goes on, and the critic starts again."""
+    options = {"save_only_model": True, "vf_share_layers": shares}
+    first = ppo(tmp_path, policy, max_steps=4, **options)
+    new = weights_of(first.critic.model)
+    first.train()
+    resumed = ppo(tmp_path, policy, **options)
+    begun = {}
+
+    def look():
+        critic = resumed.critic
+        begun.update(critic=weights_of(critic.model), policy=parameters(resumed), rates=critic.scheduler.get_last_lr())
+        assert not critic.optimizer.state_dict()["state"]
+
+    resumed.add_callback(Watch("on_train_begin", look))
+    resumed.train(resume_from_checkpoint=True)
+    assert all(torch.equal(begun["critic"][name], value) for name, value in new.items())
+    assert not all(torch.equal(value, new[name]) for name, value in weights_of(first.critic.model).items())
+    assert all(torch.equal(begun["policy"][name], value) for name, value in parameters(first).items())
+    assert begun["rates"] == [3e-3, 3e-3] and resumed.state.global_step == 8
+    assert "optimizer, learning rate schedule, critic and random state start again" in caplog.text
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_best_checkpoint_is_loaded_with_its_critic(tmp_path, policy, caplog, shares, alone):
+    """The first of two is the best one. Without a critic in it, the last one stays, and the run says so."""
+
+    def falling(completions, **kwargs):
+        step = trainer.state.global_step
+        return [(i % 3 if trainer.model.training else 10.0) - step for i in range(len(completions))]
+
+    options = {"vf_share_layers": shares, "save_only_model": alone, "eval_strategy": "steps", "eval_steps": 4}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward"}
+    trainer = ppo(tmp_path, policy, given={"reward_funcs": falling, "eval_dataset": dataset(8)}, **options)
+    last = {}
+
+    def look():
+        last.update(critic=weights_of(trainer.critic.model), policy=parameters(trainer))
+
+    trainer.add_callback(Watch("on_step_end", look))
+    trainer.train()
+    best = tmp_path / "checkpoint-4"
+    assert trainer.state.best_model_checkpoint == str(best)
+    saved = load_file(best / "model.safetensors")
+    assert all(torch.equal(value, parameters(trainer)[name]) for name, value in saved.items())
+    assert not all(torch.equal(value, last["policy"][name]) for name, value in saved.items())
+    expected = last["critic"] if alone else load_file(best / "critic/model.safetensors")
+    found = weights_of(trainer.critic.model)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert alone or not all(torch.equal(found[name], last["critic"][name]) for name in found)
+    assert ("without its critic: the critic stays the last" in caplog.text) == alone
 
 
 def test_a_resume_with_other_advantages_is_refused(tmp_path, policy):
@@ -274,9 +346,35 @@ def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, 
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # a value head needs none
         ppo(tmp_path, tiny_model(seed=3), vf_share_layers=True)
     pictures = dataset(8).add_column("image", [None] * 8)
+    named = {
+        "`train_dataset`": {"train_dataset": pictures},
+        "`eval_dataset`": {"eval_dataset": pictures},
+        r"`eval_dataset\['b'\]`": {"eval_dataset": {"a": dataset(8), "b": pictures}},
+    }
     for shares in (False, True):
-        with pytest.raises(ValueError, match="a column 'image', and the critic reads text alone"):
-            ppo(tmp_path, policy, given={"train_dataset": pictures}, vf_share_layers=shares)
+        for name, given in named.items():
+            with pytest.raises(ValueError, match=f"{name} has a column 'image', and the critic reads text alone"):
+                ppo(tmp_path, policy, given=given, vf_share_layers=shares)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        ppo(tmp_path, policy, given={"eval_dataset": {"a": dataset(8)}})
+
+
+def test_a_critic_gives_one_value(tmp_path, policy):
+    """A reward model of two labels is refused before it is loaded; one of one label and a language model are taken."""
+    for kind, labels in ((AutoModelForSequenceClassification, 2), (AutoModelForTokenClassification, 3)):
+        name = str(tmp_path / f"labels{labels}")
+        kind.from_pretrained(policy, num_labels=labels).save_pretrained(name)
+        (tmp_path / f"labels{labels}/model.safetensors").unlink()
+        says = f"critic's {name!r} is a Qwen3For.*Classification with {labels} labels, and a critic gives one value"
+        with pytest.raises(ValueError, match=f"{says}.*`value_model_name_or_path`"):
+            ppo(tmp_path, policy, value_model_name_or_path=name)
+    reward = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
+    reward.score.weight.data.fill_(0.5)
+    reward.save_pretrained(tmp_path / "reward")
+    score = ppo(tmp_path, policy, value_model_name_or_path=str(tmp_path / "reward")).critic.model.score
+    assert (score.weight == 0.5).all() and score.bias == 0
+    assert AutoConfig.from_pretrained(policy).num_labels == 2
+    assert (ppo(tmp_path, policy).critic.model.score.weight == 0).all()
 
 
 @pytest.mark.parametrize("other", [False, True])
@@ -299,6 +397,21 @@ def test_the_policys_revision_is_that_of_its_own_checkpoint_alone(tmp_path, poli
     assert set(asked) == {(critic, None if other else "r")}
 
 
+def test_a_critic_without_its_layers_is_refused(tmp_path, policy):
+    """A checkpoint whose names do not match would be a critic of zeros; one without a head is a language model."""
+    other = shutil.copytree(policy, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    args = config(QuantPPOConfig, tmp_path, num_generations=1)
+    assert load_critic(str(other), args).model.norm.weight.abs().max() > 0
+    renamed = {name.replace("q_proj", "query"): value for name, value in weights.items()}
+    save_file(renamed, other / "model.safetensors", {"format": "pt"})
+    says = (
+        f"{re.escape(repr(str(other)))} lacks 2 weights of a Qwen3ForTokenClassification: .*0.self_attn.q_proj.weight"
+    )
+    with pytest.raises(ValueError, match=says + ".*`value_model_name_or_path`"):
+        load_critic(str(other), args)
+
+
 def test_a_policy_that_was_quantized_as_it_was_loaded(tmp_path, policy):
     """Its critic starts from the checkpoint, which is not quantized."""
     model = AutoModelForCausalLM.from_pretrained(policy)
@@ -313,10 +426,10 @@ def test_a_policy_that_was_quantized_as_it_was_loaded(tmp_path, policy):
 
 def test_a_critic_without_packed_rows(tmp_path, policy, caplog):
     """Of another family: it computes padding, and says so; with `pack_sequences=True` it is refused."""
-    other = save_tiny(tmp_path / "critic", attention_dropout=0.1)
+    other = save_tiny(tmp_path / "critic", "gemma2")
     trainer = ppo(tmp_path, policy, value_model_name_or_path=other)
-    assert trainer.packs and not trainer.critic.packs and "the critic's attention has dropout" in caplog.text
-    with pytest.raises(ValueError, match="`pack_sequences`=True cannot act: the critic's attention has dropout"):
+    assert trainer.packs and not trainer.critic.packs and "the critic's attention caps logits" in caplog.text
+    with pytest.raises(ValueError, match="`pack_sequences`=True cannot act: the critic's attention caps logits"):
         ppo(tmp_path, policy, value_model_name_or_path=other, pack_sequences=True)
 
 

@@ -293,6 +293,20 @@ def test_memory_is_that_of_all_weights_and_their_codes(tmp_path):
     assert frozen["policy"] == 4.5 / 8 * shape.linear + 4 * shape.other
 
 
+@pytest.mark.parametrize("settings", [{}, {"rollout_precision": "int8"}, {"precision": "nvfp4"}])
+def test_a_later_run_forgets_how_weights_were_gathered(tmp_path, settings):
+    """`trl-quant prepare` rounds as the last run did: here none rounded, while one under FSDP2 had."""
+    source = tmp_path / "model"
+    save_tiny(source, tied=False)
+    written = json.loads((source / "config.json").read_text()) | {"qat_gathered_dtype": "bfloat16"}
+    (source / "config.json").write_text(json.dumps(written))
+    trainer = trainer_of(tmp_path, **{"precision": None, "model": str(source)} | settings)
+    trainer.save_model(tmp_path / "saved")
+    assert "qat_gathered_dtype" not in json.loads((tmp_path / "saved/config.json").read_text())
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "same")
+    assert json.loads((tmp_path / "same/config.json").read_text())["qat_gathered_dtype"] == "bfloat16"
+
+
 # Refused before a model is loaded
 
 
@@ -318,6 +332,23 @@ def test_refused(tmp_path, monkeypatch, options, message):
         monkeypatch.setenv("FSDP_VERSION", version)
     with pytest.raises(ValueError, match=message):
         make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, **options), model=source, peft_config=peft_config)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize(("precision", "inputs", "group"), [("nvfp4", 264, 16), ("mxfp4", 272, 32), ("int4", 200, 128)])
+def test_shapes_that_no_checkpoint_holds(tmp_path, monkeypatch, precision, inputs, group, loaded):
+    """Refused before the weights are read, where `trl-quant prepare` would refuse what was trained."""
+    monkeypatch.setattr("trl_quant.trainers.quantized.engine_of", None)  # which would load the policy
+    source = save_tiny(tmp_path / "model", intermediate_size=inputs)
+    says = f"mlp.down_proj.weight: {inputs} inputs, but '{precision}' is stored for multiples of {group} only"
+    with pytest.raises(ValueError, match=f"`train_precision`='{precision}' trains for a checkpoint in 4 bits.*{says}"):
+        trainer_of(tmp_path, precision, AutoModelForCausalLM.from_pretrained(source) if loaded else source)
+    with pytest.raises(SystemExit, match=says):
+        command(["prepare", "--model", source, "--format", precision, "--output", str(tmp_path / "prepared")])
+    fitting = save_tiny(tmp_path / "fitting", intermediate_size=3 * group)
+    for kind in ({"precision": precision, "model": fitting}, {"precision": None, "rollout_precision": "int8"}):
+        with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # the engine of a run that begins
+            trainer_of(tmp_path, **{"model": source} | kind)
 
 
 def test_a_base_without_16_bit_weights_is_refused(tmp_path):

@@ -32,10 +32,16 @@ def check_data(args, train_dataset, eval_dataset) -> None:
         )
     if isinstance(train_dataset, IterableDataset) and args.max_steps <= 0:
         raise ValueError(f"`max_steps`={args.max_steps}, but a stream has no length: set the number of steps.")
-    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
-    for name, dataset in evaluated.items():
+    for name, dataset in evaluated(eval_dataset).items():
         if isinstance(dataset, Dataset | IterableDataset):
-            check_prompts("eval_dataset" if name is None else f"eval_dataset[{name!r}]", dataset)
+            check_prompts(name, dataset)
+
+
+def evaluated(eval_dataset) -> dict:
+    """Returns the datasets of evaluation, one or a dict of them, by the names that messages give them."""
+    if isinstance(eval_dataset, dict):
+        return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
+    return {"eval_dataset": eval_dataset}
 
 
 def check_rewards(reward_funcs, train_dataset) -> None:

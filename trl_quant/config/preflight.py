@@ -16,6 +16,7 @@ from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig, Pre
 from ..formats import FORMATS
 from ..layers import FrozenLinear
 from ..models.families import FAMILIES, family_of, number_of_experts
+from ..models.linears import linears
 from ..policy.masked import check_bidirectional, is_bidirectional, mask_token_of
 from ..precisions import PRECISIONS, frozen_bases, qat_precisions, unified_flows
 from ..rollout.stream import NO_WEIGHTS
@@ -29,9 +30,10 @@ from ..rollout.vllm.support import (
     check_version,
     differences,
 )
-from ..storage.layout import check_files
+from ..storage.layout import check_files, check_groups
 from ..storage.quantization import check_prepared, prepared_precisions
-from .data import check_data, check_dynamic_sampling, check_rewards, check_turns
+from ..storage.source import skeleton
+from .data import check_data, check_dynamic_sampling, check_rewards, check_turns, evaluated
 from .values import listed
 
 
@@ -79,7 +81,7 @@ def check_before_loading(
     if here:
         check_machine(args)
     if args.has_critic:
-        _check_critic(args, model, train_dataset)
+        _check_critic(args, model, train_dataset, eval_dataset)
     if "teacher_model" in others:
         _check_teacher(args, model, others["teacher_model"])
     if isinstance(model, Module):
@@ -94,6 +96,8 @@ def check_before_loading(
             _check_adapter(peft_config)
             _check_tokenizer(config, others.get("processing_class"), train_dataset)
             _check_policy(config, args, others["quantization_config"], here)
+            if args.trains_for_four_bits:
+                _check_stored(config, model, args)
         if args.noise_schedule is not None or args.uaq_scale is not None:
             _check_norms(config, model, args, peft_config)
     if args.pack_sequences:
@@ -204,11 +208,12 @@ def _read_config(model, args, **options):
         raise ValueError(f"`model`={model!r} {fault}: {error}") from error
 
 
-def _check_critic(args, model, train_dataset) -> None:
+def _check_critic(args, model, train_dataset, eval_dataset) -> None:
     """Refuses a critic that cannot be loaded, that has other tokens than the policy, or that cannot see the prompt."""
-    images = {"image", "images"} & set(getattr(train_dataset, "column_names", None) or ())
-    if images:
-        raise ValueError(f"`train_dataset` has a column {images.pop()!r}, and the critic reads text alone.")
+    for name, dataset in {"train_dataset": train_dataset, **evaluated(eval_dataset)}.items():
+        images = {"image", "images"} & set(getattr(dataset, "column_names", None) or ())
+        if images:
+            raise ValueError(f"`{name}` has a column {images.pop()!r}, and the critic reads text alone.")
     if args.vf_share_layers:
         return
     policy = _read_config(model, args)
@@ -229,6 +234,8 @@ def _check_critic(args, model, train_dataset) -> None:
         fault = "is quantized, and the critic trains all of its weights"
     elif config.vocab_size < policy.get_text_config().vocab_size:
         fault = f"has {config.vocab_size} tokens, and the policy {policy.get_text_config().vocab_size}"
+    elif (config.architectures or [""])[0].endswith("Classification") and config.num_labels != 1:
+        fault = f"is a {config.architectures[0]} with {config.num_labels} labels, and a critic gives one value"
     if fault is not None:
         raise ValueError(f"The critic's {name!r} {fault}. Name another model in `value_model_name_or_path`.")
 
@@ -432,6 +439,20 @@ def _check_four_bits(args) -> None:
             f"`lora_sync`='adapter' with `train_precision`={precision!r} and no adapter: all weights are trained, and "
             "each sync sends all of them. Leave `lora_sync` unset, or pass a `peft_config`."
         )
+
+
+def _check_stored(config, model, args) -> None:
+    """Refuses to train weights for 4 bits that no checkpoint can hold in 4 bits."""
+    precision = args.train_precision
+    policy = skeleton(config, args.trust_remote_code) if isinstance(model, str) else model
+    for layer in linears(policy).values():
+        try:
+            check_groups(f"{layer.name}.weight", layer.shape[-1], PRECISIONS[precision].format)
+        except ValueError as error:
+            raise ValueError(
+                f"`train_precision`={precision!r} trains for a checkpoint in 4 bits. {error} Set another "
+                "`train_precision`, or leave it unset."
+            ) from error
 
 
 def _check_norms(config, model, args, peft_config) -> None:

@@ -57,6 +57,7 @@ __all__ = [
     "INDEX",
     "LAYOUT_VERSION",
     "check_files",
+    "check_groups",
     "check_target",
     "checkpoint_stream",
     "checkpoint_tensors",
@@ -133,6 +134,13 @@ def quantization_config(format: str, ignore: Iterable[str] = HEAD) -> dict:
     return json.loads(json.dumps(config))  # a copy, so that edits do not reach the format's scheme
 
 
+def check_groups(name: str, inputs: int, format: str) -> None:
+    """Raises `ValueError` if the weight `name`, of so many inputs, does not fill the groups that `format` stores."""
+    group = _layout(format).group
+    if inputs % group:
+        raise ValueError(f"{name}: {inputs} inputs, but {format!r} is stored for multiples of {group} only.")
+
+
 def checkpoint_tensors(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
     """
     Returns the tensors that store one quantized weight, by name.
@@ -150,10 +158,7 @@ def checkpoint_tensors(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
         raise ValueError(
             f"name: {name!r} with shape {tuple(q.shape)}; only a matrix called '*.weight' has this layout."
         )
-    if q.shape[-1] % layout.group:
-        raise ValueError(
-            f"{name}: {q.shape[-1]} inputs, but {q.format!r} is stored for multiples of {layout.group} only."
-        )
+    check_groups(name, q.shape[-1], q.format)
     stored = layout.stored(Parts(q.values, q.scale, q.global_scale), q.shape)
     return {f"{name}{suffix}": tensor for suffix, tensor in stored.items()}
 

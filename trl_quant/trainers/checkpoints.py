@@ -259,8 +259,9 @@ def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
     tell_changes(checkpoint, state.get("arguments", {}), args.inherited_settings())
     if saved_only_model(checkpoint):
         logger.warning(
-            "%s was saved with `save_only_model`: optimizer, learning rate schedule and random state start again.",
+            "%s was saved with `save_only_model`: optimizer, learning rate schedule%s and random state start again.",
             checkpoint,
+            ", critic" if args.has_critic else "",
         )
     check_same_files(checkpoint)
     if sampled["initial_weights"] is None and sampled["synced_weights"] is not None:

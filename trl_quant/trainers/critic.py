@@ -13,8 +13,8 @@ it, with an optimizer and a schedule.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.nn import Dropout
 from torch.nn.utils import clip_grad_norm_
 from transformers import (
     AutoConfig,
@@ -54,19 +53,34 @@ def load_critic(name: str, args) -> PreTrainedModel:
     Loads a model with a value head. A head that the checkpoint does not have is zero, so that the critic begins by
     expecting nothing, and on every rank with the same weights.
 
+    It has no dropout, nor another noise of training: old values and values are those of one function.
+
     Args:
         name (`str`): A language model, a reward model or an earlier critic: a hub id or a directory.
         args ([`QuantPPOConfig`]): The run's settings. The data type and the attention are the policy's.
+
+    Raises:
+        `ValueError`: The checkpoint lacks weights other than the head's.
     """
     given, options = {"dtype": "float32"} | (args.model_init_kwargs or {}), args.critic_source
     config = AutoConfig.from_pretrained(name, num_labels=1, **options)
+    noisy = {f for f, value in config.to_dict().items() if isinstance(value, float) and ("drop" in f or "jitter" in f)}
+    for field in noisy | {"classifier_dropout"}:  # by default the head has one that is not in the config
+        setattr(config, field, 0.0)
     options |= {key: given[key] for key in ("dtype", "attn_implementation") if given.get(key) is not None}
     model, loaded = AutoModelForTokenClassification.from_pretrained(
         name, config=config, output_loading_info=True, **options
     )
+    missing = sorted(loaded["missing_keys"])
+    lost = [weight for weight in missing if weight.startswith(f"{model.base_model_prefix}.")]
+    if lost:
+        raise ValueError(
+            f"The critic's {name!r} lacks {len(lost)} weights of a {type(model).__name__}: {', '.join(lost[:3])}"
+            f"{', ...' if len(lost) > 3 else ''}. Name another model in `value_model_name_or_path`."
+        )
     with torch.no_grad():
-        for missing in loaded["missing_keys"]:
-            model.get_parameter(missing).zero_()
+        for weight in missing:
+            model.get_parameter(weight).zero_()
     return model
 
 
@@ -83,6 +97,7 @@ class Critic(ABC):
     | `_compute_loss`, for each micro-batch | [`values`]; one backward pass serves the losses of policy and critic |
     | the policy's gradient is clipped and checked | [`step`] clips and checks the critic's, and updates it |
     | a checkpoint is saved, or a training resumes | [`save`], [`load`] |
+    | the best model is loaded at the end | [`load_weights`] |
 
     Args:
         trainer ([`QuantPPOTrainer`]): The trainer.
@@ -109,11 +124,12 @@ class Critic(ABC):
             {
                 "params": [param for name, param in model.named_parameters() if (name in decayed) == decays],
                 "weight_decay": args.weight_decay if decays else 0.0,
+                "lr": args.value_learning_rate,
             }
             for decays in (True, False)
         ]
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        return kind(groups, **options | {"lr": args.value_learning_rate})
+        return kind(groups, **options)
 
     # Values
 
@@ -141,7 +157,10 @@ class Critic(ABC):
     # Updates
 
     def create_scheduler(self, num_training_steps: int) -> None:
-        """Begins the schedule of the learning rate. It has the policy's form, and its own height."""
+        """
+        Begins the schedule of the learning rate: the policy's, times `value_learning_rate` / `learning_rate`. Schedules
+        that end at a given rate read their form from the optimizer's default rate, which is `learning_rate` here too.
+        """
         args = self.trainer.args
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] = args.value_learning_rate
@@ -201,25 +220,37 @@ class Critic(ABC):
             `ValueError`: The checkpoint has no critic, or only a part of it.
         """
         directory = Path(checkpoint, CRITIC_NAME)
-        try:
-            weights = {}
-            for file in sorted(directory.glob("*.safetensors")):
-                weights |= load_file(file)
+        with _reading(directory):
             optimizer = torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
             schedule = torch.load(directory / SCHEDULER_NAME, weights_only=True)
-            if not weights:
-                raise FileNotFoundError(f"{directory} lacks its weights")
-        except (OSError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
-            raise ValueError(
-                f"{directory} is not whole: {error}. Resume from another checkpoint, or start again."
-            ) from error
+        self.load_weights(checkpoint)
         options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(self.model, weights, options=options)
         if optimizer["state"]:  # SGD without momentum has none, which PyTorch does not load on several ranks
             set_optimizer_state_dict(self.model, self.optimizer.optimizer, optimizer, options=options)
         self.scheduler.load_state_dict(schedule)
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
+
+    def load_weights(self, checkpoint: str) -> None:
+        """As [`load`], of the weights alone."""
+        directory, weights = Path(checkpoint, CRITIC_NAME), {}
+        with _reading(directory):
+            for file in sorted(directory.glob("*.safetensors")):
+                weights |= load_file(file)
+            if not weights:
+                raise FileNotFoundError(f"{directory} lacks its weights")
+        set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True))
+
+
+@contextmanager
+def _reading(directory: Path) -> Iterator[None]:
+    """Context in which a file that is missing or broken raises `ValueError`."""
+    try:
+        yield
+    except (OSError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
+        raise ValueError(
+            f"{directory} is not whole: {error}. Resume from another checkpoint, or start again."
+        ) from error
 
 
 class OwnCritic(Critic):
@@ -242,9 +273,6 @@ class OwnCritic(Critic):
             model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         self.model, self.optimizer = self.accelerator.prepare(model, self.new_optimizer(model))
         self.model.train()  # or no gradient checkpoints
-        for module in self.model.modules():
-            if isinstance(module, Dropout):
-                module.eval()  # a token classifier's; old values and values are those of one function
 
     def values(self, batch: dict[str, Tensor]) -> Tensor:
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)

@@ -9,6 +9,7 @@ So sampling, rewards, corrections and the policy's loss are those of [`QuantGRPO
 a prompt with each other.
 """
 
+import logging
 from functools import partial
 
 import torch
@@ -18,11 +19,15 @@ from trl import GRPOTrainer
 from ..config import QuantPPOConfig
 from ..config.preflight import name_of
 from ..corrections.batch import counted
+from ..storage.run_checkpoints import saved_only_model
 from .critic import Critic, CriticSteps, OwnCritic, load_critic
 from .gae import gae, moments, rewards_of, value_losses, whitened
 from .grpo import QuantGRPOTrainer
 from .introduction import PACKAGE_TAG
 from .value_head import SharedCritic
+
+
+logger = logging.getLogger(__name__)
 
 
 class ValueStep:
@@ -98,20 +103,21 @@ class ValueStep:
         trainer._metrics["train" if trainer.model.training else "eval"].pop("frac_reward_zero_std", None)
         means = (batch["advantages"] * mask).sum(1) / mask.sum(1).clamp(min=1)
         table, means = trainer._logs["advantages"], trainer.accelerator.gather(means).tolist()
-        for _ in means:
+        for _ in means[: len(table)]:  # TRL's table is no longer than a generation
             table.pop()
         table.extend(means)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """
-        Computes the critic's loss on a micro-batch, and logs it: the mean over the tokens of an optimizer step, so that
-        micro-batches and ranks add up to it.
+        Computes the critic's loss on a micro-batch, and logs the mean over its tokens. The loss is the sum, divided as
+        in TRL's `dapo` by (the tokens of the generation) x `gradient_accumulation_steps` / `steps_per_generation`, so
+        that micro-batches and ranks add up.
         """
         trainer, args = self.trainer, self.trainer.args
         values, mask = self.critic.values(batch), counted(batch)
         losses, is_clipped = value_losses(values, batch["values"], batch["returns"], args.cliprange_value)
         total = batch["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
-        if trainer.model.training:  # from the tokens of a generation to those of one step
+        if trainer.model.training:  # from the tokens of a generation to the share of one step
             total = total * trainer.current_gradient_accumulation_steps / args.steps_per_generation
         metrics = {"value/loss": moments(losses.detach(), mask, self.total).mean.item()}
         if is_clipped is not None:
@@ -198,5 +204,13 @@ class QuantPPOTrainer(QuantGRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
+        if checkpoint is not None and not saved_only_model(checkpoint):
             self.critic.load(checkpoint)
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        best = self.state.best_model_checkpoint
+        if saved_only_model(best):
+            logger.warning("%s was saved with `save_only_model`, without its critic: the critic stays the last.", best)
+        else:
+            self.critic.load_weights(best)

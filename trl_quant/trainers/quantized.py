@@ -83,8 +83,8 @@ class QuantRollouts:
         self._engine = engine if isinstance(engine, RolloutEngine) else None
         if self._engine is not None:
             leave_casts_to_autocast(self.model)
-            gathered_in = self._engine.weights.gathered_dtype if args.trains_for_four_bits else None
-            record_gathered_dtype(self.model.config, gathered_in)
+        gathered_in = self._engine.weights.gathered_dtype if args.trains_for_four_bits else None
+        record_gathered_dtype(self.model.config, gathered_in)
         self._reward_calls = RewardCalls(self)
         self._finite_steps = FiniteSteps(self)
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
