@@ -10,7 +10,7 @@ from tiny import tiny_model
 from training import dataset, spread
 from trl import GRPOConfig, SFTConfig
 
-from trl_quant import QuantGRPOConfig
+from trl_quant import QuantDistillationConfig, QuantGRPOConfig, QuantRLOOConfig
 from trl_quant.config.preflight import check_before_loading
 from trl_quant.tasks import REWARDS
 
@@ -95,6 +95,10 @@ REFUSED_FIELDS = [  # fields -> what the message says
     ),
     ({**INT8, "vllm_sleep_level": 1}, "`vllm_sleep_level`=1 acts only with vLLM, and `use_vllm=False`"),
     ({**VLLM, "vllm_mode": "server", "vllm_sleep_level": 1}, "`vllm_sleep_level`=1 acts only with `vllm_mode='coloc"),
+    (
+        {**INT8, "vllm_sleep_level": 1, "lora_sync": "adapter"},
+        "`vllm_sleep_level`=1 and `lora_sync`='adapter' acts only with vLLM",
+    ),
 ]
 ACCEPTED_FIELDS = [  # their neighbours
     {**TIS, "is_cap": 2},
@@ -144,6 +148,14 @@ def test_its_neighbour_is_accepted(settings):
     args = build(**settings)
     if isinstance(settings.get("vllm_engine_kwargs"), str):
         assert args.vllm_engine_kwargs == {"enforce_eager": True}
+
+
+@pytest.mark.parametrize("config_class", [QuantGRPOConfig, QuantRLOOConfig, QuantDistillationConfig])
+@pytest.mark.parametrize("others", [INT8, {"train_precision": "int8"}, {**VLLM, "vllm_mode": "server"}], ids=str)
+def test_a_default_that_follows_from_another_field_is_not_named(config_class, others):
+    """`lora_sync='adapter'` sets `vllm_sleep_level=1`, which the user did not."""
+    with pytest.raises(ValueError, match="^`lora_sync`='adapter' acts only with "):
+        build(config_class, lora_sync="adapter", **others)
 
 
 def test_a_plain_config_of_trl_is_checked_as_well():

@@ -416,10 +416,10 @@ def _check_exact(args):
 
 
 def _refuse_set(args, names, reason: str):
-    """Raises `ValueError` for fields that were set but cannot act."""
-    # `_resolve` has already set the fields whose default depends on others
+    """Raises `ValueError` for fields that were set but cannot act. What the user left open is never named."""
     default = {f.name: f.default for f in fields(args)} | {"lora_sync": "merge", "vllm_sleep_level": 2}
-    given = [f"`{name}`={getattr(args, name)!r}" for name in names if getattr(args, name) not in (default[name], {})]
+    is_set = [name for name in names if name not in args.left_open and getattr(args, name) not in (default[name], {})]
+    given = [f"`{name}`={getattr(args, name)!r}" for name in is_set]
     if given:
         raise ValueError(f"{' and '.join(given)} acts only with {reason}.")
 
