@@ -94,6 +94,7 @@ REFUSED_FIELDS = [  # fields -> what the message says
         "`vllm_engine_kwargs`={'enforce_eager': True} acts only with a `rollout_precision`",
     ),
     ({**INT8, "vllm_sleep_level": 1}, "`vllm_sleep_level`=1 acts only with vLLM, and `use_vllm=False`"),
+    ({**INT8, "vllm_max_model_length": 513}, "`vllm_max_model_length`=513 acts only with vLLM, and `use_vllm=False`"),
     ({**VLLM, "vllm_mode": "server", "vllm_sleep_level": 1}, "`vllm_sleep_level`=1 acts only with `vllm_mode='coloc"),
     (
         {**INT8, "vllm_sleep_level": 1, "lora_sync": "adapter"},

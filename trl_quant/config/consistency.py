@@ -344,8 +344,8 @@ def _check_rollout(args):
 
 def _check_vllm(args):
     if not args.use_vllm:
-        _refuse_set(args, ("vllm_structured_outputs_regex",), "vLLM, and `use_vllm=False`")
-        return _refuse_set(args, (*COLOCATED_FIELDS, "sync_check_steps"), "vLLM, and `use_vllm=False`")
+        names = ("vllm_structured_outputs_regex", "vllm_max_model_length", *COLOCATED_FIELDS, "sync_check_steps")
+        return _refuse_set(args, names, "vLLM, and `use_vllm=False`")
     check_choice("vllm_model_impl", args.vllm_model_impl, MODEL_IMPLS)
     length = args.vllm_max_model_length
     if length is not None and args.max_completion_length is not None and length <= args.max_completion_length:
