@@ -465,11 +465,13 @@ def _check_vespo(args):
 def _check_trl_correction(args):
     has_sampler = args.use_vllm or args.rollout_precision is not None
     if has_sampler and not args.vllm_importance_sampling_correction:
-        raise ValueError(
+        why = (
             f"`is_correction`={args.is_correction!r} compares the sampler with the trainer, which "
-            "`vllm_importance_sampling_correction=False` switches off. Leave that at True, and use "
-            "`is_correction='none'` to ignore the sampler."
+            "`vllm_importance_sampling_correction=False` switches off. Leave that at True"
         )
+        if args.correction_class.ignores_sampler:
+            raise ValueError(f"{why}: the comparison is only logged (`mismatch/*`), and the loss ignores the sampler.")
+        raise ValueError(f"{why}, and use `is_correction='none'` to ignore the sampler.")
     defaults = {f.name: f.default for f in fields(args)}
     trls = [name for name, kind in ALL_CORRECTIONS.items() if kind.applied_by_trl]
     names = [field for name in trls for field in setting_fields(name, type(args)).values()]
