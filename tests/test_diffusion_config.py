@@ -24,6 +24,8 @@ def test_the_defaults_are_the_papers():
     assert args.mask_token_id is None and args.mask_draws == 12  # d1: a mask for each update
     assert args.rollout_precision == "bf16" and args.pack_sequences is False
     assert build(prompt_mask_draws=1, num_iterations=12).mask_draws == 1
+    draws = {p: build(num_iterations=12, prompt_mask_probability=p).mask_draws for p in (0.0, 0.01, 0.99, 1.0)}
+    assert draws == {0.0: 1, 0.01: 12, 0.99: 12, 1.0: 1}  # one mask where all would be the same
     assert build(train_precision="int8").rollout_precision == "int8"
     assert (
         DiffusionGRPOConfig.from_trl(
@@ -66,6 +68,14 @@ def test_its_engine_denoises(settings, kind):
         ({"mask_token_id": "M"}, "`mask_token_id`='M' must be an integer or None"),
         ({"prompt_mask_draws": 0}, "`prompt_mask_draws`=0 is out of range. It must be >= 1"),
         ({"prompt_mask_draws": 3, "num_iterations": 2}, "`prompt_mask_draws`=3 is more than `num_iterations`=2"),
+        (
+            {"prompt_mask_draws": 2, "num_iterations": 2, "prompt_mask_probability": 0.0},
+            "`prompt_mask_draws`=2 with `prompt_mask_probability`=0.0: all masks are the same",
+        ),
+        (
+            {"prompt_mask_draws": 2, "num_iterations": 2, "prompt_mask_probability": 1},
+            "`prompt_mask_draws`=2 with `prompt_mask_probability`=1: all masks are the same",
+        ),
         ({"block_length": 48}, "`block_length`=48 does not divide `max_completion_length`=64"),
         ({"block_length": 128}, "`block_length`=128 does not divide `max_completion_length`=64"),
         ({"max_completion_length": None}, "`block_length`=32 does not divide `max_completion_length`=None"),
@@ -109,6 +119,9 @@ def test_it_refuses_what_it_must(settings, says):
         {"is_correction": "trl", "num_iterations": 2, "prompt_mask_draws": 1},
         {"pack_sequences": False, "block_length": 64, "tokens_per_step": 64},
         {"prompt_mask_probability": 0, "mask_token_id": 0},
+        {"prompt_mask_probability": 0.01, "num_iterations": 2, "prompt_mask_draws": 2},
+        {"prompt_mask_probability": 0.0, "num_iterations": 2, "prompt_mask_draws": 1},
+        {"prompt_mask_probability": 1.0, "num_iterations": 2, "is_correction": "trl"},
     ],
     ids=str,
 )

@@ -206,6 +206,12 @@ def check_denoising(args) -> None:
             f"`prompt_mask_draws`={args.prompt_mask_draws} is more than `num_iterations`={args.num_iterations}, so "
             "that some masks would never be trained on. It must be at most that."
         )
+    if args.mask_draws > 1 and args.prompt_mask_probability in (0, 1):
+        raise ValueError(
+            f"`prompt_mask_draws`={args.prompt_mask_draws} with `prompt_mask_probability`="
+            f"{args.prompt_mask_probability}: all masks are the same, so one is enough. Leave `prompt_mask_draws` "
+            "unset, or use a probability between 0 and 1."
+        )
     if args.correction_class.applied_by_trl and args.mask_draws > 1:
         raise ValueError(
             f"`is_correction`={args.is_correction!r} is TRL's own, which scores the sampler once, and each completion "
