@@ -191,7 +191,7 @@ def check_schedule(args) -> None:
     if args.cache_finished_blocks and block == args.tokens_per_step:
         raise ValueError(
             f"`cache_finished_blocks`=True acts only between the steps of a block, and with `tokens_per_step`="
-            f"`block_length`={block} a block has one step. Leave it unset, or write fewer tokens a step."
+            f"`block_length`={block} a block has one step. Switch it off, or write fewer tokens a step."
         )
 
 
