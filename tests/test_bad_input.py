@@ -155,7 +155,7 @@ def test_its_neighbour_is_accepted(settings):
 @pytest.mark.parametrize("others", [INT8, {"train_precision": "int8"}, {**VLLM, "vllm_mode": "server"}], ids=str)
 def test_a_default_that_follows_from_another_field_is_not_named(config_class, others):
     """`lora_sync='adapter'` sets `vllm_sleep_level=1`, which the user did not."""
-    with pytest.raises(ValueError, match="^`lora_sync`='adapter' acts only with "):
+    with pytest.raises(ValueError, match=r"^`lora_sync`='adapter' acts only with "):
         build(config_class, lora_sync="adapter", **others)
 
 

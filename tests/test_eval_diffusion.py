@@ -104,7 +104,7 @@ def test_a_run_is_evaluated_as_it_was_trained(argv, tmp_path):
     uncached = [tokenizer().decode(row, skip_special_tokens=True) for row in ids]
     assert [row["completion"] for row in rows(tmp_path, "uncached")] == uncached != texts
     at_once = ["--tokens_per_step", "4", "--output", str(tmp_path / "at_once.json")]
-    with pytest.raises(SystemExit, match="`cache_finished_blocks`=True acts only between .* Switch it off, or write"):
+    with pytest.raises(SystemExit, match=r"`cache_finished_blocks`=True acts only between .* Switch it off, or write"):
         main([*argv, *at_once])
     main([*switched_off, *at_once])
 

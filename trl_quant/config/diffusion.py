@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, ClassVar
 
 from ..corrections.base import Range
-from .consistency import check_denoising
+from .denoising import check_denoising
 from .fields import documentation
 from .grpo import QuantGRPOConfig
 from .values import check_values
