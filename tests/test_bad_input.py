@@ -85,6 +85,18 @@ REFUSED_FIELDS = [  # fields -> what the message says
     ({"beta": float("nan")}, "`beta`=nan must be a finite number"),
     ({"epsilon": "0.2"}, "`epsilon`='0.2' must be a finite number"),
     ({"epsilon": -0.2}, "`epsilon`=-0.2 is out of range"),
+    ({"epsilon_high": -0.1}, "`epsilon_high`=-0.1 is out of range. It must be >= 0"),
+    ({"epsilon_high": "0.3"}, "`epsilon_high`='0.3' must be a finite number or None"),
+    ({"top_k": -2}, "`top_k`=-2 is out of range. It must be >= -1"),
+    ({"top_k": 2.5}, "`top_k`=2.5 must be an integer"),
+    ({"pad_to_multiple_of": 0}, "`pad_to_multiple_of`=0 is out of range. It must be >= 1"),
+    ({"pad_to_multiple_of": "-8"}, "`pad_to_multiple_of`=-8 is out of range"),
+    ({"pad_to_multiple_of": 2.5}, "`pad_to_multiple_of`=2.5 must be an integer or a string or None"),
+    ({"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 0}, "`ref_model_sync_steps`=0 is out of range"),
+    ({"sync_ref_model": True}, "`sync_ref_model`=True with `beta`=0.0: without a KL term there is no reference model"),
+    ({"sync_ref_model": True, **INT8}, "`sync_ref_model`=True with `beta`=0.0"),
+    ({"model_init_kwargs": "x"}, "`model_init_kwargs`='x' must be a dict (or a JSON object) or None"),
+    ({"chat_template_kwargs": 3}, "`chat_template_kwargs`=3 must be a dict (or a JSON object) or None"),
     ({"loss_type": "ppo"}, "`loss_type`='ppo' is unknown. Allowed: 'grpo'"),
     ({"scale_rewards": "std"}, "`scale_rewards`='std' is unknown. Allowed: 'group', 'batch', 'none'"),
     ({"lora_sync": "adapter"}, "`lora_sync`='adapter' acts only with a `rollout_precision`"),
@@ -130,6 +142,12 @@ ACCEPTED_FIELDS = [  # their neighbours
     {**VLLM, "vllm_model_impl": "transformers", "vllm_max_model_length": 513},
     {"max_completion_length": 1, "vllm_gpu_memory_utilization": 1.0},
     {"learning_rate": 0.0, "beta": 0, "epsilon": 0.0},
+    {"epsilon_high": 0.0},
+    {"epsilon_high": None, "top_k": -1, "pad_to_multiple_of": None},
+    {"epsilon_high": 5.0, "loss_type": "cispo"},  # the ratio's cap itself
+    {"pad_to_multiple_of": 1, "sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1},
+    {"pad_to_multiple_of": "auto", "chat_template_kwargs": '{"a": 1}'},
+    {"pad_to_multiple_of": "8", "fsdp_config": None, "lr_scheduler_kwargs": "{}"},
     {"loss_type": "vespo"},
     {"scale_rewards": False},
     {"scale_rewards": "batch"},
@@ -162,6 +180,17 @@ def test_a_default_that_follows_from_another_field_is_not_named(config_class, ot
 def test_a_plain_config_of_trl_is_checked_as_well():
     refused(lambda: QuantGRPOConfig.from_grpo(build(GRPOConfig, temperature=0.0)), "`temperature`=0.0")
     assert QuantGRPOConfig.from_grpo(build(GRPOConfig, temperature=0.7)).temperature == 0.7
+
+
+def test_a_wrong_value_is_named_beside_a_fault_of_this_machine(monkeypatch):
+    """TRL resolves "auto" only after transformers has looked for a GPU."""
+    assert build(pad_to_multiple_of="auto").pad_to_multiple_of is None
+    lacking = {"use_cpu": False, "bf16": True, "tf32": True}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match="tf32"):
+        QuantGRPOConfig(output_dir="unused", report_to=[], pad_to_multiple_of="auto", **lacking)
+    with pytest.raises(ValueError, match="`epsilon_high`=-1"):
+        QuantGRPOConfig(output_dir="unused", report_to=[], pad_to_multiple_of="auto", epsilon_high=-1.0, **lacking)
 
 
 def test_a_config_of_another_trainer_is_refused():

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import fields
+from numbers import Real
 
 from transformers import GenerationConfig
 
@@ -45,6 +46,11 @@ def check_consistent(args) -> None:
         _check_exact(args)
     _check_trainer_has(args)
     _check_unused(args)
+    if args.sync_ref_model and not args.needs_reference:
+        raise ValueError(
+            f"`sync_ref_model`=True with `beta`={args.beta!r}: without a KL term there is no reference model to sync. "
+            "Unset `sync_ref_model`, or set a `beta` above 0."
+        )
     if args.uaq_scale is not None and args.sync_ref_model:
         raise ValueError(
             f"`uaq_scale`={args.uaq_scale!r} cannot be combined with `sync_ref_model=True`, which would mix scaled "
@@ -134,11 +140,21 @@ def check_rloo(args) -> None:
         raise ValueError(
             f"`is_correction`={args.is_correction!r} is TRL's own, and TRL's RLOO has none. Use {listed(usable)}."
         )
+    clip = args.reward_clip_range
+    if clip is not None and not _are_bounds(clip):
+        raise ValueError(f"`reward_clip_range`={clip!r} must be None or two numbers, of which the first is lower.")
     if kind.applied_by_trl or not kind.has_levels:
         reason = f"a correction whose weights differ between the levels, and `is_correction` is {args.is_correction!r}"
         _refuse_set(args, ["importance_sampling_level"], reason)
     elif args.importance_sampling_level != "token":
         _check_level(args)
+
+
+def _are_bounds(value) -> bool:
+    """Whether `value` is a lower and an upper bound. Either may be infinite."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        return False
+    return all(isinstance(bound, Real) for bound in value) and value[0] < value[1]
 
 
 def check_distillation(args) -> None:
@@ -205,7 +221,6 @@ def _check_unused(args):
 
 def _check_generation_kwargs(args):
     """Refuses `generation_kwargs` that the sampling engine does not have, or whose values it does not take."""
-    check_type("generation_kwargs", args.generation_kwargs or {}, dict)
     given = {name: value for name, value in (args.generation_kwargs or {}).items() if value is not None}
     for name in FIELDS:
         if name not in given:
