@@ -153,6 +153,25 @@ def test_the_trainer_refuses_what_it_must(tmp_path, given, says):
         trainer(tmp_path, **given)
 
 
+@pytest.mark.parametrize("ends", [MASK_ID, [257, MASK_ID]], ids=str)
+@pytest.mark.parametrize("stored", ["loaded", "a generation config", "a model config"])
+def test_a_mask_token_that_ends_completions_is_refused(tmp_path, monkeypatch, stored, ends):
+    """Before anything is loaded. The tokenizer has another end and knows nothing of this one."""
+    model, place = policy(), tmp_path / "model"
+    model.generation_config.eos_token_id = model.config.eos_token_id = ends
+    if stored != "loaded":
+        model.save_pretrained(place)
+        tokenizer().save_pretrained(place)
+    if stored == "a model config":
+        (place / "generation_config.json").unlink()
+    given = {"processing_class": tokenizer()} if stored == "loaded" else {"processing_class": None}
+    settings = {"model": model if stored == "loaded" else str(place), "given": given}
+    assert trainer(tmp_path, mask_token_id=5, **settings).vllm_generation.mask_token_id == 5
+    monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", None)  # loads nothing
+    with pytest.raises(ValueError, match=f"`mask_token_id`={MASK_ID} ends a completion"):
+        trainer(tmp_path, mask_token_id=MASK_ID, **settings)
+
+
 def test_a_tokenizer_that_is_loaded_is_checked_too(tmp_path):
     """It is not known before the engine is built."""
     policy().save_pretrained(tmp_path / "model")

@@ -29,6 +29,7 @@ from ...policy.unified import fuse
 from ..engine import Samples
 from ..sampling_options import check_supported
 from ..stream import default_dtype, ties_embeddings
+from ..tokenizer import id_list
 from ..trl_adapter import RolloutEngine, count_layers
 
 
@@ -261,7 +262,7 @@ class TransformersEngine(RolloutEngine):
         processors.append(sampled)
         tokenizer = self.tokenizer
         # `generation_kwargs` may add tokens that end a completion. TRL's own always do.
-        end_ids = [*self.eos_token_ids, *_listed(options.pop("eos_token_id", None))]
+        end_ids = [*self.eos_token_ids, *id_list(options.pop("eos_token_id", None))]
         defaults = {
             "pad_token_id": tokenizer.pad_token_id,
             "bos_token_id": tokenizer.bos_token_id,
@@ -336,9 +337,3 @@ def _warpers(options: dict, device: torch.device) -> LogitsProcessorList:
     if min_p:
         processors.append(MinPLogitsWarper(min_p))
     return processors
-
-
-def _listed(token_ids: int | list[int] | None) -> list[int]:
-    if token_ids is None:
-        return []
-    return [token_ids] if isinstance(token_ids, int) else list(token_ids)
