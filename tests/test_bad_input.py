@@ -92,6 +92,16 @@ REFUSED_FIELDS = [  # fields -> what the message says
     ({"pad_to_multiple_of": 0}, "`pad_to_multiple_of`=0 is out of range. It must be >= 1"),
     ({"pad_to_multiple_of": "-8"}, "`pad_to_multiple_of`=-8 is out of range"),
     ({"pad_to_multiple_of": 2.5}, "`pad_to_multiple_of`=2.5 must be an integer or a string or None"),
+    ({**INT8, "cache_implementation": "nonsense"}, "`cache_implementation`='nonsense' is unknown. Allowed: 'static'"),
+    (
+        {**INT8, "cache_implementation": "paged"},
+        "`cache_implementation`='paged' is unknown",
+    ),  # it has no log-probabilities
+    (
+        {**INT8, "generation_kwargs": {"cache_implementation": "nonsense"}},
+        "`cache_implementation`='nonsense' is unknown",
+    ),
+    ({**VLLM, "cache_implementation": "static"}, "`cache_implementation`='static' acts only with transformers' `gen"),
     ({"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 0}, "`ref_model_sync_steps`=0 is out of range"),
     ({"sync_ref_model": True}, "`sync_ref_model`=True with `beta`=0.0: without a KL term there is no reference model"),
     ({"sync_ref_model": True, **INT8}, "`sync_ref_model`=True with `beta`=0.0"),
@@ -143,6 +153,8 @@ ACCEPTED_FIELDS = [  # their neighbours
     {"max_completion_length": 1, "vllm_gpu_memory_utilization": 1.0},
     {"learning_rate": 0.0, "beta": 0, "epsilon": 0.0},
     {"epsilon_high": 0.0},
+    {**INT8, "cache_implementation": "static", "generation_kwargs": {"cache_implementation": "dynamic"}},
+    {**VLLM, "cache_implementation": None},
     {"epsilon_high": None, "top_k": -1, "pad_to_multiple_of": None},
     {"epsilon_high": 5.0, "loss_type": "cispo"},  # the ratio's cap itself
     {"pad_to_multiple_of": 1, "sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1},

@@ -93,6 +93,7 @@ def test_its_engine_denoises(settings, kind):
         ({"exact_rollouts": True, "train_precision": "int8"}, "`exact_rollouts`=True: a masked"),
         ({"pack_sequences": True}, "`pack_sequences`=True: a masked"),
         ({"generation_kwargs": {"top_p": 0.5}}, "`generation_kwargs`={'top_p': 0.5}: a masked"),
+        ({"cache_implementation": "static"}, "`cache_implementation`='static': a masked"),
         ({"use_transformers_continuous_batching": True}, "`use_transformers_continuous_batching`=True: a masked"),
         ({"top_p": 0.9, "top_k": 5}, "`top_p`=0.9 and `top_k`=5: a masked"),
         ({"min_p": 0.1}, "`min_p`=0.1: a masked"),

@@ -5,6 +5,7 @@ from dataclasses import fields
 from numbers import Real
 
 from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from ..corrections import ALL_CORRECTIONS, CORRECTIONS
 from ..precisions import exact_flows, in_vllm
@@ -235,6 +236,8 @@ def _check_generation_kwargs(args):
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     if args.rollout_precision is not None:
         check_supported(given)
+        cache = given.get("cache_implementation", args.cache_implementation)
+        check_choice("cache_implementation", cache, ALL_CACHE_IMPLEMENTATIONS)
         known -= UNSUPPORTED_GENERATION_KWARGS.keys() - given.keys()
     unknown = [name for name in given if name not in known]
     if unknown:
@@ -307,6 +310,7 @@ def _check_vllm(args):
     if not args.use_vllm:
         names = ("vllm_structured_outputs_regex", "vllm_max_model_length", *COLOCATED_FIELDS, "sync_check_steps")
         return _refuse_set(args, names, "vLLM, and `use_vllm=False`")
+    _refuse_set(args, ["cache_implementation"], "transformers' `generate`, and `use_vllm=True`")
     check_choice("vllm_model_impl", args.vllm_model_impl, MODEL_IMPLS)
     length = args.vllm_max_model_length
     if length is not None and args.max_completion_length is not None and length <= args.max_completion_length:

@@ -50,6 +50,7 @@ def check_denoising(args) -> None:
         "exact_rollouts": args.exact_rollouts,
         "pack_sequences": args.pack_sequences,
         "generation_kwargs": args.generation_kwargs,
+        "cache_implementation": args.cache_implementation,
         "use_transformers_continuous_batching": args.use_transformers_continuous_batching,
         **{name: acts(getattr(args, name), neutral) for name, neutral in BOTH.items()},
     }

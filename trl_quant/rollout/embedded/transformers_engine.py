@@ -87,6 +87,12 @@ class TransformersEngine(RolloutEngine):
 
     Every rank holds a copy and samples its own prompts, from its own global random state.
 
+    It takes the arguments of [`~rollout.RolloutEngine`], and:
+
+    Parameters:
+        cache_implementation (`str`, *optional*):
+            The class of KV cache, by transformers' name, such as `"static"`.
+
     Attributes:
         copy (`PreTrainedModel`): The model that samples.
         multiplies_codes (`bool`):
@@ -96,8 +102,9 @@ class TransformersEngine(RolloutEngine):
 
     multiplies_codes = False
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, cache_implementation: str | None = None, **kwargs):
         super().__init__(*args, **kwargs)
+        self.cache_implementation = cache_implementation
         policy = self.weights.base_model
         self._options = self._generation_options()
         if isinstance(self.processing_class, ProcessorMixin):
@@ -116,6 +123,7 @@ class TransformersEngine(RolloutEngine):
             "min_p": trl.min_p,
             "repetition_penalty": trl.repetition_penalty,
             "max_new_tokens": trl.max_completion_length,
+            "cache_implementation": self.cache_implementation,
             **trl.generation_kwargs,
         }
 
