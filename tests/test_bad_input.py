@@ -74,6 +74,14 @@ REFUSED_FIELDS = [  # fields -> what the message says
     ({"min_p": 2.0}, "`min_p`=2.0 is out of range. It must be <= 1"),
     ({"repetition_penalty": 0.0}, "`repetition_penalty`=0.0 is out of range"),
     ({"max_completion_length": 0}, "`max_completion_length`=0 is out of range. It must be >= 1"),
+    (
+        {"max_completion_length": None, "loss_type": "dr_grpo"},
+        "`max_completion_length`=None with `loss_type`='dr_grpo', which divides the loss by that length",
+    ),
+    (
+        {**VLLM, "rollout_precision": "auto", "max_completion_length": None},
+        "`rollout_precision`='auto' measures completions of `max_completion_length` tokens, and that is None",
+    ),
     ({"max_completion_length": 2.5}, "`max_completion_length`=2.5 must be an integer"),
     ({"vllm_gpu_memory_utilization": 5.0}, "`vllm_gpu_memory_utilization`=5.0 is out of range. It must be <= 1.0"),
     ({**VLLM, "vllm_model_impl": "vlm"}, "`vllm_model_impl`='vlm' is unknown. Allowed: 'vllm', 'transformers', 'auto'"),
@@ -153,6 +161,9 @@ ACCEPTED_FIELDS = [  # their neighbours
     {"max_completion_length": 1, "vllm_gpu_memory_utilization": 1.0},
     {"learning_rate": 0.0, "beta": 0, "epsilon": 0.0},
     {"epsilon_high": 0.0},
+    {**INT8, "max_completion_length": None},
+    {**VLLM, "max_completion_length": None, "vllm_max_model_length": 5},
+    {"max_completion_length": 1, "loss_type": "dr_grpo"},
     {**INT8, "cache_implementation": "static", "generation_kwargs": {"cache_implementation": "dynamic"}},
     {**VLLM, "cache_implementation": None},
     {"epsilon_high": None, "top_k": -1, "pad_to_multiple_of": None},
@@ -194,15 +205,16 @@ def test_a_plain_config_of_trl_is_checked_as_well():
     assert QuantGRPOConfig.from_grpo(build(GRPOConfig, temperature=0.7)).temperature == 0.7
 
 
-def test_a_wrong_value_is_named_beside_a_fault_of_this_machine(monkeypatch):
-    """TRL resolves "auto" only after transformers has looked for a GPU."""
+def test_a_wrong_value_is_named_before_a_fault_of_this_machine(monkeypatch):
+    """Also while "auto", which TRL resolves on a machine that has all, is still a string."""
     assert build(pad_to_multiple_of="auto").pad_to_multiple_of is None
-    lacking = {"use_cpu": False, "bf16": True, "tf32": True}
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ValueError, match="tf32"):
-        QuantGRPOConfig(output_dir="unused", report_to=[], pad_to_multiple_of="auto", **lacking)
-    with pytest.raises(ValueError, match="`epsilon_high`=-1"):
-        QuantGRPOConfig(output_dir="unused", report_to=[], pad_to_multiple_of="auto", epsilon_high=-1.0, **lacking)
+
+    def lacks(args):
+        raise ValueError("this machine has no GPU")
+
+    monkeypatch.setattr(GRPOConfig, "__post_init__", lacks)
+    refused(lambda: build(pad_to_multiple_of="auto"), "this machine has no GPU")
+    refused(lambda: build(pad_to_multiple_of="auto", epsilon_high=-1.0), "`epsilon_high`=-1.0 is out of range")
 
 
 def test_a_config_of_another_trainer_is_refused():
@@ -306,6 +318,18 @@ def test_completions_beyond_the_context_are_told(caplog):
         caplog.clear()
         check(model=model, args=build(**INT8, **settings))
         assert (f"`max_completion_length`={length} leaves no room" in caplog.text) == told
+
+
+def test_turns_need_a_length():
+    """TRL compares the length of a completion with it after each turn, whoever samples."""
+    settings = {"num_generations": 4, "per_device_train_batch_size": 4}
+    for precision in ({}, INT8):
+        without, with_one = (build(**precision, **settings, max_completion_length=length) for length in (None, 8))
+        check(model=tiny_model(), args=without)
+        for given in ({"tools": [len]}, {"environment_factory": object}):
+            check(model=tiny_model(), args=with_one, **given)
+            says = f"`{next(iter(given))}` with `max_completion_length`=None: TRL ends the turns of a completion at"
+            refused(lambda args=without, given=given: check(model=tiny_model(), args=args, **given), says)
 
 
 def test_too_few_prompts_for_one_generation():

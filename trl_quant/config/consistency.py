@@ -66,6 +66,11 @@ def check_grpo(args) -> None:
     """Checks the fields that only GRPO has, likewise: the loss, the level of its ratios, and TRL's own correction."""
     if args.correction_class.moves_clip_bounds:
         _check_clip_bounds(args)
+    if args.loss_type == "dr_grpo" and args.max_completion_length is None:
+        raise ValueError(
+            "`max_completion_length`=None with `loss_type`='dr_grpo', which divides the loss by that length. Set it, "
+            "or use another `loss_type`."
+        )
     if args.importance_sampling_level != "token":
         _check_level(args)
         _check_vespo(args)
@@ -282,6 +287,11 @@ def _check_rollout(args):
         raise ValueError(
             "`rollout_precision`='auto' measures vLLM's engines: set `use_vllm=True` and `vllm_mode='colocate'` (a "
             "server runs in the precision that it was started in), or name a precision."
+        )
+    if args.rollout_precision == "auto" and args.max_completion_length is None:
+        raise ValueError(
+            "`rollout_precision`='auto' measures completions of `max_completion_length` tokens, and that is None. Set "
+            "it, or name a precision."
         )
     if args.rollout_precision == "auto" and args.train_precision is not None and not args.holds_frozen_base:
         raise ValueError(

@@ -6,7 +6,11 @@ from ..rollout.sampling_options import BOTH, acts
 def check_schedule(args) -> None:
     """Raises `ValueError` if the blocks do not fill the canvas, the steps no block, or a cache could not act."""
     length, block = args.max_completion_length, args.block_length
-    if length is None or length % block:
+    if length is None:
+        raise ValueError(
+            f"`max_completion_length`=None: a canvas has a length. Set a multiple of `block_length`={block}."
+        )
+    if length % block:
         raise ValueError(
             f"`block_length`={block} does not divide `max_completion_length`={length}. The canvas of that many tokens "
             "is denoised in whole blocks: change one of the two."

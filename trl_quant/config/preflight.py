@@ -80,8 +80,7 @@ def check_before_loading(
         if rollout_func is None and args.has_rewards:
             check_rewards(reward_funcs, train_dataset)
     check_dynamic_sampling(args, train_dataset, tools, rollout_func, environments)
-    if args.use_vllm and args.rollout_precision is not None:
-        check_turns(args, tools, environments)
+    check_turns(args, tools, environments)
     if here:
         check_machine(args)
     if args.has_critic:
@@ -324,12 +323,13 @@ def _check_policy(config, args, quantization_config, here: bool) -> None:
             "The engines run only decoders."
         )
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(context, int) and args.max_completion_length >= context:
+    length = args.max_completion_length
+    if isinstance(context, int) and length is not None and length >= context:
         logger.warning(
             "`max_completion_length`=%d leaves no room for a prompt in the policy's context of %d tokens "
             "(`max_position_embeddings`): beyond it, samples are cut, or reach positions that the policy was never "
             "trained on.",
-            args.max_completion_length,
+            length,
             context,
         )
     if not here or not args.use_vllm or args.vllm_mode != "colocate":

@@ -116,13 +116,16 @@ class TransformersEngine(RolloutEngine):
         """TRL's sampling arguments in `GenerationConfig`'s names; `generation_kwargs` override them."""
         trl = self.trl
         check_supported(trl.generation_kwargs)
+        length = {"max_new_tokens": trl.max_completion_length}
+        if trl.max_completion_length is None:  # the model's own, as in TRL; transformers' default is 20 new tokens
+            length = {"max_length": trl.model.generation_config.max_length}
         return {
             "temperature": trl.temperature,
             "top_k": trl.top_k,
             "top_p": trl.top_p,
             "min_p": trl.min_p,
             "repetition_penalty": trl.repetition_penalty,
-            "max_new_tokens": trl.max_completion_length,
+            **length,
             "cache_implementation": self.cache_implementation,
             **trl.generation_kwargs,
         }
