@@ -10,7 +10,7 @@ from tiny import tiny_model
 from training import dataset, spread
 from trl import GRPOConfig, SFTConfig
 
-from trl_quant import QuantGRPOConfig
+from trl_quant import QuantDistillationConfig, QuantGRPOConfig, QuantRLOOConfig
 from trl_quant.config.preflight import check_before_loading
 from trl_quant.tasks import REWARDS
 
@@ -74,6 +74,14 @@ REFUSED_FIELDS = [  # fields -> what the message says
     ({"min_p": 2.0}, "`min_p`=2.0 is out of range. It must be <= 1"),
     ({"repetition_penalty": 0.0}, "`repetition_penalty`=0.0 is out of range"),
     ({"max_completion_length": 0}, "`max_completion_length`=0 is out of range. It must be >= 1"),
+    (
+        {"max_completion_length": None, "loss_type": "dr_grpo"},
+        "`max_completion_length`=None with `loss_type`='dr_grpo', which divides the loss by that length",
+    ),
+    (
+        {**VLLM, "rollout_precision": "auto", "max_completion_length": None},
+        "`rollout_precision`='auto' measures completions of `max_completion_length` tokens, and that is None",
+    ),
     ({"max_completion_length": 2.5}, "`max_completion_length`=2.5 must be an integer"),
     ({"vllm_gpu_memory_utilization": 5.0}, "`vllm_gpu_memory_utilization`=5.0 is out of range. It must be <= 1.0"),
     ({**VLLM, "vllm_model_impl": "vlm"}, "`vllm_model_impl`='vlm' is unknown. Allowed: 'vllm', 'transformers', 'auto'"),
@@ -85,6 +93,28 @@ REFUSED_FIELDS = [  # fields -> what the message says
     ({"beta": float("nan")}, "`beta`=nan must be a finite number"),
     ({"epsilon": "0.2"}, "`epsilon`='0.2' must be a finite number"),
     ({"epsilon": -0.2}, "`epsilon`=-0.2 is out of range"),
+    ({"epsilon_high": -0.1}, "`epsilon_high`=-0.1 is out of range. It must be >= 0"),
+    ({"epsilon_high": "0.3"}, "`epsilon_high`='0.3' must be a finite number or None"),
+    ({"top_k": -2}, "`top_k`=-2 is out of range. It must be >= -1"),
+    ({"top_k": 2.5}, "`top_k`=2.5 must be an integer"),
+    ({"pad_to_multiple_of": 0}, "`pad_to_multiple_of`=0 is out of range. It must be >= 1"),
+    ({"pad_to_multiple_of": "-8"}, "`pad_to_multiple_of`=-8 is out of range"),
+    ({"pad_to_multiple_of": 2.5}, "`pad_to_multiple_of`=2.5 must be an integer or a string or None"),
+    ({**INT8, "cache_implementation": "nonsense"}, "`cache_implementation`='nonsense' is unknown. Allowed: 'static'"),
+    (
+        {**INT8, "cache_implementation": "paged"},
+        "`cache_implementation`='paged' is unknown",
+    ),  # it has no log-probabilities
+    (
+        {**INT8, "generation_kwargs": {"cache_implementation": "nonsense"}},
+        "`cache_implementation`='nonsense' is unknown",
+    ),
+    ({**VLLM, "cache_implementation": "static"}, "`cache_implementation`='static' acts only with transformers' `gen"),
+    ({"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 0}, "`ref_model_sync_steps`=0 is out of range"),
+    ({"sync_ref_model": True}, "`sync_ref_model`=True with `beta`=0.0: without a KL term there is no reference model"),
+    ({"sync_ref_model": True, **INT8}, "`sync_ref_model`=True with `beta`=0.0"),
+    ({"model_init_kwargs": "x"}, "`model_init_kwargs`='x' must be a dict (or a JSON object) or None"),
+    ({"chat_template_kwargs": 3}, "`chat_template_kwargs`=3 must be a dict (or a JSON object) or None"),
     ({"loss_type": "ppo"}, "`loss_type`='ppo' is unknown. Allowed: 'grpo'"),
     ({"scale_rewards": "std"}, "`scale_rewards`='std' is unknown. Allowed: 'group', 'batch', 'none'"),
     ({"lora_sync": "adapter"}, "`lora_sync`='adapter' acts only with a `rollout_precision`"),
@@ -94,7 +124,12 @@ REFUSED_FIELDS = [  # fields -> what the message says
         "`vllm_engine_kwargs`={'enforce_eager': True} acts only with a `rollout_precision`",
     ),
     ({**INT8, "vllm_sleep_level": 1}, "`vllm_sleep_level`=1 acts only with vLLM, and `use_vllm=False`"),
+    ({**INT8, "vllm_max_model_length": 513}, "`vllm_max_model_length`=513 acts only with vLLM, and `use_vllm=False`"),
     ({**VLLM, "vllm_mode": "server", "vllm_sleep_level": 1}, "`vllm_sleep_level`=1 acts only with `vllm_mode='coloc"),
+    (
+        {**INT8, "vllm_sleep_level": 1, "lora_sync": "adapter"},
+        "`vllm_sleep_level`=1 and `lora_sync`='adapter' acts only with vLLM",
+    ),
 ]
 ACCEPTED_FIELDS = [  # their neighbours
     {**TIS, "is_cap": 2},
@@ -125,6 +160,17 @@ ACCEPTED_FIELDS = [  # their neighbours
     {**VLLM, "vllm_model_impl": "transformers", "vllm_max_model_length": 513},
     {"max_completion_length": 1, "vllm_gpu_memory_utilization": 1.0},
     {"learning_rate": 0.0, "beta": 0, "epsilon": 0.0},
+    {"epsilon_high": 0.0},
+    {**INT8, "max_completion_length": None},
+    {**VLLM, "max_completion_length": None, "vllm_max_model_length": 5},
+    {"max_completion_length": 1, "loss_type": "dr_grpo"},
+    {**INT8, "cache_implementation": "static", "generation_kwargs": {"cache_implementation": "dynamic"}},
+    {**VLLM, "cache_implementation": None},
+    {"epsilon_high": None, "top_k": -1, "pad_to_multiple_of": None},
+    {"epsilon_high": 5.0, "loss_type": "cispo"},  # the ratio's cap itself
+    {"pad_to_multiple_of": 1, "sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1},
+    {"pad_to_multiple_of": "auto", "chat_template_kwargs": '{"a": 1}'},
+    {"pad_to_multiple_of": "8", "fsdp_config": None, "lr_scheduler_kwargs": "{}"},
     {"loss_type": "vespo"},
     {"scale_rewards": False},
     {"scale_rewards": "batch"},
@@ -146,9 +192,29 @@ def test_its_neighbour_is_accepted(settings):
         assert args.vllm_engine_kwargs == {"enforce_eager": True}
 
 
+@pytest.mark.parametrize("config_class", [QuantGRPOConfig, QuantRLOOConfig, QuantDistillationConfig])
+@pytest.mark.parametrize("others", [INT8, {"train_precision": "int8"}, {**VLLM, "vllm_mode": "server"}], ids=str)
+def test_a_default_that_follows_from_another_field_is_not_named(config_class, others):
+    """`lora_sync='adapter'` sets `vllm_sleep_level=1`, which the user did not."""
+    with pytest.raises(ValueError, match=r"^`lora_sync`='adapter' acts only with "):
+        build(config_class, lora_sync="adapter", **others)
+
+
 def test_a_plain_config_of_trl_is_checked_as_well():
     refused(lambda: QuantGRPOConfig.from_grpo(build(GRPOConfig, temperature=0.0)), "`temperature`=0.0")
     assert QuantGRPOConfig.from_grpo(build(GRPOConfig, temperature=0.7)).temperature == 0.7
+
+
+def test_a_wrong_value_is_named_before_a_fault_of_this_machine(monkeypatch):
+    """Also while "auto", which TRL resolves on a machine that has all, is still a string."""
+    assert build(pad_to_multiple_of="auto").pad_to_multiple_of is None
+
+    def lacks(args):
+        raise ValueError("this machine has no GPU")
+
+    monkeypatch.setattr(GRPOConfig, "__post_init__", lacks)
+    refused(lambda: build(pad_to_multiple_of="auto"), "this machine has no GPU")
+    refused(lambda: build(pad_to_multiple_of="auto", epsilon_high=-1.0), "`epsilon_high`=-1.0 is out of range")
 
 
 def test_a_config_of_another_trainer_is_refused():
@@ -252,6 +318,18 @@ def test_completions_beyond_the_context_are_told(caplog):
         caplog.clear()
         check(model=model, args=build(**INT8, **settings))
         assert (f"`max_completion_length`={length} leaves no room" in caplog.text) == told
+
+
+def test_turns_need_a_length():
+    """TRL compares the length of a completion with it after each turn, whoever samples."""
+    settings = {"num_generations": 4, "per_device_train_batch_size": 4}
+    for precision in ({}, INT8):
+        without, with_one = (build(**precision, **settings, max_completion_length=length) for length in (None, 8))
+        check(model=tiny_model(), args=without)
+        for given in ({"tools": [len]}, {"environment_factory": object}):
+            check(model=tiny_model(), args=with_one, **given)
+            says = f"`{next(iter(given))}` with `max_completion_length`=None: TRL ends the turns of a completion at"
+            refused(lambda args=without, given=given: check(model=tiny_model(), args=args, **given), says)
 
 
 def test_too_few_prompts_for_one_generation():

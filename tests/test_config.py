@@ -48,7 +48,11 @@ def build(config_class=QuantGRPOConfig, **kwargs):
         ),
         (
             {"is_correction": "tis", "use_vllm": True, "vllm_importance_sampling_correction": False},
-            ["is_correction", "vllm_importance_sampling_correction"],
+            ["'tis' compares", "vllm_importance_sampling_correction", "and use `is_correction='none'` to ignore"],
+        ),
+        (
+            {"is_correction": "none", "use_vllm": True, "vllm_importance_sampling_correction": False},
+            ["'none' compares", "vllm_importance_sampling_correction", "Leave that at True: the comparison is only"],
         ),
         *[
             ({"is_correction": "acr", "loss_type": loss}, ["is_correction", "'acr'", "loss_type", f"'{loss}'", "dapo"])

@@ -68,12 +68,15 @@ def test_the_share_of_masked_tokens_is_the_probability():
 
 def test_the_mask_token_is_found():
     config = policy().config
-    assert mask_token_of(5, tokenizer(), config) == 5
-    assert mask_token_of(None, tokenizer(), config) == MASK_ID
+    assert mask_token_of(5, tokenizer(), config, ends=[257]) == 5
+    assert mask_token_of(5, None, config, ends=[]) == 5
+    assert mask_token_of(None, tokenizer(), config, ends=[257]) == MASK_ID
+    with pytest.raises(ValueError, match=rf"`mask_token_id`={MASK_ID} ends a completion \(`eos_token_id`=\[257, "):
+        mask_token_of(None, tokenizer(), config, ends=[257, MASK_ID])
     config.mask_token_id = 77
     plain = tokenizer()
     plain.mask_token = None
-    assert mask_token_of(None, plain, config) == 77
+    assert mask_token_of(None, plain, config, ends=[]) == 77
 
 
 # The estimate

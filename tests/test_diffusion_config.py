@@ -24,6 +24,8 @@ def test_the_defaults_are_the_papers():
     assert args.mask_token_id is None and args.mask_draws == 12  # d1: a mask for each update
     assert args.rollout_precision == "bf16" and args.pack_sequences is False
     assert build(prompt_mask_draws=1, num_iterations=12).mask_draws == 1
+    draws = {p: build(num_iterations=12, prompt_mask_probability=p).mask_draws for p in (0.0, 0.01, 0.99, 1.0)}
+    assert draws == {0.0: 1, 0.01: 12, 0.99: 12, 1.0: 1}  # one mask where all would be the same
     assert build(train_precision="int8").rollout_precision == "int8"
     assert (
         DiffusionGRPOConfig.from_trl(
@@ -66,9 +68,20 @@ def test_its_engine_denoises(settings, kind):
         ({"mask_token_id": "M"}, "`mask_token_id`='M' must be an integer or None"),
         ({"prompt_mask_draws": 0}, "`prompt_mask_draws`=0 is out of range. It must be >= 1"),
         ({"prompt_mask_draws": 3, "num_iterations": 2}, "`prompt_mask_draws`=3 is more than `num_iterations`=2"),
+        (
+            {"prompt_mask_draws": 2, "num_iterations": 2, "prompt_mask_probability": 0.0},
+            "`prompt_mask_draws`=2 with `prompt_mask_probability`=0.0: all masks are the same",
+        ),
+        (
+            {"prompt_mask_draws": 2, "num_iterations": 2, "prompt_mask_probability": 1},
+            "`prompt_mask_draws`=2 with `prompt_mask_probability`=1: all masks are the same",
+        ),
         ({"block_length": 48}, "`block_length`=48 does not divide `max_completion_length`=64"),
         ({"block_length": 128}, "`block_length`=128 does not divide `max_completion_length`=64"),
-        ({"max_completion_length": None}, "`block_length`=32 does not divide `max_completion_length`=None"),
+        (
+            {"max_completion_length": None},
+            "`max_completion_length`=None: a canvas has a length. Set a multiple of `block_length`=32",
+        ),
         ({"cache_finished_blocks": 1}, "`cache_finished_blocks`=1 must be True or False"),
         (
             {"cache_finished_blocks": True, "tokens_per_step": 32},
@@ -83,6 +96,7 @@ def test_its_engine_denoises(settings, kind):
         ({"exact_rollouts": True, "train_precision": "int8"}, "`exact_rollouts`=True: a masked"),
         ({"pack_sequences": True}, "`pack_sequences`=True: a masked"),
         ({"generation_kwargs": {"top_p": 0.5}}, "`generation_kwargs`={'top_p': 0.5}: a masked"),
+        ({"cache_implementation": "static"}, "`cache_implementation`='static': a masked"),
         ({"use_transformers_continuous_batching": True}, "`use_transformers_continuous_batching`=True: a masked"),
         ({"top_p": 0.9, "top_k": 5}, "`top_p`=0.9 and `top_k`=5: a masked"),
         ({"min_p": 0.1}, "`min_p`=0.1: a masked"),
@@ -109,6 +123,9 @@ def test_it_refuses_what_it_must(settings, says):
         {"is_correction": "trl", "num_iterations": 2, "prompt_mask_draws": 1},
         {"pack_sequences": False, "block_length": 64, "tokens_per_step": 64},
         {"prompt_mask_probability": 0, "mask_token_id": 0},
+        {"prompt_mask_probability": 0.01, "num_iterations": 2, "prompt_mask_draws": 2},
+        {"prompt_mask_probability": 0.0, "num_iterations": 2, "prompt_mask_draws": 1},
+        {"prompt_mask_probability": 1.0, "num_iterations": 2, "is_correction": "trl"},
     ],
     ids=str,
 )
@@ -138,6 +155,25 @@ def causal(**settings):
 def test_the_trainer_refuses_what_it_must(tmp_path, given, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         trainer(tmp_path, **given)
+
+
+@pytest.mark.parametrize("ends", [MASK_ID, [257, MASK_ID]], ids=str)
+@pytest.mark.parametrize("stored", ["loaded", "a generation config", "a model config"])
+def test_a_mask_token_that_ends_completions_is_refused(tmp_path, monkeypatch, stored, ends):
+    """Before anything is loaded. The tokenizer has another end and knows nothing of this one."""
+    model, place = policy(), tmp_path / "model"
+    model.generation_config.eos_token_id = model.config.eos_token_id = ends
+    if stored != "loaded":
+        model.save_pretrained(place)
+        tokenizer().save_pretrained(place)
+    if stored == "a model config":
+        (place / "generation_config.json").unlink()
+    given = {"processing_class": tokenizer()} if stored == "loaded" else {"processing_class": None}
+    settings = {"model": model if stored == "loaded" else str(place), "given": given}
+    assert trainer(tmp_path, mask_token_id=5, **settings).vllm_generation.mask_token_id == 5
+    monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", None)  # loads nothing
+    with pytest.raises(ValueError, match=f"`mask_token_id`={MASK_ID} ends a completion"):
+        trainer(tmp_path, mask_token_id=MASK_ID, **settings)
 
 
 def test_a_tokenizer_that_is_loaded_is_checked_too(tmp_path):

@@ -120,6 +120,10 @@ REFUSED = [name for name in CORRECTIONS if name not in ("none", "decoupled", "ti
             {"teacher_precision": "nvfp4", "teacher_model_init_kwargs": {"quantization_config": {}}},
             "`teacher_precision`='nvfp4' and 'quantization_config' in `teacher_model_init_kwargs` both set the",
         ),
+        (
+            {"teacher_model_init_kwargs": "x"},
+            "`teacher_model_init_kwargs`='x' must be a dict (or a JSON object)",
+        ),
         ({"dynamic_sampling_rounds": 1}, "`dynamic_sampling_rounds`=1 acts only with a trainer that has"),
         ({"is_cap": 3.0}, "`is_cap`=3.0 acts only with `is_correction` 'tis'"),
         ({"noise_schedule": "linear"}, "`noise_schedule`='linear' needs a copy of the policy to add noise to"),

@@ -27,6 +27,7 @@ MEANINGS = [
     ({"rollout_precision": "int8"}, {}),
     ({"rollout_precision": "int8", "noise_schedule": "linear"}, {"wide_norms": True}),
     ({"rollout_precision": "int8", "uaq_scale": 1.5}, {"uaq_scale": 1.5}),
+    ({"rollout_precision": "int8", "cache_implementation": "static"}, {"cache_implementation": "static"}),
     ({"train_precision": "int8"}, {"kind": "shared"}),
     ({"train_precision": "int8", "rollout_precision": "int8"}, {"kind": "shared"}),
     ({"train_precision": "fp8", "rollout_precision": "int8"}, {}),

@@ -84,7 +84,8 @@ def test_a_run_is_evaluated_as_it_was_trained(argv, tmp_path):
     made.train()
     argv[1] = str(tmp_path / "run")
     at = argv.index("--max_completion_length")
-    main(asked(tmp_path, ["1", "2"], argv[:at] + argv[at + 2 :]))
+    argv = asked(tmp_path, ["1", "2"], argv[:at] + argv[at + 2 :])
+    main(argv)
     found = result(tmp_path)["settings"]
     names = ("block_length", "tokens_per_step", "cache_finished_blocks", "max_completion_length", "rollout_precision")
     assert tuple(found[name] for name in names) == (4, 1, True, 8, "int4")
@@ -94,6 +95,18 @@ def test_a_run_is_evaluated_as_it_was_trained(argv, tmp_path):
     ids = engine.sample(tokenizer()(QUESTIONS)["input_ids"]).token_ids
     texts = [tokenizer().decode(row, skip_special_tokens=True) for row in ids]
     assert [row["completion"] for row in rows(tmp_path)] == texts
+
+    switched_off = [*argv, "--no-cache_finished_blocks", "--output", str(tmp_path / "uncached.json")]
+    main(switched_off)
+    assert result(tmp_path, "uncached")["settings"]["cache_finished_blocks"] is False
+    engine.schedule = replace(engine.schedule, cache_finished_blocks=False)
+    ids = engine.sample(tokenizer()(QUESTIONS)["input_ids"]).token_ids
+    uncached = [tokenizer().decode(row, skip_special_tokens=True) for row in ids]
+    assert [row["completion"] for row in rows(tmp_path, "uncached")] == uncached != texts
+    at_once = ["--tokens_per_step", "4", "--output", str(tmp_path / "at_once.json")]
+    with pytest.raises(SystemExit, match=r"`cache_finished_blocks`=True acts only between .* Switch it off, or write"):
+        main([*argv, *at_once])
+    main([*switched_off, *at_once])
 
 
 @pytest.mark.parametrize(
@@ -119,6 +132,8 @@ def test_other_models_take_none_of_it(argv, tmp_path):
     for name in ("--block_length", "--tokens_per_step", "--mask_token_id"):
         with pytest.raises(SystemExit, match=f"`{name}` acts on a masked diffusion model alone"):
             main([*argv, name, "2"])
+    with pytest.raises(SystemExit, match="`--cache_finished_blocks` acts on a masked diffusion model alone"):
+        main([*argv, "--no-cache_finished_blocks"])
     argv[1] = str(tmp_path / "model")
     with pytest.raises(SystemExit, match="model' is a masked diffusion model, whose tokens have no probability"):
         main(["report", "--mismatch", argv[1], "--output", str(tmp_path / "m.json")])

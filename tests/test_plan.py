@@ -288,6 +288,8 @@ def test_a_cost_is_told_where_it_was_measured_alone(shapes, tmp_path):
     assert cost(rank=0, rollout_precision="fp8", **colocated).startswith("13.78 s")
     assert cost() == "as TRL's, which this run is"
     assert "embedded" in cost(rollout_precision="fp8")
+    unlimited = colocated | {"max_completion_length": None}
+    assert cost(rollout_precision="fp8", **unlimited) == "not measured without a `max_completion_length`"
     for other in ({"rollout_precision": "int8"}, {"rollout_precision": "fp8", "vllm_mode": "server"}):
         assert cost(**colocated | other).startswith("not measured")
     assert cost("14b", rollout_precision="fp8", **colocated).startswith("not measured")
@@ -367,6 +369,15 @@ def test_plan_and_dry_run_tell_the_same(model_dir, options, capsys, unloaded):
     ):
         assert part in planned
     assert "GSM8K" not in planned and "nothing is quantized" not in planned
+
+
+def test_a_run_without_a_length_is_planned_all_the_same(model_dir, options, capsys, unloaded):
+    at = options.index("--max_completion_length") + 1
+    main(["plan", model_dir, *options[:at], "none", *options[at + 1 :], "--rollout_precision", "int4"])
+    told = capsys.readouterr().out
+    assert re.search(r"with at most \d+ \+ any number of tokens", told)
+    assert "Memory: not estimated without a `max_completion_length`" in told
+    assert "Cost against BF16: not measured without a `max_completion_length`" in told
 
 
 def test_the_card_is_the_one_that_is_named(model_dir, options, capsys, unloaded):

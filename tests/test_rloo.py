@@ -453,12 +453,24 @@ def test_vllm_ends_as_a_fresh_engine(tmp_path):
         ),
         ({"dynamic_sampling_rounds": 1}, "`dynamic_sampling_rounds`=1 acts only with a trainer that has"),
         ({"is_cap": 3.0}, "`is_cap`=3.0 acts only with `is_correction` 'tis'"),
+        *(
+            ({"reward_clip_range": given}, f"`reward_clip_range`={given!r} must be None or two numbers, of which the")
+            for given in ((1.0, 0.0), (1.0, 1.0), (1.0,), (), 3.0, ("0", "1"), (float("nan"), 1.0), {0.0: 1, 1.0: 2})
+        ),
+        ({"epsilon_high": -0.3}, "`epsilon_high`=-0.3 is out of range. It must be >= 0"),
+        ({"sync_ref_model": True, "beta": 0.0}, "`sync_ref_model`=True with `beta`=0.0"),
     ],
     ids=str,
 )
 def test_what_cannot_act_is_refused(settings, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         config(QuantRLOOConfig, "unused", **settings)
+
+
+@pytest.mark.parametrize("clip", [None, (-1.0, 1), [0, 1.0], (-math.inf, 5.0)], ids=str)
+def test_bounds_of_a_reward_are_accepted(clip):
+    args = config(QuantRLOOConfig, "unused", reward_clip_range=clip, sync_ref_model=True, beta=0.1)
+    assert args.reward_clip_range == clip
 
 
 def test_another_config_is_refused(tmp_path):

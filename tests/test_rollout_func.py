@@ -1,6 +1,11 @@
 """A `rollout_func` of the user's: what it must return, and a warning where it does not sample from the engine."""
 
+import math
+
+import numpy as np
 import pytest
+import torch
+from tiny import VOCAB_SIZE
 from training import config, make
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -29,6 +34,28 @@ BAD_ROLLOUTS = [  # what a `rollout_func` returns for its prompts, and what is s
     (lambda prompts: answer(prompts, logprobs=[-1.0, float("nan")]), "row 0 of 'logprobs' holds NaN"),
     (lambda prompts: answer(prompts, env_mask=[1, 0, 1]), r"row 0 of 'env_mask' has the shape \(3,\)"),
     (lambda prompts: answer(prompts) | {"completion_ids": 3}, "returned a int in 'completion_ids'"),
+    (lambda prompts: answer(prompts) | {"completion_ids": None}, "returned a NoneType in 'completion_ids'"),
+    (lambda prompts: answer(prompts, completion_ids=[], logprobs=[]), "row 0 of 'completion_ids' is empty"),
+    (lambda prompts: answer(prompts, completion_ids=65, logprobs=[-1.0]), r"'completion_ids' has the shape \(\)"),
+    (lambda prompts: answer(prompts, completion_ids=[[65], [257]]), r"'completion_ids' has the shape \(2, 1\)"),
+    (lambda prompts: answer(prompts, completion_ids=["A", "B"]), "row 0 of 'completion_ids' does not hold integers"),
+    (lambda prompts: answer(prompts, completion_ids=[65, None]), "row 0 of 'completion_ids' does not hold integers"),
+    (lambda prompts: answer(prompts, completion_ids=[65.0, 257.0]), r"row 0 of 'completion_ids' holds 65\.0\. It must"),
+    (lambda prompts: answer(prompts, completion_ids=[True, True]), "row 0 of 'completion_ids' holds True"),
+    (lambda prompts: answer(prompts, completion_ids=[65, VOCAB_SIZE]), f"holds {VOCAB_SIZE}, which is no token of the"),
+    (lambda prompts: answer(prompts, completion_ids=[-1, 65]), f"holds -1, .* at least 0 and below {VOCAB_SIZE}"),
+    (lambda prompts: answer(prompts, prompt_ids=[-1]), "row 0 of 'prompt_ids' holds -1, which is no token"),
+    (lambda prompts: answer(prompts, prompt_ids=[1.5]), r"row 0 of 'prompt_ids' holds 1\.5\. It must hold integers"),
+    (lambda prompts: answer(prompts, logprobs=[-1.0, 3.0]), r"'logprobs' holds 3\. .* up to 0\.001 counts as rounding"),
+    (lambda prompts: answer(prompts, logprobs=[-1.0, math.inf]), "row 0 of 'logprobs' holds inf"),
+    (lambda prompts: answer(prompts, logprobs=[0.0011, 0.0]), r"row 0 of 'logprobs' holds 0\.0011"),
+    (lambda prompts: answer(prompts, env_mask=[1, 2]), "row 0 of 'env_mask' holds 2. It must hold 1 for each token"),
+    (lambda prompts: answer(prompts, env_mask=[0.5, 1]), "row 0 of 'env_mask' holds 0.5"),
+    (lambda prompts: answer(prompts, env_mask=[1, -1]), "row 0 of 'env_mask' holds -1"),
+    (
+        lambda prompts: answer(prompts) | {"env_mask": [[1, 1], [1, 1], [1, 3], [1, 1]]},
+        "row 2 of 'env_mask' holds 3",
+    ),
 ]
 
 
@@ -38,6 +65,25 @@ def test_a_rollout_func_that_returns_something_else_is_told(tmp_path, returned, 
     trainer = make(QuantGRPOTrainer, args, rollout_func=lambda prompts, trainer: returned(prompts))
     with pytest.raises(ValueError, match=says):
         trainer._generate(["a"] * 4)
+
+
+GOOD_ROLLOUTS = [
+    {"completion_ids": [0, VOCAB_SIZE - 1], "logprobs": [0.0, 9e-4], "env_mask": [0, 1]},
+    {"logprobs": [-math.inf, -1e30], "env_mask": [True, False]},
+    {"completion_ids": np.array([65, 257]), "logprobs": np.array([-1.0, -2.0]), "env_mask": np.array([1, 0])},
+    {"completion_ids": np.array([65, 257], dtype=np.uint32), "env_mask": np.array([True, False])},
+    {"completion_ids": torch.tensor([65, 257]), "logprobs": torch.tensor([-1.0, -2.0]), "env_mask": torch.ones(2)},
+    {"completion_ids": [np.int32(65), np.int64(257)], "logprobs": [np.float32(-1.0), -1]},
+    {"env_mask": [0, 0]},
+]
+
+
+@pytest.mark.parametrize("returned", GOOD_ROLLOUTS, ids=str)
+def test_what_a_rollout_func_may_return(tmp_path, returned):
+    args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", num_generations=4)
+    trainer = make(QuantGRPOTrainer, args, rollout_func=lambda prompts, trainer: answer(prompts, **returned))
+    completions = trainer._generate(["a"] * 4)[1]
+    assert [list(map(int, ids)) for ids in completions] == [list(returned.get("completion_ids", [65, 257]))] * 4
 
 
 def test_a_rollout_func_that_samples_by_itself_is_told_once(tmp_path, caplog):

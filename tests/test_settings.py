@@ -130,6 +130,27 @@ def test_trls_correction_switched_off(tmp_path, caplog):
     assert "weights/normalized_quantization_error" in logged and not any(k.startswith("mismatch/") for k in logged)
 
 
+@pytest.mark.parametrize(
+    ("given", "of_model", "longest"),
+    [({}, None, 20), ({"max_new_tokens": 5}, None, 5), ({}, 40, None), ({"max_new_tokens": 5}, 40, 5)],
+    ids=str,
+)
+def test_without_a_length_the_embedded_engine_samples_as_many_tokens_as_trl(tmp_path, given, of_model, longest):
+    """Those of `generation_kwargs`, else up to the length that the model's generation config has, else 20."""
+    found = []
+    for trainer_class, precision in ((GRPOTrainer, None), (QuantGRPOTrainer, None), (QuantGRPOTrainer, "int8")):
+        model = tiny_model(seed=3)
+        model.generation_config.max_length = of_model
+        settings = {"max_completion_length": None, "generation_kwargs": {"suppress_tokens": [257]} | given}
+        kind = GRPOConfig if trainer_class is GRPOTrainer else QuantGRPOConfig
+        settings |= {} if precision is None else {"rollout_precision": precision}
+        trainer = make(trainer_class, config(kind, tmp_path, max_steps=1, **settings), model=model)
+        trainer.train()
+        found.append(metrics(trainer)[0]["completions/max_length"])
+    assert len(set(found)) == 1 and found[0] == (longest or found[0])
+    assert longest is not None or 20 != found[0] < 40  # the prompts are part of that length
+
+
 def test_when_acr_is_tis_is_said(caplog):
     build(rollout_precision="int8", is_correction="acr")
     assert "`is_correction='acr'` is 'tis'" in caplog.text

@@ -7,6 +7,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model, tiny_tokenizer
 from training import lora
+from transformers import DynamicCache, StaticCache
 
 from trl_quant.formats import FORMATS, fake_quantize_activation, quantize
 from trl_quant.noise import norm_noise
@@ -53,6 +54,23 @@ def logps_of(model, prompt, completion):
             rows.append(output.logits[0, -1].float().log_softmax(-1))
             cache, ids = output.past_key_values, torch.tensor([[token]])
     return torch.stack(rows)
+
+
+def test_the_cache_is_the_given_one():
+    """It changes no sample, and no log-probability but by the rounding of sums."""
+    samples = {}
+    for name, kind in ((None, DynamicCache), ("static", StaticCache)):
+        made, caches = engine(tiny_model(seed=1), "nf4", cache_implementation=name), set()
+        made.sync()
+        made.copy.register_forward_pre_hook(
+            lambda module, args, inputs, caches=caches: caches.add(type(inputs["past_key_values"])), with_kwargs=True
+        )
+        torch.manual_seed(0)
+        samples[name] = made.sample(PROMPTS)
+        assert caches == {kind}
+    assert samples["static"].token_ids == samples[None].token_ids
+    for mine, expected in zip(samples["static"].logps, samples[None].logps, strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(expected), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

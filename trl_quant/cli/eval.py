@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--tokens_per_step", type=int, help=f"tokens that a denoising step writes {own}")
     options.add_argument("--mask_token_id", type=int, help=f"the mask token {own}")
     options.add_argument(
-        "--cache_finished_blocks", action="store_true", default=None, help=f"an approximation; faster {own}"
+        "--cache_finished_blocks", action=argparse.BooleanOptionalAction, help=f"an approximation; faster {own}"
     )
     options.add_argument("--batch_size", type=int, default=256, help="answers sampled together (default: %(default)s)")
     options.add_argument(

@@ -2,16 +2,16 @@
 
 import logging
 from dataclasses import fields
+from numbers import Real
 
 from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from ..corrections import ALL_CORRECTIONS, CORRECTIONS
 from ..precisions import exact_flows, in_vllm
 from ..rollout.sampling_options import (
-    BOTH,
     FIELDS,
     UNSUPPORTED_GENERATION_KWARGS,
-    acts,
     biasing_options,
     check_supported,
     not_taken,
@@ -47,6 +47,11 @@ def check_consistent(args) -> None:
         _check_exact(args)
     _check_trainer_has(args)
     _check_unused(args)
+    if args.sync_ref_model and not args.needs_reference:
+        raise ValueError(
+            f"`sync_ref_model`=True with `beta`={args.beta!r}: without a KL term there is no reference model to sync. "
+            "Unset `sync_ref_model`, or set a `beta` above 0."
+        )
     if args.uaq_scale is not None and args.sync_ref_model:
         raise ValueError(
             f"`uaq_scale`={args.uaq_scale!r} cannot be combined with `sync_ref_model=True`, which would mix scaled "
@@ -61,6 +66,11 @@ def check_grpo(args) -> None:
     """Checks the fields that only GRPO has, likewise: the loss, the level of its ratios, and TRL's own correction."""
     if args.correction_class.moves_clip_bounds:
         _check_clip_bounds(args)
+    if args.loss_type == "dr_grpo" and args.max_completion_length is None:
+        raise ValueError(
+            "`max_completion_length`=None with `loss_type`='dr_grpo', which divides the loss by that length. Set it, "
+            "or use another `loss_type`."
+        )
     if args.importance_sampling_level != "token":
         _check_level(args)
         _check_vespo(args)
@@ -136,11 +146,21 @@ def check_rloo(args) -> None:
         raise ValueError(
             f"`is_correction`={args.is_correction!r} is TRL's own, and TRL's RLOO has none. Use {listed(usable)}."
         )
+    clip = args.reward_clip_range
+    if clip is not None and not _are_bounds(clip):
+        raise ValueError(f"`reward_clip_range`={clip!r} must be None or two numbers, of which the first is lower.")
     if kind.applied_by_trl or not kind.has_levels:
         reason = f"a correction whose weights differ between the levels, and `is_correction` is {args.is_correction!r}"
         _refuse_set(args, ["importance_sampling_level"], reason)
     elif args.importance_sampling_level != "token":
         _check_level(args)
+
+
+def _are_bounds(value) -> bool:
+    """Whether `value` is a lower and an upper bound. Either may be infinite."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        return False
+    return all(isinstance(bound, Real) for bound in value) and value[0] < value[1]
 
 
 def check_distillation(args) -> None:
@@ -172,58 +192,6 @@ def check_distillation(args) -> None:
         raise ValueError(
             f"`teacher_precision`={args.teacher_precision!r} and {given[0]!r} in `teacher_model_init_kwargs` both set "
             "the teacher's format. Unset one of the two."
-        )
-
-
-def check_schedule(args) -> None:
-    """Raises `ValueError` if the blocks do not fill the canvas, the steps no block, or a cache could not act."""
-    length, block = args.max_completion_length, args.block_length
-    if length is None or length % block:
-        raise ValueError(
-            f"`block_length`={block} does not divide `max_completion_length`={length}. The canvas of that many tokens "
-            "is denoised in whole blocks: change one of the two."
-        )
-    if block % args.tokens_per_step:
-        raise ValueError(
-            f"`tokens_per_step`={args.tokens_per_step} does not divide `block_length`={block}. Each step of a block "
-            "writes the same number of tokens: change one of the two."
-        )
-    if args.cache_finished_blocks and block == args.tokens_per_step:
-        raise ValueError(
-            f"`cache_finished_blocks`=True acts only between the steps of a block, and with `tokens_per_step`="
-            f"`block_length`={block} a block has one step. Leave it unset, or write fewer tokens a step."
-        )
-
-
-def check_denoising(args) -> None:
-    """
-    Checks the fields of masked diffusion. Raises `ValueError` for a schedule that does not fill the canvas, and for
-    fields that act only where tokens are sampled from left to right.
-    """
-    check_schedule(args)
-    if args.mask_draws > args.num_iterations:
-        raise ValueError(
-            f"`prompt_mask_draws`={args.prompt_mask_draws} is more than `num_iterations`={args.num_iterations}, so "
-            "that some masks would never be trained on. It must be at most that."
-        )
-    if args.correction_class.applied_by_trl and args.mask_draws > 1:
-        raise ValueError(
-            f"`is_correction`={args.is_correction!r} is TRL's own, which scores the sampler once, and each completion "
-            f"here has {args.mask_draws} masks. Set `prompt_mask_draws=1`, or use another correction, such as 'tis'."
-        )
-    only_from_left_to_right = {
-        "use_vllm": args.use_vllm,
-        "exact_rollouts": args.exact_rollouts,
-        "pack_sequences": args.pack_sequences,
-        "generation_kwargs": args.generation_kwargs,
-        "use_transformers_continuous_batching": args.use_transformers_continuous_batching,
-        **{name: acts(getattr(args, name), neutral) for name, neutral in BOTH.items()},
-    }
-    refused = [f"`{name}`={getattr(args, name)!r}" for name, is_set in only_from_left_to_right.items() if is_set]
-    if refused:
-        raise ValueError(
-            f"{' and '.join(refused)}: a masked diffusion model is denoised by an embedded copy of the policy, in "
-            "blocks, with `temperature` as its only sampling option. Leave the field unset."
         )
 
 
@@ -259,7 +227,6 @@ def _check_unused(args):
 
 def _check_generation_kwargs(args):
     """Refuses `generation_kwargs` that the sampling engine does not have, or whose values it does not take."""
-    check_type("generation_kwargs", args.generation_kwargs or {}, dict)
     given = {name: value for name, value in (args.generation_kwargs or {}).items() if value is not None}
     for name in FIELDS:
         if name not in given:
@@ -274,6 +241,8 @@ def _check_generation_kwargs(args):
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     if args.rollout_precision is not None:
         check_supported(given)
+        cache = given.get("cache_implementation", args.cache_implementation)
+        check_choice("cache_implementation", cache, ALL_CACHE_IMPLEMENTATIONS)
         known -= UNSUPPORTED_GENERATION_KWARGS.keys() - given.keys()
     unknown = [name for name in given if name not in known]
     if unknown:
@@ -319,6 +288,11 @@ def _check_rollout(args):
             "`rollout_precision`='auto' measures vLLM's engines: set `use_vllm=True` and `vllm_mode='colocate'` (a "
             "server runs in the precision that it was started in), or name a precision."
         )
+    if args.rollout_precision == "auto" and args.max_completion_length is None:
+        raise ValueError(
+            "`rollout_precision`='auto' measures completions of `max_completion_length` tokens, and that is None. Set "
+            "it, or name a precision."
+        )
     if args.rollout_precision == "auto" and args.train_precision is not None and not args.holds_frozen_base:
         raise ValueError(
             f"`rollout_precision`='auto' may choose another precision than `train_precision`={args.train_precision!r}, "
@@ -344,8 +318,9 @@ def _check_rollout(args):
 
 def _check_vllm(args):
     if not args.use_vllm:
-        _refuse_set(args, ("vllm_structured_outputs_regex",), "vLLM, and `use_vllm=False`")
-        return _refuse_set(args, (*COLOCATED_FIELDS, "sync_check_steps"), "vLLM, and `use_vllm=False`")
+        names = ("vllm_structured_outputs_regex", "vllm_max_model_length", *COLOCATED_FIELDS, "sync_check_steps")
+        return _refuse_set(args, names, "vLLM, and `use_vllm=False`")
+    _refuse_set(args, ["cache_implementation"], "transformers' `generate`, and `use_vllm=True`")
     check_choice("vllm_model_impl", args.vllm_model_impl, MODEL_IMPLS)
     length = args.vllm_max_model_length
     if length is not None and args.max_completion_length is not None and length <= args.max_completion_length:
@@ -416,10 +391,10 @@ def _check_exact(args):
 
 
 def _refuse_set(args, names, reason: str):
-    """Raises `ValueError` for fields that were set but cannot act."""
-    # `_resolve` has already set the fields whose default depends on others
+    """Raises `ValueError` for fields that were set but cannot act. What the user left open is never named."""
     default = {f.name: f.default for f in fields(args)} | {"lora_sync": "merge", "vllm_sleep_level": 2}
-    given = [f"`{name}`={getattr(args, name)!r}" for name in names if getattr(args, name) not in (default[name], {})]
+    is_set = [name for name in names if name not in args.left_open and getattr(args, name) not in (default[name], {})]
+    given = [f"`{name}`={getattr(args, name)!r}" for name in is_set]
     if given:
         raise ValueError(f"{' and '.join(given)} acts only with {reason}.")
 
@@ -465,11 +440,13 @@ def _check_vespo(args):
 def _check_trl_correction(args):
     has_sampler = args.use_vllm or args.rollout_precision is not None
     if has_sampler and not args.vllm_importance_sampling_correction:
-        raise ValueError(
+        why = (
             f"`is_correction`={args.is_correction!r} compares the sampler with the trainer, which "
-            "`vllm_importance_sampling_correction=False` switches off. Leave that at True, and use "
-            "`is_correction='none'` to ignore the sampler."
+            "`vllm_importance_sampling_correction=False` switches off. Leave that at True"
         )
+        if args.correction_class.ignores_sampler:
+            raise ValueError(f"{why}: the comparison is only logged (`mismatch/*`), and the loss ignores the sampler.")
+        raise ValueError(f"{why}, and use `is_correction='none'` to ignore the sampler.")
     defaults = {f.name: f.default for f in fields(args)}
     trls = [name for name, kind in ALL_CORRECTIONS.items() if kind.applied_by_trl]
     names = [field for name in trls for field in setting_fields(name, type(args)).values()]

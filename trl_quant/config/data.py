@@ -83,12 +83,18 @@ def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, e
 
 def check_turns(args, tools, environment_factory) -> None:
     """
-    Refuses tools in runs where TRL makes several processes take each turn together, because each process needs its own
-    number of turns.
+    Refuses tools without a length up to which TRL lets turns go on. With our vLLM engines it also refuses them in runs
+    where TRL makes several processes take each turn together, because each process needs its own number of turns.
     """
     if not tools and environment_factory is None:
         return
     given = "`tools`" if tools else "`environment_factory`"
+    if args.max_completion_length is None:
+        raise ValueError(
+            f"{given} with `max_completion_length`=None: TRL ends the turns of a completion at that length. Set it."
+        )
+    if not args.use_vllm or args.rollout_precision is None:
+        return
     why = (
         "TRL gathers the prompts of every turn from {} and cuts the completions into parts of equal size. If they call "
         "tools a different number of times, they wait for each other for ever, or get each other's completions."

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, ClassVar
 
 from ..corrections.base import Range
-from .consistency import check_denoising
+from .denoising import check_denoising
 from .fields import documentation
 from .grpo import QuantGRPOConfig
 from .values import check_values
@@ -50,7 +50,8 @@ class DenoisingFields:
         metadata={
             "help": "Masks that each prompt of a generation has, at most `num_iterations`. A completion that is "
             "trained on several times takes one after the other, and policy, reference and sampler score it once under "
-            "each. If not set, `num_iterations`: each update of a completion has a mask of its own."
+            "each. If not set, `num_iterations`: each update of a completion has a mask of its own; or 1 with a "
+            "`prompt_mask_probability` of 0 or 1, with which all masks are the same."
         },
     )
 
@@ -89,7 +90,9 @@ class DiffusionGRPOConfig(DenoisingFields, QuantGRPOConfig):
     @property
     def mask_draws(self) -> int:
         """The number of masks that each prompt of a generation has."""
-        return self.num_iterations if self.prompt_mask_draws is None else self.prompt_mask_draws
+        if self.prompt_mask_draws is not None:
+            return self.prompt_mask_draws
+        return self.num_iterations if 0 < self.prompt_mask_probability < 1 else 1
 
 
 DiffusionGRPOConfig.__doc__ = (DiffusionGRPOConfig.__doc__ or "") + documentation(DENOISING)

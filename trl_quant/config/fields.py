@@ -327,7 +327,7 @@ class QuantFields(*SECTIONS.values()):
 
     def _resolve(self):
         """Sets the fields whose default depends on other fields."""
-        self._left_open = [name for name in ("lora_sync", "vllm_sleep_level") if getattr(self, name) is None]
+        self.left_open = [name for name in ("lora_sync", "vllm_sleep_level") if getattr(self, name) is None]
         if self.rollout_precision is None:
             self.rollout_precision = self.train_precision
         if self.lora_sync is None:
@@ -348,7 +348,7 @@ class QuantFields(*SECTIONS.values()):
             return
         self.is_adapted = adapted
         if self.train_precision in frozen_bases():
-            for name in self._left_open:
+            for name in self.left_open:
                 setattr(self, name, None)
             self._resolve()
 

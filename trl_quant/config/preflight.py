@@ -11,7 +11,13 @@ from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch.nn import Module
-from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig, PreTrainedModel, ProcessorMixin
+from transformers import (
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    ProcessorMixin,
+)
 
 from ..formats import FORMATS
 from ..layers import FrozenLinear
@@ -20,7 +26,7 @@ from ..models.linears import linears
 from ..policy.masked import check_bidirectional, is_bidirectional, mask_token_of
 from ..precisions import PRECISIONS, frozen_bases, qat_precisions, unified_flows
 from ..rollout.stream import NO_WEIGHTS
-from ..rollout.tokenizer import check_tokenizer
+from ..rollout.tokenizer import check_tokenizer, id_list
 from ..rollout.vllm.support import (
     ARCHITECTURE,
     check_architecture,
@@ -70,14 +76,13 @@ def check_before_loading(
     tools, rollout_func, environments = map(others.get, ("tools", "rollout_func", "environment_factory"))
     _check_correction_acts(args, rollout_func)
     if args.denoises:
-        _check_masked_diffusion(_read_config(model, args), args, others)
+        _check_masked_diffusion(model, args, others)
     if environments is None:  # otherwise prompts and rewards may come from the environments
         check_data(args, train_dataset, eval_dataset)
         if rollout_func is None and args.has_rewards:
             check_rewards(reward_funcs, train_dataset)
     check_dynamic_sampling(args, train_dataset, tools, rollout_func, environments)
-    if args.use_vllm and args.rollout_precision is not None:
-        check_turns(args, tools, environments)
+    check_turns(args, tools, environments)
     if here:
         check_machine(args)
     if args.has_critic:
@@ -168,16 +173,28 @@ def _check_teacher(args, model, teacher) -> None:
         )
 
 
-def _check_masked_diffusion(config, args, others: dict) -> None:
-    """Refuses models that attend only to earlier tokens, turns, and a tokenizer without a mask token."""
+def _check_masked_diffusion(model, args, others: dict) -> None:
+    """Refuses models that attend only to earlier tokens, turns, and a mask token that is missing or has other uses."""
     names = [f"`{name}`" for name in ("tools", "rollout_func", "environment_factory") if others.get(name)]
     if names:
         raise ValueError(
             f"{' and '.join(names)} with a masked diffusion model, whose completions have one turn. Leave it out."
         )
+    config, tokenizer = _read_config(model, args), others.get("processing_class")
     check_bidirectional(config)
-    if others.get("processing_class") is not None:
-        mask_token_of(args.mask_token_id, others["processing_class"], config)
+    if tokenizer is not None or args.mask_token_id is not None:
+        mask_token_of(args.mask_token_id, tokenizer, config, _ends(model, args, config))
+
+
+def _ends(model, args, config) -> list[int]:
+    """Returns the tokens that a model's generation config lets end a completion."""
+    if not isinstance(model, str):
+        return id_list(model.generation_config.eos_token_id)
+    try:
+        generation = GenerationConfig.from_pretrained(model, revision=(args.model_init_kwargs or {}).get("revision"))
+    except OSError:  # the model has none of its own
+        generation = GenerationConfig.from_model_config(config)
+    return id_list(generation.eos_token_id)
 
 
 def _wait_for_server(args, model: str) -> None:
@@ -313,12 +330,13 @@ def _check_policy(config, args, quantization_config, here: bool) -> None:
             "The engines run only decoders."
         )
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(context, int) and args.max_completion_length >= context:
+    length = args.max_completion_length
+    if isinstance(context, int) and length is not None and length >= context:
         logger.warning(
             "`max_completion_length`=%d leaves no room for a prompt in the policy's context of %d tokens "
             "(`max_position_embeddings`): beyond it, samples are cut, or reach positions that the policy was never "
             "trained on.",
-            args.max_completion_length,
+            length,
             context,
         )
     if not here or not args.use_vllm or args.vllm_mode != "colocate":

@@ -2,7 +2,9 @@
 
 import math
 from numbers import Integral, Real
-from typing import get_args, get_type_hints
+from typing import get_args, get_origin, get_type_hints
+
+from transformers import TrainingArguments
 
 from ..corrections import ALL_CORRECTIONS
 from ..corrections.base import Range, ranges_of
@@ -25,6 +27,7 @@ TYPES = {
 TRL_RANGES = {
     "temperature": Range(0.0, open_low=True),
     "top_p": Range(0.0, 1.0, open_low=True),
+    "top_k": Range(-1),  # in vLLM, and in the embedded engine, both -1 and 0 switch it off
     "min_p": Range(0.0, 1.0),
     "repetition_penalty": Range(0.0, open_low=True),
     "max_completion_length": Range(1),
@@ -34,15 +37,22 @@ TRL_RANGES = {
     "learning_rate": Range(0.0),
     "beta": Range(0.0),
     "epsilon": Range(0.0),
+    "epsilon_high": Range(0.0),  # so that the upper bound of a ratio is not below its lower one
+    "ref_model_sync_steps": Range(1),
+    "pad_to_multiple_of": Range(1),
 }
 # The losses that clip the policy ratio between two bounds. Only these have an upper bound that ACR can widen.
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
 def check_types(args, own_fields) -> None:
-    """Raises `ValueError` if one of `own_fields`, or of the fields in `TRL_RANGES`, has a value of another type."""
+    """
+    Raises `ValueError` if one of `own_fields`, of the fields in `TRL_RANGES` or of those that TRL reads as dicts has a
+    value of another type.
+    """
     hints = get_type_hints(type(args))
-    for name in (*own_fields, *_trl_ranges(args)):
+    dicts = [name for name in args._VALID_DICT_FIELDS if name not in TrainingArguments._VALID_DICT_FIELDS]
+    for name in (*own_fields, *_trl_ranges(args), *dicts):
         check_type(name, getattr(args, name), hints[name])
 
 
@@ -96,7 +106,7 @@ def is_of(kind: type, value) -> bool:
 
 def check_type(name: str, value, hint) -> None:
     """Raises `ValueError` unless a field with the type hint `hint` takes `value`."""
-    kinds = get_args(hint) or (hint,)
+    kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
     kinds = [kind for kind in kinds if kind is not str or dict not in kinds]  # JSON strings have been parsed already
     if not any(is_of(kind, value) for kind in kinds):
         raise ValueError(f"`{name}`={value!r} must be {' or '.join(TYPES[kind] for kind in kinds)}.")
@@ -108,8 +118,8 @@ def check_choice(name: str, value, choices) -> None:
         raise ValueError(f"`{name}`={value!r} is unknown. Allowed: {', '.join(map(repr, choices))}.")
 
 
-def check_range(name: str, value: float | None, allowed: Range) -> None:
-    """Raises `ValueError` unless `value` is `None` or in the range."""
-    broken_bound = None if value is None else allowed.broken_bound(value)
+def check_range(name: str, value: float | str | None, allowed: Range) -> None:
+    """Raises `ValueError` for a number out of the range. `None` is in it, and so is TRL's "auto"."""
+    broken_bound = allowed.broken_bound(value) if isinstance(value, Real) else None
     if broken_bound:
         raise ValueError(f"`{name}`={value!r} is out of range. It must be {broken_bound}.")

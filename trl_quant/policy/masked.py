@@ -27,7 +27,7 @@ content, its generation and the number of its draw. So trainer and sampler find 
 stands after a shuffle, in whichever micro-batch, on whichever rank, and after a resume.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,10 +101,16 @@ def check_bidirectional(config) -> None:
         )
 
 
-def mask_token_of(given: int | None, tokenizer, config) -> int:
+def mask_token_of(given: int | None, tokenizer, config, ends: Collection[int]) -> int:
     """
     Returns the token that stands for a masked place: the one that is `given`, else the tokenizer's mask token, else the
     `mask_token_id` of the model's config.
+
+    Args:
+        given (`int` or `None`): The run's `mask_token_id`.
+        tokenizer: The tokenizer; `None` while it is not loaded.
+        config: The model's config.
+        ends (`Collection[int]`): The tokens that the model's generation config lets end a completion.
 
     Raises:
         `ValueError`: Nobody names a mask token, the model does not embed it, or it ends a completion.
@@ -120,10 +126,15 @@ def mask_token_of(given: int | None, tokenizer, config) -> int:
         raise ValueError(
             f"`mask_token_id`={token} is no token of the model. It must be at least 0 and below {config.vocab_size}."
         )
-    if token in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+    if tokenizer is not None and token in (tokenizer.eos_token_id, tokenizer.pad_token_id):
         raise ValueError(
             f"`mask_token_id`={token} is also the tokenizer's token for the end of a text or for padding. It must be "
             "a token that no text holds."
+        )
+    if token in ends:
+        raise ValueError(
+            f"`mask_token_id`={token} ends a completion (`eos_token_id`={[*ends]} in the model's generation config). "
+            "It must be a token that no text holds."
         )
     return token
 

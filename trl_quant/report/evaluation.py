@@ -33,7 +33,7 @@ from rich.table import Table
 from transformers import AutoConfig, PreTrainedTokenizerBase, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..config.consistency import check_schedule
+from ..config.denoising import check_schedule
 from ..config.diffusion import DenoisingFields
 from ..rollout import RolloutEngine
 from ..storage.files import INDEX, TOKENIZER

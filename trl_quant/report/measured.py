@@ -72,6 +72,8 @@ def cost(args: QuantFields, shape: Shape) -> str:
         return "as TRL's, which this run is"
     if not isinstance(args, QuantGRPOConfig) or args.has_critic:
         return "not measured with this trainer"
+    if args.max_completion_length is None:
+        return "not measured without a `max_completion_length`"
     if engine in ("embedded", "shared") or (args.denoises and args.rollout_precision not in with_products()):
         return "not measured; the embedded engine computes in low precision and is not made to be fast"
     found = [step for step in STEPS if _is_like(step, args, shape)] if engine == "colocate" else []

@@ -178,7 +178,7 @@ def estimate(args: QuantGRPOConfig, shape: Shape, dtype: torch.dtype, prompt: in
     Estimates the memory of one GPU that holds the whole policy, unlike with FSDP or DeepSpeed.
 
     Args:
-        args ([`QuantGRPOConfig`]): The run's settings.
+        args ([`QuantGRPOConfig`]): The run's settings, with a `max_completion_length`.
         shape ([`Shape`]): The model's sizes.
         dtype (`torch.dtype`): Type in which the policy is loaded.
         prompt (`int`): Tokens of the longest prompt.

@@ -98,11 +98,13 @@ def make_plan(
         ),
         f"Steps: {total}, from {len(train_dataset)} prompts. A generation has {args.generation_batch_size} completions "
         f"of {args.generation_batch_size // args.num_generations} prompts, with at most {prompt} + "
-        f"{args.max_completion_length} tokens",
+        f"{'any number of' if args.max_completion_length is None else args.max_completion_length} tokens",
     ]
     memory = None
     if args.fsdp_version is not None or args.deepspeed_plugin is not None:
         lines.append("Memory: not estimated where FSDP or DeepSpeed shards the weights")
+    elif args.max_completion_length is None:
+        lines.append("Memory: not estimated without a `max_completion_length`")
     elif args.has_critic or not args.has_rewards:
         lines.append(f"Memory: not estimated with a {'critic' if args.has_critic else 'teacher'}")
     else:

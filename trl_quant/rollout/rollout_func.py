@@ -14,16 +14,18 @@ from .trl_adapter import RolloutEngine
 
 logger = logging.getLogger(__name__)
 
-REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+IDS = ("prompt_ids", "completion_ids")
+REQUIRED = (*IDS, "logprobs")
+ROUNDING = 1e-3  # largest log-probability, in nats, that counts as a rounded 0
 
 
 class CheckedRollout:
     """
     Wraps a `rollout_func` and checks its results.
 
-    TRL takes a dict of lists with one entry for each prompt, in which log-probabilities and masks are as long as their
-    completions. Anything else raises `ValueError`. If the function does not sample from the engine, one warning says
-    so.
+    TRL takes a dict of lists with one entry for each prompt: token ids of the model, at least one in a completion, and
+    log-probabilities and masks that are as long as their completions. Anything else raises `ValueError`. If the
+    function does not sample from the engine, one warning says so.
     """
 
     def __init__(self, rollout_func: Callable):
@@ -35,7 +37,7 @@ class CheckedRollout:
         requests_before = engine.requests() if isinstance(engine, RolloutEngine) else None
         output = self.rollout_func(prompts, trainer)
         needs_logprobs = trainer.use_vllm and trainer.vllm_importance_sampling_correction
-        _check_output(output, len(prompts), needs_logprobs)
+        _check_output(output, len(prompts), needs_logprobs, trainer.model.config.get_text_config().vocab_size)
         is_unused = requests_before is not None and engine.requests() == requests_before
         if is_unused and not self.has_warned:
             self.has_warned = True
@@ -48,7 +50,7 @@ class CheckedRollout:
         return output
 
 
-def _check_output(output, count: int, needs_logprobs: bool) -> None:
+def _check_output(output, count: int, needs_logprobs: bool, vocabulary: int) -> None:
     if not isinstance(output, dict):
         raise ValueError(f"`rollout_func` returned a {type(output).__name__}. It must return a dict with {REQUIRED}.")
     missing = [name for name in REQUIRED if name not in output]
@@ -60,7 +62,7 @@ def _check_output(output, count: int, needs_logprobs: bool) -> None:
             "log-probability with which each token was sampled, or set `vllm_importance_sampling_correction=False` "
             "(with `is_correction='trl'`)."
         )
-    given = {name: output[name] for name in (*REQUIRED, "env_mask") if output.get(name) is not None}
+    given = {name: output[name] for name in (*REQUIRED, "env_mask") if name in IDS or output.get(name) is not None}
     for name, rows in given.items():
         if not hasattr(rows, "__len__") or len(rows) != count:
             found = f"{len(rows)} entries" if hasattr(rows, "__len__") else f"a {type(rows).__name__}"
@@ -68,13 +70,40 @@ def _check_output(output, count: int, needs_logprobs: bool) -> None:
                 f"`rollout_func` returned {found} in {name!r} for {count} prompts. It must return one entry for each "
                 "prompt."
             )
-    for name in given.keys() - {"prompt_ids", "completion_ids"}:
+    for name in IDS:
+        for index, row in enumerate(given[name]):
+            _check_ids(f"`rollout_func`: row {index} of {name!r}", row, vocabulary)
+    for index, row in enumerate(given["completion_ids"]):
+        if len(row) == 0:
+            raise ValueError(f"`rollout_func`: row {index} of 'completion_ids' is empty. It must hold a token or more.")
+    for name in given.keys() - {*IDS}:
         for index, (row, ids) in enumerate(zip(given[name], given["completion_ids"], strict=True)):
             _check_row(name, index, row, len(ids))
 
 
+def _check_ids(called: str, row, vocabulary: int) -> None:
+    """Raises `ValueError` unless a row is flat and holds tokens of the model."""
+    try:
+        ids = torch.as_tensor(row)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{called} does not hold integers: {error}") from error
+    if ids.ndim != 1:
+        raise ValueError(f"{called} has the shape {tuple(ids.shape)}. It must hold one integer for each token.")
+    if len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool):
+        raise ValueError(f"{called} holds {ids[0].item()!r}. It must hold integers.")
+    unknown = [token for token in ids.tolist() if not 0 <= token < vocabulary]
+    if unknown:
+        raise ValueError(
+            f"{called} holds {unknown[0]}, which is no token of the model. Its tokens are at least 0 and below "
+            f"{vocabulary}."
+        )
+
+
 def _check_row(name: str, index: int, row, tokens: int) -> None:
-    """Raises `ValueError` unless a row is flat and has one number for each token. `generate` returns nested rows."""
+    """
+    Raises `ValueError` unless a row is flat and has one number for each token: a log-probability, or 0 or 1 in a mask.
+    `generate` returns nested rows.
+    """
     try:
         values = torch.as_tensor(row, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -86,3 +115,13 @@ def _check_row(name: str, index: int, row, tokens: int) -> None:
         )
     if values.isnan().any():
         raise ValueError(f"`rollout_func`: row {index} of {name!r} holds NaN.")
+    if name == "logprobs" and values.max() > ROUNDING:
+        raise ValueError(
+            f"`rollout_func`: row {index} of 'logprobs' holds {values.max():g}. A log-probability is at most 0; up to "
+            f"{ROUNDING:g} counts as rounding."
+        )
+    if name == "env_mask" and not torch.isin(values, torch.tensor([0.0, 1.0])).all():
+        raise ValueError(
+            f"`rollout_func`: row {index} of 'env_mask' holds {values[(values != 0) & (values != 1)][0]:g}. It must "
+            "hold 1 for each token that was sampled, and 0 for the others."
+        )

@@ -34,12 +34,13 @@ VLLM_MODES = ("colocate", "server")  # the kinds that are values of TRL's `vllm_
 # kind of an embedded engine -> the kind that denoises instead of sampling from left to right
 _DENOISING = {"embedded": "diffusion", "shared": "shared_diffusion"}
 _EVERY_ENGINE = ("precision", "wide_norms", "uaq_scale")
+_OF_GENERATE = (*_EVERY_ENGINE, "cache_implementation")
 _SCHEDULE = ("block_length", "tokens_per_step", "cache_finished_blocks", "mask_token_id")
 _OF_DENOISING = (*_SCHEDULE, "wide_head", "shows_progress")
 # kind -> the fields of `EngineSpec` that the engine's class takes as arguments
 _OPTIONS = {
-    "embedded": _EVERY_ENGINE,
-    "shared": _EVERY_ENGINE,
+    "embedded": _OF_GENERATE,
+    "shared": _OF_GENERATE,
     "colocate": (*_EVERY_ENGINE, "sync_check_steps", "engine_kwargs", "lora_sync", "sleep_level", "exact"),
     "server": (*_EVERY_ENGINE, "sync_check_steps", "request_timeout"),
     "diffusion": (*_EVERY_ENGINE, *_OF_DENOISING),
@@ -73,6 +74,8 @@ class EngineSpec:
             Whether the results for a token must not depend on the other tokens of its batch.
         request_timeout (`float`, *optional*):
             Seconds that a server may take to answer; `None` for no limit.
+        cache_implementation (`str`, *optional*):
+            The class of KV cache that an embedded engine samples with, by transformers' name.
         block_length, tokens_per_step (`int`, *optional*, defaults to `0`):
             How an engine of a masked diffusion model denoises; 0 in other engines.
         cache_finished_blocks (`bool`, *optional*, defaults to `False`):
@@ -95,6 +98,7 @@ class EngineSpec:
     sleep_level: int = 0
     exact: bool = False
     request_timeout: float | None = None
+    cache_implementation: str | None = None
     block_length: int = 0
     tokens_per_step: int = 0
     cache_finished_blocks: bool = False
@@ -129,6 +133,7 @@ class EngineSpec:
             sleep_level=config.vllm_sleep_level if config.vllm_enable_sleep_mode else 0,
             exact=config.exact_rollouts,
             request_timeout=config.vllm_request_timeout,
+            cache_implementation=config.cache_implementation,
             **schedule,
         )
 

@@ -8,6 +8,13 @@ from transformers import PreTrainedTokenizerBase
 logger = logging.getLogger(__name__)
 
 
+def id_list(token_ids: int | list[int] | None) -> list[int]:
+    """Returns token ids as a list. A generation config has one id, a list of them, or none."""
+    if token_ids is None:
+        return []
+    return [token_ids] if isinstance(token_ids, int) else list(token_ids)
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> None:
     """
     Raises `ValueError` for a tokenizer that does not fit a model, and warns if it has tokens that the model lacks.

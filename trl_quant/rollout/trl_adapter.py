@@ -35,7 +35,7 @@ from .engine import Engine, RolloutNoise, Samples
 from .fingerprint import fingerprint
 from .spec import EngineSpec
 from .stream import PolicyWeights, fault_of
-from .tokenizer import check_tokenizer
+from .tokenizer import check_tokenizer, id_list
 
 
 class TRLGeneration(VLLMGeneration):
@@ -184,10 +184,8 @@ class RolloutEngine:
     @property
     def eos_token_ids(self) -> list[int]:
         """The tokens that end a completion: the tokenizer's, if it has one, and those that the model declares."""
-        declared = self.model.generation_config.eos_token_id
-        declared = declared if isinstance(declared, list) else [declared]
-        known = [token for token in (self.tokenizer.eos_token_id, *declared) if token is not None]
-        return list(dict.fromkeys(known))
+        declared = id_list(self.model.generation_config.eos_token_id)
+        return list(dict.fromkeys([*id_list(self.tokenizer.eos_token_id), *declared]))
 
     # Methods that a subclass implements
 

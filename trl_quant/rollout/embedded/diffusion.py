@@ -207,10 +207,11 @@ class Denoising:
     ):
         self.wide_head = wide_head  # read while the copy is built
         super().__init__(*args, **kwargs)
+        config = self.weights.base_model.config
         lengths = self.max_completion_length, block_length, tokens_per_step
         self.schedule = Schedule(*lengths, self.temperature, cache_finished_blocks)
-        self.mask_token_id = mask_token_of(mask_token_id, self.tokenizer, self.weights.base_model.config)
-        self.shift = shift_of(self.weights.base_model.config)
+        self.mask_token_id = mask_token_of(mask_token_id, self.tokenizer, config, self.eos_token_ids)
+        self.shift = shift_of(config)
         self.masks = PromptMasks()
         self.rows_at_once: int | None = None
         self.shows_progress = shows_progress

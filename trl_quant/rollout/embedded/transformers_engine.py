@@ -29,6 +29,7 @@ from ...policy.unified import fuse
 from ..engine import Samples
 from ..sampling_options import check_supported
 from ..stream import default_dtype, ties_embeddings
+from ..tokenizer import id_list
 from ..trl_adapter import RolloutEngine, count_layers
 
 
@@ -86,6 +87,12 @@ class TransformersEngine(RolloutEngine):
 
     Every rank holds a copy and samples its own prompts, from its own global random state.
 
+    It takes the arguments of [`~rollout.RolloutEngine`], and:
+
+    Parameters:
+        cache_implementation (`str`, *optional*):
+            The class of KV cache, by transformers' name, such as `"static"`.
+
     Attributes:
         copy (`PreTrainedModel`): The model that samples.
         multiplies_codes (`bool`):
@@ -95,8 +102,9 @@ class TransformersEngine(RolloutEngine):
 
     multiplies_codes = False
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, cache_implementation: str | None = None, **kwargs):
         super().__init__(*args, **kwargs)
+        self.cache_implementation = cache_implementation
         policy = self.weights.base_model
         self._options = self._generation_options()
         if isinstance(self.processing_class, ProcessorMixin):
@@ -108,13 +116,17 @@ class TransformersEngine(RolloutEngine):
         """TRL's sampling arguments in `GenerationConfig`'s names; `generation_kwargs` override them."""
         trl = self.trl
         check_supported(trl.generation_kwargs)
+        length = {"max_new_tokens": trl.max_completion_length}
+        if trl.max_completion_length is None:  # the model's own, as in TRL; transformers' default is 20 new tokens
+            length = {"max_length": trl.model.generation_config.max_length}
         return {
             "temperature": trl.temperature,
             "top_k": trl.top_k,
             "top_p": trl.top_p,
             "min_p": trl.min_p,
             "repetition_penalty": trl.repetition_penalty,
-            "max_new_tokens": trl.max_completion_length,
+            **length,
+            "cache_implementation": self.cache_implementation,
             **trl.generation_kwargs,
         }
 
@@ -261,7 +273,7 @@ class TransformersEngine(RolloutEngine):
         processors.append(sampled)
         tokenizer = self.tokenizer
         # `generation_kwargs` may add tokens that end a completion. TRL's own always do.
-        end_ids = [*self.eos_token_ids, *_listed(options.pop("eos_token_id", None))]
+        end_ids = [*self.eos_token_ids, *id_list(options.pop("eos_token_id", None))]
         defaults = {
             "pad_token_id": tokenizer.pad_token_id,
             "bos_token_id": tokenizer.bos_token_id,
@@ -336,9 +348,3 @@ def _warpers(options: dict, device: torch.device) -> LogitsProcessorList:
     if min_p:
         processors.append(MinPLogitsWarper(min_p))
     return processors
-
-
-def _listed(token_ids: int | list[int] | None) -> list[int]:
-    if token_ids is None:
-        return []
-    return [token_ids] if isinstance(token_ids, int) else list(token_ids)
