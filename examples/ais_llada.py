@@ -65,7 +65,7 @@ RECIPE = {
     "weight_decay": 0.1,
     "max_grad_norm": 0.2,
     "max_steps": 7700,  # GSM8K; 6600 for MATH
-    "save_steps": 96,  # eight whole generations, of 12 steps each; from 600 on the checkpoints are compared
+    "save_steps": 100,  # from 600 on the checkpoints are compared
     "logging_steps": 1,
 }
 

@@ -55,8 +55,6 @@ def test_the_recipe_has_the_papers_settings():
     assert 1e-6 <= args.learning_rate <= 3e-6 and model.lora_r == 128
     rows, parts = (ais_llada.RECIPE[name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
     assert 8 * rows * parts == args.generation_batch_size == 96
-    steps = args.num_iterations * args.steps_per_generation // args.gradient_accumulation_steps  # of one generation
-    assert steps == 12 and args.save_steps % steps == 0  # a resume starts with a fresh generation
     assert script.reward_funcs == ["gsm8k", "format"]
 
 
