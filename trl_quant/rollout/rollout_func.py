@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 IDS = ("prompt_ids", "completion_ids")
 REQUIRED = (*IDS, "logprobs")
-ROUNDING = 1e-3  # largest log-probability, in nats, that counts as a rounded 0
+ROUNDED_ZERO = 1e-3  # largest log-probability, in nats, that counts as a rounded 0
 
 
 class CheckedRollout:
@@ -115,10 +115,10 @@ def _check_row(name: str, index: int, row, tokens: int) -> None:
         )
     if values.isnan().any():
         raise ValueError(f"`rollout_func`: row {index} of {name!r} holds NaN.")
-    if name == "logprobs" and values.max() > ROUNDING:
+    if name == "logprobs" and values.max() > ROUNDED_ZERO:
         raise ValueError(
             f"`rollout_func`: row {index} of 'logprobs' holds {values.max():g}. A log-probability is at most 0; up to "
-            f"{ROUNDING:g} counts as rounding."
+            f"{ROUNDED_ZERO:g} counts as rounding."
         )
     if name == "env_mask" and not torch.isin(values, torch.tensor([0.0, 1.0])).all():
         raise ValueError(
