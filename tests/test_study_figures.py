@@ -1,6 +1,7 @@
 """What README, the docs and the benchmarks tell of the study is what its raw files in `benchmarks/results` have."""
 
 import re
+from pathlib import Path
 from statistics import fmean
 
 from figures import ADVICE, BENCHMARKS, MEASURED, PPO, cells_of, read
@@ -243,20 +244,58 @@ def test_qat_of_the_study():
         assert ours["smallest"] < rounded["largest"] and rounded["smallest"] < ours["largest"]
 
 
-def test_diffusion_of_the_study():
+def of_diffusion(outliers: bool) -> list[dict]:
     """Three seeds of each cell, all at one commit."""
-    cells = read("study/diffusion")["cells"]
+    cells = [row for row in read("study/diffusion")["cells"] if ("outliers" in row["name"]) == outliers]
     assert len({run["commit"] for row in cells for run in row["runs"]}) == 1
-    (start,) = {f"{run['log']['eval_accuracy']['0']:.3f}" for row in cells for run in row["runs"]}
+    for row in cells:
+        assert {run["seed"] for run in row["runs"]} == {0, 1, 2}
+        assert row["settings"]["outliers"] == (256 if outliers else 1)
+        assert row["settings"]["max_steps"] == (200 if outliers else 100)
+    return cells
+
+
+def first_and_last(row: dict) -> list[tuple[float, float]]:
+    """The accuracies of each seed's run."""
+    logs = [list(run["log"]["eval_accuracy"].values()) for run in row["runs"]]
+    return [(log[0], log[-1]) for log in logs]
+
+
+def test_diffusion_of_the_study():
+    cells = of_diffusion(outliers=False)
+    (start,) = {f"{first:.3f}" for row in cells for first, _ in first_and_last(row)}
     assert f"is right on {start} of new sums" in BENCHMARKS.replace("\n", " ")
     for row in cells:
-        assert {run["seed"] for run in row["runs"]} == {0, 1, 2} and row["settings"]["max_steps"] == 100
         label = "full precision |" if row["gain"] is None else f"`{row['name']}` |"
         accuracy, gained = cells_of(BENCHMARKS, label, "| copy, correction | accuracy, range | gain |")[1:]
         assert accuracy == f"{row['metrics']['accuracy']['mean']:.3f}, {ends(row)}"
         assert gained == ("100%" if row["gain"] is None else f"{row['gain']:.0%}")
-    nats = max(study("diffusion", column="nats"))
-    assert not parted("diffusion") and f"at most {nats:.2f} nats away" in BENCHMARKS
+    metrics = [row["metrics"] for row in cells]
+    nats = max(m["KL"]["mean"] * m["length"]["mean"] for m in metrics)
+    assert not {row["name"] for row in cells} & parted("diffusion") and f"at most {nats:.2f} nats away" in BENCHMARKS
+
+
+def test_diffusion_with_outliers():
+    cells = {row["name"].removesuffix(", outliers"): row for row in of_diffusion(outliers=True)}
+    docs = Path(__file__).parents[1].joinpath("docs/diffusion.md").read_text().replace("\n", " ")
+    header = "| copy, correction, with outliers | accuracy, range | nats of a completion |"
+    for name, row in cells.items():
+        label = {"full precision": name, "int8 unified": "trained and sampled"}.get(name, f"`{name}`")
+        accuracy, nats = cells_of(BENCHMARKS, label, header)[1:]
+        metrics = row["metrics"]
+        assert accuracy == f"{metrics['accuracy']['mean']:.3f}, {ends(row)}"
+        assert nats == (f"{metrics['KL']['mean'] * metrics['length']['mean']:.0f}" if label.startswith("`") else "")
+    means = {name: f"{row['metrics']['accuracy']['mean']:.0%}" for name, row in cells.items()}
+    assert f"Full precision ends at {means['full precision']} there" in docs
+    for name in ("ais", "none", "tis", "coupled"):
+        assert f"`{name}` at {means[f'int8 {name}']}" in docs
+    ended = {name: [last for _, last in first_and_last(row)] for name, row in cells.items()}
+    (start,) = {f"{first:.3f}" for name, row in cells.items() for first, _ in first_and_last(row) if "uni" not in name}
+    assert f"still learns, from {start}" in BENCHMARKS and min(ended["full precision"]) > float(start)
+    assert all(max(ended[f"int8 {name}"]) < float(start) for name in ("none", "tis", "ais", "coupled"))
+    assert f"starts at {first_and_last(cells['int8 unified'])[0][0]:.3f}" in BENCHMARKS.replace("\n", " ")
+    assert all(tis < none for tis, none in zip(ended["int8 tis"], ended["int8 none"], strict=True))
+    assert min(ended["int8 ais"]) < min(ended["int8 none"]) and max(ended["int8 ais"]) > max(ended["int8 none"])
 
 
 # Updates of a generation, learning rate, steps
