@@ -117,10 +117,10 @@ def test_no_more_than_one_fused_layer_is_held_in_full(tmp_path, monkeypatch):
 # Training
 
 
-def trainer_of(path, output, model=None, steps=3, **overrides):
+def trainer_of(path, output, model=None, steps=3, adapter=None, **overrides):
     settings = {"train_precision": "nvfp4", "max_steps": steps, "is_correction": "none", **overrides}
     args = config(QuantGRPOConfig, output, **settings)
-    return make(QuantGRPOTrainer, args, model=model or str(path), peft_config=lora())
+    return make(QuantGRPOTrainer, args, model=model or str(path), peft_config=lora(**adapter or {}))
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +145,21 @@ def test_policy_and_sampler_are_the_same(path, tmp_path, options):
         merged = trainer_of(path, tmp_path / "b", train_precision=None, rollout_precision="nvfp4")
         merged.train()
         assert min(entry["mismatch/kl_k3"] for entry in metrics(merged) if "loss" in entry) > 1e-4
+
+
+@pytest.mark.parametrize("precision", frozen_bases())
+@pytest.mark.parametrize("adapter", [{"target_modules": ["q_proj", "v_proj"]}, {"lora_dropout": 0.2}])
+def test_layers_without_a_fused_adapter_under_activation_checkpoints(path, tmp_path, precision, adapter):
+    """Bare layers, and those whose adapter has dropout, train as without checkpoints, bit for bit."""
+    ends = []
+    for checkpointing in (False, True):
+        options = {"train_precision": precision, "gradient_checkpointing": checkpointing}
+        trainer = trainer_of(path, tmp_path / str(checkpointing), adapter=adapter, **options)
+        before = parameters(trainer)
+        trainer.train()
+        ends.append(parameters(trainer))
+        assert any(not torch.equal(before[name], ends[-1][name]) for name in before)
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 def test_the_copy_holds_nothing_but_norms_of_its_own(path, tmp_path):

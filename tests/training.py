@@ -45,8 +45,9 @@ def killing(kill_at: int | None):
     return reward
 
 
-def lora() -> LoraConfig:
-    return LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+def lora(**given) -> LoraConfig:
+    settings = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    return LoraConfig(**{"r": 4, "lora_alpha": 16} | settings | given)
 
 
 class UnevenLengths:

@@ -202,11 +202,12 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         dx = dbias = None
+        saved = ctx.saved_tensors  # read once: activation checkpoints give them only once
         if ctx.needs_input_grad[0]:
-            dx = frozen_product(dy, None, *ctx.saved_tensors, *ctx.constants, False)
+            dx = frozen_product(dy, None, *saved, *ctx.constants, False)
         if ctx.needs_input_grad[1]:
             dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
-        return dx, dbias, *[None] * (len(ctx.saved_tensors) + len(ctx.constants))
+        return dx, dbias, *[None] * (len(saved) + len(ctx.constants))
 
 
 def _stored(q: QuantizedTensor) -> dict[str, Tensor]:
