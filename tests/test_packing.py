@@ -266,10 +266,13 @@ def test_a_step_stays_the_same_in_other_micro_batches(tmp_path, loss_type):
     assert sum(packed.computed) < 0.7 * sum(padded.computed)
 
 
-def test_bnpo_depends_on_the_micro_batch(tmp_path, monkeypatch):
-    padded = trained(tmp_path, pack_sequences=False, loss_type="bnpo")
+@pytest.mark.parametrize("options", [{"loss_type": "bnpo"}, {"entropy_coef": 0.5}])
+def test_what_depends_on_the_micro_batch(tmp_path, monkeypatch, options):
+    """Its rows stay where they are; moved, they would train another policy."""
+    padded = trained(tmp_path, pack_sequences=False, **options)
+    assert apart(trained(tmp_path, **options), padded) < 1e-4
     monkeypatch.setattr(packing, "terms_are_independent", lambda trainer: True)
-    assert apart(trained(tmp_path, loss_type="bnpo"), padded) > 0.01
+    assert apart(trained(tmp_path, **options), padded) > 0.01
 
 
 def test_rows_of_a_prompt_come_together(tmp_path, monkeypatch):

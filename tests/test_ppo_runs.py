@@ -119,7 +119,7 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, policy, options):
 def test_a_resume_inside_a_generation(tmp_path, policy, options):
     """The values and returns of its samples go on too. Eight updates use a generation."""
     unbroken(tmp_path, policy, num_iterations=2, max_steps=12, save_steps=5, **options)
-    assert (tmp_path / "whole/checkpoint-5/generation_0.pt").is_file()
+    assert (tmp_path / "whole/checkpoint-5/unfinished_generation_0.pt").is_file()
 
 
 def test_killed_and_resumed_equals_unbroken_with_shared_layers(tmp_path, policy):

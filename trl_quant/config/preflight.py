@@ -24,6 +24,7 @@ from ..layers import FrozenLinear
 from ..models.families import FAMILIES, family_of, number_of_experts
 from ..models.linears import linears
 from ..policy.masked import check_bidirectional, is_bidirectional, mask_token_of
+from ..policy.unified import NOT_PLAIN
 from ..precisions import PRECISIONS, frozen_bases, qat_precisions, unified_flows
 from ..rollout.stream import NO_WEIGHTS
 from ..rollout.tokenizer import check_tokenizer, id_list
@@ -98,7 +99,7 @@ def check_before_loading(
         if args.rollout_precision is not None:
             _check_kind(config, model)
             _check_reads_one_way(config, args)
-            _check_adapter(peft_config)
+            _check_adapter(args, peft_config)
             _check_tokenizer(config, others.get("processing_class"), train_dataset)
             _check_policy(config, args, others["quantization_config"], here)
             if args.trains_for_four_bits:
@@ -280,10 +281,10 @@ def _check_reads_one_way(config, args) -> None:
         )
 
 
-def _check_adapter(peft_config) -> None:
+def _check_adapter(args, peft_config) -> None:
     """
-    Refuses adapters that are not changes of weights, or that add layers to those in the model's config, because an
-    engine gets only weights.
+    Refuses adapters that are not changes of weights, that add layers to those in the model's config, because an engine
+    gets only weights, or that cannot be quantized with the weight at each step.
     """
     if getattr(peft_config, "is_prompt_learning", False) or getattr(peft_config, "is_adaption_prompt", False):
         raise ValueError(f"`peft_config`: {NO_WEIGHTS.format(type(peft_config).__name__)}")
@@ -292,6 +293,9 @@ def _check_adapter(peft_config) -> None:
             f"`peft_config`: `layer_replication`={peft_config.layer_replication!r} adds layers that the model's config "
             "does not describe, and engines are built by that config. Unset it, or leave `rollout_precision` unset."
         )
+    further = any(getattr(peft_config, name, False) for name in ("lora_dropout", "lora_bias", "use_dora"))
+    if further and args.train_precision in unified_flows() and args.lora_sync == "merge":
+        raise ValueError(f"`train_precision`={args.train_precision!r}: the adapter of `peft_config` is {NOT_PLAIN}")
 
 
 def _check_tokenizer(config, processing_class, train_dataset) -> None:

@@ -40,6 +40,12 @@ logger = logging.getLogger(__name__)
 MULTIPLIES_CODES = UnifiedLinear | FrozenUnifiedLinear | SampledLinear
 
 
+NOT_PLAIN = (
+    "more than a product of B and A (dropout, a bias, DoRA or another method), and cannot be quantized with the weight "
+    "at each step. Use plain LoRA with `lora_dropout=0`, or with vLLM in colocate mode `lora_sync='adapter'`."
+)
+
+
 def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: torch.dtype | None = None) -> None:
     """
     Makes the decoder's linear layers compute as an engine in `precision` does, in place.
@@ -177,11 +183,7 @@ def _adapt_base(name: str, layer: nn.Module, merged: bool) -> None:
     if is_plain:
         is_plain = all(type(dropout) is nn.Identity for dropout in layer.lora_dropout.values())
     if merged and not is_plain:
-        raise ValueError(
-            f"`train_precision`: the adapter of `{name}` is more than a product of B and A (dropout, a bias, DoRA or "
-            "another method), and cannot be quantized with the weight at each step. Use plain LoRA with "
-            "`lora_dropout=0`, or with vLLM in colocate mode `lora_sync='adapter'`."
-        )
+        raise ValueError(f"`train_precision`: the adapter of `{name}` is {NOT_PLAIN}")
     if type(layer) is Linear:
         layer.__class__ = UnifiedLoraLinear
         layer.merges = merged

@@ -312,7 +312,8 @@ class RolloutEngine:
 
     def state_dict(self) -> dict:
         """Returns the state with which a resumed run logs the same metrics as an unbroken one."""
-        return {"initial_weights": self.drift.initial, "synced_weights": self.drift.synced}
+        compared = {"initial_weights": self.drift.initial, "synced_weights": self.drift.synced}
+        return compared | {"sync_metrics": self.sync_metrics}
 
     def load_state_dict(self, state: dict) -> None:
         """
@@ -320,6 +321,7 @@ class RolloutEngine:
         synced weights, the update until the next sync.
         """
         self.drift.initial, self.drift.resumed = state.get("initial_weights"), state.get("synced_weights") or {}
+        self.sync_metrics = state.get("sync_metrics", {})
 
     # Noise
 

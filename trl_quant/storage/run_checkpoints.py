@@ -15,7 +15,7 @@ from .files import read_heads, read_json
 
 ROLLOUT_STATE_NAME = "rollout_state.json"
 CRITIC_NAME = "critic"  # a directory
-GENERATION_NAME = "generation_"  # of a rank's file, without the rank
+GENERATION_NAME = "unfinished_generation_"  # of a rank's file, without the rank
 SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(safetensors|bin)")
 # The names that transformers and accelerate use: one file, one for each rank, or a directory under FSDP
 OPTIMIZER = re.compile(r"optimizer\.(pt|bin)|optimizer_\d+|optimizer\.pt_.*|rank\d+-of-\d+-optimizer\.pt")

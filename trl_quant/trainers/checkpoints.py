@@ -217,8 +217,7 @@ def precision_before(args) -> str | None:
 def recorded(trainer: Trainer) -> dict:
     """Returns a checkpoint's record of its run: settings that a resume compares, all arguments, the names of runs."""
     arguments = {"model": getattr(trainer.model, "name_or_path", None)} | trainer.args.to_sanitized_dict()
-    settings = trainer.args.training_settings()
-    return {"settings": settings, "arguments": arguments, "runs": trainer.runs, "micro_steps": trainer._step}
+    return {"settings": trainer.args.training_settings(), "arguments": arguments, "runs": trainer.runs}
 
 
 def write_rollout_state(checkpoint: str | Path, state: dict) -> None:
@@ -262,6 +261,11 @@ def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
             "%s was saved with `save_only_model`: optimizer, learning rate schedule%s and random state start again.",
             checkpoint,
             ", critic" if args.has_critic else "",
+        )
+    if args.sync_ref_model:
+        logger.warning(
+            "`sync_ref_model`: checkpoints hold no reference model, and a run that resumes %s begins with the first.",
+            checkpoint,
         )
     check_same_files(checkpoint)
     if sampled["initial_weights"] is None and sampled["synced_weights"] is not None:

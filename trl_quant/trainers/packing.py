@@ -95,8 +95,10 @@ def packed_batches(trainer) -> AbstractContextManager:
 def terms_are_independent(trainer) -> bool:
     """Whether a row's term of the loss is the same in each micro-batch with the same number of rows."""
     args = trainer.args
-    # `bnpo` divides by the tokens of a micro-batch, and the quantile is that of a micro-batch
-    return getattr(args, "loss_type", None) != "bnpo" and getattr(args, "top_entropy_quantile", 1.0) == 1.0
+    # `bnpo` divides by the tokens of a micro-batch. The quantile is that of a micro-batch, and so is the entropy bonus
+    own = {"top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False}
+    changed = any(getattr(args, name, neutral) != neutral for name, neutral in own.items())
+    return getattr(args, "loss_type", None) != "bnpo" and not changed
 
 
 def _arranged(batch: dict[str, Any], parts: int, together: int) -> dict[str, Any]:

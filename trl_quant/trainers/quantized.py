@@ -265,7 +265,10 @@ class QuantRollouts:
             state = checkpoints.check_resume(resume_from_checkpoint, self.args, uaq_applied(self.model))
             if self._engine is not None:
                 self._engine.load_state_dict(state)
-                self._step = unfinished.resume(self, resume_from_checkpoint, state.get("micro_steps", 0))
+                self._step = unfinished.resume(self, resume_from_checkpoint, state)
+                # An evaluation may have synced at this step, and left its metrics to the generation that comes next
+                self._last_loaded_step = state.get("global_step") if self._engine.sync_metrics else -1
+                self._metrics["train"].clear()
         self.runs = checkpoints.new_run(state.get("runs", []))
         self._finite_steps.begin()
         log_phases = None if self._engine is None else self.log_values
@@ -293,7 +296,7 @@ class QuantRollouts:
         check_trained(self)
         state = checkpoints.recorded(self)
         if self._engine is not None:
-            state |= self._engine.state_dict()
+            state |= self._engine.state_dict() | unfinished.progress(self) | {"global_step": self.state.global_step}
         directory, step, limit = self._get_output_dir(trial), self.state.global_step, self.args.save_total_limit
         checkpoint = f"{directory}/{PREFIX_CHECKPOINT_DIR}-{step}"
         with checkpoints.saving(checkpoint):

@@ -6,6 +6,7 @@ generation holds what is left of it, one file for each rank, and the resumed run
 run.
 """
 
+import json
 import logging
 from pathlib import Path
 from pickle import UnpicklingError
@@ -30,7 +31,7 @@ def save(trainer: Trainer, checkpoint: str | Path) -> None:
         torch.save({"form": form(trainer)} | trainer.generation_state(), path)
 
 
-def resume(trainer: Trainer, checkpoint: str | Path, micro_steps: int) -> int:
+def resume(trainer: Trainer, checkpoint: str | Path, state: dict) -> int:
     """
     Continues the generation that a checkpoint interrupts. If a rank cannot, all ranks sample a new one, and the log
     says so. Collective.
@@ -38,22 +39,29 @@ def resume(trainer: Trainer, checkpoint: str | Path, micro_steps: int) -> int:
     Args:
         trainer (`Trainer`): The trainer, before it trains.
         checkpoint (`str` or `Path`): The checkpoint that it resumes from.
-        micro_steps (`int`): The micro-batches that the run had trained on.
+        state (`dict`): What [`progress`] returned when the checkpoint was saved; empty in older ones.
 
     Returns:
-        `int`: `micro_steps`, or 0 where a new generation begins.
+        `int`: The micro-batches that the run has trained on, or 0 where a new generation begins.
     """
-    if is_inside(trainer, micro_steps):
-        found = read(file_of(trainer, checkpoint), trainer.accelerator.device)
-        if not all(gather_object([found.pop("form", None) == form(trainer)])):
-            logger.warning(
-                "The checkpoint %s lies inside a generation that this run cannot continue: its samples are not in the "
-                "checkpoint, or are those of other batches or ranks. The run samples a new one.",
-                checkpoint,
-            )
-            return 0
-        trainer.load_generation_state(found)
+    micro_steps = state.get("micro_steps", 0)
+    if not state.get("inside_generation"):
+        return 0 if is_inside(trainer, micro_steps) else micro_steps  # inside if the schedule is another one now
+    found = read(file_of(trainer, checkpoint), trainer.accelerator.device)
+    if not all(gather_object([found.pop("form", None) == form(trainer)])):
+        logger.warning(
+            "The checkpoint %s lies inside a generation that this run cannot continue: its samples are not in the "
+            "checkpoint, or are those of other ranks, batches or settings. The run samples a new one.",
+            checkpoint,
+        )
+        return 0
+    trainer.load_generation_state(found)
     return micro_steps
+
+
+def progress(trainer: Trainer) -> dict:
+    """Returns how far a run is, for a checkpoint's record."""
+    return {"micro_steps": trainer._step, "inside_generation": is_inside(trainer, trainer._step)}
 
 
 def is_inside(trainer: Trainer, micro_steps: int) -> bool:
@@ -65,10 +73,12 @@ def file_of(trainer: Trainer, checkpoint: str | Path) -> Path:
     return Path(checkpoint, f"{GENERATION_NAME}{trainer.args.process_index}.pt")
 
 
-def form(trainer: Trainer) -> list[int]:
-    """What a generation's micro-batches depend on: ranks, rows, parts and updates."""
+def form(trainer: Trainer) -> dict:
+    """What a generation's micro-batches, and what was computed for each, depend on."""
     args = trainer.args
-    return [args.world_size, args.per_device_train_batch_size, args.steps_per_generation, args.num_iterations]
+    names = ("world_size", "per_device_train_batch_size", "steps_per_generation", "num_iterations", "needs_reference")
+    settings = json.loads(json.dumps(args.training_settings()))
+    return {name: getattr(args, name) for name in names} | settings
 
 
 def read(path: Path, device: torch.device) -> dict[str, Any]:
