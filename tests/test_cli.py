@@ -181,7 +181,7 @@ def test_train_and_resume(argv, tmp_path):
     ]
     # The built-in reward is 0 on a random model's samples, hence no gradient: a reward with a spread beside it.
     quantized += ["--reward_funcs", "arithmetic", "test_cli.spread"]
-    main(["train", *argv, *quantized, "--max_steps", "1"])
+    main(["train", *argv, *quantized, "--max_steps", "1", "--resume_from_checkpoint", "False"])
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "run").state_dict()
     main(["train", *argv, *quantized, "--resume_from_checkpoint", "true"])
     second = AutoModelForCausalLM.from_pretrained(tmp_path / "run").state_dict()
@@ -196,7 +196,8 @@ def test_train_and_resume(argv, tmp_path):
 
 def test_train_adapters_and_evaluate(argv, tmp_path, problems):
     main(["train", *argv, "--use_peft", "--lora_r", "4", "--eval_strategy", "steps", "--eval_steps", "1"])
-    assert json.loads((tmp_path / "run" / "adapter_config.json").read_text())["r"] == 4
+    adapter = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert adapter["r"] == 4 and adapter["lora_dropout"] == 0
     entries = [entry for entry in read_run(tmp_path / "run").history if "eval_reward" in entry]
     assert [entry["step"] for entry in entries] == [1, 2]
 

@@ -185,12 +185,14 @@ def test_a_quantized_policy_is_refused(tmp_path):
         make(QuantGRPOTrainer, args, model=save_tiny(tmp_path / "model"))
 
 
-def test_an_adapter_with_dropout_is_refused_before_a_step(tmp_path):
-    peft_config = lora()
-    peft_config.lora_dropout = 0.1
-    args = config(QuantGRPOConfig, tmp_path, train_precision="fp8")
+@pytest.mark.parametrize("adapter", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
+def test_an_adapter_that_cannot_be_merged_is_refused_before_a_model_is_loaded(tmp_path, adapter):
+    args, model = config(QuantGRPOConfig, tmp_path, train_precision="fp8"), save_tiny(tmp_path / "model")
+    (tmp_path / "model/model.safetensors").unlink()
     with pytest.raises(ValueError, match="`lora_dropout=0`, or with vLLM in colocate mode"):
-        make(QuantGRPOTrainer, args, peft_config=peft_config)
+        make(QuantGRPOTrainer, args, model=model, peft_config=lora(**adapter))
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        make(QuantGRPOTrainer, args, model=model, peft_config=lora())
 
 
 def test_an_environment_in_which_vllm_changes_the_weights(monkeypatch):

@@ -28,13 +28,11 @@ from ..report.plan import make_plan
 from ..trainers import launch
 from ..trainers.launch import TrainArguments
 from . import plain_errors
-from .options import PROG, USAGE, about_unknown, check_train, chosen_trainer
+from .options import DEFAULTS, PROG, USAGE, about_unknown, check_train, chosen_trainer
 
 
 # The sections of fields that one trainer's config adds to those of all
 FURTHER = {"ppo": CRITICIZING, "rloo": WEIGHING, "distillation": TEACHING, "diffusion": DENOISING}
-
-DEFAULTS = {"lora_dropout": 0.0}  # in place of TRL's 0.05: an engine drops nothing
 
 
 class Parser(TrlParser):
@@ -98,11 +96,10 @@ def parse_args(
     prog, usage = PROG, USAGE
     if recipe:
         prog, usage = os.path.basename(sys.argv[0]), "%(prog)s [--config FILE.yaml] [options]"
-    recipe = DEFAULTS | (recipe or {})
     check_train(argv, prog, usage, recipe)
     parser = Parser(chosen_trainer(argv, recipe))
     parser.prog, parser.usage = prog, usage
-    parser.set_defaults_with_config(**recipe)
+    parser.set_defaults_with_config(**DEFAULTS | (recipe or {}))
     argv = [part for given in argv for part in (given.split("=", 1) if given.startswith("--config=") else [given])]
     if any(part == "--config" and after.startswith("--") for part, after in zip(argv, [*argv[1:], "--"])):
         parser.error("argument --config: expected a YAML file")

@@ -175,7 +175,7 @@ def train(arguments: dict, trainer_class: type) -> None:
     args = arguments["args"]
     trainer = trainer_class(**arguments)
     resume = args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
+    trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
     trainer.save_model(args.output_dir)
     trainer.save_state()
 
