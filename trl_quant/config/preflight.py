@@ -23,8 +23,8 @@ from ..formats import FORMATS
 from ..layers import FrozenLinear
 from ..models.families import FAMILIES, family_of, number_of_experts
 from ..models.linears import linears
+from ..policy.adapters import NOT_PLAIN
 from ..policy.masked import check_bidirectional, is_bidirectional, mask_token_of
-from ..policy.unified import NOT_PLAIN
 from ..precisions import PRECISIONS, frozen_bases, qat_precisions, unified_flows
 from ..rollout.stream import NO_WEIGHTS
 from ..rollout.tokenizer import check_tokenizer, id_list

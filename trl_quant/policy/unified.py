@@ -31,19 +31,13 @@ from ..models.classes import is_gated_mlp, is_rms_norm
 from ..models.linears import LinearLayer, dense_linears
 from ..models.names import clean_name
 from ..precisions import PRECISIONS, frozen_bases, qat_precisions, unified_flows
-from .adapters import UnifiedLoraLinear
+from .adapters import NOT_PLAIN, UnifiedLoraLinear
 from .exact import compute_exactly
 
 
 logger = logging.getLogger(__name__)
 
 MULTIPLIES_CODES = UnifiedLinear | FrozenUnifiedLinear | SampledLinear
-
-
-NOT_PLAIN = (
-    "more than a product of B and A (dropout, a bias, DoRA or another method), and cannot be quantized with the weight "
-    "at each step. Use plain LoRA with `lora_dropout=0`, or with vLLM in colocate mode `lora_sync='adapter'`."
-)
 
 
 def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: torch.dtype | None = None) -> None:
