@@ -236,6 +236,24 @@ def test_ais_brings_its_defaults(argv, tmp_path):
     script, args, _ = train.parse_args(["--config", str(tmp_path / "recipe.yaml"), "--model_name_or_path", "m", *cpu])
     assert args.scale_rewards == "none" and args.rollout_precision == "fp8"
     assert script.reward_funcs == ["gsm8k", "format"] and script.dataset_name == "openai/gsm8k"
+    (tmp_path / "recipe.yaml").write_text("reward_funcs: format\n")
+    script, _, _ = train.parse_args(["--config", str(tmp_path / "recipe.yaml"), "--model_name_or_path", "m", *cpu])
+    assert script.reward_funcs == ["format"] and len(script.rewards) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("trainer: [ppo]", r"`trainer`=\['ppo'\] is unknown. Allowed: 'grpo'"),
+        ("dataset_name: [a]", r"`dataset_name`=\['a'\] must be a string"),
+        ("instruction: 5", "`instruction`=5 must be a string"),
+        ("max_steps: 2.5", "`max_steps`=2.5 must be an integer"),
+    ],
+)
+def test_values_of_another_type_in_a_yaml_file(tmp_path, line, says):
+    (tmp_path / "recipe.yaml").write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=says):
+        train.parse_args(["--config", str(tmp_path / "recipe.yaml"), "--model_name_or_path", "m", "--use_cpu"])
 
 
 @pytest.mark.parametrize(

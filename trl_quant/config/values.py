@@ -31,6 +31,7 @@ TRL_RANGES = {
     "min_p": Range(0.0, 1.0),
     "repetition_penalty": Range(0.0, open_low=True),
     "max_completion_length": Range(1),
+    "max_steps": Range(-1),
     "num_iterations": Range(1),
     "generation_batch_size": Range(1),
     "vllm_gpu_memory_utilization": Range(0.0, 1.0, open_low=True),

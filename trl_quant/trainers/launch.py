@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_type_hints
 
 from datasets import Dataset
 from transformers import AutoTokenizer
@@ -10,7 +10,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl.rewards import get_soft_overlong_punishment
 
 from ..config.fields import QuantFields
-from ..config.values import listed
+from ..config.values import check_choice, check_type, listed
 from ..tasks import REWARDS, load_prompts
 from ..tasks.named_data import NAMED_DATA
 from ..tasks.named_rewards import find_reward
@@ -78,8 +78,12 @@ class TrainArguments:
     )
 
     def __post_init__(self):
-        if self.trainer not in TRAINERS:
-            raise ValueError(f"`trainer`={self.trainer!r} is unknown. Allowed: {', '.join(map(repr, TRAINERS))}.")
+        check_choice("trainer", self.trainer, [*TRAINERS])
+        for name, hint in get_type_hints(type(self)).items():
+            if hint in (str, str | None):
+                check_type(name, getattr(self, name), hint)
+        if isinstance(self.reward_funcs, str):  # a YAML file may name a single one
+            self.reward_funcs = [self.reward_funcs]
         self.defaults_told = [] if self.dataset_name else [f"No `dataset_name`: the run trains on {DEFAULT_DATASET}."]
         self.dataset_name = self.dataset_name or DEFAULT_DATASET
         if not 0 <= self.overlong_punishment <= 1:
