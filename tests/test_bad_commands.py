@@ -160,6 +160,8 @@ def test_a_reward_that_returns_something_else_is_named(tmp_path, monkeypatch):
         "def scalar(completions, **kwargs):\n    return 1.0\n"
         "def words(completions, **kwargs):\n    return ['good'] * len(completions)\n"
         "def right(completions, **kwargs):\n    return [1, None]\n"
+        "def once(completions, **kwargs):\n    return (len(text) for text in completions)\n"
+        "def wordy(completions, **kwargs):\n    return (text for text in completions)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -171,4 +173,7 @@ def test_a_reward_that_returns_something_else_is_named(tmp_path, monkeypatch):
         called("scalar")
     with pytest.raises(ValueError, match=r"'mine.words' returned \['good', 'good'\]"):
         called("words")
+    with pytest.raises(ValueError, match=r"'mine.wordy' returned \['a', 'b'\]"):
+        called("wordy")
     assert called("right") == ("right", [1, None])
+    assert called("once") == ("once", [1, 1])

@@ -51,6 +51,19 @@ def test_boxing_the_question_is_right_for_the_lenient_reward_alone(question, gol
     assert lenient_math_reward([rf"\boxed{{{question}}}"], [gold]) == [1.0]
 
 
+@pytest.mark.parametrize(
+    "text", [r"\boxed{\boxed{72}}", r"\boxed{٧٢}", "#### 72 dollars", r"\boxed{€72}", r"\boxed{72 \text{ cm}^2}"]
+)
+def test_the_lenient_reward_accepts_a_number_that_the_strict_one_accepts(text):
+    for reward in (strict_math_reward, lenient_math_reward):
+        assert reward([text] * 2, answer=["72", "71"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("gold", "right", "wrong"), CASES, ids=[gold for gold, _, _ in CASES])
+def test_the_lenient_reward_accepts_all_that_the_strict_one_accepts(gold, right, wrong):
+    assert lenient_math_reward([rf"\boxed{{{text}}}" for text in right], [gold] * len(right)) == [1.0] * len(right)
+
+
 def test_the_rewards_by_their_names():
     assert REWARDS["strict_math"] is strict_math_reward
     assert math_reward is lenient_math_reward and lenient_math_reward not in REWARDS.values()

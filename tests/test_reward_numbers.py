@@ -41,6 +41,11 @@ from trl_quant.tasks.answers import numbers, same_number, single_number
         ("x = 6 x 12 = 72", "72"),
         ("3 days = 72 hours", "72"),
         (r"72 \text{ cm}^2", "72"),
+        ("72 cm^2", "72"),
+        ("72 cm^{2}", "72"),
+        ("72 m/s^2", "72"),
+        (r"72 \text{ km/h}", "72"),
+        (r"72 \text{ m}/\text{s}", "72"),
         ("72cm", "72"),
         ("72 miles/hour", "72"),
         ("- 72", "-72"),
@@ -76,6 +81,10 @@ from trl_quant.tasks.answers import numbers, same_number, single_number
         (r"\sqrt{72}", None),
         (r"72\pi", None),
         ("72^2", None),
+        ("72 cm^23", None),
+        ("72 cm^2.5", None),
+        ("72 + 5 cm^2", None),
+        ("72 cm^2 5", None),
         ("72_8", None),
         ("72²", None),
         ("|72|", None),
@@ -160,7 +169,8 @@ NOT_72 = words(
     r"""144/2 \frac{144}{2} 72/1 72! 72!! 72x 72i 72^x 72_8 72² not~72 isn't~72 72% 72\% 7200% 72~or~73 73,72 72,72
     72|73 72~\text{~(or~73)} \sqrt{72} 72\pi 3\frac{1}{2} -(72) --72 >~72 >72 <72 ≠72 \neq~72 \pm~72 ±72 6*12 6\cdot~12
     6\times~12 6~x~12 60+12 |72| 72~+~x x+72 2**72 72**2 f(72) sqrt(72) x~\ne~72 72~=~71 \binom{72}{1} \log~72
-    \{72\} 7~2 1/72 72:1 72/x 0x48"""
+    \{72\} 7~2 1/72 72:1 72/x 0x48
+    72~x^2 72x^2 3x+72 5+72~cm^2 72~cm^2+5 72~m^2/3 72~m^3x 72~m^2~x 72~m^2^2 72~cm^23 72~m^{23} 72/s 72~m/x 72~m/s/x"""
 )
 NOT_72_IF_MARKED = words("72? 71=72 71~=~72 a=71=72 72=71=72 x=71,y=72 2x=72 x+y=72 72~no 72~squared half~of~72 [72]")
 
@@ -186,7 +196,8 @@ def test_an_equation_of_two_numbers_is_a_hedge_without_a_marker_too(text):
     "text",
     words(r"""
     72 72. 72.0 72.00 +72 7.2e1 $72 \$72 $72.00 €72 US$72 $72$ **72** 72~dollars 72\text{~dollars} \text{72~clips}
-    72cm 72~cm 72\,\text{cm} 72\text{~cm}^2 72\mathrm{~cm} 72~sq~ft 72^\circ 72° 72~miles/hour 72~p.m. 72~years~old
+    72cm 72~cm 72cm² 72cm^2 72~cm^2 72~cm^{2} 72~m^3 72~km/h 72km/h 72~m/s 72~m/s^2 72~kg/m^3 72~g/cm²
+    72\,\text{cm} 72\text{~cm}^2 72\mathrm{~cm} 72~sq~ft 72^\circ 72° 72~miles/hour 72~p.m. 72~years~old
     72~more~apples Total:~72 It~is~72~clips. x=72 x~=~72 6*12=72 60+12=72 6~x~12~=~72 x~=~6~*~12~=~72 <<6*12=72>>72
     \mathbf{72}
     """),

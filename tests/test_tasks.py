@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from trl_quant.tasks import division_reward, load_prompts
 from trl_quant.tasks.arithmetic import OPERATIONS, Division, Problem, divisions, problems
+from trl_quant.tasks.benchmarks import generate
 from trl_quant.tasks.evaluate import mean_reward
 
 
@@ -131,6 +133,29 @@ def test_held_out_problems_are_never_taught():
     assert {p.op for p in islice(problems(0, operations="+-"), 100)} == {"+", "-"}
     taught, held_out = (set(islice(problems(0, max_digits=2, held_out=h), 3000)) for h in (False, True))
     assert taught and held_out and not taught & held_out
+
+
+@pytest.mark.parametrize(
+    ("difficulty", "says"),
+    [
+        ({"min_digits": 5, "max_digits": 2}, "`min_digits`=5, `max_digits`=2: they must be at least 1, in order"),
+        ({"min_digits": 5}, "`min_digits`=5, `max_digits`=4: they must"),
+        ({"min_digits": 0}, "`min_digits`=0, `max_digits`=4: they must"),
+        ({"operations": 5}, "`operations`=5 must be a list of at least one of '+', '-', '*'"),
+        ({"operations": None}, "`operations`=None must"),
+        ({"operations": {"+": 1}}, "`operations`={'+': 1} must"),
+        ({"operations": []}, "`operations`=[] must"),
+        ({"operations": [["+"]]}, "`operations` has [['+']]. Allowed: '+', '-', '*'"),
+    ],
+)
+def test_the_difficulty_of_problems_is_checked(difficulty, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        generate("arithmetic", 4, **difficulty)
+
+
+def test_the_narrowest_difficulty_of_problems():
+    rows = generate("arithmetic", 4, min_digits=3, max_digits=3, operations=["-"])
+    assert all(re.fullmatch(r"\d{3}-\d{3}=", prompt) for prompt in rows["prompt"])
 
 
 def test_divisions():

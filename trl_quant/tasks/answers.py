@@ -7,8 +7,8 @@ The order is fixed. The first kind of marker present decides, and only its last 
 3. `#### ...` up to the end of the line, GSM8K's own format
 4. the last number of the text, only if the caller allows it
 
-A marker must hold one written-out number, alone or with words and units: `$12.50`, `1,234 clips`, `x = 5`,
-`\frac{3}{4}` and `50%`. Anything else is not an answer, and weaker markers are not tried:
+A marker must hold one written-out number, alone or with words and units: `$12.50`, `1,234 clips`, `5 m/s^2`,
+`x = 5`, `\frac{3}{4}` and `50%`. Anything else is not an answer, and weaker markers are not tried:
 
 | in the marker | why it is no answer |
 |---|---|
@@ -46,7 +46,8 @@ _NUMBER = re.compile(
     rf"|(?P<decimal>{_INTEGER}(?:\.\d+)?|(?<!\.)\.\d+)(?P<exponent>[eE][-+]?\d+)?)"
     r"(?:\s?(?P<percent>%))?"
 )
-_UNIT = re.compile(rf"\s?(?:{_UNITS})(?![A-Za-z])(?:\^\d|\^\{{\d\}}|[²³])?")
+_POWER = rf"(?:{_UNITS})(?![A-Za-z])(?:\^(?:\d|\{{\d\}})(?!\.?\d)|[²³])?"  # of a unit
+_UNIT = re.compile(rf"\s*{_POWER}(?:\s*/\s*{_POWER})*")  # cm^2, km/h
 _LETTER = "[A-Za-z\u0370-\u03ff]"
 # After a number, these make it another number or an expression: 72!, 72x, 72^2, 72_8, 72/x
 _CONTINUED = re.compile(rf"\s?[!^_\\|}}²³]|{_LETTER}|\s(?![aAI]){_LETTER}(?!{_LETTER})|\s?/\s?{_LETTER}(?!{_LETTER})")
@@ -182,8 +183,8 @@ def numbers(text: str) -> list[str | None]:
 
 def _numbers(text: str) -> list[tuple[str | None, str, str]]:
     """Lists the numbers of a plain text in canonical form, each with the text before it and the text after its unit."""
-    found = []
-    for match in _NUMBER.finditer(text):
+    found, end = [], 0
+    while match := _NUMBER.search(text, end):
         unit = _UNIT.match(text, match.end())
         end = match.end() if unit is None else unit.end()
         number = None if _CONTINUED.match(text, end) else _canonical(match)

@@ -131,9 +131,14 @@ def problems(
     The `operations` are equally frequent, and so are digit counts from `min_digits` to `max_digits`. Problems with one
     of their operands as the answer (`80-40`) are left out: copying from the question must never be right.
     """
-    unknown = set(operations) - set(OPERATIONS)
+    allowed = ", ".join(map(repr, OPERATIONS))
+    if not isinstance(operations, Sequence) or not operations:
+        raise ValueError(f"`operations`={operations!r} must be a list of at least one of {allowed}.")
+    unknown = [op for op in operations if op not in OPERATIONS]
     if unknown:
-        raise ValueError(f"`operations` has {sorted(unknown)}. Allowed: {', '.join(map(repr, OPERATIONS))}.")
+        raise ValueError(f"`operations` has {unknown}. Allowed: {allowed}.")
+    if not 1 <= min_digits <= max_digits:
+        raise ValueError(f"`min_digits`={min_digits}, `max_digits`={max_digits}: they must be at least 1, in order.")
     rng = random.Random(seed)
     while True:
         op = rng.choice(operations)

@@ -15,8 +15,8 @@ text must be a single number or equation. The rewards differ in what they accept
 [`trl_quant.tasks.expressions`] has its rules. Where the ground truth is itself an expression, equal expressions count,
 so a question that asks to expand, factor or simplify an expression can still be answered with that expression.
 
-[`lenient_math_reward`] is for evaluation, and compares expressions with math-verify. A signal stops math-verify after
-five seconds, so it must run on the main thread.
+[`lenient_math_reward`] is for evaluation. It accepts what the strict reward accepts, and compares other expressions
+with math-verify. A signal stops math-verify after five seconds, so it must run on the main thread.
 """
 
 import re
@@ -69,7 +69,7 @@ def lenient_math_reward(completions, answer, prompts=None, **kwargs) -> list[flo
     Returns:
         `list[float | None]`: `None` where a row has no ground truth.
     """
-    return _scores(lambda gold, found, prompt: same_mathematics(gold, found), completions, answer, prompts)
+    return _scores(_is_equal, completions, answer, prompts)
 
 
 math_reward = lenient_math_reward  # its older name
@@ -98,6 +98,11 @@ def _is_answer(gold: str, found: str, prompt) -> bool:
         return same_answer(gold, found)
     found = literal(found)
     return found is not None and same_number(number, without_percent(found, prompt))
+
+
+def _is_equal(gold: str, found: str, prompt) -> bool:
+    written_out = len(gold) <= MAX_CHARACTERS and _is_answer(gold, found, prompt)
+    return written_out or same_mathematics(gold, found)
 
 
 def same_mathematics(gold: str, answer: str) -> bool:

@@ -49,7 +49,9 @@ def _checked(reward: Callable, name: str) -> Callable[..., list[float | None]]:
     @wraps(reward)
     def checked(*args, **kwargs):
         rewards = reward(*args, **kwargs)
-        if not isinstance(rewards, Iterable) or not all(value is None or _is_number(value) for value in rewards):
+        if isinstance(rewards, Iterable):
+            rewards = list(rewards)  # a generator can be read only once
+        if not isinstance(rewards, list) or not all(value is None or _is_number(value) for value in rewards):
             raise ValueError(
                 f"`reward_funcs`={name!r} returned {str(rewards)[:80]}, which must be a list with a number or None for "
                 "each completion."
