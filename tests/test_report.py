@@ -79,6 +79,11 @@ def test_a_resumed_run_counts_each_step_once(tmp_path):
     after = [{"step": 4, "eval_reward": 0.9}, *entries(6, offset=5.0)[4:]]
     history = read_run(write_jsonl(tmp_path / "run", before + after)).history
     assert history == entries(4) + after
+    unrewarded = [
+        [{"step": entry["step"], "loss": 0.1 * i} for i, entry in enumerate(rows)] for rows in (before, after)
+    ]
+    history = read_run(write_jsonl(tmp_path / "distilled", unrewarded[0] + unrewarded[1][1:])).history
+    assert history == unrewarded[0][:4] + unrewarded[1][1:]
     last = {"step": 6, "train_runtime": 1.0}  # the same step as the one before, and no step of training
     assert read_run(write_jsonl(tmp_path / "done", [*entries(6), last])).history == [*entries(6), last]
 
@@ -365,6 +370,13 @@ def test_all_well_is_said_only_where_it_is_so():
     assert said(well[:4]) == "Too little to judge: the reward was logged at 4 steps."
     assert said(well, well[:1]) == "Too little to judge: the reward was logged at 1 step."
     assert said([]) == "Too little to judge: the reward was logged at 0 steps."
+    # PPO compares no groups, and distillation has no rewards
+    no_groups = {name: value for name, value in seen.items() if name != "frac_reward_zero_std"}
+    assert said(log(value__loss=0.1, **no_groups)) == "All well."
+    distilled = {name: value for name, value in no_groups.items() if name != "reward"} | {"loss": 1.0}
+    assert said(log(**distilled)) == "All well."
+    assert said(log(**distilled)[:4]) == "Too little to judge: the loss was logged at 4 steps."
+    assert said(log(**no_groups | {"loss": 1.0})).endswith(": frac_reward_zero_std.")
     sick = log(reward=0.5, mismatch__kl_k3=climbing(1e-3, 1e-2))
     (line,) = said(well, sick, sick)
     assert line.startswith("The mismatch KL grew 8 times") and line.endswith("(run1; 2 of 3 runs)")

@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import inf
 from statistics import fmean, median
 
-from .runs import ENDS, KL, LARGEST, REWARD, Group, Run, is_number
+from .runs import ENDS, KL, LARGEST, LOSS, REWARD, Group, Run, is_number
 
 
 POSITION = "mismatch/by_position/"
@@ -320,13 +320,15 @@ IN_EVERY_MISMATCH = (
 
 def verdict(group: Group) -> str:
     """Returns the verdict on a group without findings. All is well only if every finding had enough data."""
-    logged = min(len(run.values(REWARD)) for run in group.runs)
+    has_rewards = any(run.values(REWARD) for run in group.runs)  # distillation has none
+    progress = REWARD if has_rewards or not any(run.values(LOSS) for run in group.runs) else LOSS
+    logged = min(len(run.values(progress)) for run in group.runs)
     if logged < ENDS:
-        return f"Too little to judge: the reward was logged at {logged} step{'s' * (logged != 1)}."
+        return f"Too little to judge: the {progress} was logged at {logged} step{'s' * (logged != 1)}."
     unseen = [
         metric
         for metric in (*IN_EVERY_MISMATCH, *IN_EVERY_RUN)
-        if any(len(run.values(metric)) < ENDS for run in group.runs)
+        if any(len(run.values(metric)) < ENDS and _can_log(run, metric) for run in group.runs)
     ]
     if not unseen:
         return "All well."
@@ -340,6 +342,14 @@ def verdict(group: Group) -> str:
         f"Nothing stands out in what was logged. This cannot be judged, since it was logged at fewer than {ENDS} "
         f"steps: {_joined(unseen)}."
     )
+
+
+def _can_log(run: Run, metric: str) -> bool:
+    """Whether a run can log a metric: PPO compares no groups of rewards, and distillation has no rewards."""
+    if metric != "frac_reward_zero_std":
+        return True
+    has_rewards = bool(run.values(REWARD)) or not run.values(LOSS)
+    return has_rewards and not run.values("value/loss")
 
 
 def _joined(names: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import fmean
 
 
-REWARD, KL = "reward", "mismatch/kl_k3"
+REWARD, LOSS, KL = "reward", "loss", "mismatch/kl_k3"
 ENDS = 5  # number of logged steps whose mean is a run's first or last value
 TOKENS_PER_SECOND = "tokens_per_second"  # not logged by TRL; `Run.series` computes it
 LARGEST = 1e100  # largest value that is used: squares of larger ones overflow, and axes cannot show them
@@ -353,7 +353,7 @@ def _logged(path: Path) -> list[dict] | None:
     for entry in reversed(entries):
         if entry["step"] < replaced_from:
             kept.append(entry)
-        if REWARD in entry:
+        if REWARD in entry or LOSS in entry:
             replaced_from = min(replaced_from, entry["step"])
     kept.reverse()
     return sorted(kept, key=_step_of_entry)
