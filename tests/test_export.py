@@ -226,7 +226,10 @@ def test_uaq_is_undone(family, tmp_path):
     again = export(tmp_path / "again", "--model", tmp_path / "scaled")
     assert contents(Path(again))["model.safetensors"] == contents(tmp_path / "out")["model.safetensors"]
     text = refusal(tmp_path / "third", "--model", tmp_path / "out")
-    assert "needs no export: it has neither `uaq_scale` nor quantized weights" in text
+    assert "`--model`" in text and "needs no export: it has neither `uaq_scale` nor quantized weights" in text
+    assert "prepare" not in text
+    text = refusal(tmp_path / "third", "--adapter", tmp_path / "out", "--format", "int8")
+    assert "`--adapter`" in text and f"`trl-quant prepare --model {tmp_path / 'out'} --format int8`" in text
 
 
 def test_an_adapter_of_a_scaled_base(tmp_path):

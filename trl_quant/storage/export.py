@@ -196,7 +196,12 @@ def _find_policy(options: ExportOptions) -> tuple[ExportOptions, Policy]:
     config, heads, skeleton = read_config(source.path), source.heads, source.skeleton()
     ignore, scale, stored = source.ignored(), config.get("uaq_scale"), stored_format(config)
     if path is None and scale is None and stored is None:
-        raise ValueError(f"`--model` {model} needs no export: it has neither `uaq_scale` nor quantized weights.")
+        named = "--model" if options.adapter is None else "--adapter"
+        prepare = f" `trl-quant prepare --model {model} --format {options.format}` quantizes it."
+        raise ValueError(
+            f"`{named}` {model} needs no export: it has neither `uaq_scale` nor quantized weights."
+            f"{'' if options.format == 'none' else prepare}"
+        )
     if options.base_format is not None and (path is None or stored is not None):
         raise ValueError(
             f"`--base_format` {options.base_format} is for an adapter whose base has 16 bits; leave it out here."
