@@ -219,11 +219,28 @@ QAT = {  # label in the benchmarks' table -> cell, by the format that is served
 }
 
 
-def test_qat_of_the_study():
+def of_qat(digits: int) -> dict[str, dict]:
     """Three seeds of each cell, all at one commit."""
-    cells = {row["name"]: row for row in read("study/qat")["cells"]}
-    assert len({run["commit"] for row in cells.values() for run in row["runs"]}) == 1
-    assert {run["seed"] for row in cells.values() for run in row["runs"]} == {0, 1, 2}
+    rows = [row for row in read("study/qat")["cells"] if row["settings"]["digits"] == digits]
+    assert len({run["commit"] for row in rows for run in row["runs"]}) == 1
+    assert all({run["seed"] for run in row["runs"]} == {0, 1, 2} for row in rows)
+    return {row["name"].partition(",")[0] if digits == 12 else row["name"]: row for row in rows}
+
+
+def test_qat_of_long_sums():
+    """The two ranges do not overlap: training for INT4 pays where rounding to it costs."""
+    cells = of_qat(digits=12)
+    found = {name: row["metrics"] for name, row in cells.items()}
+    rounded, trained = found["full precision"]["served in int4"], found["int4 all weights"]["served in int4"]
+    words = "ends at {mean:.3f}, {smallest:.3f} to {largest:.3f}".format
+    text = BENCHMARKS.partition("In sums of 12 digits")[2].partition("\n\n")[0].replace("\n", " ")
+    assert words(**found["full precision"]["accuracy"]) in text
+    assert words(**rounded) in text and words(**trained) in text
+    assert rounded["largest"] < trained["smallest"] and "do not overlap" in text
+
+
+def test_qat_of_the_study():
+    cells = of_qat(digits=3)
     header = "| trained | served in NVFP4 | in MXFP4 | in INT4 |"
     for label, name in QAT.items():
         for served, told in zip(("nvfp4", "mxfp4", "int4"), cells_of(BENCHMARKS, label, header)[1:], strict=True):
