@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-import tempfile
 import zlib
 from pathlib import Path
 
@@ -23,7 +22,7 @@ def code_directory() -> str:
     """
     cpu = {line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")}
     sets = f"{cpu} {os.environ.get('ATEN_CPU_CAPABILITY')}"
-    return os.path.join(tempfile.gettempdir(), f"torchinductor-{zlib.crc32(sets.encode()):08x}")
+    return os.path.expanduser(f"~/.cache/torchinductor-{zlib.crc32(sets.encode()):08x}")
 
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", code_directory())

@@ -146,7 +146,7 @@ def test_large_layers_are_sampled_by_rows(monkeypatch):
     assert found["weights/normalized_update"] == pytest.approx(float((flat(leading) / 3).norm() / flat(leading).norm()))
 
 
-def test_a_checkpoint_holds_what_the_next_sync_finds():
+def test_the_next_sync_of_a_resumed_run_finds_what_an_unbroken_one_finds():
     first = dict(tiny_model().named_parameters())
     names = [name for name, w in first.items() if "proj" in name]
     second = {name: w.detach() * 1.01 for name, w in first.items()}
@@ -155,11 +155,14 @@ def test_a_checkpoint_holds_what_the_next_sync_finds():
     for name in names:
         drift.add(name, first[name])
     drift.metrics()
-    kept = drift.since_sync(second.items())
+    update = drift.since_sync(second.items())
     resumed = WeightDrift(names, "int4")
-    resumed.resumed, resumed.initial = kept, drift.initial
+    resumed.resumed, resumed.initial = dict(drift.synced), drift.initial
+    assert resumed.synced.keys() == drift.synced.keys() == set(names)  # of a checkpoint before the next sync
     for sampler in (drift, resumed):
         for name in names:
             sampler.add(name, second[name])
-    assert drift.metrics() == resumed.metrics()
-    assert len(kept) == 3 and kept["normalized_update"] > 0
+    found = drift.metrics()
+    assert found == resumed.metrics() and not resumed.resumed
+    assert len(update) == 3 and update["normalized_update"] > 0
+    assert all(found[f"weights/{name}"] == value for name, value in update.items())

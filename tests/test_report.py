@@ -79,12 +79,10 @@ def test_a_resumed_run_counts_each_step_once(tmp_path):
     after = [{"step": 4, "eval_reward": 0.9}, *entries(6, offset=5.0)[4:]]
     history = read_run(write_jsonl(tmp_path / "run", before + after)).history
     assert history == entries(4) + after
-    unrewarded = [
-        [{"step": entry["step"], "loss": 0.1 * i} for i, entry in enumerate(rows)] for rows in (before, after)
-    ]
-    history = read_run(write_jsonl(tmp_path / "distilled", unrewarded[0] + unrewarded[1][1:])).history
-    assert history == unrewarded[0][:4] + unrewarded[1][1:]
-    last = {"step": 6, "train_runtime": 1.0}  # the same step as the one before, and no step of training
+    losses = [{"step": i, "loss": float(i)} for i in range(1, 8)]  # distillation logs no rewards
+    again = [{"step": i, "loss": 9.0} for i in (5, 6)]
+    assert read_run(write_jsonl(tmp_path / "distilled", losses + again)).history == losses[:4] + again
+    last = {"step": 6, "train_runtime": 1.0, "train_loss": 0.5}  # the last step again, and no step of training
     assert read_run(write_jsonl(tmp_path / "done", [*entries(6), last])).history == [*entries(6), last]
 
 
@@ -346,14 +344,23 @@ def test_a_rise_begins_where_it_began():
     assert findings.rising(steps, flat_then_up[::-1]) == ""
 
 
-def test_all_well_is_said_only_where_it_is_so():
-    def said(*logs):
-        group = Group("g", [Run(f"run{i}", rows) for i, rows in enumerate(logs)])
-        return findings.findings(group) or findings.verdict(group)
+LEARNING = {"reward": 0.5, "entropy": 1.0, "frac_reward_zero_std": 0.1, "completions__clipped_ratio": 0.0}
+MISMATCH = {"mismatch__weight_mean": 1.0, "mismatch__ess_ratio": 1.0, "mismatch__max_weight": 1.1}
+MISMATCH |= {"mismatch__kl_k3": 1e-3, "mismatch__unscored_fraction": 0.0}
 
-    learning = {"reward": 0.5, "entropy": 1.0, "frac_reward_zero_std": 0.1, "completions__clipped_ratio": 0.0}
-    seen = {"mismatch__weight_mean": 1.0, "mismatch__ess_ratio": 1.0, "mismatch__max_weight": 1.1}
-    seen |= learning | {"mismatch__kl_k3": 1e-3, "mismatch__unscored_fraction": 0.0}
+
+def said(*logs) -> list[str] | str:
+    """What the report says of a group of runs."""
+    group = Group("g", [Run(f"run{i}", rows) for i, rows in enumerate(logs)])
+    return findings.findings(group) or findings.verdict(group)
+
+
+def without(metrics: dict, *names: str) -> dict:
+    return {name: value for name, value in metrics.items() if name not in names}
+
+
+def test_all_well_is_said_only_where_it_is_so():
+    learning, seen = LEARNING, LEARNING | MISMATCH
     well = log(**seen)
     assert said(well) == "All well."
     assert said(log(**learning)) == (
@@ -361,7 +368,7 @@ def test_all_well_is_said_only_where_it_is_so():
         "measure."
     )
     for name in seen.keys() - {"reward"}:
-        unseen = log(**{other: value for other, value in seen.items() if other != name})
+        unseen = log(**without(seen, name))
         for runs in ((unseen,), (well, unseen), (well, [*unseen[:-1], *well[-1:]])):  # at no step, and at one
             found = said(*runs)
             assert found.startswith("Nothing stands out") and found.endswith(f": {name.replace('__', '/')}."), found
@@ -370,17 +377,35 @@ def test_all_well_is_said_only_where_it_is_so():
     assert said(well[:4]) == "Too little to judge: the reward was logged at 4 steps."
     assert said(well, well[:1]) == "Too little to judge: the reward was logged at 1 step."
     assert said([]) == "Too little to judge: the reward was logged at 0 steps."
-    # PPO compares no groups, and distillation has no rewards
-    no_groups = {name: value for name, value in seen.items() if name != "frac_reward_zero_std"}
-    assert said(log(value__loss=0.1, **no_groups)) == "All well."
-    distilled = {name: value for name, value in no_groups.items() if name != "reward"} | {"loss": 1.0}
-    assert said(log(**distilled)) == "All well."
-    assert said(log(**distilled)[:4]) == "Too little to judge: the loss was logged at 4 steps."
-    assert said(log(**no_groups | {"loss": 1.0})).endswith(": frac_reward_zero_std.")
+    assert said(log(reward=lambda i: None, loss=0.1)) == "Too little to judge: the reward was logged at 0 steps."
     sick = log(reward=0.5, mismatch__kl_k3=climbing(1e-3, 1e-2))
     (line,) = said(well, sick, sick)
     assert line.startswith("The mismatch KL grew 8 times") and line.endswith("(run1; 2 of 3 runs)")
     assert said(sick) == [line.removesuffix(" (run1; 2 of 3 runs)")]
+
+
+def test_ppo_needs_no_groups_of_rewards():
+    """Its critic stands in for them. All else that it logs is needed, and GRPO's groups still are."""
+    seen = without(LEARNING | MISMATCH, "frac_reward_zero_std")
+    assert said(log(**seen, value__loss=0.1)) == "All well."
+    assert said(log(**seen)).endswith(": frac_reward_zero_std.")
+    assert said(log(**seen, value__loss=0.1), log(**seen)).endswith(": frac_reward_zero_std.")
+    assert said(log(**without(seen, "entropy"), value__loss=0.1)).endswith(": entropy.")
+
+
+def test_distillation_is_judged_without_rewards():
+    """By the steps with a loss, or with a mismatch alone. One run with a reward makes the group one with rewards."""
+    seen = without(LEARNING | MISMATCH, "reward", "frac_reward_zero_std")
+    none = "No reward was logged, so none was judged."
+    distilled = log(**seen, loss=0.1)
+    assert said(distilled) == said(log(**seen)) == f"All well. {none}"
+    assert said(distilled[:4]) == f"Too little to judge: the loss was logged at 4 steps. {none}"
+    assert said(distilled, distilled[:1]) == f"Too little to judge: the loss was logged at 1 step. {none}"
+    assert said(log(**seen)[:4]) == f"Too little to judge: the mismatch KL was logged at 4 steps. {none}"
+    assert said(log(**without(seen, "entropy"), loss=0.1)).endswith(f": entropy. {none}")
+    assert said(distilled, log(**LEARNING)) == "Too little to judge: the reward was logged at 0 steps."
+    (line,) = said(log(**seen | {"mismatch__kl_k3": climbing(1e-3, 1e-2)}, loss=0.1))
+    assert line.startswith("The mismatch KL grew 8 times")
 
 
 # Speed

@@ -15,6 +15,8 @@ from .runs import ENDS, KL, LARGEST, LOSS, REWARD, Group, Run, is_number
 
 
 POSITION = "mismatch/by_position/"
+CRITIC = "value/"  # what PPO alone logs
+SAME_REWARDS = "frac_reward_zero_std"
 BUCKET = re.compile(re.escape(POSITION) + r"([0-9]{1,9})-([0-9]{0,9})")  # first and last token, if it has one
 ROUNDING = 1e-4  # nats a token: the KL that BF16 rounding and a few flipped codes cause
 RISE = 1.5  # smallest ratio of end to start that counts as a rise
@@ -182,7 +184,7 @@ def entropy_gone(run: Run, share: float = 0.1) -> str | None:
 
 
 def same_rewards(run: Run, above: float = 0.8) -> str | None:
-    value = _settled(run, "frac_reward_zero_std")
+    value = _settled(run, SAME_REWARDS)
     if value is None or value <= above:
         return None
     return f"In {value:.0%} of the groups all rewards are the same: those completions teach nothing."
@@ -306,8 +308,8 @@ def findings(group: Group) -> list[str]:
     return lines
 
 
-# Metrics of findings that every run logs. Other findings need what only some runs have: noise, a cap, AIS.
-IN_EVERY_RUN = ("entropy", "frac_reward_zero_std", "completions/clipped_ratio")
+# Metrics of findings that every run of a kind logs. Other findings need what only some runs have: noise, a cap, AIS.
+IN_EVERY_RUN = ("entropy", SAME_REWARDS, "completions/clipped_ratio")
 # Metrics of findings that a run with a copy of the policy logs as well
 IN_EVERY_MISMATCH = (
     KL,
@@ -316,15 +318,24 @@ IN_EVERY_MISMATCH = (
     "mismatch/max_weight",
     "mismatch/unscored_fraction",
 )
+# What may show that a run trains, and its name in a verdict. The reward is the first choice; distillation has none.
+PROGRESS = {REWARD: "reward", LOSS: "loss", KL: "mismatch KL"}
 
 
 def verdict(group: Group) -> str:
     """Returns the verdict on a group without findings. All is well only if every finding had enough data."""
-    has_rewards = any(run.values(REWARD) for run in group.runs)  # distillation has none
-    progress = REWARD if has_rewards or not any(run.values(LOSS) for run in group.runs) else LOSS
-    logged = min(len(run.values(progress)) for run in group.runs)
+    names = {name for run in group.runs for entry in run.history for name in entry}
+    metric = next((name for name in PROGRESS if name in names), REWARD)
+    logged = min(len(run.values(metric)) for run in group.runs)
+    no_reward = "" if metric == REWARD else " No reward was logged, so none was judged."
     if logged < ENDS:
-        return f"Too little to judge: the {progress} was logged at {logged} step{'s' * (logged != 1)}."
+        steps = f"{logged} step{'s' * (logged != 1)}"
+        return f"Too little to judge: the {PROGRESS[metric]} was logged at {steps}.{no_reward}"
+    return _judged(group) + no_reward
+
+
+def _judged(group: Group) -> str:
+    """Returns what the logged metrics allow to say of a group without findings."""
     unseen = [
         metric
         for metric in (*IN_EVERY_MISMATCH, *IN_EVERY_RUN)
@@ -345,11 +356,8 @@ def verdict(group: Group) -> str:
 
 
 def _can_log(run: Run, metric: str) -> bool:
-    """Whether a run can log a metric: PPO compares no groups of rewards, and distillation has no rewards."""
-    if metric != "frac_reward_zero_std":
-        return True
-    has_rewards = bool(run.values(REWARD)) or not run.values(LOSS)
-    return has_rewards and not run.values("value/loss")
+    """Whether a run's trainer logs a metric: PPO compares no rewards in groups, and distillation has none."""
+    return metric != SAME_REWARDS or (bool(run.values(REWARD)) and not run.names(CRITIC))
 
 
 def _joined(names: Sequence[str]) -> str:

@@ -353,7 +353,7 @@ def _logged(path: Path) -> list[dict] | None:
     for entry in reversed(entries):
         if entry["step"] < replaced_from:
             kept.append(entry)
-        if REWARD in entry or LOSS in entry:
+        if LOSS in entry or REWARD in entry:  # distillation has no rewards
             replaced_from = min(replaced_from, entry["step"])
     kept.reverse()
     return sorted(kept, key=_step_of_entry)
