@@ -20,8 +20,9 @@ def code_directory() -> str:
     Where torch.compile keeps its code, by instruction set: it looks code up without asking for which set it was made,
     and what was made for AVX2 writes past its buffers under AVX-512.
     """
-    cpu = {line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")}
-    sets = f"{cpu} {os.environ.get('ATEN_CPU_CAPABILITY')}"
+    info = Path("/proc/cpuinfo")  # of Linux
+    lines = info.read_text().splitlines() if info.is_file() else []
+    sets = f"{sorted({line for line in lines if line.startswith('flags')})} {os.environ.get('ATEN_CPU_CAPABILITY')}"
     return os.path.expanduser(f"~/.cache/torchinductor-{zlib.crc32(sets.encode()):08x}")
 
 

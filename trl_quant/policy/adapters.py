@@ -34,7 +34,7 @@ from ..layers.joint import Part, output
 
 # Initializations of PEFT that neither read nor change the base's weight
 INITIALIZATIONS = (True, False, "gaussian")
-# What is wrong with an adapter that is to be merged at each step
+# The end of the error for an adapter that is to be merged at each step, and cannot be
 NOT_PLAIN = (
     "more than a product of B and A (dropout, a bias, DoRA or another method), and cannot be quantized with the weight "
     "at each step. Use plain LoRA with `lora_dropout=0`, or with vLLM in colocate mode `lora_sync='adapter'`."

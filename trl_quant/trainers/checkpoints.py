@@ -264,7 +264,7 @@ def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
         )
     if args.sync_ref_model:
         logger.warning(
-            "`sync_ref_model`: checkpoints hold no reference model, and a run that resumes %s begins with the first.",
+            "`sync_ref_model`: checkpoints hold no reference model. A run that resumes %s begins with the initial one.",
             checkpoint,
         )
     check_same_files(checkpoint)

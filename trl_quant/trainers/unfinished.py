@@ -46,7 +46,8 @@ def resume(trainer: Trainer, checkpoint: str | Path, state: dict) -> int:
     """
     micro_steps = state.get("micro_steps", 0)
     if not state.get("inside_generation"):
-        return 0 if is_inside(trainer, micro_steps) else micro_steps  # inside if the schedule is another one now
+        # With another schedule than the checkpoint's, this step may lie inside a generation: a new one begins
+        return 0 if is_inside(trainer, micro_steps) else micro_steps
     found = read(file_of(trainer, checkpoint), trainer.accelerator.device)
     if not all(gather_object([found.pop("form", None) == form(trainer)])):
         logger.warning(
