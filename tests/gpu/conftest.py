@@ -42,7 +42,7 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item):
+def pytest_runtest_protocol(item, nextitem):
     if REPORTS in os.environ or not all(map(item.get_closest_marker, ("gpu", "vllm"))):
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -54,6 +54,8 @@ def pytest_runtest_protocol(item):
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # The test before this one left what they share; the next may be in another directory
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 

@@ -161,7 +161,9 @@ def memory_of_this_process() -> int:
     """Bytes of the card that this process holds; the card's free memory changes with the tests beside this one."""
     pynvml = pytest.importorskip("pynvml")
     pynvml.nvmlInit()
-    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
+    # By its own name: NVML numbers all cards of the host, whatever CUDA_VISIBLE_DEVICES says
+    card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(card)
     (held,) = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
     return held
 
