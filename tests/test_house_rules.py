@@ -53,6 +53,7 @@ LAZY = {"layers/...": ({"triton"}, ("kernels/...",))}
 # Private names of other libraries that we use, by the file that has them
 FOREIGN = {
     "os.py": "_exit",
+    "_pytest/runner.py": "_setupstate",
     "torch/_C/__init__.pyi": "_version",
     "torch/_meta_registrations.py": "_flash_attention_backward _flash_attention_forward _int_mm",
     "torch/_dynamo/__init__.py": "_dynamo",

@@ -3,8 +3,8 @@
 from statistics import median
 
 import pytest
-from figures import BENCHMARKS, H100, H200, MEASURED, cells_of, gib, middle, read, times
-from pages import README, ROOT
+from figures import BENCHMARKS, H100, H200, MEASURED, PPO, TRAINING, cells_of, gib, middle, read, times
+from pages import README, ROOT, TEXTS
 
 
 def lognormal() -> tuple[dict, dict[str, list[dict]]]:
@@ -77,6 +77,76 @@ def test_longer_steps_on_an_h100():
         assert cells_of(BENCHMARKS, benchmark)[1:] == cells
     told = cells_of(README, "The same with up to 4096 tokens, on an H100")[1]
     assert told == f"{gains[0]} TRL's; {gains[1]} without TRL's scoring pass"
+
+
+def test_ours_on_another_h100():
+    ours = read(f"step-7b-lognormal-64x4096-ours-{H100}")
+    before = read(f"step-7b-lognormal-64x4096-{H100}")
+    steps = {run["trainer"]: run["results"]["64x4096 lognormal"] for run in (*ours["runs"], *before["runs"])}
+    assert ours["lengths"] == before["lengths"] and ours["machine"] == before["machine"]
+    bf16, exact = steps["bf16"], steps["fp8_block/fp8_block/exact"]
+    for told, benchmark, run in (
+        ("BF16 |", "`bf16`, H100", bf16),
+        ("`fp8_block` with", "`fp8_block`, exact rollouts, H100", exact),
+    ):
+        own, seconds = middle(run, "step"), [each["step"] for each in run["steps"]]
+        assert len(seconds) == 5
+        (gain,) = times([middle(bf16, "step") / own])
+        sampling, sync, update = (f"{middle(run, phase):.2f}" for phase in ("sampling", "sync", "update"))
+        cells = cells_of(MEASURED, told, "| ours, on another host |")[1:]
+        assert cells == [f"{own:.2f} s", gain, f"{sampling} s", f"{update} s"]
+        cells = [f"{own:.2f}", f"{min(seconds):.2f}, {max(seconds):.2f}", gain, sampling, sync, update]
+        assert cells_of(BENCHMARKS, benchmark)[1:] == [*cells, f"{run['peak_bytes'] / 2**30:.0f}"]
+    step = {name: middle(run, "step") for name, run in steps.items()}
+    told = "ours in BF16 is {:.2f} times as fast as TRL, and `fp8` {:.2f} times as fast as ours in BF16"
+    assert told.format(step["trl"] / step["bf16"], step["bf16"] / step["fp8/fp8"]) in MEASURED
+    assert exact["logp_difference"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "baseline", "rows"),
+    [
+        ("rloo", "rloo:trl", {"rloo:trl": "TRL's RLOO, BF16", "rloo:fp8/fp8": "ours, RLOO, `fp8`"}),
+        ("ppo", "ppo:bf16", {"ppo:bf16": "ours, PPO, BF16", "ppo:fp8/fp8": "ours, PPO, `fp8`"}),
+        (
+            "qat",
+            "bf16",
+            {"bf16": "ours, GRPO, all weights in BF16", "nvfp4/nvfp4": "ours, GRPO, all weights for NVFP4"},
+        ),
+    ],
+)
+def test_other_trainers(name, baseline, rows):
+    runs = {run["trainer"]: run["results"]["64x512 equal"] for run in read(f"step-7b-{name}-{H100}")["runs"]}
+    for trainer, start in rows.items():
+        run = runs[trainer]
+        assert len(run["steps"]) == 5
+        gain = middle(runs[baseline], "step") / middle(run, "step")
+        phases = [middle(run, phase) for phase in ("sampling", "sync", "scoring", "update")]
+        cells = [f"{middle(run, 'step'):.2f} s", f"{gain:.2f}x", *(f"{each:.2f} s" if each else "0" for each in phases)]
+        assert cells_of(MEASURED, start, "| trainer and precision |")[1:] == cells
+    told = {
+        "rloo": (TEXTS["docs/rloo.md"], "[{:.2f} times as fast]"),
+        "ppo": (PPO.replace("\n", " "), "[{:.2f} times as fast](results.md#other-trainers)"),
+        "qat": (TRAINING, "[{:.2f} times as long]"),
+    }
+    text, words = told[name]
+    assert words.format(1 / gain if name == "qat" else gain) in text
+    if name == "qat":
+        sampling = middle(runs["bf16"], "sampling") / middle(runs["nvfp4/nvfp4"], "sampling")
+        assert f"it samples {sampling:.2f} times as fast" in MEASURED
+
+
+def test_differences_of_log_probabilities_in_those_steps():
+    difference = {
+        run["trainer"]: result["logp_difference"]
+        for name in ("lognormal-64x4096-ours", "ppo", "qat", "rloo")
+        for run in read(f"step-7b-{name}-{H100}")["runs"]
+        for result in run["results"].values()
+    }
+    told = "0.25 nats between vLLM and trainer in BF16, 0.26 where all weights were trained for NVFP4, 1.77 in `fp8`"
+    assert told in BENCHMARKS.replace("\n", " ")
+    assert f"{difference['bf16']:.2f} {difference['nvfp4/nvfp4']:.2f}" == "0.25 0.26"
+    assert f"{max(difference['rloo:fp8/fp8'], difference['ppo:fp8/fp8']):.2f}" == "1.77"
 
 
 def test_limits_of_steps_that_differ_in_length(monkeypatch):
@@ -154,3 +224,17 @@ def test_masked_diffusion(card, shape, table, row, told, gain):
     assert told.format(*gains) in text and gain.format(sums[0] / sums[1]) in text
     cells = cells_of(README, row)[1].replace(" ours in BF16", "")
     assert cells == "{1:.2f}x; sampling {0:.2f}x".format(*gains)
+
+
+def test_masked_diffusion_with_eight_generations():
+    found = read(f"diffusion-8b-8-generations-{H100}")
+    runs = {run["trainer"]: run["results"]["8x256"] for run in found["runs"]}
+    assert found["arguments"]["generations"] == 8 and all(len(run["steps"]) == 5 for run in runs.values())
+    for name, title in {"bf16": "BF16 |", "fp8": "`fp8` |", "fp8_tensor": "`fp8_tensor` |"}.items():
+        phases = [middle(runs[name], phase) for phase in ("sampling", "scoring", "reference", "update", "step")]
+        cells = [*(f"{each:.2f} s" for each in phases), f"{gib(runs[name]['peak_bytes'])} GiB"]
+        assert cells_of(MEASURED, title, "| copy, 8 completions |")[1:] == cells
+    paper = ("sampling", "estimate", "scoring", "reference")
+    sums = {name: median(sum(step[phase] for phase in paper) for step in run["steps"]) for name, run in runs.items()}
+    gains = [sums["bf16"] / sums[name] for name in ("fp8", "fp8_tensor")]
+    assert "{:.2f} times as fast in `fp8` and {:.2f} times in `fp8_tensor`".format(*gains) in MEASURED
