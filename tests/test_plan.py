@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,22 @@ import training
 from datasets import load_dataset
 from peft import LoraConfig
 from tiny import save_tiny, tiny_tokenizer
-from transformers import Qwen2Config
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import trl_quant.cli.train as train
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import DiffusionGRPOConfig, QuantGRPOConfig, QuantGRPOTrainer, QuantRLOOConfig
 from trl_quant.cli import main
 from trl_quant.report import measured
 from trl_quant.report.memory import Shape, estimate
 from trl_quant.report.plan import longest_prompt, number_of_steps
+from trl_quant.rollout.embedded.diffusion import Schedule, denoise
 
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.append(str(ROOT / "benchmarks"))
+from diffusion import SHAPES as DIFFUSION_SHAPES  # noqa: E402
 from engines import SHAPES  # noqa: E402
 
 
@@ -60,8 +64,9 @@ def shapes() -> dict[tuple[str, int], Shape]:
 def estimated(shapes, tmp_path):
     """Bytes that torch holds while it trains, by the benchmark's settings."""
 
-    def of(size: str, rank: int = 32, card: str = "H200", **settings):
-        args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **settings)
+    def of(size: str, rank: int = 32, card: str = "H200", kind: type = QuantGRPOConfig, **settings):
+        args = kind(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **settings)
+        args.resolve_for(adapted=rank > 0)
         return estimate(args, shapes[size, rank], torch.bfloat16, PROMPT, CARDS[card])
 
     return of
@@ -152,14 +157,20 @@ def test_memory_of_an_update(estimated, name):
 
 
 def runs_of_steps() -> list:
-    """(file, arguments, size, rank, micro-batch, trainer, shape, bytes) of every step that was measured."""
+    """
+    (file, arguments, size, rank, micro-batch, trainer, shape, bytes) of every step that was measured, but PPO's, whose
+    memory is not estimated.
+    """
     found = []
     for path in sorted(RESULTS.glob("step-*.json")):
         content = json.loads(path.read_text())
         if "lengths" in content:  # as `step.py` writes now
             for run in content["runs"]:
-                given = content["arguments"] | {"lengths": content["lengths"]} | run
-                rollout, _, train = run["trainer"].removesuffix("/exact").partition("/")
+                method, _, name = run["trainer"].removesuffix("/exact").rpartition(":")
+                if method == "ppo":
+                    continue
+                given = content["arguments"] | {"lengths": content["lengths"], "method": method} | run
+                rollout, _, train = name.partition("/")
                 train, _, lora_sync = train.partition("/")
                 given |= {"train_precision": train or None, "lora_sync": lora_sync or None}
                 for shape, result in run["results"].items():
@@ -199,6 +210,7 @@ def test_memory_of_a_step(estimated, run):
         size,
         rank,
         card,
+        QuantRLOOConfig if given.get("method") == "rloo" else QuantGRPOConfig,
         num_generations=given["generations"],
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=completions // micro,
@@ -209,6 +221,87 @@ def test_memory_of_a_step(estimated, run):
         **settings,
     )
     assert near(while_training(memory), figure)
+
+
+def denoiser(**sizes) -> LlamaConfig:
+    return LlamaConfig(is_causal=False, architectures=["LlamaForCausalLM"], **sizes)
+
+
+def while_denoising(path: Path, config: LlamaConfig, prompt: int, rows: int, rank: int = 0, **settings):
+    adapter = LoraConfig(r=rank, target_modules="all-linear") if rank else None
+    micro = settings.setdefault("per_device_train_batch_size", rows)
+    args = DiffusionGRPOConfig(
+        output_dir=path,
+        use_cpu=True,
+        bf16=True,
+        report_to=[],
+        gradient_accumulation_steps=rows // micro,
+        mask_token_id=4,
+        **settings,
+    )
+    args.resolve_for(adapted=rank > 0)
+    return estimate(args, Shape.of(config, adapter), torch.bfloat16, prompt, CARDS["H100"])
+
+
+@pytest.mark.parametrize("name", ["-NVIDIA-H200", "-NVIDIA-H100", "-8-generations-NVIDIA-H100"])
+def test_memory_of_a_masked_diffusion_step(tmp_path, name):
+    found = json.loads((RESULTS / f"diffusion-8b{name}.json").read_text())
+    given, sizes = found["arguments"], DIFFUSION_SHAPES["8b"]
+    config = denoiser(vocab_size=128832, **sizes)  # the tokenizer's, in whole blocks of 64
+    for run in found["runs"]:
+        for shape, result in run["results"].items():
+            memory = while_denoising(
+                tmp_path,
+                config,
+                given["prompt"],
+                int(shape.partition("x")[0]),
+                given["lora"],
+                rollout_precision=run["trainer"],
+                num_generations=given["generations"],
+                per_device_train_batch_size=run["micro"],
+                max_completion_length=given["new"],
+                beta=given["beta"],
+            )
+            assert near(memory.peak, result["peak_bytes"])
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all tensors that operators have returned and that still live."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        found = operator(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage.data_ptr() not in self.sizes:
+                self.sizes[storage.data_ptr()] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, storage.data_ptr())
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        return found
+
+
+@pytest.mark.parametrize(("rows", "wide", "vocabulary"), [(16, 2048, 64), (64, 768, 64), (16, 768, 8192)])
+def test_memory_of_denoising(tmp_path, monkeypatch, rows, wide, vocabulary):
+    """Against the tensors that live while a small model samples, whether its MLP or its logits take most."""
+    sizes = {"hidden_size": 256, "intermediate_size": wide, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config, prompt, length, block = denoiser(vocab_size=vocabulary, **sizes), 32, 64, 16
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    prompts = torch.randint(5, vocabulary, (rows, prompt))
+    live = Live()
+    live.sizes |= {parameter.untyped_storage().data_ptr(): 0 for parameter in model.parameters()}
+    with live:
+        denoise(model, prompts, torch.ones_like(prompts), Schedule(length, block, 8, 1.0), 4, [3])
+    settings = {"rollout_precision": "bf16", "max_completion_length": length, "block_length": block}
+    found = while_denoising(tmp_path, config, prompt, rows, num_generations=rows, **settings)
+    assert found.sampling["denoising"] == pytest.approx(live.peak, rel=0.02)
+    # A generation of any size is denoised in parts
+    monkeypatch.setattr("trl_quant.report.memory.TOKENS_AT_ONCE", rows // 4 * (prompt + length))
+    parts = while_denoising(tmp_path, config, prompt, rows, num_generations=rows, **settings)
+    assert parts.sampling["denoising"] == found.sampling["denoising"] // 4
 
 
 def test_parts_follow_the_settings(shapes, tmp_path):

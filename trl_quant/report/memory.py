@@ -14,6 +14,7 @@
 | checkpoints | while training: each layer's input, kept by gradient checkpointing |
 | work | while training: one layer, or the head, with its backward pass |
 | cache | while sampling without vLLM: keys and values of a generation |
+| denoising | while a masked diffusion model samples: one layer without gradients, and its logits |
 | beside | CUDA and libraries, which no allocator counts |
 
 The model is built on the meta device, where weights take no memory, and its parameters are counted. Only the memory of
@@ -35,6 +36,7 @@ from ..config.summary import engine_name
 from ..formats import FORMATS
 from ..models.linears import linears
 from ..precisions import PRECISIONS, unified_flows, with_products
+from ..rollout.embedded.diffusion import CHUNK, TOKENS_AT_ONCE
 
 
 BF16_BYTES = 2
@@ -190,6 +192,8 @@ def estimate(args: QuantGRPOConfig, shape: Shape, dtype: torch.dtype, prompt: in
     held = _held(args, shape, dtype)
     engine, cache = _engine(args, shape, dtype, prompt, card)
     sampling = {"cache": cache}
+    if args.denoises:
+        sampling["denoising"] = _denoising(args, shape, prompt)
     if args.use_vllm and args.vllm_enable_sleep_mode:
         sampling["engine"] = engine
     else:
@@ -245,6 +249,16 @@ def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> t
     in_groups = format is not None and format.activations is not None and format.grouped
     linear = FP32_BYTES if in_groups or not mixed else BF16_BYTES
     return shape.linear * linear + shape.other * dtype.itemsize, cache
+
+
+def _denoising(args, shape: Shape, prompt: int) -> int:
+    """Returns the bytes of a denoising step: the residual stream and an MLP in BF16, and later a block's logits."""
+    columns = prompt + args.max_completion_length
+    rows = min(args.generation_batch_size, max(1, TOKENS_AT_ONCE // columns))
+    layer = BF16_BYTES * rows * columns * (3 * shape.wide + 4 * shape.hidden)
+    logits = rows * args.block_length * shape.head // shape.hidden
+    # Tokens are drawn in float64 from parts of the logits: these, the noise, and both together
+    return max(layer, BF16_BYTES * logits + 3 * 8 * min(logits, CHUNK))
 
 
 def _vllm(args, shape: Shape, card: int) -> int:

@@ -55,7 +55,7 @@ from .transformers_engine import TransformersEngine
 
 
 CHUNK = 2**26  # logits that are held in float64 at a time
-TOKENS_AT_ONCE = 2**17  # of prompts and canvases in one forward pass: 256 rows of 512
+TOKENS_AT_ONCE = 2**15  # of prompts and canvases in one forward pass: 64 rows of 512
 
 
 @dataclass(frozen=True)
