@@ -188,8 +188,25 @@ def test_the_headline():
     assert f"no padding to save, and the step is {gain(*both_in_fp8):.2f} times as fast" in text
     (first, second), after = both(sampled), "| what | result | repeat it |"
     told = cells_of(README, "The same policy, sampled in FP8, 64 completions of 1024 tokens", after)[1]
-    assert told == f"{first} TRL's; {second} without TRL's scoring pass"
-    assert cells_of(README, "The same, also trained in FP8", after)[1] == "; ".join(both(both_in_fp8))
+    assert told == f"{first} TRL's; {second} without TRL's scoring pass (one measured step)"
+    told = cells_of(README, "The same, also trained in FP8", after)[1]
+    assert told == f"{'; '.join(both(both_in_fp8))} (two steps)"
+
+
+@pytest.mark.parametrize(
+    ("file", "measured"),
+    [("", 1), ("-nvfp4", 1), ("-trained", 2), ("-trained-64x4096", 1), ("-trained-weights", 1)],
+)
+def test_older_steps_are_few_and_the_pages_say_so(file, measured):
+    found = read(f"step-7b{file}-{H200}")
+    assert all(run["arguments"]["steps"] == 1 + measured for run in found.get("runs", [found]))
+    text = MEASURED.replace("\n", " ")
+    for told in (
+        "Each figure is of one measured step",
+        "LoRA's figures of 64x1024 are means of two measured steps, all others are of one.",
+        "against TRL's BF16 LoRA, one measured step each.",
+    ):
+        assert told in text
 
 
 def test_trained_steps_of_1024_tokens():
@@ -251,7 +268,7 @@ def test_steps_on_a_4_bit_base():
     row = cells_of(
         README, "Step on an NVFP4 base, 7B, 8 / 64 completions of 512 tokens", "| what | result | repeat it |"
     )
-    assert row[1] == "; ".join(both(*of_7b))
+    assert row[1] == f"{'; '.join(both(*of_7b))} (one step)"
     trl, ours = pairs["7b", "64x512"]
     speed = trl["sampling"] / ours["sampling"]
     assert f"with 64 completions, NVFP4 sampled at {speed:.2f} of BF16's speed at 7B" in CHOICE.replace("\n", " ")
