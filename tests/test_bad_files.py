@@ -186,6 +186,13 @@ def test_half_written_checkpoints_are_not_resumed(copied):
     refused(lambda: trainer.train(resume_from_checkpoint=half), f"{half!r} was not written to its end", text)
 
 
+def test_the_directory_of_a_run_is_no_checkpoint(copied, tmp_path):
+    newest = str(copied / "checkpoint-2")
+    for trainer in (trainer_of(copied), trainer_of(tmp_path / "another")):
+        resume = lambda: trainer.train(resume_from_checkpoint=str(copied))  # noqa: B023, E731
+        refused(resume, f"`resume_from_checkpoint`={str(copied)!r} is the directory of a run", newest)
+
+
 def test_nothing_to_resume(tmp_path):
     trainer = trainer_of(tmp_path)
     refused(lambda: trainer.train(resume_from_checkpoint=True), "there is nothing to resume", "no checkpoint in")

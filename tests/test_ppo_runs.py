@@ -306,6 +306,16 @@ def test_a_config_refuses_other_ways_to_shard(tmp_path, monkeypatch, name, says)
         config(QuantPPOConfig, tmp_path, num_generations=1) if built is None else check_ppo(built)
 
 
+def test_a_schedule_that_knows_one_optimizer_is_refused(tmp_path, policy):
+    """Before anything is loaded. An optimizer is the policy's alone, and taken."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    args = config(QuantPPOConfig, tmp_path, num_generations=1)
+    with pytest.raises(ValueError, match=r"`optimizers` has a schedule.*`lr_scheduler_type`"):
+        make(QuantPPOTrainer, args, model=str(tmp_path / "nowhere"), optimizers=(optimizer, schedule))
+    assert make(QuantPPOTrainer, args, model=policy, optimizers=(optimizer, None)).optimizer is optimizer
+
+
 def test_defaults(tmp_path):
     """One completion a prompt, which GRPO still refuses; TRL's check is back where it was."""
     built = config(QuantPPOConfig, tmp_path, num_generations=1, is_correction="ais", rollout_precision="int8")

@@ -143,6 +143,11 @@ def check_whole(checkpoint: str) -> None:
     """Raises `ValueError` unless a directory to resume from is a complete checkpoint."""
     path = Path(checkpoint)
     if not is_whole(path):
+        own = last_to_resume(checkpoint)
+        if own is not None:
+            raise ValueError(
+                f"`resume_from_checkpoint`={checkpoint!r} is the directory of a run. Name a checkpoint, such as {own}."
+            )
         if not path.is_dir():
             wrong = "is not a directory"
         elif has_whole_weights(path):

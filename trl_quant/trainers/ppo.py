@@ -167,6 +167,12 @@ class QuantPPOTrainer(QuantGRPOTrainer):
         name = name_of(model)
         if args is None:
             args = self.config_class(f"{name.split('/')[-1]}-PPO")
+        _, schedule = given.get("optimizers") or (None, None)
+        if schedule is not None:
+            raise ValueError(
+                "`optimizers` has a schedule, which sets the learning rate of its own optimizer, and so not the "
+                "critic's. Name the schedule in `lr_scheduler_type` and `lr_scheduler_kwargs`."
+            )
         super().__init__(model, reward_funcs, args, **given)
         if args.vf_share_layers:
             self.critic = SharedCritic(self)
