@@ -55,7 +55,7 @@ class FiniteSteps:
         self.loss = self.loss + loss
 
     def check_and_forget(self, norm: Tensor | float | None) -> None:
-        """[`check_step`], after which the next step begins with no losses. Collective."""
+        """Checks the step with [`check_step`], and begins the next one without losses. Collective."""
         loss, self.loss = self.loss, 0.0
         check_step(self.trainer, loss, norm)
 
