@@ -49,6 +49,7 @@ class _SampledLogps(LogitsProcessor):
         return scores
 
     def take(self, token_ids: torch.LongTensor) -> None:
+        """Takes the tokens (B,) that were sampled from the last scores."""
         if self._scores is not None:
             chosen = self._scores.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
             self.logps.append((chosen - self._scores.logsumexp(-1)).float())
@@ -113,7 +114,7 @@ class TransformersEngine(RolloutEngine):
         self.copy = self.build_copy(policy)
 
     def _generation_options(self) -> dict:
-        """TRL's sampling arguments in `GenerationConfig`'s names; `generation_kwargs` override them."""
+        """Returns TRL's sampling arguments by `GenerationConfig`'s names; `generation_kwargs` override them."""
         trl = self.trl
         check_supported(trl.generation_kwargs)
         length = {"max_new_tokens": trl.max_completion_length}
@@ -308,9 +309,9 @@ class TransformersEngine(RolloutEngine):
         is_end = torch.isin(completions, torch.tensor(end_ids, device=device))
         if "stop_strings" in options:
             stopped = StopStringCriteria(tokenizer, options["stop_strings"])
-            lengths = range(longest + 1, sequences.shape[1] + 1)
-            is_end |= torch.stack([stopped(sequences[:, :length], None) for length in lengths], dim=1)
-        lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, completions.shape[1]).tolist()
+            columns = range(longest + 1, sequences.shape[1] + 1)
+            is_end |= torch.stack([stopped(sequences[:, :column], None) for column in columns], dim=1)
+        lengths = lengths_to_end(is_end)
         completion_ids = [ids[:n] for ids, n in zip(completions.tolist(), lengths, strict=True)]
         return Samples(completion_ids, [row[:n] for row, n in zip(logps, lengths, strict=True)])
 
@@ -324,6 +325,16 @@ class TransformersEngine(RolloutEngine):
                 logps = self.copy(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
                 scored.append(logps.gather(-1, tokens[0, 1:, None])[:, 0].tolist())
         return scored
+
+
+def lengths_to_end(is_end: Tensor) -> list[int]:
+    """
+    Returns the length of each completion up to its first end, which is included, or of all of it if it has none.
+
+    Args:
+        is_end (`torch.Tensor` of shape `(B, T)`): Booleans, true where a completion may end.
+    """
+    return torch.where(is_end.any(1), is_end.int().argmax(1) + 1, is_end.shape[1]).tolist()
 
 
 def _left_padded(rows: list[list[int]], value: int, device: torch.device) -> torch.LongTensor:

@@ -282,6 +282,7 @@ class EngineLayer(nn.Module):
         self.setup = (engine, group, part, rounding)
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        """Maps (..., in) to (..., out) in BF16."""
         engine, group, part, rounding = self.setup
         base, bias = base_layer(group[part]), None
         if base.bias is not None:
@@ -354,6 +355,7 @@ def computing_as_the_engine(
 
 
 def _gathered_call(weights: PolicyWeights, module: nn.Module, forward: Callable, *args, **kwargs):
+    """Calls a module's `forward` while its own parameters are gathered."""
     parts = {name: param for name, param in module._parameters.items() if param is not None}
     with weights.gathered(parts.values()):
         try:
