@@ -80,6 +80,7 @@ class CorrectionStep:
 
     @property
     def mode(self) -> str:
+        """`"train"` or `"eval"`: what the trainer does now."""
         return "train" if self.trainer.model.training else "eval"
 
     @property

@@ -86,7 +86,7 @@ class DistillationCorrectionStep(HearingStep):
         Args:
             divergences (`torch.Tensor` of shape `(N,)`):
                 The divergence at each place in nats, where N counts all places of the completions in the micro-batch or
-                those of `completion_mask` alone (see [`~trl_seams.divergences_by`]).
+                only those of `completion_mask` (see [`~trl_seams.divergences_by`]).
             score (`Callable`):
                 Takes the token ids `(N,)` at these places to the student's log-probabilities `(N,)`.
         """

@@ -1,7 +1,7 @@
 """
 The correction for TRL's RLOO and distillation, which drop the sampler's log-probabilities.
 
-    engine.generate(...) -> log-probabilities -> [`HearingStep.hear`] -> TRL, which keeps the tokens alone
+    engine.generate(...) -> log-probabilities -> [`HearingStep.hear`] -> TRL, which keeps only the tokens
 
 [`HearingStep`] holds what it hears of a generation, and [`HearingRollouts`] calls it where TRL samples.
 """
@@ -98,7 +98,7 @@ class HearingRollouts(QuantRollouts):
     def __init__(self, **given):
         super().__init__(**given)
         if self.correction_step.correction is not None and self.use_vllm:
-            self.vllm_generation.logprobs = 0  # TRL asks for none; 0 means the drawn token's alone
+            self.vllm_generation.logprobs = 0  # TRL asks for none; 0 means only the drawn token's
 
     def _generate_and_score_completions(self, inputs):
         with self.correction_step.scoring():

@@ -267,6 +267,13 @@ class QuantRollouts:
     # Checkpoints: a run saves only finite weights, and resumes only from a complete checkpoint
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """
+        Trains as TRL's trainer does.
+
+        Raises:
+            `ValueError`: Nothing would be trained, or the run cannot resume from the checkpoint.
+            `RuntimeError`: A step or a trained weight is not finite, the engine failed, or another rank was lost.
+        """
         check_trainable(self.model)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = checkpoints.checkpoint_to_resume(self.args.output_dir)
