@@ -256,10 +256,10 @@ def _warn_of_sampler(args):
     biasing = biasing_options(args)
     if biasing:
         logger.warning(
-            "%s: the sampler draws from another distribution than the trainer scores with, and its log-probabilities "
-            "are those of that distribution. Part of `mismatch/*`, and of what the correction acts on, then comes from "
-            "the sampling options and not from `rollout_precision`. Without any quantization, the mean weight is 0.9 "
-            "with top_p=0.9, and the mean size of log w is 0.02 with repetition_penalty=1.3.",
+            "%s: the sampler draws from another distribution than the trainer scores with, and returns "
+            "log-probabilities under its own. Part of `mismatch/*`, and of what the correction acts on, then comes "
+            "from the sampling options and not from `rollout_precision`. Without any quantization, the mean weight is "
+            "0.9 with top_p=0.9, and the mean size of log w is 0.02 with repetition_penalty=1.3.",
             " and ".join(f"`{name}`={value!r}" for name, value in biasing.items()),
         )
     if args.correction_class.moves_clip_bounds and args.one_update_per_generation:

@@ -22,7 +22,7 @@ Expectations are means over the `N` tokens, which the behaviour policy drew:
 | `mismatch/cap_fraction` | `E[W > C]` | `W` is `w`, or its product over a sequence or a prefix; 0 without a cap |
 | `mismatch/same_fraction` | `E[w = 1]` | tokens with the same log-probability, bit for bit, on both sides |
 | `mismatch/by_position/a-b` | `E[w - 1 - log w]` of tokens a to b | positions in the completion, from 0 |
-| `mismatch/by_turn/a-b` | the same of turns a to b | turns from 1, where tools or environments speak |
+| `mismatch/by_turn/a-b` | the same, of turns a to b | turns from 1, where tools or environments speak |
 | `mismatch/unscored_fraction` | unscored / unmasked | tokens whose rollout log-probability is NaN or infinite |
 | `mismatch/dropped_fraction` | tokens of weight 0 / `N` | only for corrections that drop tokens |
 | `mismatch/dropped_sequence_fraction` | sequences with a dropped token / sequences | the same |
@@ -190,7 +190,7 @@ def turns(counted: Tensor) -> Tensor:
         counted (`torch.Tensor` of shape `(B, T)`): Booleans, true on the tokens that the policy wrote.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`: The turn of each of those tokens, from 1. What it is elsewhere has no meaning.
+        `torch.Tensor` of shape `(B, T)`: The turn of each of those tokens, from 1. Elsewhere the number has no meaning.
     """
     begins = counted.clone()
     begins[:, 1:] &= ~counted[:, :-1]

@@ -21,7 +21,7 @@ from .products import dequantize
 
 class FrozenUnifiedLinear(FrozenLinear):
     """
-    A linear layer whose weight is held in codes that are multiplied with those of its inputs. The weight gets no
+    A linear layer that holds its weight in codes and multiplies them with the codes of its inputs. The weight gets no
     gradient; the inputs and the bias get theirs.
 
     Its parameters are those of a [`FrozenLinear`], except that `weight_packed` has one code for each weight.

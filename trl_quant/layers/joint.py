@@ -131,6 +131,7 @@ class _Joint(torch.autograd.Function):
         w, biases, a, b = of.weight(), tensors[1::4], tensors[2::4], tensors[3::4]
         q, for_backward = quantized(x, of.dtype, w.format, both=of.trains)
         y = product(q, w, _joint_bias(biases, of.sizes), of.dtype)
+        # What the backward pass needs of X: nothing, codes and scales, or X itself with H = X (s A)^T
         columns, kept, ctx.codes = y.split(of.sizes, 1), (), None
         if of.beside:
             flat = x.detach().reshape(-1, x.shape[-1]).to(of.dtype)
@@ -149,7 +150,7 @@ class _Joint(torch.autograd.Function):
         n, shape, of = len(dys), dys[0].shape[:-1], ctx.of
         saved = ctx.saved_tensors
         a, b, kept = saved[:n], saved[n : 2 * n], saved[2 * n :]
-        x = h = None
+        x = h = None  # H = X (s A)^T, if the forward pass kept it
         if ctx.codes is not None:
             format, *rest = ctx.codes
             x = QuantizedTensor(format, *kept, *rest)

@@ -20,7 +20,7 @@ weight's scales folded into dY: see [`products.quantize_gradient`]. The other gr
 dequantized values.
 
 With a LoRA adapter that the engine merges, the policy is Q(W + s B A), which is also quantized once a step. [`joint`]
-has the products with it, and those of layers that share X.
+has the products of such layers, and of layers that share X.
 """
 
 from collections.abc import Callable

@@ -335,7 +335,7 @@ def check_uaq(checkpoint: str | Path, applied: float | None) -> None:
     recorded_scale = read_state(path).get("uaq_scale")
     if recorded_scale != applied:
         raise ValueError(
-            f"The checkpoint {checkpoint} was trained with `uaq_scale`={recorded_scale}, this run has "
+            f"The checkpoint {checkpoint} was trained with `uaq_scale`={recorded_scale}, but this run has "
             f"`uaq_scale`={applied}. Resume with the same value."
         )
 

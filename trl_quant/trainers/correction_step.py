@@ -109,7 +109,7 @@ class CorrectionStep:
 
     def state_dict(self) -> dict:
         """Returns what the step knows of a generation in training between two optimizer steps."""
-        return {"seen": self.seen["train"], "unseen": self.awaited["train"]}
+        return {"seen": self.seen["train"], "unseen": self.awaited["train"]}  # the keys of all versions' checkpoints
 
     def load_state_dict(self, state: dict) -> None:
         """Loads the result of [`state_dict`]."""

@@ -12,6 +12,7 @@ term does not depend on the others of its micro-batch.
 """
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -148,7 +149,7 @@ def balanced(prompts: list[int], shared: list[int], own: list[int], parts: int) 
         groups.setdefault(prompts[row], []).append([row])
     pieces = []  # rows of one prompt that fit into one batch
     for rows in groups.values():
-        pieces += _spread(rows, -(-len(rows) // size), size, tokens)
+        pieces += _spread(rows, math.ceil(len(rows) / size), size, tokens)
     return sorted(_spread(pieces, parts, size, tokens), key=tokens, reverse=True)
 
 

@@ -52,7 +52,7 @@ def resume(trainer: Trainer, checkpoint: str | Path, state: dict) -> int:
     if not all(gather_object([found.pop("form", None) == form(trainer)])):
         logger.warning(
             "The checkpoint %s lies inside a generation that this run cannot continue: its samples are not in the "
-            "checkpoint, or are those of other ranks, batches or settings. The run samples a new one.",
+            "checkpoint, or belong to other ranks, batches or settings. The run samples a new one.",
             checkpoint,
         )
         return 0

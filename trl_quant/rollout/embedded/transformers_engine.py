@@ -258,21 +258,11 @@ class TransformersEngine(RolloutEngine):
             [`Samples`]: The completions, with the log-probability, in nats, with which each token was sampled: after
             temperature, top-k, top-p and min-p.
         """
-        if images is not None and any(images) and not self.multimodal_fields:
-            raise ValueError(
-                "The embedded rollout engine got `images` without the processor's `multimodal_fields`. A tool that "
-                "returns images causes this. Use `use_vllm=True`."
-            )
-        known = self.copy.get_input_embeddings().num_embeddings
-        largest = max(map(max, prompts))
-        if largest >= known:
-            raise ValueError(f"A prompt has the token {largest}, but the model embeds only {known} tokens.")
-        device = self.accelerator.device
-        options = dict(self._options)
+        self._check_prompts(prompts, images)
+        device, tokenizer, options = self.accelerator.device, self.tokenizer, dict(self._options)
         sampled = _SampledLogps()
         processors = _warpers(options, device)
         processors.append(sampled)
-        tokenizer = self.tokenizer
         # `generation_kwargs` may add tokens that end a completion. TRL's own always do.
         end_ids = [*self.eos_token_ids, *id_list(options.pop("eos_token_id", None))]
         defaults = {
@@ -312,8 +302,21 @@ class TransformersEngine(RolloutEngine):
             columns = range(longest + 1, sequences.shape[1] + 1)
             is_end |= torch.stack([stopped(sequences[:, :column], None) for column in columns], dim=1)
         lengths = lengths_to_end(is_end)
-        completion_ids = [ids[:n] for ids, n in zip(completions.tolist(), lengths, strict=True)]
-        return Samples(completion_ids, [row[:n] for row, n in zip(logps, lengths, strict=True)])
+        token_ids = [row[:length] for row, length in zip(completions.tolist(), lengths, strict=True)]
+        logps = [row[:length] for row, length in zip(logps, lengths, strict=True)]
+        return Samples(token_ids, logps)
+
+    def _check_prompts(self, prompts: list[list[int]], images: list | None) -> None:
+        """Raises `ValueError` for images that the processor has not prepared, and for tokens that the model lacks."""
+        if images is not None and any(images) and not self.multimodal_fields:
+            raise ValueError(
+                "The embedded rollout engine got `images` without the processor's `multimodal_fields`. A tool that "
+                "returns images causes this. Use `use_vllm=True`."
+            )
+        known = self.copy.get_input_embeddings().num_embeddings
+        largest = max(map(max, prompts))
+        if largest >= known:
+            raise ValueError(f"A prompt has the token {largest}, but the model embeds only {known} tokens.")
 
     @torch.no_grad()
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
