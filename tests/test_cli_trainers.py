@@ -183,7 +183,7 @@ REWARDED = ["--trainer", "distillation", "--teacher_model_name_or_path", "{teach
         ([*REWARDED, "--is_correction", "ais"], "`is_correction`='ais' acts on advantages"),
         (
             ["--traine", "rloo", "--num_generations", "4"],
-            "`trainer`='rloo' takes the options of a QuantRLOOConfig, and these are those of a QuantGRPOConfig",
+            "`trainer`='rloo' takes the options of a QuantRLOOConfig, but got those of a QuantGRPOConfig",
         ),
         (
             ["--config", "{recipe}"],

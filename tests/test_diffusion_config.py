@@ -80,7 +80,7 @@ def test_its_engine_denoises(settings, kind):
         ({"block_length": 128}, "`block_length`=128 does not divide `max_completion_length`=64"),
         (
             {"max_completion_length": None},
-            "`max_completion_length`=None: a canvas has a length. Set a multiple of `block_length`=32",
+            "`max_completion_length`=None: a canvas needs a length. Set a multiple of `block_length`=32",
         ),
         ({"cache_finished_blocks": 1}, "`cache_finished_blocks`=1 must be True or False"),
         (

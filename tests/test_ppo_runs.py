@@ -363,7 +363,7 @@ def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, 
     }
     for shares in (False, True):
         for name, given in named.items():
-            with pytest.raises(ValueError, match=f"{name} has a column 'image', and the critic reads text alone"):
+            with pytest.raises(ValueError, match=f"{name} has a column 'image', and the critic reads only text"):
                 ppo(tmp_path, policy, given=given, vf_share_layers=shares)
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         ppo(tmp_path, policy, given={"eval_dataset": {"a": dataset(8)}})

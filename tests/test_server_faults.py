@@ -350,7 +350,7 @@ def test_another_service_at_the_address(tmp_path, server, other):
             trainer_of(tmp_path, url, server.model, "bf16")
     finally:
         front.shutdown()
-    assert "or start it so:\n\n" in str(error.value) and f"vllm serve {server.model}" in str(error.value).replace(
+    assert "or start it with:\n\n" in str(error.value) and f"vllm serve {server.model}" in str(error.value).replace(
         "python -m vllm.entrypoints.openai.api_server --model", "vllm serve"
     )
 

@@ -330,7 +330,7 @@ def test_a_server_that_does_not_answer(tmp_path, monkeypatch):
             url = url if status else "http://127.0.0.1:9"
             with pytest.raises(ConnectionError, match=f"can't be reached.*=0.1 seconds: .*{reason}") as error:
                 connect(url, model, False, tmp_path, monkeypatch, vllm_server_timeout=0.1)
-        assert str(error.value).endswith(f"Start it so:\n\n{serve_command(model, 'bf16', url)}\n")
+        assert str(error.value).endswith(f"Start it with:\n\n{serve_command(model, 'bf16', url)}\n")
     with pytest.raises(ValueError, match="`vllm_server_base_url`='localhost:8000' is not a server's address"):
         connect("localhost:8000", model, False, tmp_path, monkeypatch)
     with Server({}) as url, pytest.raises(OSError, match=r"no file named model\.safetensors"):  # it answers: on it goes

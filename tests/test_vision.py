@@ -84,7 +84,7 @@ def in_tower(llm) -> torch.Tensor:
 @pytest.mark.parametrize("precision", ["fp8_block", "int8"])
 def test_a_quantized_tower_is_refused(model, precision, monkeypatch):
     monkeypatch.setattr("trl_quant.rollout.vllm.engine.outside_decoder", lambda *args: [])
-    with pytest.raises(RuntimeError, match=r"quantizes the language model alone.* 8 linear layers outside.*fc1"):
+    with pytest.raises(RuntimeError, match=r"quantizes only the language model.* 8 linear layers outside.*fc1"):
         engine(model, precision, max_model_length=256)
 
 

@@ -19,20 +19,12 @@ import torch
 from trl import ModelConfig, TrlParser
 from yaml import YAMLError
 
-from ..config.diffusion import DENOISING
-from ..config.distillation import TEACHING
 from ..config.fields import SECTIONS, QuantFields
-from ..config.ppo import CRITICIZING
-from ..config.rloo import WEIGHING
 from ..report.plan import make_plan
 from ..trainers import launch
 from ..trainers.launch import TrainArguments
 from . import plain_errors
 from .options import DEFAULTS, PROG, USAGE, about_unknown, check_train, chosen_trainer
-
-
-# The sections of fields that one trainer's config adds to those of all
-FURTHER = {"ppo": CRITICIZING, "rloo": WEIGHING, "distillation": TEACHING, "diffusion": DENOISING}
 
 
 class Parser(TrlParser):
@@ -77,9 +69,9 @@ def own_options(trainer: str) -> dict[str, dict[str, dict]]:
 def _titles(trainer: str) -> dict[str, str]:
     """Returns the heading of each option's group in the help."""
     found = {f.name: "what to train on" for f in fields(TrainArguments)}
-    for title, section in (SECTIONS | FURTHER.get(trainer, {})).items():
-        found |= {f.name: title for f in fields(section)}
     config = launch.TRAINERS[trainer].config_class
+    for title, section in (SECTIONS | config.further_sections).items():
+        found |= {f.name: title for f in fields(section)}
     ours = [get_annotations(c) for c in config.__mro__ if issubclass(c, QuantFields) and c is not QuantFields]
     redefined = [f.name for f in fields(config) if any(f.name in annotations for annotations in ours)]
     return found | dict.fromkeys(redefined, "settings that follow the correction")

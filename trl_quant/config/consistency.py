@@ -63,7 +63,10 @@ def check_consistent(args) -> None:
 
 
 def check_grpo(args) -> None:
-    """Checks the fields that only GRPO has, likewise: the loss, the level of its ratios, and TRL's own correction."""
+    """
+    As [`check_consistent`], for the fields that only GRPO has: the loss, the level of its ratios, and TRL's own
+    correction.
+    """
     if args.correction_class.moves_clip_bounds:
         _check_clip_bounds(args)
     if args.loss_type == "dr_grpo" and args.max_completion_length is None:
@@ -85,8 +88,8 @@ def check_grpo(args) -> None:
 
 def check_ppo(args) -> None:
     """
-    Checks the fields that only PPO has, likewise. Its advantages belong to tokens and come from a critic, its loss
-    clips the ratio of each token, and the critic is trained under DDP and FSDP2.
+    As [`check_consistent`], for the fields that only PPO has. Its advantages belong to tokens and come from a critic,
+    its loss clips the ratio of each token, and the critic is trained under DDP and FSDP2.
     """
     losses = [name for name in CLIPPED_LOSSES if name != "luspo"]
     takes = {
@@ -132,8 +135,8 @@ def check_ppo(args) -> None:
 
 def check_rloo(args) -> None:
     """
-    Checks the fields that only RLOO has, likewise. RLOO clips the ratio of a whole completion, and TRL's trainer has no
-    correction of its own.
+    As [`check_consistent`], for the fields that only RLOO has. RLOO clips the ratio of a whole completion, and TRL's
+    trainer has no correction of its own.
     """
     kind = args.correction_class
     usable = [name for name, k in ALL_CORRECTIONS.items() if not k.moves_clip_bounds and not k.applied_by_trl]
@@ -165,9 +168,8 @@ def _are_bounds(value) -> bool:
 
 def check_distillation(args) -> None:
     """
-    Checks the fields that only distillation has, likewise. A token's divergence depends on the tokens before it alone,
-    so a correction must weigh those: it needs neither advantages, nor a clipped ratio, nor the completion's later
-    tokens.
+    As [`check_consistent`], for the fields that only distillation has. A token's divergence depends only on the tokens
+    before it, so a correction must weigh these, without advantages, a clipped ratio or the completion's later tokens.
     """
     usable = [name for name, kind in CORRECTIONS.items() if kind.ignores_sampler or kind.weighs_prefixes]
     kind = args.correction_class
@@ -254,10 +256,10 @@ def _warn_of_sampler(args):
     biasing = biasing_options(args)
     if biasing:
         logger.warning(
-            "%s: the sampler draws from another distribution than the trainer scores with, and its log-probabilities "
-            "are those of that distribution. Part of `mismatch/*`, and of what the correction acts on, then comes from "
-            "the sampling options and not from `rollout_precision`. Without any quantization, the mean weight is 0.9 "
-            "with top_p=0.9, and the mean size of log w is 0.02 with repetition_penalty=1.3.",
+            "%s: the sampler draws from another distribution than the trainer scores with, and returns "
+            "log-probabilities under its own. Part of `mismatch/*`, and of what the correction acts on, then comes "
+            "from the sampling options and not from `rollout_precision`. Without any quantization, the mean weight is "
+            "0.9 with top_p=0.9, and the mean size of log w is 0.02 with repetition_penalty=1.3.",
             " and ".join(f"`{name}`={value!r}" for name, value in biasing.items()),
         )
     if args.correction_class.moves_clip_bounds and args.one_update_per_generation:
@@ -268,6 +270,7 @@ def _warn_of_sampler(args):
 
 
 def _check_no_rollout(args):
+    """Refuses fields that act only on a rollout copy, in a run without one."""
     _refuse_set(args, (*COLOCATED_FIELDS, "sync_check_steps"), "a `rollout_precision`, which is not set")
     if args.noise_schedule is not None:
         raise ValueError(
@@ -277,6 +280,7 @@ def _check_no_rollout(args):
 
 
 def _check_rollout(args):
+    """Refuses a `rollout_precision` that the chosen sampler does not have, or that is not the one that is trained."""
     if args.use_transformers_continuous_batching:
         raise ValueError(
             f"`rollout_precision`={args.rollout_precision!r} cannot be combined with "
@@ -317,6 +321,7 @@ def _check_rollout(args):
 
 
 def _check_vllm(args):
+    """Refuses vLLM's fields in a run without vLLM, and those that vLLM does not take together."""
     if not args.use_vllm:
         names = ("vllm_structured_outputs_regex", "vllm_max_model_length", *COLOCATED_FIELDS, "sync_check_steps")
         return _refuse_set(args, names, "vLLM, and `use_vllm=False`")
@@ -400,6 +405,7 @@ def _refuse_set(args, names, reason: str):
 
 
 def _check_clip_bounds(args):
+    """Refuses a correction that moves clip bounds where the loss has none, or cuts the ratio before them."""
     others = f"`is_correction` {listed(name for name, kind in ALL_CORRECTIONS.items() if not kind.moves_clip_bounds)}"
     if args.delta is not None:
         raise ValueError(
@@ -414,6 +420,7 @@ def _check_clip_bounds(args):
 
 
 def _check_level(args):
+    """Refuses a correction of single tokens where a whole sequence has one ratio."""
     takes = [name for name, kind in ALL_CORRECTIONS.items() if not kind.token_only]
     if args.correction_class.token_only:
         raise ValueError(
@@ -438,6 +445,7 @@ def _check_vespo(args):
 
 
 def _check_trl_correction(args):
+    """Refuses a correction of ours if TRL does not compare its sampler, and warns of TRL's fields that do not act."""
     has_sampler = args.use_vllm or args.rollout_precision is not None
     if has_sampler and not args.vllm_importance_sampling_correction:
         why = (

@@ -8,7 +8,7 @@ def check_schedule(args) -> None:
     length, block = args.max_completion_length, args.block_length
     if length is None:
         raise ValueError(
-            f"`max_completion_length`=None: a canvas has a length. Set a multiple of `block_length`={block}."
+            f"`max_completion_length`=None: a canvas needs a length. Set a multiple of `block_length`={block}."
         )
     if length % block:
         raise ValueError(

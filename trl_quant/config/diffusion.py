@@ -1,6 +1,6 @@
 """The config of the trainer of masked diffusion models: [`QuantGRPOConfig`] with the schedule and the masks."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from ..corrections.base import Range
@@ -69,11 +69,8 @@ class DiffusionGRPOConfig(DenoisingFields, QuantGRPOConfig):
     right can use are refused.
     """
 
+    further_sections: ClassVar[dict[str, type]] = DENOISING
     denoises: ClassVar[bool] = True
-
-    @classmethod
-    def own_fields(cls) -> list[str]:
-        return [*super().own_fields(), *(f.name for f in fields(DenoisingFields))]
 
     def _resolve(self):
         if self.rollout_precision is None and self.train_precision is None:

@@ -1,6 +1,6 @@
 """The config of the distillation trainer: TRL's `DistillationConfig` with the fields of this package."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from trl import DistillationConfig
@@ -41,6 +41,7 @@ class QuantDistillationConfig(TeacherFields, QuantFields, DistillationConfig):
     """
 
     trl_config: ClassVar[type] = DistillationConfig
+    further_sections: ClassVar[dict[str, type]] = TEACHING
     has_correction: ClassVar[bool] = True
     has_rewards: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False  # here `beta` chooses the divergence
@@ -60,10 +61,6 @@ class QuantDistillationConfig(TeacherFields, QuantFields, DistillationConfig):
     def generation_batch_size(self) -> int:
         """Completions of a generation, on all ranks together."""
         return self.per_device_train_batch_size * self.world_size * self.gradient_accumulation_steps
-
-    @classmethod
-    def own_fields(cls) -> list[str]:
-        return [*super().own_fields(), *(f.name for f in fields(TeacherFields))]
 
     def _default_correction(self) -> str:
         return "trl" if self.rollout_precision is None else "none"

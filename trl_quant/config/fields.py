@@ -119,7 +119,7 @@ class RolloutFields:
         default=None,
         metadata={
             "help": "How a LoRA adapter reaches vLLM: 'merge' streams the base with the adapter merged in and "
-            "quantizes the sum; 'adapter' sends A and B alone and leaves the quantized base as it was loaded. If not "
+            "quantizes the sum; 'adapter' sends only A and B and leaves the quantized base as it was loaded. If not "
             "set, 'adapter' in colocate mode where the policy's base is frozen in the `rollout_precision`, else "
             "'merge'."
         },
@@ -295,6 +295,7 @@ class QuantFields(*SECTIONS.values()):
     """
 
     trl_config: ClassVar[type[TrainingArguments]]  # the config of TRL's that has all other fields
+    further_sections: ClassVar[dict[str, type]] = {}  # what only this config adds, in the form of `SECTIONS`
     has_correction: ClassVar[bool] = False  # whether the trainer's loss takes the weights of a correction
     has_dynamic_sampling: ClassVar[bool] = False  # whether the trainer replaces groups that teach nothing
     has_critic: ClassVar[bool] = False  # whether a model of values gives each token an advantage
@@ -341,7 +342,7 @@ class QuantFields(*SECTIONS.values()):
 
     def resolve_for(self, adapted: bool) -> None:
         """
-        Takes in whether the policy has an adapter, which is known only where a run has its model, and sets the defaults
+        Records whether the policy has an adapter, which is known only once a run has its model, and sets the defaults
         that depend on it. Until then a 4-bit `train_precision` counts as that of a frozen base.
         """
         if adapted == self.is_adapted:
@@ -393,7 +394,7 @@ class QuantFields(*SECTIONS.values()):
     @classmethod
     def own_fields(cls) -> list[str]:
         """Returns the names of the fields that this package adds to TRL's config."""
-        return [f.name for f in fields(QuantFields)]
+        return [f.name for section in (QuantFields, *cls.further_sections.values()) for f in fields(section)]
 
     @property
     def samples_as_trained(self) -> bool:
@@ -402,7 +403,7 @@ class QuantFields(*SECTIONS.values()):
 
     @property
     def holds_frozen_base(self) -> bool:
-        """Whether the policy's base is held in codes alone, under an adapter. FSDP2 shards 16-bit weights only."""
+        """Whether the policy's base is held only in codes, under an adapter. FSDP2 shards 16-bit weights only."""
         if self.train_precision in unified_flows():
             return self.is_adapted and self.lora_sync == "adapter" and self.fsdp_version is None
         return self.train_precision in frozen_bases() and not self.trains_for_four_bits
@@ -445,9 +446,7 @@ class QuantFields(*SECTIONS.values()):
     def correction(self) -> Correction | None:
         """
         Builds the correction of this run with its hyperparameters (see [`~config.hyperparameters`]). A hyperparameter
-        whose field is `None` keeps its own default.
-
-        Returns `None` if TRL corrects for its own sampler.
+        whose field is `None` keeps its own default. Returns `None` if TRL corrects for its own sampler.
         """
         if self.correction_class.applied_by_trl and self.rollout_precision is None:
             return None
@@ -489,7 +488,7 @@ class QuantFields(*SECTIONS.values()):
 
 
 def documentation(sections: dict[str, type] = SECTIONS) -> str:
-    """The help of all fields of some sections, for the docstring of a config."""
+    """Returns the help of all fields of some sections, for the docstring of a config."""
     lines = ["", "    Parameters:"]
     for title, section in sections.items():
         lines += [f"        > Parameters that control {title}", ""]

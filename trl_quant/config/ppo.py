@@ -1,6 +1,6 @@
 """The config of the PPO trainer: the config of GRPO, with the fields of the critic."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from ..corrections.base import Range
@@ -80,12 +80,13 @@ class QuantPPOConfig(CriticFields, QuantGRPOConfig):
     of each token, and `loss_type` says how it adds the tokens up.
     """
 
+    further_sections: ClassVar[dict[str, type]] = CRITICIZING
     has_dynamic_sampling: ClassVar[bool] = False
     has_critic: ClassVar[bool] = True
 
     def __post_init__(self):
-        self._read()  # what is no integer is refused as it was given
-        from ..trl_seams import one_generation_allowed  # which loads vLLM
+        self._read()  # first, so that an error names `num_generations` as it was given
+        from ..trl_seams import one_generation_allowed  # here, because it loads vLLM
 
         with one_generation_allowed(self):
             super().__post_init__()
@@ -97,17 +98,15 @@ class QuantPPOConfig(CriticFields, QuantGRPOConfig):
     def _method_settings(self) -> dict[str, str]:
         return super()._method_settings() | {"scale_rewards": "none"}
 
-    @classmethod
-    def own_fields(cls) -> list[str]:
-        return [*super().own_fields(), *(f.name for f in fields(CriticFields))]
-
     def _check(self):
         super()._check()
         check_ppo(self)
 
     @property
     def critic_source(self) -> dict:
-        """Arguments with which `from_pretrained` finds the critic. The policy's own checkpoint has its revision."""
+        """
+        The arguments with which `from_pretrained` finds the critic. The policy's checkpoint is read at its revision.
+        """
         options = {"trust_remote_code": self.trust_remote_code}
         revision = (self.model_init_kwargs or {}).get("revision")
         if self.value_model_name_or_path is None and revision is not None:

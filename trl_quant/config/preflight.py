@@ -98,7 +98,7 @@ def check_before_loading(
         config = _read_config(model, args)
         if args.rollout_precision is not None:
             _check_kind(config, model)
-            _check_reads_one_way(config, args)
+            _check_direction(config, args)
             _check_adapter(args, peft_config)
             _check_tokenizer(config, others.get("processing_class"), train_dataset)
             _check_policy(config, args, others["quantization_config"], here)
@@ -205,11 +205,12 @@ def _wait_for_server(args, model: str) -> None:
         wait_for_server(args, model)
 
 
-def _read_config(model, args, **options):
+def _read_config(model, args):
+    """Returns the config of a policy. For a name, it is read as TRL will read it."""
     if not isinstance(model, str):
         return model.config
     given = args.model_init_kwargs or {}
-    options |= {name: given[name] for name in ("revision", *ARCHITECTURE) if given.get(name) is not None}
+    options = {name: given[name] for name in ("revision", *ARCHITECTURE) if given.get(name) is not None}
     if Path(model, "adapter_config.json").is_file() and not Path(model, "config.json").is_file():
         raise ValueError(
             f"`model`={model!r} is an adapter without its base. Load both, with "
@@ -231,7 +232,7 @@ def _check_critic(args, model, train_dataset, eval_dataset) -> None:
     for name, dataset in {"train_dataset": train_dataset, **evaluated(eval_dataset)}.items():
         images = {"image", "images"} & set(getattr(dataset, "column_names", None) or ())
         if images:
-            raise ValueError(f"`{name}` has a column {images.pop()!r}, and the critic reads text alone.")
+            raise ValueError(f"`{name}` has a column {images.pop()!r}, and the critic reads only text.")
     if args.vf_share_layers:
         return
     policy = _read_config(model, args)
@@ -272,7 +273,7 @@ def _check_kind(config, model) -> None:
         )
 
 
-def _check_reads_one_way(config, args) -> None:
+def _check_direction(config, args) -> None:
     """Refuses a masked diffusion model where completions are written from left to right."""
     if is_bidirectional(config) and not args.denoises:
         raise ValueError(
@@ -283,8 +284,8 @@ def _check_reads_one_way(config, args) -> None:
 
 def _check_adapter(args, peft_config) -> None:
     """
-    Refuses adapters that are not changes of weights, that add layers to those in the model's config, because an engine
-    gets only weights, or that cannot be quantized with the weight at each step.
+    Refuses adapters that do not change weights or that add layers, because an engine gets only weights and is built by
+    the model's config. Also refuses adapters that cannot be quantized with the weight at each step.
     """
     if getattr(peft_config, "is_prompt_learning", False) or getattr(peft_config, "is_adaption_prompt", False):
         raise ValueError(f"`peft_config`: {NO_WEIGHTS.format(type(peft_config).__name__)}")
@@ -313,7 +314,7 @@ def _check_tokenizer(config, processing_class, train_dataset) -> None:
 
 
 def _check_policy(config, args, quantization_config, here: bool) -> None:
-    """Refuses policies that no engine can sample from, and a checkpoint for vLLM that holds another model."""
+    """Refuses policies that no engine can sample from."""
     quantization_config = quantization_config or (args.model_init_kwargs or {}).get("quantization_config")
     is_trainable = args.holds_frozen_base or getattr(quantization_config, "dequantize", False)
     if prepared_precisions(config) is not None and not is_trainable:
@@ -343,8 +344,12 @@ def _check_policy(config, args, quantization_config, here: bool) -> None:
             length,
             context,
         )
-    if not here or not args.use_vllm or args.vllm_mode != "colocate":
-        return
+    if here and args.use_vllm and args.vllm_mode == "colocate":
+        _check_start(config, args)
+
+
+def _check_start(config, args) -> None:
+    """Refuses policies that vLLM cannot run here, and a checkpoint to start vLLM on that holds another model."""
     check_head_size(config)
     if args.exact_rollouts:
         check_exact(config)
@@ -379,8 +384,8 @@ def _check_policy(config, args, quantization_config, here: bool) -> None:
 
 def why_not_packed(config, processing_class, whose: str = "policy") -> str | None:
     """
-    Returns the reason for which a run cannot compute packed rows, as far as it is known before a model is loaded;
-    `None` if there is none. It calls the model `whose`.
+    Returns the reason why a run cannot compute packed rows, as far as it is known before a model is loaded; `None` if
+    there is none. The text calls the model `whose`.
     """
     config = config.get_text_config()
     if isinstance(processing_class, ProcessorMixin):

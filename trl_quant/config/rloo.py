@@ -1,6 +1,6 @@
 """The config of the RLOO trainer: TRL's `RLOOConfig` with the fields of this package, and the level of the weights."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from trl import RLOOConfig
@@ -39,11 +39,8 @@ class QuantRLOOConfig(LevelFields, QuantFields, RLOOConfig):
     """
 
     trl_config: ClassVar[type] = RLOOConfig
+    further_sections: ClassVar[dict[str, type]] = WEIGHING
     has_correction: ClassVar[bool] = True
-
-    @classmethod
-    def own_fields(cls) -> list[str]:
-        return [*super().own_fields(), *(f.name for f in fields(LevelFields))]
 
     def _check(self):
         check_choice("importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))

@@ -61,6 +61,7 @@ def engine_name(args: QuantFields) -> str | None:
 
 
 def _sampling(args) -> str:
+    """Describes the sampler: its precision and its place."""
     engine = engine_name(args)
     if args.rollout_precision is None:
         return f"not quantized, {'the policy itself' if engine is None else PLACES[engine]}, by TRL"
@@ -73,6 +74,7 @@ def _sampling(args) -> str:
 
 
 def _correction(args) -> str:
+    """Describes the correction and its hyperparameters."""
     has_sampler = args.rollout_precision is not None or args.use_vllm
     corrects = args.has_correction and not args.correction_class.applied_by_trl
     compares_sampler = getattr(args, "vllm_importance_sampling_correction", corrects)  # only GRPO's config has it
@@ -92,6 +94,7 @@ def _short(value) -> str:
 
 
 def _adapter(args) -> str:
+    """Describes how the sampler holds the adapter."""
     if args.rollout_precision is None:
         return "LoRA merged" if args.use_vllm else "LoRA beside the base"
     beside = args.lora_sync == "adapter" or (args.holds_frozen_base and args.samples_as_trained)
@@ -99,6 +102,7 @@ def _adapter(args) -> str:
 
 
 def _training(args) -> str:
+    """Describes the precision that the policy is trained in."""
     if args.holds_frozen_base:
         return f"training on a frozen {title(args.train_precision)} base"
     if args.trains_for_four_bits:

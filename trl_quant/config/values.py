@@ -81,7 +81,7 @@ def _trl_ranges(args) -> dict[str, Range]:
 def _check_hyperparameters(args) -> None:
     """
     Checks the fields that set hyperparameters against the ranges that the corrections state. TRL's fields are checked
-    against those of the chosen correction alone: `epsilon` may be above 1 unless `acr` reads it.
+    only against the ranges of the chosen correction: `epsilon` may be above 1 unless `acr` reads it.
     """
     for correction, correction_class in ALL_CORRECTIONS.items():
         ranges = ranges_of(correction_class)

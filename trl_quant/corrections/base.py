@@ -31,8 +31,8 @@ class CorrectionInputs:
         mask (`torch.Tensor` of shape `(B, T)`):
             1 (or `True`) on the completion tokens that count. The other tokens are not read.
         level (`str`, *optional*, defaults to `"token"`):
-            What has a weight: each `"token"`; each `"sequence"`, whose ratio is the product of its tokens' ratios; or
-            each `"prefix"`, what stands before a token, whose ratio is the product of the ratios of the tokens in it.
+            The unit that gets a weight: a `"token"`; a `"sequence"`, whose ratio is the product of its tokens' ratios;
+            or a `"prefix"`, the tokens before a token, whose ratio is the product of their ratios.
 
     Raises:
         `ValueError`: if the shapes do not match.

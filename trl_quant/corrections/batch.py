@@ -58,7 +58,10 @@ def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def sampling_metrics(batch: dict[str, Tensor], weights: Tensor, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """TRL's `sampling/*` metrics, of `weights` `(B, T)` for TRL's ratio; `gather` brings the values of all ranks."""
+    """
+    Computes TRL's `sampling/*` metrics, with `weights` `(B, T)` in place of TRL's ratio. `gather` joins a tensor of all
+    ranks. Collective.
+    """
     mask = counted(batch).bool()
     difference = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()
     values = {

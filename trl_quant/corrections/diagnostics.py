@@ -22,7 +22,7 @@ Expectations are means over the `N` tokens, which the behaviour policy drew:
 | `mismatch/cap_fraction` | `E[W > C]` | `W` is `w`, or its product over a sequence or a prefix; 0 without a cap |
 | `mismatch/same_fraction` | `E[w = 1]` | tokens with the same log-probability, bit for bit, on both sides |
 | `mismatch/by_position/a-b` | `E[w - 1 - log w]` of tokens a to b | positions in the completion, from 0 |
-| `mismatch/by_turn/a-b` | the same of turns a to b | turns from 1, where tools or environments speak |
+| `mismatch/by_turn/a-b` | the same, of turns a to b | turns from 1, where tools or environments speak |
 | `mismatch/unscored_fraction` | unscored / unmasked | tokens whose rollout log-probability is NaN or infinite |
 | `mismatch/dropped_fraction` | tokens of weight 0 / `N` | only for corrections that drop tokens |
 | `mismatch/dropped_sequence_fraction` | sequences with a dropped token / sequences | the same |
@@ -51,8 +51,8 @@ from .base import CorrectionInputs
 # The bound on abs(log w) keeps float32 weights from overflowing. exp(80) = 5.5e34 is four orders of magnitude below the
 # largest float32, which leaves room for the advantage that multiplies a weight and for sums over tokens.
 LOG_RATIO_BOUND = 80.0
-POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)  # where the buckets of `mismatch/by_position` begin
-TURNS = (1, 2, 3, 5, 9, 17, 33)  # where those of `mismatch/by_turn` begin
+POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)  # first member of each bucket of `mismatch/by_position`
+TURNS = (1, 2, 3, 5, 9, 17, 33)  # first member of each bucket of `mismatch/by_turn`
 
 
 class Ratio(NamedTuple):
@@ -87,8 +87,8 @@ def rollout_ratio(inputs: CorrectionInputs) -> Ratio:
 
 def unit_weights(inputs: CorrectionInputs, ratio: Ratio) -> Tensor:
     """
-    Returns `(B, T)`: the ratio of each token. At the level of sequences it is the product over the token's sequence, at
-    that of prefixes the product over the tokens before it, 1 for the first. Masked tokens get 1.
+    Returns `(B, T)`: the ratio of each token. At the level of sequences, it is the product over the token's sequence;
+    at the level of prefixes, the product over the tokens before it, which is 1 for the first. Masked tokens get 1.
     """
     if inputs.level == "token":
         return ratio.w
@@ -145,16 +145,11 @@ def diagnose(
         quantities["dropped"] = dropped
         counts["sequences"] = ratio.scored.any(1).sum()
         counts["dropped_sequences"] = (ratio.scored & dropped).any(1).sum()
-    buckets = {
-        "by_position": (torch.arange(w.shape[1], device=w.device), POSITIONS),
-        "by_turn": (turns(ratio.counted).to(w.device), TURNS),
-    }
-    for kind, (places, starts) in buckets.items():
-        bucket = torch.bucketize(places, torch.tensor(starts[1:], device=w.device), right=True)
-        for i, name in enumerate(_bucket_names(starts)):
-            inside = ratio.scored.to(w.device) & (bucket == i)
-            counts[f"tokens/{kind}/{name}"] = inside.sum()
-            counts[f"{kind}/{name}"] = torch.where(inside, quantities["k3"], 0.0).sum()
+    by_position = torch.arange(w.shape[1], device=w.device)
+    by_turn = turns(ratio.counted).to(w.device)
+    scored = ratio.scored.to(w.device)
+    counts |= _bucket_sums("by_position", by_position, POSITIONS, quantities["k3"], scored)
+    counts |= _bucket_sums("by_turn", by_turn, TURNS, quantities["k3"], scored)
     totals, pooled = _pool(quantities, ratio.scored, counts)
     for name in ("old_logps", "advantages"):
         if totals[name]:
@@ -180,11 +175,10 @@ def diagnose(
     if dropped is not None:
         metrics["mismatch/dropped_fraction"] = pooled["dropped"].mean
         metrics["mismatch/dropped_sequence_fraction"] = totals["dropped_sequences"] / max(totals["sequences"], 1)
-    for kind, (_, starts) in buckets.items():
-        names = [f"{kind}/{name}" for name in _bucket_names(starts) if totals[f"tokens/{kind}/{name}"]]
-        if kind == "by_turn" and len(names) == 1:  # one turn: nothing to compare
-            continue
-        metrics |= {f"mismatch/{name}": totals[name] / totals[f"tokens/{name}"] for name in names}
+    metrics |= _bucket_means("by_position", POSITIONS, totals)
+    of_turns = _bucket_means("by_turn", TURNS, totals)
+    if len(of_turns) > 1:  # a single turn has none to compare with
+        metrics |= of_turns
     return metrics, {name: pooled[name] for name in extra or {}}
 
 
@@ -196,11 +190,36 @@ def turns(counted: Tensor) -> Tensor:
         counted (`torch.Tensor` of shape `(B, T)`): Booleans, true on the tokens that the policy wrote.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`: The turn of each of those tokens, from 1. What it is elsewhere has no meaning.
+        `torch.Tensor` of shape `(B, T)`: The turn of each of those tokens, from 1. Elsewhere the number has no meaning.
     """
     begins = counted.clone()
     begins[:, 1:] &= ~counted[:, :-1]
     return begins.cumsum(1)
+
+
+def _bucket_sums(kind: str, members: Tensor, starts: tuple[int, ...], k3: Tensor, scored: Tensor) -> dict[str, Tensor]:
+    """
+    Counts the scored tokens of each bucket, and sums their `k3`.
+
+    Args:
+        kind (`str`): `"by_position"` or `"by_turn"`.
+        members (`torch.Tensor` that broadcasts to `(B, T)`): The position or the turn of each token.
+        starts (`tuple[int, ...]`): The first member of each bucket.
+        k3, scored (`torch.Tensor` of shape `(B, T)`): The quantity, and which tokens count.
+    """
+    sums = {}
+    bucket = torch.bucketize(members, torch.tensor(starts[1:], device=members.device), right=True)
+    for i, name in enumerate(_bucket_names(starts)):
+        inside = scored & (bucket == i)
+        sums[f"tokens/{kind}/{name}"] = inside.sum()
+        sums[f"{kind}/{name}"] = torch.where(inside, k3, 0.0).sum()
+    return sums
+
+
+def _bucket_means(kind: str, starts: tuple[int, ...], totals: dict[str, float]) -> dict[str, float]:
+    """Returns the metrics of the buckets that have tokens, from the totals of [`_bucket_sums`] over all ranks."""
+    names = [f"{kind}/{name}" for name in _bucket_names(starts)]
+    return {f"mismatch/{name}": totals[name] / totals[f"tokens/{name}"] for name in names if totals[f"tokens/{name}"]}
 
 
 def _bucket_names(starts: tuple[int, ...]) -> list[str]:
@@ -217,7 +236,7 @@ def _pool(
     Returns the totals of `counts`, and the moments of each `(B, T)` quantity over the selected tokens of all ranks.
 
     Each rank contributes `(n, mean, M2, max)` with `M2 = sum (x - mean)^2`. Centred sums combine without the
-    cancellation that `sum x^2 - (sum x)^2 / n` suffers from. One gather brings all of them.
+    cancellation that `sum x^2 - (sum x)^2 / n` suffers from. A single gather collects everything.
     """
     x = torch.stack([float64(q) for q in quantities.values()])  # (K, B, T)
     x = x[:, select.to(x.device)]  # (K, n)

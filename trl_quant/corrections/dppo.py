@@ -30,7 +30,7 @@ from .traits import Correction
 
 @dataclass(frozen=True)
 class DPPO(Correction):
-    """The weight is `min(w, cap)`, and 0 where a token that moved by more than `delta` would be pushed on."""
+    """The weight is `min(w, cap)`, and 0 where a token that moved by more than `delta` would be pushed further."""
 
     delta: Annotated[float, Range(0, 1, open_low=True)] = 0.15
     """The probability by which a token may move away from the sampler."""

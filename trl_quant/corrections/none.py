@@ -7,7 +7,7 @@
 | `R`, ratio of the current to the old full-precision actor | `exp(logps - old_logps)`, in the loss |
 | the quantized actor | ignored: every weight is 1 |
 
-The mismatch biases it. It is the baseline for every correction.
+The mismatch biases the gradient. This is the baseline for every correction.
 """
 
 from dataclasses import dataclass

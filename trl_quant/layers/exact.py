@@ -87,7 +87,7 @@ class _Attend(torch.autograd.Function):
 def attention(
     q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None, kernel: Callable
 ) -> Tensor:
-    """[`flash_attention`] with `kernel`, an `attend` of [`Kernels`], in the forward pass."""
+    """Computes [`flash_attention`] with `kernel`, an `attend` of [`Kernels`], in the forward pass."""
     return _Attend.apply(q, k, v, packed, scale, window, kernel)
 
 
@@ -105,7 +105,7 @@ class Unrotated(nn.Module):
         self.rotated = rotated
 
     def forward(self, x: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """(1, 1, rotated) each."""
+        """Returns the cosines and the sines, (1, 1, rotated) each."""
         ones = x.new_ones(1, 1, self.rotated)
         return ones, torch.zeros_like(ones)
 
@@ -127,6 +127,8 @@ class ExactAttention:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *how, packed: Packed | None = None
     ) -> Tensor:
         """
+        Rotates queries and keys, and computes attention.
+
         Args:
             q, k, v (`torch.Tensor`): (B, H, S, D), (B, G, S, D), (B, G, S, D), not rotated.
             mask (`torch.Tensor`, *optional*): (B, S), true on tokens; `None` where there is no padding.
@@ -199,11 +201,12 @@ def _logits(hidden, weight, bias, rows):
 
 
 def _log_sum_exp(z: Tensor, ids: Tensor, logp: Tensor) -> Tensor:
+    """Returns the log-sum-exp (N,) of logits `z` (N, vocabulary) from the log-probabilities `logp` (N,) of `ids`."""
     return z.gather(1, ids.unsqueeze(1)).squeeze(1).float() - logp
 
 
 def _of_entropies(dentropy, hidden, weight, bias, ids, temperature, score, rows) -> Tensor:
-    """dX, (N, features), of the tempered logits' entropies: dH/dz = -p (log p + H)."""
+    """Computes dX, (N, features), from the gradient of the tempered logits' entropies: dH/dz = -p (log p + H)."""
     dx = torch.empty_like(hidden, dtype=torch.float32)
     for part, w, logits in _logits(hidden, weight, bias, rows):
         logp, z = score(logits, ids[part], temperature)
@@ -251,7 +254,7 @@ def frozen_head(
     rows: int = 1024,
 ) -> tuple[Tensor, Tensor | None]:
     r"""
-    Log-probabilities from logits of the whole vocabulary at once, as an engine computes them, by a head that does not
+    Computes log-probabilities from logits of the whole vocabulary at once, as an engine does, by a head that does not
     train. With x (N, features), W (vocabulary, features), z = (x W^T + b) / temperature and the targets t:
 
         logp     = z[t] - logsumexp(z)                              (N,)
@@ -285,11 +288,12 @@ def frozen_head(
 
 @torch.no_grad()
 def log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *how, **options) -> Tensor:
-    """The log-probabilities (N,) of [`frozen_head`], without gradients."""
+    """Computes the log-probabilities (N,) of [`frozen_head`], without gradients."""
     return frozen_head(hidden, weight, bias, targets, *how, **options)[0]
 
 
 def log_softmax(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """A `score` of [`Kernels`]: in FP32 from the division by the temperature on."""
-    tempered = logits.float() / torch.full((1,), temperature, device=logits.device)  # by a number, torch multiplies
+    """Scores as a `score` of [`Kernels`], in FP32 from the division by the temperature on."""
+    # By a number, torch would multiply with its reciprocal
+    tempered = logits.float() / torch.full((1,), temperature, device=logits.device)
     return tempered.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1), tempered

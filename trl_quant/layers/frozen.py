@@ -12,8 +12,8 @@ A frozen linear layer held in four bits: the base of QeRL (arXiv:2510.11696, sec
 | `b` | | (out,) |
 
 The backward pass needs only the codes and scales, which the layer holds anyway, because both products start from them.
-On a GPU, a kernel that decodes the weight as it reads it multiplies few tokens. For many tokens, the decoded weight is
-written to a buffer, part by part, and cuBLAS multiplies, which then takes most of the time.
+On a GPU, few tokens are multiplied by a kernel that decodes the weight while it reads it. For many tokens, the weight
+is decoded into a buffer, part by part, and cuBLAS multiplies the parts, which then takes most of the time.
 
 A weight that is shared with a vLLM engine in the same process is in the layout of vLLM's kernels; see [`marlin`].
 """
@@ -54,10 +54,18 @@ def _in_rows(q: QuantizedTensor) -> QuantizedTensor | None:
     return replace(q, values=q.values.view(q.shape[0], -1), scale=q.scale.view(q.shape[0], -1))
 
 
+def _part_length(across: int, itemsize: int) -> int:
+    """
+    Returns the length, a multiple of `ALIGNMENT`, of the parts of a matrix that fill `BUFFER_BYTES`. `across` is the
+    number of values beside each other.
+    """
+    return max(BUFFER_BYTES // (across * itemsize) // ALIGNMENT, 1) * ALIGNMENT
+
+
 def _parts(q: QuantizedTensor, dim: int, itemsize: int) -> Iterator[tuple[slice, QuantizedTensor]]:
     """Cuts a weight along `dim` into parts of at most `BUFFER_BYTES` when dequantized; yields place and part."""
     length, across = q.shape[dim], q.shape[1 - dim]
-    size = max(BUFFER_BYTES // (across * itemsize) // ALIGNMENT, 1) * ALIGNMENT
+    size = _part_length(across, itemsize)
     width = q.values.shape[1] // q.scale.shape[1]  # bytes of a group
     for start in range(0, length, size):
         place = slice(start, min(start + size, length))
@@ -119,10 +127,10 @@ def _multiply(x: Tensor, q: QuantizedTensor, bias: Tensor | None, forward: bool,
 def _multiply_tiles(
     x: Tensor, values: Tensor, scale: Tensor, factor: float, bias: Tensor | None, forward: bool, y: Tensor
 ) -> None:
-    """[`_multiply`] for a weight in Marlin's layout, whose values are `factor` times code times scale."""
+    """As [`_multiply`], for a weight in Marlin's layout, whose values are `factor` times code times scale."""
     inputs, outputs = marlin.TILE_IN * len(values), scale.shape[1]
     length, across = (outputs, inputs) if forward else (inputs, outputs)
-    size = max(BUFFER_BYTES // (across * x.itemsize) // ALIGNMENT, 1) * ALIGNMENT
+    size = _part_length(across, x.itemsize)
     for start in range(0, length, size):
         end = min(start + size, length)
         if forward:
@@ -217,18 +225,16 @@ def _stored(q: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def autocast_dtype(x: Tensor, in_features: int) -> torch.dtype:
-    """Returns the type in which `F.linear` would compute: autocast's, or that of x. Checks the number of features."""
+    """
+    Returns the type in which `F.linear` would compute: autocast's, or that of `x`. Raises `ValueError` unless `x` has
+    `in_features` features.
+    """
     if x.shape[-1] != in_features:
         raise ValueError(f"x: shape {tuple(x.shape)}, but the layer has {in_features} inputs.")
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return x.dtype
-
-
-def autocast_inputs(x: Tensor, in_features: int) -> Tensor:
-    """Converts inputs to [`autocast_dtype`]."""
-    return x.to(autocast_dtype(x, in_features))
 
 
 class FrozenLinear(nn.Linear):
@@ -309,10 +315,8 @@ class FrozenLinear(nn.Linear):
         Raises:
             ValueError: Another format, shape or type than the layer's, or a missing or surplus bias.
         """
-        given, own = (
-            (q.format, tuple(q.shape), q.dtype),
-            (self.format, (self.out_features, self.in_features), self.dtype),
-        )
+        given = q.format, tuple(q.shape), q.dtype
+        own = self.format, (self.out_features, self.in_features), self.dtype
         if given != own:
             raise ValueError(f"q: a weight of {given}, but the layer is one of {own}.")
         if (bias is None) != (self.bias is None):
@@ -337,7 +341,7 @@ class FrozenLinear(nn.Linear):
         self.factor = factor
 
     def _hold(self, name: str, tensor: Tensor | None) -> None:
-        """Registers tensors as parameters, not buffers, since DDP broadcasts buffers before each forward pass."""
+        """Registers a tensor as a parameter, not a buffer, since DDP broadcasts buffers before each forward pass."""
         parameter = None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=False)
         self.register_parameter(name, parameter)
 
@@ -367,8 +371,8 @@ class FrozenLinear(nn.Linear):
         return _FrozenLinear.apply(x, bias, *self.packed())
 
     def inputs(self, x: Tensor) -> Tensor:
-        """[`autocast_inputs`] of this layer."""
-        return autocast_inputs(x, self.in_features)
+        """Converts inputs (..., in) to the type of the products. Raises `ValueError` for another number of features."""
+        return x.to(autocast_dtype(x, self.in_features))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.precision!r}"

@@ -5,8 +5,8 @@ A frozen linear layer held in the codes that its sampler multiplies: the base of
     dX = dY Q(W) + dY B (s A)
 
 [`joint`] has these products, their symbols, and which of them are in FP8 in the backward pass. A
-[`~layers.UnifiedLinear`] computes the same and keeps the weight in 16 bits, too. This layer holds the codes alone, and
-a vLLM engine in the same process can multiply the same memory.
+[`~layers.UnifiedLinear`] computes the same, but also keeps the weight in 16 bits. This layer holds only the codes, and
+a vLLM engine in the same process can multiply with the same memory.
 """
 
 import torch
@@ -21,7 +21,7 @@ from .products import dequantize
 
 class FrozenUnifiedLinear(FrozenLinear):
     """
-    A linear layer whose weight is held in codes that are multiplied with those of its inputs. The weight gets no
+    A linear layer that holds its weight in codes and multiplies them with the codes of its inputs. The weight gets no
     gradient; the inputs and the bias get theirs.
 
     Its parameters are those of a [`FrozenLinear`], except that `weight_packed` has one code for each weight.
@@ -61,7 +61,7 @@ class FrozenUnifiedLinear(FrozenLinear):
         return tuple((id(p), p._version, p.data_ptr()) for p in (self.weight_packed, self.weight_scale))
 
     def hold(self, codes: QuantizedTensor) -> None:
-        """Holds these codes, in their memory, in place of its own, to which they are equal."""
+        """Takes over the memory of `codes`, which must equal the layer's own, and frees its own memory."""
         self.weight_packed.data, self.weight_scale.data = codes.values, codes.scale
         self._codes, self._made_of = codes, self._identity()
 

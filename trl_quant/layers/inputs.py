@@ -20,6 +20,8 @@ from .products import quantize_for_both, quantize_input
 
 
 class _Input(NamedTuple):
+    """A quantized input: the tensor, its version when it was quantized, the type it was rounded to, and its codes."""
+
     tensor: weakref.ref
     version: int
     dtype: torch.dtype
@@ -32,8 +34,8 @@ _last: _Input | None = None
 
 def quantized(x: Tensor, dtype: torch.dtype, format: str, both: bool) -> tuple[QuantizedTensor, QuantizedTensor | None]:
     """
-    Returns [`products.quantize_input`] and, if the input is needed in `both` passes, what the backward pass multiplies
-    with.
+    Returns the result of [`products.quantize_input`] and, if the input is needed in `both` passes, the codes with which
+    the backward pass multiplies.
 
     Args:
         x (`torch.Tensor`): (..., in).
@@ -66,6 +68,7 @@ def remember(x: Tensor, dtype: torch.dtype, rows: QuantizedTensor, columns: Quan
 
 
 def _forget(tensor: weakref.ref) -> None:
+    """Drops the codes of an input that is gone."""
     global _last
     if _last is not None and _last.tensor is tensor:
         _last = None

@@ -131,6 +131,7 @@ class _Joint(torch.autograd.Function):
         w, biases, a, b = of.weight(), tensors[1::4], tensors[2::4], tensors[3::4]
         q, for_backward = quantized(x, of.dtype, w.format, both=of.trains)
         y = product(q, w, _joint_bias(biases, of.sizes), of.dtype)
+        # What the backward pass needs of X: nothing, codes and scales, or X itself with H = X (s A)^T
         columns, kept, ctx.codes = y.split(of.sizes, 1), (), None
         if of.beside:
             flat = x.detach().reshape(-1, x.shape[-1]).to(of.dtype)
@@ -149,7 +150,7 @@ class _Joint(torch.autograd.Function):
         n, shape, of = len(dys), dys[0].shape[:-1], ctx.of
         saved = ctx.saved_tensors
         a, b, kept = saved[:n], saved[n : 2 * n], saved[2 * n :]
-        x = h = None
+        x = h = None  # H = X (s A)^T, if the forward pass kept it
         if ctx.codes is not None:
             format, *rest = ctx.codes
             x = QuantizedTensor(format, *kept, *rest)
@@ -281,7 +282,7 @@ def output(x: Tensor, part: Part) -> Tensor:
 
 
 class _Waiting(NamedTuple):
-    """Outputs for an input that were not asked for yet, each with what it was computed from."""
+    """Outputs for an input that no layer was called for yet, each with what it was computed from."""
 
     x: weakref.ref
     of: tuple  # the input's version, the type of the product, whether there are gradients
@@ -340,12 +341,12 @@ class Joint:
 
     def codes(self, parts: Sequence[Part]) -> QuantizedTensor:
         """
-        Returns the quantized weights of `parts` below each other. The layers keep parts of it in place of their own
-        codes.
+        Returns the quantized weights of `parts` below each other, as one. The layers then keep their rows of it in
+        place of codes of their own.
         """
         held = [part.codes() for part in parts]
         if self._joint is None or any(one is not other for one, other in zip(held, self._held, strict=True)):
-            self._joint = None  # frees it first
+            self._joint = None  # frees the old codes first
             values = below_each_other([q.values for q in held])
             scale = torch.cat([q.scale for q in held])
             shape = torch.Size((len(values), held[0].shape[1]))
@@ -357,17 +358,19 @@ class Joint:
         return self._joint
 
     def _drop(self, x: weakref.ref) -> None:
+        """Drops the outputs that wait for an input that is gone."""
         if self.waiting is not None and self.waiting.x is x:
             self.waiting = None
 
     def __getstate__(self) -> dict:
-        return {"layers": self.layers, "_held": [], "_joint": None, "waiting": None}  # of a copy
+        # A copy starts without codes and outputs
+        return {"layers": self.layers, "_held": [], "_joint": None, "waiting": None}
 
 
 def _is_free(layer: nn.Module) -> bool:
     """
-    Whether a layer can be computed before it is called: it has no hooks, no other stands in its adapter, and its codes
-    are not made anew at each call.
+    Whether a layer can be computed before it is called: it has no hooks, no layer of another kind has replaced it or
+    its base, and its codes are not made anew at each call.
     """
     base = getattr(layer, "base_layer", layer)
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in {layer, base})

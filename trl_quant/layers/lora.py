@@ -62,7 +62,7 @@ class _FrozenLora(torch.autograd.Function):
 
 def frozen_lora_linear(x: Tensor, layer: FrozenLinear, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """
-    A frozen layer and its adapter as one function.
+    Computes a frozen layer and its adapter in one function.
 
     Args:
         x (`torch.Tensor`): Inputs (..., in).

@@ -1,7 +1,7 @@
 r"""
 Fuses RMSNorm with the quantizer of the layers that follow:
 
-    Y  = round(round(X r) w),    r = 1 / sqrt(mean(X^2) + eps)             and Q(Y), where its columns are not wanted
+    Y  = round(round(X r) w),    r = 1 / sqrt(mean(X^2) + eps)             and Q(Y), unless Q(Y^T) is needed too
     dX = r (w dY - X r^2 mean(w dY X))
     dw = sum over tokens of dY round(X r)
 
@@ -73,6 +73,7 @@ def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, format: str | None, dt
 
 
 def _by_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalizes `x` (..., features) with torch's operators, which have gradients."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
@@ -97,17 +98,18 @@ class FusedRMSNorm(nn.Module):
         super().__init__()
         self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
         self.train(norm.training)
-        object.__setattr__(self, "feeds", feeds)  # not a child: it is one of another module
-        object.__setattr__(self, "norm", norm)  # not a child: its parameters would count twice
+        # No children: `feeds` belongs to another module, and the parameters of `norm` would count twice
+        object.__setattr__(self, "feeds", feeds)
+        object.__setattr__(self, "norm", norm)
 
     def plain(self) -> nn.Module:
-        """The norm that this one replaces, with the present weight."""
+        """Returns the norm that this one replaces, with the present weight."""
         self.norm.weight = self.weight
         return self.norm.train(self.training)
 
     @torch.compiler.disable  # as the layers that it feeds
     def forward(self, x: Tensor) -> Tensor:
-        """(..., features) to the same."""
+        """Maps (..., features) to the same shape."""
         weight = self.weight.to(x.dtype) if self.rounds else self.weight
         if weight.dtype != x.dtype or not products.has_kernels(x, "int8"):
             return _by_torch(x, weight, self.variance_epsilon)

@@ -82,17 +82,17 @@ class Packed:
         if prompt < 2:
             return cls.of(mask, *mask.shape, mask.device)
         prompts = ids[:, :prompt].masked_fill(~mask[:, :prompt], -1)
-        which = torch.unique(prompts, dim=0, return_inverse=True)[1]
+        names = torch.unique(prompts, dim=0, return_inverse=True)[1].tolist()  # equal numbers for equal prompts
         shareable = (mask[:, : prompt - 1].sum(1) * mask[:, prompt - 1]).tolist()  # tokens before the prompt's last one
-        lengths, which = mask.sum(1).tolist(), which.tolist()
-        sequences = Counter(which)
+        lengths = mask.sum(1).tolist()
+        sequences = Counter(names)  # prompt -> number of its sequences
 
         segments: list[int] = []  # their lengths
         keys: list[list[tuple[int, int]]] = []  # of each segment, as (first token, number of tokens)
         shared: dict[int, tuple[int, int]] = {}  # the segment of each shared prompt
-        again: list[int] = []  # sequences whose prompt is there already
-        place = 0
-        for sequence, (name, before, length) in enumerate(zip(which, shareable, lengths, strict=True)):
+        again: list[int] = []  # sequences whose prompt an earlier sequence has brought
+        place = 0  # tokens of the row so far
+        for sequence, (name, before, length) in enumerate(zip(names, shareable, lengths, strict=True)):
             if before == 0 or sequences[name] == 1:
                 before, path = 0, []
             elif name in shared:
@@ -120,7 +120,7 @@ class Packed:
         return cls(*places, starts, longest, key_rows, key_starts, max(counts), shape)
 
     def filled_up(self, multiple: int) -> "Packed":
-        """Adds a segment of fewer than `multiple` tokens, copies of the first place's, so that it divides T."""
+        """Adds a segment of fewer than `multiple` copies of the first token, so that `multiple` divides T."""
         tokens = len(self.positions)
         missing = -tokens % multiple
         if not missing:
@@ -150,7 +150,10 @@ class Packed:
 
 
 def _places(mask: Tensor, computed: Tensor) -> tuple[Tensor, Tensor]:
-    """`rows` and `positions` of the tokens that are `computed`, whose positions count all of a sequence's tokens."""
+    """
+    Returns `rows` and `positions` of the tokens that are `computed`. Positions count all tokens of a sequence, computed
+    or not. Both masks are (B, S).
+    """
     rows = computed.flatten().nonzero().squeeze(1)
     return rows, (mask.cumsum(1) - 1).flatten()[rows]
 
@@ -235,6 +238,6 @@ def flash_attention_gradients(
 
 
 def _for_torch(packed: Packed, scale: float, window: int | None) -> tuple[tuple, dict]:
-    """Arguments of torch's flash attention: the segments' borders, then scale and window."""
+    """Returns arguments of torch's flash attention: the segments' borders, then scale and window."""
     sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     return (packed.starts, packed.key_starts, packed.longest, packed.longest_keys), {"scale": scale} | sides

@@ -100,13 +100,13 @@ def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
 
 
 def quantize_fp8(x: Tensor, least: float = FP8.least_amax) -> QuantizedTensor:
-    """[`quantize_input`] to "fp8", in torch; `least` is the least maximum of a token."""
+    """Computes [`quantize_input`] to "fp8" in torch; `least` is the least maximum of a token."""
     scale = quotient(_amax(x).clamp(min=least), E4M3_MAX)
     return QuantizedTensor("fp8", _e4m3(x, scale), scale, x.shape, x.dtype)
 
 
 def quantize_int8(x: Tensor, on_cuda: bool) -> QuantizedTensor:
-    """[`quantize_input`] to "int8", in torch: what vLLM does on a GPU or, not `on_cuda`, on a CPU."""
+    """Computes [`quantize_input`] to "int8" in torch, as vLLM does on a GPU or, if not `on_cuda`, on a CPU."""
     amax = _amax(x)
     scale = quotient(amax, INT8_MAX)
     # torch would take `127 / amax` for `127 * (1 / amax)`
@@ -117,14 +117,14 @@ def quantize_int8(x: Tensor, on_cuda: bool) -> QuantizedTensor:
 
 
 def quantize_groups(x: Tensor, least: float) -> QuantizedTensor:
-    """[`quantize_input`] to "fp8_block", in torch; `least` is the least maximum of a group."""
+    """Computes [`quantize_input`] to "fp8_block" in torch; `least` is the least maximum of a group."""
     groups = group(x, BLOCK)
     scale = quotient(_amax(groups).clamp(min=least), E4M3_MAX)
     return QuantizedTensor("fp8_block", ungroup(_e4m3(groups, scale), x.shape[1]), scale.squeeze(-1), x.shape, x.dtype)
 
 
 def quantize_groups_for_both(x: Tensor, least: float) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """[`quantize_for_both`], in torch."""
+    """Computes [`quantize_for_both`] in torch."""
     columns = F.pad(x, (0, 0, 0, -len(x) % BLOCK)).t().contiguous()
     return quantize_groups(x, least), quantize_groups(columns, least)
 
@@ -255,7 +255,7 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
 
 def input_gradient(dy: Tensor, w: QuantizedTensor) -> Tensor:
     """
-    `dy w`. For a weight in "fp8_block" or "fp8", dy is quantized. In "int8", the weight is dequantized.
+    Computes `dy w`. For a weight in "fp8_block" or "fp8", dy is quantized. In "int8", the weight is dequantized.
 
     Args:
         dy (`torch.Tensor`): (T, N), BF16 or FP32.
@@ -274,7 +274,7 @@ def input_gradient(dy: Tensor, w: QuantizedTensor) -> Tensor:
 
 def weight_gradient(dy_t: QuantizedTensor, x_t: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """
-    `dy^T x` in "fp8_block".
+    Computes `dy^T x` in "fp8_block".
 
     Args:
         dy_t, x_t ([`trl_quant.formats.QuantizedTensor`]): (N, T'), (K, T'), from [`quantize_for_both`].
@@ -293,7 +293,13 @@ def input_and_weight_gradient(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
-    [`input_gradient`] and [`weight_gradient`] in "fp8_block", with one read of dy.
+    Computes [`input_gradient`] and [`weight_gradient`] in "fp8_block", with one read of dy.
+
+    Args:
+        dy (`torch.Tensor`): (T, N), BF16 or FP32.
+        w ([`trl_quant.formats.QuantizedTensor`]): (N, K).
+        x_t ([`trl_quant.formats.QuantizedTensor`]): (K, T'), from [`quantize_for_both`].
+        dtype (`torch.dtype`, *optional*): Type of dW.
 
     Returns:
         `tuple`: dX (T, K) of the type of dy, and dW (N, K) of `dtype`, by default the same.
@@ -323,14 +329,17 @@ def scale_sums(sums: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | No
 
 
 def _amax(x: Tensor) -> Tensor:
+    """Returns the largest absolute value along the last dimension, which becomes 1, in FP32."""
     return x.abs().amax(-1, keepdim=True).float()
 
 
 def _e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    """Returns the E4M3 codes of `x / scale`."""
     return (x.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def _with_one_scale(x: Tensor, format: str) -> QuantizedTensor:
+    """Computes [`quantize_input`] to a format with one scale for all tokens."""
     if not x.numel():
         return QuantizedTensor(format, x.to(torch.float8_e4m3fn), x.new_ones(1), x.shape, x.dtype)
     if not x.is_cuda:
@@ -341,6 +350,7 @@ def _with_one_scale(x: Tensor, format: str) -> QuantizedTensor:
 
 
 def _grouped(x: Tensor, least: float) -> QuantizedTensor:
+    """Computes [`quantize_groups`], with a kernel if there is one."""
     if has_kernels(x, "fp8_block"):
         from ..kernels import unified as kernels
 
@@ -355,7 +365,7 @@ def _exact_sums(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _product_of_groups(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """`a b^T` (M, N) of a (M, K) in groups along K and b (N, K) in such groups or in blocks."""
+    """Computes `a b^T` (M, N) of a (M, K) in groups along K and b (N, K) in such groups or in blocks."""
     (rows, inner), outs = a.shape, b.shape[0]
     if multiplies_groups(a.values) and rows and inner and inner % BLOCK == outs % BLOCK == 0:
         groups, blocks = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
@@ -372,7 +382,7 @@ def _product_of_groups(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtyp
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    """`a b`, added up in FP32 and rounded once: on a CPU in FP32, where many have no fast product in BF16."""
+    """Computes `a b`, summed in FP32 and rounded once. CPUs multiply in FP32: many have no fast product in BF16."""
     with torch.autocast(a.device.type, enabled=False):
         return a @ b if a.is_cuda else (a.float() @ b.float()).to(a.dtype)
 
@@ -422,10 +432,12 @@ def multiplies(format: str, device: torch.device) -> bool:
 
 
 def multiplies_fp8(x: Tensor) -> bool:
+    """Whether the device of `x` multiplies FP8 codes."""
     return x.is_cuda and _capability(x.device) >= (8, 9) and hasattr(F, "scaled_mm")
 
 
 def multiplies_groups(x: Tensor) -> bool:
+    """Whether the device of `x` multiplies FP8 codes with scales for groups and blocks."""
     return multiplies_fp8(x) and _capability(x.device)[0] == 9
 
 

@@ -113,7 +113,7 @@ class QATLinear(UnifiedLinear):
 
 
 class SampledQATLinear(SampledLinear):
-    """The forward pass of a [`QATLinear`] alone, as [`SampledLinear`] is that of a [`UnifiedLinear`]."""
+    """The forward pass of a [`QATLinear`], as [`SampledLinear`] is that of a [`UnifiedLinear`]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., in) to (..., out), in the type of `x` or autocast's."""

@@ -20,7 +20,7 @@ weight's scales folded into dY: see [`products.quantize_gradient`]. The other gr
 dequantized values.
 
 With a LoRA adapter that the engine merges, the policy is Q(W + s B A), which is also quantized once a step. [`joint`]
-has the products with it, and those of layers that share X.
+has the products of such layers, and of layers that share X.
 """
 
 from collections.abc import Callable
@@ -115,7 +115,7 @@ class UnifiedLinear(nn.Linear):
         """
         made_of = tuple((id(x), x._version) if isinstance(x, Tensor) else x for x in (self.weight, *of))
         if self._codes is None or made_of != self._made_of or self.moves_unseen:
-            UnifiedLinear.forget(self)  # frees them before the new ones take memory
+            UnifiedLinear.forget(self)  # frees the old codes before the new ones take memory
             with torch.no_grad(), torch.autocast(self.weight.device.type, enabled=False):
                 weight = self.weight.detach().to(self.rounds_to or self.weight.dtype)
                 if delta is not None:
@@ -136,7 +136,7 @@ class UnifiedLinear(nn.Linear):
             self.joint.forget()
 
     def hold(self, codes: QuantizedTensor | None) -> None:
-        """Keeps these codes, which are equal to those it has."""
+        """Keeps `codes`, which must equal the layer's own, in place of these; `None` keeps none."""
         self._codes = codes
 
     def part(self) -> Part:
@@ -167,7 +167,7 @@ class UnifiedLinear(nn.Linear):
 
 class SampledLinear(nn.Module):
     """
-    The forward pass of a [`UnifiedLinear`] alone. It holds the codes, and not the weight.
+    The forward pass of a [`UnifiedLinear`], without a backward pass. It holds the codes, and not the weight.
 
     Parameters:
         linear (`nn.Linear`): The layer that it replaces, (out, in).

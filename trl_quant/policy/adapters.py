@@ -246,7 +246,7 @@ def with_frozen_layers(peft_config: PeftConfig) -> PeftConfig:
 
 
 def adapt_frozen(model: nn.Module) -> None:
-    """Turns PEFT's LoRA layers around layers that were frozen later into those of this module, in place."""
+    """Gives PEFT's LoRA layers whose base was frozen later the classes of this module, in place."""
     for layer in model.modules():
         is_plain = isinstance(layer, LoraLayer) and not isinstance(layer, FrozenLoraLinear)
         if is_plain and isinstance(layer.base_layer, FrozenLinear):

@@ -77,5 +77,6 @@ def compute_exactly(model: nn.Module, kernels: Kernels) -> None:
 
 
 def _scored(forward, function, *args, **kwargs):
+    """Calls a model's `forward` with `function` in the place of TRL's fused head."""
     with scoring_with(function):
         return forward(*args, **kwargs)

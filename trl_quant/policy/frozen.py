@@ -1,5 +1,5 @@
 """
-Loads the policy's base in codes alone, frozen under a LoRA adapter: in 4 bits (QeRL), or in FP8 or INT8:
+Loads only the codes of the policy's base, frozen under a LoRA adapter: in 4 bits (QeRL), or in FP8 or INT8:
 
     policy = Q(W) + B A                    in the decoder's linear layers; Q(W) is loaded once and never changes
 
@@ -275,7 +275,7 @@ def packed_while_loading(
 
     Args:
         model (`str`): The checkpoint's name or directory, in 16 bits or written by `trl-quant prepare`.
-        precision (`str`): Key of `PRECISIONS`: `"nvfp4"` or `"mxfp4"`.
+        precision (`str`): As in [`FrozenBaseConfig`].
         field (`str`): The config's field that asks for it, for messages.
         trust_remote_code (`bool`): As in transformers.
         revision (`str` or `None`): The checkpoint's revision.
@@ -310,6 +310,7 @@ def loading_teacher(args, teacher: str) -> dict:
 
 
 def _freeze_loaded(model: PreTrainedModel, precision: str) -> None:
+    """Packs the base of a loaded policy, unless it is held in `precision` already."""
     packed = {module.precision for module in model.modules() if isinstance(module, FrozenLinear)}
     if packed - {precision}:
         raise ValueError(

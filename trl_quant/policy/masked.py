@@ -141,8 +141,8 @@ def mask_token_of(given: int | None, tokenizer, config, ends: Collection[int]) -
 
 class MaskedRows:
     """
-    A model that is called with padded rows of prompts and completions and returns the one-step estimate: what TRL's
-    `_get_per_token_logps_and_entropies` calls in the place of the model.
+    Stands in for a model where TRL's `_get_per_token_logps_and_entropies` calls it with padded rows of prompts and
+    completions, and returns the one-step estimate.
 
     Parameters:
         model (`nn.Module`): A bidirectional model, wrapped for several ranks or not, with TRL's fused head.

@@ -4,11 +4,11 @@ Lets a policy compute one packed row ([`layers.packed`]) instead of padded ones.
 Everything in a decoder layer works on single tokens, apart from attention and positions. Positions are counted in each
 sequence and given to the model. The segments travel through the layers as a keyword of the forward pass, which they
 hand to their attention. transformers' SDPA does not read it, so [`attend`] takes its place. Without the keyword
-[`attend`] calls SDPA, so generation and padded rows compute as before. It stays set, because gradient checkpointing
-computes the layers again in the backward pass, and must find the same function.
+[`attend`] calls SDPA, so generation and padded rows compute as before. [`attend`] stays set after the forward pass,
+because gradient checkpointing computes the layers again in the backward pass and must find the same function.
 
-transformers' flash attention reads the borders of sequences from keywords of its own. It stays where it was chosen, but
-shares no prompts.
+transformers' flash attention reads the borders of sequences from keywords of its own. A model that computes with it
+keeps it, but shares no prompts.
 """
 
 from collections.abc import Callable
@@ -103,8 +103,8 @@ def in_one_row(compute: Callable[..., Tensor], ids: Tensor, mask: Tensor) -> Ten
 
 class PackedBackbone(nn.Module):
     """
-    A model whose decoder is called with padded rows and computes a packed one: what TRL's `_get_last_hidden_state`
-    calls in the place of the model. It shares no prompts.
+    Stands in for a model where TRL's `_get_last_hidden_state` calls its decoder with padded rows, and computes a packed
+    one. It shares no prompts.
 
     Parameters:
         model (`nn.Module`): A causal language model of transformers, with or without an adapter of PEFT.
@@ -132,8 +132,8 @@ class PackedBackbone(nn.Module):
 
 class PackedRows:
     """
-    A model that is called with padded rows and computes a packed one: what TRL's `_get_per_token_logps_and_entropies`
-    calls in the place of the model.
+    Stands in for a model where TRL's `_get_per_token_logps_and_entropies` calls it with padded rows, and computes a
+    packed one.
 
     Parameters:
         model (`nn.Module`): The policy or the reference model, wrapped for several ranks or not, with TRL's fused head.
@@ -165,7 +165,7 @@ class PackedRows:
         packed = packed.filled_up(TOKENS)
         labels = labels.flatten()[packed.rows]
         first = packed.starts[:-1][packed.starts.diff() > 0].long()
-        labels[first] = -100  # the token before it is another segment's
+        labels[first] = -100  # not predicted: the token before is another segment's
         labels[len(labels) - packed.filled :] = -100
         output = self.model(
             labels=labels.unsqueeze(0),
@@ -174,6 +174,6 @@ class PackedRows:
         )
         for name in ("log_probs", "entropy"):
             if output.get(name) is not None:
-                of_each_token = F.pad(output[name].squeeze(0), (1, 0))  # none is for the first
+                of_each_token = F.pad(output[name].squeeze(0), (1, 0))  # the first token has none
                 output[name] = packed.padded(of_each_token)[:, 1:]
         return output

@@ -161,6 +161,7 @@ class Gated(partial):
 
 @torch.compiler.disable  # like its layers
 def _gated(mlp: nn.Module, x: Tensor) -> Tensor:
+    """Computes a gated MLP, (..., features) to the same, with the activation and its quantizer in one pass."""
     down = _base(mlp.down_proj)
     if not isinstance(down, MULTIPLIES_CODES):  # the layer was replaced after `fuse`
         return type(mlp).forward(mlp, x)
@@ -168,6 +169,7 @@ def _gated(mlp: nn.Module, x: Tensor) -> Tensor:
 
 
 def _base(layer: nn.Module) -> nn.Module:
+    """Returns the layer that PEFT's layer wraps, or the layer itself."""
     return getattr(layer, "base_layer", layer)
 
 

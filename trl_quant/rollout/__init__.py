@@ -91,7 +91,7 @@ def engine_of(
 
     def build_for_trl(**given):
         models_loaded()
-        given["logprobs"] = 0  # those of the drawn tokens, for which TRL's RLOO does not ask
+        given["logprobs"] = 0  # only the drawn token's; TRL's RLOO asks for none
         engine = adapted(build(spec, **given), spec, **given)
         engine_built(engine)
         engines.append(engine)

@@ -66,12 +66,12 @@ class WeightDrift:
         self.names = {name for name in trained if zlib.crc32(name.encode()) % stride == 0}
         self.format, self.quantizer = PRECISIONS[precision].format, quantizer
         self.previous: dict[str, SampledRows] = {}  # from the last sync
-        self.resumed: dict[str, Tensor] = {}  # their weights, from a checkpoint
+        self.resumed: dict[str, Tensor] = {}  # the weights of a checkpoint's last sync that no sync has followed yet
         self.initial: dict[str, Tensor] | None = {}
         self.forget()
 
     def forget(self) -> None:
-        """Forgets the last sync, so that the next one is compared with none."""
+        """Forgets the last sync, so that the next one has none to be compared with."""
         self.previous.clear()
         self.resumed.clear()
         self._sums = _Sums()
@@ -117,6 +117,7 @@ class WeightDrift:
         return sums.update()
 
     def _rows(self, weight: Tensor) -> Tensor:
+        """Returns the rows of a weight that are measured."""
         weight = weight.detach()
         if weight.numel() <= self.MAX_ELEMENTS:
             return weight
@@ -140,6 +141,7 @@ class _Sums:
         self.totals: list[Tensor] = []
 
     def add(self, current: SampledRows, previous: SampledRows | None) -> None:
+        """Adds a layer: the sums of its error, and, if a sync came before, those of its update."""
         weight = current.weight
         sums = [_square(weight), _square(current.dequantized.to(weight.dtype) - weight)]
         if previous is not None:
@@ -156,6 +158,7 @@ class _Sums:
         self.rows.append(torch.stack([x.double() for x in sums]))
 
     def add_total(self, weight: Tensor, initial: Tensor) -> None:
+        """Adds a layer's sums of its update since the run's first sync."""
         self.totals.append(torch.stack([_square(weight - initial), _square(initial)]))
 
     def error(self) -> dict[str, float]:
@@ -183,4 +186,5 @@ class _Sums:
 
 
 def _square(x: Tensor) -> Tensor:
+    """Returns `||x||^2` in float64."""
     return torch.linalg.vector_norm(x, dtype=torch.float32).double().square()

@@ -39,7 +39,7 @@ from .stream import local_part
 
 WORD = 8  # bytes
 GOLDEN = -7046029254386353131  # g as a signed integer
-LOW = 0x1FFFFFFFF
+LOW = 0x1FFFFFFFF  # the 33 bits that a logical shift by 31 leaves; torch's shift fills the others with the sign
 ADAPTED = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 PART = 2**16  # words that the PyTorch version of the kernel reads at once; they fit into a CPU's cache
 
@@ -135,5 +135,6 @@ def _on_one_device(tensors: list[Tensor]) -> Tensor:
 
 
 def _settings(layer: BaseTunerLayer | AuxiliaryTrainingWrapper) -> Hashable:
+    """Returns the settings of an adapted layer on which the weights of its forward pass depend."""
     scaling = tuple(sorted(getattr(layer, "scaling", {}).items()))
     return tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters), scaling

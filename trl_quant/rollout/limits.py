@@ -109,6 +109,7 @@ def end_process(message: str) -> None:
 
 
 def _handle(number, frame) -> None:
+    """Handles the signal: interrupts the main thread for the outermost limit whose time is over."""
     signalled = [limit for limit in Limit.active if limit.pending]
     for limit in signalled:
         limit.pending = False
@@ -142,6 +143,7 @@ def time_limit(seconds: float | None, message: Callable[[], str]) -> Iterator[No
 
 @contextmanager
 def _interrupting(seconds: float, message: Callable[[], str]) -> Iterator[None]:
+    """[`time_limit`] in the main thread, which a signal interrupts."""
     limit, cause = Limit(seconds, message), None
     before = signal.signal(SIGNAL, _handle)
     try:
@@ -167,6 +169,7 @@ def _interrupting(seconds: float, message: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def _reporting(seconds: float, message: Callable[[], str]) -> Iterator[None]:
+    """[`time_limit`] where nothing can be interrupted: logs that the time is over, and raises if the code returns."""
     began = time.monotonic()
     timer = threading.Timer(seconds, lambda: logger.error("%s It cannot be interrupted in this thread.", message()))
     timer.daemon = True

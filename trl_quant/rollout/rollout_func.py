@@ -51,6 +51,7 @@ class CheckedRollout:
 
 
 def _check_output(output, count: int, needs_logprobs: bool, vocabulary: int) -> None:
+    """Raises `ValueError` unless `output` has the form that TRL takes, for `count` prompts."""
     if not isinstance(output, dict):
         raise ValueError(f"`rollout_func` returned a {type(output).__name__}. It must return a dict with {REQUIRED}.")
     missing = [name for name in REQUIRED if name not in output]
@@ -102,7 +103,7 @@ def _check_ids(called: str, row, vocabulary: int) -> None:
 def _check_row(name: str, index: int, row, tokens: int) -> None:
     """
     Raises `ValueError` unless a row is flat and has one number for each token: a log-probability, or 0 or 1 in a mask.
-    `generate` returns nested rows.
+    The engine's `generate` returns nested rows, which a function must flatten.
     """
     try:
         values = torch.as_tensor(row, dtype=torch.float32)

@@ -8,7 +8,7 @@
 | vLLM in the trainer's process | `"colocate"` | `VLLMEngine` |
 | vLLM behind a server | `"server"` | `VLLMServerEngine` |
 | for masked diffusion: a quantized copy of the policy | `"diffusion"` | `DiffusionEngine` |
-| for masked diffusion: the policy's own layers, likewise | `"shared_diffusion"` | `SharedDiffusionEngine` |
+| for masked diffusion: the policy's own layers, in that case | `"shared_diffusion"` | `SharedDiffusionEngine` |
 
 Trainers, `rollout_precision="auto"`, `trl-quant report --mismatch` and the benchmarks all build their engine from an
 [`EngineSpec`] with [`~rollout.build_engine`].

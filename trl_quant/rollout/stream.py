@@ -62,17 +62,14 @@ class PolicyWeights:
         self.has_adapters = is_peft_model(model)  # stored, since this takes 5 ms and is needed for every parameter
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        adapted, seen = None, set()
-        for path, module in self.model.named_modules():
+        seen = set()
+        for path, module in outer_modules(self.model):
             if isinstance(module, ModulesToSaveWrapper) and module.disable_adapters:
                 raise ValueError(
                     f"The adapters are disabled, and `{clean_name(path)}` is trained whole (`modules_to_save`): "
-                    "engines sample from the trained module alone. Enable the adapters before you sample."
+                    "engines sample only from the trained module. Enable the adapters before you sample."
                 )
-            if adapted is not None and path.startswith(adapted):
-                continue
             if isinstance(module, BaseTunerLayer):
-                adapted = f"{path}."
                 is_unread = clean_name(f"{path}.weight") in self.unread
                 tensors = self._unmerged(module) if is_unread else self.merged(module)
                 for leaf, tensor in tensors.items():
@@ -138,7 +135,7 @@ class PolicyWeights:
     def quantized_weight(self, layer: nn.Module) -> QuantizedTensor:
         """
         Returns the quantized weight that a layer of [`unified`] computes with, including an adapter that is merged into
-        it. A sharded layer is gathered and quantized again, with the same result on each rank, which is not cached.
+        it. A sharded layer is gathered and quantized again at each call, with the same result on each rank.
         """
         with self.whole(layer):
             return layer.codes()
@@ -157,7 +154,7 @@ class PolicyWeights:
         Yields the parameters that belong neither to the packed weights of a frozen base nor to an adapter: embeddings,
         norms, the head, biases.
         """
-        packed = {id(tensor) for _, module in self.frozen() for tensor in module.packed()[:3]}
+        packed = {id(tensor) for _, module in self.frozen() for tensor in module.packed()[:3]}  # the tensors among them
         for name, param in self.parameters().items():
             if id(param) not in packed:
                 yield name, param.data
@@ -228,8 +225,7 @@ class PolicyWeights:
         Context in which the parameters of a layer that FSDP2 shards are gathered. A layer that quantizes its weight
         gets them in the type of its forward pass, any other in their own.
         """
-        owned = [(m, name, param) for m in layer.modules() for name, param in m.named_parameters(recurse=False)]
-        sharded = [(m, name, param) for m, name, param in owned if isinstance(param, DTensor)]
+        sharded = [(owner, name, param) for owner, name, param in _owned(layer) if isinstance(param, DTensor)]
         dtype = self.gathered_dtype if isinstance(base_layer(layer), UnifiedLinear) else None
         try:
             for module, name, param in sharded:
@@ -264,16 +260,16 @@ class PolicyWeights:
         with self.gathered(layer.parameters()), self.whole(layer):
             if not adapters:
                 return {name: tensor.clone() for name, tensor in dense_parameters(base).items()}
-            if merges_by_adding(layer):  # PEFT's merge gives the same, but its bookkeeping takes longer than the sum
+            if merges_by_adding(layer):  # as PEFT's merge, whose bookkeeping takes longer than the sum
                 params = dense_parameters(base)
                 for adapter in adapters:
-                    # In one pass: summed in the wider of the two types and rounded to the base's
+                    # One pass: `add` sums in the wider of the two types and rounds to the base's
                     weight = params["weight"]
                     params["weight"] = torch.add(weight, delta_weight(layer, adapter), out=torch.empty_like(weight))
                 return params
-            owned = [(m, name, param) for m in layer.modules() for name, param in m.named_parameters(recurse=False)]
+            owned = _owned(layer)
             try:
-                for module, name, param in owned:
+                for module, name, param in owned:  # so that PEFT merges into a copy of the base
                     setattr(module, name, nn.Parameter(param.data.clone() if module is base else param.data, False))
                 with default_dtype(torch.float32):  # vLLM's reload, which reads this stream, sets another default
                     layer.merge()
@@ -303,6 +299,11 @@ class PolicyWeights:
                     scaling = 0.0 if layer.disable_adapters else layer.scaling[adapter]
                     tensors[f"{name}.lora_B.weight"] = self.full(b) * scaling
         return tensors
+
+
+def _owned(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Lists the parameters of a layer, each with the module that holds it and its name there."""
+    return [(owner, name, param) for owner in layer.modules() for name, param in owner.named_parameters(recurse=False)]
 
 
 @contextmanager
@@ -341,6 +342,17 @@ def ties_embeddings(policy: PreTrainedModel) -> bool:
     if head is None or isinstance(head, wrapped) or isinstance(embeddings, wrapped):
         return False
     return head.weight is embeddings.weight
+
+
+def outer_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields a model's modules with their names. An adapted layer counts as one module, that of PEFT."""
+    adapted = None
+    for path, module in model.named_modules():
+        if adapted is not None and path.startswith(adapted):
+            continue
+        if isinstance(module, BaseTunerLayer):
+            adapted = f"{path}."
+        yield path, module
 
 
 def base_layer(layer: nn.Module) -> nn.Module:
@@ -457,12 +469,9 @@ def _unlike_config(policy: PreTrainedModel) -> str | None:
 
 def _shapes(policy: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...] | None]]:
     """Yields the names of a policy's parameters, without adapters, and their shapes; `None` for a packed parameter."""
-    adapted = None
-    for path, module in policy.named_modules():
-        if ".original_module" in path or (adapted is not None and path.startswith(adapted)):
+    for path, module in outer_modules(policy):
+        if ".original_module" in path:
             continue
-        if isinstance(module, BaseTunerLayer):
-            adapted = f"{path}."
         layer = base_layer(module)
         if isinstance(layer, FrozenLinear):
             yield f"{path}.weight", None

@@ -179,6 +179,7 @@ class RolloutEngine:
 
     @property
     def tokenizer(self):
+        """The trainer's tokenizer, or that of its processor."""
         return getattr(self.processing_class, "tokenizer", self.processing_class)
 
     @property
@@ -390,7 +391,7 @@ class AdaptedEngine(RolloutEngine):
         refused = [name for name, is_set in unsupported.items() if is_set]
         if refused:
             raise ValueError(
-                f"{' and '.join(refused)} acts on the engines of this package alone, and the run samples from a "
+                f"{' and '.join(refused)} acts only on the engines of this package, and the run samples from a "
                 f"{type(engine).__name__}."
             )
         super().__init__(*args, precision=spec.precision, **kwargs)

@@ -41,9 +41,10 @@ from ..storage.whole import is_full
 
 logger = logging.getLogger(__name__)
 
-OF_A_RANK = ("rng_state", GENERATION_NAME)  # how the names of files begin that each rank writes on its own host
+OF_A_RANK = ("rng_state", GENERATION_NAME)  # prefixes of the files that each rank writes on its own host
 COPY_IT = "Copy the newest whole one to every host, or have all hosts share `output_dir`."
-# What the engine compares its weights with, a file each; not .safetensors: vLLM loads every such file in a directory
+# Earlier weights with which the engine compares the current ones. Each set has a file of its own, which is not a
+# .safetensors file because vLLM loads every such file in a directory
 SAMPLED_WEIGHTS = ("initial_weights", "synced_weights")
 
 
@@ -164,7 +165,7 @@ def is_lost(error: BaseException) -> bool:
 
 @contextmanager
 def others_lost(trainer: Trainer) -> Iterator[None]:
-    """Context in which the error of a rank that has lost another one says so, and how the run can resume."""
+    """Context in which the error of a rank that lost another rank names that cause, and how the run can resume."""
     try:
         yield
     except RuntimeError as error:
@@ -198,8 +199,8 @@ def saving(checkpoint: str) -> Iterator[None]:
 
 def precision_before(args) -> str | None:
     """
-    Returns a run's `rollout_precision`. For `"auto"` in a run that resumes, it is the precision of the checkpoint. This
-    is collective, since a host without the checkpoint takes the precision that another host has read.
+    Returns a run's `rollout_precision`. For `"auto"` in a run that resumes, it is the precision of the checkpoint. A
+    host without the checkpoint takes the precision that another host has read. Collective.
 
     Raises:
         `ValueError`: vLLM does not run that precision.
@@ -293,9 +294,9 @@ def check_same_files(checkpoint: str | Path) -> None:
     answers = []
     for host, names in found:
         answers.append(None if names == whole else f"{host} lacks {', '.join(sorted(whole - names))}")
-    lacking = _joined_answers(answers)
-    if lacking:
-        raise ValueError(f"{checkpoint} is not the same on every host: {lacking}. {COPY_IT}")
+    faults = _joined_answers(answers)
+    if faults:
+        raise ValueError(f"{checkpoint} is not the same on every host: {faults}. {COPY_IT}")
 
 
 def check_settings(checkpoint: str | Path, before: dict, now: dict, changes_allowed: bool) -> None:
@@ -307,10 +308,9 @@ def check_settings(checkpoint: str | Path, before: dict, now: dict, changes_allo
         before, now (`dict`): Settings as [`~config.QuantGRPOConfig.training_settings`] returns them.
         changes_allowed (`bool`): Whether to log differences instead.
     """
-    changed = {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
-    if not changed:
+    differences = _differences({name: before.get(name) for name in now}, now)
+    if not differences:
         return
-    differences = ", ".join(f"`{name}`: {old!r} -> {new!r}" for name, (old, new) in changed.items())
     if not changes_allowed:
         raise ValueError(
             f"The checkpoint {checkpoint} was trained with other settings than this run has: {differences}. Resume "
@@ -321,11 +321,15 @@ def check_settings(checkpoint: str | Path, before: dict, now: dict, changes_allo
 
 def tell_changes(checkpoint: str | Path, before: dict, now: dict) -> None:
     """Warns of settings of TRL and transformers that differ from those of the checkpoint's run."""
-    now = json.loads(json.dumps(now))
-    changed = {name: (before[name], value) for name, value in now.items() if name in before and before[name] != value}
-    if changed:
-        differences = ", ".join(f"`{name}`: {old!r} -> {new!r}" for name, (old, new) in changed.items())
+    differences = _differences(before, json.loads(json.dumps(now)))
+    if differences:
         logger.warning("Resuming %s with other settings than it was trained with: %s.", checkpoint, differences)
+
+
+def _differences(before: dict, now: dict) -> str:
+    """Describes the settings in both that differ, in the order of `now`; empty if none does."""
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    return ", ".join(f"`{name}`: {before[name]!r} -> {now[name]!r}" for name in changed)
 
 
 def check_uaq(checkpoint: str | Path, applied: float | None) -> None:
@@ -336,7 +340,7 @@ def check_uaq(checkpoint: str | Path, applied: float | None) -> None:
     recorded_scale = read_state(path).get("uaq_scale")
     if recorded_scale != applied:
         raise ValueError(
-            f"The checkpoint {checkpoint} was trained with `uaq_scale`={recorded_scale}, this run has "
+            f"The checkpoint {checkpoint} was trained with `uaq_scale`={recorded_scale}, but this run has "
             f"`uaq_scale`={applied}. Resume with the same value."
         )
 

@@ -48,9 +48,9 @@ class CorrectionStep:
     7. TRL's loss calls `_get_per_token_logps_and_entropies`. [`write_into_open_batch`] gets the log-probabilities of
        the current policy. In one pass it writes them as `old_per_token_logps`, so R = 1, writes what [`before_loss`]
        writes otherwise, and logs after the last micro-batch of the generation. If the sampler's log-probabilities stood
-       in for a pass, it logs after the last micro-batch of the first update, whose policy is still the sampler's: so
-       the metrics are measured. It then sets the trainer's `epsilon_low` and `epsilon_high` to the clip bounds of each
-       token, if the batch has them.
+       in for a pass, the metrics are still measured: it logs after the last micro-batch of the first update, until
+       which the policy is the one that sampled. If the batch has clip bounds for each token, it then sets the trainer's
+       `epsilon_low` and `epsilon_high` to them.
     8. The rest of TRL's loss reads `importance_sampling_ratio`, `old_per_token_logps` and both epsilons.
     9. `_compute_loss` ends. [`during_loss`] drops the copy and restores the epsilons.
 
@@ -65,10 +65,10 @@ class CorrectionStep:
     Attributes:
         open_batch (`dict` or `None`): The micro-batch whose loss TRL is computing, while it does.
         samples (`list` or `None`): The sampler's log-probabilities of each completion, until TRL scores it.
-        seen (`dict[str, list[dict]]`): By `"train"` and `"eval"`, the micro-batches of the generation that a loss has
+        seen (`dict[str, list[dict]]`): For `"train"` and `"eval"`, the micro-batches of the generation that a loss has
             scored and that are not logged yet.
-        unseen (`dict[str, int]`): By `"train"` and `"eval"`, the number of micro-batches before which nothing is
-            logged; 0 if nothing is left to log.
+        awaited (`dict[str, int]`): For `"train"` and `"eval"`, the number of micro-batches after which a generation is
+            logged whose scoring pass was saved; 0 if no such generation waits.
     """
 
     def __init__(self, trainer: GRPOTrainer, correction: Correction | None, level: str, same_bits: bool):
@@ -76,10 +76,11 @@ class CorrectionStep:
         self.open_batch: dict[str, Tensor] | None = None
         self.samples: list[list[float | None]] | None = None
         self.seen: dict[str, list[dict[str, Tensor]]] = {"train": [], "eval": []}
-        self.unseen = {"train": 0, "eval": 0}
+        self.awaited = {"train": 0, "eval": 0}
 
     @property
     def mode(self) -> str:
+        """`"train"` or `"eval"`: what the trainer does now."""
         return "train" if self.trainer.model.training else "eval"
 
     @property
@@ -103,16 +104,16 @@ class CorrectionStep:
             yield
 
     def forget_last(self) -> None:
-        """Forgets the micro-batches of the last generation."""
-        self.seen[self.mode], self.unseen[self.mode] = [], 0
+        """Forgets the micro-batches of the last generation, and what was still to be logged of it."""
+        self.seen[self.mode], self.awaited[self.mode] = [], 0
 
     def state_dict(self) -> dict:
         """Returns what the step knows of a generation in training between two optimizer steps."""
-        return {"seen": self.seen["train"], "unseen": self.unseen["train"]}
+        return {"seen": self.seen["train"], "unseen": self.awaited["train"]}  # the keys of all versions' checkpoints
 
     def load_state_dict(self, state: dict) -> None:
         """Loads the result of [`state_dict`]."""
-        self.seen["train"], self.unseen["train"] = state["seen"], state["unseen"]
+        self.seen["train"], self.awaited["train"] = state["seen"], state["unseen"]
 
     def take_samples(self, logps: list[list[float | None]] | None) -> None:
         """Takes the sampler's log-probabilities of each completion, `None` if it has none."""
@@ -130,13 +131,14 @@ class CorrectionStep:
         return self.knows_old_logps()
 
     def knows_old_logps(self) -> bool:
-        """Whether the sampler's log-probabilities are the old policy's, of every token."""
+        """Whether the sampler's log-probabilities are the old policy's for every token."""
         return self.same_bits and all(logp is not None for row in self.samples for logp in row)
 
     def take_old_logps(self) -> Tensor | None:
         """
-        Returns what TRL's pass would: the sampler's log-probabilities `(B, T)`, with zeros on padding; in one pass
-        `None`, because each loss scores its own. A second pass of the generation is then TRL's again.
+        Returns what stands in for the result of TRL's pass: the sampler's log-probabilities `(B, T)`, with zeros on
+        padding; in one pass `None`, because each loss scores its own tokens. It stands in once: TRL computes any
+        further pass over the generation.
         """
         samples, self.samples = self.samples, None
         if self.trainer.one_pass:
@@ -146,9 +148,12 @@ class CorrectionStep:
 
     def measure_in_first_update(self) -> None:
         """Puts the metrics of this generation off until the losses of its first update have scored it."""
+        if self.mode == "eval":
+            self.awaited["eval"] = 1
+            return
         args = self.trainer.args
-        parts = args.gradient_accumulation_steps - self.trainer._step % args.gradient_accumulation_steps
-        self.unseen[self.mode] = min(parts, args.steps_per_generation) if self.mode == "train" else 1
+        left_of_update = args.gradient_accumulation_steps - self.trainer._step % args.gradient_accumulation_steps
+        self.awaited["train"] = min(left_of_update, args.steps_per_generation)
 
     def padded(self, samples: list[list[float | None]]) -> Tensor:
         """Returns log-probabilities as TRL pads completions, `(B, T)`: zeros on padding, NaN where one is unknown."""
@@ -162,7 +167,7 @@ class CorrectionStep:
         if not self.trl_scores or self.correction is None or batch.get("sampling_per_token_logps") is None:
             return
         output = corrected(self.correction, batch, self.level)
-        if not self.unseen[self.mode]:
+        if not self.awaited[self.mode]:
             self.log(batch, output)
         write(output, batch)
 
@@ -170,7 +175,7 @@ class CorrectionStep:
     def during_loss(self, batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Context of TRL's `_compute_loss`, which must be given the copy of `batch` that this yields."""
         trainer = self.trainer
-        # `write_into_open_batch` may set other bounds in here. These come back at the end.
+        # `write_into_open_batch` may set other bounds inside the context. Its end restores these.
         bounds = exchanged(trainer, epsilon_low=trainer.epsilon_low, epsilon_high=trainer.epsilon_high)
         with bounds, exchanged(self, open_batch=dict(batch)):
             yield self.open_batch
@@ -192,9 +197,9 @@ class CorrectionStep:
             output = corrected(self.correction, scored, self.level)
             write(output, batch)
             self._log_after_last(scored, output, self.trainer.args.steps_per_generation if self.mode == "train" else 1)
-        elif self.unseen[self.mode]:
+        elif self.awaited[self.mode]:
             scored = batch | {"old_per_token_logps": logps}
-            self._log_after_last(scored, corrected(self.correction, scored, self.level), self.unseen[self.mode])
+            self._log_after_last(scored, corrected(self.correction, scored, self.level), self.awaited[self.mode])
         if "clip_high" in batch:
             self._set_clip_bounds(batch, logps)
 
@@ -204,7 +209,7 @@ class CorrectionStep:
         seen.append(batch)
         if len(seen) < parts:
             return
-        self.seen[self.mode], self.unseen[self.mode] = [], 0
+        self.forget_last()
         if parts == 1:
             self.log(batch, output)
         else:

@@ -7,8 +7,8 @@ A value head is a linear layer from a token's hidden state to one number. It has
 | [`OwnCritic`] | a model of its own, transformers' token classifier with one label | this model |
 | [`~trainers.value_head.SharedCritic`] | the policy's layers | the head, and the policy's layers |
 
-The trainer of transformers knows a single model and a single optimizer. So what the critic has of its own stands beside
-it, with an optimizer and a schedule.
+The trainer of transformers knows a single model and a single optimizer. So the critic's own parameters stand beside
+that model, with an optimizer and a schedule of their own.
 """
 
 import math
@@ -53,7 +53,7 @@ def load_critic(name: str, args) -> PreTrainedModel:
     Loads a model with a value head. A head that the checkpoint does not have is zero, so that the critic begins by
     expecting nothing, and on every rank with the same weights.
 
-    It has no dropout, nor another noise of training: old values and values are those of one function.
+    Dropout and other noise of training are off, so that old values and values come from the same function.
 
     Args:
         name (`str`): A language model, a reward model or an earlier critic: a hub id or a directory.
@@ -62,10 +62,11 @@ def load_critic(name: str, args) -> PreTrainedModel:
     Raises:
         `ValueError`: The checkpoint lacks weights other than the head's.
     """
-    given, options = {"dtype": "float32"} | (args.model_init_kwargs or {}), args.critic_source
+    given = {"dtype": "float32"} | (args.model_init_kwargs or {})
+    options = args.critic_source
     config = AutoConfig.from_pretrained(name, num_labels=1, **options)
     noisy = {f for f, value in config.to_dict().items() if isinstance(value, float) and ("drop" in f or "jitter" in f)}
-    for field in noisy | {"classifier_dropout"}:  # by default the head has one that is not in the config
+    for field in noisy | {"classifier_dropout"}:  # the head has this dropout even if the config does not name it
         setattr(config, field, 0.0)
     options |= {key: given[key] for key in ("dtype", "attn_implementation") if given.get(key) is not None}
     model, loaded = AutoModelForTokenClassification.from_pretrained(
@@ -117,7 +118,7 @@ class Critic(ABC):
         self.scheduler = None
 
     def new_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Makes an optimizer for a model, with the policy's settings and `value_learning_rate`."""
+        """Makes an optimizer for a model, with the policy's settings but `value_learning_rate`."""
         trainer, args = self.trainer, self.trainer.args
         decayed = trainer.get_decay_parameter_names(model)
         groups = [
@@ -152,7 +153,9 @@ class Critic(ABC):
 
     @abstractmethod
     def old_values(self, batch: dict[str, Tensor], rows: int) -> Tensor:
-        """Computes [`values`] of a generation without a gradient, so many rows at a time."""
+        """
+        Computes the [`values`] `(B, T)` of a whole generation without a gradient, in parts of `rows` rows.
+        """
 
     # Updates
 
@@ -232,7 +235,7 @@ class Critic(ABC):
             group["lr"] = rate
 
     def load_weights(self, checkpoint: str) -> None:
-        """As [`load`], of the weights alone."""
+        """As [`load`], but loads only the weights."""
         directory, weights = Path(checkpoint, CRITIC_NAME), {}
         with _reading(directory):
             for file in sorted(directory.glob("*.safetensors")):
@@ -272,7 +275,7 @@ class OwnCritic(Critic):
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         self.model, self.optimizer = self.accelerator.prepare(model, self.new_optimizer(model))
-        self.model.train()  # or no gradient checkpoints
+        self.model.train()  # transformers checkpoints activations only in training mode
 
     def values(self, batch: dict[str, Tensor]) -> Tensor:
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)

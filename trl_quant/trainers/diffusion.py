@@ -66,6 +66,7 @@ class MaskDraws:
 
     @property
     def mode(self) -> str:
+        """`"train"` or `"eval"`: what the trainer does now."""
         return "train" if self.trainer.model.training else "eval"
 
     @property

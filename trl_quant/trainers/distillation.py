@@ -20,8 +20,8 @@ repairs that:
 | `mu`, the sampler | `rollout_logps` |
 | `W_t`, the weight of the prefix before the token t | `unit_weights` at the level `"prefix"`; `W_0` is 1 |
 
-D looks at no drawn token y_t, so that token's own ratio repairs nothing: given `y_<t` its mean is 1. It would add
-noise, and capped it would only make the step smaller. Nor have the tokens after t a part in W_t.
+D(y_<t) does not depend on the drawn token y_t, so that token's own ratio repairs nothing: its mean given `y_<t` is 1.
+It would only add noise and, once capped, shrink the step. The tokens after t have no part in W_t either.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,9 +37,8 @@ from ..corrections.batch import counted
 from ..policy.frozen import loading_teacher
 from ..trl_seams import divergences_by, exchanged
 from .checks import check_method
-from .hearing import HearingStep
+from .hearing import HearingRollouts, HearingStep
 from .introduction import PACKAGE_TAG
-from .quantized import QuantRollouts
 from .reward_calls import limited_tool
 
 
@@ -85,8 +84,11 @@ class DistillationCorrectionStep(HearingStep):
         Returns the divergences times their weights.
 
         Args:
-            divergences (`torch.Tensor` of shape `(N,)`): In nats, as in [`~trl_seams.divergences_by`].
-            score (`Callable`): Likewise.
+            divergences (`torch.Tensor` of shape `(N,)`):
+                The divergence at each place in nats, where N counts all places of the completions in the micro-batch or
+                only those of `completion_mask` (see [`~trl_seams.divergences_by`]).
+            score (`Callable`):
+                Takes the token ids `(N,)` at these places to the student's log-probabilities `(N,)`.
         """
         batch = self.open_batch
         ids, mask = batch["completion_ids"], counted(batch).bool()
@@ -97,7 +99,7 @@ class DistillationCorrectionStep(HearingStep):
         return divergences * batch["importance_sampling_ratio"][places]
 
 
-class QuantDistillationTrainer(QuantRollouts, DistillationTrainer):
+class QuantDistillationTrainer(HearingRollouts, DistillationTrainer):
     """
     TRL's [`~trl.DistillationTrainer`] with quantized rollouts, weights for what they have written, and a teacher that
     may be quantized. It takes the arguments of `DistillationTrainer`. With [`QuantDistillationConfig`]'s defaults, a
@@ -161,30 +163,13 @@ class QuantDistillationTrainer(QuantRollouts, DistillationTrainer):
             tools=tools,
         )
         del self._given_teacher
-        if correction is not None and self.use_vllm:
-            self.vllm_generation.logprobs = 0  # the drawn token's; TRL asks for none
 
     def fields_while_built(self, args) -> dict:
         if args.teacher_precision is None:
             return {}
         return {"teacher_model_init_kwargs": loading_teacher(args, self._given_teacher)}
 
-    # The correction, in the order of `DistillationCorrectionStep`'s timeline
-
-    def _generate_and_score_completions(self, inputs):
-        with self.correction_step.scoring():
-            output = super()._generate_and_score_completions(inputs)
-            self.correction_step.before_loss(output)
-        return output
-
-    def _generate_single_turn(self, *args, **kwargs):
-        with self.correction_step.listening():
-            return super()._generate_single_turn(*args, **kwargs)
-
-    def _generate(self, prompts):
-        generated = super()._generate(prompts)
-        self.correction_step.take_samples(*generated[:2])  # token ids of the prompts and of the completions
-        return generated
+    # The correction of the loss. `HearingRollouts` makes the earlier calls of `DistillationCorrectionStep`'s timeline
 
     def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
         with self.correction_step.during_loss(inputs) as batch:

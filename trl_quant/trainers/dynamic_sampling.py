@@ -146,10 +146,10 @@ class Batch:
 
     def refill(self, rounds: int) -> None:
         """Runs further rounds until every group is informative, no prompt is left, or `rounds` rounds are over."""
-        uninformative, done, fresh = self.missing, 0, None
+        uninformative, done, fresh = self.missing, 0, self.fresh()
         while self.missing and done < rounds:
-            fresh = fresh or self.fresh()
             rows = list(islice(fresh, groups_to_sample(self.missing, self.num_generations, self.ranks)))
+            # The last prompts may be too few for all ranks: only as many are sampled as can be divided equally
             rows = rows[: len(rows) - len(rows) % groups_to_sample(1, self.num_generations, self.ranks)]
             if not rows:
                 break
@@ -163,6 +163,7 @@ class Batch:
 
     @property
     def missing(self) -> int:
+        """The number of uninformative groups of the batch."""
         return int((~self.useful).sum())
 
     def fresh(self) -> Iterator[dict[str, Any]]:
@@ -178,7 +179,7 @@ class Batch:
     def round(self, rows: list[dict]) -> None:
         """Samples a group for each prompt, and replaces uninformative groups of the batch by the informative ones."""
         size = len(rows) * self.num_generations // self.ranks  # completions of a rank
-        indices = range(self.rank * size, (self.rank + 1) * size)
+        indices = range(self.rank * size, (self.rank + 1) * size)  # of this rank's completions, among those of all
         samples, rewards, fresh = self.sampled([dict(rows[i // self.num_generations]) for i in indices])
         places = replacements(self.useful, fresh)
         taken = set(places.values())
@@ -187,12 +188,12 @@ class Batch:
         found = dict(gather_object([(i, s) for i, s in mine.items() if i // self.num_generations in taken]))
         for place, group in places.items():
             for k in range(self.num_generations):
-                here, there = place * self.num_generations + k, group * self.num_generations + k
-                self.rewards[here] = rewards[there]
-                i = here - self.rank * len(self.inputs)
-                if i in range(len(self.inputs)):
-                    self.thrown.append(self.samples[i])
-                    self.inputs[i], self.samples[i] = dict(rows[group]), found[there]
+                replaced, new = place * self.num_generations + k, group * self.num_generations + k
+                self.rewards[replaced] = rewards[new]
+                row = replaced - self.rank * len(self.inputs)
+                if row in range(len(self.inputs)):  # this rank holds the completion
+                    self.thrown.append(self.samples[row])
+                    self.inputs[row], self.samples[row] = dict(rows[group]), found[new]
             self.useful[place] = True
 
     def wasted(self) -> tuple[int, int]:
@@ -206,9 +207,9 @@ class Batch:
 @contextmanager
 def dynamically_sampled(trainer, inputs: list[dict]) -> Iterator[list[dict]]:
     """
-    Context of TRL's `_generate_and_score_completions`, which must get the rows that this yields. TRL then finds their
-    completions and rewards without sampling again. So it pads, scores and logs only the final batch, while `num_tokens`
-    counts everything that was sampled. Reward functions log their own metrics in every round. Without
+    Context of TRL's `_generate_and_score_completions`, which must get the rows that this yields. TRL then takes their
+    completions and rewards from here and does not sample again. So it pads, scores and logs only the final batch, while
+    `num_tokens` counts everything that was sampled. Reward functions log their own metrics in every round. Without
     `dynamic_sampling_rounds`, and in an evaluation, the context does nothing.
     """
     rounds = trainer.args.dynamic_sampling_rounds

@@ -49,13 +49,15 @@ class FiniteSteps:
         self.loss: Tensor | float = 0.0
 
     def begin(self) -> None:
+        """Begins a training without losses."""
         self.loss = 0.0
 
     def add_loss(self, loss: Tensor) -> None:
+        """Adds the loss, of shape (), of a micro-batch."""
         self.loss = self.loss + loss
 
     def check_and_forget(self, norm: Tensor | float | None) -> None:
-        """[`check_step`], after which the next step begins with no losses. Collective."""
+        """Checks the step with [`check_step`], and begins the next one without losses. Collective."""
         loss, self.loss = self.loss, 0.0
         check_step(self.trainer, loss, norm)
 
@@ -116,6 +118,7 @@ def _trained(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
 
 
 def _moments(optimizer: torch.optim.Optimizer | None, whose: str) -> Iterator[tuple[str, Tensor]]:
+    """Yields this rank's part of an optimizer's state, with names for a message that begin with `whose`."""
     states = optimizer.state.values() if optimizer is not None else ()  # none before the first training
     for i, state in enumerate(states):
         for name, value in state.items():

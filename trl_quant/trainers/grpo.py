@@ -96,13 +96,6 @@ class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
             return {"vllm_importance_sampling_mode": "token_truncate"}
         return {}
 
-    def generation_state(self) -> dict:
-        return super().generation_state() | {"correction": self.correction_step.state_dict()}
-
-    def load_generation_state(self, state: dict) -> None:
-        super().load_generation_state(state)
-        self.correction_step.load_state_dict(state["correction"])
-
     # The correction, in the order of `CorrectionStep`'s timeline
 
     def _generate_and_score_completions(self, inputs):

@@ -1,7 +1,9 @@
 """
-The correction of a trainer whose base in TRL drops the sampler's log-probabilities: TRL's RLOO and distillation.
+The correction for TRL's RLOO and distillation, which drop the sampler's log-probabilities.
 
-    engine.generate(...) -> log-probabilities -> [`HearingStep.hear`] -> TRL, which keeps the tokens alone
+    engine.generate(...) -> log-probabilities -> [`HearingStep.hear`] -> TRL, which keeps only the tokens
+
+[`HearingStep`] holds what it hears of a generation, and [`HearingRollouts`] calls it where TRL samples.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,13 +11,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from ..trl_seams import exchanged
 from .correction_step import CorrectionStep
+from .quantized import QuantRollouts
 
 
 Logps = list[float | None]  # of the sampled tokens of a completion, in nats; `None` where the sampler has none
 
 
 class Heard:
-    """Stands in for an engine and passes on what it samples."""
+    """Stands in for an engine, and passes the log-probabilities that it samples to `hear` as well."""
 
     def __init__(self, engine, hear: Callable[[list[list[int]], list[Logps]], None]):
         self.engine, self.hear = engine, hear
@@ -34,7 +37,7 @@ class HearingStep(CorrectionStep):
     A [`~trainers.correction_step.CorrectionStep`] that listens to the engine.
 
     Attributes:
-        heard (`tuple`): By turn, the prompts and the log-probabilities of their samples, until `_generate` ends.
+        heard (`tuple`): For each turn, the prompts and the log-probabilities of their samples, until `_generate` ends.
     """
 
     heard: tuple[tuple[list[list[int]], list[Logps]], ...] = ()
@@ -57,12 +60,13 @@ class HearingStep(CorrectionStep):
         return exchanged(trainer, vllm_generation=Heard(trainer.vllm_generation, self.hear))
 
     def hear(self, prompts: list[list[int]], logps: list[Logps]) -> None:
+        """Adds a turn: the token ids of its prompts, and the log-probabilities of what was sampled for each."""
         self.heard = (*self.heard, (prompts, logps))
 
     def take_samples(self, prompts: list[list[int]], completions: list[list[int]]) -> None:
         """
-        Takes what was heard of each completion. TRL, or a subclass of the trainer, may have cut a turn. What tools
-        wrote between two turns has no log-probabilities.
+        Takes the log-probabilities that were heard of each completion. TRL, or a subclass of the trainer, may have cut
+        a turn. Tokens that tools wrote between two turns have no log-probabilities.
 
         Args:
             prompts (`list[list[int]]`): The token ids of each prompt.
@@ -74,10 +78,39 @@ class HearingStep(CorrectionStep):
         self.heard = ()
         samples = [list(logps) for logps in first]
         for asked, logps in later:
-            # A turn asks for the rows that go on, in their order, with all that they have so far
+            # A turn's prompts are the unfinished rows, in their order, each with its completion so far
             rows = iter(range(len(prompts)))
             for before, drawn in zip(asked, logps, strict=True):
                 row = next(row for row in rows if (prompts[row] + completions[row])[: len(before)] == before)
-                own = len(before) - len(prompts[row])
-                samples[row] = (samples[row] + [None] * own)[:own] + drawn
+                so_far = len(before) - len(prompts[row])
+                samples[row] = (samples[row] + [None] * so_far)[:so_far] + drawn
         self.samples = [logps[: len(ids)] for logps, ids in zip(samples, completions, strict=True)]
+
+
+class HearingRollouts(QuantRollouts):
+    """
+    [`~trainers.quantized.QuantRollouts`] for these trainers. It makes the calls of a [`HearingStep`] up to the loss, in
+    the order of the step's timeline.
+    """
+
+    correction_step: HearingStep
+
+    def __init__(self, **given):
+        super().__init__(**given)
+        if self.correction_step.correction is not None and self.use_vllm:
+            self.vllm_generation.logprobs = 0  # TRL asks for none; 0 means only the drawn token's
+
+    def _generate_and_score_completions(self, inputs):
+        with self.correction_step.scoring():
+            output = super()._generate_and_score_completions(inputs)
+            self.correction_step.before_loss(output)
+        return output
+
+    def _generate_single_turn(self, *args, **kwargs):
+        with self.correction_step.listening():
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def _generate(self, prompts):
+        generated = super()._generate(prompts)
+        self.correction_step.take_samples(*generated[:2])  # token ids of the prompts and of the completions
+        return generated

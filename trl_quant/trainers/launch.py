@@ -116,7 +116,7 @@ def trainer_arguments(
     expected = TRAINERS[script_args.trainer].config_class
     if not isinstance(training_args, expected):
         raise ValueError(
-            f"`trainer`={script_args.trainer!r} takes the options of a {expected.__name__}, and these are those of a "
+            f"`trainer`={script_args.trainer!r} takes the options of a {expected.__name__}, but got those of a "
             f"{type(training_args).__name__}. Write `--trainer {script_args.trainer}` in full, or leave it out."
         )
     if not training_args.has_rewards:

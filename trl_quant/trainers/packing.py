@@ -12,6 +12,7 @@ term does not depend on the others of its micro-batch.
 """
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -58,11 +59,14 @@ def packed_rows(trainer) -> Callable[..., PackedRows] | None:
 
 def accepted(trainer, named: dict[str, Module]) -> bool:
     """
-    Prepares models, by the names that messages give them, for packed rows. Returns `False` if one of them computes
-    padded rows only, and warns.
+    Prepares models for packed rows. If one of them computes only padded rows, the function warns and returns `False`.
+
+    Args:
+        trainer: The trainer, with `args` and `processing_class`.
+        named (`dict[str, Module]`): The models, by the names that messages give them.
 
     Raises:
-        ValueError: The same with `pack_sequences=True`.
+        ValueError: `pack_sequences=True`, and one of them computes only padded rows.
     """
     faults = [why_not_packed(model.config, trainer.processing_class, name) for name, model in named.items()]
     why_not = next(filter(None, faults), None)
@@ -95,22 +99,22 @@ def packed_batches(trainer) -> AbstractContextManager:
 def terms_are_independent(trainer) -> bool:
     """Whether a row's term of the loss is the same in each micro-batch with the same number of rows."""
     args = trainer.args
-    # `bnpo` divides by the tokens of a micro-batch. The quantile is that of a micro-batch, and so is the entropy bonus
-    own = {"top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False}
-    changed = any(getattr(args, name, neutral) != neutral for name, neutral in own.items())
-    return getattr(args, "loss_type", None) != "bnpo" and not changed
+    # `bnpo` divides by the tokens of a micro-batch. The quantile and the entropy bonus are those of a micro-batch
+    neutral = {"top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False}
+    has_entropy_term = any(getattr(args, name, value) != value for name, value in neutral.items())
+    return getattr(args, "loss_type", None) != "bnpo" and not has_entropy_term
 
 
 def _arranged(batch: dict[str, Any], parts: int, together: int) -> dict[str, Any]:
     """Orders the rows of a shuffled generation anew, which TRL then splits into `parts` micro-batches."""
-    prompts = batch["prompt_ids"].masked_fill(batch["prompt_mask"] == 0, -1)
-    which = torch.unique(prompts, dim=0, return_inverse=True)[1].tolist()
+    ids = batch["prompt_ids"].masked_fill(batch["prompt_mask"] == 0, -1)
+    prompts = torch.unique(ids, dim=0, return_inverse=True)[1].tolist()  # equal numbers for equal prompts
     shared, own = batch["prompt_mask"].sum(1).tolist(), batch["completion_mask"].sum(1).tolist()
-    window = len(which) // parts * together  # rows of an optimizer step
+    size = len(prompts) // parts * together  # rows of an optimizer step
     order = []
-    for first in range(0, len(which), window):
-        rows = range(first, first + window)
-        batches = balanced(*([values[row] for row in rows] for values in (which, shared, own)), together)
+    for first in range(0, len(prompts), size):
+        step = slice(first, first + size)
+        batches = balanced(prompts[step], shared[step], own[step], together)
         order += [first + row for rows in batches for row in rows]
     return {name: _rows(values, order) for name, values in batch.items()}
 
@@ -130,7 +134,10 @@ def balanced(prompts: list[int], shared: list[int], own: list[int], parts: int) 
         prompts (`list[int]`): The prompt of each row, as a number.
         shared (`list[int]`): Tokens of each row's prompt.
         own (`list[int]`): Tokens of each row's completion.
-        parts (`int`): The number of batches, which divides that of the rows.
+        parts (`int`): The number of batches, which divides the number of rows.
+
+    Returns:
+        `list[list[int]]`: The rows of each batch.
     """
     size = len(prompts) // parts
 
@@ -142,7 +149,7 @@ def balanced(prompts: list[int], shared: list[int], own: list[int], parts: int) 
         groups.setdefault(prompts[row], []).append([row])
     pieces = []  # rows of one prompt that fit into one batch
     for rows in groups.values():
-        pieces += _spread(rows, -(-len(rows) // size), size, tokens)
+        pieces += _spread(rows, math.ceil(len(rows) / size), size, tokens)
     return sorted(_spread(pieces, parts, size, tokens), key=tokens, reverse=True)
 
 

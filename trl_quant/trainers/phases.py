@@ -24,6 +24,7 @@ class PhaseTimes(TrainerCallback):
         self.log, self.in_vllm, self.seconds = log, in_vllm, defaultdict(float)
 
     def add(self, name: str, seconds: float) -> None:
+        """Adds the seconds of a phase to its sum in this step."""
         if name == IN_VLLM and not self.in_vllm:
             name = IN_TRANSFORMERS
         self.seconds[f"profiling/{name}"] += seconds

@@ -26,6 +26,7 @@ from ..storage.quantization import record_gathered_dtype
 from ..trl_seams import exchanged
 from . import checkpoints, phases, unfinished
 from .checks import check_model, check_trainable
+from .correction_step import CorrectionStep
 from .finite import FiniteSteps, check_trained
 from .introduction import add_to_card, introduce
 from .packing import packed_batches, packed_rows
@@ -42,14 +43,16 @@ class QuantRollouts:
     where there are rewards, calls `reward_funcs`; `_metrics["train"]` and `["eval"]` hold lists of values until they
     are logged.
 
-    The mixin does not use the sampler's log-probabilities. The losses of GRPO ([`~trainers.correction_step`]), RLOO
-    ([`~trainers.rloo`]) and distillation ([`~trainers.distillation`]) compute weights from them.
+    The mixin does not use the sampler's log-probabilities. A subclass that corrects its loss for them has a
+    [`correction_step`], whose state the mixin saves with an unfinished generation.
 
     Attributes:
         runs (`list[str]`): Names of the runs that this one continues, followed by its own.
+        correction_step ([`~trainers.correction_step.CorrectionStep`] or `None`): The correction of the loss.
     """
 
     runs: list[str] = []
+    correction_step: CorrectionStep | None = None
     _engine: RolloutEngine | None = None  # `None` where TRL itself generates
 
     def __init__(self, *, model, args, eval_dataset=None, quantization_config=None, peft_config=None, **given):
@@ -197,13 +200,20 @@ class QuantRollouts:
     def rollout_noise(self) -> RolloutNoise:
         """Returns the noise of the next generation. Each generation of a step has its own; evaluation has none."""
         args, step = self.args, self.state.global_step
-        draw = self._step % args.gradient_accumulation_steps // (args.steps_per_generation * args.num_iterations)
+        micro_steps_per_generation = args.steps_per_generation * args.num_iterations
+        draw = self._step % args.gradient_accumulation_steps // micro_steps_per_generation  # generation of this step
         sigma = args.noise_sigma(step, self.state.max_steps) if self.model.training else 0.0
         return RolloutNoise(sigma, args.seed, step, draw)
 
     def check_sync(self) -> dict[str, float]:
         """
-        Runs [`~rollout.verify.self_check.self_check`] now, after a sync if one is due. Needs a vLLM engine.
+        Runs [`~rollout.verify.self_check.self_check`] now, after a sync if one is due.
+
+        Returns:
+            `dict[str, float]`: Its metrics, `sync_check/*`.
+
+        Raises:
+            `ValueError`: The run has no vLLM engine.
         """
         if not hasattr(self._engine, "check_sync"):
             raise ValueError("`check_sync` checks vLLM engines: set `use_vllm=True` and a `rollout_precision`.")
@@ -212,7 +222,7 @@ class QuantRollouts:
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        if self._engine is not None and self.model.training:  # evaluation leaves them to the training step that synced
+        if self._engine is not None and self.model.training:  # after an evaluation's sync, the next training step logs
             self.log_values(self._engine.take_metrics())
         return output
 
@@ -257,6 +267,13 @@ class QuantRollouts:
     # Checkpoints: a run saves only finite weights, and resumes only from a complete checkpoint
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """
+        Trains as TRL's trainer does.
+
+        Raises:
+            `ValueError`: Nothing would be trained, or the run cannot resume from the checkpoint.
+            `RuntimeError`: A step or a trained weight is not finite, the engine failed, or another rank was lost.
+        """
         check_trainable(self.model)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = checkpoints.checkpoint_to_resume(self.args.output_dir)
@@ -266,7 +283,7 @@ class QuantRollouts:
             if self._engine is not None:
                 self._engine.load_state_dict(state)
                 self._step = unfinished.resume(self, resume_from_checkpoint, state)
-                # An evaluation may have synced at this step, and left its metrics to the generation that comes next
+                # Saved metrics are those of an evaluation's sync at this step. The next generation logs them
                 self._last_loaded_step = state.get("global_step") if self._engine.sync_metrics else -1
                 self._metrics["train"].clear()
         self.runs = checkpoints.new_run(state.get("runs", []))
@@ -278,12 +295,20 @@ class QuantRollouts:
         return output
 
     def generation_state(self) -> dict:
-        """Returns what is left of this rank's generation, for a checkpoint. Only what `torch.load` takes as weights."""
-        return {"inputs": self._buffered_inputs}
+        """
+        Returns what is left of this rank's generation, for a checkpoint. It holds only what
+        `torch.load(weights_only=True)` accepts.
+        """
+        state = {"inputs": self._buffered_inputs}
+        if self.correction_step is not None:
+            state["correction"] = self.correction_step.state_dict()
+        return state
 
     def load_generation_state(self, state: dict) -> None:
         """Loads the result of [`generation_state`]."""
         self._buffered_inputs = state["inputs"]
+        if self.correction_step is not None:
+            self.correction_step.load_state_dict(state["correction"])
 
     def _get_train_sampler(self, dataset=None):
         return checkpoints.same_after_resume(super()._get_train_sampler(dataset))

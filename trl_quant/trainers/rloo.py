@@ -30,18 +30,17 @@ from ..rollout.sampling_options import biasing_options
 from ..trl_seams import exchanged
 from .checks import check_method
 from .correction_step import scores_in_one_pass
-from .hearing import HearingStep
+from .hearing import HearingRollouts, HearingStep
 from .introduction import PACKAGE_TAG
-from .quantized import QuantRollouts
 
 
 class RLOOCorrectionStep(HearingStep):
     """
     The correction of an RLOO trainer, and its state between two calls of TRL. Without a correction it does nothing.
 
-    TRL's RLOO always scores the old policy, whose sum over a completion its loss reads, so there is a ratio for every
-    token. In one pass the current policy takes its place at each update, and R = 1. Unless the KL term of the rewards
-    reads the old policy too, its scoring is then saved.
+    TRL's RLOO always scores the old policy, because its loss reads the sum over each completion. So every token has a
+    ratio. In one pass, the current policy takes the old policy's place at each update, so R = 1. TRL's scoring pass is
+    then saved, unless the KL term of the rewards reads its result too.
 
     The calls in their order, with what is read and written at each:
 
@@ -82,8 +81,8 @@ class RLOOCorrectionStep(HearingStep):
 
     def take_old_logps(self) -> Tensor:
         """
-        Returns what stands in for TRL's pass, `(B, T)`: the sampler's log-probabilities. In one pass each loss writes
-        its own over them.
+        Returns what stands in for the result of TRL's pass, `(B, T)`: the sampler's log-probabilities. In one pass,
+        each loss overwrites them with its own.
         """
         if not self.trainer.one_pass:
             self.measure_in_first_update()
@@ -120,7 +119,7 @@ class RLOOCorrectionStep(HearingStep):
         return value + batch["importance_sampling_ratio"].to(value.dtype) * (logps - value)
 
 
-class QuantRLOOTrainer(QuantRollouts, RLOOTrainer):
+class QuantRLOOTrainer(HearingRollouts, RLOOTrainer):
     """
     TRL's [`~trl.RLOOTrainer`] with quantized rollouts and a correction for them. It takes the arguments of
     `RLOOTrainer`. With [`QuantRLOOConfig`]'s defaults, a plain [`~trl.RLOOConfig`] or `args=None` it is `RLOOTrainer`.
@@ -182,32 +181,8 @@ class QuantRLOOTrainer(QuantRollouts, RLOOTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
-        if correction is not None and self.use_vllm:
-            self.vllm_generation.logprobs = 0  # the drawn token's; TRL asks for none
 
-    def generation_state(self) -> dict:
-        return super().generation_state() | {"correction": self.correction_step.state_dict()}
-
-    def load_generation_state(self, state: dict) -> None:
-        super().load_generation_state(state)
-        self.correction_step.load_state_dict(state["correction"])
-
-    # The correction, in the order of `RLOOCorrectionStep`'s timeline
-
-    def _generate_and_score_completions(self, inputs):
-        with self.correction_step.scoring():
-            output = super()._generate_and_score_completions(inputs)
-            self.correction_step.before_loss(output)
-        return output
-
-    def _generate_single_turn(self, *args, **kwargs):
-        with self.correction_step.listening():
-            return super()._generate_single_turn(*args, **kwargs)
-
-    def _generate(self, prompts):
-        generated = super()._generate(prompts)
-        self.correction_step.take_samples(*generated[:2])  # token ids of the prompts and of the completions
-        return generated
+    # The correction of the loss. `HearingRollouts` makes the earlier calls of `RLOOCorrectionStep`'s timeline
 
     def _compute_loss(self, model, inputs):
         with self.correction_step.during_loss(inputs) as batch:

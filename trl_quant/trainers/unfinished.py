@@ -1,9 +1,9 @@
 """The generation that a checkpoint interrupts.
 
-A generation may serve several optimizer steps. TRL keeps its samples in memory, so a run that resumes between two of
-these steps would sample anew, and count the updates of all later generations from there. Here a checkpoint inside a
-generation holds what is left of it, one file for each rank, and the resumed run trains on the samples of an unbroken
-run.
+A generation may serve several optimizer steps. TRL keeps its samples only in memory, so a run that resumed between two
+of these steps would sample anew, and all later generations would begin at other steps than in an unbroken run. So a
+checkpoint inside a generation holds what is left of that generation, in one file for each rank, and the resumed run
+trains on the same samples as an unbroken run.
 """
 
 import json
@@ -46,13 +46,13 @@ def resume(trainer: Trainer, checkpoint: str | Path, state: dict) -> int:
     """
     micro_steps = state.get("micro_steps", 0)
     if not state.get("inside_generation"):
-        # With another schedule than the checkpoint's, this step may lie inside a generation: a new one begins
+        # If the schedule has changed since, this step may lie inside a generation. A new generation then begins
         return 0 if is_inside(trainer, micro_steps) else micro_steps
     found = read(file_of(trainer, checkpoint), trainer.accelerator.device)
     if not all(gather_object([found.pop("form", None) == form(trainer)])):
         logger.warning(
             "The checkpoint %s lies inside a generation that this run cannot continue: its samples are not in the "
-            "checkpoint, or are those of other ranks, batches or settings. The run samples a new one.",
+            "checkpoint, or belong to other ranks, batches or settings. The run samples a new one.",
             checkpoint,
         )
         return 0
@@ -71,11 +71,12 @@ def is_inside(trainer: Trainer, micro_steps: int) -> bool:
 
 
 def file_of(trainer: Trainer, checkpoint: str | Path) -> Path:
+    """Returns the path of this rank's file in a checkpoint."""
     return Path(checkpoint, f"{GENERATION_NAME}{trainer.args.process_index}.pt")
 
 
 def form(trainer: Trainer) -> dict:
-    """What a generation's micro-batches, and what was computed for each, depend on."""
+    """Returns the settings on which a generation's micro-batches, and all that was computed for them, depend."""
     args = trainer.args
     names = ("world_size", "per_device_train_batch_size", "steps_per_generation", "num_iterations", "needs_reference")
     settings = json.loads(json.dumps(args.training_settings()))
@@ -83,7 +84,7 @@ def form(trainer: Trainer) -> dict:
 
 
 def read(path: Path, device: torch.device) -> dict[str, Any]:
-    """Reads what [`save`] saved; empty if there is no such file, or a part of one."""
+    """Reads what [`save`] saved. The result is empty if the file is missing or incomplete."""
     try:
         return torch.load(path, map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, UnpicklingError):

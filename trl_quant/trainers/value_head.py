@@ -75,20 +75,21 @@ class SharedCritic(Critic):
 
     def reading(self, score: Callable[[], tuple]) -> tuple:
         """As [`Critic.reading`]. If the policy computed that pass, its values join [`passes`]."""
-        found = []
+        parts = []  # the values of each part of the rows, which TRL may pass one after the other
 
         def read(decoder, args, inputs, output):
             values, packed = self.model(output.last_hidden_state), inputs.get(PACKED)
-            found.append(values if packed is None else packed.padded(values.squeeze(0)))
+            parts.append(values if packed is None else packed.padded(values.squeeze(0)))
 
         hook = self.decoder.register_forward_hook(read, with_kwargs=True)
         try:
             scored = score()
         finally:
             hook.remove()
-        if found:
+        if parts:
             logps = scored[0]
-            self.passes.append((logps, torch.cat(found)[:, -logps.shape[1] - 1 : -1]))
+            # The hidden state of a token's predecessor gives the value of the state before the token
+            self.passes.append((logps, torch.cat(parts)[:, -logps.shape[1] - 1 : -1]))
         return scored
 
     def values(self, batch: dict[str, Tensor]) -> Tensor:
@@ -99,11 +100,11 @@ class SharedCritic(Critic):
     @torch.no_grad()
     def old_values(self, batch: dict[str, Tensor], rows: int) -> Tensor:
         """As [`Critic.old_values`]. Where TRL has scored the old policy, they are read from that pass."""
-        old = batch.get("old_per_token_logps")
-        read = [values for logps, values in self.passes if logps is old]
-        if read:
+        old_logps = batch.get("old_per_token_logps")
+        of_old_policy = [values for logps, values in self.passes if logps is old_logps]
+        if of_old_policy:
             self.passes = []
-            return read[0]
+            return of_old_policy[0]
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         length = batch["completion_ids"].shape[1]

@@ -51,7 +51,7 @@ from ...policy.masked import IGNORED, MaskedRows, PromptMasks, mask_token_of, sh
 from ...precisions import PRECISIONS, with_products
 from ..engine import Samples
 from .shared_base import SharedEngine
-from .transformers_engine import TransformersEngine
+from .transformers_engine import TransformersEngine, lengths_to_end
 
 
 CHUNK = 2**26  # logits that are held in float64 at a time
@@ -157,7 +157,7 @@ def denoise(
                 logits_to_keep=places - held,
             ).logits
             if cache is not None:
-                cache.crop(before - attention_mask.shape[1])  # a negative number removes so many columns
+                cache.crop(before - attention_mask.shape[1])  # a negative number says how many columns to remove
             logits[..., mask_token_id] = -torch.inf
             rows = max(1, CHUNK // logits[0].numel())
             parts = [sampled(part, schedule.temperature) for part in logits.split(rows)]
@@ -231,7 +231,7 @@ class Denoising:
 
         Args:
             prompts (`list[list[int]]`): Token ids, one list for each completion.
-            images (`list`, *optional*): None; text alone is denoised.
+            images (`list`, *optional*): None; only text is denoised.
 
         Returns:
             [`Samples`]: The completions, each up to its first end token, with the one-step estimates of their tokens
@@ -247,8 +247,7 @@ class Denoising:
                 bar.update(number * self.schedule.steps - bar.n)  # steps that early ends have saved
         canvas = torch.cat(written)
         is_end = torch.isin(canvas, torch.tensor(self.eos_token_ids, device=canvas.device))
-        lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, canvas.shape[1]).tolist()
-        completions = [row[:length] for row, length in zip(canvas.tolist(), lengths, strict=True)]
+        completions = [row[:length] for row, length in zip(canvas.tolist(), lengths_to_end(is_end), strict=True)]
         return Samples(completions, self.estimate(prompts, completions))
 
     @torch.no_grad()
@@ -287,7 +286,7 @@ class Denoising:
     def _progress(self, steps: int) -> tqdm:
         """Returns a bar of denoising steps, which vanishes at its end as it stands below the bar of training steps."""
         is_shown = self.shows_progress and self.accelerator.is_main_process
-        hidden = None if is_shown else True  # tqdm takes `None` for a terminal alone
+        hidden = None if is_shown else True  # `None` tells tqdm to draw only on a terminal
         return tqdm(total=steps, desc="denoising", unit="step", leave=False, dynamic_ncols=True, disable=hidden)
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
@@ -309,7 +308,7 @@ class DiffusionEngine(Denoising, TransformersEngine):
     A quantized copy of a masked diffusion policy, which samples by denoising.
 
     On a GPU the copy's layers multiply in low precision, in the precisions that quantize inputs too. It then holds
-    codes alone, and computes norms and activations together with the quantizers of the layers that follow, as training
+    only codes, and computes norms and activations together with the quantizers of the layers that follow, as training
     does, unless these have one scale for all tokens. In other precisions, and on a CPU, it multiplies the values that
     the codes stand for. Sampling and scoring run through the same layers.
     """

@@ -49,6 +49,7 @@ class _SampledLogps(LogitsProcessor):
         return scores
 
     def take(self, token_ids: torch.LongTensor) -> None:
+        """Takes the tokens (B,) that were sampled from the last scores."""
         if self._scores is not None:
             chosen = self._scores.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
             self.logps.append((chosen - self._scores.logsumexp(-1)).float())
@@ -113,7 +114,7 @@ class TransformersEngine(RolloutEngine):
         self.copy = self.build_copy(policy)
 
     def _generation_options(self) -> dict:
-        """TRL's sampling arguments in `GenerationConfig`'s names; `generation_kwargs` override them."""
+        """Returns TRL's sampling arguments by `GenerationConfig`'s names; `generation_kwargs` override them."""
         trl = self.trl
         check_supported(trl.generation_kwargs)
         length = {"max_new_tokens": trl.max_completion_length}
@@ -257,21 +258,11 @@ class TransformersEngine(RolloutEngine):
             [`Samples`]: The completions, with the log-probability, in nats, with which each token was sampled: after
             temperature, top-k, top-p and min-p.
         """
-        if images is not None and any(images) and not self.multimodal_fields:
-            raise ValueError(
-                "The embedded rollout engine got `images` without the processor's `multimodal_fields`. A tool that "
-                "returns images causes this. Use `use_vllm=True`."
-            )
-        known = self.copy.get_input_embeddings().num_embeddings
-        largest = max(map(max, prompts))
-        if largest >= known:
-            raise ValueError(f"A prompt has the token {largest}, but the model embeds only {known} tokens.")
-        device = self.accelerator.device
-        options = dict(self._options)
+        self._check_prompts(prompts, images)
+        device, tokenizer, options = self.accelerator.device, self.tokenizer, dict(self._options)
         sampled = _SampledLogps()
         processors = _warpers(options, device)
         processors.append(sampled)
-        tokenizer = self.tokenizer
         # `generation_kwargs` may add tokens that end a completion. TRL's own always do.
         end_ids = [*self.eos_token_ids, *id_list(options.pop("eos_token_id", None))]
         defaults = {
@@ -308,11 +299,24 @@ class TransformersEngine(RolloutEngine):
         is_end = torch.isin(completions, torch.tensor(end_ids, device=device))
         if "stop_strings" in options:
             stopped = StopStringCriteria(tokenizer, options["stop_strings"])
-            lengths = range(longest + 1, sequences.shape[1] + 1)
-            is_end |= torch.stack([stopped(sequences[:, :length], None) for length in lengths], dim=1)
-        lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, completions.shape[1]).tolist()
-        completion_ids = [ids[:n] for ids, n in zip(completions.tolist(), lengths, strict=True)]
-        return Samples(completion_ids, [row[:n] for row, n in zip(logps, lengths, strict=True)])
+            columns = range(longest + 1, sequences.shape[1] + 1)
+            is_end |= torch.stack([stopped(sequences[:, :column], None) for column in columns], dim=1)
+        lengths = lengths_to_end(is_end)
+        token_ids = [row[:length] for row, length in zip(completions.tolist(), lengths, strict=True)]
+        logps = [row[:length] for row, length in zip(logps, lengths, strict=True)]
+        return Samples(token_ids, logps)
+
+    def _check_prompts(self, prompts: list[list[int]], images: list | None) -> None:
+        """Raises `ValueError` for images that the processor has not prepared, and for tokens that the model lacks."""
+        if images is not None and any(images) and not self.multimodal_fields:
+            raise ValueError(
+                "The embedded rollout engine got `images` without the processor's `multimodal_fields`. A tool that "
+                "returns images causes this. Use `use_vllm=True`."
+            )
+        known = self.copy.get_input_embeddings().num_embeddings
+        largest = max(map(max, prompts))
+        if largest >= known:
+            raise ValueError(f"A prompt has the token {largest}, but the model embeds only {known} tokens.")
 
     @torch.no_grad()
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
@@ -324,6 +328,16 @@ class TransformersEngine(RolloutEngine):
                 logps = self.copy(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
                 scored.append(logps.gather(-1, tokens[0, 1:, None])[:, 0].tolist())
         return scored
+
+
+def lengths_to_end(is_end: Tensor) -> list[int]:
+    """
+    Returns the length of each completion up to its first end, which is included, or of all of it if it has none.
+
+    Args:
+        is_end (`torch.Tensor` of shape `(B, T)`): Booleans, true where a completion may end.
+    """
+    return torch.where(is_end.any(1), is_end.int().argmax(1) + 1, is_end.shape[1]).tolist()
 
 
 def _left_padded(rows: list[list[int]], value: int, device: torch.device) -> torch.LongTensor:

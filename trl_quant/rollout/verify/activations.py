@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from ...layers import QuantizedLinear
 from ...models.names import clean_name
+from ..stream import outer_modules
 from ..trl_adapter import RolloutEngine
 
 
@@ -48,6 +49,7 @@ class Difference:
     count: int = 0
 
     def add(self, tensor: Tensor, reference: Tensor) -> None:
+        """Adds a pair of tensors of one shape."""
         tensor, reference = tensor.float(), reference.float()
         self.square += (tensor - reference).square().sum(dtype=torch.float64).item()
         self.reference += reference.square().sum(dtype=torch.float64).item()
@@ -182,15 +184,12 @@ class Comparison:
 
 def operators(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules with weights, by their names in the policy. A layer and its adapter count as one module."""
-    found, adapted = {}, None
-    for name, module in model.named_modules():
-        if adapted is not None and name.startswith(adapted):
-            continue
-        if isinstance(module, BaseTunerLayer):
-            adapted = f"{name}."
-        elif not isinstance(module, QuantizedLinear) and not any(True for _ in module.parameters(recurse=False)):
-            continue
-        if module is not model.get_output_embeddings():  # its output, the logits, is a point already
+    found = {}
+    for name, module in outer_modules(model):
+        has_weights = isinstance(module, BaseTunerLayer | QuantizedLinear) or any(
+            True for _ in module.parameters(recurse=False)
+        )
+        if has_weights and module is not model.get_output_embeddings():  # its output, the logits, is a point already
             found[clean_name(name)] = module
     return found
 

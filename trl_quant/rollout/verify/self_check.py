@@ -160,6 +160,12 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
         fault = _explain_difference(engine, sequences, sampled, bound, last)
     elif differing_weight is not None:
         fault = f"corrupted: the engine holds another `{differing_weight}` than the policy"
+    _require_no_fault(engine, fault, difference, bound)
+    return {"sync_check/logp_difference": difference, "sync_check/bound": bound}
+
+
+def _require_no_fault(engine, fault: str | None, difference: float, bound: float) -> None:
+    """Raises `RuntimeError`, on all ranks, if a rank found a fault of its engine or of its policy. Collective."""
     message = None
     if fault is not None:
         message = (
@@ -174,7 +180,6 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
     messages = [other for other in gather_object([message]) if other]
     if messages:
         raise RuntimeError(messages[0])
-    return {"sync_check/logp_difference": difference, "sync_check/bound": bound}
 
 
 def _changed_cache_scale(engine) -> str | None:
@@ -282,6 +287,7 @@ class EngineLayer(nn.Module):
         self.setup = (engine, group, part, rounding)
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        """Maps (..., in) to (..., out) in BF16."""
         engine, group, part, rounding = self.setup
         base, bias = base_layer(group[part]), None
         if base.bias is not None:
@@ -354,6 +360,7 @@ def computing_as_the_engine(
 
 
 def _gathered_call(weights: PolicyWeights, module: nn.Module, forward: Callable, *args, **kwargs):
+    """Calls a module's `forward` while its own parameters are gathered."""
     parts = {name: param for name, param in module._parameters.items() if param is not None}
     with weights.gathered(parts.values()):
         try:

@@ -178,16 +178,16 @@ def _branch(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     `add_branch` may read the result.
     """
     y = x.new_empty(*x.shape[:-1], len(b))
-    with _beside(x.device):
+    with _on_side_stream(x.device):
         torch.mm(linear(x, a).flatten(0, -2), b.t(), out=y.view(-1, len(b)))
     return y
 
 
 @torch.library.custom_op("trl_quant::add_branch", mutates_args=())
-def _sum(y: Tensor, branch: Tensor, x: Tensor) -> Tensor:
+def _add_branch(y: Tensor, branch: Tensor, x: Tensor) -> Tensor:
     """Waits for the branch and adds it. The argument `x` keeps the branch's input alive until then."""
     if y.is_cuda:
-        torch.cuda.current_stream(y.device).wait_stream(_side(y.device))
+        torch.cuda.current_stream(y.device).wait_stream(_side_stream(y.device))
     return y + branch
 
 
@@ -196,25 +196,25 @@ def _(x, a, b):
     return x.new_empty(*x.shape[:-1], len(b))
 
 
-@_sum.register_fake
+@_add_branch.register_fake
 def _(y, branch, x):
     return torch.empty_like(y)
 
 
 @cache
-def _side(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
 @contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
+def _on_side_stream(device: torch.device) -> Iterator[None]:
     """Context whose kernels run on a side stream, beside those that are launched after it. CUDA graphs capture both."""
     if device.type != "cuda":
         yield
         return
-    side = _side(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
+    stream = _side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
         yield
 
 
@@ -247,6 +247,7 @@ def write_adapter(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def _write(slot: Slot, a: Tensor, b: Tensor) -> None:
+    """Writes this rank's part of one policy layer's A (rank, in) and B (out, rank) into the buffers of its slot."""
     layer, sizes = slot.layer, slot.layer.output_partition_sizes
     layer.lora_a[slot.ranks].copy_(_shard(a, 1, _inputs(layer), layer))
     rows_of_parts = [len(b)] if len(slot.parts) == 1 else _whole_sizes(layer)

@@ -70,7 +70,7 @@ def choose_precision(
     if candidates is None:
         candidates = [name for name, missing in supported_precisions().items() if missing is None]
     prepared = prepared_precisions(config)
-    if prepared is not None:  # a quantized checkpoint runs in its own precision alone
+    if prepared is not None:  # a quantized checkpoint runs only in its own precision
         candidates = [name for name in candidates if name in prepared]
 
     choice: list = [None, {}]
@@ -131,6 +131,7 @@ def print_table(
     trial: Trial,
     uncounted: list[str],
 ) -> None:
+    """Prints the speed of each precision, and why the others failed; `rates` are those of [`rates_of`]."""
     title = f"Sampling {trial.batch} completions of {trial.length} tokens after each sync"
     table = Table("precision", "decoding, tokens/s", "sync, s", "tokens/s", "of bf16", title=title)
     table.caption = f"Not counted: {', '.join(uncounted)}."

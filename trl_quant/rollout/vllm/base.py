@@ -123,6 +123,7 @@ class VLLMBase(RolloutEngine):
 
     @property
     def on_cpu(self) -> bool:
+        """Whether the policy is on a CPU."""
         return self.accelerator.device.type == "cpu"
 
     def own_base_bytes(self) -> int:

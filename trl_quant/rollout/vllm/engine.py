@@ -233,6 +233,7 @@ class VLLMEngine(VLLMBase):
         self.stale_cache = _cached_blocks(self.llm) > 0
 
     def _push_adapter(self):
+        """Writes the policy's A and B into the engine."""
         from .adapter import write_adapter
 
         self.streaming = "the adapter"
@@ -273,6 +274,7 @@ class VLLMEngine(VLLMBase):
     # Sleep
 
     def _wake(self, tag: str):
+        """Wakes vLLM's memory of this tag, if it sleeps."""
         if tag in self._asleep:
             empty_cache()  # vLLM takes its memory back outside torch's allocator
             self.llm.wake_up(tags=[tag])
@@ -332,6 +334,7 @@ class VLLMEngine(VLLMBase):
 
 
 def _fingerprint(*tensors: Tensor) -> Hashable:
+    """Returns the [`~rollout.fingerprint.fingerprint`] of some tensors."""
     return fingerprint(nn.ParameterList([nn.Parameter(tensor, requires_grad=False) for tensor in tensors]))
 
 

@@ -76,6 +76,7 @@ def ends_with(owner: object, llm) -> None:
 
 
 def _end(llm) -> None:
+    """Frees the memory of an engine, and leaves the process groups that other engines share."""
     client, config = llm.llm_engine.engine_core, llm.llm_engine.vllm_config
     client.engine_core.model_executor.shutdown()
     client.engine_core.model_executor = None

@@ -138,7 +138,7 @@ def _why_not_shared(name: str, layer: LinearBase, parts: list[FrozenLinear], dev
     kernel = type(getattr(layer.scheme, "kernel", None) or layer.scheme.fp8_linear).__name__
     known = ROWS if parts and isinstance(parts[0], FrozenUnifiedLinear) else ("Marlin",)
     if not kernel.startswith(known):
-        return f"{name} runs {kernel}, and the trainer shares the memory of {' and '.join(known)} alone"
+        return f"{name} runs {kernel}, and the trainer shares only the memory of {' and '.join(known)}"
     if layer.tp_size > 1:
         return "each rank of vLLM has a part of each layer (`vllm_tensor_parallel_size`)"
     shape = sum(module.out_features for module in parts), parts[0].in_features if parts else 0

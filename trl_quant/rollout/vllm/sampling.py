@@ -90,6 +90,7 @@ class SampledLogps:
         self.starts = logprobs.cu_num_generated_tokens  # start of each request; `None` if each has one token
 
     def slice_request(self, index: int, tokens: int) -> list[float]:
+        """Returns the log-probabilities of a request's new tokens."""
         start = index if self.starts is None else self.starts[index]
         return self.values[start : start + tokens]
 
@@ -147,6 +148,7 @@ class BlocksWithRoom:
         self.room: dict[str, int] = {}  # request -> number of tokens that its blocks can hold
 
     def allocate(self, request, num_new_tokens, **kwargs):
+        """Calls vLLM's `allocate_slots`, unless the request's last block has room for its one new token."""
         needed = request.num_computed_tokens + num_new_tokens + kwargs.get("num_lookahead_tokens", 0)
         # A token that fills the last block goes to vLLM, which may cache the block
         if num_new_tokens == 1 and needed < self.room.get(request.request_id, 0):
@@ -158,6 +160,7 @@ class BlocksWithRoom:
         return blocks
 
     def cache(self, request, num_computed_tokens):
+        """Calls vLLM's `cache_blocks` when a block is complete."""
         if num_computed_tokens % self.block_size == 0:
             self.cache_blocks(request, num_computed_tokens)
 

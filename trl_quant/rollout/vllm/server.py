@@ -20,7 +20,7 @@ import requests
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from ...models.linears import dense_linears
 from ...noise import noised_norms
@@ -108,48 +108,24 @@ class VLLMServerEngine(VLLMBase):
         except TimeoutError:
             raise
         except Exception as error:
-            raise ValueError(f"{error} Start it so:\n\n{command}\n") from error
-        served = info["model_config"]
-        wrong = []
-        if served["logprobs_mode"] != "processed_logprobs":
-            wrong.append(f"`--logprobs-mode {served['logprobs_mode']}`, and 'processed_logprobs' is needed")
-        if info.get("speculative_config"):
-            wrong.append(f"`--speculative-config`: {SPECULATION}")
-        transfer = info.get("weight_transfer_config")
-        if transfer is None:
-            wrong.append(f"no `--weight-transfer-config`, and {BACKEND!r} is needed")
-        elif transfer["backend"] != BACKEND:
-            wrong.append(f"the weight transfer {transfer['backend']!r}, and {BACKEND!r} is needed")
+            raise ValueError(f"{error} Start it with:\n\n{command}\n") from error
+        served, cache = info["model_config"], info["cache_config"]
         # The server may name any model. Only the code of the run's own model is trusted.
         config = _read_config(served["model"], self.trl.trust_remote_code and served["model"] == model)
         if config is None:
             logger.warning("The server's model %s cannot be read from here and is not checked.", served["model"])
-        else:
-            differing_fields = differences(self.model.config, config)
-            if differing_fields:
-                wrong.append(f"the model {served['model']}, which differs from {model} in {differing_fields}")
-        cache = info["cache_config"]
-        self._cache = cache["cache_dtype"], config
-        allowed = (*UNQUANTIZED, *CACHE_FORMATS)
-        if cache["cache_dtype"] not in allowed:
-            wrong.append(f"`--kv-cache-dtype {cache['cache_dtype']}`, and the self-check computes {', '.join(allowed)}")
-        if cache.get("calculate_kv_scales"):
-            wrong.append("`--calculate-kv-scales`, whose scales are stale after the first sync")
-        precisions = _served_precisions(served, config)
-        if precisions is not None and self.precision not in precisions:
-            found = " or ".join(map(repr, sorted(precisions))) or repr(served["quantization"])
-            wrong.append(f"the precision {found}, and `rollout_precision`={self.precision!r}")
-        if outside and not wrong:
+        faults = self._faults(info, config)
+        if outside and not faults:
             layers = [layer.name for layer in dense_linears(policy).values()]
             towers = client.ask_workers("quantized_outside", layers=layers)[0]
             if towers:
-                wrong.append(
+                faults.append(
                     f"{len(towers)} quantized linear layers outside of the language model, such as "
                     f"{'; '.join(towers[:3])}"
                 )
-        if wrong:
+        if faults:
             raise ValueError(
-                f"The vLLM server at {client.base_url} was started with {'; with '.join(wrong)}. Start it so:\n\n"
+                f"The vLLM server at {client.base_url} was started with {'; with '.join(faults)}. Start it with:\n\n"
                 f"{command}\n"
             )
         loader = (info.get("load_config") or {}).get("model_loader_extra_config") or {}
@@ -157,12 +133,48 @@ class VLLMServerEngine(VLLMBase):
         if self.wide_norms and self._norm_dtype == torch.bfloat16:
             logger.warning(
                 "The vLLM server at %s holds its norms in BF16, which rounds away noise below 4e-3: see "
-                "`noise/effective_sigma`. To keep all of the noise, start it so:\n\n%s",
+                "`noise/effective_sigma`. To keep all of the noise, start it with:\n\n%s",
                 client.base_url,
                 command,
             )
+        self._cache = cache["cache_dtype"], config
         self._prepared = served["quantization"] == "compressed-tensors"
         self._limits = cache["block_size"], served["max_model_len"]
+
+    def _faults(self, info: dict, config: PreTrainedConfig | None) -> list[str]:
+        """
+        Describes the options with which a server was started that do not fit the run.
+
+        Args:
+            info (`dict`): The server's answer to `GET /server_info`.
+            config ([`~transformers.PreTrainedConfig`] or `None`): The config of its model, if it can be read from here.
+        """
+        served, cache = info["model_config"], info["cache_config"]
+        faults = []
+        if served["logprobs_mode"] != "processed_logprobs":
+            faults.append(f"`--logprobs-mode {served['logprobs_mode']}`, and 'processed_logprobs' is needed")
+        if info.get("speculative_config"):
+            faults.append(f"`--speculative-config`: {SPECULATION}")
+        transfer = info.get("weight_transfer_config")
+        if transfer is None:
+            faults.append(f"no `--weight-transfer-config`, and {BACKEND!r} is needed")
+        elif transfer["backend"] != BACKEND:
+            faults.append(f"the weight transfer {transfer['backend']!r}, and {BACKEND!r} is needed")
+        differing_fields = "" if config is None else differences(self.model.config, config)
+        if differing_fields:
+            own = self.model.name_or_path
+            faults.append(f"the model {served['model']}, which differs from {own} in {differing_fields}")
+        allowed = (*UNQUANTIZED, *CACHE_FORMATS)
+        if cache["cache_dtype"] not in allowed:
+            computed = ", ".join(allowed)
+            faults.append(f"`--kv-cache-dtype {cache['cache_dtype']}`, and the self-check computes {computed}")
+        if cache.get("calculate_kv_scales"):
+            faults.append("`--calculate-kv-scales`, whose scales are stale after the first sync")
+        precisions = _served_precisions(served, config)
+        if precisions is not None and self.precision not in precisions:
+            found = " or ".join(map(repr, sorted(precisions))) or repr(served["quantization"])
+            faults.append(f"the precision {found}, and `rollout_precision`={self.precision!r}")
+        return faults
 
     # Sync
 
@@ -240,42 +252,50 @@ def wait_for_server(args, model: str) -> None:
         `ConnectionError`: The server does not answer. The message has the command that starts it.
     """
     url, deadline = server_url(args), time.monotonic() + args.vllm_server_timeout
-    while True:
-        is_vllm = True
-        try:
-            health = partial(requests.get, f"{url}/health", timeout=PATIENCE)
-            # `timeout` limits only the time between two bytes
-            status = finished_within(PATIENCE, lambda: "", health).status_code
-            reason = f"it answers `/health` with status {status}"
-            if status == 200:
-                found = not_vllm(url, PATIENCE)
-                if found is None:
-                    return
-                is_vllm, reason = False, found
-        except requests.RequestException as error:
-            if isinstance(error, ValueError):
-                raise ValueError(f"`vllm_server_base_url`={url!r} is not a server's address: {error}") from error
-            reason = type(error).__name__
-        except TimeoutError:
-            reason = f"it did not answer `/health` within {PATIENCE:g} seconds"
+    while (reason := _why_not_ready(url)) is not None:
         left = deadline - time.monotonic()
-        if left <= 0 or not is_vllm:
-            config = _read_config(model, args.trust_remote_code)
-            options = {"trust_remote_code": args.trust_remote_code, "wide_norms": args.noise_schedule is not None}
-            if config is not None and config.get_text_config() is not config:  # the model reads more than text
-                policy = skeleton(config, args.trust_remote_code)
-                options["outside"] = outside_decoder(policy, config.architectures or [], "auto")
-            command = serve_command(model, args.rollout_precision, url, **options)
-            if not is_vllm:
-                raise ValueError(
-                    f"`vllm_server_base_url`={url!r} is not a `vllm serve`: {reason}. Give the address of one, or "
-                    f"start it so:\n\n{command}\n"
-                )
+        if left <= 0:
             raise ConnectionError(
                 f"The vLLM server at {url} can't be reached, after `vllm_server_timeout`={args.vllm_server_timeout:g} "
-                f"seconds: {reason}. Start it so:\n\n{command}\n"
+                f"seconds: {reason}. Start it with:\n\n{_command_of_run(args, model)}\n"
             )
         time.sleep(min(2.0, left))
+    foreign = not_vllm(url, PATIENCE)
+    if foreign is not None:
+        raise ValueError(
+            f"`vllm_server_base_url`={url!r} is not a `vllm serve`: {foreign}. Give the address of one, or start it "
+            f"with:\n\n{_command_of_run(args, model)}\n"
+        )
+
+
+def _why_not_ready(url: str) -> str | None:
+    """
+    Asks a server for its health. Returns the reason why it is not ready; `None` if it is.
+
+    Raises:
+        `ValueError`: The address is invalid.
+    """
+    try:
+        # `timeout` limits only the time between two bytes
+        health = partial(requests.get, f"{url}/health", timeout=PATIENCE)
+        status = finished_within(PATIENCE, lambda: "", health).status_code
+    except requests.RequestException as error:
+        if isinstance(error, ValueError):
+            raise ValueError(f"`vllm_server_base_url`={url!r} is not a server's address: {error}") from error
+        return type(error).__name__
+    except TimeoutError:
+        return f"it did not answer `/health` within {PATIENCE:g} seconds"
+    return None if status == 200 else f"it answers `/health` with status {status}"
+
+
+def _command_of_run(args, model: str) -> str:
+    """Returns the command line that starts the server of a run, before its model is loaded."""
+    config = _read_config(model, args.trust_remote_code)
+    options = {"trust_remote_code": args.trust_remote_code, "wide_norms": args.noise_schedule is not None}
+    if config is not None and config.get_text_config() is not config:  # the model reads more than text
+        policy = skeleton(config, args.trust_remote_code)
+        options["outside"] = outside_decoder(policy, config.architectures or [], "auto")
+    return serve_command(model, args.rollout_precision, server_url(args), **options)
 
 
 def is_exposed(url: str) -> bool:
@@ -285,6 +305,7 @@ def is_exposed(url: str) -> bool:
 
 
 def _is_local(host: str | None) -> bool:
+    """Whether every address of a host belongs to this machine alone."""
     try:
         addresses = [ip_address(info[4][0].partition("%")[0]) for info in socket.getaddrinfo(host, None)]
     except OSError:
@@ -337,7 +358,7 @@ def serve_command(
     lines.append(
         "# VLLM_SERVER_DEV_MODE=1 lets whoever reaches the port replace the weights, call the workers and run code: "
         "`/init_weight_transfer_engine` unpickles what it finds at an address that the caller names. `--api-key` "
-        "guards /v1 and not these endpoints, and TRL sends none: let the trainer alone reach the port (see "
+        "guards /v1 and not these endpoints, and TRL sends none: let only the trainer reach the port (see "
         "Security in docs/servers.md)."
     )
     lines.append(
@@ -350,7 +371,8 @@ def serve_command(
     return "\n".join(lines)
 
 
-def _read_config(model: str, trust_remote_code: bool):
+def _read_config(model: str, trust_remote_code: bool) -> PreTrainedConfig | None:
+    """Reads a model's config; `None` if it cannot be read from here."""
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):

@@ -72,7 +72,7 @@ RESERVED = {
 # Sampling parameters that users cannot set, and why
 SET_BY_TRL = {
     "n": "TRL samples `num_generations` completions of each prompt",
-    "logprobs": "the trainer needs the log-probability of the drawn token alone",
+    "logprobs": "the trainer needs only the log-probability of the drawn token",
 }
 
 
@@ -177,6 +177,7 @@ def supported_precisions() -> dict[str, str | None]:
 
 
 def _missing_on_cpu(vllm: InVLLM) -> str | None:
+    """Returns the reason why vLLM does not run a precision on this CPU; `None` if it does."""
     if not vllm.cpu:
         return f"on a CPU vLLM runs only {', '.join(repr(name) for name, other in in_vllm().items() if other.cpu)}"
     if vllm.amx and not torch.cpu._is_amx_tile_supported():
@@ -185,6 +186,7 @@ def _missing_on_cpu(vllm: InVLLM) -> str | None:
 
 
 def _missing_on_gpu(vllm: InVLLM, capability: tuple[int, int]) -> str | None:
+    """Returns the reason why vLLM does not run a precision on a GPU of this `capability`; `None` if it does."""
     if capability < vllm.capability:
         return f"{vllm.needs} needs compute capability {'.'.join(map(str, vllm.capability))}"
     if vllm.below is not None and capability >= vllm.below:
@@ -381,7 +383,7 @@ def adapter_arguments(model, given: dict) -> dict[str, dict[str, int]]:
     unused = [name for name in given if "lora" in name]
     if unused:
         raise ValueError(
-            f"`vllm_engine_kwargs` has {unused}, which act on vLLM's own adapters alone; `lora_sync`='adapter' does "
+            f"`vllm_engine_kwargs` has {unused}, which act only on vLLM's own adapters; `lora_sync`='adapter' does "
             "not use these. Leave them out."
         )
     quantized = {layer.name for layer in dense_linears(model.get_base_model()).values()}

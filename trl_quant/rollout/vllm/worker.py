@@ -146,7 +146,7 @@ def check_kernels(model: nn.Module, precision: str, layers: Iterable[str]) -> st
     towers = quantized_outside(model, layers)
     if towers:
         raise RuntimeError(
-            f"`rollout_precision`={precision!r} quantizes the language model alone, and vLLM quantized "
+            f"`rollout_precision`={precision!r} quantizes only the language model, and vLLM quantized "
             f"{len(towers)} linear layers outside of it, such as {'; '.join(towers[:3])}. Set `use_vllm=False` to "
             "sample from the embedded engine, or leave `rollout_precision` unset."
         )
@@ -177,6 +177,7 @@ def _describe(layer: LinearBase) -> str:
 
 
 def _runs_in(precision: str, method: object, kernel: object) -> bool:
+    """Whether a layer with this quantization method and kernel, from [`_method`], runs in `precision`."""
     entry, kernel_name = PRECISIONS[precision], type(kernel).__name__
     if type(method).__name__ not in entry.vllm.methods or kernel_name.startswith(entry.vllm.wrong_kernels):
         return False
@@ -414,6 +415,7 @@ def parameters(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def parameter_names(model: nn.Module) -> list[str]:
+    """Returns the names of the parameters of vLLM's model, in order."""
     return [name for name, _ in model.named_parameters()]
 
 
