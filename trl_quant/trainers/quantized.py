@@ -91,6 +91,7 @@ class QuantRollouts:
             apply_uaq(self.model, args.uaq_scale)
         self._flow = flow(self.model)
         self._packed_rows = packed_rows(self)
+        self.runs = []  # this one's name follows when it trains
         introduce(self)
 
     def build_engine(self, spec: EngineSpec, model, accelerator, processing_class, **settings) -> Engine:
@@ -291,6 +292,11 @@ class QuantRollouts:
     def create_model_card(self, *args, **kwargs):
         super().create_model_card(*args, **kwargs)
         add_to_card(self)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        super().save_model(output_dir, _internal_call)
+        if self._engine is not None and self.args.should_save and not _internal_call:  # else `_save_checkpoint` records
+            checkpoints.write_rollout_state(output_dir or self.args.output_dir, checkpoints.recorded(self))
 
     def _save_checkpoint(self, model, trial):
         check_trained(self)
