@@ -390,6 +390,26 @@ def test_the_card_is_the_one_that_is_named(model_dir, options, capsys, unloaded)
         main(["plan", model_dir, *options, "--card", "-1"])
 
 
+def test_the_model_may_be_named_as_in_training(model_dir, options, capsys, unloaded, tmp_path):
+    """With the very options of a run, on the command line or in its file; or first, beside what the command adds."""
+    main(["plan", model_dir, *options])
+    planned = capsys.readouterr().out
+    (tmp_path / "run.yaml").write_text(f"model_name_or_path: {model_dir}\n")
+    for argv in (
+        ["--model_name_or_path", model_dir, *options],
+        [*options, f"--model_name_or_path={model_dir}"],
+        ["--config", str(tmp_path / "run.yaml"), *options],
+        ["--card", "80", model_dir, *options],
+    ):
+        main(["plan", *argv])
+        assert capsys.readouterr().out == planned, argv
+    with pytest.raises(SystemExit, match="`model_name_or_path`=None"):
+        main(["plan", *options])
+    for twice in (["plan", "other", "--model_name_or_path", model_dir], ["plan", *options, model_dir]):
+        with pytest.raises(SystemExit, match="2"):
+            main(twice)
+
+
 WRONG = [
     ["--rollout_precision", "int3"],
     ["--rollout_precision", "int4", "--is_cap", "0.5"],
