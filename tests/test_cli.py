@@ -283,6 +283,58 @@ def test_bad_input_is_refused_before_a_model_is_loaded(argv, extra, says, tmp_pa
     assert all(part in str(error.value.code) for part in ["error: ", *says])
 
 
+ADAPTERS_IN_VAIN = [  # options -> what the message says
+    (["--lora_r", "4"], "`lora_r`=4 acts only with `use_peft`=True: without it all weights are trained"),
+    (["--lora_target_modules", "all-linear"], "`lora_target_modules`='all-linear' acts only with"),
+    (["--use_dora", "--use_peft", "false"], "`use_dora`=True acts only with"),
+    (["--config", "{tmp}/lora.yaml"], "`lora_alpha`=8 acts only with"),
+    (["--load_in_4bit", "true"], "`load_in_4bit`=True acts only with `use_peft`=True: weights in so few bits"),
+]
+
+
+@pytest.mark.parametrize(("extra", "says"), ADAPTERS_IN_VAIN, ids=[says for _, says in ADAPTERS_IN_VAIN])
+def test_options_of_an_adapter_want_one(argv, extra, says, tmp_path):
+    """A run that trains all weights would ignore them. A recipe may set them for its own adapter."""
+    (tmp_path / "lora.yaml").write_text("lora_alpha: 8\n")
+    extra = [part.replace("{tmp}", str(tmp_path)) for part in extra]
+    with pytest.raises(ValueError) as error:
+        train.parse_args([*argv, *extra])
+    assert says in str(error.value)
+    if "--load_in_4bit" not in extra:
+        train.parse_args([*argv, *(part for part in extra if part not in ("--use_peft", "false")), "--use_peft"])
+    recipe = {"use_peft": True, "lora_r": 32, "lora_target_modules": ["q_proj", "v_proj"]}
+    train.parse_args([*argv, "--use_peft", "false"], recipe)
+
+
+def test_a_run_that_cannot_start_is_refused_before_a_model_is_loaded(argv, tmp_path, monkeypatch):
+    """An `output_dir` of another run, or no directory; a resume of nothing, or of other settings. Also in a dry run."""
+    quantized = [*argv, "--rollout_precision", "int4"]
+    main(["train", *quantized, "--max_steps", "1"])
+    (tmp_path / "file").write_text("")
+    place = argv.index("--output_dir") + 1
+
+    def load(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", load)
+    for output_dir, extra, says in (
+        ("run", [], "holds the checkpoint checkpoint-1 of an earlier run"),
+        ("file", [], "file is no directory"),
+        ("file/in/it", [], "file is no directory"),
+        ("new", ["--resume_from_checkpoint", "true"], "there is nothing to resume"),
+        ("new", ["--resume_from_checkpoint", str(tmp_path / "run/checkpoint-7")], "checkpoint-7' is not a directory"),
+        ("run", ["--resume_from_checkpoint", "true", "--is_correction", "ais"], "`is_correction`: 'tis' -> 'ais'"),
+    ):
+        quantized[place] = str(tmp_path / output_dir)
+        for dry in ("false", "true"):
+            with pytest.raises(SystemExit) as error:
+                main(["train", *quantized, *extra, "--dry_run", dry])
+            assert str(error.value).startswith("error: ") and says in str(error.value)
+    quantized[place] = str(tmp_path / "run")
+    main(["train", *quantized, "--resume_from_checkpoint", "true", "--dry_run", "true"])
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_model_must_be_named(problems):
     with pytest.raises(SystemExit, match="model_name_or_path"):
         main(["train", "--dataset_name", problems, "--use_cpu", "--bf16", "false"])

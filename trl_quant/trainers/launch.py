@@ -14,6 +14,7 @@ from ..config.values import check_choice, check_type, listed
 from ..tasks import REWARDS, load_prompts
 from ..tasks.named_data import NAMED_DATA
 from ..tasks.named_rewards import find_reward
+from .checkpoints import start_of
 from .diffusion import DiffusionGRPOTrainer
 from .distillation import QuantDistillationTrainer
 from .grpo import QuantGRPOTrainer
@@ -176,12 +177,17 @@ def load_data(
 
 def train(arguments: dict, trainer_class: type) -> None:
     """Trains with these [`trainer_arguments`], or resumes the run, and saves the model and the trainer's state."""
-    args = arguments["args"]
+    resume = checkpoint_of(arguments)
     trainer = trainer_class(**arguments)
-    resume = args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
-    trainer.save_model(args.output_dir)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(arguments["args"].output_dir)
     trainer.save_state()
+
+
+def checkpoint_of(arguments: dict) -> str | None:
+    """Returns what [`~checkpoints.start_of`] does for these [`trainer_arguments`]."""
+    arguments["args"].resolve_for(adapted=arguments["peft_config"] is not None)
+    return start_of(arguments["args"])
 
 
 def _check_distillation(script_args: TrainArguments, training_args: QuantFields, reward_funcs) -> None:
