@@ -380,6 +380,13 @@ def test_a_run_without_a_length_is_planned_all_the_same(model_dir, options, caps
     assert "Cost against BF16: not measured without a `max_completion_length`" in told
 
 
+def test_no_memory_is_told_of_a_base_in_bitsandbytes(model_dir, options, capsys, unloaded):
+    """The model's shape tells the memory of its weights in 16 and 32 bits, and in our own codes."""
+    main(["plan", model_dir, *options, "--rollout_precision", "int8", "--use_peft", "--load_in_8bit", "true"])
+    told = capsys.readouterr().out
+    assert "Memory: not estimated with a base that bitsandbytes holds" in told and "peak" not in told
+
+
 def test_the_card_is_the_one_that_is_named(model_dir, options, capsys, unloaded):
     main(["plan", model_dir, *options, "--card", "0.5"])
     told = capsys.readouterr().out
@@ -417,6 +424,8 @@ WRONG = [
     ["--train_precision", "nf4"],
     ["--train_precision", "nvfp4", "--rollout_precision", "int8"],
     ["--rollout_precision", "int8", "--reward_funcs", "gsm8k", "nothing"],
+    ["--train_precision", "nvfp4", "--use_peft", "--load_in_4bit", "true"],
+    ["--train_precision", "nvfp4", "--use_peft", "--use_dora"],
 ]
 
 
