@@ -202,6 +202,20 @@ def test_train_adapters_and_evaluate(argv, tmp_path, problems):
     assert [entry["step"] for entry in entries] == [1, 2]
 
 
+def test_a_run_that_is_evaluated_on_its_own_prompts_says_so(argv, problems, tmp_path, capsys):
+    """A file holds one split, under any name."""
+    told = "No `eval_dataset_name`: the run is evaluated on the prompts that it trains on."
+    halves = ["--dataset_train_split", "train[:4]", "--dataset_test_split", "test[4:]"]
+    other = str(tmp_path / "others.json")
+    Path(other).write_text(Path(problems).read_text())
+    evaluated = ["--eval_strategy", "steps", "--eval_steps", "1"]
+    for extra, says in ((evaluated, True), ([], False), ([*evaluated, *halves], False)):
+        main(["train", *argv, *extra, "--dry_run", "true"])
+        assert (told in capsys.readouterr().out) == says
+    main(["train", *argv, *evaluated, "--eval_dataset_name", other, "--dry_run", "true"])
+    assert told not in capsys.readouterr().out
+
+
 def test_own_rewards_are_added(argv, monkeypatch):
     class Stop(Exception):
         pass

@@ -123,6 +123,8 @@ def trainer_arguments(
     if not training_args.has_rewards:
         _check_distillation(script_args, training_args, reward_funcs)
     told = list(script_args.defaults_told)
+    if training_args.eval_strategy != "no" and _evaluates_what_it_trains_on(script_args):
+        told.append("No `eval_dataset_name`: the run is evaluated on the prompts that it trains on.")
     if training_args.rollout_precision is None:
         told.append("No `rollout_precision` and no `train_precision`: nothing is quantized.")
     if training_args.process_index == 0:
@@ -173,6 +175,13 @@ def load_data(
         if training_args.has_rewards:
             _check_answers(script_args.reward_funcs, name, datasets[key].column_names)
     return datasets
+
+
+def _evaluates_what_it_trains_on(script_args: TrainArguments) -> bool:
+    """Whether training and evaluation read the same rows of a file, which holds one split under any name."""
+    slices = [split.partition("[")[2] for split in (script_args.dataset_train_split, script_args.dataset_test_split)]
+    name = script_args.eval_dataset_name or script_args.dataset_name
+    return name == script_args.dataset_name and name.endswith((".json", ".jsonl")) and slices[0] == slices[1]
 
 
 def train(arguments: dict, trainer_class: type) -> None:
