@@ -133,12 +133,27 @@ def start_of(args) -> str | None:
             if args.rollout_precision != "auto" and not args.resume_with_changes:
                 _check_same_settings(resume, read_rollout_state(resume), args)
             return resume
-        other = last_complete_checkpoint(args.output_dir)
-        if other is not None:
-            raise ValueError(
-                f"`output_dir`={args.output_dir!r} holds the checkpoint {Path(other).name} of an earlier run. Name "
-                "another directory, or continue that run with `resume_from_checkpoint`=True."
-            )
+        beside = beside_another_run(args.output_dir)
+        if beside is not None:
+            raise ValueError(beside)
+
+
+def tell_another_run(args) -> None:
+    """Warns of a run that resumes nothing, and saves beside another run's checkpoints."""
+    beside = beside_another_run(args.output_dir)
+    if beside is not None and args.should_save:
+        logger.warning(beside)
+
+
+def beside_another_run(output_dir: str) -> str | None:
+    """Returns why a run that resumes nothing should not save into a directory; `None` if it may."""
+    other = last_complete_checkpoint(output_dir)
+    if other is None:
+        return None
+    return (
+        f"`output_dir`={output_dir!r} holds the checkpoint {Path(other).name} of an earlier run. Name another "
+        "directory, or continue that run with `resume_from_checkpoint`=True."
+    )
 
 
 def _check_place(output_dir: str) -> None:

@@ -270,6 +270,8 @@ class QuantRollouts:
                 # An evaluation may have synced at this step, and left its metrics to the generation that comes next
                 self._last_loaded_step = state.get("global_step") if self._engine.sync_metrics else -1
                 self._metrics["train"].clear()
+        else:
+            checkpoints.tell_another_run(self.args)
         self.runs = checkpoints.new_run(state.get("runs", []))
         self._finite_steps.begin()
         log_phases = None if self._engine is None else self.log_values
