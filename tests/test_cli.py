@@ -202,6 +202,20 @@ def test_train_adapters_and_evaluate(argv, tmp_path, problems):
     assert [entry["step"] for entry in entries] == [1, 2]
 
 
+def test_a_run_that_is_evaluated_on_its_own_prompts_says_so(argv, problems, tmp_path, capsys):
+    """A file holds one split, under any name."""
+    told = "No `eval_dataset_name`: the run is evaluated on the prompts that it trains on."
+    halves = ["--dataset_train_split", "train[:4]", "--dataset_test_split", "test[4:]"]
+    other = str(tmp_path / "others.json")
+    Path(other).write_text(Path(problems).read_text())
+    evaluated = ["--eval_strategy", "steps", "--eval_steps", "1"]
+    for extra, says in ((evaluated, True), ([], False), ([*evaluated, *halves], False)):
+        main(["train", *argv, *extra, "--dry_run", "true"])
+        assert (told in capsys.readouterr().out) == says
+    main(["train", *argv, *evaluated, "--eval_dataset_name", other, "--dry_run", "true"])
+    assert told not in capsys.readouterr().out
+
+
 def test_own_rewards_are_added(argv, monkeypatch):
     class Stop(Exception):
         pass
@@ -281,6 +295,58 @@ def test_bad_input_is_refused_before_a_model_is_loaded(argv, extra, says, tmp_pa
     with pytest.raises(SystemExit) as error:
         main(["train", *argv, *extra])
     assert all(part in str(error.value.code) for part in ["error: ", *says])
+
+
+ADAPTERS_IN_VAIN = [  # options -> what the message says
+    (["--lora_r", "4"], "`lora_r`=4 acts only with `use_peft`=True: without it all weights are trained"),
+    (["--lora_target_modules", "all-linear"], "`lora_target_modules`='all-linear' acts only with"),
+    (["--use_dora", "--use_peft", "false"], "`use_dora`=True acts only with"),
+    (["--config", "{tmp}/lora.yaml"], "`lora_alpha`=8 acts only with"),
+    (["--load_in_4bit", "true"], "`load_in_4bit`=True acts only with `use_peft`=True: weights in so few bits"),
+]
+
+
+@pytest.mark.parametrize(("extra", "says"), ADAPTERS_IN_VAIN, ids=[says for _, says in ADAPTERS_IN_VAIN])
+def test_options_of_an_adapter_want_one(argv, extra, says, tmp_path):
+    """A run that trains all weights would ignore them. A recipe may set them for its own adapter."""
+    (tmp_path / "lora.yaml").write_text("lora_alpha: 8\n")
+    extra = [part.replace("{tmp}", str(tmp_path)) for part in extra]
+    with pytest.raises(ValueError) as error:
+        train.parse_args([*argv, *extra])
+    assert says in str(error.value)
+    if "--load_in_4bit" not in extra:
+        train.parse_args([*argv, *(part for part in extra if part not in ("--use_peft", "false")), "--use_peft"])
+    recipe = {"use_peft": True, "lora_r": 32, "lora_target_modules": ["q_proj", "v_proj"]}
+    train.parse_args([*argv, "--use_peft", "false"], recipe)
+
+
+def test_a_run_that_cannot_start_is_refused_before_a_model_is_loaded(argv, tmp_path, monkeypatch):
+    """An `output_dir` of another run, or no directory; a resume of nothing, or of other settings. Also in a dry run."""
+    quantized = [*argv, "--rollout_precision", "int4"]
+    main(["train", *quantized, "--max_steps", "1"])
+    (tmp_path / "file").write_text("")
+    place = argv.index("--output_dir") + 1
+
+    def load(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", load)
+    for output_dir, extra, says in (
+        ("run", [], "holds the checkpoint checkpoint-1 of an earlier run"),
+        ("file", [], "file is no directory"),
+        ("file/in/it", [], "file is no directory"),
+        ("new", ["--resume_from_checkpoint", "true"], "there is nothing to resume"),
+        ("new", ["--resume_from_checkpoint", str(tmp_path / "run/checkpoint-7")], "checkpoint-7' is not a directory"),
+        ("run", ["--resume_from_checkpoint", "true", "--is_correction", "ais"], "`is_correction`: 'tis' -> 'ais'"),
+    ):
+        quantized[place] = str(tmp_path / output_dir)
+        for dry in ("false", "true"):
+            with pytest.raises(SystemExit) as error:
+                main(["train", *quantized, *extra, "--dry_run", dry])
+            assert str(error.value).startswith("error: ") and says in str(error.value)
+    quantized[place] = str(tmp_path / "run")
+    main(["train", *quantized, "--resume_from_checkpoint", "true", "--dry_run", "true"])
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_model_must_be_named(problems):

@@ -321,7 +321,10 @@ def test_bad_input_is_refused_before_a_model_is_loaded(argv, extra, says, tmp_pa
 
 def test_bad_models_are_refused(argv, tmp_path):
     (tmp_path / "empty").mkdir()
-    for model, says in (("empty", "`MODEL`='.*empty' holds no model and no adapter"), ("nowhere", "nowhere")):
+    for model, says in (
+        ("empty", "`MODEL`='.*empty' holds no model and no adapter"),
+        ("nowhere", "`MODEL`='.*nowhere': the config of '.*nowhere' cannot be read"),
+    ):
         argv[1] = str(tmp_path / model)
         with pytest.raises(SystemExit, match=says):
             main(argv)

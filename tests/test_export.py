@@ -129,6 +129,27 @@ def test_what_a_trainer_saved(tmp_path, capsys):
     assert "the run's own" in Path(out, "chat_template.jinja").read_text()
 
 
+@pytest.mark.parametrize(("precision", "rounds"), [("nvfp4", True), ("int8", False)])
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_base_is_rounded_where_training_rounded_it_alone(precision, rounds, trains, tmp_path, capsys):
+    """Also after `save_model` alone: Q(W) + BA on a frozen base, and W + BA where the sum was rounded."""
+    base = save_tiny(tmp_path / "base", tied=False)
+    kinds = {"save_strategy": "steps", "save_steps": 1} if trains else {}
+    args = config(QuantGRPOConfig, tmp_path / "run", train_precision=precision, max_steps=1, **kinds)
+    trainer = make(QuantGRPOTrainer, args, model=base, peft_config=lora())
+    if trains:
+        trainer.train()
+    trainer.save_model()
+    for adapter in [tmp_path / "run", *(tmp_path / "run").glob("checkpoint-*")]:
+        out = export(tmp_path / f"from-{adapter.name}", "--adapter", adapter)
+        assert (f"rounded to {precision}, as in training" in capsys.readouterr().out) == rounds
+        if rounds:
+            model = AutoModelForCausalLM.from_pretrained(out)
+            assert torch.allclose(logits(model), logits(trainer.model.eval()), atol=1e-4)
+        else:
+            assert_equal(weights(out), merged(base, adapter))
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "int4", "int8"])
 def test_a_prepared_base(format, tmp_path):
     """Q(W) + BA, where an adapter that was trained on Q(W) belongs, in 16 bits."""

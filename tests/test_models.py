@@ -394,6 +394,9 @@ def test_conversations_without_a_chat_template(tmp_path):
     model = str(written(tmp_path, ("*.safetensors",)))
     given = {"processing_class": tokenizer(chat_template=None)}
     refused(lambda: trainer_of(tmp_path, model, train_dataset=conversations, **given), "no chat template")
+    given["processing_class"].save_pretrained(model)
+    Path(model, "chat_template.jinja").unlink(missing_ok=True)
+    refused(lambda: trainer_of(tmp_path, model, train_dataset=conversations, processing_class=None), "no chat template")
     assert mismatch(trainer_of(tmp_path, tiny_model(), **given)) < 1e-2
 
 

@@ -473,6 +473,13 @@ def test_a_run_without_a_length_is_planned_all_the_same(model_dir, options, caps
     assert "Cost against BF16: not measured without a `max_completion_length`" in told
 
 
+def test_no_memory_is_told_of_a_base_in_bitsandbytes(model_dir, options, capsys, unloaded):
+    """The model's shape tells the memory of its weights in 16 and 32 bits, and in our own codes."""
+    main(["plan", model_dir, *options, "--rollout_precision", "int8", "--use_peft", "--load_in_8bit", "true"])
+    told = capsys.readouterr().out
+    assert "Memory: not estimated with a base that bitsandbytes holds" in told and "peak" not in told
+
+
 def test_the_card_is_the_one_that_is_named(model_dir, options, capsys, unloaded):
     main(["plan", model_dir, *options, "--card", "0.5"])
     told = capsys.readouterr().out
@@ -483,6 +490,26 @@ def test_the_card_is_the_one_that_is_named(model_dir, options, capsys, unloaded)
         main(["plan", model_dir, *options, "--card", "-1"])
 
 
+def test_the_model_may_be_named_as_in_training(model_dir, options, capsys, unloaded, tmp_path):
+    """With the very options of a run, on the command line or in its file; or first, beside what the command adds."""
+    main(["plan", model_dir, *options])
+    planned = capsys.readouterr().out
+    (tmp_path / "run.yaml").write_text(f"model_name_or_path: {model_dir}\n")
+    for argv in (
+        ["--model_name_or_path", model_dir, *options],
+        [*options, f"--model_name_or_path={model_dir}"],
+        ["--config", str(tmp_path / "run.yaml"), *options],
+        ["--card", "80", model_dir, *options],
+    ):
+        main(["plan", *argv])
+        assert capsys.readouterr().out == planned, argv
+    with pytest.raises(SystemExit, match="`model_name_or_path`=None"):
+        main(["plan", *options])
+    for twice in (["plan", "other", "--model_name_or_path", model_dir], ["plan", *options, model_dir]):
+        with pytest.raises(SystemExit, match="2"):
+            main(twice)
+
+
 WRONG = [
     ["--rollout_precision", "int3"],
     ["--rollout_precision", "int4", "--is_cap", "0.5"],
@@ -490,6 +517,8 @@ WRONG = [
     ["--train_precision", "nf4"],
     ["--train_precision", "nvfp4", "--rollout_precision", "int8"],
     ["--rollout_precision", "int8", "--reward_funcs", "gsm8k", "nothing"],
+    ["--train_precision", "nvfp4", "--use_peft", "--load_in_4bit", "true"],
+    ["--train_precision", "nvfp4", "--use_peft", "--use_dora"],
 ]
 
 

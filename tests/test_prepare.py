@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import MIXTURES, save_tiny, tiny_model, tiny_tokenizer
 from training import config, make
@@ -92,6 +93,16 @@ def test_layers_that_the_decoder_does_not_have(tmp_path):
     assert "`visual.blocks.0.attn.qkv` (1 such) is no linear layer in the decoder of Qwen3ForCausalLM" in text
     save_file(weights, model / "model.safetensors")
     prepare(model, tmp_path / "int8")
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    """An adapter is told how to become one, and a name is repeated where nothing was found under it."""
+    run = tmp_path / "run"
+    get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear")).save_pretrained(run)
+    assert f"{run} holds an adapter. `trl-quant export --adapter {run} --output" in refusal(run, tmp_path / "int8")
+    (tmp_path / "empty").mkdir()
+    assert f"{tmp_path / 'empty'} has no config.json" in refusal(tmp_path / "empty", tmp_path / "int8")
+    assert f"source: {tmp_path / 'nowhere'} is no directory" in refusal(tmp_path / "nowhere", tmp_path / "int8")
 
 
 @pytest.mark.parametrize("family", MIXTURES)

@@ -322,10 +322,12 @@ def test_what_a_rotation_deletes(tmp_path, steps, step, limit, best, left):
     assert found == {"checkpoint-best", "checkpoint-1"} | {f"checkpoint-{number}" for number in left}
 
 
-def test_another_runs_higher_checkpoint_is_not_taken(tmp_path):
+def test_another_runs_higher_checkpoint_is_not_taken(tmp_path, caplog):
     """Two runs in one directory: the one that got further is no continuation of the other, and loses nothing to it."""
     trainer_of(tmp_path, max_steps=4, save_steps=2).train()
+    assert "of an earlier run" not in caplog.text
     trainer_of(tmp_path, max_steps=3, save_steps=1, save_total_limit=1, learning_rate=1e-3).train()
+    assert "holds the checkpoint checkpoint-4 of an earlier run. Name another directory" in caplog.text
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
     resumed = trainer_of(tmp_path, max_steps=6, save_steps=1)
     with pytest.raises(ValueError, match=r"several runs: checkpoint-3 \(run \w+\), checkpoint-4 \(run \w+\)"):

@@ -2,8 +2,9 @@
 
     trl-quant plan Qwen/Qwen2.5-7B-Instruct --rollout_precision fp8 --use_vllm true --use_peft true --card 80
 
-The options are `--card` and those of `trl-quant train`. Only the model's config, its tokenizer and the dataset are
-loaded. On the machine that is to train, `trl-quant train ... --dry_run true` fails if the run would.
+The options are `--card` and those of `trl-quant train`; `--model_name_or_path` may stand for MODEL. Only the model's
+config, its tokenizer and the dataset are loaded. On the machine that is to train, `trl-quant train ... --dry_run true`
+fails if the run would.
 """
 
 import argparse
@@ -19,16 +20,19 @@ def main(argv: list[str] | None = None) -> None:
         prog="trl-quant plan",
         usage="%(prog)s MODEL [--card GB] [options of trl-quant train]",
         description=__doc__.partition("\n")[0],
+        epilog="MODEL is a hub id or a directory, and comes before the options that `trl-quant train --help` lists.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL", help="a hub id or a directory")
     parser.add_argument(
         "--card", type=float, metavar="GB", help="of the GPU, 10^9 bytes (default: this machine's, or 80)"
     )
-    args, others = parser.parse_known_args(argv)
+    args, options = parser.parse_known_args(argv)
     if args.card is not None and not args.card > 0:
         raise ValueError(f"`--card`={args.card:g} is out of range. It must be > 0.")
-    options = ["--model_name_or_path", args.model, *others]
+    if options and not options[0].startswith("-"):
+        if any(part.partition("=")[0] == "--model_name_or_path" for part in options):
+            parser.error(f"MODEL ({options[0]}) and --model_name_or_path both name the model: leave one of them out")
+        options = ["--model_name_or_path", *options]
     check_train(options, parser.prog, parser.usage)
 
     import torch

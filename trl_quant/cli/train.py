@@ -27,6 +27,11 @@ from . import plain_errors
 from .options import DEFAULTS, PROG, USAGE, about_unknown, check_train, chosen_trainer
 
 
+# Options of TRL's `ModelConfig` that act only with `use_peft`: those of PEFT's adapter, and of bitsandbytes' base
+OF_ADAPTER = (*(f.name for f in fields(ModelConfig) if f.name.startswith("lora_")), "use_rslora", "use_dora")
+OF_BASE = ("load_in_8bit", "load_in_4bit")
+
+
 class Parser(TrlParser):
     """TRL's parser of a trainer's options. It also refuses unknown options in a config file, and names them."""
 
@@ -101,7 +106,22 @@ def parse_args(
         raise ValueError(f"`--config`: not a YAML file: {error}") from error
     if parsed[2].model_name_or_path is None:
         raise ValueError("`model_name_or_path`=None: name the model to train, a hub id or a directory.")
+    _check_adapter(parsed[2], vars(ModelConfig()) | DEFAULTS | (recipe or {}))
     return tuple(parsed)
+
+
+def _check_adapter(model_args: ModelConfig, defaults: dict) -> None:
+    """Refuses options of an adapter, and a base that cannot be trained without one, where `use_peft` asks for none."""
+    if model_args.use_peft:
+        return
+    for names, why in (
+        (OF_ADAPTER, "without it all weights are trained"),
+        (OF_BASE, "weights in so few bits cannot be trained"),
+    ):
+        for name in names:
+            value = getattr(model_args, name)
+            if value != defaults[name]:
+                raise ValueError(f"`{name}`={value!r} acts only with `use_peft`=True: {why}. Set both, or neither.")
 
 
 @plain_errors()
@@ -123,6 +143,7 @@ def train_or_plan(script_args: TrainArguments, arguments: dict, trainer_class: t
     if not script_args.dry_run:
         launch.train(arguments, trainer_class or launch.TRAINERS[script_args.trainer])
         return
+    launch.checkpoint_of(arguments)
     plan = make_plan(**arguments)
     print("\n".join(plan.lines))
     if plan.refused is not None:

@@ -1,11 +1,13 @@
 """What [`preflight`] checks of the data, the rewards and the turns of a conversation."""
 
+from pathlib import Path
+
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from torch.nn import Module
 
 from ..tasks.data import check_prompts
-from ..tasks.rewards import check_reward, check_truths
+from ..tasks.rewards import REWARDS, check_reward, check_truths
 
 
 def check_data(args, train_dataset, eval_dataset) -> None:
@@ -48,6 +50,11 @@ def check_rewards(reward_funcs, train_dataset) -> None:
     """Raises `ValueError` for rewards that the data has no columns or no answers for."""
     columns = train_dataset.column_names
     for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        if isinstance(reward, str) and reward in REWARDS and not Path(reward).is_dir():
+            raise ValueError(
+                f"`reward_funcs`={reward!r} would name a reward model. The reward that the command line calls so is "
+                f"`trl_quant.tasks.{REWARDS[reward].__name__}`: pass the function."
+            )
         if not isinstance(reward, str | Module) and reward is not None and columns is not None:
             check_reward(reward, columns)
             if isinstance(train_dataset, Dataset) and train_dataset.format["type"] != "custom":

@@ -14,6 +14,7 @@ from torch.nn import Module
 from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
+    AutoProcessor,
     GenerationConfig,
     PreTrainedModel,
     ProcessorMixin,
@@ -100,7 +101,7 @@ def check_before_loading(
             _check_kind(config, model)
             _check_direction(config, args)
             _check_adapter(args, peft_config)
-            _check_tokenizer(config, others.get("processing_class"), train_dataset)
+            _check_tokenizer(config, model, args, others.get("processing_class"), train_dataset)
             _check_policy(config, args, others["quantization_config"], here)
             if args.trains_for_four_bits:
                 _check_stored(config, model, args)
@@ -299,14 +300,18 @@ def _check_adapter(args, peft_config) -> None:
         raise ValueError(f"`train_precision`={args.train_precision!r}: the adapter of `peft_config` is {NOT_PLAIN}")
 
 
-def _check_tokenizer(config, processing_class, train_dataset) -> None:
-    """Checks a given tokenizer. If TRL loads one, the check follows when the engine is built."""
+def _check_tokenizer(config, model, args, processing_class, train_dataset) -> None:
+    """Checks a given tokenizer, and for conversations the one that TRL loads. Others are checked with the engine."""
+    talks = isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), list)
+    if processing_class is None and talks and isinstance(model, str):
+        options = {"revision": (args.model_init_kwargs or {}).get("revision")}
+        processing_class = AutoProcessor.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
     if processing_class is None:
         return
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     check_tokenizer(tokenizer, config.get_text_config().vocab_size)
     template = getattr(processing_class, "chat_template", None) or tokenizer.chat_template
-    if template is None and isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), list):
+    if template is None and talks:
         raise ValueError(
             "`train_dataset` has conversations, but the tokenizer has no chat template to format them. Set "
             "`tokenizer.chat_template`, or use prompts that are plain text."

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 from ..config.fields import QuantFields
 from ..config.preflight import check_before_loading, check_machine
 from ..config.summary import summary
+from ..policy.frozen import on_frozen_base
 from .measured import cost
 from .memory import BESIDE, Memory, Shape, estimate
 
@@ -34,7 +35,7 @@ class Plan:
     Attributes:
         lines (`list[str]`): The plan in words, to be printed.
         memory ([`~report.memory.Memory`] or `None`):
-            The estimated memory; `None` if the weights are sharded, or with a teacher or a critic.
+            The estimated memory; `None` if the weights are sharded, in bitsandbytes, or with a teacher or a critic.
         steps (`int`): Optimizer steps.
         refused (`Exception` or `None`): The reason why this machine cannot start the run.
     """
@@ -81,6 +82,10 @@ def make_plan(
     check_before_loading(
         model=model, args=args, train_dataset=train_dataset, peft_config=peft_config, here=refused is None, **given
     )
+    if args.holds_frozen_base:  # as the trainer does before it loads the base
+        on_frozen_base(
+            args=args, model=model, quantization_config=given["quantization_config"], peft_config=peft_config
+        )
 
     init = args.model_init_kwargs or {}
     options = {"revision": init.get("revision"), "trust_remote_code": args.trust_remote_code}
@@ -105,6 +110,8 @@ def make_plan(
         lines.append("Memory: not estimated where FSDP or DeepSpeed shards the weights")
     elif args.max_completion_length is None:
         lines.append("Memory: not estimated without a `max_completion_length`")
+    elif given["quantization_config"] is not None:
+        lines.append("Memory: not estimated with a base that bitsandbytes holds")
     elif args.has_critic or not args.has_rewards:
         lines.append(f"Memory: not estimated with a {'critic' if args.has_critic else 'teacher'}")
     else:

@@ -81,8 +81,8 @@ class Trained:
         Finds the model or run called `name`, which the user gave as `option`.
 
         Raises:
-            ValueError: The directory holds no model and no adapter, the model is quantized already, or it is a masked
-                diffusion model of an unknown family.
+            ValueError: There is no such model, the directory holds no model and no adapter, the model is quantized
+                already, or it is a masked diffusion model of an unknown family.
         """
         path, base, adapter, settings = name, name, False, {}
         if Path(name).is_dir():
@@ -94,7 +94,10 @@ class Trained:
                 base = PeftConfig.from_pretrained(path).base_model_name_or_path
             elif not (Path(path) / "config.json").is_file():
                 raise ValueError(f"{option}={name!r} holds no model and no adapter. {how_to_go_on(name)}")
-        config = AutoConfig.from_pretrained(base, trust_remote_code=trust)
+        try:
+            config = AutoConfig.from_pretrained(base, trust_remote_code=trust)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{option}={name!r}: the config of {base!r} cannot be read. {error}") from error
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError(f"{option}={name!r} is quantized already: {base}. Name a checkpoint of 16 or 32 bits.")
         denoises = is_bidirectional(config)

@@ -20,6 +20,7 @@ import torch
 
 from ..formats import FORMATS
 from ..models.linears import fused_layer
+from ..precisions import frozen_bases
 from ..scaling import scalings
 from .adapter import CONFIG, Adapter, load_adapter, read_adapter_config
 from .card import describe, write_card
@@ -207,8 +208,7 @@ def _find_policy(options: ExportOptions) -> tuple[ExportOptions, Policy]:
             f"`--base_format` {options.base_format} is for an adapter whose base has 16 bits; leave it out here."
         )
     if options.base_format is None and path is not None and stored is None:
-        trained_in = read_rollout_state(path).get("settings", {}).get("train_precision")
-        options = replace(options, base_format=trained_in)
+        options = replace(options, base_format=_base_format(read_rollout_state(path).get("settings", {})))
     if stored is None and (options.format != "none" or options.base_format is not None):
         source.layers()  # raises if a layer cannot be quantized
     adapter = None if path is None else load_adapter(path, skeleton)
@@ -217,6 +217,12 @@ def _find_policy(options: ExportOptions) -> tuple[ExportOptions, Policy]:
     model_type = skeleton.config.get_text_config().model_type
     policy = Policy(source, config, heads, model_type, ignore, stored, scale, path, adapter)
     return options, policy
+
+
+def _base_format(settings: dict) -> str | None:
+    """Returns the format to which a run with these settings rounded its base alone, not its sum with the adapter."""
+    precision = settings.get("train_precision")
+    return precision if precision in frozen_bases() or settings.get("lora_sync") == "adapter" else None
 
 
 def _steps(options: ExportOptions, policy: Policy, device: str) -> Steps:

@@ -111,6 +111,11 @@ def read_json(path: Path) -> dict:
 def read_config(source: Path) -> dict:
     """Reads the config.json of a checkpoint. Raises `ValueError` if it or a weight file is missing."""
     if not (source / "config.json").is_file():
+        if (source / "adapter_config.json").is_file():
+            raise ValueError(
+                f"source: {source} holds an adapter. `trl-quant export --adapter {source} --output DIR` merges it into "
+                "its base, and quantizes the sum with `--format`."
+            )
         raise ValueError(f"source: {source} has no config.json; give the directory of a checkpoint.")
     missing = [file.name for file in weight_files(source) if not file.is_file()]
     if missing:

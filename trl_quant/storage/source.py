@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..models.linears import dense_linears, unquantized_linears
-from .files import Stored, check_links, read_heads, weight_files
+from .files import Stored, check_links, read_config, read_heads, weight_files
 from .layout import CODE, FILES, INDEX, linear_layers
 
 
@@ -72,17 +72,22 @@ def find_source(model: str, revision: str | None, trust: bool, option: str = "--
     Finds the checkpoint called `model`: a directory, or an id on the hub, from which its files are downloaded.
 
     Raises:
-        ValueError: A directory was given with a revision, or as in [`~storage.files.check_links`].
+        ValueError: There is none, a directory was given with a revision, or as in [`~storage.files.check_links`] and
+        [`~storage.files.read_config`].
     """
     if Path(model).is_dir():
         if revision is not None:
             raise ValueError(f"`{option}` {revision}, but {model} is a directory, which has no revisions.")
         check_links(model)
+        read_config(Path(model))
         return Source(Path(model), Path(model).resolve().name, None, trust)
     from huggingface_hub import snapshot_download
 
     needed = [*FILES, INDEX, "model*.safetensors", *([CODE] if trust else [])]
-    path = Path(snapshot_download(model, revision=revision, allow_patterns=needed, ignore_patterns="*/*"))
+    try:
+        path = Path(snapshot_download(model, revision=revision, allow_patterns=needed, ignore_patterns="*/*"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"source: {model} is no directory, and was not found on the hub: {error}") from error
     check_links(path)
     commit = path.name if path.parent.name == "snapshots" else None
     return Source(path, model, commit or revision, trust)

@@ -29,6 +29,7 @@ from ..storage.run_checkpoints import (
     how_to_go_on,
     is_whole,
     lacking,
+    last_complete_checkpoint,
     last_to_resume,
     number_of,
     read_rollout_state,
@@ -111,6 +112,58 @@ def checkpoint_to_resume(output_dir: str) -> str:
         raise ValueError(f"{refused} there is nothing to resume. {how_to_go_on(output_dir)}")
     where = _joined_answers([f"{host} has {', '.join(names) or 'none'}" for host, names in found])
     raise ValueError(f"{refused} no checkpoint in {output_dir} is whole on every host: {where}. {COPY_IT}")
+
+
+def start_of(args) -> str | None:
+    """
+    Returns the checkpoint from which a command's run resumes, or `None`. Checks it, and `output_dir`, before a model is
+    loaded. Collective.
+
+    Raises:
+        `ValueError`: There is nothing to resume, or as in [`check_settings`]; or a run that does not resume would save
+        into a directory that cannot be written, or beside another run's checkpoints.
+    """
+    resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
+    if resume is True:
+        resume = checkpoint_to_resume(args.output_dir)
+    with on_every_rank():
+        if args.should_save:
+            _check_place(args.output_dir)
+        if resume:
+            check_whole(resume)
+            if args.rollout_precision != "auto" and not args.resume_with_changes:
+                _check_same_settings(resume, read_rollout_state(resume), args)
+            return resume
+        beside = beside_another_run(args.output_dir)
+        if beside is not None:
+            raise ValueError(beside)
+
+
+def tell_another_run(args) -> None:
+    """Warns of a run that resumes nothing, and saves beside another run's checkpoints."""
+    beside = beside_another_run(args.output_dir)
+    if beside is not None and args.should_save:
+        logger.warning(beside)
+
+
+def beside_another_run(output_dir: str) -> str | None:
+    """Returns why a run that resumes nothing should not save into a directory; `None` if it may."""
+    other = last_complete_checkpoint(output_dir)
+    if other is None:
+        return None
+    return (
+        f"`output_dir`={output_dir!r} holds the checkpoint {Path(other).name} of an earlier run. Name another "
+        "directory, or continue that run with `resume_from_checkpoint`=True."
+    )
+
+
+def _check_place(output_dir: str) -> None:
+    """Raises `ValueError` if a directory does not exist and cannot be made, or cannot be written."""
+    place = Path(output_dir).absolute()
+    found = next(path for path in (place, *place.parents) if path.exists())
+    if not found.is_dir() or not os.access(found, os.W_OK):
+        wrong = "cannot be written" if found.is_dir() else "is no directory"
+        raise ValueError(f"`output_dir`={output_dir!r}: {found} {wrong}. Name another directory.")
 
 
 def _joined_answers(by_rank: list[str | None]) -> str:
@@ -258,8 +311,7 @@ def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
         check_whole(checkpoint)
         check_uaq(checkpoint, uaq_scale)
         state = read_rollout_state(checkpoint)
-        before = args.plain_settings() | state.get("settings", {})  # older checkpoints lack the newest fields
-        check_settings(checkpoint, before, args.training_settings(), args.resume_with_changes)
+        _check_same_settings(checkpoint, state, args)
         sampled = {name: read_sampled_weights(checkpoint, name) for name in SAMPLED_WEIGHTS}
     tell_changes(checkpoint, state.get("arguments", {}), args.inherited_settings())
     if saved_only_model(checkpoint):
@@ -281,6 +333,11 @@ def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
             checkpoint,
         )
     return state | sampled
+
+
+def _check_same_settings(checkpoint: str, state: dict, args) -> None:
+    before = args.plain_settings() | state.get("settings", {})  # older checkpoints lack the newest fields
+    check_settings(checkpoint, before, args.training_settings(), args.resume_with_changes)
 
 
 def check_same_files(checkpoint: str | Path) -> None:

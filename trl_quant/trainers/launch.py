@@ -14,6 +14,7 @@ from ..config.values import check_choice, check_type, listed
 from ..tasks import REWARDS, load_prompts
 from ..tasks.named_data import NAMED_DATA
 from ..tasks.named_rewards import find_reward
+from .checkpoints import start_of
 from .diffusion import DiffusionGRPOTrainer
 from .distillation import QuantDistillationTrainer
 from .grpo import QuantGRPOTrainer
@@ -122,6 +123,8 @@ def trainer_arguments(
     if not training_args.has_rewards:
         _check_distillation(script_args, training_args, reward_funcs)
     told = list(script_args.defaults_told)
+    if training_args.eval_strategy != "no" and _evaluates_what_it_trains_on(script_args):
+        told.append("No `eval_dataset_name`: the run is evaluated on the prompts that it trains on.")
     if training_args.rollout_precision is None:
         told.append("No `rollout_precision` and no `train_precision`: nothing is quantized.")
     if training_args.process_index == 0:
@@ -174,14 +177,26 @@ def load_data(
     return datasets
 
 
+def _evaluates_what_it_trains_on(script_args: TrainArguments) -> bool:
+    """Whether training and evaluation read the same rows of a file, which holds one split under any name."""
+    slices = [split.partition("[")[2] for split in (script_args.dataset_train_split, script_args.dataset_test_split)]
+    name = script_args.eval_dataset_name or script_args.dataset_name
+    return name == script_args.dataset_name and name.endswith((".json", ".jsonl")) and slices[0] == slices[1]
+
+
 def train(arguments: dict, trainer_class: type) -> None:
     """Trains with these [`trainer_arguments`], or resumes the run, and saves the model and the trainer's state."""
-    args = arguments["args"]
+    resume = checkpoint_of(arguments)
     trainer = trainer_class(**arguments)
-    resume = args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
-    trainer.save_model(args.output_dir)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(arguments["args"].output_dir)
     trainer.save_state()
+
+
+def checkpoint_of(arguments: dict) -> str | None:
+    """Returns what [`~checkpoints.start_of`] does for these [`trainer_arguments`]."""
+    arguments["args"].resolve_for(adapted=arguments["peft_config"] is not None)
+    return start_of(arguments["args"])
 
 
 def _check_distillation(script_args: TrainArguments, training_args: QuantFields, reward_funcs) -> None:

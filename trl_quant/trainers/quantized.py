@@ -94,6 +94,7 @@ class QuantRollouts:
             apply_uaq(self.model, args.uaq_scale)
         self._flow = flow(self.model)
         self._packed_rows = packed_rows(self)
+        self.runs = []  # this one's name follows when it trains
         introduce(self)
 
     def build_engine(self, spec: EngineSpec, model, accelerator, processing_class, **settings) -> Engine:
@@ -286,6 +287,8 @@ class QuantRollouts:
                 # Saved metrics are those of an evaluation's sync at this step. The next generation logs them
                 self._last_loaded_step = state.get("global_step") if self._engine.sync_metrics else -1
                 self._metrics["train"].clear()
+        else:
+            checkpoints.tell_another_run(self.args)
         self.runs = checkpoints.new_run(state.get("runs", []))
         self._finite_steps.begin()
         log_phases = None if self._engine is None else self.log_values
@@ -316,6 +319,11 @@ class QuantRollouts:
     def create_model_card(self, *args, **kwargs):
         super().create_model_card(*args, **kwargs)
         add_to_card(self)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        super().save_model(output_dir, _internal_call)
+        if self._engine is not None and self.args.should_save and not _internal_call:  # else `_save_checkpoint` records
+            checkpoints.write_rollout_state(output_dir or self.args.output_dir, checkpoints.recorded(self))
 
     def _save_checkpoint(self, model, trial):
         check_trained(self)
