@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny, save_tiny_vision, tiny_model
-from training import Killed, config, dataset, killing, make, metrics, parameters
+from training import Killed, config, dataset, killing, lora, make, metrics, parameters
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -447,17 +447,40 @@ def test_a_critic_without_packed_rows(tmp_path, policy, caplog):
 
 
 @pytest.mark.vllm
-def test_vllm_ends_as_a_fresh_engine(tmp_path):
-    """Two generations of two updates each in INT8; after them live equals fresh, bit for bit."""
+@pytest.mark.parametrize(
+    ("options", "adapted"),
+    [
+        ({}, False),
+        ({"vf_share_layers": True, "vf_coef": 0.5}, False),
+        ({"vf_share_layers": True, "vf_coef": 0.5}, True),
+    ],
+    ids=["own", "shared", "shared, merged"],
+)
+def test_vllm_ends_as_a_fresh_engine(tmp_path, options, adapted):
+    """
+    Two generations of two updates each in INT8; after them live equals fresh, bit for bit. A run that resumes from
+    the checkpoint between them comes out the same.
+    """
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from vllm_engines import SMALL, assert_live_equals_fresh, keep
 
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
     vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512, "vllm_engine_kwargs": SMALL}
-    settings = {"steps_per_generation": 2, "max_steps": 4, "save_strategy": "no", "rollout_precision": "int8"}
-    trainer = ppo(tmp_path, model, **settings, **vllm)
-    keep(trainer)
+    settings = {
+        "steps_per_generation": 2,
+        "max_steps": 4,
+        "save_steps": 2,
+        "rollout_precision": "int8",
+        "sync_check_steps": 1,
+    }
+    peft_config = lora() if adapted else None
+    trainer, resumed = (
+        ppo(tmp_path, model, given={"peft_config": peft_config}, **settings, **vllm, **options) for _ in range(2)
+    )
+    keep([trainer, resumed])
     trainer.train()
     assert [entry["step"] for entry in logged(trainer) if entry.get("mismatch/kl_k3", 0) > 0] == [1, 3]
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(resumed, trainer)
     trainer.check_sync()
     assert_live_equals_fresh(trainer.vllm_generation, trainer.model, "int8", tmp_path)
