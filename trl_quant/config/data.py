@@ -5,7 +5,9 @@ from pathlib import Path
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from torch.nn import Module
+from transformers import AutoProcessor
 
+from ..rollout.tokenizer import check_tokenizer
 from ..tasks.data import check_prompts
 from ..tasks.rewards import REWARDS, check_reward, check_truths
 
@@ -44,6 +46,29 @@ def evaluated(eval_dataset) -> dict:
     if isinstance(eval_dataset, dict):
         return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
     return {"eval_dataset": eval_dataset}
+
+
+def check_tokenization(config, model, args, processing_class, train_dataset) -> None:
+    """
+    Checks a given tokenizer, and for conversations the one that TRL loads. Others are checked with the engine.
+
+    Raises:
+        `ValueError`: It does not fit the model, or has no template for the conversations of the data.
+    """
+    talks = isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), list)
+    if processing_class is None and talks and isinstance(model, str):
+        options = {"revision": (args.model_init_kwargs or {}).get("revision")}
+        processing_class = AutoProcessor.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
+    if processing_class is None:
+        return
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    check_tokenizer(tokenizer, config.get_text_config().vocab_size)
+    template = getattr(processing_class, "chat_template", None) or tokenizer.chat_template
+    if template is None and talks:
+        raise ValueError(
+            "`train_dataset` has conversations, but the tokenizer has no chat template to format them. Set "
+            "`tokenizer.chat_template`, or use prompts that are plain text."
+        )
 
 
 def check_rewards(reward_funcs, train_dataset) -> None:

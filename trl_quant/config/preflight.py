@@ -9,12 +9,10 @@ from pathlib import Path
 import transformers
 from accelerate import PartialState
 from accelerate.utils import is_peft_model
-from datasets import Dataset
 from torch.nn import Module
 from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
-    AutoProcessor,
     GenerationConfig,
     PreTrainedModel,
     ProcessorMixin,
@@ -28,7 +26,7 @@ from ..policy.adapters import NOT_PLAIN
 from ..policy.masked import check_bidirectional, is_bidirectional, mask_token_of
 from ..precisions import PRECISIONS, frozen_bases, qat_precisions, unified_flows
 from ..rollout.stream import NO_WEIGHTS
-from ..rollout.tokenizer import check_tokenizer, id_list
+from ..rollout.tokenizer import id_list
 from ..rollout.vllm.support import (
     ARCHITECTURE,
     check_architecture,
@@ -41,7 +39,7 @@ from ..rollout.vllm.support import (
 from ..storage.layout import check_files, check_groups
 from ..storage.quantization import check_prepared, prepared_precisions
 from ..storage.source import skeleton
-from .data import check_data, check_dynamic_sampling, check_rewards, check_turns, evaluated
+from .data import check_data, check_dynamic_sampling, check_rewards, check_tokenization, check_turns, evaluated
 from .values import listed
 
 
@@ -101,7 +99,7 @@ def check_before_loading(
             _check_kind(config, model)
             _check_direction(config, args)
             _check_adapter(args, peft_config)
-            _check_tokenizer(config, model, args, others.get("processing_class"), train_dataset)
+            check_tokenization(config, model, args, others.get("processing_class"), train_dataset)
             _check_policy(config, args, others["quantization_config"], here)
             if args.trains_for_four_bits:
                 _check_stored(config, model, args)
@@ -298,24 +296,6 @@ def _check_adapter(args, peft_config) -> None:
     further = any(getattr(peft_config, name, False) for name in ("lora_dropout", "lora_bias", "use_dora"))
     if further and args.train_precision in unified_flows() and args.lora_sync == "merge":
         raise ValueError(f"`train_precision`={args.train_precision!r}: the adapter of `peft_config` is {NOT_PLAIN}")
-
-
-def _check_tokenizer(config, model, args, processing_class, train_dataset) -> None:
-    """Checks a given tokenizer, and for conversations the one that TRL loads. Others are checked with the engine."""
-    talks = isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), list)
-    if processing_class is None and talks and isinstance(model, str):
-        options = {"revision": (args.model_init_kwargs or {}).get("revision")}
-        processing_class = AutoProcessor.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
-    if processing_class is None:
-        return
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    check_tokenizer(tokenizer, config.get_text_config().vocab_size)
-    template = getattr(processing_class, "chat_template", None) or tokenizer.chat_template
-    if template is None and talks:
-        raise ValueError(
-            "`train_dataset` has conversations, but the tokenizer has no chat template to format them. Set "
-            "`tokenizer.chat_template`, or use prompts that are plain text."
-        )
 
 
 def _check_policy(config, args, quantization_config, here: bool) -> None:
