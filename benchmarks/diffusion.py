@@ -30,18 +30,16 @@ arguments.
 
 import argparse
 import atexit
-import os
 import random
 import resource
 import shutil
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
 import step_runs
 import torch
-from engines import CUDA, commit, in_own_process, load_tokenizer, machine, report, speak, versions, words_of
+from engines import CUDA, commit, load_tokenizer, report, speak, words_of
 from step import Steps, set_shape
 
 from trl_quant.precisions import PRECISIONS
@@ -251,37 +249,8 @@ def start(args) -> dict:
                 f"--completions {completions} is no multiple of both --micro {args.micro} and --generations "
                 f"{args.generations}."
             )
-    new = {
-        "machine": machine(),
-        "commit": args.commit,
-        "versions": versions(),
-        "arguments": {name: getattr(args, name) for name in SHARED},
-        "lengths": {shape_name(args, count): [[args.new] * count] * args.steps for count in args.completions},
-        "runs": [],
-    }
-    if args.output is not None and args.output.exists():
-        return step_runs.merged(step_runs.read(args.output), new)
-    return new
-
-
-def run_all(args, found: dict) -> list[str]:
-    """Runs each precision, adds its run to `found` and writes that. Returns the names of those that failed."""
-    failed = []
-    for number in range(args.rounds):
-        for precision in args.precisions if number % 2 == 0 else reversed(args.precisions):
-            run = {"trainer": precision, "round": number + 1, "size": args.size, "micro": args.micro}
-            run |= {"load": os.getloadavg(), "cores": len(os.sched_getaffinity(0))}
-            results = in_own_process([*sys.argv[1:], "--one", precision], args.timeout)
-            if "error" in results:
-                failed.append(precision)
-                print(f"{precision}: {results['error'][:300]}", flush=True)
-                continue
-            found["runs"].append(run | {"results": results})
-            step_runs.write(found, args.output)
-            for shape, result in results.items():
-                seconds = " ".join(f"{step['step']:.2f}" for step in result["steps"])
-                print(f"{precision}, {shape}, round {number + 1}: {seconds} s", flush=True)
-    return failed
+    lengths = {shape_name(args, count): [[args.new] * count] * args.steps for count in args.completions}
+    return step_runs.start(args, SHARED, lengths)
 
 
 def main():
@@ -293,7 +262,7 @@ def main():
         found = step_runs.read(*args.show) if args.show else start(args)
     except ValueError as error:
         parser.error(str(error))
-    failed = [] if args.show else run_all(args, found)
+    failed = [] if args.show else step_runs.run_all(args, args.precisions, args.size, found)
     step_runs.write(found, args.output)
     if found["runs"]:
         print_table(found)

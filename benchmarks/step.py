@@ -45,12 +45,10 @@ update with torch's profiler on a GPU and keeps each kernel's calls and seconds 
 import argparse
 import importlib.util
 import math
-import os
 import random
 import re
 import resource
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,15 +62,12 @@ from engines import (
     by_kernel,
     commit,
     engine_options,
-    in_own_process,
     kernels_in,
     load_tokenizer,
-    machine,
     model_directory,
     report,
     save_start,
     speak,
-    versions,
     words_of,
 )
 from torch.profiler import ProfilerActivity, profile
@@ -418,38 +413,16 @@ def start(args) -> dict:
     """Draws the lengths and returns the runs that `--output` has so far, if it has any."""
     load_tokenizer(args.tokenizer)  # fails early if it is missing
     shapes = [(*shape, lengths) for shape in args.completions for lengths in args.lengths]
-    new = {
-        "machine": machine(),
-        "commit": args.commit,
-        "versions": versions(),
-        "arguments": {name: getattr(args, name) for name in SHARED},
-        "lengths": {shape_name(*shape): draw_lengths(args, *shape) for shape in shapes},
-        "runs": [],
-    }
-    if args.output is not None and args.output.exists():
-        return step_runs.merged(step_runs.read(args.output), new)
-    return new
+    drawn = {shape_name(*shape): draw_lengths(args, *shape) for shape in shapes}
+    return step_runs.start(args, SHARED, drawn)
 
 
 def run_all(args, found: dict) -> list[str]:
-    """Runs each trainer, adds its run to `found` and writes that. Returns the names of trainers that failed."""
+    """Runs each trainer with each size of the policy. Returns the names of trainers that failed."""
+    constants = {"vllm_gpu_memory_utilization": args.vllm_gpu_memory_utilization}
     failed = []
     for size in args.sizes:
-        for number in range(args.rounds):
-            for trainer in args.trainers if number % 2 == 0 else reversed(args.trainers):
-                run = {"trainer": trainer, "round": number + 1, "size": size, "micro": args.micro}
-                run |= {"vllm_gpu_memory_utilization": args.vllm_gpu_memory_utilization}
-                run |= {"load": os.getloadavg(), "cores": len(os.sched_getaffinity(0))}
-                results = in_own_process([*sys.argv[1:], "--one", trainer, "--sizes", size], args.timeout)
-                if "error" in results:
-                    failed.append(trainer)
-                    print(f"{trainer}: {results['error'][:300]}", flush=True)
-                    continue
-                found["runs"].append(run | {"results": results})
-                step_runs.write(found, args.output)
-                for shape, result in results.items():
-                    seconds = " ".join(f"{step['step']:.2f}" for step in result["steps"])
-                    print(f"{size}, {trainer}, {shape}, round {number + 1}: {seconds} s", flush=True)
+        failed += step_runs.run_all(args, args.trainers, size, found, "--sizes", size, **constants)
     return failed
 
 

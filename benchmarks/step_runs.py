@@ -13,10 +13,14 @@ has `warm_up` and `steps`, seconds by phase, and the peak of memory.
 """
 
 import json
+import os
 import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
-from engines import BANDWIDTH
+from engines import BANDWIDTH, in_own_process, machine, versions
 from limits import sampling_limit, update_limit
 
 
@@ -30,6 +34,64 @@ def parts_of(trainer: str) -> tuple[str, str]:
     """Returns the method of a trainer, GRPO where its name has none, and the name without it."""
     method, colon, name = trainer.rpartition(":")
     return (method if colon else "grpo"), name
+
+
+def start(args: Namespace, shared: Sequence[str], lengths: dict[str, list[list[int]]]) -> dict:
+    """
+    Returns the runs that `--output` has so far, or none.
+
+    Args:
+        args (`argparse.Namespace`): The benchmark's arguments, with `commit` and `output`.
+        shared (`Sequence[str]`): Names of the arguments that all runs of a file share.
+        lengths (`dict[str, list[list[int]]]`): Tokens of the completions of each step, by shape.
+
+    Raises:
+        `ValueError`: The file has runs that cannot stand in one table with the new ones.
+    """
+    new = {
+        "machine": machine(),
+        "commit": args.commit,
+        "versions": versions(),
+        "arguments": {name: getattr(args, name) for name in shared},
+        "lengths": lengths,
+        "runs": [],
+    }
+    return merged(read(args.output), new) if args.output is not None and args.output.exists() else new
+
+
+def run_all(
+    args: Namespace, trainers: Sequence[str], size: str, found: dict, *options: str, **constants: object
+) -> list[str]:
+    """
+    Runs each trainer in a process of its own, adds its run to `found` and writes that to `--output`.
+
+    Args:
+        args (`argparse.Namespace`): The benchmark's arguments, with `rounds`, `micro`, `timeout` and `output`.
+        trainers (`Sequence[str]`): Names of the trainers. Each second round takes them in reverse.
+        size (`str`): Of the policy.
+        found (`dict`): The file's runs so far.
+        options: Further words of the process's command line.
+        constants: What else is kept of each run.
+
+    Returns:
+        `list[str]`: Names of the trainers that failed.
+    """
+    failed = []
+    for number in range(1, args.rounds + 1):
+        for trainer in trainers if number % 2 else reversed(trainers):
+            run = {"trainer": trainer, "round": number, "size": size, "micro": args.micro} | constants
+            run |= {"load": os.getloadavg(), "cores": len(os.sched_getaffinity(0))}
+            results = in_own_process([*sys.argv[1:], "--one", trainer, *options], args.timeout)
+            if "error" in results:
+                failed.append(trainer)
+                print(f"{trainer}: {results['error'][:300]}", flush=True)
+                continue
+            found["runs"].append(run | {"results": results})
+            write(found, args.output)
+            for shape, result in results.items():
+                seconds = " ".join(f"{step['step']:.2f}" for step in result["steps"])
+                print(f"{size}, {trainer}, {shape}, round {number}: {seconds} s", flush=True)
+    return failed
 
 
 def merged(found: dict, more: dict) -> dict:
