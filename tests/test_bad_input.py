@@ -36,6 +36,8 @@ def refused(call, *words):
 REFUSED_FIELDS = [  # fields -> what the message says
     ({"is_cap": "2"}, "`is_cap`='2' must be a finite number or None"),
     ({"is_cap": True}, "`is_cap`=True must be a finite number"),
+    ({"use_vllm": "false"}, "`use_vllm`='false' must be True or False"),
+    ({"gradient_checkpointing": "true"}, "`gradient_checkpointing`='true' must be True or False"),
     ({"is_cap": float("inf")}, "`is_cap`=inf must be a finite number"),
     ({"ais_delta": "0.02"}, "`ais_delta`='0.02' must be a finite number"),
     ({"ais_delta": None}, "`ais_delta`=None must be a finite number"),

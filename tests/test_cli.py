@@ -281,6 +281,7 @@ def test_values_of_another_type_in_a_yaml_file(tmp_path, line, says):
         (["--dataset_name", "{no_prompts}"], ["text", "'prompt' or 'question'"]),
         (["--dataset_name", "{no_answers}"], ["arithmetic", "'answer'", "['prompt']"]),
         (["--eval_strategy", "steps", "--eval_dataset_name", "{no_prompts}"], ["text", "'prompt' or 'question'"]),
+        (["--eval_dataset_name", "{no_answers}"], ["eval_dataset_name", "acts only with an `eval_strategy`"]),
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(argv, extra, says, tmp_path, monkeypatch):
@@ -350,5 +351,6 @@ def test_a_run_that_cannot_start_is_refused_before_a_model_is_loaded(argv, tmp_p
 
 
 def test_a_model_must_be_named(problems):
-    with pytest.raises(SystemExit, match="model_name_or_path"):
-        main(["train", "--dataset_name", problems, "--use_cpu", "--bf16", "false"])
+    for on_a_cpu in (["--use_cpu", "--bf16", "false"], []):
+        with pytest.raises(SystemExit, match="`model_name_or_path`=None: name the model to train"):
+            main(["train", "--dataset_name", problems, *on_a_cpu])

@@ -335,6 +335,14 @@ def test_bad_models_are_refused(argv, tmp_path):
 
 
 @pytest.mark.vllm
+@pytest.mark.skipif(torch.cuda.is_available(), reason="FP8 may run there")
+def test_a_precision_that_vllm_lacks_here(argv):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    with pytest.raises(SystemExit, match=r"does not run in vLLM on this device.* with `--engine embedded` the"):
+        main([*argv, "--engine", "vllm", "--rollout_precision", "fp8"])
+
+
+@pytest.mark.vllm
 def test_vllm(argv, tmp_path, monkeypatch):
     """Sampled as the embedded engine samples; cut off after a batch, it goes on to the same answers."""
     pytest.importorskip("vllm", reason="vLLM is not installed")

@@ -384,6 +384,11 @@ def test_a_tokenizer_that_does_not_fit(tmp_path, made, words):
         refused(lambda: trainer_of(tmp_path, model, processing_class=None), *words)
 
 
+def test_what_is_no_tokenizer(tmp_path):
+    model = str(written(tmp_path, ("*.safetensors",)))
+    refused(lambda: trainer_of(tmp_path, model, processing_class=model), "`processing_class` is a str", "AutoTokenizer")
+
+
 def test_a_directory_without_a_tokenizer(tmp_path):
     model = str(written(tmp_path, ("tok*",)))
     refused(lambda: trainer_of(tmp_path, model, processing_class=None), "has no tokens but", "processing_class")

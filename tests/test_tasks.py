@@ -32,6 +32,7 @@ def test_prompts_from_gsm8k_format():
     assert dataset.column_names[0] == "prompt" and "answer" in dataset.column_names
     assert dataset[0]["prompt"].startswith("A baker") and dataset[0]["answer"].endswith("#### 22")
     assert load_prompts(str(EXCERPT), split="train[:3]")["prompt"] == dataset["prompt"][:3]
+    assert load_prompts(EXCERPT)["prompt"][:] == dataset["prompt"][:]
     assert load_prompts(str(EXCERPT), split="test")["prompt"] == dataset["prompt"][:]
 
 

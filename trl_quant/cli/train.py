@@ -53,10 +53,13 @@ class Parser(TrlParser):
         return self.misnamed
 
     def parse_args_into_dataclasses(self, args=None, **options):
-        """Refuses unknown options first, because building the config may fail for what this machine lacks."""
-        unknown = self.misnamed + self.parse_known_args(args)[1]
+        """Refuses what is wrong anywhere first, because building the config may fail for what this machine lacks."""
+        given, unknown = self.parse_known_args(args)
+        unknown = self.misnamed + unknown
         if unknown:
             self.error(about_unknown(unknown, self.trainer))
+        if given.model_name_or_path is None:
+            raise ValueError("`model_name_or_path`=None: name the model to train, a hub id or a directory.")
         return super().parse_args_into_dataclasses(args, **options)
 
 
@@ -104,8 +107,6 @@ def parse_args(
         parsed = parser.parse_args_and_config(argv)
     except YAMLError as error:
         raise ValueError(f"`--config`: not a YAML file: {error}") from error
-    if parsed[2].model_name_or_path is None:
-        raise ValueError("`model_name_or_path`=None: name the model to train, a hub id or a directory.")
     _check_adapter(parsed[2], vars(ModelConfig()) | DEFAULTS | (recipe or {}))
     return tuple(parsed)
 

@@ -49,11 +49,12 @@ CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 def check_types(args, own_fields) -> None:
     """
     Raises `ValueError` if one of `own_fields`, of the fields in `TRL_RANGES` or of those that TRL reads as dicts has a
-    value of another type.
+    value of another type, or if any other that is true or false is a text, such as "false", which would count as true.
     """
     hints = get_type_hints(type(args))
     dicts = [name for name in args._VALID_DICT_FIELDS if name not in TrainingArguments._VALID_DICT_FIELDS]
-    for name in (*own_fields, *_trl_ranges(args), *dicts):
+    texts = [name for name, hint in hints.items() if hint is bool and isinstance(getattr(args, name, None), str)]
+    for name in (*own_fields, *_trl_ranges(args), *dicts, *texts):
         check_type(name, getattr(args, name), hints[name])
 
 

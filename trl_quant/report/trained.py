@@ -157,7 +157,7 @@ def resolve_engine(options: EngineOptions, trained: Trained) -> dict:
                 f"`--rollout_precision`={options.rollout_precision!r} does not run in vLLM. Allowed: "
                 f"{', '.join(map(repr, in_vllm()))}; or `--engine embedded`."
             )
-        check_device(options.rollout_precision)
+        check_device(options.rollout_precision, otherwise="--engine embedded")
         check_engine_kwargs(kwargs)
     elif kwargs:
         raise ValueError("`--vllm_engine_kwargs` acts with `--engine vllm` alone. Give both, or leave it out.")

@@ -23,6 +23,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> None
         tokenizer (`PreTrainedTokenizerBase`): The tokenizer. Without a padding token, TRL pads with its EOS token.
         embeddings (`int`): Number of tokens that the model embeds.
     """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(
+            f"`processing_class` is a {type(tokenizer).__name__}. It must be a tokenizer or a processor of "
+            "transformers, such as `AutoTokenizer.from_pretrained(model)`."
+        )
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ValueError(
             f"The tokenizer {type(tokenizer).__name__} has no tokens but {tokenizer.all_special_tokens}. The model's "

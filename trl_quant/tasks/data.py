@@ -1,5 +1,6 @@
 """Loads prompts from the hub or a local file into TRL's `prompt` column. The ground truth stays in `answer`."""
 
+import os
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,7 +18,7 @@ DEFAULT_CONFIGS = {"openai/gsm8k": "main"}  # hub datasets that load only with a
 
 
 def load_prompts(
-    name_or_path: str,
+    name_or_path: str | os.PathLike,
     split: str = "train",
     config: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -26,8 +27,8 @@ def load_prompts(
     """Loads a dataset with the policy's prompts in the `prompt` column; rewards may use the other columns.
 
     Args:
-        name_or_path (`str`): a dataset id on the hub, a directory that `datasets` loads, a `.json(l)` file, or one of
-            the names in [`trl_quant.tasks.named_data`].
+        name_or_path (`str` or `os.PathLike`): a dataset id on the hub, a directory that `datasets` loads, a
+            `.json(l)` file, or one of the names in [`trl_quant.tasks.named_data`].
         split (`str`): the split, in `datasets` syntax (`"train[:1000]"`); a file holds one split, under any name. Of a
             mixture it is the split of each source.
         config (`str`, *optional*): the dataset's configuration on the hub (`openai/gsm8k` defaults to `main`).
@@ -43,6 +44,7 @@ def load_prompts(
         ValueError: when a local file is missing or empty, when no column holds prompts, when a named dataset lacks one
             of its columns, or for an `instruction` after conversations.
     """
+    name_or_path = os.fspath(name_or_path)
     if name_or_path in NAMED_DATA:
         dataset = load_named(name_or_path, config, partial(_load, split=split))
     else:

@@ -122,6 +122,11 @@ def trainer_arguments(
         )
     if not training_args.has_rewards:
         _check_distillation(script_args, training_args, reward_funcs)
+    if training_args.eval_strategy == "no" and script_args.eval_dataset_name is not None:
+        raise ValueError(
+            f"`eval_dataset_name`={script_args.eval_dataset_name!r} acts only with an `eval_strategy`, such as "
+            "'steps', and that is 'no'. Set both, or neither."
+        )
     told = list(script_args.defaults_told)
     if training_args.eval_strategy != "no" and _evaluates_what_it_trains_on(script_args):
         told.append("No `eval_dataset_name`: the run is evaluated on the prompts that it trains on.")

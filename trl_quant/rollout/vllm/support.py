@@ -194,10 +194,10 @@ def _missing_on_gpu(vllm: InVLLM, capability: tuple[int, int]) -> str | None:
     return None
 
 
-def check_device(precision: str, sleeping: bool = False) -> None:
+def check_device(precision: str, sleeping: bool = False, otherwise: str = "use_vllm=False") -> None:
     """
     Raises `ImportError` if vLLM's version was not tested, and `ValueError` if vLLM cannot run the precision, or sleep,
-    on this device.
+    on this device. With the option `otherwise` the embedded engine samples.
     """
     check_version()
     from vllm.platforms import current_platform
@@ -207,7 +207,7 @@ def check_device(precision: str, sleeping: bool = False) -> None:
         runnable = ", ".join(repr(name) for name, reason in reasons.items() if reason is None)
         raise ValueError(
             f"`rollout_precision`={precision!r} does not run in vLLM on this device: {reasons[precision]}. Here "
-            f"vLLM runs {runnable or 'none'}; with `use_vllm=False` the embedded engine runs any on any device."
+            f"vLLM runs {runnable or 'none'}; with `{otherwise}` the embedded engine runs any on any device."
         )
     if sleeping and current_platform.is_cpu():
         raise ValueError(
