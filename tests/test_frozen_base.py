@@ -1,6 +1,7 @@
 """A policy on a frozen 4-bit base: it loads what an engine loads, and policy and sampler are the same numbers."""
 
 import copy
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -203,6 +204,16 @@ def test_a_model_that_is_loaded_already(path, tmp_path):
     right = trainer_of(path, tmp_path / "b", model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
     right.train()
     assert_same_run(left, right)
+
+
+def test_a_loaded_model_whose_files_are_gone(path, tmp_path):
+    moved = shutil.copytree(path, tmp_path / "moved")
+    model = AutoModelForCausalLM.from_pretrained(moved)
+    shutil.rmtree(moved)
+    left, right = trainer_of(path, tmp_path / "a"), trainer_of(path, tmp_path / "b", model=model)
+    packed = [{name: x for name, x in parameters(trainer).items() if "weight_" in name} for trainer in (left, right)]
+    assert len(packed[0]) >= 28 and packed[0].keys() == packed[1].keys()
+    assert all(torch.equal(x, packed[1][name]) for name, x in packed[0].items())
 
 
 def test_nf4_is_bitsandbytes(path, tmp_path):

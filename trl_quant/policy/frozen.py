@@ -9,6 +9,7 @@ engine that quantizes the same checkpoint has the same codes and scales. `nf4` i
 """
 
 import logging
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -253,7 +254,7 @@ def on_frozen_base(args, model, quantization_config, peft_config, **others) -> d
         )
         init |= config
     else:
-        _freeze_loaded(model, precision)
+        _freeze_loaded(model, precision, args.trust_remote_code)
     return {
         "quantization_config": quantization_config,
         "peft_config": peft_config and with_frozen_layers(peft_config),
@@ -309,7 +310,7 @@ def loading_teacher(args, teacher: str) -> dict:
     return given | {"quantization_config": quantization_config} | further
 
 
-def _freeze_loaded(model: PreTrainedModel, precision: str) -> None:
+def _freeze_loaded(model: PreTrainedModel, precision: str, trust_remote_code: bool) -> None:
     """Packs the base of a loaded policy, unless it is held in `precision` already."""
     packed = {module.precision for module in model.modules() if isinstance(module, FrozenLinear)}
     if packed - {precision}:
@@ -322,6 +323,9 @@ def _freeze_loaded(model: PreTrainedModel, precision: str) -> None:
             "checkpoint."
         )
     if not packed:
-        checkpoint = AutoConfig.from_pretrained(model.name_or_path) if model.name_or_path else model.config
+        checkpoint = model.config
+        if model.name_or_path:
+            with suppress(OSError, ValueError):  # it may be gone, and then the policy's own type is the best known
+                checkpoint = AutoConfig.from_pretrained(model.name_or_path, trust_remote_code=trust_remote_code)
         freeze(model, precision, checkpoint.dtype or torch.bfloat16)
         logger.info("The policy's base was packed to %s in place.", precision)
