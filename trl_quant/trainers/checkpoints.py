@@ -16,6 +16,8 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
+from peft import PeftConfig
+from peft.utils.constants import MIN_TARGET_MODULES_FOR_OPTIMIZATION
 from safetensors import SafetensorError
 from torch.utils.data import Sampler
 from transformers import Trainer
@@ -43,6 +45,7 @@ from ..storage.whole import is_full
 logger = logging.getLogger(__name__)
 
 OF_A_RANK = ("rng_state", GENERATION_NAME)  # how the names of files begin that each rank writes on its own host
+OF_ADAPTER = ("r", "lora_alpha", "use_rslora", "use_dora")  # what the loaded weights would not fit, or mean otherwise
 COPY_IT = "Copy the newest whole one to every host, or have all hosts share `output_dir`."
 # What the engine compares its weights with, a file each; not .safetensors: vLLM loads every such file in a directory
 SAMPLED_WEIGHTS = ("initial_weights", "synced_weights")
@@ -113,14 +116,14 @@ def checkpoint_to_resume(output_dir: str) -> str:
     raise ValueError(f"{refused} no checkpoint in {output_dir} is whole on every host: {where}. {COPY_IT}")
 
 
-def start_of(args) -> str | None:
+def start_of(args, peft_config) -> str | None:
     """
     Returns the checkpoint from which a command's run resumes, or `None`. Checks it, and `output_dir`, before a model is
     loaded. Collective.
 
     Raises:
-        `ValueError`: There is nothing to resume, or as in [`check_settings`]; or a run that does not resume would save
-        into a directory that cannot be written, or beside another run's checkpoints.
+        `ValueError`: There is nothing to resume, or as in [`check_settings`] and [`check_adapter`]; or a run that does
+        not resume would save into a directory that cannot be written, or beside another run's checkpoints.
     """
     resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
     if resume is True:
@@ -130,6 +133,7 @@ def start_of(args) -> str | None:
             _check_place(args.output_dir)
         if resume:
             check_whole(resume)
+            check_adapter(resume, peft_config)
             if args.rollout_precision != "auto" and not args.resume_with_changes:
                 _check_same_settings(resume, read_rollout_state(resume), args)
             return resume
@@ -202,7 +206,8 @@ def check_whole(checkpoint: str) -> None:
             wrong = f"lacks its {' and '.join(lacking(path))}"
         else:
             wrong = "was not written to its end"
-        raise ValueError(f"`resume_from_checkpoint`={checkpoint!r} {wrong}. {how_to_go_on(os.fspath(path.parent))}")
+        run = path if checkpoints_in(checkpoint) else path.parent  # of a run, its directory may have been named
+        raise ValueError(f"`resume_from_checkpoint`={checkpoint!r} {wrong}. {how_to_go_on(os.fspath(run))}")
 
 
 def is_lost(error: BaseException) -> bool:
@@ -378,6 +383,35 @@ def tell_changes(checkpoint: str | Path, before: dict, now: dict) -> None:
     if changed:
         differences = ", ".join(f"`{name}`: {old!r} -> {new!r}" for name, (old, new) in changed.items())
         logger.warning("Resuming %s with other settings than it was trained with: %s.", checkpoint, differences)
+
+
+def check_adapter(checkpoint: str | Path, adapter: PeftConfig | None) -> None:
+    """Raises `ValueError` if a checkpoint holds another adapter than a run trains, or only one of the two has any."""
+    before = read_state(Path(checkpoint, "adapter_config.json"))
+    if adapter is None and before:
+        raise ValueError(
+            f"The checkpoint {checkpoint} holds an adapter, and this run trains all weights. Resume with that "
+            "adapter's `peft_config` (on the command line: `use_peft`)."
+        )
+    if adapter is not None and not before and Path(checkpoint, "config.json").is_file():
+        raise ValueError(
+            f"The checkpoint {checkpoint} holds a whole model, and this run trains an adapter. Resume without a "
+            "`peft_config` (on the command line: `use_peft`)."
+        )
+    if adapter is None or not before:
+        return
+    names = [name for name in OF_ADAPTER if name in before and hasattr(adapter, name)]
+    changed = {name: (before[name], getattr(adapter, name)) for name in names if before[name] != getattr(adapter, name)}
+    old, new = before.get("target_modules"), getattr(adapter, "target_modules", None)
+    is_final = isinstance(new, set) and len(new) < MIN_TARGET_MODULES_FOR_OPTIMIZATION  # PEFT changes texts, long sets
+    if is_final and isinstance(old, list) and new != {*old}:
+        changed["target_modules"] = sorted(old), sorted(new)
+    if changed:
+        differences = ", ".join(f"`{name}`: {old!r} -> {new!r}" for name, (old, new) in changed.items())
+        raise ValueError(
+            f"The checkpoint {checkpoint} holds another adapter than this run trains: {differences}. Resume with the "
+            "same one."
+        )
 
 
 def check_uaq(checkpoint: str | Path, applied: float | None) -> None:
