@@ -45,7 +45,7 @@ from ..storage.whole import is_full
 logger = logging.getLogger(__name__)
 
 OF_A_RANK = ("rng_state", GENERATION_NAME)  # how the names of files begin that each rank writes on its own host
-OF_ADAPTER = ("r", "lora_alpha", "use_rslora", "use_dora")  # what the loaded weights would not fit, or mean otherwise
+FITTED = ("r", "lora_alpha", "use_rslora", "use_dora")  # what the loaded weights would not fit, or mean otherwise
 COPY_IT = "Copy the newest whole one to every host, or have all hosts share `output_dir`."
 # What the engine compares its weights with, a file each; not .safetensors: vLLM loads every such file in a directory
 SAMPLED_WEIGHTS = ("initial_weights", "synced_weights")
@@ -400,7 +400,7 @@ def check_adapter(checkpoint: str | Path, adapter: PeftConfig | None) -> None:
         )
     if adapter is None or not before:
         return
-    names = [name for name in OF_ADAPTER if name in before and hasattr(adapter, name)]
+    names = [name for name in FITTED if name in before and hasattr(adapter, name)]
     changed = {name: (before[name], getattr(adapter, name)) for name in names if before[name] != getattr(adapter, name)}
     old, new = before.get("target_modules"), getattr(adapter, "target_modules", None)
     is_final = isinstance(new, set) and len(new) < MIN_TARGET_MODULES_FOR_OPTIMIZATION  # PEFT changes texts, long sets
