@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from training import Killed, config, dataset, killing, lora, make, parameters
 from training import metrics as all_metrics
@@ -246,6 +247,27 @@ def test_one_ranks_broken_state_is_seen_beside_the_others(copied):
     assert checkpoint_to_resume(copied) == str(copied / "checkpoint-1")
     with pytest.raises(ValueError, match="checkpoint-2' lacks its random state"):
         checkpoints.check_whole(str(newest))
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_checkpoint_of_another_adapter_is_not_resumed(saved, tmp_path):
+    """Its weights would not fit, or as with `lora_alpha` would mean others."""
+    trainer_of(tmp_path, peft=saved, max_steps=1, save_steps=1).train()
+    given = {"target_modules": "all-linear", "r": 4, "lora_alpha": 16}
+    for change, says in (
+        (None, "holds an adapter, and this run trains all weights"),
+        ({"r": 2}, "`r`: 4 -> 2"),
+        ({"lora_alpha": 8, "use_rslora": True}, "`lora_alpha`: 16 -> 8, `use_rslora`: False -> True"),
+        ({"target_modules": ["q_proj"]}, r"`target_modules`: \['model.layers.0.mlp.down_proj'.* -> \['q_proj'\]"),
+    ):
+        adapter = None if change is None else LoraConfig(task_type="CAUSAL_LM", **given | change)
+        args = config(QuantGRPOConfig, tmp_path, **SETTINGS | {"max_steps": 2})
+        trainer = make(QuantGRPOTrainer, args, peft_config=adapter)
+        if saved or adapter is not None:
+            says = says if saved else "holds a whole model, and this run trains an adapter"
+            with pytest.raises(ValueError, match=says):
+                trainer.train(resume_from_checkpoint=True)
+    trainer_of(tmp_path, peft=saved, max_steps=2).train(resume_from_checkpoint=True)
 
 
 def test_a_checkpoint_of_weights_alone_is_resumed_with_a_warning(tmp_path, caplog):

@@ -16,6 +16,8 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
+from peft import PeftConfig
+from peft.utils.constants import MIN_TARGET_MODULES_FOR_OPTIMIZATION
 from safetensors import SafetensorError
 from torch.utils.data import Sampler
 from transformers import Trainer
@@ -43,6 +45,7 @@ from ..storage.whole import is_full
 logger = logging.getLogger(__name__)
 
 OF_A_RANK = ("rng_state", GENERATION_NAME)  # prefixes of the files that each rank writes on its own host
+FITTED = ("r", "lora_alpha", "use_rslora", "use_dora")  # what the loaded weights would not fit, or mean otherwise
 COPY_IT = "Copy the newest whole one to every host, or have all hosts share `output_dir`."
 # Earlier weights with which the engine compares the current ones. Each set has a file of its own, which is not a
 # .safetensors file because vLLM loads every such file in a directory
@@ -114,14 +117,14 @@ def checkpoint_to_resume(output_dir: str) -> str:
     raise ValueError(f"{refused} no checkpoint in {output_dir} is whole on every host: {where}. {COPY_IT}")
 
 
-def start_of(args) -> str | None:
+def start_of(args, peft_config) -> str | None:
     """
     Returns the checkpoint from which a command's run resumes, or `None`. Checks it, and `output_dir`, before a model is
     loaded. Collective.
 
     Raises:
-        `ValueError`: There is nothing to resume, or as in [`check_settings`]; or a run that does not resume would save
-        into a directory that cannot be written, or beside another run's checkpoints.
+        `ValueError`: There is nothing to resume, or as in [`check_settings`] and [`check_adapter`]; or a run that does
+        not resume would save into a directory that cannot be written, or beside another run's checkpoints.
     """
     resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
     if resume is True:
@@ -131,6 +134,7 @@ def start_of(args) -> str | None:
             _check_place(args.output_dir)
         if resume:
             check_whole(resume)
+            check_adapter(resume, peft_config)
             if args.rollout_precision != "auto" and not args.resume_with_changes:
                 _check_same_settings(resume, read_rollout_state(resume), args)
             return resume
@@ -381,6 +385,34 @@ def tell_changes(checkpoint: str | Path, before: dict, now: dict) -> None:
     differences = _differences(before, json.loads(json.dumps(now)))
     if differences:
         logger.warning("Resuming %s with other settings than it was trained with: %s.", checkpoint, differences)
+
+
+def check_adapter(checkpoint: str | Path, adapter: PeftConfig | None) -> None:
+    """Raises `ValueError` if a checkpoint holds another adapter than a run trains, or only one of the two has any."""
+    before = read_state(Path(checkpoint, "adapter_config.json"))
+    if adapter is None and before:
+        raise ValueError(
+            f"The checkpoint {checkpoint} holds an adapter, and this run trains all weights. Resume with that "
+            "adapter's `peft_config` (on the command line: `use_peft`)."
+        )
+    if adapter is not None and not before and Path(checkpoint, "config.json").is_file():
+        raise ValueError(
+            f"The checkpoint {checkpoint} holds a whole model, and this run trains an adapter. Resume without a "
+            "`peft_config` (on the command line: `use_peft`)."
+        )
+    if adapter is None or not before:
+        return
+    now = {name: getattr(adapter, name) for name in FITTED if hasattr(adapter, name)}
+    old, new = before.get("target_modules"), getattr(adapter, "target_modules", None)
+    is_final = isinstance(new, set) and len(new) < MIN_TARGET_MODULES_FOR_OPTIMIZATION  # PEFT changes texts, long sets
+    if is_final and isinstance(old, list):
+        before, now = before | {"target_modules": sorted(old)}, now | {"target_modules": sorted(new)}
+    differences = _differences(before, now)
+    if differences:
+        raise ValueError(
+            f"The checkpoint {checkpoint} holds another adapter than this run trains: {differences}. Resume with the "
+            "same one."
+        )
 
 
 def _differences(before: dict, now: dict) -> str:

@@ -201,7 +201,7 @@ def train(arguments: dict, trainer_class: type) -> None:
 def checkpoint_of(arguments: dict) -> str | None:
     """Returns what [`~checkpoints.start_of`] does for these [`trainer_arguments`]."""
     arguments["args"].resolve_for(adapted=arguments["peft_config"] is not None)
-    return start_of(arguments["args"])
+    return start_of(arguments["args"], arguments["peft_config"])
 
 
 def _check_distillation(script_args: TrainArguments, training_args: QuantFields, reward_funcs) -> None:

@@ -280,6 +280,9 @@ class QuantRollouts:
             resume_from_checkpoint = checkpoints.checkpoint_to_resume(self.args.output_dir)
         state = {}
         if resume_from_checkpoint:  # checked here, before transformers or DeepSpeed loads it
+            adapter = self.model.peft_config.get("default") if is_peft_model(self.model) else None
+            with checkpoints.on_every_rank():
+                checkpoints.check_adapter(resume_from_checkpoint, adapter)
             state = checkpoints.check_resume(resume_from_checkpoint, self.args, uaq_applied(self.model))
             if self._engine is not None:
                 self._engine.load_state_dict(state)
