@@ -176,6 +176,27 @@ def test_a_prepared_base(format, tmp_path):
     assert_equal(weights(same), out)
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "int4", "int8"])
+def test_a_quantized_export_is_what_was_sampled(format, tmp_path):
+    """An FP32 policy on a 16-bit base is sampled as Q(W + BA), rounded once: the export holds these very values."""
+    base = save_tiny(tmp_path / "base", tied=False, dtype=BF16)
+    path = save_adapter(base, tmp_path / "adapter")
+    out = Path(export(tmp_path / "out", "--adapter", path, "--format", format))
+    wide = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    policy = PeftModel.from_pretrained(wide, path).merge_and_unload()
+    policy.save_pretrained(tmp_path / "wide")
+    sampled = load_file(Path(quantize_checkpoint(tmp_path / "wide", tmp_path / "sampled", format), "model.safetensors"))
+    exported, layer = load_file(out / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    assert exported.keys() == sampled.keys() and f"{layer}_scale" in exported
+    for name, tensor in sampled.items():
+        is_quantized = f"{name.partition('.weight')[0]}.weight_scale" in sampled
+        assert torch.equal(exported[name], tensor if is_quantized else tensor.to(BF16)), name
+    policy.to(BF16).save_pretrained(tmp_path / "narrow")  # rounded twice
+    narrow = quantize_checkpoint(tmp_path / "narrow", tmp_path / "twice", format)
+    twice, suffix = load_file(Path(narrow, "model.safetensors")), "" if format == "int8" else "_packed"
+    assert not torch.equal(twice[f"{layer}{suffix}"], exported[f"{layer}{suffix}"])
+
+
 @pytest.mark.parametrize(("scale", "arrives"), [(1e-3, False), (1.0, True)])
 def test_four_bits_bury_a_small_adapter(scale, arrives, tmp_path, capsys, caplog):
     """The cosine that is printed is that of a computation in memory; in 16 bits the adapter arrives."""
@@ -187,9 +208,10 @@ def test_four_bits_bury_a_small_adapter(scale, arrives, tmp_path, capsys, caplog
     assert said.replace("|", r"\|") in Path(out, "README.md").read_text()
     size, cosine = float(said.split()[2].rstrip(";")), float(said.split()[-1])
 
-    before, after = load_file(f"{base}/model.safetensors"), merged(base, path)
-    quantize_checkpoint(base, tmp_path / "plain", "nvfp4")
-    wide = dense("nvfp4", BF16)
+    before = load_file(f"{base}/model.safetensors")
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).save_pretrained(tmp_path / "base32")
+    quantize_checkpoint(tmp_path / "base32", tmp_path / "plain", "nvfp4")
+    wide = dense("nvfp4", torch.float32)
     plain, new = (wide(load_file(f"{d}/model.safetensors")) for d in (tmp_path / "plain", out))
     names = [name for name in before if "proj" in name]
     full = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), path)
@@ -203,7 +225,8 @@ def test_four_bits_bury_a_small_adapter(scale, arrives, tmp_path, capsys, caplog
     assert (cosine > 0.9) is arrives and (cosine < 0.2) is not arrives
     assert ("lost in rounding" if not arrives else "buries a small adapter") in caplog.text
     alone = "model.layers.1.self_attn.o_proj.weight"  # its scale is its own
-    assert torch.equal(new[alone], quantize(after[alone], "nvfp4").dequantize())
+    exact = before[alone].float() + full.get_submodule(f"base_model.model.{alone[:-7]}").get_delta_weight("default")
+    assert torch.equal(new[alone], quantize(exact, "nvfp4").dequantize())
 
     caplog.clear()
     base = save_tiny(tmp_path / "wide")

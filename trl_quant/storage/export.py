@@ -45,6 +45,7 @@ from .layout import (
     quantizers_on,
     rewrite_checkpoint,
     rounded,
+    rounded_first,
     stored_format,
 )
 from .progress import progress_bar
@@ -233,6 +234,8 @@ def _steps(options: ExportOptions, policy: Policy, device: str) -> Steps:
         base.append(dense(policy.stored, _dtype(policy.config)))
     elif options.base_format is not None:
         base.append(rounded(options.base_format, policy.ignore, **quantizers))
+    if policy.adapter is not None and options.format != "none":
+        base.append(rounded_first(dict, torch.float32, policy.ignore))  # else merging would round to 16 bits first
     if policy.uaq_scale is not None:
         unscale.append(_unscaled(policy.model_type, _dense_names(policy.heads), policy.uaq_scale))
     if options.format != "none":
@@ -280,7 +283,7 @@ def _measure(options: ExportOptions, policy: Policy, steps: Steps, result: Path,
     without_adapter, read_back = [*steps.base, *steps.unscale], []
     if options.format != "none":
         without_adapter.append(rounded(options.format, policy.ignore, **quantizers_on(device)))
-        read_back.append(dense(options.format, _dtype(policy.config)))
+        read_back.append(dense(options.format, torch.float32))
     adapter, written = policy.adapter, read_heads(weight_files(result))
     weight_squares = change_squares = product = adapter_squares = 0.0
     for names, written_names in _units(policy.heads, written):
