@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from statistics import fmean
 
-from figures import ADVICE, BENCHMARKS, MEASURED, PPO, cells_of, read
+from figures import ADVICE, BENCHMARKS, MEASURED, PPO, TRAINING, cells_of, read
 from pages import README
 
 
@@ -220,23 +220,36 @@ QAT = {  # label in the benchmarks' table -> cell, by the format that is served
 
 
 def of_qat(digits: int) -> dict[str, dict]:
-    """Three seeds of each cell, all at one commit."""
+    """Three seeds of each cell, each cell at one commit."""
     rows = [row for row in read("study/qat")["cells"] if row["settings"]["digits"] == digits]
-    assert len({run["commit"] for row in rows for run in row["runs"]}) == 1
+    assert all(len({run["commit"] for run in row["runs"]}) == 1 for row in rows)
     assert all({run["seed"] for run in row["runs"]} == {0, 1, 2} for row in rows)
     return {row["name"].partition(",")[0] if digits == 12 else row["name"]: row for row in rows}
 
 
 def test_qat_of_long_sums():
-    """The two ranges do not overlap: training for INT4 pays where rounding to it costs."""
+    """Training for MXFP4 and INT4 pays where rounding to them costs: the two ranges do not overlap."""
     cells = of_qat(digits=12)
+    commits = {name: row["runs"][0]["commit"][:7] for name, row in cells.items()}
+    text = BENCHMARKS.partition("In sums of 12 digits")[2].partition("**trainers**")[0].replace("\n", " ")
+    assert f"ran at commit {commits['int4 all weights']}" in text and commits["full precision"] == "16c0e43"
+    assert {commits["nvfp4 all weights"], commits["mxfp4 all weights"]} == {"c2af891"}
     found = {name: row["metrics"] for name, row in cells.items()}
-    rounded, trained = found["full precision"]["served in int4"], found["int4 all weights"]["served in int4"]
-    words = "ends at {mean:.3f}, {smallest:.3f} to {largest:.3f}".format
-    text = BENCHMARKS.partition("In sums of 12 digits")[2].partition("\n\n")[0].replace("\n", " ")
-    assert words(**found["full precision"]["accuracy"]) in text
-    assert words(**rounded) in text and words(**trained) in text
-    assert rounded["largest"] < trained["smallest"] and "do not overlap" in text
+    words = "{mean:.3f}, {smallest:.3f} to {largest:.3f}".format
+    assert f"Full precision ends at {words(**found['full precision']['accuracy'])}" in text
+    header = "| trained, 12 digits | served in NVFP4 | in MXFP4 | in INT4 |"
+    served = {name: f"served in {name}" for name in ("nvfp4", "mxfp4", "int4")}
+    rounded = {name: found["full precision"][column] for name, column in served.items()}
+    trained = {name: found[f"{name} all weights"][column] for name, column in served.items()}
+    for label, row in (("in FP32, quantized", rounded), ("all weights in these", trained)):
+        assert cells_of(BENCHMARKS, label, header)[1:] == [words(**row[name]) for name in served]
+    apart = {name for name in served if rounded[name]["largest"] < trained[name]["smallest"]}
+    assert apart == {"mxfp4", "int4"} and all(rounded[name]["mean"] < trained[name]["mean"] for name in served)
+    told = TRAINING.replace("\n", " ")
+    means = {name: (f"{trained[name]['mean']:.0%}", f"{rounded[name]['mean']:.0%}") for name in served}
+    both = "{} of held-out problems in MXFP4 and {} in INT4, against {} and {} after rounding".format
+    assert both(means["mxfp4"][0], means["int4"][0], means["mxfp4"][1], means["int4"][1]) in told
+    assert "in NVFP4 on {} against {}".format(*means["nvfp4"]) in told
 
 
 def test_qat_of_the_study():
