@@ -176,6 +176,36 @@ def test_a_prepared_base(format, tmp_path):
     assert_equal(weights(same), out)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_sum_has_the_type_in_which_the_run_loaded_the_policy(dtype, tmp_path):
+    """As it was sampled: W + BA is rounded to 16 bits before INT8 only where the policy had 16 bits."""
+    base = save_tiny(tmp_path / "base", tied=False, dtype=BF16)
+    options = {"model_init_kwargs": {"dtype": dtype}, "rollout_precision": "int8", "max_steps": 2}
+    args = config(QuantGRPOConfig, tmp_path / "run", learning_rate=1e-2, bf16=dtype == "bfloat16", **options)
+    trainer = make(QuantGRPOTrainer, args, model=base, peft_config=lora())
+    trainer.train()
+    trainer.save_model()
+    found = load_file(
+        Path(export(tmp_path / "out", "--adapter", tmp_path / "run", "--format", "int8"), "model.safetensors")
+    )
+    summed = {}
+    for name in ("bfloat16", "float32"):
+        policy = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, name))
+        PeftModel.from_pretrained(policy, tmp_path / "run").merge_and_unload().save_pretrained(tmp_path / name)
+        summed[name] = load_file(
+            Path(quantize_checkpoint(tmp_path / name, tmp_path / f"{name}-int8", "int8"), "model.safetensors")
+        )
+    codes = [name for name, tensor in found.items() if tensor.dtype == torch.int8]
+    same = {name: all(torch.equal(found[code], tensors[code]) for code in codes) for name, tensors in summed.items()}
+    assert len(codes) == 14 and same == {"bfloat16": dtype == "bfloat16", "float32": dtype == "float32"}
+    trainer.vllm_generation.sync_weights()
+    layers = dict(trainer.vllm_generation.copy.named_modules())
+    for code in codes:  # and they are the codes that the engine samples from
+        held = layers[code.removesuffix(".weight")].weight
+        assert torch.equal(held.values.float(), found[code].float()), code
+        assert torch.equal(held.scale.flatten(), found[f"{code}_scale"].float().flatten()), code
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "int4", "int8"])
 def test_a_quantized_export_is_what_was_sampled(format, tmp_path):
     """An FP32 policy on a 16-bit base is sampled as Q(W + BA), rounded once: the export holds these very values."""

@@ -118,6 +118,9 @@ class Policy:
         uaq_scale (`float` or `None`): UAQ's scale, to be undone.
         adapter_path (`Path` or `None`): The adapter's directory.
         adapter ([`~storage.adapter.Adapter`] or `None`): The adapter.
+        dtype (`torch.dtype`):
+            Type of the sum of base and adapter before it is quantized: the type in which the run loaded the policy, as
+            it has recorded, else 32 bits.
     """
 
     source: Source
@@ -129,6 +132,7 @@ class Policy:
     uaq_scale: float | None
     adapter_path: Path | None
     adapter: Adapter | None
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -208,15 +212,17 @@ def _find_policy(options: ExportOptions) -> tuple[ExportOptions, Policy]:
         raise ValueError(
             f"`--base_format` {options.base_format} is for an adapter whose base has 16 bits; leave it out here."
         )
+    state = {} if path is None else read_rollout_state(path)
     if options.base_format is None and path is not None and stored is None:
-        options = replace(options, base_format=_base_format(read_rollout_state(path).get("settings", {})))
+        options = replace(options, base_format=_base_format(state.get("settings", {})))
     if stored is None and (options.format != "none" or options.base_format is not None):
         source.layers()  # raises if a layer cannot be quantized
     adapter = None if path is None else load_adapter(path, skeleton)
     if adapter is not None:
         adapter.check(heads, stored is not None)
     model_type = skeleton.config.get_text_config().model_type
-    policy = Policy(source, config, heads, model_type, ignore, stored, scale, path, adapter)
+    dtype = getattr(torch, state.get("dtype", "float32"))
+    policy = Policy(source, config, heads, model_type, ignore, stored, scale, path, adapter, dtype)
     return options, policy
 
 
@@ -235,7 +241,7 @@ def _steps(options: ExportOptions, policy: Policy, device: str) -> Steps:
     elif options.base_format is not None:
         base.append(rounded(options.base_format, policy.ignore, **quantizers))
     if policy.adapter is not None and options.format != "none":
-        base.append(rounded_first(dict, torch.float32, policy.ignore))  # else merging would round to 16 bits first
+        base.append(rounded_first(dict, policy.dtype, policy.ignore))  # merging keeps this type
     if policy.uaq_scale is not None:
         unscale.append(_unscaled(policy.model_type, _dense_names(policy.heads), policy.uaq_scale))
     if options.format != "none":

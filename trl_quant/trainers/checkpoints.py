@@ -278,9 +278,13 @@ def precision_before(args) -> str | None:
 
 
 def recorded(trainer: Trainer) -> dict:
-    """Returns a checkpoint's record of its run: settings that a resume compares, all arguments, the names of runs."""
+    """
+    Returns a checkpoint's record of its run: settings that a resume compares, all arguments, the names of runs, and the
+    type of the policy, in which an adapter is added to its base.
+    """
     arguments = {"model": getattr(trainer.model, "name_or_path", None)} | trainer.args.to_sanitized_dict()
-    return {"settings": trainer.args.training_settings(), "arguments": arguments, "runs": trainer.runs}
+    dtype = str(trainer.model.dtype).removeprefix("torch.")
+    return {"settings": trainer.args.training_settings(), "arguments": arguments, "runs": trainer.runs, "dtype": dtype}
 
 
 def write_rollout_state(checkpoint: str | Path, state: dict) -> None:
