@@ -1,6 +1,6 @@
 """Measured times of a step against TRL's in BF16, on one H200 with vLLM in the training process.
 
-`tests/test_plan.py` compares each entry with the raw files in `benchmarks/results`.
+`tests/test_plan_figures.py` compares each entry with the raw files in `benchmarks/results`.
 """
 
 from dataclasses import dataclass

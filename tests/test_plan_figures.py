@@ -1,0 +1,406 @@
+"""A plan's memory and costs, against what was measured."""
+
+import json
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from figures import MEMORY, cells_of
+from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from trl_quant import DiffusionGRPOConfig, QuantGRPOConfig, QuantRLOOConfig
+from trl_quant.report import measured
+from trl_quant.report.memory import Shape, estimate
+from trl_quant.rollout.embedded.diffusion import Schedule, denoise
+
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.append(str(ROOT / "benchmarks"))
+from diffusion import SHAPES as DIFFUSION_SHAPES  # noqa: E402
+from engines import SHAPES  # noqa: E402
+
+
+CARDS = {"H200": 143_771 << 20, "H100": 81_559 << 20}  # bytes, as nvidia-smi tells them
+PROMPT = 256  # tokens, in every benchmark
+WITHIN = 0.10
+
+
+def read(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}-NVIDIA-H200.json").read_text())
+
+
+def shape_of(size: str, rank: int) -> Shape:
+    """Of the benchmarks' model."""
+    sizes = dict(SHAPES[size])
+    config = Qwen2Config(
+        vocab_size=152064,
+        num_attention_heads=sizes.pop("heads"),
+        num_key_value_heads=sizes.pop("kv_heads"),
+        tie_word_embeddings=False,
+        architectures=["Qwen2ForCausalLM"],
+        **sizes,
+    )
+    return Shape.of(config, LoraConfig(r=rank, target_modules="all-linear") if rank else None)
+
+
+@pytest.fixture(scope="module")
+def shapes() -> dict[tuple[str, int], Shape]:
+    found = {(size, 32): shape_of(size, 32) for size in ("3b", "7b", "14b", "32b", "70b")}
+    return found | {("7b", 0): shape_of("7b", 0)}
+
+
+@pytest.fixture
+def estimated(shapes, tmp_path):
+    """Bytes that torch holds while it trains, by the benchmark's settings."""
+
+    def of(size: str, rank: int = 32, card: str = "H200", kind: type = QuantGRPOConfig, **settings):
+        args = kind(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **settings)
+        args.resolve_for(adapted=rank > 0)
+        return estimate(args, shapes[size, rank], torch.bfloat16, PROMPT, CARDS[card])
+
+    return of
+
+
+def held(memory) -> int:
+    return sum(memory.held.values())
+
+
+def while_training(memory) -> int:
+    return held(memory) + sum(memory.training.values())
+
+
+def near(estimate: int, figure: int) -> bool:
+    print(f"estimated {estimate / 1e9:.2f} GB, measured {figure / 1e9:.2f} GB: {estimate / figure - 1:+.1%}")
+    return abs(estimate / figure - 1) <= WITHIN
+
+
+# Memory
+
+
+def shape_counts(size: str) -> tuple[int, int]:
+    """Parameters of Qwen2.5's linear layers, and the rest, counted by hand."""
+    s = SHAPES[size]
+    hidden, wide, layers = s["hidden_size"], s["intermediate_size"], s["num_hidden_layers"]
+    pairs = hidden // s["heads"] * s["kv_heads"]
+    linear = layers * (2 * hidden * hidden + 2 * hidden * pairs + 3 * hidden * wide)
+    return linear, 2 * 152064 * hidden + layers * (hidden + 2 * pairs + 2 * hidden) + hidden
+
+
+@pytest.mark.parametrize("size", ["3b", "7b", "70b"])
+def test_a_models_parameters_are_counted(shapes, size):
+    shape, sizes = shapes[size, 32], SHAPES[size]
+    assert (shape.linear, shape.other) == shape_counts(size)
+    ends = 6 * sizes["hidden_size"] + 2 * sizes["hidden_size"] // sizes["heads"] * sizes["kv_heads"]
+    ends += 3 * (sizes["hidden_size"] + sizes["intermediate_size"])
+    assert shape.adapter == 32 * ends * sizes["num_hidden_layers"]
+    assert (shape.wide, shape.hidden) == (sizes["intermediate_size"], sizes["hidden_size"])
+
+
+@pytest.mark.parametrize("size", ["32b", "70b"])
+def test_memory_of_whole_steps_on_a_frozen_base(shapes, estimated, size):
+    """
+    Every figure of `benchmarks/memory.py`, but for what torch reserved before the first step: it kept blocks that it
+    had freed, up to the cap of the run, which no model's shape tells.
+    """
+    result = read("memory-32b-70b")
+    given, row = result["arguments"], result["results"][size]["nvfp4"]
+    tokens = given["batch"] * (given["prompt"] + given["new"])
+    cache = int(1.1 * tokens * 2 * shapes[size, 32].token)
+    memory = estimated(
+        size,
+        num_generations=given["generations"],
+        per_device_train_batch_size=given["micro"],
+        gradient_accumulation_steps=given["batch"] // given["micro"],
+        max_completion_length=given["new"],
+        train_precision="nvfp4",
+        is_correction=given["correction"],
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_engine_kwargs={"kv_cache_memory_bytes": cache},
+    )
+    assert memory.peak == while_training(memory)
+    before = held(memory) - memory.held["optimizer"]
+    assert near(before, row["start"]["allocated"])
+    for kind in ("allocated", "reserved"):
+        assert near(memory.peak, row["steps"][kind])
+    assert near(memory.card, row["steps"]["reserved"] + row["steps"]["beside"])
+    assert not near(memory.peak - memory.held["policy"] // 4, row["steps"]["allocated"])  # the bound can fail
+
+
+@pytest.mark.parametrize("name", ["3b", "7b", "14b", "32b"])
+def test_memory_of_an_update(estimated, name):
+    for size, kinds in read(f"update-{name}")["results"].items():
+        for kind, rows in kinds.items():
+            for tokens, row in rows.items():
+                sequences = int(tokens) // 2048
+                ours = {} if kind in ("trl", "bf16") else {"train_precision": kind}
+                memory = estimated(
+                    size,
+                    num_generations=max(sequences, 2),
+                    per_device_train_batch_size=sequences,
+                    gradient_accumulation_steps=1 if sequences > 1 else 2,
+                    max_completion_length=2048 - PROMPT,
+                    **ours,
+                )
+                assert near(while_training(memory), row["peak_bytes"]), (kind, tokens)
+
+
+def runs_of_steps() -> list:
+    """
+    (file, arguments, size, rank, micro-batch, trainer, shape, bytes) of every step that was measured, but PPO's, whose
+    memory is not estimated.
+    """
+    found = []
+    for path in sorted(RESULTS.glob("step-*.json")):
+        content = json.loads(path.read_text())
+        if "lengths" in content:  # as `step.py` writes now
+            for run in content["runs"]:
+                method, _, name = run["trainer"].removesuffix("/exact").rpartition(":")
+                if method == "ppo":
+                    continue
+                given = content["arguments"] | {"lengths": content["lengths"], "method": method} | run
+                rollout, _, train = name.partition("/")
+                train, _, lora_sync = train.partition("/")
+                given |= {"train_precision": train or None, "lora_sync": lora_sync or None}
+                for shape, result in run["results"].items():
+                    place = (path.name, given, run["size"], given["lora"], run["micro"], rollout, shape)
+                    found.append((*place, result["peak_bytes"]))
+            continue
+        for run in content.get("runs", [content]):
+            given = run["arguments"]
+            for size, results in run["results"].items():
+                policies = {name: rows for name, rows in results.items() if "micro-batches" in name}
+                for policy, trainers in (policies or {"": results}).items():
+                    rank, micro = given.get("lora", 32), given.get("micro", 16)
+                    if policy:
+                        rank, micro = (32, 16) if "LoRA" in policy else (0, 8)
+                    for trainer, rows in trainers.items():
+                        for shape, row in rows.items():
+                            figure = row["peak_bytes"]
+                            found.append((path.name, given, size, rank, micro, trainer.split()[0], shape, figure))
+    return found
+
+
+def estimate_of_step(estimated, run) -> int:
+    _, given, size, rank, micro, kind, shape, _ = run
+    completions, new = map(int, shape.partition(" ")[0].split("x"))
+    if kind != "trl" and "lognormal" in shape:  # packed rows hold each prompt of a micro-batch once, and no padding
+        steps = [sum(each) for each in given["lengths"][shape]]
+        prompts = completions // given["generations"] * given["prompt"]
+        new = (max(steps) + prompts) // completions - given["prompt"]
+    settings = {"optim": "adamw_torch_fused" if rank else "sgd"}
+    if kind != "trl":
+        settings |= {"rollout_precision": kind, "train_precision": given.get("train_precision")}
+        if given.get("lora_sync") == "adapter":
+            settings["lora_sync"] = "adapter"
+    (card,) = (card for card in CARDS if card in run[0])
+    return while_training(
+        estimated(
+            size,
+            rank,
+            card,
+            QuantRLOOConfig if given.get("method") == "rloo" else QuantGRPOConfig,
+            num_generations=given["generations"],
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=completions // micro,
+            max_completion_length=new,
+            use_vllm=True,
+            vllm_mode="colocate",
+            vllm_gpu_memory_utilization=given["vllm_gpu_memory_utilization"],
+            **settings,
+        )
+    )
+
+
+def off(errors: list[float]) -> str:
+    """How the page tells the errors of estimates, each a share of the figure."""
+    return f"from {-min(errors):.1%} too low to {max(errors):.1%} too high"
+
+
+def is_plain(run) -> bool:
+    """Whether all completions have one length, and no row shares a prompt."""
+    return "lognormal" not in run[6] and run[1].get("method") != "rloo"
+
+
+@pytest.mark.parametrize("run", runs_of_steps(), ids=lambda run: f"{run[0].removesuffix('.json')} {run[5]} {run[6]}")
+def test_memory_of_a_step(estimated, run):
+    assert near(estimate_of_step(estimated, run), run[-1])
+
+
+@pytest.mark.parametrize("start", ["whole steps with vLLM", "the same with completions that differ"])
+def test_memory_of_steps_on_the_page(estimated, start):
+    runs = [run for run in runs_of_steps() if is_plain(run) == start.startswith("whole")]
+    assert cells_of(MEMORY, start)[1] == off([estimate_of_step(estimated, run) / run[-1] - 1 for run in runs])
+
+
+def denoiser(**sizes) -> LlamaConfig:
+    return LlamaConfig(is_causal=False, architectures=["LlamaForCausalLM"], **sizes)
+
+
+def while_denoising(path: Path, config: LlamaConfig, prompt: int, rows: int, rank: int = 0, **settings):
+    adapter = LoraConfig(r=rank, target_modules="all-linear") if rank else None
+    micro = settings.setdefault("per_device_train_batch_size", rows)
+    args = DiffusionGRPOConfig(
+        output_dir=path,
+        use_cpu=True,
+        bf16=True,
+        report_to=[],
+        gradient_accumulation_steps=rows // micro,
+        mask_token_id=4,
+        **settings,
+    )
+    args.resolve_for(adapted=rank > 0)
+    return estimate(args, Shape.of(config, adapter), torch.bfloat16, prompt, CARDS["H100"])
+
+
+def test_memory_of_masked_diffusion_steps(tmp_path):
+    errors = []
+    for path in sorted(RESULTS.glob("diffusion-8b-*.json")):
+        found = json.loads(path.read_text())
+        given, config = found["arguments"], denoiser(vocab_size=128832, **DIFFUSION_SHAPES["8b"])  # the tokenizer's
+        measured = [(run, *item) for run in found["runs"] for item in run["results"].items()]
+        for run, shape, result in measured:
+            memory = while_denoising(
+                tmp_path,
+                config,
+                given["prompt"],
+                int(shape.partition("x")[0]),
+                given["lora"],
+                rollout_precision=run["trainer"],
+                num_generations=given["generations"],
+                per_device_train_batch_size=run["micro"],
+                max_completion_length=given["new"],
+                beta=given["beta"],
+            )
+            assert near(memory.peak, result["peak_bytes"])
+            errors.append(memory.peak / result["peak_bytes"] - 1)
+    assert len(errors) == 7
+    assert cells_of(MEMORY, "whole steps of an 8B masked diffusion model")[1] == off(errors)
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all tensors that operators have returned and that still live."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        found = operator(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage.data_ptr() not in self.sizes:
+                self.sizes[storage.data_ptr()] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, storage.data_ptr())
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        return found
+
+
+@pytest.mark.parametrize(("rows", "wide", "vocabulary"), [(16, 2048, 64), (64, 768, 64), (16, 768, 8192)])
+def test_memory_of_denoising(tmp_path, monkeypatch, rows, wide, vocabulary):
+    """Against the tensors that live while a small model samples, whether its MLP or its logits take most."""
+    sizes = {"hidden_size": 256, "intermediate_size": wide, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config, prompt, length, block = denoiser(vocab_size=vocabulary, **sizes), 32, 64, 16
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    prompts = torch.randint(5, vocabulary, (rows, prompt))
+    live = Live()
+    live.sizes |= {parameter.untyped_storage().data_ptr(): 0 for parameter in model.parameters()}
+    with live:
+        denoise(model, prompts, torch.ones_like(prompts), Schedule(length, block, 8, 1.0), 4, [3])
+    settings = {"rollout_precision": "bf16", "max_completion_length": length, "block_length": block}
+    found = while_denoising(tmp_path, config, prompt, rows, num_generations=rows, **settings)
+    assert found.sampling["denoising"] == pytest.approx(live.peak, rel=0.02)
+    # A generation of any size is denoised in parts
+    monkeypatch.setattr("trl_quant.report.memory.TOKENS_AT_ONCE", rows // 4 * (prompt + length))
+    parts = while_denoising(tmp_path, config, prompt, rows, num_generations=rows, **settings)
+    assert parts.sampling["denoising"] == found.sampling["denoising"] // 4
+
+
+def test_parts_follow_the_settings(shapes, tmp_path):
+    """Each part is what the settings say, by hand, in FP32 and BF16, and comes and goes with them."""
+
+    def parts(rank: int = 32, dtype=torch.bfloat16, **settings) -> dict[str, int]:
+        batch = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 44}
+        args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **batch | settings)
+        memory = estimate(args, shapes["7b", rank], dtype, 20, 80 * 10**9)
+        return memory.held | memory.training | memory.sampling
+
+    shape = shapes["7b", 32]
+    full, adapted = parts(rank=0, dtype=torch.float32), parts()
+    assert full["policy"] == full["gradients"] == full["optimizer"] // 2 == 4 * shape.parameters
+    assert adapted["policy"] == 2 * shape.parameters and adapted["adapter"] == 4 * shape.adapter
+    assert adapted["optimizer"] == 2 * adapted["gradients"] == 8 * shape.adapter
+    assert "reference" not in parts(rank=0) and "reference" not in parts(beta=0.1)
+    assert parts(rank=0, beta=0.1)["reference"] == 2 * shape.parameters
+    assert parts(rank=0, optim="adafactor")["optimizer"] == 0
+    assert parts(rank=0, optim="adamw_bnb_8bit")["optimizer"] == 2 * shape.parameters
+
+    assert adapted["engine"] == 0 and adapted["cache"] == 8 * 64 * 2 * shape.token // 4
+    assert parts(rollout_precision="int8")["engine"] == 2 * shape.parameters
+    assert parts(rollout_precision="fp8_block")["engine"] == 4 * shape.linear + 2 * shape.other
+    assert parts(train_precision="nvfp4")["engine"] == 0
+    assert parts(train_precision="nvfp4")["policy"] == shape.linear * 4.5 / 8 + 2 * shape.other
+    assert parts(train_precision="int8")["codes"] == shape.linear
+    colocated = {"rollout_precision": "fp8", "use_vllm": True, "vllm_mode": "colocate"}
+    assert parts(**colocated)["engine"] == 24 * 10**9 and parts(**colocated)["cache"] == 0
+    assert parts(**colocated | {"vllm_mode": "server"})["engine"] == 0
+    given = parts(**colocated, vllm_engine_kwargs={"kv_cache_memory_bytes": 10**9})
+    assert given["engine"] == 10**9 + shape.linear + 2 * shape.other
+    longer = parts(gradient_checkpointing=False)
+    assert longer["activations"] > adapted["checkpoints"] + adapted["work"]
+
+
+# What it costs
+
+
+def test_costs_are_those_that_were_measured():
+    """Each line of the table is a step in the raw files, and none of these is left out."""
+    found = set()
+
+    def add(size, adapted, given, trl, trainers, exact=False):
+        for kind, rows in trainers.items():
+            for shape, row in rows.items():
+                if kind != "trl" and shape in trl:
+                    rollout, sides = kind.split()[0], tuple(map(int, shape.split("x")))
+                    seconds = trl[shape]["step"], trl[shape]["scoring"], row["step"]
+                    rounded = tuple(round(value, 2) for value in seconds)
+                    found.add(measured.Step(size, adapted, given, rollout, exact, *sides, *rounded))
+
+    for policy, trainers in read("step-7b")["results"]["7b"].items():
+        add("7b", "LoRA" in policy, None, trainers["trl"], trainers)
+    runs = read("step-7b-trained")["runs"]
+    for run in runs:
+        given = run["arguments"]
+        first = runs[0]["results"]["7b"]["trl"]
+        add("7b", True, given["train_precision"], first, run["results"]["7b"], given["exact_rollouts"])
+    for run in read("step-7b-trained-weights")["runs"]:
+        trainers = run["results"]["7b"]
+        add("7b", False, run["arguments"]["train_precision"], trainers["trl"], trainers)
+    for size in ("7b", "32b"):
+        trainers = read(f"step-{size}-nvfp4")["results"][size]
+        add(size, True, "nvfp4", trainers["trl"], trainers)
+    assert set(measured.STEPS) == found and len(measured.STEPS) == len(found)
+
+
+def test_a_cost_is_told_where_it_was_measured_alone(shapes, tmp_path):
+    def cost(size: str = "7b", rank: int = 32, **settings) -> str:
+        args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **settings)
+        return measured.cost(args, shapes[size, rank])
+
+    colocated = {"use_vllm": True, "vllm_mode": "colocate", "max_completion_length": 1100}
+    told = cost(rollout_precision="fp8", **colocated)
+    assert told.startswith("14.51 s a step against TRL's 18.90 s, 1.30x (1.10x") and "of 1024 new tokens" in told
+    assert cost(rank=0, rollout_precision="fp8", **colocated).startswith("13.78 s")
+    assert cost() == "as TRL's, which this run is"
+    assert "embedded" in cost(rollout_precision="fp8")
+    unlimited = colocated | {"max_completion_length": None}
+    assert cost(rollout_precision="fp8", **unlimited) == "not measured without a `max_completion_length`"
+    for other in ({"rollout_precision": "int8"}, {"rollout_precision": "fp8", "vllm_mode": "server"}):
+        assert cost(**colocated | other).startswith("not measured")
+    assert cost("14b", rollout_precision="fp8", **colocated).startswith("not measured")
