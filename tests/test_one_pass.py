@@ -216,6 +216,18 @@ def test_its_mismatch_is_measured_in_the_first_update(tmp_path):
     assert kl == pytest.approx([0.25, 0.25], abs=1e-4) and difference == pytest.approx([0.25, 0.25], abs=1e-4)
 
 
+@pytest.mark.parametrize("rows", [4, 8])
+def test_an_evaluation_measures_each_of_its_generations(tmp_path, rows):
+    """Such a sampler's mismatch is told whether one batch is evaluated, which is one generation, or two."""
+    kind = type("Sampler", (SameBits,), {"error": 0.25})
+    settings = SEVERAL_UPDATES["steps_of_two_micro_batches"] | {"per_device_eval_batch_size": rows}
+    trainer, _ = trained(tmp_path, kind=kind, same_bits=True, **settings)
+    for batches in (1, 2):
+        logs = trainer.evaluate(trainer.train_dataset.select(range(batches * rows // trainer.num_generations_eval)))
+        assert logs["eval_mismatch/kl_k1"] == pytest.approx(0.25, abs=1e-4)
+        assert trainer.correction_step.awaited["eval"] == 0 and not trainer.correction_step.seen["eval"]
+
+
 def test_a_sampler_that_scores_all_tokens_but_one_needs_the_pass(tmp_path):
     trainer, _ = trained(tmp_path, kind=SameBits, same_bits=True, **SEVERAL_UPDATES["iterations"])
     step = trainer.correction_step
