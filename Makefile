@@ -57,7 +57,8 @@ test-isa: $(VENV)/.test
 	done
 
 test-gpu:
-	$(PYTHON) -m pytest -m gpu tests -n 12 --dist worksteal $(TEST_ARGS)
+	$(PYTHON) -m pytest -m "gpu and not large" tests -n 12 --dist worksteal $(TEST_ARGS)
+	$(PYTHON) -m pytest -m "gpu and large" tests $(TEST_ARGS)
 
 # The site, in `site`. mkdocs reads the package without importing it, so its environment needs no torch.
 docs: .venv-docs/.docs

@@ -8,10 +8,11 @@ Times a policy update (forward, backward, optimizer) in a `train_precision`, aga
 are `QuantGRPOTrainer` with this `train_precision`. In `fp8` the adapter is merged at each step; in `fp8/adapter` it
 stays beside a base that is held in codes alone (`lora_sync="adapter"`). Each runs in its own process, with gradient
 checkpointing, TRL's other settings, and a made-up batch in place of a generation. `--tokens` counts a micro-batch's
-prompts and completions, in sequences of at most `--length`; a step is one micro-batch. `ratio` is the time relative to
-the first trainer's: below 1 is faster. Times are medians over the steps after the first two. Memory is the peak in
-these steps: of torch's allocations on a GPU, of the process on a CPU. `--output` keeps every step, with the commit, the
-versions and the host's load.
+prompts and completions, in sequences of at most `--length`; a step is `--accumulation` such micro-batches, and a
+merged adapter is quantized with the weights once in it. `--liger` sets `use_liger_kernel`, for TRL's trainer too.
+`ratio` is the time relative to the first trainer's: below 1 is faster. Times are medians over the steps after the first
+two. Memory is the peak in these steps: of torch's allocations on a GPU, of the process on a CPU. `--output` keeps every
+step, with the commit, the versions and the host's load.
 """
 
 import argparse
@@ -36,8 +37,13 @@ from trl_quant.precisions import bitsandbytes_bases, frozen_bases, unified_flows
 WARM_UP = 2
 
 
-def made_up(tokens: int, length: int, vocabulary: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns a batch as a generation gives it to the loss. An eighth of each sequence is the prompt."""
+def made_up(
+    tokens: int, length: int, vocabulary: int, accumulation: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """
+    Returns a micro-batch, one of `accumulation`, as a generation gives it to the loss. An eighth of each sequence is
+    the prompt.
+    """
     rows, length = max(1, tokens // length), min(tokens, length)
     ids = torch.randint(10, min(1000, vocabulary), (rows, length), device=device)
     prompt = length // 8
@@ -47,7 +53,7 @@ def made_up(tokens: int, length: int, vocabulary: int, device: torch.device) -> 
         "completion_ids": ids[:, prompt:],
         "completion_mask": torch.ones_like(ids[:, prompt:]),
         "advantages": torch.linspace(-1, 1, rows, device=device) if rows > 1 else torch.ones(1, device=device),
-        "num_items_in_batch": torch.tensor(rows * (length - prompt), device=device),
+        "num_items_in_batch": torch.tensor(accumulation * rows * (length - prompt), device=device),
     }
 
 
@@ -100,6 +106,8 @@ def measure(kind: str, args) -> dict:
         "use_cpu": not CUDA,
         "bf16": True,
         "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": args.accumulation,
+        "use_liger_kernel": args.liger,
         "num_generations": 2,
         "gradient_checkpointing": True,
         "max_steps": args.steps + WARM_UP,
@@ -110,7 +118,7 @@ def measure(kind: str, args) -> dict:
     given = {
         "model": model,
         "reward_funcs": lambda completions, **_: [0.0] * len(completions),
-        "train_dataset": Dataset.from_dict({"prompt": ["a"] * 8}),
+        "train_dataset": Dataset.from_dict({"prompt": ["a"] * 64}),
         "processing_class": tokenizer,
         "peft_config": LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear"),
     }
@@ -132,7 +140,9 @@ def measure(kind: str, args) -> dict:
     trainer.add_callback(steps)
     result = {}
     for tokens in args.tokens:
-        trainer.batch = made_up(tokens, args.length, model_config.vocab_size, trainer.accelerator.device)
+        trainer.batch = made_up(
+            tokens, args.length, model_config.vocab_size, args.accumulation, trainer.accelerator.device
+        )
         trainer.train()
         peak = torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         result[tokens] = {"update": median(steps.seconds), "steps": [*steps.seconds], "peak_bytes": peak}
@@ -146,6 +156,8 @@ def main():
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=["trl", "nvfp4"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 4096, 8192, 16384] if CUDA else [128, 256])
     parser.add_argument("--length", type=int, default=2048 if CUDA else 128, help="tokens of a sequence at most")
+    parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches of a step")
+    parser.add_argument("--liger", action="store_true", help="with Liger's kernels, which must be installed")
     parser.add_argument("--lora", type=int, default=32, metavar="RANK")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git")
@@ -158,7 +170,8 @@ def main():
 
     results, loads = {}, {}
     for size in args.sizes:
-        print(f"{machine()}, Qwen2.5 {size}, LoRA of rank {args.lora}, sequences of {args.length} tokens")
+        print(f"{machine()}, Qwen2.5 {size}, LoRA of rank {args.lora}, sequences of {args.length} tokens", end=", ")
+        print(f"micro-batches of a step: {args.accumulation}{', with Liger' if args.liger else ''}")
         columns = "".join(f"{f'{tokens} tokens':>16}{'ratio':>8}{'GiB':>8}" for tokens in args.tokens)
         print(f"{'trains in':<18}{columns}", flush=True)
         found = results.setdefault(size, {})

@@ -143,6 +143,23 @@ def test_several_micro_batches_and_checkpointing_change_nothing(tmp_path):
     assert (parts - whole).norm() < 1e-4 * whole.norm() < (half - whole).norm()
 
 
+@pytest.mark.parametrize(
+    ("precision", "given", "replaced"),
+    [("fp8", None, set()), ("fp8", {"swiglu": True}, {"swiglu"}), (None, None, {"rms_norm", "swiglu"})],
+)
+def test_liger_replaces_no_layer_that_quantizes(tmp_path, monkeypatch, precision, given, replaced):
+    """Its norms and MLPs, unless they are asked for; without a precision all are TRL's choice."""
+    asked = []
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", lambda model, config: asked.append(config))
+    with pytest.warns(FutureWarning, match="use_liger_kernel"):
+        trainer = trainer_of(tmp_path, precision, max_steps=1, use_liger_kernel=True, liger_kernel_config=given)
+    trainer.train()
+    (config,) = asked
+    assert not config["fused_linear_cross_entropy"]  # TRL's choice
+    assert {name for name in ("rms_norm", "swiglu") if config.get(name, True)} == replaced
+    assert config.get("rope", True)
+
+
 def test_noise_and_other_samplers(tmp_path):
     noised = trainer_of(tmp_path / "noise", noise_schedule="exponential", noise_stages=3, max_steps=6)
     noised.train()

@@ -116,8 +116,11 @@ def engine(model, precision: str, **options) -> VLLMEngine:
     return built
 
 
-def fresh(model, precision: str, path, **options) -> LLM:
-    """vLLM itself, started on a checkpoint of the policy's current weights; PEFT merges adapters."""
+def fresh(model, precision: str, path, device: str = "cpu", **options) -> LLM:
+    """
+    vLLM itself, started on a checkpoint of the policy's current weights; PEFT merges adapters. A checkpoint in four
+    bits is quantized on `device`.
+    """
     model = copy.deepcopy(model)
     if hasattr(model, "merge_and_unload"):
         model = model.merge_and_unload()
@@ -129,7 +132,7 @@ def fresh(model, precision: str, path, **options) -> LLM:
         model.save_pretrained(path)
         tiny_tokenizer().save_pretrained(path)
         if quantized != path and not quantized.exists():
-            quantize_checkpoint(path, quantized, precision)
+            quantize_checkpoint(path, quantized, precision, device=device)
     if ranks:
         torch.distributed.barrier()
     settings = {

@@ -15,10 +15,14 @@ from peft import LoraConfig, get_peft_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from test_one_copy_gpu import LORA, logps, sampled
+from tiny import save_tiny
+from training import config, make
+from transformers.models.qwen2 import modeling_qwen2
 from vllm_engines import GPU_MODEL, engine, policy, update
 
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.policy.frozen import freeze
-from trl_quant.policy.unified import unify
+from trl_quant.policy.unified import Gated, unify
 from trl_quant.precisions import unified_flows
 
 
@@ -71,6 +75,28 @@ def test_trainer_and_engine_compute_the_same(tmp_path, precision, lora):
     print(sampler.check_sync())
     # A last bit moves as many codes of INT8, whose steps are finer, beside a rounding that is smaller by itself
     assert 0 <= kl < (0.97 if precision == "int8" else 0.7) * bf16
+
+
+def test_rotary_embedding_by_liger(tmp_path):
+    """With `use_liger_kernel` Liger rotates, norms and MLPs go on quantizing, and the gradients stay the same."""
+    pytest.importorskip("liger_kernel", reason="Liger is not installed")
+    path = save_tiny(tmp_path / "model", family="qwen2", tied=False, dtype=torch.bfloat16, **GPU_MODEL)
+    own = modeling_qwen2.apply_rotary_pos_emb
+    ids = torch.randint(0, 250, (2, 300), generator=torch.Generator().manual_seed(0)).cuda()
+    gradients = []
+    for liger in (False, True):
+        settings = {"bf16": True, "use_cpu": False, "train_precision": "fp8", "max_steps": 1, "learning_rate": 0.0}
+        args = config(QuantGRPOConfig, tmp_path / "out", use_liger_kernel=liger, **settings)
+        trainer = make(QuantGRPOTrainer, args, model=path)
+        trainer.train()
+        assert (modeling_qwen2.apply_rotary_pos_emb is own) is not liger
+        decoder = trainer.model.get_decoder()
+        for layer in decoder.layers:
+            assert "forward" not in vars(layer.input_layernorm) and isinstance(vars(layer.mlp)["forward"], Gated)
+        decoder(input_ids=ids).last_hidden_state.float().sin().sum().backward()
+        gradients.append(torch.cat([param.grad.flatten() for param in decoder.parameters()]).float())
+    without, with_liger = gradients
+    assert (with_liger - without).norm() < 0.2 * without.norm()
 
 
 def test_bf16_for_comparison(tmp_path):

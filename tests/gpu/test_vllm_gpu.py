@@ -131,11 +131,13 @@ def test_adapter_sync(tmp_path, precision, sleeping):
 
 
 PPO = {"num_generations": 1, "value_learning_rate": 1e-3}
+SHARED = {"num_generations": 1, "vf_share_layers": True, "vf_coef": 0.5}  # a value head on the policy's layers
 UPDATES = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2}  # four a generation
 # Beside GRPO: the trainer, its config, its settings, and its updates on a generation
 TRAINERS = {
     "ppo": (QuantPPOTrainer, QuantPPOConfig, PPO, 1),
     "ppo-updates": (QuantPPOTrainer, QuantPPOConfig, PPO | UPDATES, 4),
+    "ppo-shared": (QuantPPOTrainer, QuantPPOConfig, SHARED, 1),
     "rloo": (QuantRLOOTrainer, QuantRLOOConfig, {}, 1),
     "distillation": (None, None, {}, 1),
 }
