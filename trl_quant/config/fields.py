@@ -339,6 +339,8 @@ class QuantFields(*SECTIONS.values()):
             self.vllm_sleep_level = 1 if self.lora_sync == "adapter" else 2
         if self.is_correction is None:
             self.is_correction = self._default_correction()
+        if self.use_liger_kernel and self.train_precision in unified_flows():  # norms and MLPs quantize in one pass
+            self.liger_kernel_config = {"rms_norm": False, "swiglu": False} | (self.liger_kernel_config or {})
 
     def resolve_for(self, adapted: bool) -> None:
         """
@@ -450,10 +452,8 @@ class QuantFields(*SECTIONS.values()):
         """
         if self.correction_class.applied_by_trl and self.rollout_precision is None:
             return None
-        given = {}
-        for hyperparameter, name in setting_fields(self.is_correction, type(self)).items():
-            if getattr(self, name) is not None:
-                given[hyperparameter] = getattr(self, name)
+        names = setting_fields(self.is_correction, type(self))
+        given = {setting: value for setting, name in names.items() if (value := getattr(self, name)) is not None}
         return self.correction_class(**given)
 
     def training_settings(self) -> dict:

@@ -155,10 +155,6 @@ def _is_gated(module: nn.Module) -> bool:
     return isinstance(_base(module.down_proj), MULTIPLIES_CODES)
 
 
-# What Liger, which transformers applies when training starts, leaves to [`fuse`]
-OURS_IN_LIGER = {"rms_norm": False, "swiglu": False}
-
-
 class Gated(partial):
     """The forward pass that [`fuse`] gives to an MLP."""
 
@@ -240,8 +236,6 @@ def train_as_sampled(trainer) -> None:
             args.train_precision,
         )
     unify(trainer.model, args.train_precision, merged, rounds_to)
-    if has_products and args.use_liger_kernel:
-        args.liger_kernel_config = OURS_IN_LIGER | (args.liger_kernel_config or {})
     trainer.add_callback(WeightsMoved())
     if reference is not None:
         unify(reference, args.train_precision)
