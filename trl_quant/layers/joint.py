@@ -31,8 +31,9 @@ adapter beside the base takes it. In `fp8`, a token has one scale for all of [dY
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -65,11 +66,10 @@ class Part(NamedTuple):
     scaling: float = 1.0
     merged: bool = True
 
-    @property
-    def made_of(self) -> tuple:
-        """Identifies the values that the output is computed from, beside the input, for as long as they live."""
+    def made_of(self, codes: QuantizedTensor) -> tuple:
+        """Identifies what the output is computed from, beside the input. `codes` are the layer's at that time."""
         adapter = ((id(matrix), matrix._version) for matrix in (self.a, self.b) if matrix is not None)
-        return id(self.codes()), *adapter, self.scaling, self.merged
+        return id(codes), *adapter, self.scaling, self.merged
 
     @property
     def trains(self) -> bool:
@@ -100,79 +100,83 @@ def compute(x: Tensor, parts: Sequence[Part], weight: Callable[[], QuantizedTens
     for part in parts:
         bias = part.layer.bias
         tensors += part.weight, None if bias is None else bias.to(dtype), part.a, part.b
+    adapted = [i for i, part in enumerate(parts) if part.a is not None]
     of = _Constants(
         dtype,
         weight,
+        parts,
+        adapted,
         trains=any(part.trains for part in parts),
-        beside=any(part.a is not None and not part.merged for part in parts),
-        sizes=tuple(part.layer.out_features for part in parts),
-        scaling=tuple(part.scaling for part in parts),
+        beside=any(not parts[i].merged for i in adapted),
+        sizes=[part.layer.out_features for part in parts],
     )
     return _Joint.apply(x, of, *tensors)
 
 
 class _Constants(NamedTuple):
     """
-    The arguments of a joint product that are no tensors, as in [`compute`]. `trains` says whether weights get
-    gradients, `beside` whether there are adapters that are not merged.
+    The arguments of a joint product that are no tensors, as in [`compute`]. `adapted` are the indices of the parts with
+    an adapter; `trains` says whether weights get gradients, `beside` whether there are adapters that are not merged.
     """
 
     dtype: torch.dtype
     weight: Callable[[], QuantizedTensor]
+    parts: Sequence[Part]
+    adapted: Sequence[int]
     trains: bool
     beside: bool
-    sizes: tuple[int, ...]
-    scaling: tuple[float, ...]
+    sizes: Sequence[int]
 
 
 class _Joint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, of, *tensors):
-        w, biases, a, b = of.weight(), tensors[1::4], tensors[2::4], tensors[3::4]
+        w = of.weight()
         q, for_backward = quantized(x, of.dtype, w.format, both=of.trains)
-        y = product(q, w, _joint_bias(biases, of.sizes), of.dtype)
+        y = product(q, w, _joint_bias(tensors[1::4], of.sizes), of.dtype)
         # What the backward pass needs of X: nothing, codes and scales, or X itself with H = X (s A)^T
         columns, kept, ctx.codes = y.split(of.sizes, 1), (), None
         if of.beside:
-            flat = x.detach().reshape(-1, x.shape[-1]).to(of.dtype)
-            kept = flat, _add_branches(columns, flat, a, b, of.scaling)
-        elif of.trains or any(matrix is not None for matrix in a):
+            flat, adapters = x.detach().reshape(-1, x.shape[-1]).to(of.dtype), _adapters(of, of.dtype)
+            kept = flat, _add_branches([columns[i] for i in of.adapted], flat, adapters), *adapters
+        elif of.trains or of.adapted:
             codes = for_backward if of.trains else q
             kept, ctx.codes = (codes.values, codes.scale), (codes.format, codes.shape, codes.dtype)
         ctx.of = of
-        ctx.save_for_backward(*a, *b, *kept)
+        ctx.save_for_backward(*kept)
         # Attention saves v for the backward pass, and a column would keep the memory of q and k too
         columns = (part if 2 * part.shape[1] >= y.shape[1] else part.contiguous() for part in columns)
         return tuple(part.view(*x.shape[:-1], -1) for part in columns)
 
     @staticmethod
     def backward(ctx, *dys):
-        n, shape, of = len(dys), dys[0].shape[:-1], ctx.of
-        saved = ctx.saved_tensors
-        a, b, kept = saved[:n], saved[n : 2 * n], saved[2 * n :]
-        x = h = None  # H = X (s A)^T, if the forward pass kept it
-        if ctx.codes is not None:
-            format, *rest = ctx.codes
-            x = QuantizedTensor(format, *kept, *rest)
-        elif of.beside:
-            x, h = kept
+        shape, of, kept = dys[0].shape[:-1], ctx.of, ctx.saved_tensors
+        w = of.weight()
         dys = [dy.reshape(-1, size) for dy, size in zip(dys, of.sizes, strict=True)]
         dy, dx, dw = side_by_side(dys), None, None
         wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
+        x = h = None  # H = X (s A)^T, if the forward pass kept it
+        if of.beside:
+            x, h, *adapters = kept
+        elif ctx.codes is not None:
+            format, *rest = ctx.codes
+            x = QuantizedTensor(format, *kept, *rest)
         if of.trains:
-            w = of.weight()
             if in_groups(w):
                 dx, dw = input_and_weight_gradient(dy, w, x, dy.dtype)
             else:
                 dx, dw = input_gradient(dy, w) if wants_x else None, dy.t() @ dequantize(x, dy.dtype)
             dw = dw.to(w.dtype).split(of.sizes)
         elif wants_x:
-            dx = input_gradient(dy, of.weight())
-        of_adapters = iter(_adapter_gradients(dys, x, h, a, b, of.scaling, dx if of.beside else None))
+            dx = input_gradient(dy, w)
+        of_adapters = {}
+        if of.adapted:
+            adapters = adapters if of.beside else _merged_adapters(w, of, dy.dtype)
+            of_adapters = _adapter_gradients(dys, x, h, of, adapters, dx if of.beside else None)
         gradients = [dx.view(*shape, -1) if wants_x else None, None]
         for i, part in enumerate(dys):
             wants_weight, wants_bias, wants_a, wants_b = wants[4 * i : 4 * i + 4]
-            da, db = (None, None) if a[i] is None else next(of_adapters)
+            da, db = of_adapters.get(i, (None, None))
             gradients += (
                 dw[i] if wants_weight else None,
                 part.sum(0) if wants_bias else None,
@@ -182,54 +186,73 @@ class _Joint(torch.autograd.Function):
         return tuple(gradients)
 
 
-def _add_branches(
-    ys: Sequence[Tensor], x: Tensor, a: Sequence[Tensor | None], b: Sequence[Tensor | None], scaling: Sequence[float]
-) -> Tensor:
+def _adapters(of: _Constants, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Returns, in `dtype`, s A of all adapters below each other, (sum of ranks, in), and then each B."""
+    a, b = [of.parts[i].a for i in of.adapted], [of.parts[i].b for i in of.adapted]
+    scaling = _scaling(of, tuple(map(len, a)), a[0].device)
+    a = a[0] if len(a) == 1 else torch.cat(a)
+    return (a * scaling).to(a.dtype).to(dtype), *(matrix.to(dtype) for matrix in b)
+
+
+def _scaling(of: _Constants, ranks: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns the factor s of each row of [`_adapters`]' first, (sum of ranks, 1), in FP32."""
+    return _column(tuple(of.parts[i].scaling for i in of.adapted), ranks, device)
+
+
+# Codes of sums of weights and adapters -> these adapters, in the type of the last backward pass
+_merged: WeakKeyDictionary[QuantizedTensor, tuple[Tensor, ...]] = WeakKeyDictionary()
+
+
+def _merged_adapters(w: QuantizedTensor, of: _Constants, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Returns [`_adapters`]. They are converted once for as long as `w` lives, the codes that they are merged into."""
+    found = _merged.get(w)
+    if found is None or found[0].dtype != dtype:
+        found = _merged[w] = _adapters(of, dtype)
+    return found
+
+
+def _add_branches(ys: Sequence[Tensor], x: Tensor, adapters: Sequence[Tensor]) -> Tensor:
     """Adds each adapter's product to its part of `ys`, and returns X (s A)^T of all adapters, (T, sum of ranks)."""
-    adapted = [i for i, matrix in enumerate(a) if matrix is not None]
-    h = x @ _stacked(a, scaling, x.dtype).t()
-    for i, part in zip(adapted, h.split([len(a[i]) for i in adapted], 1), strict=True):
-        ys[i].addmm_(part, b[i].to(x.dtype).t())
+    a, *b = adapters
+    h = x @ a.t()
+    for y, part, matrix in zip(ys, h.split([matrix.shape[1] for matrix in b], 1), b, strict=True):
+        y.addmm_(part, matrix.t())
     return h
 
 
-def _stacked(a: Sequence[Tensor | None], scaling: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """Returns s A of all adapters below each other, (sum of ranks, in)."""
-    return torch.cat([matrix * s for matrix, s in zip(a, scaling, strict=True) if matrix is not None]).to(dtype)
-
-
 def _adapter_gradients(
-    dys: list[Tensor],
-    x: QuantizedTensor | Tensor | None,
+    dys: Sequence[Tensor],
+    x: QuantizedTensor | Tensor,
     h: Tensor | None,
-    a: Sequence[Tensor | None],
-    b: Sequence[Tensor | None],
-    scaling: Sequence[float],
+    of: _Constants,
+    adapters: Sequence[Tensor],
     dx: Tensor | None,
-) -> list[tuple[Tensor, Tensor]]:
+) -> dict[int, tuple[Tensor, Tensor]]:
     """
-    Returns dA and dB of the parts that have an adapter. If `dx` is given, adds to it the gradient that reaches X
-    through the adapters. All of them share the products with X; `h` is X (s A)^T if it is known.
+    Returns dA and dB by the index of the part. If `dx` is given, adds to it the gradient that reaches X through the
+    adapters. All of them share the products with X; `h` is X (s A)^T if it is known.
     """
-    adapted = [i for i, matrix in enumerate(a) if matrix is not None]
-    if not adapted:
-        return []
-    dtype = dys[0].dtype
-    ranks = [len(a[i]) for i in adapted]
-    dh = [dys[i] @ b[i].to(dtype) for i in adapted]
+    a, *b = adapters
+    dh = [dys[i] @ matrix for i, matrix in zip(of.adapted, b, strict=True)]
     dh = dh[0] if len(dh) == 1 else torch.cat(dh, 1)
-    if h is None or dx is not None:
-        stacked = _stacked(a, scaling, dtype)
     if dx is not None:
-        dx.addmm_(dh, stacked)
+        dx.addmm_(dh, a)
     if h is None:
-        x = dequantize(x, dtype)
-        h = x @ stacked.t()
-    da = (dh.t() @ x).split(ranks)
-    return [
-        (d.to(a[i].dtype).mul_(scaling[i]), (dys[i].t() @ part).to(b[i].dtype))
-        for i, d, part in zip(adapted, da, h.split(ranks, 1), strict=True)
-    ]
+        x = dequantize(x, dh.dtype)
+        h = x @ a.t()
+    ranks = tuple(matrix.shape[1] for matrix in b)
+    da = (dh.t() @ x * _scaling(of, ranks, x.device)).split(ranks)
+    return {
+        i: (of_a.to(of.parts[i].a.dtype), (dys[i].t() @ of_h).to(of.parts[i].b.dtype))
+        for i, of_a, of_h in zip(of.adapted, da, h.split(ranks, 1), strict=True)
+    }
+
+
+@cache
+def _column(numbers: tuple[float, ...], times: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns each number as often as `times` says, as a column (sum of times, 1) in FP32."""
+    repeated = [number for number, n in zip(numbers, times, strict=True) for _ in range(n)]
+    return torch.tensor(repeated, dtype=torch.float32, device=device)[:, None]
 
 
 def _joint_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
@@ -326,7 +349,7 @@ class Joint:
         waiting = self.waiting
         if waiting is not None and waiting.x() is x and waiting.of == of and part.layer in waiting.outputs:
             made_of, y = waiting.outputs.pop(part.layer)
-            if part.made_of == made_of:
+            if part.made_of(part.codes()) == made_of:
                 return y
         self.waiting = None
         parts = [layer.part() for layer in self.layers] if all(map(_is_free, self.layers)) else []
@@ -334,7 +357,7 @@ class Joint:
         if not own or _mixed(parts):
             return compute(x, [part], part.codes)[0]
         outputs = compute(x, parts, partial(self.codes, parts))
-        made = {p.layer: (p.made_of, y) for p, y in zip(parts, outputs, strict=True)}
+        made = {p.layer: (p.made_of(q), y) for p, q, y in zip(parts, self._held, outputs, strict=True)}
         y = made.pop(part.layer)[1]
         self.waiting = _Waiting(weakref.ref(x, self._drop), of, made)
         return y

@@ -121,29 +121,26 @@ class UnifiedLoraLinear(Linear):
     @torch.compiler.disable  # like its base layer
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         """Maps `x` of shape (..., in) to (..., out), in the type of `x` or of autocast."""
-        if args or kwargs or self._merged_adapter() is None:
+        name = None if args or kwargs else self._merged_adapter()
+        if name is None:
             return super().forward(x, *args, **kwargs)
-        return output(x, self.part())
+        return output(x, self._merged_part(name))
 
     def part(self) -> Part:
         """As [`~layers.UnifiedLinear.part`], with the adapter that is merged now."""
         name = self._merged_adapter()
-        if name is None:
-            return self.base_layer.part()
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        return Part(self.base_layer, partial(self._codes, name), None, a, b, self.scaling[name])
+        return self.base_layer.part() if name is None else self._merged_part(name)
 
     def codes(self) -> QuantizedTensor:
         """
         Returns the quantized weight that the layer multiplies with, as [`~layers.UnifiedLinear.codes`] does. Raises
         `ValueError` if several adapters are active.
         """
-        name = self._merged_adapter()
-        return self.base_layer.codes() if name is None else self._codes(name)
+        return self.part().codes()
 
-    def _codes(self, name: str) -> QuantizedTensor:
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        return self.base_layer.codes(partial(delta_weight, self, name), a, b, self.scaling[name])
+    def _merged_part(self, name: str) -> Part:
+        base, a, b, scaling = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
+        return Part(base, partial(base.codes, partial(delta_weight, self, name), a, b, scaling), None, a, b, scaling)
 
     def _merged_adapter(self) -> str | None:
         """Returns the adapter that is merged into the weight before it is quantized; `None` if there is none."""
