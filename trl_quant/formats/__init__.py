@@ -9,6 +9,7 @@ with bitsandbytes.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -80,6 +81,11 @@ class QuantizedTensor:
         """
         parts = Parts(self.values, self.scale, self.global_scale)
         return FORMATS[self.format].dequantize(parts, self.shape, dtype or self.dtype)
+
+    @cached_property
+    def wide_scale(self) -> Tensor:
+        """The scales in FP32. They are converted once, so `scale` must not be written to."""
+        return self.scale.float()
 
     @property
     def nbytes(self) -> int:

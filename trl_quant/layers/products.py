@@ -191,8 +191,14 @@ def transposed(w: QuantizedTensor) -> QuantizedTensor:
     else:
         values = w.values.t().contiguous()
     per_row = FORMATS[w.format].per_row
-    scale = torch.ones_like(values[:, :1], dtype=torch.float32) if per_row else w.scale.t().contiguous()
+    scale = _ones(len(values), values.device) if per_row else w.scale.t().contiguous()
     return QuantizedTensor(w.format, values, scale, torch.Size(reversed(w.shape)), w.dtype)
+
+
+@cache
+def _ones(rows: int, device: torch.device) -> Tensor:
+    """Returns scales of 1 in FP32, (rows, 1), which nobody writes to."""
+    return torch.ones(rows, 1, dtype=torch.float32, device=device)
 
 
 # Products
@@ -230,9 +236,9 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
     fits = tokens > 0 and inputs % 16 == outputs % 16 == 0
     if not fmt.integers and dtype == torch.bfloat16 and fits and multiplies_fp8(x.values):
         if fmt.activations == "tensor":
-            scales = x.scale.float(), F.ScalingType.TensorWise, w.scale.float(), F.ScalingType.TensorWise
+            scales = x.wide_scale, F.ScalingType.TensorWise, w.wide_scale, F.ScalingType.TensorWise
         else:
-            scales = filled(x.scale), F.ScalingType.RowWise, w.scale.float().view(1, -1), F.ScalingType.RowWise
+            scales = filled(x.scale), F.ScalingType.RowWise, w.wide_scale.view(1, -1), F.ScalingType.RowWise
         return F.scaled_mm(
             filled(x.values), w.values.t(), *scales,
             bias=None if bias is None else bias.to(dtype), output_dtype=dtype, use_fast_accum=FAST_ACCUMULATION,
@@ -240,7 +246,7 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
     if fmt.integers and dtype == torch.bfloat16 and fits and has_engines_product(x.values, x.format):
         y = x.values.new_empty(tokens, outputs, dtype=dtype)
         bias = None if bias is None else bias.to(dtype)
-        torch.ops._C.cutlass_scaled_mm(y, x.values, w.values.t(), x.scale, w.scale.float(), bias)
+        torch.ops._C.cutlass_scaled_mm(y, x.values, w.values.t(), x.scale, w.wide_scale, bias)
         return y
     if not x.values.is_cuda or not tokens:
         return scale_sums(_exact_sums(x.values, w.values), x.scale, w.scale, bias, dtype)
@@ -248,7 +254,7 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
         from ..kernels import unified as kernels
 
         sums = torch._int_mm(filled(x.values), w.values.t())[:tokens]
-        return kernels.scale_sums(sums, x.scale, w.scale, bias, dtype)
+        return kernels.scale_sums(sums, x.scale, w.wide_scale, bias, dtype)
     codes, w_codes = (q.values.to(torch.bfloat16) for q in (x, w))  # exactly
     return scale_sums(torch.mm(codes, w_codes.t(), out_dtype=torch.float32), x.scale, w.scale, bias, dtype)
 
@@ -269,7 +275,7 @@ def input_gradient(dy: Tensor, w: QuantizedTensor) -> Tensor:
         return _product_of_groups(_grouped(dy.detach(), LEAST_GRADIENT), transposed(w), dy.dtype)
     if fmt.integers:
         return _multiply(dy.detach(), dequantize(w, dy.dtype))
-    return product(quantize_gradient(dy, w.scale), transposed(w), None, dy.dtype)
+    return product(quantize_gradient(dy, w.wide_scale), transposed(w), None, dy.dtype)
 
 
 def weight_gradient(dy_t: QuantizedTensor, x_t: QuantizedTensor, dtype: torch.dtype) -> Tensor:
@@ -372,7 +378,7 @@ def _product_of_groups(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtyp
         in_blocks = b.scale.shape[0] != outs
         return F.scaled_mm(
             filled(a.values), b.values.t(), filled(a.scale, by_column=True), groups,
-            block_scales(b.scale) if in_blocks else filled(b.scale, by_column=True), blocks if in_blocks else groups,
+            block_scales(b.wide_scale) if in_blocks else filled(b.scale, by_column=True), blocks if in_blocks else groups,
             output_dtype=dtype,
         )[:rows]  # fmt: skip
     # Odd shapes stay exact; a GPU that never multiplies groups would be far slower in FP32
