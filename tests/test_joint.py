@@ -168,6 +168,53 @@ def test_what_changes_in_between_is_seen():
             assert first.requires_grad
 
 
+@every_precision
+def test_a_merged_adapter_that_changes_is_converted_again(precision):
+    """The gradients are those of a copy, which has no codes and no converted adapters yet."""
+    torch.manual_seed(5)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny_model(seed=3), config)
+    unify(model, precision, merged=True)
+    attention = model.get_base_model().model.layers[0].self_attn
+    x = torch.randn(2, 12, attention.q_proj.in_features, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    def gradients(attention) -> list[torch.Tensor]:
+        layers = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        trained = [p for name, p in attention.named_parameters() if "lora_" in name]
+        found = []
+        for autocast in (False, True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                outputs = [layer(x) for layer in layers]
+            found += gradients_of(outputs, x, *trained)[1]
+        assert len(found) == 3 * 7
+        return found
+
+    def same(some, others) -> list[bool]:
+        return [torch.equal(one, other) for one, other in zip(some, others, strict=True)]
+
+    before = gradients(attention)
+    assert all(same(before, gradients(attention)))
+    for change in ("A", "B", "a new A", "s", "unseen"):
+        for layer in (attention.q_proj, attention.o_proj):
+            a, b = layer.lora_A.default, layer.lora_B.default
+            with torch.no_grad():
+                if change == "A":
+                    a.weight.mul_(3)
+                elif change == "B":
+                    b.weight.mul_(3)
+                elif change == "a new A":
+                    a.weight = nn.Parameter(-a.weight)
+                elif change == "s":
+                    layer.scaling["default"] *= 1.3
+                else:
+                    b.weight.data.mul_(3)
+                    layer.base_layer.forget()
+        after = gradients(attention)
+        assert all(same(after, gradients(copy.deepcopy(attention))))
+        assert not all(same(after, before))
+        before = after
+
+
 def test_a_hook_runs_around_its_own_layer():
     layers, x, seen = layers_of("int8"), inputs(), []
     right = [layer(x) for layer in layers]

@@ -25,7 +25,8 @@ gradients, and the adapter adds to Y_i and dX:
 | `b_i`, `A_i`, `B_i`, `s_i` | bias and adapter of a [`Part`] | (out_i,), (rank_i, in), (out_i, rank_i), a number |
 
 What is saved of X for the backward pass is saved once for all parts: its codes, one byte each, or X itself where an
-adapter beside the base takes it. In `fp8`, a token has one scale for all of [dY_1 ... dY_n].
+adapter beside the base takes it. Weights and merged adapters are not saved: the backward pass takes their values of
+that time. In `fp8`, a token has one scale for all of [dY_1 ... dY_n].
 """
 
 import weakref
@@ -135,7 +136,7 @@ class _Joint(torch.autograd.Function):
         q, for_backward = quantized(x, of.dtype, w.format, both=of.trains)
         y = product(q, w, _joint_bias(tensors[1::4], of.sizes), of.dtype)
         # What the backward pass needs of X: nothing, codes and scales, or X itself with H = X (s A)^T
-        columns, kept, ctx.codes = y.split(of.sizes, 1), (), None
+        columns, kept, ctx.codes = y.split_with_sizes(of.sizes, 1), (), None
         if of.beside:
             flat, adapters = x.detach().reshape(-1, x.shape[-1]).to(of.dtype), _adapters(of, of.dtype)
             kept = flat, _add_branches([columns[i] for i in of.adapted], flat, adapters), *adapters
@@ -241,10 +242,10 @@ def _adapter_gradients(
         x = dequantize(x, dh.dtype)
         h = x @ a.t()
     ranks = tuple(matrix.shape[1] for matrix in b)
-    da = (dh.t() @ x * _scaling(of, ranks, x.device)).split(ranks)
+    da = (dh.t() @ x * _scaling(of, ranks, x.device)).split_with_sizes(ranks)
     return {
         i: (of_a.to(of.parts[i].a.dtype), (dys[i].t() @ of_h).to(of.parts[i].b.dtype))
-        for i, of_a, of_h in zip(of.adapted, da, h.split(ranks, 1), strict=True)
+        for i, of_a, of_h in zip(of.adapted, da, h.split_with_sizes(ranks, 1), strict=True)
     }
 
 

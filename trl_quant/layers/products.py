@@ -378,7 +378,7 @@ def _product_of_groups(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtyp
         in_blocks = b.scale.shape[0] != outs
         return F.scaled_mm(
             filled(a.values), b.values.t(), filled(a.scale, by_column=True), groups,
-            block_scales(b.wide_scale) if in_blocks else filled(b.scale, by_column=True), blocks if in_blocks else groups,
+            block_scales(b.scale) if in_blocks else filled(b.scale, by_column=True), blocks if in_blocks else groups,
             output_dtype=dtype,
         )[:rows]  # fmt: skip
     # Odd shapes stay exact; a GPU that never multiplies groups would be far slower in FP32
