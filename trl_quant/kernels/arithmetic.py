@@ -22,16 +22,6 @@ def on(x: Tensor):
     return torch.cuda.device(x.device)
 
 
-def cdiv(n: int, size: int) -> int:
-    """As `triton.cdiv` and `next_power_of_2` below as Triton's, which take the host 2 us a call."""
-    return -(-n // size)
-
-
-def next_power_of_2(n: int) -> int:
-    """Returns the least power of two that is not below n."""
-    return 1 << (n - 1).bit_length()
-
-
 @triton.jit
 def wide(x):
     """Converts any of the three dtypes to float32; bfloat16 by its bits, as the interpreter loses its subnormals."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from trl_quant.formats import FORMATS, QuantizedTensor
 from trl_quant.formats.fp8 import BLOCK
 
-from .arithmetic import cdiv, next_power_of_2, on, rounded, wide
+from .arithmetic import on, rounded, wide
 from .unified import group_codes, row_codes
 
 
@@ -98,7 +98,7 @@ def gradient_kernel(
 
 
 def _tile(features: int) -> dict:
-    cols = max(next_power_of_2(features), BLOCK)
+    cols = max(triton.next_power_of_2(features), BLOCK)
     rows = max(TILE // cols, 1)
     return {"ROWS": rows, "COLS": cols, "num_warps": min(max(rows * cols // 512, 1), 16)}
 
@@ -132,12 +132,12 @@ def rms_norm(
         fmt = FORMATS[format]
         least, grouped, int8 = fmt.least_amax, fmt.grouped, fmt.integers
         values = torch.empty(rows, features, dtype=torch.int8 if int8 else torch.float8_e4m3fn, device=x.device)
-        scale = values.new_empty(cdiv(features, BLOCK) if grouped else 1, rows, dtype=torch.float32)
+        scale = values.new_empty(triton.cdiv(features, BLOCK) if grouped else 1, rows, dtype=torch.float32)
         codes = QuantizedTensor(format, values, scale.t() if grouped else scale.view(rows, 1), values.shape, dtype)
     if x.numel():
         with on(x):
             tile = _tile(features)
-            norm_kernel[(cdiv(rows, tile["ROWS"]),)](
+            norm_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
                 x, None if residual is None else residual.contiguous(), weight, y, total, values, scale,
                 rows, features, eps, least,
                 CODE=getattr(tl, str(dtype or x.dtype).removeprefix("torch.")), GROUPED=grouped, INT8=int8, **tile,
@@ -152,7 +152,7 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, trains:
     if not x.numel():
         return dx, torch.zeros_like(weight) if trains else None
     rows, tile = x.numel() // features, _tile(features)
-    programs = cdiv(rows, tile["ROWS"])
+    programs = triton.cdiv(rows, tile["ROWS"])
     programs = min(programs, PROGRAMS) if trains else programs
     dw = torch.empty(programs, features, dtype=torch.float32, device=x.device) if trains else None
     with on(x):

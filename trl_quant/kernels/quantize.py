@@ -27,7 +27,7 @@ from torch import Tensor
 from trl_quant.formats import FORMATS, QuantizedTensor, checked, no_global_scale, not_finite
 from trl_quant.formats import quantize as quantize_by_torch
 
-from .arithmetic import INTERPRETED, cdiv, next_power_of_2, on, to_e4m3, to_int8, wide
+from .arithmetic import INTERPRETED, on, to_e4m3, to_int8, wide
 
 
 KERNELS = ("fp8", "fp8_tensor", "fp8_block", "int8", "nvfp4", "mxfp4")
@@ -268,9 +268,9 @@ def _rows(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     values = torch.empty_like(x, dtype=torch.int8 if int8 else torch.float8_e4m3fn)
     scale = x.new_empty(*x.shape[:-1], 1)
     once = cols <= 32768
-    width = max(next_power_of_2(cols), 16) if once else 16384
+    width = max(triton.next_power_of_2(cols), 16) if once else 16384
     height = max(8192 // width, 1)
-    _rows_kernel[(cdiv(rows, height),)](
+    _rows_kernel[(triton.cdiv(rows, height),)](
         x,
         values,
         scale,
@@ -287,7 +287,7 @@ def _rows(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 def _block(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     rows, cols = x.shape[-2:]
-    down, across = cdiv(rows, 128), cdiv(cols, 128)
+    down, across = triton.cdiv(rows, 128), triton.cdiv(cols, 128)
     values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scale = x.new_empty(*x.shape[:-2], down, across)
     _block_kernel[(across, down, x.numel() // (rows * cols))](x, values, scale, rows, cols, num_warps=8)
@@ -298,14 +298,14 @@ def _amax(*tensors: Tensor) -> Tensor:
     """Returns the bits of the largest magnitude of all tensors, int32 `(1,)`."""
     amax = torch.zeros(1, dtype=torch.int32, device=tensors[0].device)
     for x in tensors:
-        _amax_kernel[(cdiv(x.numel(), 16384),)](x, amax, x.numel(), SIZE=16384, num_warps=8)
+        _amax_kernel[(triton.cdiv(x.numel(), 16384),)](x, amax, x.numel(), SIZE=16384, num_warps=8)
     return amax
 
 
 def _tensor(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scale = x.new_empty(1)
-    grid = (cdiv(x.numel(), 8192),)
+    grid = (triton.cdiv(x.numel(), 8192),)
     _tensor_kernel[grid](x, values, scale, _amax(x), x.numel(), SIZE=8192, num_warps=8)
     return values, scale
 
@@ -313,13 +313,13 @@ def _tensor(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
 def _fp4(x: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
     size = 32 if g is None else 16
     cols = x.shape[-1]
-    per_row = cdiv(cols, size)
+    per_row = triton.cdiv(cols, size)
     blocks = x.numel() // cols * per_row
     values = torch.empty(*x.shape[:-1], per_row * size // 2, dtype=torch.uint8, device=x.device)
     scale_dtype = torch.uint8 if g is None else torch.float8_e4m3fn
     scale = torch.empty(*x.shape[:-1], per_row, dtype=scale_dtype, device=x.device)
     count = 8192 // size
-    _fp4_kernel[(cdiv(blocks, count),)](
+    _fp4_kernel[(triton.cdiv(blocks, count),)](
         x, values, scale.view(torch.uint8), g, blocks, cols, NVFP4=g is not None, BLOCK=size, COUNT=count, num_warps=8
     )
     return values, scale

@@ -28,7 +28,7 @@ from torch import Tensor
 from trl_quant.formats import FORMATS, QuantizedTensor
 from trl_quant.formats.fp8 import BLOCK
 
-from .arithmetic import INTERPRETED, cdiv, e4m3_word, next_power_of_2, on, rounded, silu, to_e4m3, to_int8, wide
+from .arithmetic import INTERPRETED, e4m3_word, on, rounded, silu, to_e4m3, to_int8, wide
 
 
 LONGEST_IN_ONE_PASS = 4096  # most features of a token that `rows_kernel` takes
@@ -323,13 +323,15 @@ def rows(
     values = x.new_empty(rows, cols, dtype=torch.int8 if fmt.integers else torch.float8_e4m3fn)
     scale = x.new_empty(rows, 1, dtype=torch.float32)
     given = x, up, y, factor, values, scale, rows, cols, stride, least
-    width = max(next_power_of_2(cols), 16)
+    width = max(triton.next_power_of_2(cols), 16)
     height = max(LONGEST_IN_ONE_PASS // width, 1)
     with on(x):
         if cols > LONGEST_IN_ONE_PASS:
             long_rows_kernel[(rows,)](*given, INT8=fmt.integers, ON_CUDA=on_cuda, COLS=2048, num_warps=8)
         else:
-            rows_kernel[(cdiv(rows, height),)](*given, INT8=fmt.integers, ON_CUDA=on_cuda, ROWS=height, COLS=width)
+            rows_kernel[(triton.cdiv(rows, height),)](
+                *given, INT8=fmt.integers, ON_CUDA=on_cuda, ROWS=height, COLS=width
+            )
     return QuantizedTensor(format, values, scale, x.shape, x.dtype), y
 
 
@@ -340,16 +342,16 @@ def groups(
     rows, cols = x.shape
     x, up, stride = _strided(x, up)
     y = None if up is None else x.new_empty(rows, cols)
-    filled = cdiv(rows, BLOCK) * BLOCK
+    filled = triton.cdiv(rows, BLOCK) * BLOCK
     values = x.new_empty(rows, cols, dtype=torch.float8_e4m3fn)
-    scale = x.new_empty(cdiv(cols, BLOCK), rows, dtype=torch.float32)
+    scale = x.new_empty(triton.cdiv(cols, BLOCK), rows, dtype=torch.float32)
     columns = words = scale_t = None
     if both:
         values_t = torch.empty(cols, filled, dtype=torch.float8_e4m3fn, device=x.device)
         words, scale_t = values_t.view(torch.int32), x.new_empty(filled // BLOCK, cols, dtype=torch.float32)
         columns = QuantizedTensor("fp8_block", values_t, scale_t.t(), values_t.shape, x.dtype)
     with on(x):
-        groups_kernel[(cdiv(cols, BLOCK), filled // BLOCK)](
+        groups_kernel[(triton.cdiv(cols, BLOCK), filled // BLOCK)](
             x, up, y, values, scale, words, scale_t, rows, cols, stride, filled, least,
             BOTH=both, **LAUNCH[up is not None],
         )  # fmt: skip
@@ -388,7 +390,9 @@ def silu_mul_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     d_gate, d_up = both[:, :cols], both[:, cols:]
     if dy.numel():
         with on(dy):
-            gradient_kernel[(cdiv(dy.numel(), 2048),)](dy, gate, up, d_gate, d_up, dy.numel(), cols, stride, BLOCK=2048)
+            gradient_kernel[(triton.cdiv(dy.numel(), 2048),)](
+                dy, gate, up, d_gate, d_up, dy.numel(), cols, stride, BLOCK=2048
+            )
     return d_gate.view(shape), d_up.view(shape)
 
 
@@ -399,7 +403,7 @@ def transpose(codes: Tensor) -> Tensor:
         return codes.t().contiguous()
     y = codes.new_empty(cols, rows)
     with on(codes):
-        transpose_kernel[(cdiv(cols, 128), cdiv(rows, 128))](
+        transpose_kernel[(triton.cdiv(cols, 128), triton.cdiv(rows, 128))](
             codes.contiguous().view(torch.uint8), y.view(torch.int32), rows, cols, num_warps=8
         )
     return y
@@ -411,7 +415,7 @@ def scale_sums(sums: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | No
     rows, cols = sums.shape
     y = sums.new_empty(rows, cols, dtype=dtype)
     with on(sums):
-        sums_kernel[(cdiv(cols, 256), cdiv(rows, 16))](
+        sums_kernel[(triton.cdiv(cols, 256), triton.cdiv(rows, 16))](
             sums, y, x_scale, w_scale.float(), bias, rows, cols, ROWS=16, COLS=256
         )
     return y
@@ -423,7 +427,7 @@ def dequantize_rows(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     y = q.values.new_empty(rows, cols, dtype=dtype)
     if y.numel():
         with on(y):
-            numbers_kernel[(cdiv(cols, 256), cdiv(rows, 16))](
+            numbers_kernel[(triton.cdiv(cols, 256), triton.cdiv(rows, 16))](
                 q.values.contiguous().view(torch.uint8), q.wide_scale.contiguous(), y, rows, cols,
                 INT8=FORMATS[q.format].integers, ROWS=16, COLS=256,
             )  # fmt: skip
