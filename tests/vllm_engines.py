@@ -116,10 +116,10 @@ def engine(model, precision: str, **options) -> VLLMEngine:
     return built
 
 
-def fresh(model, precision: str, path, device: str = "cpu", **options) -> LLM:
+def fresh(model, precision: str, path, prepared: bool = False, device: str = "cpu", **options) -> LLM:
     """
-    vLLM itself, started on a checkpoint of the policy's current weights; PEFT merges adapters. A checkpoint in four
-    bits is quantized on `device`.
+    vLLM itself, started on a checkpoint of the policy's current weights; PEFT merges adapters. `prepared` checkpoints,
+    from which engines of policies start that train in `precision`, and those of codes are quantized on `device`.
     """
     model = copy.deepcopy(model)
     if hasattr(model, "merge_and_unload"):
@@ -127,7 +127,8 @@ def fresh(model, precision: str, path, device: str = "cpu", **options) -> LLM:
     elif getattr(model, "peft_config", None):  # the base of a policy with adapters
         model = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=model.dtype)
     ranks = torch.distributed.is_initialized()
-    quantized = path if not PRECISIONS[precision].travels_quantized else Path(f"{path}-{precision}")
+    prepared = prepared or PRECISIONS[precision].travels_quantized
+    quantized = Path(f"{path}-{precision}") if prepared else path
     if not ranks or torch.distributed.get_rank() == 0:
         model.save_pretrained(path)
         tiny_tokenizer().save_pretrained(path)
@@ -136,7 +137,7 @@ def fresh(model, precision: str, path, device: str = "cpu", **options) -> LLM:
     if ranks:
         torch.distributed.barrier()
     settings = {
-        "quantization": PRECISIONS[precision].vllm.online,
+        "quantization": None if prepared else PRECISIONS[precision].vllm.online,
         "dtype": "bfloat16",
         "max_model_len": 512,
         "max_num_seqs": 8,

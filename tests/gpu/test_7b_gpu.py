@@ -85,5 +85,5 @@ def test_live_equals_fresh(tmp_path, name):
     assert len(checks) == 2
     trainer.check_sync()
     last = greedy(sampler.llm)
-    assert last == greedy(fresh(trainer.model, precision, tmp_path / "fresh", device="cuda"))
+    assert last == greedy(fresh(trainer.model, precision, tmp_path / "fresh", prepared=True, device="cuda"))
     assert last != first
