@@ -306,6 +306,22 @@ def test_updates_in_8_bits():
     assert row == f"{told} of TRL's time; on another host {elsewhere}"
 
 
+def test_updates_of_eight_micro_batches():
+    found = read(f"update-7b-8-micro-batches-{H200}")
+    assert found["arguments"]["accumulation"] == 8
+    kinds = found["results"]["7b"]
+    for tokens in ("2048", "4096"):
+        assert all(len(row[tokens]["steps"]) == 5 for row in kinds.values())
+        trl = kinds["trl"][tokens]["update"]
+        cells = [
+            f"{trl:.2f} s",
+            *(f"{kinds[kind][tokens]['update'] / trl:.2f}" for kind in ("bf16", *EIGHT_BITS, "nvfp4")),
+        ]
+        assert cells_of(MEASURED, f"{tokens}, a step |")[1:] == cells
+    spread = max((max(x["steps"]) - min(x["steps"])) / x["update"] for x in (row["2048"] for row in kinds.values()))
+    assert f"differ by up to {spread:.0%} of their median" in MEASURED
+
+
 def test_updates_in_the_benchmarks_page():
     found = read(f"update-7b-{H200}")["results"]["7b"]
     names = {"ours in BF16, packed rows": "bf16", "NVFP4 base": "nvfp4"} | {f"`{kind}`": kind for kind in EIGHT_BITS}
