@@ -34,7 +34,7 @@ from . import marlin
 # Bounds within which the kernel that decodes while it reads is faster, on an H200 (`benchmarks/linear.py`)
 FUSED_TOKENS = 64  # at most
 FUSED_OUTPUTS = 16384  # at least: fewer do not fill the card
-BUFFER_BYTES = 128 << 20  # for the dequantized part of a weight
+BUFFER_BYTES = 144 << 20  # for the dequantized part of a weight; the largest layers of 7B and 14B fit whole in 16 bits
 ALIGNMENT = 128  # weights are cut at multiples of it, which are whole groups in every format
 
 
