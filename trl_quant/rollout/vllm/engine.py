@@ -18,7 +18,7 @@ from ...models.linears import dense_linears
 from ...noise import noised_norms
 from ...precisions import PRECISIONS
 from ...storage.quantization import check_prepared
-from ...trl_seams import empty_cache, llm_with
+from ...trl_seams import empty_cache, exchanged, llm_with
 from ..fingerprint import fingerprint
 from ..stream import PolicyWeights
 from ..verify.kv_cache import KVCache
@@ -43,10 +43,11 @@ class VLLMEngine(VLLMBase):
     """
     vLLM in `precision`, in the trainer's process.
 
-    A sync is one bracketed reload of the whole model. It streams tensor by tensor, in the model's order, and quantizes
-    each tensor on the way. Afterwards the engine equals, bit for bit, an engine that was started on a checkpoint of the
-    same weights. With `lora_sync="adapter"` the quantized base stays as it was loaded, and only A and B are sent. If
-    the policy is trained on that base, trainer and engine share one copy of it ([`one_copy`]).
+    A sync streams tensor by tensor, in the model's order, and quantizes each tensor on the way. The first is one
+    bracketed reload of the whole model. Where vLLM holds the tensors as they are sent, later ones write [`in_place`].
+    Afterwards the engine equals, bit for bit, an engine that was started on a checkpoint of the same weights. With
+    `lora_sync="adapter"` the quantized base stays as it was loaded, and only A and B are sent. If the policy is trained
+    on that base, trainer and engine share one copy of it ([`one_copy`]).
 
     Parameters:
         engine_kwargs (`dict`, *optional*):
@@ -60,6 +61,9 @@ class VLLMEngine(VLLMBase):
     Attributes:
         pushed (`dict[str, torch.Tensor]`): The adapter that the engine holds, with `lora_sync="adapter"`.
         llm (`vllm.LLM`): vLLM itself.
+        destinations (`dict[str, torch.Tensor]` or `None`):
+            Where vLLM holds the tensors of a sync, see [`in_place`]; empty if it must reload them, `None` before the
+            first sync.
         kernels ([`~layers.exact.Kernels`] or `None`):
             With `exact`, vLLM's kernels, with which the policy computes the same bits.
     """
@@ -82,6 +86,7 @@ class VLLMEngine(VLLMBase):
         self.sleep_level = sleep_level if enable_sleep_mode else 0
         self.pushed: dict[str, Tensor] = {}
         self.kernels: Kernels | None = None
+        self.destinations: dict[str, Tensor] | None = None
         self._asleep: set[str] = set()  # vLLM's tags of the memory that sleeps
         # With `lora_sync="adapter"`, fingerprints of the base's parameters when the engine started ...
         self._base_at_start: dict[str, Hashable] = {}
@@ -224,13 +229,34 @@ class VLLMEngine(VLLMBase):
         if self.lora_sync == "adapter":
             self._push_adapter()
         else:
-            from . import worker
-
-            self.llm.collective_rpc(worker.reload, kwargs={"stream": self.stream()})
+            self._send_weights()
             self.sync_metrics = self.drift.metrics()
             self.forget_noise()
         self.llm.reset_prefix_cache()
         self.stale_cache = _cached_blocks(self.llm) > 0
+
+    def _send_weights(self) -> None:
+        """
+        Sends the weights: the first time by vLLM's own reload, and later [`in_place`] if vLLM holds them as they are
+        sent.
+        """
+        from . import in_place, worker
+
+        if self.destinations:
+            in_place.write(self.destinations, self.stream())
+            return
+        shapes: dict[str, torch.Size] = {}
+
+        def seen(stream):
+            for name, tensor in stream:
+                shapes[name] = tensor.shape
+                yield name, tensor
+
+        self.llm.collective_rpc(worker.reload, kwargs={"stream": seen(self.stream())})
+        if self.destinations is None and self.travels_quantized and not self.on_cpu:  # CPUs pack weights
+            (found,) = self.llm.apply_model(partial(in_place.destinations, shapes=shapes))
+            with exchanged(self.drift, measures=lambda name: False):  # the sync's metrics are those of the first stream
+                self.destinations = found if found and in_place.holds(found, self.stream()) else {}
 
     def _push_adapter(self):
         """Writes the policy's A and B into the engine."""

@@ -114,6 +114,11 @@ def _method(layer: LinearBase) -> tuple[object, object]:
     return method, None
 
 
+def kernel_name(layer: LinearBase) -> str:
+    """Returns the name of a layer's kernel; "NoneType" for a method without one."""
+    return type(_method(layer)[1]).__name__
+
+
 def quantized_outside(model: nn.Module, layers: Iterable[str]) -> list[str]:
     """
     Describes the quantized linear layers outside of the decoder. `layers` are the policy's names of the decoder's

@@ -1,0 +1,121 @@
+"""Syncs that write into vLLM's parameters leave what vLLM's own reload leaves, bit for bit."""
+
+import pytest
+import torch
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel as Kernel
+from vllm_engines import engine, greedy, policy, update
+
+from trl_quant.rollout.vllm import in_place
+from trl_quant.rollout.vllm.base import VLLMBase
+
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """A kernel that holds codes as CUTLASS does, in place of oneDNN's, which packs them."""
+
+    def process_weights_after_loading(self, layer):
+        layer.weight = torch.nn.Parameter(layer.weight.t().data, requires_grad=False)
+        layer.weight_scale = torch.nn.Parameter(layer.weight_scale.data, requires_grad=False)
+
+    def apply_weights(self, layer, x, bias=None):
+        y = x.float() @ (layer.weight.float() * layer.weight_scale.float().view(1, -1))
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    monkeypatch.setattr(Kernel, "process_weights_after_loading", process_weights_after_loading)
+    monkeypatch.setattr(Kernel, "apply_weights", apply_weights)
+    monkeypatch.setattr(in_place, "AS_STORED", ("CPUInt8",))
+    monkeypatch.setattr(VLLMBase, "on_cpu", False)
+
+
+def pack_head(model) -> None:
+    """On a CPU an untied head keeps a packed copy, on a GPU none."""
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+
+def held(sampler) -> dict[str, torch.Tensor]:
+    (found,) = sampler.llm.apply_model(lambda m: {n: p.detach().clone() for n, p in m.named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "with_lora"),
+    [("qwen2", False, False), ("qwen2", True, True), ("llama", False, True), ("phi3", False, False)],
+)
+def test_as_a_reload(tmp_path, family, tied, with_lora):
+    model = policy(tmp_path / "policy", with_lora, family=family, tied=tied)
+    sampler = engine(model, "int8")
+    sampler.sync_weights()
+    views, metrics = sampler.destinations, sampler.sync_metrics
+    before, pointers = held(sampler), {name: view.data_ptr() for name, view in views.items()}
+    update(model, seed=0)
+    sampler.sync_weights()
+    assert sampler.sync_metrics.keys() > metrics.keys() and sampler.sync_metrics["weights/normalized_update"] > 0
+    sampler.llm.apply_model(pack_head)
+    written, sampled = held(sampler), greedy(sampler.llm)
+
+    sampler.destinations = None
+    sampler.llm.apply_model(lambda m: [p.data.zero_() for p in m.parameters() if p.numel() > 1])
+    sampler.sync_weights()
+    assert {name: view.data_ptr() for name, view in sampler.destinations.items()} == pointers
+    reloaded = held(sampler)
+    assert written.keys() == reloaded.keys()
+    assert all(torch.equal(value, reloaded[name]) for name, value in written.items())
+    assert any(not torch.equal(value, before[name]) for name, value in written.items())
+    assert sampled == greedy(sampler.llm)
+
+
+def test_layouts_that_are_reloaded(tmp_path, monkeypatch):
+    """Kernels that may store codes otherwise, and models that hold a weight which the policy does not send."""
+    model = policy(tmp_path / "policy", family="qwen2", tied=False)
+    sampler = engine(model, "int8")
+    sampler.sync_weights()
+    shapes = {name: view.shape for name, view in sampler.destinations.items()}
+    find = lambda shapes: sampler.llm.apply_model(lambda m: in_place.destinations(m, shapes))[0]  # noqa: E731
+    assert find(shapes).keys() == shapes.keys()
+    norm = "model.norm.weight"
+    assert find({name: shape for name, shape in shapes.items() if name != norm}) == {}
+    assert find(shapes | {norm: torch.Size((1,))}) == {}
+    assert find(shapes | {"model.gone.weight": torch.Size((1,))}) == {}
+    with pytest.raises(RuntimeError, match="streamed no model"):
+        in_place.write(sampler.destinations, [(n, t) for n, t in sampler.stream() if n != norm])
+    with pytest.raises(RuntimeError, match="did not stream before"):
+        in_place.write({}, sampler.stream())
+    assert in_place.holds(sampler.destinations, sampler.stream())
+    update(model, seed=0)
+    assert not in_place.holds(sampler.destinations, sampler.stream())
+    monkeypatch.setattr(in_place, "AS_STORED", ("Cutlass",))
+    assert find(shapes) == {}
+
+
+def test_codes_are_compared_bit_for_bit():
+    codes = torch.tensor([[0.0, -0.0, 448.0, -1.5]]).to(torch.float8_e4m3fn)
+    assert in_place.holds({"w": codes}, [("w", codes.clone())])
+    assert not in_place.holds({"w": codes}, [("w", codes.float().abs().to(codes.dtype))])
+    assert not in_place.holds({"w": codes}, [("w", codes), ("v", codes)])
+    assert not in_place.holds({"w": codes, "v": codes}, [("w", codes)])
+    scale = torch.tensor([[0.5], [0.25]])
+    assert in_place.holds({"w": scale}, [("w", scale.bfloat16())])
+    assert not in_place.holds({"w": scale + 2**-20}, [("w", scale.bfloat16())])
+
+
+def test_a_kernel_that_orders_rows_otherwise_is_reloaded(tmp_path, monkeypatch):
+    """Its memory has the right shape, and another order than the tensors of a sync."""
+    prepare = Kernel.process_weights_after_loading
+
+    def shuffled(self, layer):
+        prepare(self, layer)
+        layer.weight.data = layer.weight.data.roll(1, 1)
+
+    monkeypatch.setattr(Kernel, "process_weights_after_loading", shuffled)
+    model = policy(tmp_path / "policy", family="qwen2", tied=False)
+    sampler = engine(model, "int8")
+    for seed in range(2):
+        update(model, seed=seed)
+        sampler.sync_weights()
+        assert sampler.destinations == {}
