@@ -92,6 +92,8 @@ REFUSED_FIELDS = [  # fields -> what the message says
     ({"steps_per_generation": 0}, "`generation_batch_size`=0 is out of range"),
     ({"learning_rate": -1e-6}, "`learning_rate`=-1e-06 is out of range"),
     ({"learning_rate": float("nan")}, "`learning_rate`=nan must be a finite number"),
+    ({"max_grad_norm": -1.0}, "`max_grad_norm`=-1.0 is out of range. It must be >= 0"),
+    ({"max_grad_norm": None}, "`max_grad_norm`=None must be a finite number"),
     ({"beta": float("nan")}, "`beta`=nan must be a finite number"),
     ({"epsilon": "0.2"}, "`epsilon`='0.2' must be a finite number"),
     ({"epsilon": -0.2}, "`epsilon`=-0.2 is out of range"),

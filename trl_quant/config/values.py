@@ -41,6 +41,7 @@ TRL_RANGES = {
     "epsilon_high": Range(0.0),  # so that the upper bound of a ratio is not below its lower one
     "ref_model_sync_steps": Range(1),
     "pad_to_multiple_of": Range(1),
+    "max_grad_norm": Range(0.0),  # PyTorch would turn the gradient round at a norm below 0
 }
 # The losses that clip the policy ratio between two bounds. Only these have an upper bound that ACR can widen.
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
