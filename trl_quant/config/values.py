@@ -32,6 +32,8 @@ TRL_RANGES = {
     "repetition_penalty": Range(0.0, open_low=True),
     "max_completion_length": Range(1),
     "max_steps": Range(-1),
+    "num_train_epochs": Range(0.0, open_low=True),
+    "num_generations_eval": Range(1),
     "num_iterations": Range(1),
     "generation_batch_size": Range(1),
     "vllm_gpu_memory_utilization": Range(0.0, 1.0, open_low=True),
@@ -39,6 +41,9 @@ TRL_RANGES = {
     "beta": Range(0.0),
     "epsilon": Range(0.0),
     "epsilon_high": Range(0.0),  # so that the upper bound of a ratio is not below its lower one
+    "delta": Range(0.0, open_low=True),
+    "top_entropy_quantile": Range(0.0, 1.0),
+    "ref_model_mixup_alpha": Range(0.0, 1.0),
     "ref_model_sync_steps": Range(1),
     "pad_to_multiple_of": Range(1),
     "max_grad_norm": Range(0.0),  # PyTorch would turn the gradient round at a norm below 0
@@ -70,6 +75,8 @@ def check_values(args) -> None:
     check_choice("vllm_mode", args.vllm_mode, VLLM_MODES)
     for name, allowed in (ranges_of(type(args)) | _trl_ranges(args)).items():
         check_range(name, getattr(args, name), allowed)
+    if args.max_steps == 0:
+        raise ValueError("`max_steps`=0 would still train one step. Set the number of steps, or -1 for whole epochs.")
     _check_hyperparameters(args)
     if args.uaq_scale is not None:
         check_scale(args.uaq_scale, "uaq_scale")
