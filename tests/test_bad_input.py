@@ -92,6 +92,8 @@ REFUSED_FIELDS = [  # fields -> what the message says
     ({"steps_per_generation": 0}, "`generation_batch_size`=0 is out of range"),
     ({"learning_rate": -1e-6}, "`learning_rate`=-1e-06 is out of range"),
     ({"learning_rate": float("nan")}, "`learning_rate`=nan must be a finite number"),
+    ({"gradient_accumulation_steps": 0}, "`gradient_accumulation_steps`=0 is out of range. It must be >= 1"),
+    ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size`=0 is out of range. It must be >= 1"),
     ({"max_steps": 0}, "`max_steps`=0 would still train one step"),
     ({"num_train_epochs": 0}, "`num_train_epochs`=0 is out of range. It must be > 0"),
     ({"num_generations_eval": 0}, "`num_generations_eval`=0 is out of range. It must be >= 1"),

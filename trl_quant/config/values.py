@@ -35,6 +35,8 @@ TRL_RANGES = {
     "num_train_epochs": Range(0.0, open_low=True),
     "num_generations_eval": Range(1),
     "num_iterations": Range(1),
+    "per_device_train_batch_size": Range(1),
+    "gradient_accumulation_steps": Range(1),
     "generation_batch_size": Range(1),
     "vllm_gpu_memory_utilization": Range(0.0, 1.0, open_low=True),
     "learning_rate": Range(0.0),
