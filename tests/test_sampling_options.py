@@ -181,6 +181,13 @@ REFUSED = [  # settings, generation_kwargs -> what the message says
     (EMBEDDED, {"min_p": -1}, "`generation_kwargs['min_p']`=-1 is out of range"),
     (COLOCATED, {"top_k": 2.5}, "`generation_kwargs['top_k']`=2.5 must be an integer"),
     (COLOCATED, {"temperature": -1}, "`generation_kwargs['temperature']`=-1 is out of range"),
+    (EMBEDDED, {"eos_token_id": "x"}, "`generation_kwargs['eos_token_id']`='x' must be a token's number, or a list"),
+    (EMBEDDED, {"eos_token_id": [1, "x"]}, "`generation_kwargs['eos_token_id']`=[1, 'x'] must be a token's number"),
+    (EMBEDDED, {"max_new_tokens": "8"}, "`generation_kwargs['max_new_tokens']`='8' must be an integer"),
+    (EMBEDDED, {"suppress_tokens": "a"}, "`generation_kwargs['suppress_tokens']`='a' must be a token's number"),
+    (EMBEDDED, {"stop_strings": 5}, "`generation_kwargs['stop_strings']`=5 must be a text, or a list of them"),
+    (EMBEDDED, {"bad_words_ids": [1]}, "`generation_kwargs['bad_words_ids']`=[1] must be a list of lists"),
+    ({}, {"no_repeat_ngram_size": "x"}, "`generation_kwargs['no_repeat_ngram_size']`='x' must be an integer"),
     (EMBEDDED, [1], "`generation_kwargs`=[1] must be a dict"),
     (TRLS, "top_k", "`generation_kwargs`='top_k' must be a dict"),
     (COLOCATED, {"n": 2}, "must not hold 'n': TRL samples `num_generations`"),
@@ -227,6 +234,8 @@ def test_their_neighbours_are_accepted():
         for value in (None, *neutral):
             build(**EMBEDDED, generation_kwargs={name: value})
     build(**EMBEDDED, generation_kwargs={"temperature": 0, "top_k": -1, "max_time": 60, "use_cache": False})
+    build(**EMBEDDED, generation_kwargs={"eos_token_id": [1, 2], "bad_words_ids": [[1]], "stop_strings": ["a"]})
+    build(**EMBEDDED, generation_kwargs={"eos_token_id": 1, "max_new_tokens": 4, "stop_strings": "a"})
     build(**COLOCATED, generation_kwargs={"temperature": 0, "min_tokens": 200, "structured_outputs": {"regex": "a"}})
     build(**SERVED, generation_kwargs='{"min_tokens": 3, "vllm_xargs": {"a": 1}}')
     build(generation_kwargs={"num_beams": 2})  # allowed: TRL's own sampling reads no log-probabilities

@@ -13,6 +13,7 @@ from ..rollout.sampling_options import (
     FIELDS,
     UNSUPPORTED_GENERATION_KWARGS,
     biasing_options,
+    check_option_types,
     check_supported,
     not_taken,
 )
@@ -249,6 +250,7 @@ def _check_generation_kwargs(args):
     unknown = [name for name in given if name not in known]
     if unknown:
         raise ValueError(not_taken("transformers' `generate`, which samples without vLLM,", unknown, known))
+    check_option_types(given)
 
 
 def _warn_of_sampler(args):

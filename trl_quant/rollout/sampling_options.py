@@ -10,6 +10,9 @@ as an error of the number format would. Options that only end a completion (`sto
 the random numbers (`seed`) do not change w.
 """
 
+from numbers import Integral
+
+
 # Option -> the values with which it has no effect. `None` and empty values have none for any option.
 BOTH = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 VLLM = BOTH | {
@@ -62,6 +65,16 @@ UNSUPPORTED_GENERATION_KWARGS = {
     "typical_p": (1,),
     "watermarking_config": (),
 }
+# transformers' options -> the type of their values, which transformers learns only from an error while it samples
+INTEGERS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "no_repeat_ngram_size", "pad_token_id")
+LISTS = {
+    "eos_token_id": (Integral, "a token's number, or a list of them"),
+    "forced_eos_token_id": (Integral, "a token's number, or a list of them"),
+    "suppress_tokens": (Integral, "a token's number, or a list of them"),
+    "begin_suppress_tokens": (Integral, "a token's number, or a list of them"),
+    "stop_strings": (str, "a text, or a list of them"),
+    "bad_words_ids": (list, "a list of lists of tokens' numbers"),
+}
 # transformers' name of an option -> vLLM's
 TWINS = {
     "bad_words_ids": "bad_words",
@@ -104,6 +117,16 @@ def check_supported(generation_kwargs: dict) -> None:
             f"`generation_kwargs` has {refused}, which the embedded engine cannot sample with: it must know the "
             "probability with which each token is sampled. vLLM has none of these options either. Remove them."
         )
+
+
+def check_option_types(generation_kwargs: dict) -> None:
+    """Raises `ValueError` for `generation_kwargs` of a type that transformers' `generate` does not take."""
+    allowed = dict.fromkeys(INTEGERS, (Integral, "an integer")) | LISTS
+    for name in allowed.keys() & generation_kwargs.keys():
+        value, (kind, described) = generation_kwargs[name], allowed[name]
+        values = value if name in LISTS and isinstance(value, list | tuple) else [value]
+        if not all(isinstance(one, kind) and not isinstance(one, bool) for one in values):
+            raise ValueError(f"`generation_kwargs[{name!r}]`={value!r} must be {described}.")
 
 
 def not_taken(engine: str, names, known) -> str:
