@@ -405,6 +405,17 @@ def test_a_ground_truth_that_can_be_read_is_accepted(task, columns):
     check(train_dataset=prompts("a", "b", **columns), reward_funcs=REWARDS[task])
 
 
+@pytest.mark.parametrize("weights", [[1.0, 2.0], [float("nan")], ["x"], [], 1.0], ids=str)
+@pytest.mark.parametrize("config_class", [QuantGRPOConfig, QuantRLOOConfig])
+def test_weights_that_do_not_fit_the_rewards_are_refused(config_class, weights):
+    given = {"num_generations": 4, "per_device_train_batch_size": 4, "beta": 0.0}
+    says = f"`reward_weights`={weights!r} must be a list of 1 finite number, since there is 1 reward."
+    refused(lambda: check(model=tiny_model(), args=build(config_class, reward_weights=weights, **given)), says)
+    args = build(config_class, reward_weights=[1, 0.5], **given)
+    check(model=tiny_model(), args=args, reward_funcs=[spread, spread])
+    refused(lambda: check(model=tiny_model(), args=args), "`reward_weights`=[1, 0.5] must be a list of 1 finite number")
+
+
 def test_rewards_are_accepted():
     async def awaited(completions, **kwargs):
         return [0.0] * len(completions)

@@ -10,6 +10,7 @@ from transformers import AutoProcessor
 from ..rollout.tokenizer import check_tokenizer
 from ..tasks.data import check_prompts
 from ..tasks.rewards import REWARDS, check_reward, check_truths
+from .values import is_of
 
 
 def check_data(args, train_dataset, eval_dataset) -> None:
@@ -71,9 +72,16 @@ def check_tokenization(config, model, args, processing_class, train_dataset) -> 
         )
 
 
-def check_rewards(reward_funcs, train_dataset) -> None:
-    """Raises `ValueError` for rewards that the data has no columns or no answers for."""
-    columns = train_dataset.column_names
+def check_rewards(reward_funcs, train_dataset, weights=None) -> None:
+    """
+    Raises `ValueError` for rewards that the data has no columns or no answers for, and for `weights` that are not one
+    finite number for each.
+    """
+    columns, count = train_dataset.column_names, len(reward_funcs) if isinstance(reward_funcs, list) else 1
+    is_list = isinstance(weights, list | tuple)
+    if weights is not None and not (is_list and len(weights) == count and all(is_of(float, one) for one in weights)):
+        numbers = "1 finite number, since there is 1 reward" if count == 1 else f"{count} finite numbers, one a reward"
+        raise ValueError(f"`reward_weights`={weights!r} must be a list of {numbers}.")
     for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         if isinstance(reward, str) and reward in REWARDS and not Path(reward).is_dir():
             raise ValueError(
