@@ -187,6 +187,20 @@ def test_teachers_are_checked_before_loading(tmp_path, monkeypatch, given, setti
         distil(tmp_path, model=path, options=options, **settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"teacher_model_revision": "v2"}, "`teacher_model_revision`='v2' acts only while a teacher loads"),
+        ({"teacher_model_init_kwargs": {"dtype": "bfloat16"}}, "'bfloat16'} acts only while a teacher loads"),
+        ({"teacher_model_name_or_path": "another"}, "`teacher_model_name_or_path`='another', but `teacher_model` is"),
+    ],
+)
+def test_options_of_another_teacher_are_refused(tmp_path, settings, says):
+    """Here the teacher is loaded already."""
+    with pytest.raises(ValueError, match=re.escape(says)):
+        distil(tmp_path, **settings)
+
+
 def test_a_teacher_without_linear_layers_is_refused(tmp_path):
     gpt2().save_pretrained(tmp_path / "gpt2")
     options = {"teacher_model": str(tmp_path / "gpt2")}

@@ -148,6 +148,18 @@ def _check_teacher(args, model, teacher) -> None:
             f"`teacher_precision`={args.teacher_precision!r} quantizes the teacher while it loads, and `teacher_model` "
             "is loaded already. Pass its name or directory."
         )
+    for name in ("teacher_model_revision", "teacher_model_init_kwargs"):
+        if getattr(args, name) and not isinstance(teacher, str):
+            raise ValueError(
+                f"`{name}`={getattr(args, name)!r} acts only while a teacher loads, and `teacher_model` is loaded "
+                "already. Pass its name or directory, or leave the field unset."
+            )
+    named = args.teacher_model_name_or_path
+    if named is not None and named != name_of(teacher):
+        raise ValueError(
+            f"`teacher_model_name_or_path`={named!r}, but `teacher_model` is {name_of(teacher) or 'in memory'!r}. The "
+            "command line passes the first as the second. Leave the field unset, or name the same teacher."
+        )
     if isinstance(teacher, str):
         init, options = args.teacher_model_init_kwargs or {}, {}
         revision = init.get("revision", args.teacher_model_revision)
