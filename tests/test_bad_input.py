@@ -125,6 +125,12 @@ REFUSED_FIELDS = [  # fields -> what the message says
     ),
     ({**VLLM, "cache_implementation": "static"}, "`cache_implementation`='static' acts only with transformers' `gen"),
     ({"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 0}, "`ref_model_sync_steps`=0 is out of range"),
+    ({"ref_model_mixup_alpha": 0.1}, "`ref_model_mixup_alpha`=0.1 acts only with `sync_ref_model=True`"),
+    ({"ref_model_sync_steps": 2}, "`ref_model_sync_steps`=2 acts only with `sync_ref_model=True`"),
+    (
+        {"transformers_continuous_batching_config": {"block_size": 8}},
+        "acts only with `use_transformers_continuous_batching=True`",
+    ),
     ({"sync_ref_model": True}, "`sync_ref_model`=True with `beta`=0.0: without a KL term there is no reference model"),
     ({"sync_ref_model": True, **INT8}, "`sync_ref_model`=True with `beta`=0.0"),
     ({"model_init_kwargs": "x"}, "`model_init_kwargs`='x' must be a dict (or a JSON object) or None"),

@@ -53,6 +53,11 @@ def check_consistent(args) -> None:
             f"`sync_ref_model`=True with `beta`={args.beta!r}: without a KL term there is no reference model to sync. "
             "Unset `sync_ref_model`, or set a `beta` above 0."
         )
+    acting = {"ref_model_mixup_alpha": "sync_ref_model", "ref_model_sync_steps": "sync_ref_model"}
+    acting |= {"transformers_continuous_batching_config": "use_transformers_continuous_batching"}
+    for name, switch in acting.items():
+        if name in args.__dataclass_fields__ and not getattr(args, switch):
+            _refuse_set(args, [name], f"`{switch}=True`")
     if args.uaq_scale is not None and args.sync_ref_model:
         raise ValueError(
             f"`uaq_scale`={args.uaq_scale!r} cannot be combined with `sync_ref_model=True`, which would mix scaled "
