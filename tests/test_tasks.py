@@ -16,6 +16,7 @@ from tiny import tiny_model, tiny_tokenizer
 from trl_quant.tasks import division_reward, load_prompts
 from trl_quant.tasks.arithmetic import OPERATIONS, Division, Problem, divisions, problems
 from trl_quant.tasks.benchmarks import generate
+from trl_quant.tasks.data import check_prompts
 from trl_quant.tasks.evaluate import mean_reward
 
 
@@ -49,6 +50,21 @@ def test_prompts_become_conversations_with_a_chat_template(tmp_path):
     )
     path = write(tmp_path / "e.json", {"prompt": [{"role": "system", "content": "Be brief."}]})
     assert load_prompts(path, tokenizer=tiny_tokenizer())[0]["prompt"] == [{"role": "system", "content": "Be brief."}]
+
+
+@pytest.mark.parametrize("tokenizer", [None, tiny_tokenizer()])
+@pytest.mark.parametrize("prompts", [["1+1=", None], [None, "1+1="], ["1+1=", ""], [7, 8]])
+def test_an_instruction_hides_no_malformed_prompt(prompts, tokenizer, tmp_path):
+    """It would follow the text None."""
+    path = write(tmp_path / "d.jsonl", *({"prompt": prompt} for prompt in prompts))
+    with pytest.raises(ValueError, match=r"the prompt of row .* (is missing|is empty|is a int|without content)"):
+        check_prompts("train_dataset", load_prompts(path, tokenizer=tokenizer, instruction="Think."))
+
+
+def test_an_instruction_follows_no_conversation_in_any_row(tmp_path):
+    path = write(tmp_path / "d.jsonl", {"prompt": "1+1="}, {"prompt": [{"role": "user", "content": "1+1="}]})
+    with pytest.raises(ValueError, match="`instruction` cannot follow"):
+        load_prompts(path, instruction="Think.")
 
 
 def test_datasets_without_prompts(tmp_path):

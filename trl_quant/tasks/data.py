@@ -82,10 +82,17 @@ def _with_prompts(name: str, dataset: Dataset) -> Dataset:
 
 
 def with_instruction(dataset: Dataset, instruction: str) -> Dataset:
-    """Puts a text after each prompt. Raises `ValueError` for prompts that are conversations."""
-    if len(dataset) and not isinstance(dataset[0]["prompt"], str):
-        raise ValueError("`instruction` cannot follow prompts that are conversations. Put it into them.")
-    return dataset.map(lambda row: {"prompt": f"{row['prompt']}\n\n{instruction}"})
+    """
+    Puts a text after each prompt. Raises `ValueError` for prompts that are conversations. A prompt that is missing or
+    empty stays so, and `check_prompts` refuses it.
+    """
+
+    def instructed(prompt):
+        if isinstance(prompt, list):
+            raise ValueError("`instruction` cannot follow prompts that are conversations. Put it into them.")
+        return {"prompt": f"{prompt}\n\n{instruction}" if prompt and isinstance(prompt, str) else prompt}
+
+    return dataset.map(instructed, input_columns="prompt")
 
 
 def as_conversations(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
