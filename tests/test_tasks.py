@@ -67,6 +67,35 @@ def test_an_instruction_follows_no_conversation_in_any_row(tmp_path):
         load_prompts(path, instruction="Think.")
 
 
+def test_parquet_and_csv_files(tmp_path):
+    """`datasets` would look for them on the hub."""
+    rows = Dataset.from_dict({"question": ["1+1=", "2 + 2 = é"], "answer": ["two", "four"]})
+    rows.to_parquet(tmp_path / "d.parquet")
+    rows.to_csv(tmp_path / "d.csv")
+    for name in ("d.parquet", "d.csv"):
+        loaded = load_prompts(tmp_path / name, split="test[:1]")
+        assert loaded[:] == {"prompt": ["1+1="], "answer": ["two"]}
+        assert load_prompts(tmp_path / name)["prompt"] == rows["question"]
+        with pytest.raises(ValueError, match=r"nowhere\.d\.\w+.*no such file"):
+            load_prompts(tmp_path / f"nowhere.{name}")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "d.txt").write_text("1+1=")
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    path = write(tmp_path / "d.jsonl", {"prompt": "1+1="})
+    for file, split, says in (
+        ("d.txt", "train", r"must end in \.json, \.jsonl, \.parquet, \.csv"),
+        ("latin.jsonl", "train", "cannot be read: .*UTF8"),
+        ("blank.jsonl", "train", "cannot be read: .*no data"),
+        (path, "train[:x]", "cannot be read: "),
+        (path, "train[:0]", "cannot be read: "),
+    ):
+        with pytest.raises(ValueError, match=f"{Path(file).name}.*{says}"):
+            load_prompts(tmp_path / file, split=split)
+
+
 def test_datasets_without_prompts(tmp_path):
     with pytest.raises(ValueError, match=r"text.*label.*'prompt' or 'question'"):
         load_prompts(write(tmp_path / "d.jsonl", {"text": "1+1=", "label": "2"}))

@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--awq", action="store_true", help="scale the weights on calibration data first (formats of weights alone)"
     )
-    text = "a .txt, .jsonl or .parquet file, or a dataset on the hub"
+    text = "a .txt, .jsonl, .parquet or .csv file, or a dataset on the hub"
     options.add_argument("--calibration", help=f"data to calibrate `--awq` on: {text}")
     options.add_argument("--calibration_samples", type=int, default=256, help="sequences (default: %(default)s)")
     options.add_argument("--calibration_length", type=int, default=2048, help="tokens of each (default: %(default)s)")

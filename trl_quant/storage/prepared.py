@@ -30,7 +30,7 @@ from .text import token_sequences
 @dataclass(frozen=True)
 class PrepareOptions:
     """
-    The options of `trl-quant prepare`. Data are a .txt, .jsonl or .parquet file, or a dataset on the hub.
+    The options of `trl-quant prepare`. Data are a .txt, .jsonl, .parquet or .csv file, or a dataset on the hub.
 
     Attributes:
         model (`str`): Hub id or directory of a 16-bit safetensors checkpoint.

@@ -7,10 +7,9 @@ from pathlib import Path
 from datasets import load_dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..tasks.data import DEFAULT_CONFIGS
+from ..tasks.data import BUILDERS, DEFAULT_CONFIGS
 
 
-BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 TEXT = ("text", "content")
 CONVERSATION = ("messages", "conversations", "prompt")
 ASKED, ANSWERED = ("question", "problem", "prompt"), ("answer", "solution", "completion")
@@ -22,8 +21,8 @@ def token_sequences(data: str, tokenizer: PreTrainedTokenizerBase, samples: int,
     Cuts the first tokens of a text into sequences.
 
     Args:
-        data (`str`): A `.txt`, `.json`, `.jsonl` or `.parquet` file, a directory that `datasets` loads, or an id on the
-            hub, of which the train split is read. Rows hold a text, a conversation, or a question and its answer.
+        data (`str`): A `.txt`, `.json(l)`, `.parquet` or `.csv` file, a directory that `datasets` loads, or an id on
+            the hub, of which the train split is read. Rows hold a text, a conversation, or a question and its answer.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The model's; its end-of-sequence token separates texts.
         samples (`int`): Largest number of sequences.
         length (`int`): Tokens of each sequence.

@@ -14,6 +14,7 @@ from .named_data import NAMED_DATA, load_named
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 SCANNED_ROWS = 1000  # rows that `check_prompts` reads at once
+BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}  # suffix -> builder of `datasets`
 DEFAULT_CONFIGS = {"openai/gsm8k": "main"}  # hub datasets that load only with a configuration
 
 
@@ -28,7 +29,7 @@ def load_prompts(
 
     Args:
         name_or_path (`str` or `os.PathLike`): a dataset id on the hub, a directory that `datasets` loads, a
-            `.json(l)` file, or one of the names in [`trl_quant.tasks.named_data`].
+            `.json(l)`, `.parquet` or `.csv` file, or one of the names in [`trl_quant.tasks.named_data`].
         split (`str`): the split, in `datasets` syntax (`"train[:1000]"`); a file holds one split, under any name. Of a
             mixture it is the split of each source.
         config (`str`, *optional*): the dataset's configuration on the hub (`openai/gsm8k` defaults to `main`).
@@ -41,8 +42,8 @@ def load_prompts(
         one: `prompt`, `answer` and `source`.
 
     Raises:
-        ValueError: when a local file is missing or empty, when no column holds prompts, when a named dataset lacks one
-            of its columns, or for an `instruction` after conversations.
+        ValueError: when a local file is missing, empty or of another kind, when no column holds prompts, when a named
+            dataset lacks one of its columns, or for an `instruction` after conversations.
     """
     name_or_path = os.fspath(name_or_path)
     if name_or_path in NAMED_DATA:
@@ -56,17 +57,23 @@ def load_prompts(
 
 def _load(name_or_path: str, config: str | None, split: str) -> Dataset:
     """Loads a dataset as it is stored."""
-    if name_or_path.endswith((".json", ".jsonl")):
-        if not Path(name_or_path).is_file():
+    path = Path(name_or_path)
+    if path.suffix in BUILDERS and not path.is_dir():
+        if not path.is_file():
             raise ValueError(f"dataset {name_or_path!r}: there is no such file.")
-        if not Path(name_or_path).stat().st_size:
+        if not path.stat().st_size:
             raise ValueError(f"dataset {name_or_path!r}: the file is empty.")
-        source, config, options = "json", None, {"data_files": {split.partition("[")[0]: name_or_path}}
+        source, config, options = BUILDERS[path.suffix], None, {"data_files": {split.partition("[")[0]: name_or_path}}
+    elif path.is_file():
+        raise ValueError(f"dataset {name_or_path!r}: a file must end in {', '.join(BUILDERS)}.")
     else:
         source, config, options = name_or_path, config or DEFAULT_CONFIGS.get(name_or_path), {}
     try:
-        return load_dataset(source, config, split=split, **options)
-    except DatasetGenerationError as error:
+        dataset = load_dataset(source, config, split=split, **options)
+        if options:
+            dataset.data.validate(full=True)  # texts that are not UTF-8, which would fail where they are first read
+        return dataset
+    except (DatasetGenerationError, ValueError) as error:  # a split or a configuration that there is not, too
         raise ValueError(f"dataset {name_or_path!r} cannot be read: {error.__cause__ or error}") from error
 
 

@@ -12,6 +12,7 @@ from trl.rewards import get_soft_overlong_punishment
 from ..config.fields import QuantFields
 from ..config.values import check_choice, check_type, listed
 from ..tasks import REWARDS, load_prompts
+from ..tasks.data import BUILDERS
 from ..tasks.named_data import NAMED_DATA
 from ..tasks.named_rewards import find_reward
 from .checkpoints import start_of
@@ -49,8 +50,8 @@ class TrainArguments:
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "Dataset id on the hub, directory, .json or .jsonl file, or a name of a paper's data: "
-            f"{listed(NAMED_DATA)}. If not set, {DEFAULT_DATASET}."
+            "help": "Dataset id on the hub, directory, .json, .jsonl, .parquet or .csv file, or a name of a paper's "
+            f"data: {listed(NAMED_DATA)}. If not set, {DEFAULT_DATASET}."
         },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a dataset on the hub."})
@@ -186,7 +187,7 @@ def _evaluates_what_it_trains_on(script_args: TrainArguments) -> bool:
     """Whether training and evaluation read the same rows of a file, which holds one split under any name."""
     slices = [split.partition("[")[2] for split in (script_args.dataset_train_split, script_args.dataset_test_split)]
     name = script_args.eval_dataset_name or script_args.dataset_name
-    return name == script_args.dataset_name and name.endswith((".json", ".jsonl")) and slices[0] == slices[1]
+    return name == script_args.dataset_name and name.endswith(tuple(BUILDERS)) and slices[0] == slices[1]
 
 
 def train(arguments: dict, trainer_class: type) -> None:
