@@ -67,6 +67,15 @@ def test_an_instruction_follows_no_conversation_in_any_row(tmp_path):
         load_prompts(path, instruction="Think.")
 
 
+def test_texts_and_conversations_are_not_mixed(tmp_path):
+    """TRL would end at the first generation: it takes all prompts to be like the first."""
+    rows = [{"prompt": "1+1="}, {"prompt": [{"role": "user", "content": "1+1="}]}]
+    for name, order in (("d", rows), ("e", rows[::-1])):
+        path = write(tmp_path / f"{name}.jsonl", *order)
+        with pytest.raises(ValueError, match=r"the prompt of row 1 is a \w+, and the first is a \w+"):
+            check_prompts("train_dataset", load_prompts(path))
+
+
 def test_parquet_and_csv_files(tmp_path):
     """`datasets` would look for them on the hub."""
     rows = Dataset.from_dict({"question": ["1+1=", "2 + 2 = é"], "answer": ["two", "four"]})

@@ -150,8 +150,12 @@ def check_prompts(name: str, dataset: Dataset | IterableDataset) -> None:
 def _bad_prompt(dataset: Dataset) -> tuple[int, str] | None:
     """Returns the index of the first malformed prompt, and its fault."""
     rows = chain.from_iterable(batch["prompt"] for batch in dataset.iter(SCANNED_ROWS))
+    first = None
     for index, prompt in enumerate(rows):
+        first = prompt if index == 0 else first
         fault = _fault(prompt)
+        if fault is None and type(prompt) is not type(first):  # TRL takes all to be like the first
+            fault = f"is a {type(prompt).__name__}, and the first is a {type(first).__name__}"
         if fault is not None:
             return index, fault
     return None
