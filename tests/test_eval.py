@@ -267,6 +267,23 @@ def test_a_run_is_evaluated_in_its_precision(argv, tmp_path):
     assert found["settings"]["checkpoint"].endswith("checkpoint-1") and found["metrics"]["accuracy"]["value"] == 4 / 6
 
 
+def test_a_run_is_evaluated_with_its_chat_template_arguments(argv, tmp_path):
+    """Of which one may, say, turn thinking off."""
+    from trl_quant.trainers.checkpoints import write_rollout_state
+
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    save_known(checkpoint)
+    (checkpoint / "trainer_state.json").write_text('{"log_history": []}')
+    template = "{{ messages[0]['content'] if enable_thinking else messages[0]['content'][::-1] }}"
+    (checkpoint / "chat_template.jinja").write_text(template)
+    argv[1], digests = str(tmp_path / "run"), []
+    for given in ("None", "{'enable_thinking': True}"):
+        write_rollout_state(checkpoint, {"arguments": {"chat_template_kwargs": given}})
+        main([*argv, "--output", str(tmp_path / f"{len(digests)}.json")])
+        digests.append(json.loads((tmp_path / f"{len(digests)}.json").read_text())["settings"]["prompts_digest"])
+    assert digests[0] != digests[1]
+
+
 @pytest.mark.parametrize("task", ["countdown", "sudoku", "arithmetic"])
 def test_generated_tasks(argv, tmp_path, task):
     """From the question to the score; a random model solves none."""

@@ -109,7 +109,7 @@ def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
         options.task, options.data, options.num_questions, options.seed, options.instruction, difficulty
     )
     questions = as_conversations(questions, tokenizer)
-    prompts = token_ids(questions["prompt"][:], tokenizer)
+    prompts = token_ids(questions["prompt"][:], tokenizer, **trained.template_arguments)
     longest = max(map(len, prompts))
     check_length(options, trained, longest)
 

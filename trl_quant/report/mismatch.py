@@ -75,7 +75,7 @@ def report_mismatch(options: MismatchOptions) -> Iterator[Table | str]:
     if not options.temperature > 0:
         raise ValueError(f"`--temperature`={options.temperature:g} is out of range. It must be > 0.")
     tokenizer = trained.tokenizer()
-    prompts = _prompts(options, tokenizer)
+    prompts = _prompts(options, tokenizer, trained.template_arguments)
 
     torch.manual_seed(0)
     longest = max(map(len, prompts))
@@ -93,14 +93,14 @@ def report_mismatch(options: MismatchOptions) -> Iterator[Table | str]:
     yield f"{'numbers' if as_json else 'chart'}: {options.output}"
 
 
-def _prompts(options: MismatchOptions, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _prompts(options: MismatchOptions, tokenizer: PreTrainedTokenizerBase, template: dict) -> list[list[int]]:
     """Returns the token ids of a prompt for each completion."""
     if options.prompts is None:
         found = check_sequences(tokenizer, PROMPT_LENGTH)
     else:
         rows = load_prompts(options.prompts, tokenizer=tokenizer)
         check_prompts("--prompts", rows)
-        found = token_ids(rows[: options.num_completions]["prompt"], tokenizer)
+        found = token_ids(rows[: options.num_completions]["prompt"], tokenizer, **template)
     return list(islice(cycle(found), options.num_completions))
 
 

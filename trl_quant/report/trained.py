@@ -1,5 +1,6 @@
 """Loads a run's policy, or a model, and builds the engine with which a run of the same settings samples."""
 
+import ast
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,11 @@ class Trained:
         if denoises:
             check_bidirectional(config)
         return cls(path, base, adapter, settings, trust, denoises)
+
+    @property
+    def template_arguments(self) -> dict:
+        """The run's `chat_template_kwargs`, which a checkpoint records as Python writes them."""
+        return ast.literal_eval(self.settings.get("chat_template_kwargs") or "None") or {}
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         own = (Path(self.path) / "tokenizer_config.json").is_file()

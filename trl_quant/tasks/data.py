@@ -109,11 +109,11 @@ def as_conversations(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Da
     return dataset
 
 
-def token_ids(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Tokenizes prompts that are all plain, or all conversations, as the trainer does."""
+def token_ids(prompts: list, tokenizer: PreTrainedTokenizerBase, **template) -> list[list[int]]:
+    """Tokenizes prompts that are all plain, or all conversations, as the trainer does with `template`'s arguments."""
     if isinstance(prompts[0], str):
         return tokenizer(prompts)["input_ids"]
-    texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
+    texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True, **template)
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
