@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_tokenizer
+from tiny import save_tiny, tiny_tokenizer
 
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli import main
@@ -113,6 +113,16 @@ def test_a_torchvision_of_another_build_is_named(tmp_path, command):
     )
     said = done.stderr.strip().splitlines()[-1]
     assert "rror: torchvision cannot be imported" in said and "torchvision::nms does not exist" in said
+
+
+@pytest.mark.parametrize("command", [["eval", "--task", "sudoku"], ["plan"]])
+def test_a_config_that_contradicts_itself(command, tmp_path):
+    """One layer more than the types of layers that it lists."""
+    config = tmp_path / "model" / "config.json"
+    save_tiny(config.parent)
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    with pytest.raises(SystemExit, match=r"^error: .*\n?.*`num_hidden_layers` \(3\) must be equal"):
+        main([command[0], str(config.parent), *command[1:]])
 
 
 def test_an_error_that_nobody_foresaw_keeps_its_traceback(monkeypatch):

@@ -28,6 +28,7 @@ COMMANDS = {
 }
 # Errors of writing, for which the system names no file
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
+FORESEEN = (ValueError, ImportError, OSError, RuntimeError)
 # Libraries whose own errors are messages for the user
 LIBRARIES = ("trl_quant", "trl", "transformers", "datasets", "huggingface_hub", "accelerate", "peft")
 
@@ -57,7 +58,10 @@ def plain_errors() -> Iterator[None]:
     """Context that ends the process with `error: ...` and code 1 on a foreseen error. Others keep their traceback."""
     try:
         yield
-    except (ValueError, ImportError, OSError, RuntimeError) as error:
+    except Exception as error:
+        # huggingface_hub's error for a config.json that contradicts itself has no other base
+        if not isinstance(error, FORESEEN) and type(error).__module__ != "huggingface_hub.errors":
+            raise
         # A failed import is an ImportError, or a RuntimeError of TRL's or of the library that was imported
         told = blamed(error) if isinstance(error, ImportError | RuntimeError) else error
         if told is error and not _is_foreseen(error):
