@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel as Kernel
 from vllm_engines import engine, greedy, policy, update
 
-from trl_quant.rollout.vllm import in_place
+from trl_quant.rollout.vllm import in_place, worker
 from trl_quant.rollout.vllm.base import VLLMBase
 
 
@@ -47,15 +47,20 @@ def held(sampler) -> dict[str, torch.Tensor]:
     ("family", "tied", "with_lora"),
     [("qwen2", False, False), ("qwen2", True, True), ("llama", False, True), ("phi3", False, False)],
 )
-def test_as_a_reload(tmp_path, family, tied, with_lora):
+def test_as_a_reload(tmp_path, monkeypatch, family, tied, with_lora):
     model = policy(tmp_path / "policy", with_lora, family=family, tied=tied)
     sampler = engine(model, "int8")
     sampler.sync_weights()
     views, metrics = sampler.destinations, sampler.sync_metrics
+    assert views and "weights/normalized_update" not in metrics
+    reloads = []
+    reload = worker.reload
+    monkeypatch.setattr(worker, "reload", lambda *args, **kwargs: reloads.append(1) or reload(*args, **kwargs))
     before, pointers = held(sampler), {name: view.data_ptr() for name, view in views.items()}
     update(model, seed=0)
     sampler.sync_weights()
     assert sampler.sync_metrics.keys() > metrics.keys() and sampler.sync_metrics["weights/normalized_update"] > 0
+    assert not reloads
     sampler.llm.apply_model(pack_head)
     written, sampled = held(sampler), greedy(sampler.llm)
 
@@ -64,6 +69,7 @@ def test_as_a_reload(tmp_path, family, tied, with_lora):
     sampler.sync_weights()
     assert {name: view.data_ptr() for name, view in sampler.destinations.items()} == pointers
     reloaded = held(sampler)
+    assert reloads
     assert written.keys() == reloaded.keys()
     assert all(torch.equal(value, reloaded[name]) for name, value in written.items())
     assert any(not torch.equal(value, before[name]) for name, value in written.items())

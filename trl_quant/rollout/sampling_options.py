@@ -122,7 +122,7 @@ def check_supported(generation_kwargs: dict) -> None:
 def check_option_types(generation_kwargs: dict) -> None:
     """Raises `ValueError` for `generation_kwargs` of a type that transformers' `generate` does not take."""
     allowed = dict.fromkeys(INTEGERS, (Integral, "an integer")) | LISTS
-    for name in allowed.keys() & generation_kwargs.keys():
+    for name in filter(allowed.get, generation_kwargs):
         value, (kind, described) = generation_kwargs[name], allowed[name]
         values = value if name in LISTS and isinstance(value, list | tuple) else [value]
         if not all(isinstance(one, kind) and not isinstance(one, bool) for one in values):
