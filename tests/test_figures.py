@@ -322,6 +322,21 @@ def test_updates_of_eight_micro_batches():
     assert f"differ by up to {spread:.0%} of their median" in MEASURED
 
 
+def test_profiles_of_an_update_and_a_sync():
+    update, sync = ((RESULTS / f"profile-{name}-7b-{H200}.txt").read_text() for name in ("update", "sync"))
+    kernels, milliseconds = re.search(r"kernels (\d+), gpu ([\d.]+) ms", update).groups()
+    least = min(float(found) for found in re.findall(r"training_step 2048 \d: ([\d.]+) ms", update))
+    told = f"for {float(milliseconds) / 1e3:.2f} s of a micro-batch's {least / 1e3:.2f} s or more, in {kernels} kernels"
+    assert told in MEASURED.replace("\n", " ")
+    assert f"{least / 28:.0f} ms a layer" in MEASURED
+
+    taken = [float(found) / 1e3 for found in re.findall(r"sync in a step -?[1-9]: ([\d.]+) ms", sync)]
+    (milliseconds,) = re.findall(r"kernels \d+, gpu ([\d.]+) ms", sync)
+    text = BENCHMARKS.replace("\n", " ")
+    assert f"A sync took {min(taken):.2f} to {max(taken):.2f} s there" in text
+    assert f"Kernels ran for {float(milliseconds) / 1e3:.3f} s of it" in text
+
+
 def test_updates_in_the_benchmarks_page():
     found = read(f"update-7b-{H200}")["results"]["7b"]
     names = {"ours in BF16, packed rows": "bf16", "NVFP4 base": "nvfp4"} | {f"`{kind}`": kind for kind in EIGHT_BITS}
