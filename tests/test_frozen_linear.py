@@ -21,6 +21,7 @@ from frozen_layers import (
 )
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from trl_quant.formats import FORMATS, global_scale, quantize
@@ -40,6 +41,31 @@ def test_numbers_are_those_of_the_format(precision):
         assert torch.equal(layer.dequantize(), q.dequantize())
         assert torch.equal(layer.dequantize(torch.float32), q.dequantize(torch.float32))
         assert not torch.equal(layer.dequantize(), plain.weight)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator.overloadpacket is torch.ops.aten.mm
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("hidden", "wide"), [(3584, 18944), (5120, 13824)], ids=["7B", "14B"])
+def test_the_largest_layers_are_multiplied_whole(hidden, wide):
+    """Forward and backward, in 16 bits; in 32 bits they take more than the buffer, and two parts."""
+    for dtype, parts in ((torch.bfloat16, 1), (torch.float32, 2)):
+        for shape in ((hidden, wide), (wide, hidden)):
+            layer = FrozenLinear(*shape, False, "nvfp4", dtype, device="meta")
+            for forward in (True, False):
+                x = torch.empty(2, shape[not forward], dtype=dtype, device="meta")
+                with Products() as products:
+                    frozen.frozen_product(x, None, *layer.packed(), forward)
+                assert products.count == parts
 
 
 @every_precision
