@@ -339,7 +339,7 @@ class QuantFields(*SECTIONS.values()):
             self.vllm_sleep_level = 1 if self.lora_sync == "adapter" else 2
         if self.is_correction is None:
             self.is_correction = self._default_correction()
-        if self.use_liger_kernel and self.train_precision in unified_flows():  # norms and MLPs quantize in one pass
+        if self.use_liger_kernel and self.train_precision in unified_flows():  # ours quantize in the same pass
             self.liger_kernel_config = {"rms_norm": False, "swiglu": False} | (self.liger_kernel_config or {})
 
     def resolve_for(self, adapted: bool) -> None:

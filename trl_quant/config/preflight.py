@@ -157,8 +157,8 @@ def _check_teacher(args, model, teacher) -> None:
     named = args.teacher_model_name_or_path
     if named is not None and named != name_of(teacher):
         raise ValueError(
-            f"`teacher_model_name_or_path`={named!r}, but `teacher_model` is {name_of(teacher) or 'in memory'!r}. The "
-            "command line passes the first as the second. Leave the field unset, or name the same teacher."
+            f"`teacher_model_name_or_path`={named!r}, but `teacher_model` is {name_of(teacher) or 'in memory'!r}. "
+            "Leave the field unset, or name the same teacher."
         )
     if isinstance(teacher, str):
         init, options = args.teacher_model_init_kwargs or {}, {}

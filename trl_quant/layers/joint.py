@@ -25,8 +25,8 @@ gradients, and the adapter adds to Y_i and dX:
 | `b_i`, `A_i`, `B_i`, `s_i` | bias and adapter of a [`Part`] | (out_i,), (rank_i, in), (out_i, rank_i), a number |
 
 What is saved of X for the backward pass is saved once for all parts: its codes, one byte each, or X itself where an
-adapter beside the base takes it. Weights and merged adapters are not saved: the backward pass takes their values of
-that time. In `fp8`, a token has one scale for all of [dY_1 ... dY_n].
+adapter beside the base takes it. Weights and merged adapters are not saved: the backward pass reads them again. In
+`fp8`, a token has one scale for all of [dY_1 ... dY_n].
 """
 
 import weakref
@@ -205,7 +205,7 @@ _merged: WeakKeyDictionary[QuantizedTensor, tuple[Tensor, ...]] = WeakKeyDiction
 
 
 def _merged_adapters(w: QuantizedTensor, of: _Constants, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns [`_adapters`]. They are converted once for as long as `w` lives, the codes that they are merged into."""
+    """Returns [`_adapters`], which are converted once for as long as the codes `w` live that they are merged into."""
     found = _merged.get(w)
     if found is None or found[0].dtype != dtype:
         found = _merged[w] = _adapters(of, dtype)
