@@ -2,7 +2,7 @@
 Times whole GRPO steps and their phases, through the trainers, with TRL's trainer and its control in the same run.
 
     python benchmarks/step.py                          # 7B shapes on a GPU, tiny ones on a CPU
-    python benchmarks/step.py --trainers trl trl-control bf16 fp8/fp8 --completions 64x4096 --lengths lognormal
+    python benchmarks/step.py --trainers trl trl-control bf16 fp8/fp8 --completions 64x4096:lognormal 64x1024
     python benchmarks/step.py --show runs.json         # prints the table of a file, and measures nothing
 
 | trainer | is |
@@ -24,8 +24,8 @@ BF16, with bitsandbytes' AdamW in 8 bits or, where that is not installed, with p
 do not fit beside a 7B policy and vLLM. Our self-check, one in 50 steps, is switched off.
 
 The length of each completion is drawn before anything is measured, so all trainers do the same work: vLLM gets it as
-the `max_tokens` of a request, and no token ends a completion earlier. Lengths are `equal` to the TOKENS of
-`--completions`, or `lognormal` and cut there.
+the `max_tokens` of a request, and no token ends a completion earlier. In a step of `--completions` 64x4096 all lengths
+are 4096; in one of 64x4096:lognormal they are log-normal and cut there.
 
 | phase | is |
 |---|---|
@@ -131,6 +131,15 @@ def shape_name(completions: int, new: int, lengths: str) -> str:
     return f"{completions}x{new} {lengths}"
 
 
+def shape_of(text: str) -> tuple[int, int, str]:
+    """Returns the completions of a step, most tokens of each, and how lengths are drawn."""
+    parts = re.fullmatch(r"(\d+)x(\d+)(?::(equal|lognormal))?", text)
+    if not parts:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape such as 64x1024 or 64x4096:lognormal.")
+    completions, new, lengths = parts.groups()
+    return int(completions), int(new), lengths or "equal"
+
+
 def draw_lengths(args, completions: int, new: int, lengths: str) -> list[list[int]]:
     """Draws the number of tokens of each completion of each step, the same in every process."""
     if lengths == "equal":
@@ -170,7 +179,7 @@ def make_trainer(args, tokenizer):
     trls = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
     method, _ = step_runs.parts_of(args.one)
     (size,) = args.sizes
-    completions, new = map(max, zip(*args.completions, strict=True))
+    completions, new, _ = map(max, zip(*args.completions, strict=True))
     words, generator = words_of(tokenizer), random.Random(0)
     prompts = [tokenizer.decode(generator.choices(words, k=args.prompt)) for _ in range(completions)]
     directory = model_directory(size, tokenizer)
@@ -192,8 +201,8 @@ def make_trainer(args, tokenizer):
         "generation_kwargs": IGNORE_EOS,
         "num_generations": args.generations,
         "max_completion_length": new,
-        "per_device_train_batch_size": args.micro,
-        "gradient_accumulation_steps": completions // args.micro,
+        "per_device_train_batch_size": min(args.micro, completions),
+        "gradient_accumulation_steps": max(completions // args.micro, 1),
         "gradient_checkpointing": True,
         "max_steps": args.steps,
         "logging_steps": 1,
@@ -302,9 +311,10 @@ class Steps(TrainerCallback):
         self.seconds.append({"step": step} | phases | {"update": step - found["generation"], "rest": rest})
 
 
-def set_shape(trainer, completions: int, new: int) -> None:
-    """Sets the number of completions and of their tokens for the trainer's next steps."""
+def set_shape(trainer, completions: int, new: int, micro: int) -> None:
+    """Sets the number of completions, of their tokens and of a micro-batch for the trainer's next steps."""
     args = trainer.args
+    args.per_device_train_batch_size = trainer._train_batch_size = min(micro, completions)
     args.gradient_accumulation_steps = args.steps_per_generation = completions // args.per_device_train_batch_size
     args.generation_batch_size = completions
     args.max_completion_length = trainer.max_completion_length = trainer.vllm_generation.max_completion_length = new
@@ -326,30 +336,27 @@ def measure(args) -> dict:
     generate, result = trainer.vllm_generation.llm.generate, {}
     # TRL generates at each multiple of the micro-batches of a generation. The larger goes first, as the smaller divides
     # it
-    for completions, new in sorted(args.completions, reverse=True):
-        for lengths in args.lengths:
-            set_shape(trainer, completions, new)
-            drawn = draw_lengths(args, completions, new, lengths)
-            trainer.vllm_generation.llm.generate = generate
-            prescribe_lengths(trainer.vllm_generation.llm, iter(drawn))
-            trainer.train()
-            logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-            check_lengths(logged, drawn)
+    for completions, new, lengths in sorted(args.completions, reverse=True):
+        set_shape(trainer, completions, new, args.micro)
+        drawn = draw_lengths(args, completions, new, lengths)
+        trainer.vllm_generation.llm.generate = generate
+        prescribe_lengths(trainer.vllm_generation.llm, iter(drawn))
+        trainer.train()
+        logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+        check_lengths(logged, drawn)
 
-            warm_up, *measured = steps.seconds[: steps.profiled]
-            peak = (
-                torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-            )
-            # Not measured without a correction
-            differences = [entry.get("sampling/sampling_logp_difference/max") for entry in logged]
-            result[shape_name(completions, new, lengths)] = {
-                "warm_up": warm_up,
-                "steps": measured,
-                "peak_bytes": peak,
-                "logp_difference": None if None in differences else max(differences),
-            }
-            if args.profile:
-                result[shape_name(completions, new, lengths)]["update_kernels"] = steps.kernels[:80]
+        warm_up, *measured = steps.seconds[: steps.profiled]
+        peak = torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        # Not measured without a correction
+        differences = [entry.get("sampling/sampling_logp_difference/max") for entry in logged]
+        result[shape_name(completions, new, lengths)] = {
+            "warm_up": warm_up,
+            "steps": measured,
+            "peak_bytes": peak,
+            "logp_difference": None if None in differences else max(differences),
+        }
+        if args.profile:
+            result[shape_name(completions, new, lengths)]["update_kernels"] = steps.kernels[:80]
     return result
 
 
@@ -367,16 +374,15 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--completions",
         nargs="+",
-        type=lambda text: tuple(map(int, text.split("x"))),
-        default=[(64, 1024) if CUDA else (8, 16)],
-        metavar="NxTOKENS",
-        help="of a step, and new tokens of each at most",
+        type=shape_of,
+        default=[shape_of("64x1024" if CUDA else "8x16")],
+        metavar="NxTOKENS[:lognormal]",
+        help="of a step, new tokens of each at most, and how their lengths are drawn",
     )
-    parser.add_argument("--lengths", nargs="+", choices=["equal", "lognormal"], default=["equal"])
     parser.add_argument("--median", type=float, default=900 if CUDA else 12, help="of lognormal lengths")
     parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of lognormal lengths")
     parser.add_argument("--seed", type=int, default=0, help="of lognormal lengths")
-    parser.add_argument("--micro", type=int, default=16 if CUDA else 4, help="completions of a micro-batch")
+    parser.add_argument("--micro", type=int, default=16 if CUDA else 4, help="completions of a micro-batch at most")
     parser.add_argument("--steps", type=int, default=6, help="of which the first warms up")
     parser.add_argument("--profile", action="store_true", help="keeps the kernels of the last step's update")
     parser.add_argument("--rounds", type=int, default=1, help="each second one takes the trainers in reverse")
@@ -412,8 +418,7 @@ def main():
 def start(args) -> dict:
     """Draws the lengths and returns the runs that `--output` has so far, if it has any."""
     load_tokenizer(args.tokenizer)  # fails early if it is missing
-    shapes = [(*shape, lengths) for shape in args.completions for lengths in args.lengths]
-    drawn = {shape_name(*shape): draw_lengths(args, *shape) for shape in shapes}
+    drawn = {shape_name(*shape): draw_lengths(args, *shape) for shape in args.completions}
     return step_runs.start(args, SHARED, drawn)
 
 

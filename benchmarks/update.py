@@ -10,7 +10,7 @@ stays beside a base that is held in codes alone (`lora_sync="adapter"`). Each ru
 checkpointing, TRL's other settings, and a made-up batch in place of a generation. `--tokens` counts a micro-batch's
 prompts and completions, in sequences of at most `--length`; a step is `--accumulation` such micro-batches, and a
 merged adapter is quantized with the weights once in it. `--liger` and `--compile` set `use_liger_kernel` and
-`torch_compile`, for TRL's trainer too.
+`torch_compile` with its mode, for TRL's trainer too.
 `ratio` is the time relative to the first trainer's: below 1 is faster. Times are medians over the steps after the first
 two. Memory is the peak in these steps: of torch's allocations on a GPU, of the process on a CPU. `--output` keeps every
 step, with the commit, the versions and the host's load.
@@ -109,7 +109,8 @@ def measure(kind: str, args) -> dict:
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": args.accumulation,
         "use_liger_kernel": args.liger,
-        "torch_compile": args.compile,
+        "torch_compile": args.compile is not None,
+        "torch_compile_mode": args.compile,
         "num_generations": 2,
         "gradient_checkpointing": True,
         "max_steps": args.steps + WARM_UP,
@@ -160,7 +161,9 @@ def main():
     parser.add_argument("--length", type=int, default=2048 if CUDA else 128, help="tokens of a sequence at most")
     parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches of a step")
     parser.add_argument("--liger", action="store_true", help="with Liger's kernels, which must be installed")
-    parser.add_argument("--compile", action="store_true", help="with torch.compile")
+    parser.add_argument(
+        "--compile", nargs="?", const="default", metavar="MODE", help="with torch.compile; reduce-overhead: CUDA graphs"
+    )
     parser.add_argument("--lora", type=int, default=32, metavar="RANK")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git")
@@ -174,7 +177,8 @@ def main():
     results, loads = {}, {}
     for size in args.sizes:
         print(f"{machine()}, Qwen2.5 {size}, LoRA of rank {args.lora}, sequences of {args.length} tokens", end=", ")
-        print(f"micro-batches of a step: {args.accumulation}{', Liger' * args.liger}{', compiled' * args.compile}")
+        compiled = "" if args.compile is None else f", compiled: {args.compile}"
+        print(f"micro-batches of a step: {args.accumulation}{', Liger' * args.liger}{compiled}")
         columns = "".join(f"{f'{tokens} tokens':>16}{'ratio':>8}{'GiB':>8}" for tokens in args.tokens)
         print(f"{'trains in':<18}{columns}", flush=True)
         found = results.setdefault(size, {})

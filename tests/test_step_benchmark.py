@@ -12,7 +12,6 @@ from tiny import save_words
 
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-LOGNORMAL = ["--lengths", "lognormal", "--median", "20"]
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def step_runs(monkeypatch):
 
 
 def drawn(step, *words: str, completions: int = 64, new: int = 64, lengths: str = "lognormal") -> list[list[int]]:
-    return step.draw_lengths(step.options().parse_args([*LOGNORMAL, *words]), completions, new, lengths)
+    return step.draw_lengths(step.options().parse_args(["--median", "20", *words]), completions, new, lengths)
 
 
 def test_lengths_are_the_same_for_all_trainers_and_other_ones_in_each_step(step):
@@ -228,7 +227,8 @@ def test_trainers_get_the_lengths_that_were_drawn(tmp_path, step, monkeypatch, c
     pytest.importorskip("vllm", reason="vLLM is not installed")
     output = tmp_path / "runs.json"
     words = ["--tokenizer", save_words(tmp_path / "tokenizer.json"), "--sizes", "tiny", "--generations", "2"]
-    words += ["--trainers", "bf16", "--completions", "4x16", "--steps", "3", *LOGNORMAL, "--median", "6"]
+    words += ["--trainers", "bf16", "--completions", "4x16:lognormal", "8x8", "--micro", "8"]
+    words += ["--steps", "3", "--median", "6"]
 
     def printed(*words) -> str:
         monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "step.py"), *map(str, words)])
@@ -237,14 +237,15 @@ def test_trainers_get_the_lengths_that_were_drawn(tmp_path, step, monkeypatch, c
 
     done = printed(*words, "--output", output)
     found = json.loads(output.read_text())
-    (lengths,) = found["lengths"].values()
-    assert len(set(map(tuple, lengths))) == 3
+    assert len(set(map(tuple, found["lengths"]["4x16 lognormal"]))) == 3
+    assert found["lengths"]["8x8 equal"] == [[8] * 8] * 3
     (run,) = found["runs"]
-    (result,) = run["results"].values()
-    assert len(result["steps"]) == 2
-    for seconds in (result["warm_up"], *result["steps"]):
-        assert seconds["sampling"] > 0 and seconds["update"] > 0 and seconds["scoring"] == 0
-        phases = sum(seconds[phase] for phase in ("sampling", "sync", "scoring", "update", "rest"))
-        assert math.isclose(phases, seconds["step"], rel_tol=1e-6)
+    assert run["results"].keys() == found["lengths"].keys()
+    for result in run["results"].values():
+        assert len(result["steps"]) == 2
+        for seconds in (result["warm_up"], *result["steps"]):
+            assert seconds["sampling"] > 0 and seconds["update"] > 0 and seconds["scoring"] == 0
+            phases = sum(seconds[phase] for phase in ("sampling", "sync", "scoring", "update", "rest"))
+            assert math.isclose(phases, seconds["step"], rel_tol=1e-6)
     shown = printed("--show", output)
     assert shown and shown in done
