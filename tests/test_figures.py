@@ -125,19 +125,10 @@ def runs(name: str, shape: str) -> list[tuple[str | None, dict]]:
     return [(given, {n: t[shape] for n, t in trainers.items() if shape in t}) for given, trainers in found]
 
 
-def trained(shape: str) -> tuple[dict, dict[str, dict]]:
-    """TRL's step and, by `train_precision`, ours on a LoRA policy."""
-    name = f"step-7b-trained-{H200}" if shape == "64x1024" else f"step-7b-trained-{shape}-{H200}"
-    found = runs(name, shape)
+def trained() -> tuple[dict, dict[str, dict]]:
+    """TRL's step of 64 completions of 1024 tokens and, by `train_precision`, ours on a LoRA policy."""
+    found = runs(f"step-7b-trained-{H200}", "64x1024")
     return found[0][1]["trl"], {given: trainers[f"{given} tis"] for given, trainers in found if given}
-
-
-def trained_weights() -> dict[str, tuple[dict, dict]]:
-    """TRL's step and ours by shape, all weights trained in `fp8_block`."""
-    shapes = ("64x1024", "64x4096")
-    found = {shape: runs(f"step-7b-trained-weights-{H200}", shape) for shape in shapes}
-    steps = {shape: [trainers for _, trainers in found[shape] if trainers] for shape in shapes}
-    return {shape: (one["trl"], one["fp8_block tis"]) for shape, (one,) in steps.items()}
 
 
 @pytest.mark.parametrize(("label", "row"), [("LoRA", "LoRA"), ("all weights", "all weights by plain SGD")])
@@ -179,61 +170,34 @@ def test_sampling_within_steps_is_told_beside_sampling_alone():
     assert f"{seconds[0]} and {seconds[1]} s there" in BENCHMARKS
 
 
-def test_the_headline():
+def test_the_step_sampled_in_fp8_in_readme():
     shapes, pairs = sampled_in_fp8("LoRA")
-    sampled = pairs[shapes.index("64x1024")]
-    trl, ours = trained("64x1024")
-    both_in_fp8 = trl, ours["fp8"]
-    text = README.partition("## Install")[0].replace("\n", " ")
-    assert f"no padding to save, and the step is {gain(*both_in_fp8):.2f} times as fast" in text
-    (first, second), after = both(sampled), "| what | result | repeat it |"
-    told = cells_of(README, "The same policy, sampled in FP8, 64 completions of 1024 tokens", after)[1]
-    assert told == f"{first} TRL's; {second} without TRL's scoring pass (one measured step)"
-    told = cells_of(README, "The same, also trained in FP8", after)[1]
-    assert told == f"{'; '.join(both(both_in_fp8))} (two steps)"
+    first, second = both(pairs[shapes.index("64x1024")])
+    told = cells_of(README, "The 7B policy sampled in FP8 and trained in BF16", "| what | result | repeat it |")[1]
+    assert told == f"{first} TRL's; {second} without its scoring pass (one measured step)"
 
 
 @pytest.mark.parametrize(
     ("file", "measured"),
-    [("", 1), ("-nvfp4", 1), ("-trained", 2), ("-trained-64x4096", 1), ("-trained-weights", 1)],
+    [("", 1), ("-nvfp4", 1), ("-trained", 2), ("-trained-weights", 1)],
 )
 def test_older_steps_are_few_and_the_pages_say_so(file, measured):
     found = read(f"step-7b{file}-{H200}")
     assert all(run["arguments"]["steps"] == 1 + measured for run in found.get("runs", [found]))
     text = MEASURED.replace("\n", " ")
     for told in (
-        "Each figure is of one measured step",
-        "LoRA's figures of 64x1024 are means of two measured steps, all others are of one.",
-        "against TRL's BF16 LoRA, one measured step each.",
+        "**Each figure is of one measured step**",
+        "without its pass (means of two steps)",
+        "7B on an NVFP4 base, **one measured step each**",
     ):
         assert told in text
 
 
-def test_trained_steps_of_1024_tokens():
-    trl, ours = trained("64x1024")
-    assert steps("LoRA, 64x1024, `fp8` |") == both((trl, ours["fp8"]))
-    for name in ("fp8_block", "int8"):
-        assert steps(f"LoRA, 64x1024, `{name}` with `exact_rollouts`") == both((trl, ours[name]))
-    sampling = trl["sampling"] / ours["fp8_block"]["sampling"]
-    assert f"`fp8_block` sampled {sampling:.2f} times as fast as TRL's BF16" in CHOICE
-
-
-def test_trained_steps_of_4096_tokens():
-    trl, ours = trained("64x4096")
-    (beside,) = [t for given, t in runs(f"step-7b-trained-64x4096-{H200}", "64x4096") if given is None and len(t) == 2]
-    assert steps("LoRA, 64x4096, sampled in `fp8`") == both((beside["trl"], beside["fp8 tis"]))
-    assert steps("LoRA, 64x4096, `fp8` |") == both((trl, ours["fp8"]))
-    assert steps("LoRA, 64x4096, `fp8_block` with `exact_rollouts`") == both((trl, ours["fp8_block"]))
-    written = cells_of(BENCHMARKS, "sampled in `fp8`, trained in BF16 |")
-    pair = beside["trl"], beside["fp8 tis"]
-    assert written[1:4] == [f"{pair[1]['step']:.2f}", *times(of(*pair) for of in (gain, unscored))]
-
-
-@pytest.mark.parametrize("shape", ["64x1024", "64x4096"])
-def test_phases_of_trained_steps(shape):
-    trl, ours = trained(shape)
-    after = {"64x1024": "Trained in FP8 or INT8", "64x4096": "64 completions of 4096 tokens, `--completions"}[shape]
-    text = BENCHMARKS.partition(after)[2].partition("\n\n|")[2].partition("\n\n")[0]
+def test_trained_steps():
+    trl, ours = trained()
+    of_int8 = [ratio[:-1] for ratio in both((trl, ours["int8"]))]
+    assert "{} times as fast as TRL's, and {} times".format(*of_int8) in MEASURED.replace("\n", " ")
+    text = BENCHMARKS.partition("## Trained in FP8 or INT8")[2].partition("\n\n|")[2].partition("\n\n")[0]
     labels = {"fp8": "`fp8` |", "fp8_block": "`fp8_block`, `exact_rollouts`", "int8": "`int8`, `exact_rollouts`"}
     for name, step in ours.items():
         gains = times(of(trl, step) for of in (gain, unscored))
@@ -242,34 +206,34 @@ def test_phases_of_trained_steps(shape):
         assert f"{trl['update'] / step['update']:.2f}x" in BENCHMARKS
 
 
+def test_sampling_in_fp8_block():
+    found = {run["trainer"]: run["results"]["64x1024 equal"] for run in read(f"step-7b-all-{H200}")["runs"]}
+    sampling = middle(found["trl"], "sampling") / middle(found["fp8_block/fp8_block/exact"], "sampling")
+    assert f"`fp8_block` sampled {sampling:.2f} times as fast as TRL's BF16" in CHOICE
+
+
 def test_steps_with_all_weights_trained_in_fp8():
-    found = trained_weights()
-    for shape, (trl, ours) in found.items():
-        written = cells_of(BENCHMARKS, f"{shape}, `fp8_block`")
-        assert written[1:4] == [f"{ours['step']:.2f}", *times(of(trl, ours) for of in (gain, unscored))]
+    ((_, trainers),) = runs(f"step-7b-trained-weights-{H200}", "64x1024")
+    trl, ours = trainers["trl"], trainers["fp8_block tis"]
+    written = cells_of(BENCHMARKS, "64x1024, `fp8_block`")
+    assert written[1:4] == [f"{ours['step']:.2f}", *times(of(trl, ours) for of in (gain, unscored))]
     shapes, pairs = sampled_in_fp8("all weights")
-    faster, slower = pairs[shapes.index("64x1024")][0], found["64x1024"][0]
-    assert faster["step"] < slower["step"]
-    assert steps("all weights by plain SGD, 64x1024, `fp8_block`") == both((faster, found["64x1024"][1]))
-    assert steps("all weights by plain SGD, 64x4096, `fp8_block`") == both(found["64x4096"])
+    faster = pairs[shapes.index("64x1024")][0]
+    assert faster["step"] < trl["step"]
+    told = "took {:.2f} s in the run [above](#completions-of-one-length), with the same settings. Against that one "
+    told += "the gain is {:.2f}x, unscored {:.2f}x."
+    told = told.format(faster["step"], gain(faster, ours), unscored(faster, ours))
+    assert told in BENCHMARKS.replace("\n", " ")
 
 
 def test_steps_on_a_4_bit_base():
-    pairs = {}
-    for size in ("7b", "32b"):
-        trainers = read(f"step-{size}-nvfp4-{H200}")["results"][size]
-        for shape in ("8x512", "64x512"):
-            trl, ours = pairs[size, shape] = trainers["trl"][shape], trainers["nvfp4 tis"][shape]
-            written = cells_of(BENCHMARKS, f"{size.upper()}, {shape}")
-            gains = times(of(trl, ours) for of in (gain, unscored))
-            assert written[1:4] == [f"{trl['step']:.2f} / {ours['step']:.2f}", *gains]
-            assert steps(f"{size.upper()}, {shape} |") == gains
-    of_7b = [pair for (size, _), pair in pairs.items() if size == "7b"]
-    row = cells_of(
-        README, "Step on an NVFP4 base, 7B, 8 / 64 completions of 512 tokens", "| what | result | repeat it |"
-    )
-    assert row[1] == f"{'; '.join(both(*of_7b))} (one step)"
-    trl, ours = pairs["7b", "64x512"]
+    pairs, trainers = {}, read(f"step-7b-nvfp4-{H200}")["results"]["7b"]
+    for shape in ("8x512", "64x512"):
+        trl, ours = pairs[shape] = trainers["trl"][shape], trainers["nvfp4 tis"][shape]
+        gains = times(of(trl, ours) for of in (gain, unscored))
+        assert cells_of(BENCHMARKS, f"7B, {shape}")[1:4] == [f"{trl['step']:.2f} / {ours['step']:.2f}", *gains]
+        assert steps(f"7B, {shape} |") == gains
+    trl, ours = pairs["64x512"]
     speed = trl["sampling"] / ours["sampling"]
     assert f"with 64 completions, NVFP4 sampled at {speed:.2f} of BF16's speed at 7B" in CHOICE.replace("\n", " ")
 
@@ -320,6 +284,26 @@ def test_updates_of_eight_micro_batches():
         assert cells_of(MEASURED, f"{tokens}, a step |")[1:] == cells
     spread = max((max(x["steps"]) - min(x["steps"])) / x["update"] for x in (row["2048"] for row in kinds.values()))
     assert f"differ by up to {spread:.0%} of their median" in MEASURED
+
+
+def test_updates_on_a_fourth_host():
+    nvfp4, liger = (read(f"update-7b-{name}-{H200}") for name in ("nvfp4", "liger"))
+    assert liger["arguments"]["liger"] and not nvfp4["arguments"]["liger"]
+    assert nvfp4["arguments"]["accumulation"] == liger["arguments"]["accumulation"] == 8
+    found, fused = nvfp4["results"]["7b"], liger["results"]["7b"]
+    for tokens in ("2048", "4096"):
+        assert all(len(rows[tokens]["steps"]) == 5 for rows in found.values())
+        trl = found["trl"][tokens]["update"]
+        cells = [f"{trl:.2f} s", f"{found['nvfp4'][tokens]['update'] / trl:.2f}", "", ""]
+        if tokens == "2048":
+            theirs, ours = (fused[kind][tokens]["update"] for kind in ("trl", "fp8"))
+            cells[2:] = [f"{theirs:.2f} s", f"{ours / theirs:.2f}"]
+        assert cells_of(MEASURED, f"{tokens} |", "| tokens of a micro-batch, a fourth host |")[1:] == cells
+    spread = [f"{min(row['2048']['steps']):.2f} to {max(row['2048']['steps']):.2f}" for row in fused.values()]
+    assert "TRL's took {} s, those in `fp8` {}.".format(*spread) in MEASURED.replace("\n", " ")
+    before = read(f"update-7b-8-micro-batches-{H200}")["results"]["7b"]
+    both_times = [each["nvfp4"]["2048"]["update"] / each["trl"]["2048"]["update"] for each in (before, found)]
+    assert "how much of {:.2f} against {:.2f} at 2048".format(*both_times) in BENCHMARKS.replace("\n", " ")
 
 
 def test_updates_in_8_bits_on_all_hosts():
@@ -416,14 +400,15 @@ def test_peaks_of_steps():
     def peaks(*steps: dict) -> str:
         return " / ".join(f"{step['peak_bytes'] / 2**30:.0f}" for step in steps)
 
-    trl, ours = trained("64x1024")
+    trl, ours = trained()
     expected = {"the same, sampled and trained in `fp8` / `fp8_block` / `int8`": (trl, *(ours[n] for n in EIGHT_BITS))}
     for policy, row in (("LoRA", "7B LoRA, 64 completions of 1024 tokens"), ("all weights", "7B, all weights")):
         shapes, pairs = sampled_in_fp8(policy)
         expected[row] = pairs[shapes.index("64x1024")]
-    for size in ("7b", "32b"):
-        trainers = read(f"step-{size}-nvfp4-{H200}")["results"][size]
-        expected[f"{size.upper()}, NVFP4 base"] = trainers["trl"]["64x512"], trainers["nvfp4 tis"]["64x512"]
+    trainers = read(f"step-7b-nvfp4-{H200}")["results"]["7b"]
+    expected["7B, NVFP4 base"] = trainers["trl"]["64x512"], trainers["nvfp4 tis"]["64x512"]
+    found = {run["trainer"]: run["results"]["64x512 equal"] for run in read(f"step-32b-{H200}")["runs"]}
+    expected["32B, 64 of 512"] = found["trl"], found["nvfp4/nvfp4"], found["fp8/fp8/adapter"]
     for row, (theirs, *others) in expected.items():
         assert cells_of(MEMORY, row)[1:] == [peaks(theirs), peaks(*others)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from figures import MEMORY, cells_of
+from figures import MEMORY, cells_of, middle
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
@@ -168,7 +168,9 @@ def runs_of_steps() -> list:
                 train, _, lora_sync = train.partition("/")
                 given |= {"train_precision": train or None, "lora_sync": lora_sync or None}
                 for shape, result in run["results"].items():
-                    place = (path.name, given, run["size"], given["lora"], run["micro"], rollout, shape)
+                    # The control has switched off the scoring, and not the correction's memory
+                    kind = "trl" if rollout.startswith("trl") else rollout
+                    place = (path.name, given, run["size"], given["lora"], run["micro"], kind, shape)
                     found.append((*place, result["peak_bytes"]))
             continue
         for run in content.get("runs", [content]):
@@ -206,8 +208,8 @@ def estimate_of_step(estimated, run) -> int:
             card,
             QuantRLOOConfig if given.get("method") == "rloo" else QuantGRPOConfig,
             num_generations=given["generations"],
-            per_device_train_batch_size=micro,
-            gradient_accumulation_steps=completions // micro,
+            per_device_train_batch_size=min(micro, completions),
+            gradient_accumulation_steps=max(completions // micro, 1),
             max_completion_length=new,
             use_vllm=True,
             vllm_mode="colocate",
@@ -369,22 +371,39 @@ def test_costs_are_those_that_were_measured():
                 if kind != "trl" and shape in trl:
                     rollout, sides = kind.split()[0], tuple(map(int, shape.split("x")))
                     seconds = trl[shape]["step"], trl[shape]["scoring"], row["step"]
-                    rounded = tuple(round(value, 2) for value in seconds)
-                    found.add(measured.Step(size, adapted, given, rollout, exact, *sides, *rounded))
+                    lora_sync = "adapter" if given == "nvfp4" else "merge"
+                    add_step(size, adapted, lora_sync, given, rollout, exact, sides, seconds)
+
+    def add_step(*what):
+        *planned, sides, seconds = what
+        found.add(measured.Step(*planned, *sides, *(round(value, 2) for value in seconds)))
 
     for policy, trainers in read("step-7b")["results"]["7b"].items():
         add("7b", "LoRA" in policy, None, trainers["trl"], trainers)
     runs = read("step-7b-trained")["runs"]
-    for run in runs:
+    for run in runs:  # the others were measured again
         given = run["arguments"]
-        first = runs[0]["results"]["7b"]["trl"]
-        add("7b", True, given["train_precision"], first, run["results"]["7b"], given["exact_rollouts"])
+        if given["train_precision"] == "int8":
+            first = runs[0]["results"]["7b"]["trl"]
+            add("7b", True, given["train_precision"], first, run["results"]["7b"], given["exact_rollouts"])
     for run in read("step-7b-trained-weights")["runs"]:
         trainers = run["results"]["7b"]
         add("7b", False, run["arguments"]["train_precision"], trainers["trl"], trainers)
-    for size in ("7b", "32b"):
-        trainers = read(f"step-{size}-nvfp4")["results"][size]
-        add(size, True, "nvfp4", trainers["trl"], trainers)
+    trainers = read("step-7b-nvfp4")["results"]["7b"]
+    add("7b", True, "nvfp4", trainers["trl"], trainers)
+    for name in ("step-7b-all", "step-32b"):
+        runs = {run["trainer"]: run for run in read(name)["runs"]}
+        trl = runs["trl"]["results"]
+        for trainer, run in runs.items():
+            rollout, _, train = trainer.partition("/")
+            train, _, how = train.partition("/")
+            lora_sync = "adapter" if how == "adapter" or train == "nvfp4" else "merge"
+            for shape, result in run["results"].items():
+                if trainer.startswith("trl") or not shape.endswith("equal"):
+                    continue
+                seconds = middle(trl[shape], "step"), middle(trl[shape], "scoring"), middle(result, "step")
+                sides = tuple(map(int, shape.removesuffix(" equal").split("x")))
+                add_step(run["size"], True, lora_sync, train or None, rollout, how == "exact", sides, seconds)
     assert set(measured.STEPS) == found and len(measured.STEPS) == len(found)
 
 
@@ -398,6 +417,10 @@ def test_a_cost_is_told_where_it_was_measured_alone(shapes, tmp_path):
     assert told.startswith("14.51 s a step against TRL's 18.90 s, 1.30x (1.10x") and "of 1024 new tokens" in told
     assert cost(rank=0, rollout_precision="fp8", **colocated).startswith("13.78 s")
     assert cost() == "as TRL's, which this run is"
+    told = cost("32b", rollout_precision="fp8", train_precision="fp8", lora_sync="adapter", **colocated)
+    assert told.startswith("8.89 s a step against TRL's 13.95 s")
+    told = cost("32b", rollout_precision="fp8", train_precision="fp8", lora_sync="merge", **colocated)
+    assert told.startswith("not measured")
     assert "embedded" in cost(rollout_precision="fp8")
     unlimited = colocated | {"max_completion_length": None}
     assert cost(rollout_precision="fp8", **unlimited) == "not measured without a `max_completion_length`"

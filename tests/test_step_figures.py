@@ -7,54 +7,242 @@ from figures import BENCHMARKS, H100, H200, MEASURED, PPO, TRAINING, cells_of, g
 from pages import README, ROOT, TEXTS
 
 
-def lognormal() -> tuple[dict, dict[str, list[dict]]]:
-    """The file of steps whose completions differ in length, and the measured steps by trainer."""
-    found = read(f"step-7b-lognormal-64x2048-{H200}")
-    return found, {run["trainer"]: run["results"]["64x2048 lognormal"] for run in found["runs"]}
+SHAPES = {"64x4096 lognormal": "64 of up to 4096", "64x1024 equal": "64 of 1024", "256x512 equal": "256 of 512"}
+# Trainer -> its rows on the docs' and on the benchmarks' page
+ALL = {
+    "trl": ("TRL, BF16", "TRL's BF16"),
+    "trl-control": ("the control, BF16", "the control"),
+    "bf16": ("ours, BF16", "ours, `bf16`"),
+    "fp8/fp8": ("ours, sampled and trained in `fp8`", "ours, `fp8`"),
+    "fp8_block/fp8_block/exact": ("ours, `fp8_block` with `exact_rollouts`", "ours, `fp8_block`, exact"),
+}
 
 
-def test_steps_of_completions_that_differ_in_length():
-    found, runs = lognormal()
-    trl, bf16, fp8 = (runs[name] for name in ("trl", "bf16", "fp8/fp8"))
-    assert [len(run["steps"]) for run in (trl, bf16, fp8)] == [3, 5, 5]
-    step = {name: middle(run, "step") for name, run in runs.items()}
-    unscored = median(each["step"] - each["scoring"] for each in trl["steps"])
-    for start, benchmark, run in (
-        ("TRL, BF16 |", "TRL's BF16 | 3", trl),
-        ("ours, BF16 |", "ours, `bf16`", bf16),
-        ("ours, sampled and trained in `fp8`", "ours, `fp8`, sampled and trained", fp8),
-    ):
-        own, phases = middle(run, "step"), [middle(run, phase) for phase in ("sampling", "scoring", "update")]
-        gains = times([step["trl"] / own, unscored / own, step["bf16"] / own])
-        gains = [gains[0], "", ""] if run is trl else gains
-        written = [f"{own:.2f} s", *gains, *(f"{seconds:.2f} s" if seconds else "0" for seconds in phases)]
-        assert cells_of(MEASURED, start, "| trainer | step | against TRL |")[1:] == written
-        steps = [each["step"] for each in run["steps"]]
-        told = cells_of(BENCHMARKS.partition("### Completions of different lengths")[2], benchmark)
-        assert told[1:6] == [str(len(steps)), f"{own:.2f}", f"{min(steps):.2f}, {max(steps):.2f}", *gains[:2]]
+def all_trainers() -> tuple[dict, dict[str, dict[str, dict]]]:
+    """The file of steps that all trainers made on one host, and their results by trainer and shape."""
+    found = read(f"step-7b-all-{H200}")
+    runs = {run["trainer"]: run["results"] for run in found["runs"]}
+    assert runs.keys() == ALL.keys() and all(results.keys() == SHAPES.keys() for results in runs.values())
+    return found, runs
+
+
+def ratios(phase: str, first: str, second: str) -> list[float]:
+    """How many times as long a phase takes the first trainer, by shape."""
+    _, runs = all_trainers()
+    return [middle(runs[first][shape], phase) / middle(runs[second][shape], phase) for shape in SHAPES]
+
+
+def told_as(numbers: list[float]) -> str:
+    first, second, third = (f"{number:.2f}" for number in numbers)
+    return f"{first}, {second} and {third}"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_steps_of_all_trainers(shape):
+    _, runs = all_trainers()
+    completions, _, tokens = SHAPES[shape].partition(" of ")
+    table = f"| {completions} completions of {tokens} tokens | step |"
+    order = list(ALL)
+    for trainer, (start, _) in ALL.items():
+        run = runs[trainer][shape]
+        assert len(run["steps"]) == 5
+        gains = [
+            f"{middle(runs[base][shape], 'step') / middle(run, 'step'):.2f}x"
+            if order.index(base) <= order.index(trainer)
+            else ""
+            for base in ("trl", "trl-control", "bf16")
+        ]
         phases = [middle(run, phase) for phase in ("sampling", "sync", "scoring", "update")]
-        assert told[6:10] == [f"{seconds:.2f}" if seconds else "0" for seconds in phases]
-        assert told[11] == f"{run['peak_bytes'] / 2**30:.0f}"
-    scoring, packing, precision = step["trl"] / unscored, unscored / step["bf16"], step["bf16"] / step["fp8/fp8"]
-    for start, ratio in (("no scoring pass", scoring), ("no padding", packing), ("FP8 in sampling", precision)):
-        assert cells_of(MEASURED, start, "| cause |")[1] == f"{ratio:.2f}x"
-    sampling, update = (middle(bf16, phase) / middle(fp8, phase) for phase in ("sampling", "update"))
-    assert f"makes sampling {sampling:.2f} times as fast, and the\nupdate on packed rows {update:.2f} times" in MEASURED
-    assert f"{middle(fp8, 'sampling') / step['fp8/fp8']:.0%} of the step" in MEASURED
-    assert f"Leaner sampling is {middle(trl, 'sampling') / middle(bf16, 'sampling'):.2f}x" in MEASURED
-    assert f"update {middle(trl, 'update') / middle(bf16, 'update'):.2f} times as fast as TRL's" in BENCHMARKS
-    (lengths,) = found["lengths"].values()
+        cells = [
+            f"{middle(run, 'step'):.2f} s",
+            *gains,
+            *(f"{seconds:.2f} s" if seconds else "0" for seconds in phases),
+        ]
+        assert cells_of(MEASURED, start, table)[1:] == cells
+
+
+def test_spread_of_all_trainers():
+    found, runs = all_trainers()
+    loads = {run["trainer"]: run["load"][0] for run in found["runs"]}
+    for trainer, (_, start) in ALL.items():
+        steps = [[step["step"] for step in runs[trainer][shape]["steps"]] for shape in SHAPES]
+        cells = [f"{min(each):.2f}, {max(each):.2f}" for each in steps]
+        cells += [f"{runs[trainer][shape]['peak_bytes'] / 2**30:.0f}" for shape in SHAPES]
+        differences = [runs[trainer][shape]["logp_difference"] for shape in SHAPES]
+        largest = None if None in differences else max(differences)
+        cells += ["" if largest is None else f"{largest:.2f}" if largest else "0", f"{loads[trainer]:.1f}"]
+        assert cells_of(BENCHMARKS, f"{start} |", "| five steps | fastest, slowest: 64 of up")[1:] == cells
+    before = {run["trainer"]: run["results"] for run in read(f"step-7b-lognormal-64x4096-{H200}")["runs"]}
+    shape = next(iter(SHAPES))
+    bf16, fp8 = (
+        abs(middle(runs[name][shape], "step") / middle(before[name][shape], "step") - 1) for name in ("bf16", "fp8/fp8")
+    )
+    assert bf16 < 0.01 < fp8 < 0.06 and "`bf16` was within 1% and `fp8` within 6%" in BENCHMARKS
+
+
+def test_causes_of_the_gain():
+    causes = {
+        "no scoring pass": ratios("step", "trl", "trl-control"),
+        "no padding": ratios("step", "trl-control", "bf16"),
+        "FP8 in sampling": ratios("step", "bf16", "fp8/fp8"),
+    }
+    for start, each in causes.items():
+        assert cells_of(MEASURED, start, "| cause |")[1:4] == times(each)
+    text = MEASURED.replace("\n", " ")
+    assert f"ours samples in {told_as(ratios('sampling', 'bf16', 'trl'))} of TRL's time" in text
+    sampling, update = (told_as(ratios(phase, "bf16", "fp8/fp8")) for phase in ("sampling", "update"))
+    assert f"makes sampling {sampling} times as fast, and the update {update} times" in text
+    found, runs = all_trainers()
+    fp8 = runs["fp8/fp8"]["64x4096 lognormal"]
+    assert f"sampling is then {middle(fp8, 'sampling') / middle(fp8, 'step'):.0%} of the step" in text
+    lengths = found["lengths"]["64x4096 lognormal"][1:]
     padding = [1 - sum(each) / (len(each) * max(each)) for each in lengths]
-    assert f"{min(padding):.0%} to {max(padding):.0%} of the positions are padding" in MEASURED
-    text = README.partition("## Install")[0].replace("\n", " ")
-    assert f"{step['trl'] / step['fp8/fp8']:.2f} times as fast as TRL's: {step['fp8/fp8']:.1f} s" in text
-    assert f"not {step['trl']:.1f}. " in text
-    assert f"gives {scoring:.2f}, " in text and f"give {packing:.2f}. FP8 gives the other {precision:.2f}." in text
-    gains = times([step["trl"] / step["fp8/fp8"], unscored / step["fp8/fp8"]])
-    told = cells_of(
-        README, "Step of a 7B LoRA policy, sampled and trained in FP8, 64", "| what | result | repeat it |"
-    )[1]
-    assert told == f"{gains[0]} TRL's; {gains[1]} without TRL's scoring pass; {precision:.2f}x ours in BF16"
+    assert f"{min(padding):.0%} to {max(padding):.0%} of the positions are padding" in text
+    assert all(result["logp_difference"] == 0 for result in runs["fp8_block/fp8_block/exact"].values())
+
+    speed = README.partition("## Install")[0].replace("\n", " ")
+    gain, equal, _ = ratios("step", "trl", "fp8/fp8")
+    trl = runs["trl"]["64x4096 lognormal"]
+    assert f"{gain:.2f} times as fast as TRL's: {middle(fp8, 'step'):.1f} s, not {middle(trl, 'step'):.1f}. " in speed
+    scoring, rows, precision = (each[0] for each in causes.values())
+    assert f"gives {scoring:.2f}, " in speed and f"give {rows:.2f}. FP8 gives the other {precision:.2f}." in speed
+    assert f"no padding to save, and the step is {equal:.2f} times as fast" in speed
+    by_baseline = [times(ratios("step", base, "fp8/fp8")) for base in ("trl", "trl-control", "bf16")]
+    table = "| what | result | repeat it |"
+    told = "{} TRL's; {} TRL's without its scoring pass; {} ours in BF16".format(*(each[0] for each in by_baseline))
+    assert cells_of(README, "Step of a 7B LoRA policy, sampled and trained in FP8, 64", table)[1] == told
+    others = "; ".join(" / ".join(each[1:]) for each in by_baseline)
+    assert cells_of(README, "The same, 64 completions of 1024 tokens / 256 of 512", table)[1] == others
+
+
+def test_what_the_missed_aim_would_take(monkeypatch):
+    """2.3 times TRL's speed with 64 completions of 1024 tokens."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import step_runs
+
+    found, runs = all_trainers()
+    trl, fp8 = (runs[name]["64x1024 equal"] for name in ("trl", "fp8/fp8"))
+    missing = middle(fp8, "step") - middle(trl, "step") / 2.3
+    (run,) = [run for run in found["runs"] if run["trainer"] == "fp8/fp8"]
+    lengths = found["lengths"]["64x1024 equal"][1:]
+    _, limit = step_runs.limits_of(run, found["machine"], found["arguments"], lengths)
+    on_the_gpu = read(f"decode-7b-{H200}")["results"]["fp8"]["64"]["GPU"]
+    told = "is missed by {:.2f} s of {:.2f}. Its decode step takes {:.1f} ms, of which the GPU computes for {:.1f}, "
+    told += (
+        "and the update runs at {:.0%} of the card's limit in FP8. A decode step of {:.1f} ms, or an update at {:.0%} "
+    )
+    told += "of the limit"
+    sampling, update = middle(fp8, "sampling"), middle(fp8, "update")
+    told = told.format(
+        missing,
+        middle(fp8, "step"),
+        sampling / 1.024,
+        on_the_gpu,
+        limit / update,
+        (sampling - missing) / 1.024,
+        limit / (update - missing),
+    )
+    assert told in BENCHMARKS.replace("\n", " ")
+
+
+def test_syncs_in_these_steps():
+    _, runs = all_trainers()
+    seconds = {name: sorted(middle(run, "sync") for run in results.values()) for name, results in runs.items()}
+    between = {name: f"{each[0]:.2f} to {each[-1]:.2f} s" for name, each in seconds.items()}
+    text = MEASURED.replace("\n", " ")
+    assert f"ours {between['fp8/fp8']} in `fp8`" in text and f"{seconds['trl'][0]:.2f} s, ours" in text
+    exact = between["fp8_block/fp8_block/exact"]
+    assert f"{exact} in `fp8_block`, which vLLM reloads" in text
+    first = runs["fp8/fp8"]["256x512 equal"]["warm_up"]["sync"]
+    text = BENCHMARKS.replace("\n", " ")
+    assert f"the first sync in `fp8` took {first:.2f} s, and later ones {between['fp8/fp8']}" in text
+    assert f"vLLM still reloads: {exact}" in text and f"TRL's took {seconds['trl'][-1]:.2f} s" in text
+
+
+def test_all_weights():
+    (run,) = read(f"step-7b-weights-{H200}")["runs"]
+    (result,) = run["results"].values()
+    steps = [step["step"] for step in result["steps"]]
+    assert run["trainer"] == "fp8_block/fp8_block" and len(steps) == 5
+    sampling, sync, update = (f"{middle(result, phase):.2f}" for phase in ("sampling", "sync", "update"))
+    own, fastest, slowest = (f"{seconds:.2f}" for seconds in (median(steps), min(steps), max(steps)))
+    told = (
+        f"{own} s (median of five steps, {fastest} to {slowest}), of which sampling takes {sampling} s and the update "
+    )
+    assert told + update in MEASURED.replace("\n", " ")
+    told = f"{own} s ({fastest} to {slowest}; sampling {sampling}, sync {sync}, update {update}; torch's peak "
+    assert told + f"{result['peak_bytes'] / 2**30:.0f} GiB)" in BENCHMARKS.replace("\n", " ")
+    theirs = [
+        read(f"step-7b-{H200}")["results"]["7b"]["all weights, SGD, micro-batches of 8"]["trl"]["64x1024"]["step"],
+        read(f"step-7b-trained-weights-{H200}")["runs"][0]["results"]["7b"]["trl"]["64x1024"]["step"],
+    ]
+    assert "it took {:.2f} and {:.2f} s, a step each".format(*theirs) in MEASURED.replace("\n", " ")
+    assert "it would need {:.1f} to {:.1f} s".format(*(each / 2 for each in theirs)) in BENCHMARKS.replace("\n", " ")
+
+
+def test_steps_of_32b(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import step_runs
+
+    found = read(f"step-32b-{H200}")
+    runs = {run["trainer"]: run for run in found["runs"]}
+    assert {name: run["micro"] for name, run in runs.items()} == {"trl": 2, "nvfp4/nvfp4": 16, "fp8/fp8/adapter": 16}
+    names = {
+        "trl": ("TRL, BF16", "TRL's BF16"),
+        "nvfp4/nvfp4": ("NVFP4 base", "NVFP4 base"),
+        "fp8/fp8/adapter": ('FP8 base, `lora_sync="adapter"`', "FP8 base, adapter beside it"),
+    }
+    gains: dict[str, list[list[str]]] = {name: [] for name in names}
+    for completions in (8, 64):
+        shape = f"{completions}x512 equal"
+        trl = runs["trl"]["results"][shape]
+        unscored = median(step["step"] - step["scoring"] for step in trl["steps"])
+        for name, (start, _) in names.items():
+            result = runs[name]["results"][shape]
+            own = middle(result, "step")
+            assert len(result["steps"]) == 5
+            gains[name].append(times([middle(trl, "step") / own, unscored / own]))
+            phases = [middle(result, phase) for phase in ("sampling", "scoring", "update")]
+            cells = [f"{own:.2f} s", *(["1.00x", ""] if name == "trl" else gains[name][-1])]
+            cells += [f"{seconds:.2f} s" if seconds else "0" for seconds in phases]
+            cells.append(f"{result['peak_bytes'] / 2**30:.0f} GiB")
+            row = cells_of(MEASURED, f"{start} | {completions} |", "| 32B | completions |")
+            assert row[2:] == cells
+    for name, start in (
+        ("fp8/fp8/adapter", "Step of a 32B LoRA policy on an FP8 base"),
+        ("nvfp4/nvfp4", "The same on an"),
+    ):
+        told = [" / ".join(each) for each in zip(*gains[name], strict=True)]
+        words = (" TRL's", " without its scoring pass") if name.startswith("fp8") else ("", "")
+        row = cells_of(README, start, "| what | result | repeat it |")
+        assert row[1] == "; ".join(each + word for each, word in zip(told, words))
+    for name, (_, start) in names.items():
+        cells = []
+        for completions in (64, 8):
+            steps = [step["step"] for step in runs[name]["results"][f"{completions}x512 equal"]["steps"]]
+            cells.append(f"{min(steps):.2f}, {max(steps):.2f}")
+        largest = max(result["logp_difference"] for result in runs[name]["results"].values())
+        assert cells_of(BENCHMARKS, f"{start} |", "| 32B, five steps |")[1:] == [*cells, f"{largest:.2f}"]
+    many = [gains[name][1][0][:-1] for name in ("nvfp4/nvfp4", "fp8/fp8/adapter")]
+    text = TRAINING.replace("\n", " ")
+    assert f"is [{many[0]} times as fast](results.md#a-base-in-4-or-8-bits) as TRL's" in text
+    peaks = [runs[name]["results"]["64x512 equal"]["peak_bytes"] for name in ("nvfp4/nvfp4", "fp8/fp8/adapter")]
+    more = (peaks[1] - peaks[0]) / 2**30
+    assert f"makes it {many[1]} times as fast, and needs {more:.0f} GiB more" in text
+
+    # What 1.8 times TRL's speed would take with 8 completions
+    shape = "8x512 equal"
+    run = runs["fp8/fp8/adapter"]
+    fp8, trl = run["results"][shape], runs["trl"]["results"][shape]
+    sampling, own = middle(fp8, "sampling"), middle(fp8, "step")
+    limit, _ = step_runs.limits_of(run, found["machine"], found["arguments"], found["lengths"][shape][1:])
+    told = (
+        "sampling takes {:.2f} s of {:.2f}: a decode step takes {:.1f} ms, of which reading the weights takes {:.1f}. "
+    )
+    told += "It would have to take {:.1f} ms."
+    wanted = sampling - (own - middle(trl, "step") / 1.8)
+    told = told.format(sampling, own, sampling / 0.512, limit / 0.512, wanted / 0.512)
+    assert told in BENCHMARKS.replace("\n", " ")
 
 
 def test_longer_steps_on_an_h100():
@@ -75,7 +263,7 @@ def test_longer_steps_on_an_h100():
         cells = [f"{own:.2f}", f"{min(steps):.2f}, {max(steps):.2f}", *gains, *phases]
         cells.append(f"{run['peak_bytes'] / 2**30:.0f}")
         assert cells_of(BENCHMARKS, benchmark)[1:] == cells
-    told = cells_of(README, "The same with up to 4096 tokens, on an H100")[1]
+    told = cells_of(README, "The first on an H100")[1]
     assert told == f"{gains[0]} TRL's; {gains[1]} without TRL's scoring pass"
 
 
@@ -173,25 +361,27 @@ def test_differences_of_log_probabilities_in_those_steps():
     assert told.format(*largest) in BENCHMARKS.replace("\n", " ")
 
 
-def test_limits_of_steps_that_differ_in_length(monkeypatch):
+def test_limits_of_all_trainers(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import step_runs
 
-    found, runs = lognormal()
-    (lengths,) = found["lengths"].values()
-    for name, start in (("bf16", "ours, BF16 |"), ("fp8/fp8", "ours, sampled and trained in `fp8`")):
-        (run,) = [run for run in found["runs"] if run["trainer"] == name]
-        limits = step_runs.limits_of(run, found["machine"], found["arguments"], lengths[1:])
-        pairs = zip((middle(runs[name], phase) for phase in ("sampling", "update")), limits)
-        written = [f"{seconds:.2f} s" for pair in pairs for seconds in pair]
-        assert cells_of(MEASURED, start, "| trainer | sampling | limit |")[1:] == written
+    found, runs = all_trainers()
+    for run in found["runs"]:
+        if (name := {"bf16": "BF16", "fp8/fp8": "`fp8`"}.get(run["trainer"])) is None:
+            continue
+        for shape, completions in SHAPES.items():
+            lengths = found["lengths"][shape][1:]
+            limits = step_runs.limits_of(run, found["machine"], found["arguments"], lengths)
+            pairs = zip((middle(runs[run["trainer"]][shape], phase) for phase in ("sampling", "update")), limits)
+            written = [f"{seconds:.2f} s" for pair in pairs for seconds in pair]
+            assert cells_of(MEASURED, f"{name}, {completions} |", "| trainer, completions |")[1:] == written
 
 
 def test_where_sampling_takes_its_time(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from limits import cache_bytes, weight_bytes
 
-    (lengths,) = lognormal()[0]["lengths"].values()
+    lengths = all_trainers()[0]["lengths"]["64x4096 lognormal"]
     left = [sum(length > step for length in each) for each in lengths[1:] for step in range(max(each))]
     shares = [sum(count <= most for count in left) / len(left) for most in (16, 8)]
     assert (

@@ -24,6 +24,7 @@ class Step:
     Attributes:
         size (`str`): Key of [`SIZES`].
         adapted (`bool`): Whether LoRA was trained, not all weights.
+        lora_sync (`str`): How an adapter reaches vLLM.
         train (`str` or `None`): `train_precision`.
         rollout (`str`): `rollout_precision`.
         exact (`bool`): `exact_rollouts`.
@@ -35,6 +36,7 @@ class Step:
 
     size: str
     adapted: bool
+    lora_sync: str
     train: str | None
     rollout: str
     exact: bool
@@ -46,22 +48,27 @@ class Step:
 
 
 STEPS = (
-    Step("7b", True, None, "fp8", False, 64, 512, 10.59, 1.75, 8.33),
-    Step("7b", True, None, "fp8", False, 64, 1024, 18.90, 2.93, 14.51),
-    Step("7b", True, None, "fp8", False, 64, 2048, 38.09, 5.40, 28.12),
-    Step("7b", True, None, "fp8", False, 256, 512, 37.38, 7.05, 27.71),
-    Step("7b", False, None, "fp8", False, 64, 512, 9.70, 1.34, 7.88),
-    Step("7b", False, None, "fp8", False, 64, 1024, 17.67, 2.27, 13.78),
-    Step("7b", False, None, "fp8", False, 256, 512, 34.83, 5.38, 25.55),
-    Step("7b", True, "fp8", "fp8", False, 64, 1024, 19.25, 2.91, 10.67),
-    Step("7b", True, "fp8_block", "fp8_block", True, 64, 1024, 19.25, 2.91, 11.63),
-    Step("7b", True, "int8", "int8", True, 64, 1024, 19.25, 2.91, 12.66),
-    Step("7b", False, "fp8_block", "fp8_block", False, 64, 1024, 18.69, 2.24, 12.06),
-    Step("7b", False, "fp8_block", "fp8_block", False, 64, 4096, 74.03, 8.30, 51.05),
-    Step("7b", True, "nvfp4", "nvfp4", False, 8, 512, 3.63, 0.22, 3.15),
-    Step("7b", True, "nvfp4", "nvfp4", False, 64, 512, 10.72, 1.78, 9.15),
-    Step("32b", True, "nvfp4", "nvfp4", False, 8, 512, 14.58, 0.94, 12.37),
-    Step("32b", True, "nvfp4", "nvfp4", False, 64, 512, 48.90, 7.55, 50.53),
+    Step("7b", True, "merge", None, "bf16", False, 64, 1024, 18.94, 3.00, 13.68),
+    Step("7b", True, "merge", None, "bf16", False, 256, 512, 37.03, 7.19, 21.98),
+    Step("7b", True, "merge", None, "fp8", False, 64, 512, 10.59, 1.75, 8.33),
+    Step("7b", True, "merge", None, "fp8", False, 64, 1024, 18.90, 2.93, 14.51),
+    Step("7b", True, "merge", None, "fp8", False, 64, 2048, 38.09, 5.40, 28.12),
+    Step("7b", True, "merge", None, "fp8", False, 256, 512, 37.38, 7.05, 27.71),
+    Step("7b", False, "merge", None, "fp8", False, 64, 512, 9.70, 1.34, 7.88),
+    Step("7b", False, "merge", None, "fp8", False, 64, 1024, 17.67, 2.27, 13.78),
+    Step("7b", False, "merge", None, "fp8", False, 256, 512, 34.83, 5.38, 25.55),
+    Step("7b", True, "merge", "fp8", "fp8", False, 64, 1024, 18.94, 3.00, 9.16),
+    Step("7b", True, "merge", "fp8", "fp8", False, 256, 512, 37.03, 7.19, 15.00),
+    Step("7b", True, "merge", "fp8_block", "fp8_block", True, 64, 1024, 18.94, 3.00, 10.10),
+    Step("7b", True, "merge", "fp8_block", "fp8_block", True, 256, 512, 37.03, 7.19, 17.53),
+    Step("7b", True, "merge", "int8", "int8", True, 64, 1024, 19.25, 2.91, 12.66),
+    Step("7b", False, "merge", "fp8_block", "fp8_block", False, 64, 1024, 18.69, 2.24, 12.06),
+    Step("7b", True, "adapter", "nvfp4", "nvfp4", False, 8, 512, 3.63, 0.22, 3.15),
+    Step("7b", True, "adapter", "nvfp4", "nvfp4", False, 64, 512, 10.72, 1.78, 9.15),
+    Step("32b", True, "adapter", "nvfp4", "nvfp4", False, 8, 512, 13.95, 0.93, 9.37),
+    Step("32b", True, "adapter", "nvfp4", "nvfp4", False, 64, 512, 45.88, 7.43, 28.25),
+    Step("32b", True, "adapter", "fp8", "fp8", False, 8, 512, 13.95, 0.93, 8.89),
+    Step("32b", True, "adapter", "fp8", "fp8", False, 64, 512, 45.88, 7.43, 18.43),
 )
 
 
@@ -89,8 +96,10 @@ def cost(args: QuantFields, shape: Shape) -> str:
 
 def _is_like(step: Step, args, shape: Shape) -> bool:
     near = abs(shape.parameters / SIZES[step.size] - 1) <= NEAR
-    planned = shape.adapter > 0, args.train_precision, args.rollout_precision, args.exact_rollouts
-    return near and planned == (step.adapted, step.train, step.rollout, step.exact)
+    adapted = shape.adapter > 0
+    planned = args.train_precision, args.rollout_precision, args.exact_rollouts
+    alike = adapted == step.adapted and (not adapted or args.lora_sync == step.lora_sync)
+    return near and alike and planned == (step.train, step.rollout, step.exact)
 
 
 def _distance(step: Step, args) -> tuple[int, int]:
