@@ -9,6 +9,7 @@ Each case trains in processes of its own (this file is their script too), about 
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -160,7 +161,9 @@ def test_server(tmp_path, precision, trains):
             "VLLM_HOST_IP": "127.0.0.1",
         }
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        server = subprocess.Popen([*command, *flags], env=environment, stdout=log, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            [*command, *flags], env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         for _ in range(120):
             assert server.poll() is None, (tmp_path / "server.log").read_text()[-3000:]
@@ -177,7 +180,7 @@ def test_server(tmp_path, precision, trains):
     finally:
         errors = [line for line in (tmp_path / "server.log").read_text().splitlines() if "Error" in line]
         print("\n".join(errors))
-        server.kill()
+        os.killpg(server.pid, signal.SIGKILL)  # its engine is a process of the same group, which holds the GPU's memory
         server.wait(30)
 
 
