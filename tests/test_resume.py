@@ -13,7 +13,7 @@ from training import Killed, config, dataset, killing, lora, make, parameters
 from training import metrics as all_metrics
 from transformers import TrainerCallback
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantRLOOConfig
 from trl_quant.storage import run_checkpoints
 from trl_quant.storage.run_checkpoints import last_complete_checkpoint, read_rollout_state
 from trl_quant.trainers import checkpoints
@@ -247,6 +247,23 @@ def test_one_ranks_broken_state_is_seen_beside_the_others(copied):
     assert checkpoint_to_resume(copied) == str(copied / "checkpoint-1")
     with pytest.raises(ValueError, match="checkpoint-2' lacks its random state"):
         checkpoints.check_whole(str(newest))
+
+
+def test_a_checkpoint_of_another_trainer_is_not_resumed(copied):
+    """RLOO's loss and PPO's critic are not GRPO's; a subclass of a config is the same trainer's."""
+
+    class OwnConfig(QuantGRPOConfig):
+        """A user's."""
+
+    def check(kind, **changes):
+        args = config(kind, copied, **SETTINGS | changes)
+        return checkpoints.check_resume(str(copied / "checkpoint-2"), args, None)
+
+    assert check(OwnConfig)["settings"]["config"] == "QuantGRPOConfig"
+    for kind in (QuantRLOOConfig, QuantPPOConfig):
+        with pytest.raises(ValueError, match=f"`config`: 'QuantGRPOConfig' -> '{kind.__name__}'"):
+            check(kind)
+    assert check(QuantRLOOConfig, resume_with_changes=True)
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -439,7 +439,8 @@ def test_what_a_checkpoint_records(tmp_path):
     trainer = make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path / "out", **SAVING), model=path)
     trainer.train()
     state = read_rollout_state(tmp_path / "out/checkpoint-2")
-    assert state["settings"] == json.loads(json.dumps(trainer.args.training_settings()))
+    recorded = trainer.args.training_settings() | {"config": "QuantGRPOConfig"}
+    assert state["settings"] == json.loads(json.dumps(recorded))
     initial, synced = (read_sampled_weights(tmp_path / "out/checkpoint-2", name) for name in SAMPLED_WEIGHTS)
     start, last = dict(tiny_model().named_parameters()), trainer.vllm_generation.drift.previous
     assert initial and all(torch.equal(rows, start[name][: len(rows)]) for name, rows in initial.items())

@@ -284,7 +284,14 @@ def recorded(trainer: Trainer) -> dict:
     """
     arguments = {"model": getattr(trainer.model, "name_or_path", None)} | trainer.args.to_sanitized_dict()
     dtype = str(trainer.model.dtype).removeprefix("torch.")
-    return {"settings": trainer.args.training_settings(), "arguments": arguments, "runs": trainer.runs, "dtype": dtype}
+    return {"settings": _settings(trainer.args), "arguments": arguments, "runs": trainer.runs, "dtype": dtype}
+
+
+def _settings(args) -> dict:
+    """Returns a run's settings that a resume compares. Our class of its config tells one trainer from another."""
+    package = __name__.partition(".")[0]
+    kind = next(cls for cls in type(args).__mro__ if cls.__module__.partition(".")[0] == package)
+    return args.training_settings() | {"config": kind.__name__}
 
 
 def write_rollout_state(checkpoint: str | Path, state: dict) -> None:
@@ -344,8 +351,9 @@ def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:
 
 
 def _check_same_settings(checkpoint: str, state: dict, args) -> None:
-    before = args.plain_settings() | state.get("settings", {})  # older checkpoints lack the newest fields
-    check_settings(checkpoint, before, args.training_settings(), args.resume_with_changes)
+    now = _settings(args)
+    before = now | args.plain_settings() | state.get("settings", {})  # older checkpoints lack the newest fields
+    check_settings(checkpoint, before, now, args.resume_with_changes)
 
 
 def check_same_files(checkpoint: str | Path) -> None:
