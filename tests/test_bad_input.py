@@ -104,6 +104,18 @@ REFUSED_FIELDS = [  # fields -> what the message says
     ({"ref_model_mixup_alpha": "x"}, "`ref_model_mixup_alpha`='x' must be a finite number"),
     ({"max_grad_norm": -1.0}, "`max_grad_norm`=-1.0 is out of range. It must be >= 0"),
     ({"max_grad_norm": None}, "`max_grad_norm`=None must be a finite number"),
+    (
+        {"lr_scheduler_type": "cosine_with_min_lr"},
+        "`lr_scheduler_kwargs`=None: One of min_lr or min_lr_rate should be set",
+    ),
+    (
+        {"lr_scheduler_kwargs": {"min_lr": 1e-7}},
+        "`lr_scheduler_kwargs`={'min_lr': 1e-07}: get_linear_schedule_with_warmup() got an unexpected keyword",
+    ),
+    (
+        {"gradient_checkpointing_kwargs": {"use_reentant": False}},
+        "`gradient_checkpointing_kwargs`={'use_reentant': False}: clone() got an unexpected keyword argument",
+    ),
     ({"beta": float("nan")}, "`beta`=nan must be a finite number"),
     ({"epsilon": "0.2"}, "`epsilon`='0.2' must be a finite number"),
     ({"epsilon": -0.2}, "`epsilon`=-0.2 is out of range"),

@@ -166,6 +166,11 @@ def test_torch_compile_changes_nothing(tmp_path, precision, peft):
 def test_liger_replaces_no_layer_that_quantizes(tmp_path, monkeypatch, precision, given, replaced):
     """Its norms and MLPs, unless they are asked for; without a precision all are TRL's choice."""
     asked = []
+    installed = "trl_quant.config.preflight.is_liger_kernel_available"
+    monkeypatch.setattr(installed, lambda: False)
+    with pytest.raises(ImportError, match="`use_liger_kernel`=True needs Liger's kernels"):
+        trainer_of(tmp_path, precision, use_liger_kernel=True, model="there is none")
+    monkeypatch.setattr(installed, lambda: True)
     monkeypatch.setattr("transformers.trainer.apply_liger_kernel", lambda model, config: asked.append(config))
     with pytest.warns(FutureWarning, match="use_liger_kernel"):
         trainer = trainer_of(tmp_path, precision, max_steps=1, use_liger_kernel=True, liger_kernel_config=given)

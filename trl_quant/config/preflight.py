@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     ProcessorMixin,
 )
+from transformers.utils import is_liger_kernel_available
 
 from ..formats import FORMATS
 from ..layers import FrozenLinear
@@ -59,7 +60,9 @@ def name_of(model) -> str:
 
 
 def check_machine(args) -> None:
-    """Raises `ValueError` or `ImportError` if this machine's vLLM cannot sample in the run's precision."""
+    """Raises `ValueError` or `ImportError` if this machine lacks Liger, or its vLLM cannot sample in the precision."""
+    if args.use_liger_kernel and not is_liger_kernel_available():
+        raise ImportError("`use_liger_kernel`=True needs Liger's kernels. Install them: `pip install liger-kernel`.")
     if args.use_vllm and args.rollout_precision is not None:
         check_version()
         if args.vllm_mode == "colocate":

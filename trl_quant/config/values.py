@@ -4,7 +4,9 @@ import math
 from numbers import Integral, Real
 from typing import get_args, get_origin, get_type_hints
 
-from transformers import TrainingArguments
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import TrainingArguments, get_scheduler
 
 from ..corrections import ALL_CORRECTIONS
 from ..corrections.base import Range, ranges_of
@@ -79,9 +81,27 @@ def check_values(args) -> None:
         check_range(name, getattr(args, name), allowed)
     if args.max_steps == 0:
         raise ValueError("`max_steps`=0 would still train one step. Set the number of steps, or -1 for whole epochs.")
+    _check_by_library(args)
     _check_hyperparameters(args)
     if args.uaq_scale is not None:
         check_scale(args.uaq_scale, "uaq_scale")
+
+
+def _check_by_library(args) -> None:
+    """Raises `ValueError` for values that transformers or torch would refuse only after the model is loaded."""
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], args.learning_rate)
+    schedule = args.lr_scheduler_type, optimizer, 0, 1, args.lr_scheduler_kwargs
+    checkpointing = {"use_reentrant": False} | (args.gradient_checkpointing_kwargs or {})
+    trials = {
+        "lr_scheduler_kwargs": lambda: get_scheduler(*schedule),
+        "gradient_checkpointing_kwargs": lambda: checkpoint(torch.clone, weight, **checkpointing),
+    }
+    for name, trial in trials.items():
+        try:
+            trial()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`{name}`={getattr(args, name)!r}: {str(error).rstrip('.')}.") from error
 
 
 def _trl_ranges(args) -> dict[str, Range]:
