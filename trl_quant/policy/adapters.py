@@ -179,6 +179,12 @@ def is_plain(layer: BaseTunerLayer) -> bool:
     return isinstance(layer, LoraLayer) and isinstance(layer.lora_B, nn.ModuleDict)
 
 
+def name_revision(model: nn.Module, revision: str | None) -> None:
+    """Records the revision of the base in the adapters that a model has, so that PEFT and `trl-quant` load that one."""
+    for config in model.peft_config.values():
+        config.revision = config.revision or revision
+
+
 def leave_casts_to_autocast(model: nn.Module) -> None:
     """
     Stops PEFT's plain LoRA layers from converting inputs that autocast would convert back, in place.

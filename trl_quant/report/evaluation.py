@@ -245,7 +245,7 @@ def _is_result(found: dict | None) -> bool:
 
 def check_length(options: EvaluationOptions, trained: Trained, longest: int) -> None:
     """Raises `ValueError` if completions would need more positions than the model has."""
-    config = AutoConfig.from_pretrained(trained.base, trust_remote_code=trained.trust).get_text_config()
+    config = AutoConfig.from_pretrained(trained.base, **trained.of_base).get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and longest + options.max_completion_length > positions:
         raise ValueError(
@@ -266,7 +266,8 @@ def describe(options: EvaluationOptions, trained: Trained, questions: Dataset, p
         if file.is_file() and any(fnmatchcase(file.name, name) for name in CONFIGS)
     )
     configs = [(file.name, zlib.crc32(file.read_bytes())) for file in texts]
-    cached = None if Path(trained.base).is_dir() else try_to_load_from_cache(trained.base, "config.json")
+    on_hub = not Path(trained.base).is_dir()
+    cached = try_to_load_from_cache(trained.base, "config.json", revision=trained.revision) if on_hub else None
     commit = Path(cached).parent.name if isinstance(cached, str) else None  # a model on the hub
     own = {name: value for name, value in asdict(options).items() if name not in RESUMABLE}
     found = {"checkpoint": trained.path, "base": trained.base, "weights": _digest(weights) if weights else None}

@@ -64,6 +64,7 @@ class Trained:
         path (`str`): Its directory, or its id on the hub.
         base (`str`): Directory or id of its model's weights: the same, or an adapter's base.
         adapter (`bool`): Whether it is an adapter, not a whole model.
+        revision (`str` or `None`): Branch, tag or commit of an adapter's base on the hub.
         settings (`dict`): The run's settings, as the checkpoint records them, TRL's among them.
         trust (`bool`): Whether the model's own Python may run.
         denoises (`bool`): Whether it is a masked diffusion model.
@@ -72,6 +73,7 @@ class Trained:
     path: str
     base: str
     adapter: bool
+    revision: str | None
     settings: dict
     trust: bool
     denoises: bool
@@ -85,18 +87,20 @@ class Trained:
             ValueError: There is no such model, the directory holds no model and no adapter, the model is quantized
                 already, or it is a masked diffusion model of an unknown family.
         """
-        path, base, adapter, settings = name, name, False, {}
+        path, base, adapter, revision, settings = name, name, False, None, {}
         if Path(name).is_dir():
             path = base = last_complete_checkpoint(name) or name
             state = read_rollout_state(path)
             settings = state.get("arguments", {}) | state.get("settings", {})
             adapter = (Path(path) / "adapter_config.json").is_file()
             if adapter:
-                base = PeftConfig.from_pretrained(path).base_model_name_or_path
+                config = PeftConfig.from_pretrained(path)
+                base = config.base_model_name_or_path
+                revision = None if Path(base).is_dir() else config.revision
             elif not (Path(path) / "config.json").is_file():
                 raise ValueError(f"{option}={name!r} holds no model and no adapter. {how_to_go_on(name)}")
         try:
-            config = AutoConfig.from_pretrained(base, trust_remote_code=trust)
+            config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=trust)
         except (OSError, ValueError) as error:
             raise ValueError(f"{option}={name!r}: the config of {base!r} cannot be read. {error}") from error
         if getattr(config, "quantization_config", None) is not None:
@@ -104,7 +108,12 @@ class Trained:
         denoises = is_bidirectional(config)
         if denoises:
             check_bidirectional(config)
-        return cls(path, base, adapter, settings, trust, denoises)
+        return cls(path, base, adapter, revision, settings, trust, denoises)
+
+    @property
+    def of_base(self) -> dict:
+        """The arguments of `from_pretrained` for what is loaded from the base."""
+        return {"revision": self.revision, "trust_remote_code": self.trust}
 
     @property
     def template_arguments(self) -> dict:
@@ -113,7 +122,8 @@ class Trained:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         own = (Path(self.path) / "tokenizer_config.json").is_file()
-        tokenizer = AutoTokenizer.from_pretrained(self.path if own else self.base, trust_remote_code=self.trust)
+        place, options = (self.path, {"trust_remote_code": self.trust}) if own else (self.base, self.of_base)
+        tokenizer = AutoTokenizer.from_pretrained(place, **options)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         return tokenizer
 
@@ -122,7 +132,7 @@ class Trained:
         Loads the model as a run trains it in `precision`. `merged` says that the run's engine quantizes the sum of base
         and adapter.
         """
-        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype, trust_remote_code=self.trust)
+        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype, **self.of_base)
         for_four_bits = precision in qat_precisions() and not self.adapter  # all weights, as saved
         frozen = precision in frozen_bases() and not for_four_bits
         if frozen:

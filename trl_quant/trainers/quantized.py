@@ -15,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.extras.profiling import profiling_context
 
 from ..config.preflight import check_before_loading
-from ..policy.adapters import leave_casts_to_autocast
+from ..policy.adapters import leave_casts_to_autocast, name_revision
 from ..policy.frozen import on_frozen_base
 from ..policy.packed import PackedBackbone
 from ..policy.unified import check_flow, flow, follow_engine, restore, train_as_sampled
@@ -82,6 +82,8 @@ class QuantRollouts:
             **fields,
         ):
             super().__init__(model=model, args=args, **given)
+        if peft_config is not None and isinstance(model, str):
+            name_revision(self.model, (args.model_init_kwargs or {}).get("revision"))
         engine = getattr(self, "vllm_generation", None)
         self._engine = engine if isinstance(engine, RolloutEngine) else None
         if self._engine is not None:
