@@ -15,6 +15,7 @@ Times whole GRPO steps and their phases, through the trainers, with TRL's traine
 | `fp8/fp8/adapter` | ours with the adapter beside an FP8 base that trainer and vLLM hold once |
 | `fp8_block/fp8_block/exact` | ours with `exact_rollouts` too |
 | `bf16+padded`, `fp8+packed` | ours with `pack_sequences` set to False or True |
+| `fp8/fp8+liger` | ours with Liger's kernels |
 | `rloo:trl`, `rloo:fp8/fp8` | TRL's `RLOOTrainer` and ours; its reference model is TRL's default |
 | `ppo:fp8/fp8` | our PPO, with a critic of the 0.5B shape (on a CPU of the tiny one) whose weights are all trained |
 
@@ -90,7 +91,7 @@ TRLS = {
     "rloo:trl": {},
 }
 METHODS = ("grpo", "rloo", "ppo")
-OURS = re.compile(r"(?P<rollout>\w+)(/(?P<train>\w+)(/(?P<how>exact|adapter))?)?(\+(?P<rows>packed|padded))?")
+OURS = re.compile(r"(?P<rollout>\w+)(/(?P<train>\w+)(/(?P<how>exact|adapter))?)?(\+(?P<switch>packed|padded|liger))?")
 # Arguments that all runs of a file share
 SHARED = ("prompt", "generations", "lora", "median", "sigma", "seed", "correction", "lora_sync")
 SHARED += ("engine_kwargs", "trl_engine_kwargs")
@@ -116,8 +117,10 @@ def fields_of(trainer: str) -> dict:
         if parts["train"] not in exact_flows():
             raise argparse.ArgumentTypeError(f"{trainer!r}: rollouts are exact in {', '.join(exact_flows())}.")
         fields["exact_rollouts"] = True
-    if parts["rows"]:
-        fields["pack_sequences"] = parts["rows"] == "packed"
+    if parts["switch"] == "liger":
+        fields["use_liger_kernel"] = True
+    elif parts["switch"]:
+        fields["pack_sequences"] = parts["switch"] == "packed"
     return fields
 
 
@@ -368,7 +371,7 @@ def options() -> argparse.ArgumentParser:
         type=trainer_name,
         default=["trl", "trl-control", "bf16", "fp8"] if CUDA else ["bf16", "int8"],
         metavar="TRAINER",
-        help=f"{', '.join(TRLS)}, or ours: [METHOD:]ROLLOUT[/TRAIN[/exact|/adapter]][+packed|+padded], such as fp8/fp8",
+        help=f"{', '.join(TRLS)}, or ours: [METHOD:]ROLLOUT[/TRAIN[/exact|/adapter]][+packed|+padded|+liger]",
     )
     parser.add_argument("--correction", default="tis", help="`is_correction` of ours")
     parser.add_argument(

@@ -70,6 +70,7 @@ def test_steps_of_other_lengths_are_refused(step):
 def test_trainers_by_name(step):
     assert step.fields_of("bf16") == {"rollout_precision": "bf16"}
     assert step.fields_of("bf16+padded") == {"rollout_precision": "bf16", "pack_sequences": False}
+    assert step.fields_of("bf16+liger") == {"rollout_precision": "bf16", "use_liger_kernel": True}
     assert step.fields_of("int8/int8/exact+packed") == {
         "rollout_precision": "int8",
         "train_precision": "int8",
