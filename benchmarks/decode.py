@@ -19,6 +19,7 @@ A kernel belongs to a part by its name and by its number of calls in a step.
 """
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -170,6 +171,8 @@ def measure(kind: str, args) -> dict:
         logprobs_mode="processed_logprobs",
         **arguments,
     )
+    gc.collect()
+    gc.freeze()  # a collection of the engine's own objects takes a second, and would fall into a measured generation
     print("READY", flush=True)
     sys.stdin.readline()  # its turn
     found = {}
