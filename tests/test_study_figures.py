@@ -30,12 +30,12 @@ def percent(values: list[float]) -> str:
 
 
 def advice(start: str) -> list[str]:
-    return cells_of(ADVICE, start, "| sampler | nats | beyond the seeds' spread | take |")
+    return cells_of(ADVICE, start, "| sampler | nats | beyond the seeds' spread | use |")
 
 
 def kept(start: str) -> str:
-    """What a setting kept, of those in which nothing parted from full precision."""
-    return cells_of(ADVICE, start, "| setting | kept of full precision's gain |")[1]
+    """What a setting kept, of those without a difference beyond the seeds' spread."""
+    return cells_of(ADVICE, start, "| setting | share of full precision's gain |")[1]
 
 
 def test_advice_where_samples_are_near():
@@ -72,7 +72,7 @@ def test_advice_for_several_updates():
         assert f"`{name}` {percent(study('reuse', f'mxfp4 {name}'))}" in why
     worst = sorted(v for name in ("coupled", "dppo", "trm") for v in study("reuse", f"mxfp4 {name}"))
     assert f"{worst[-1]:.0%} to {worst[0]:.0%}" in why
-    assert f"`icepop` ({percent(study('reuse', 'mxfp4 icepop'))}) is not told from" in why
+    assert f"`icepop` ({percent(study('reuse', 'mxfp4 icepop'))}) is not distinguishable from" in why
     rows = {row["name"] for row in read("study/reuse")["cells"]}
     assert rows - parted("reuse") == {"full precision", "mxfp4 icepop"}
 
@@ -142,7 +142,8 @@ def test_scaling():
     for precision, optimizer in (("int8", "adamw"), ("int8", "sgd"), ("fp8", "adamw"), ("fp8", "sgd")):
         assert accuracy[f"{precision} {optimizer} s=1.5"] > accuracy[f"{precision} {optimizer} s=1"]
     assert parted("uaq") == {"int8 sgd s=1.5"}
-    assert f"Only INT8 with SGD lies beyond the seeds'\n  spread ({percent(study('uaq', 'int8 sgd s=1.5'))})" in ADVICE
+    told = f"Only INT8 with SGD lies beyond the seeds' spread ({percent(study('uaq', 'int8 sgd s=1.5'))})"
+    assert told in ADVICE.replace("\n  ", " ")
     assert not parted("rollouts") and not parted("noise") - {row for row in parted("noise") if "coupled" in row}
 
 
