@@ -381,8 +381,8 @@ def test_ppo_of_the_study():
         rows[name]["metrics"]["accuracy"]["mean"] for name in ("full precision", "mxfp4 none", "mxfp4 tis", "mxfp4 acr")
     )
     page = PPO.replace("\n", " ")
-    assert f"from {start:.3f} to {full:.3f} of right answers, `none` fell to {none:.3f}" in page
-    assert f"`tis` and `acr` rose to {tis:.3f} and {acr:.3f}" in page
+    assert f"full precision rose from {start:.3f} to {full:.3f}. With `none` it fell to {none:.3f}" in page
+    assert f"with `tis` and `acr` it rose to {tis:.3f} and {acr:.3f}" in page
     assert rows["mxfp4 none"]["metrics"]["accuracy"]["largest"] < start
     rescued = [run["log"]["mismatch/rescued_fraction"] for name in rows if "acr" in name for run in rows[name]["runs"]]
     most = max(max(values.values()) for values in rescued)
