@@ -93,7 +93,7 @@ class Range:
     The numbers that a field may hold, stated in its type: `delta: Annotated[float, Range(0, 1, open_low=True)]`.
 
     Args:
-        low (`float`): The least number.
+        low (`float`): The smallest number.
         high (`float`, *optional*): The largest number; infinity by default.
         open_low (`bool`, *optional*, defaults to `False`): Whether the field must be greater than `low`.
     """
