@@ -307,7 +307,7 @@ def test_generated_tasks(argv, tmp_path, task):
         (["--num_samples", "2", "--top_p", "1.5"], "`--top_p`=1.5 is out of range"),
         (["--max_completion_length", "3000"], "the longest prompt has 2 tokens, and the model 2048 positions"),
         (["--output", "{tmp}/out.txt"], "out.txt': results are written as .json"),
-        (["--task_kwargs", "[1]"], "`--task_kwargs`='[1]' is no JSON object"),
+        (["--task_kwargs", "[1]"], "`--task_kwargs`='[1]' is not a JSON object"),
         (["--task_kwargs", '{"max_target": 9}'], "`task_kwargs`: jsonl takes no max_target=9"),
         (["--task", "countdown", "--task_kwargs", '{"max_target": 99}'], "`task_kwargs` are of generated problems"),
         (["--data", "{tmp}/nowhere.jsonl"], "there is no such file"),

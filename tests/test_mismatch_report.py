@@ -296,7 +296,7 @@ def test_a_model_in_mixed_precision(tmp_path):
         (["--mismatch", "{tmp}/model", "--train_precision", "nf4"], "`--train_precision`='nf4' is bitsandbytes'"),
         (
             ["--mismatch", "{tmp}/model", "--vllm_engine_kwargs", "[1]"],
-            "`--vllm_engine_kwargs`='[1]' is no JSON object",
+            "`--vllm_engine_kwargs`='[1]' is not a JSON object",
         ),
         (["--mismatch", "{tmp}/model", "--vllm_engine_kwargs", '{"seed": 1}'], "acts with `--engine vllm` alone"),
         (["--mismatch", "{tmp}/model", "--engine", "vllm", "--rollout_precision", "int4"], "does not run in vLLM"),

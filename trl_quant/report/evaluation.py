@@ -157,7 +157,7 @@ def resolve(options: EvaluationOptions) -> dict:
     try:
         return dict(json.loads(options.task_kwargs))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"`--task_kwargs`={options.task_kwargs!r} is no JSON object: {error}.") from error
+        raise ValueError(f"`--task_kwargs`={options.task_kwargs!r} is not a JSON object: {error}.") from error
 
 
 def resolve_schedule(options: EvaluationOptions, given: EvaluationOptions, trained: Trained) -> dict | None:

@@ -275,7 +275,7 @@ def _settings(directory: Path, *checkpoints: Path) -> dict:
         if state:
             arguments = state.get("arguments", {})
             if not isinstance(arguments, dict):
-                raise ValueError(f"{path}: `arguments`={reprlib.repr(arguments)} is no JSON object.")
+                raise ValueError(f"{path}: `arguments`={reprlib.repr(arguments)} is not a JSON object.")
             return arguments
     return {}
 

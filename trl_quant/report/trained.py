@@ -156,7 +156,7 @@ def resolve_engine(options: EngineOptions, trained: Trained) -> dict:
         kwargs = dict(json.loads(options.vllm_engine_kwargs))
     except (ValueError, TypeError) as error:
         given = options.vllm_engine_kwargs
-        raise ValueError(f"`--vllm_engine_kwargs`={given!r} is no JSON object: {error}.") from error
+        raise ValueError(f"`--vllm_engine_kwargs`={given!r} is not a JSON object: {error}.") from error
     if options.engine == "vllm":
         if options.rollout_precision not in in_vllm():
             raise ValueError(
