@@ -369,7 +369,7 @@ def with_answer(completions, answer, **kwargs):
 REFUSED_REWARDS = [
     (os.path, "is a module. It must be a function, a model or a list"),
     (3, "`reward_funcs`=3 is a int"),
-    ("gsm8k", "so is `trl_quant.tasks.gsm8k_reward`: pass the function"),
+    ("gsm8k", "Pass the function `trl_quant.tasks.gsm8k_reward`."),
     (without_room, "`reward_funcs`: without_room(completions) cannot be called as a reward: got an unexpected keyword"),
     (with_answer, "`reward_funcs`: with_answer(completions, answer, **kwargs) cannot be called as a reward: missing"),
     (os.getcwd, "`reward_funcs`: getcwd() cannot be called as a reward"),

@@ -27,7 +27,7 @@ class Samples:
             The sampled tokens of each completion, without the prompt.
         logps (`list[list[float | None]]`, *optional*):
             The log-probability, in nats, with which each token was sampled; `None` for a token where it is unknown. If
-            the whole argument is `None`, the engine knows no log-probabilities.
+            the whole argument is `None`, the engine returns no log-probabilities.
     """
 
     token_ids: list[list[int]]
@@ -61,7 +61,7 @@ class ScoringEngine(Engine, Protocol):
             sequences (`list[list[int]]`): Token ids of whole sequences.
 
         Returns:
-            `list[list[float]]`: For each sequence, one value for each token but the first.
+            `list[list[float]]`: For each sequence, one value for each token except the first.
         """
 
 

@@ -70,7 +70,7 @@ class VLLMBase(RolloutEngine):
     def start(self) -> None:
         """Starts vLLM, adds the policy's stop tokens, and records the model that the engine was started for."""
         self.start_vllm()
-        if not self.generation_kwargs.get("ignore_eos"):  # by itself vLLM stops only at its checkpoint's tokens
+        if not self.generation_kwargs.get("ignore_eos"):  # by default vLLM stops only at its checkpoint's stop tokens
             given = self.generation_kwargs.get("stop_token_ids") or []
             self.generation_kwargs = self.generation_kwargs | {"stop_token_ids": [*given, *self.eos_token_ids]}
         self.drift.quantizer = self.quantizers["quantizer"]
@@ -139,7 +139,7 @@ class VLLMBase(RolloutEngine):
             prepared (`bool`): Whether the engine starts on a quantized checkpoint.
 
         Raises:
-            `ValueError`: The policy ties its head to its embeddings, and its config does not, or the reverse.
+            `ValueError`: The policy and its config disagree on whether the head is tied to the embeddings.
         """
         policy = self.weights.base_model
         count_layers(policy, self.precision)
@@ -154,7 +154,7 @@ class VLLMBase(RolloutEngine):
         if not ties and ties_embeddings(policy):
             raise ValueError(
                 "The policy's head has the weight of its embeddings, but its config says `tie_word_embeddings=False`, "
-                "and vLLM would wait for a weight of the head. Set `config.tie_word_embeddings=True`, save the model "
+                "and vLLM would expect a weight of the head. Set `config.tie_word_embeddings=True`, save the model "
                 "and start from that, or sample with `use_vllm=False`."
             )
         self.ignore = unquantized_linears(policy)
@@ -204,8 +204,8 @@ class VLLMBase(RolloutEngine):
 
     def _flagged(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """
-        Records, on the GPU, which scales reveal NaN or infinity. [`_require_finite`] reads the records after the sync;
-        reading them here would wait for each layer.
+        Records, on the GPU, which scales reveal NaN or infinity. [`_require_finite`] reads the records after the sync,
+        because reading them here would wait for the GPU at each layer.
         """
         from ...kernels.quantize import shows_non_finite
 
@@ -257,9 +257,9 @@ class VLLMBase(RolloutEngine):
         Sends the policy's current weights to the engine, without noise, and sets `sync_metrics`.
 
         Raises:
-            `ValueError`: The policy has become another model.
-            `RuntimeError`: The sync failed; the message names the tensor. vLLM's model is then half loaded, and the
-                engine cannot be used any more.
+            `ValueError`: The policy has become another model. `RuntimeError`: The sync failed; the message names the
+            tensor. vLLM's model is then half loaded, and the
+                engine can no longer be used.
         """
         self.require_alive()
         self._require_same_model()
@@ -320,5 +320,5 @@ class VLLMBase(RolloutEngine):
         return Samples(token_ids, [[drawn for drawn, *_ in row] for row in logprobs])
 
     def sampling(self) -> AbstractContextManager:
-        """Context in which TRL samples from vLLM. A subclass may change vLLM in it; here nothing changes."""
+        """Context in which TRL samples from vLLM. A subclass may change vLLM in it; this one changes nothing."""
         return nullcontext()
