@@ -204,7 +204,7 @@ def test_files_of_an_unknown_run_are_not_published(source, state, tmp_path):
     (work / "run.json").unlink() if state is None else (work / "run.json").write_text(state)
     before = contents(work / "result")
     for format in ("int8", "fp8"):
-        with pytest.raises(ValueError, match=r"\.q\.part holds result/.*, but no whole run\.json"):
+        with pytest.raises(ValueError, match=r"\.q\.part holds result/.*, but no complete run\.json"):
             quantize_checkpoint(source, target, format, max_shard_bytes=SHARD)
     assert contents(work / "result") == before and not target.exists()
     (work / "run.json").write_text(told)

@@ -217,9 +217,9 @@ def check_output(options: EvaluationOptions, trained: Trained) -> None:
         if own and any(fnmatchcase(place.name, name) for name in (*CONFIGS, ROLLOUT_STATE_NAME, TRAINER_STATE_NAME)):
             raise ValueError(f"{said} a file of the model. Name another `--output`.")
         if path.exists() and not path.is_file():
-            raise ValueError(f"{said} no file. Name another `--output`.")
+            raise ValueError(f"{said} not a file. Name another `--output`.")
     if output.exists() and not _is_result(_parsed(output.read_text(errors="replace"))):
-        raise ValueError(f"{output} is there, but is no result of an evaluation. Name another `--output`.")
+        raise ValueError(f"{output} is there, but is not the result of an evaluation. Name another `--output`.")
 
 
 def check_result(output: str, settings: dict) -> None:
@@ -381,7 +381,7 @@ def _nan_told() -> Iterator[None]:
 
 @contextmanager
 def _progress(what: str, answers: Answers):
-    """Context with a function that updates a bar on standard error. Draws nothing if that is no terminal."""
+    """Context with a function that updates a bar on standard error. Draws nothing if that is not a terminal."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

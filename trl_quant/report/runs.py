@@ -253,12 +253,12 @@ def _state(directory: Path, broken: list[str]) -> dict | None:
         return None
     rows = state.get("log_history")
     if not isinstance(rows, list):
-        raise ValueError(f"{path}: `log_history`={reprlib.repr(rows)} is no list of log entries.")
+        raise ValueError(f"{path}: `log_history`={reprlib.repr(rows)} is not a list of log entries.")
     entries = [_entry(row, f"{path}, `log_history`[{i}]") for i, row in enumerate(rows)]
     counts = {name: state.get(name, 0) for name in ("max_steps", "global_step")}
     for name, value in counts.items():
         if not _is_count(value):
-            raise ValueError(f"{path}: `{name}`={reprlib.repr(value)} is no number of steps.")
+            raise ValueError(f"{path}: `{name}`={reprlib.repr(value)} is not a number of steps.")
     return counts | {"log_history": sorted(entries, key=_step_of_entry)}
 
 
@@ -323,12 +323,12 @@ def _text(path: Path) -> str | None:
     """Reads a file's text; `None` if the file is missing. All files of a run are read here."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO or a device may never end
-            raise ValueError(f"{path} is no regular file.")
+            raise ValueError(f"{path} is not a regular file.")
         return path.read_text("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}.") from error
+        raise ValueError(f"{path} is not text in UTF-8: {error}.") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
 
@@ -363,7 +363,7 @@ def _entry(value, place: str) -> dict:
     """Checks a log entry, and returns it with its step as an integer."""
     if not isinstance(value, dict) or not _is_count(value.get("step")):
         raise ValueError(
-            f"{place}: {reprlib.repr(value)} is no log entry, a JSON object whose 'step' is a whole number."
+            f"{place}: {reprlib.repr(value)} is not a log entry, a JSON object whose 'step' is a whole number."
         )
     return value | {"step": int(value["step"])}
 

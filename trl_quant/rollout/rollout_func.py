@@ -95,7 +95,7 @@ def _check_ids(called: str, row, vocabulary: int) -> None:
     unknown = [token for token in ids.tolist() if not 0 <= token < vocabulary]
     if unknown:
         raise ValueError(
-            f"{called} holds {unknown[0]}, which is no token of the model. Its tokens are at least 0 and below "
+            f"{called} holds {unknown[0]}, which is not a token of the model. Its tokens are at least 0 and below "
             f"{vocabulary}."
         )
 

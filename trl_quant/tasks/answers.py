@@ -10,7 +10,7 @@ The order is fixed. The first kind of marker present decides, and only its last 
 A marker must hold one written-out number, alone or with words and units: `$12.50`, `1,234 clips`, `5 m/s^2`,
 `x = 5`, `\frac{3}{4}` and `50%`. Anything else is not an answer, and weaker markers are not tried:
 
-| in the marker | why it is no answer |
+| in the marker | why it is not an answer |
 |---|---|
 | `5 or 6`, `3,3`, `3 (or 4)` | a hedge |
 | `71 = 72`, `a = 4 = 3` | sides of an equation that are numbers, but not the same one |

@@ -2,7 +2,7 @@ r"""Decides whether two answers are the same mathematics, for training: an expre
 answer must not be rewarded.
 
 1. Where the ground truth is a number, the answer must be that number, written out ([`trl_quant.tasks.answers`]): a
-   whole number, a decimal, a reduced fraction or a mixed number. `6 \cdot 7`, `10!` and `\binom{10}{3}` are no numbers.
+   whole number, a decimal, a reduced fraction or a mixed number. `6 \cdot 7`, `10!` and `\binom{10}{3}` are not.
 2. Tuples, intervals, sets, lists and matrices are compared part by part, each part by these rules.
 3. Anything else is equal as text, once both are written in one way, or equal in value, as in DeepScaleR's graders:
    `2\sqrt{3}` is `\sqrt{12}`, and `x^2+1` is `1+x^2`. Roots, powers and the four operations are evaluated, and
@@ -95,7 +95,7 @@ class NotEvaluated(ValueError):
 
 
 def same_answer(gold: str, answer: str) -> bool:
-    """Whether two answers that are no numbers, in LaTeX or plain text, are the same by the rules above."""
+    """Whether two answers that are not numbers, in LaTeX or plain text, are the same by the rules above."""
     return len(answer) <= MAX_CHARACTERS and _same(written(gold), written(answer))
 
 

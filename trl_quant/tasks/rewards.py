@@ -124,7 +124,7 @@ def gsm8k_reward(completions, answer, prompts=None, **kwargs) -> list[float | No
     a model that never saw the format. Copying the question word for word scores 0; copying only its end would be right
     for 1.3% of GSM8K's training questions, where the last number happens to be the answer. If that matters, add
     [`format_reward`]. The number must be written out: 3.2% of GSM8K's answers are the quotient of two numbers of the
-    question, so a quotient is no answer.
+    question, so a quotient is not an answer.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.

@@ -167,7 +167,7 @@ def _check_place(output_dir: str) -> None:
     place = Path(output_dir).absolute()
     found = next(path for path in (place, *place.parents) if path.exists())
     if not found.is_dir() or not os.access(found, os.W_OK):
-        wrong = "cannot be written" if found.is_dir() else "is no directory"
+        wrong = "cannot be written" if found.is_dir() else "is not a directory"
         raise ValueError(f"`output_dir`={output_dir!r}: {found} {wrong}. Name another directory.")
 
 

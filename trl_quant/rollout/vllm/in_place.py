@@ -53,7 +53,7 @@ def destinations(model: nn.Module, shapes: dict[str, torch.Size]) -> dict[str, T
             return {}
         found[name] = rows
     written = {rows.untyped_storage().data_ptr() for rows in found.values()}
-    # Scalars, such as the scales of a cache, are no weights
+    # Scalars, such as the scales of a cache, are not weights
     others = (p for p in params.values() if p.numel() > 1 and p.untyped_storage().data_ptr() not in written)
     return {} if any(True for _ in others) else found
 

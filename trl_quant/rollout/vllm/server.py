@@ -264,7 +264,7 @@ def wait_for_server(args, model: str) -> None:
     if foreign is not None:
         raise ValueError(
             f"`vllm_server_base_url`={url!r} is not the address of a `vllm serve`: {foreign}. Give its address, or "
-            f"start one with:\n\n{_command_of_run(args, model)}\n"
+            f"start it with:\n\n{_command_of_run(args, model)}\n"
         )
 
 
