@@ -72,7 +72,7 @@ def test_a_result_may_lie_beside_the_model(argv, tmp_path):
 @pytest.mark.parametrize("text", ["", "mine", "[]", "{}", '{"task": "gsm8k", "metrics": {}}', '{"settings": 1}'])
 def test_an_output_that_is_no_result_is_kept(argv, tmp_path, text, unloaded):
     (tmp_path / "out.json").write_text(text)
-    refused(argv, tmp_path, "out.json is there, but is not the result of an evaluation")
+    refused(argv, tmp_path, "out.json exists, but is not the result of an evaluation")
 
 
 def test_a_directory_is_no_output(argv, tmp_path, unloaded):

@@ -90,7 +90,7 @@ for kind, value in ODD.items():
     if kind != "object":
         state = json.dumps({"arguments": value})
         REFUSED[f"arguments: {kind}"] = ("checkpoint-3/rollout_state.json", state, "`arguments`=")
-        REFUSED[f"settings: {kind}"] = ("settings.json", json.dumps(value), "and no JSON object")
+        REFUSED[f"settings: {kind}"] = ("settings.json", json.dumps(value), "not a JSON object")
     if kind != "list":
         state = json.dumps({"log_history": value})
         REFUSED[f"log_history: {kind}"] = ("trainer_state.json", state, "no list of log entries")
@@ -99,7 +99,7 @@ UTF16 = lines(*entries(3)).encode("utf-16")
 REFUSED |= {
     "a step missing": ("trainer_state.json", '{"log_history": [{"reward": 1}]}', "`log_history`[0]"),
     "log_history missing": ("trainer_state.json", '{"global_step": 3}', "`log_history`=None"),
-    "a state that is a list": ("trainer_state.json", "[1]", "holds [1], and no JSON object"),
+    "a state that is a list": ("trainer_state.json", "[1]", "holds [1], not a JSON object"),
     "a list of lists": ("trainer_state.json", '{"log_history": [[], 1]}', "`log_history`[0]: []"),
     "a line that is a number": ("metrics.jsonl", lines(*entries(3), "12", *entries(3)), "line 4: 12 is not a log"),
     "a last line that is a number": ("metrics.jsonl", lines(*entries(3), "12"), "line 4: 12 is not a log entry"),

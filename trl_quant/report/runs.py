@@ -24,12 +24,12 @@ from statistics import fmean
 
 
 REWARD, LOSS, KL = "reward", "loss", "mismatch/kl_k3"
-ENDS = 5  # number of logged steps whose mean is a run's first or last value
+ENDS = 5  # a run's first or last value is the mean over so many logged steps
 TOKENS_PER_SECOND = "tokens_per_second"  # not logged by TRL; `Run.series` computes it
 LARGEST = 1e100  # largest value that is used: squares of larger ones overflow, and axes cannot show them
 MOST_STEPS = 2**53
 SMALLEST_FLOATS_IN_1 = 2**1074
-DEEPEST = 50  # most levels of nested lists and objects in a setting
+DEEPEST = 50  # largest number of nested lists and objects in a setting
 # Settings in which repetitions of a run may differ
 REPETITION = ("seed", "data_seed", "output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_model_id")
 
@@ -41,7 +41,7 @@ class Run:
     name: str
     history: list[dict]
     note: str = ""
-    finished: bool = False  # whether it made all its steps
+    finished: bool = False  # whether the run made all of its steps
     total: int = 0  # planned steps; 0 if unknown
     settings: dict = field(default_factory=dict)
 
@@ -115,7 +115,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How far the run came. A log does not show whether the run continues or was stopped."""
+        """Says how far the run came. A log does not show whether the run continues or was stopped."""
         if self.note:
             return self.note
         if self.finished or self.values("train_runtime"):
@@ -303,7 +303,7 @@ def _object(path: Path) -> dict | None:
         return None
     found = _parsed(text, str(path))
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {reprlib.repr(found)}, and no JSON object.")
+        raise ValueError(f"{path} holds {reprlib.repr(found)}, not a JSON object.")
     return found
 
 
@@ -428,7 +428,7 @@ def differences(groups: Sequence[Group]) -> dict[str, list]:
 
 
 def _key(value) -> str:
-    """Returns a text that is the same for equal settings. Unlike `==`, it takes NaN as equal to NaN."""
+    """Returns a string that is the same for equal settings. Unlike `==`, it treats NaN as equal to NaN."""
     return json.dumps(value, sort_keys=True, default=str)
 
 

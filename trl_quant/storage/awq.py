@@ -32,7 +32,7 @@ def check_awq(format: str) -> None:
     """Raises `ValueError` for a format that quantizes inputs too, and `ImportError` if llmcompressor is missing."""
     allowed = [name for name in storable() if FORMATS[name].activations is None]
     if format not in allowed:
-        raise ValueError(f"`--awq` is for formats of weights alone, not {format!r}; allowed: {', '.join(allowed)}.")
+        raise ValueError(f"`--awq` is for weight-only formats, not {format!r}; allowed: {', '.join(allowed)}.")
     try:
         import llmcompressor  # noqa: F401
     except ImportError as error:

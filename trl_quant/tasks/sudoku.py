@@ -90,7 +90,7 @@ def problems(seed: int, min_blanks: int = 4, max_blanks: int = 8, held_out: bool
     Args:
         seed (`int`): seed of the stream.
         min_blanks, max_blanks (`int`): range of the number of blank cells, from 1 to 12, all equally frequent.
-        held_out (`bool`): puzzles for evaluation, or for training.
+        held_out (`bool`): whether to yield puzzles for evaluation instead of training.
     """
     if not 1 <= min_blanks <= max_blanks <= MAX_BLANKS:
         raise ValueError(
