@@ -90,8 +90,8 @@ class QATLinear(UnifiedLinear):
 
     def shared_scale(self, weight: Tensor) -> Tensor | None:
         """
-        Returns the global scale with which `weight` is quantized; `None` where no other layer shares it. Collective if
-        FSDP2 holds the weight of a layer in `fused` in parts.
+        Returns the global scale with which `weight` is quantized; `None` if no other layer shares it. All ranks must
+        call it if FSDP2 shards the weight of a layer in `fused`.
         """
         if not self.fused:
             return None

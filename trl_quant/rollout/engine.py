@@ -38,7 +38,7 @@ class Engine(Protocol):
     """The methods that every trainer calls."""
 
     def sync(self) -> None:
-        """Copies the policy's weights into the engine, in the engine's own format. Collective."""
+        """Copies the policy's weights into the engine, in the engine's own format. Trainers call it on all ranks."""
 
     def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
         """

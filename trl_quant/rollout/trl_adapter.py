@@ -66,7 +66,7 @@ class TRLGeneration(VLLMGeneration):
         return self._weight_metadata
 
     def announce(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Records the metadata of the tensors that a sync sends to a server. Collective."""
+        """Records the metadata of the tensors that a sync sends to a server. All ranks must call it."""
         self._weight_metadata = [
             (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in stream
         ]
@@ -191,7 +191,10 @@ class RolloutEngine:
     # Methods that a subclass implements
 
     def sync(self) -> None:
-        """Copies the policy's current weights into the engine, without noise, and sets `sync_metrics`. Collective."""
+        """
+        Copies the policy's current weights into the engine, without noise, and sets `sync_metrics`. All ranks must call
+        it.
+        """
         raise NotImplementedError
 
     def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
@@ -259,7 +262,9 @@ class RolloutEngine:
         return self._turns
 
     def prepare(self) -> None:
-        """Makes the engine ready to sample, with the policy's weights and the generation's noise. Collective."""
+        """
+        Makes the engine ready to sample, with the policy's weights and the generation's noise. All ranks must call it.
+        """
         self.ensure_ready()
         self.lay_noise(self.noise)
 
@@ -277,8 +282,8 @@ class RolloutEngine:
     def is_stale(self) -> bool:
         """
         Whether the policy's weights changed since the last sync, for any reason: an optimizer step, averaged weights
-        that an evaluation swaps in, `load_state_dict`, another active adapter. Collective: true on all ranks if it is
-        true on one.
+        that an evaluation swaps in, `load_state_dict`, another active adapter. All ranks must call it, and it is true
+        on all of them if it is true on one.
 
         Hooks do not count as weights, nor do values outside of parameters and buffers, such as a norm's epsilon:
         engines take those from the config. vLLM also computes buffers, such as rotary frequencies, from the config. The

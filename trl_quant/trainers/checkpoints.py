@@ -53,7 +53,9 @@ SAMPLED_WEIGHTS = ("initial_weights", "synced_weights")
 
 
 def new_run(before: list[str]) -> list[str]:
-    """Returns the names of the runs that a new run continues, followed by a name for the new run. Collective."""
+    """
+    Returns the names of the runs that a new run continues, followed by a name for the new run. All ranks must call it.
+    """
     return [*before, gather_object([uuid4().hex[:8]])[0]]
 
 
@@ -98,7 +100,7 @@ def rotate(output_dir: str, step: int, limit: int | None, best: str | None, runs
 def checkpoint_to_resume(output_dir: str) -> str:
     """
     Returns the newest checkpoint that is complete on every host. Each host looks in its own `output_dir`, which they
-    may share. Collective.
+    may share. All ranks must call it.
 
     Raises:
         `ValueError`: There is no such checkpoint, or it may belong to another run. Raised on every rank.
@@ -120,7 +122,7 @@ def checkpoint_to_resume(output_dir: str) -> str:
 def start_of(args, peft_config) -> str | None:
     """
     Returns the checkpoint from which a command's run resumes, or `None`. Checks it, and `output_dir`, before a model is
-    loaded. Collective.
+    loaded. All ranks must call it.
 
     Raises:
         `ValueError`: There is nothing to resume; the settings or the adapter differ, as in [`check_settings`] and
@@ -183,7 +185,8 @@ def _joined_answers(by_rank: list[str | None]) -> str:
 @contextmanager
 def on_every_rank() -> Iterator[None]:
     """
-    Context that raises one rank's `ValueError` on all ranks, which would otherwise wait for that rank. Collective.
+    Context that raises one rank's `ValueError` on all ranks, which would otherwise wait for that rank. All ranks must
+    call it.
     """
     fault = None
     try:
@@ -258,7 +261,7 @@ def saving(checkpoint: str) -> Iterator[None]:
 def precision_before(args) -> str | None:
     """
     Returns a run's `rollout_precision`. If it is `"auto"` and the run resumes, returns the checkpoint's precision. A
-    host without the checkpoint takes the precision that another host has read. Collective.
+    host without the checkpoint takes the precision that another host has read. All ranks must call it.
 
     Raises:
         `ValueError`: vLLM does not run that precision.

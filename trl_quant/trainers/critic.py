@@ -198,12 +198,12 @@ class Critic(ABC):
 
     @abstractmethod
     def join_gradients(self) -> None:
-        """Averages the ranks' gradients, unless the backward pass has done so. Collective."""
+        """Averages the ranks' gradients, unless the backward pass has done so. All ranks must call it."""
 
     # Checkpoints
 
     def save(self, checkpoint: str) -> None:
-        """Saves the critic, its optimizer and its schedule in a checkpoint of the run. Collective."""
+        """Saves the critic, its optimizer and its schedule in a checkpoint of the run. All ranks must call it."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=self.accelerator.is_fsdp2)
         weights, optimizer = get_state_dict(self.model, self.optimizer.optimizer, options=options)
         if not self.trainer.args.should_save:

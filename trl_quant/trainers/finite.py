@@ -57,14 +57,14 @@ class FiniteSteps:
         self.loss = self.loss + loss
 
     def check_and_forget(self, norm: Tensor | float | None) -> None:
-        """Checks the step with [`check_step`], and resets the sum of losses. Collective."""
+        """Checks the step with [`check_step`], and resets the sum of losses. All ranks must call it."""
         loss, self.loss = self.loss, 0.0
         check_step(self.trainer, loss, norm)
 
 
 def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None, whose: str = "") -> None:
     """
-    Raises `RuntimeError`, on all ranks, if a step's loss or gradient is not finite. Collective.
+    Raises `RuntimeError`, on all ranks, if a step's loss or gradient is not finite. All ranks must call it.
 
     Args:
         trainer ([`~transformers.Trainer`]): The trainer.
@@ -92,7 +92,10 @@ def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None, whos
 
 
 def check_trained(trainer: Trainer) -> None:
-    """Raises `RuntimeError`, on all ranks, if a trained weight or the optimizer's state is not finite. Collective."""
+    """
+    Raises `RuntimeError`, on all ranks, if a trained weight or the optimizer's state is not finite. All ranks must call
+    it.
+    """
     mine = [name for name, tensor in _trained(trainer) if not is_finite(tensor)]
     found = [name for names in gather_object([mine]) for name in names]
     if not found:

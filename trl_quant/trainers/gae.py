@@ -81,7 +81,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 def moments(x: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) -> Moments:
     """
-    Computes the moments of `x` over the tokens of all ranks that count, in float64. Collective.
+    Computes the moments of `x` over the tokens of all ranks that count, in float64. All ranks must call it.
 
     Args:
         x, mask (`torch.Tensor` of shape `(B, T)`): The quantity on this rank, and 1 on the tokens that count.
@@ -96,7 +96,7 @@ def moments(x: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) -> Momen
 def whitened(advantages: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
     """
     Returns the advantages `(B, T)` with mean 0 and variance 1 over the actions of all ranks, and 0 elsewhere. The
-    arguments are those of [`moments`]. Collective.
+    arguments are those of [`moments`]. All ranks must call it.
     """
     mean, variance = moments(advantages, mask, total)
     scaled = (advantages.double() - mean) * torch.rsqrt(variance + EPSILON)

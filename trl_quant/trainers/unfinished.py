@@ -34,7 +34,7 @@ def save(trainer: Trainer, checkpoint: str | Path) -> None:
 def resume(trainer: Trainer, checkpoint: str | Path, state: dict) -> int:
     """
     Continues the generation that a checkpoint interrupts. If any rank cannot, all ranks sample a new one and log a
-    warning. Collective.
+    warning. All ranks must call it.
 
     Args:
         trainer (`Trainer`): The trainer, before it trains.

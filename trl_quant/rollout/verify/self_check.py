@@ -107,7 +107,7 @@ def mean_difference(left: Iterable[Tensor], right: Iterable[Tensor]) -> float:
 
 def self_check(engine, quick: bool = False) -> dict[str, float]:
     """
-    Compares engine and policy. Collective: every rank checks its own engine, and all of them raise if one does.
+    Compares engine and policy. All ranks must call it: each checks its own engine, and all of them raise if one does.
 
     Args:
         engine ([`VLLMEngine`]): The engine, awake and without noise.
@@ -165,7 +165,9 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
 
 
 def _require_no_fault(engine, fault: str | None, difference: float, bound: float) -> None:
-    """Raises `RuntimeError`, on all ranks, if a rank found a fault of its engine or of its policy. Collective."""
+    """
+    Raises `RuntimeError`, on all ranks, if a rank found a fault of its engine or of its policy. All ranks must call it.
+    """
     message = None
     if fault is not None:
         message = (

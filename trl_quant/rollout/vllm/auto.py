@@ -30,7 +30,7 @@ PATIENCE = timedelta(hours=4)  # how long the other ranks wait for the choice
 
 def fastest_engine(model: nn.Module, accelerator: Accelerator, processing_class, **settings) -> VLLMEngine:
     """
-    Builds the run's engine in the fastest precision. Collective.
+    Builds the run's engine in the fastest precision. All ranks must call it.
 
     Args:
         model (`nn.Module`): The policy.
@@ -46,7 +46,7 @@ def choose_precision(
     model: nn.Module, accelerator: Accelerator, settings: dict, candidates: Iterable[str] | None = None
 ) -> str:
     """
-    Chooses the precision of an engine. Collective; prints a table on the main process.
+    Chooses the precision of an engine. All ranks must call it; the main process prints a table.
 
     Args:
         model (`nn.Module`): The policy. Only its shape matters.

@@ -181,7 +181,10 @@ class VLLMBase(RolloutEngine):
             )
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Streams the policy's weights under the names and in the layout that the engine loads. Collective."""
+        """
+        Streams the policy's weights under the names and in the layout that the engine loads. All ranks must iterate
+        over it.
+        """
         weights = self._watched(self._iter_named_params())
         if not self.travels_quantized:
             return weights
@@ -231,11 +234,17 @@ class VLLMBase(RolloutEngine):
             yield name, tensor
 
     def update_since_sync(self) -> float:
-        """Returns the norm of the policy's update since the last sync, relative to the policy's norm. Collective."""
+        """
+        Returns the norm of the policy's update since the last sync, relative to the policy's norm. All ranks must call
+        it.
+        """
         return self.drift.since_sync(self._iter_named_params()).get("normalized_update", 0.0)
 
     def unquantized(self) -> Iterator[tuple[str, Tensor]]:
-        """Streams the policy's weights, except those of the linear layers that the engine quantizes. Collective."""
+        """
+        Streams the policy's weights, except those of the linear layers that the engine quantizes. All ranks must
+        iterate over it.
+        """
         layers = {f"{layer.name}.weight" for layer in dense_linears(self.weights.base_model).values()}
         with exchanged(self.weights, unread=layers):
             for name, tensor in self._iter_named_params():
@@ -245,7 +254,7 @@ class VLLMBase(RolloutEngine):
     def differing_weight(self) -> str | None:
         """
         Returns the name of the first of the [`unquantized`] weights that differs between engine and policy; `None` if
-        all are equal, or if this process cannot read the engine's. Collective.
+        all are equal, or if this process cannot read the engine's. All ranks must call it.
         """
         return None
 
