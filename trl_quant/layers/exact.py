@@ -88,7 +88,7 @@ class _Attend(torch.autograd.Function):
 def attention(
     q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None, kernel: Callable
 ) -> Tensor:
-    """Computes [`flash_attention`] with `kernel`, an `attend` of [`Kernels`], in the forward pass."""
+    """Computes [`flash_attention`], (T, H, D), with `kernel`, an `attend` of [`Kernels`], in the forward pass."""
     return _Attend.apply(q, k, v, packed, scale, window, kernel)
 
 
@@ -294,7 +294,7 @@ def log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
 
 
 def log_softmax(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Scores as a `score` of [`Kernels`], in FP32 from the division by the temperature on."""
+    """Scores `logits` (N, vocabulary) as a `score` of [`Kernels`], in FP32 from the division by the temperature on."""
     # To divide by a Python number, torch would multiply by its reciprocal
     tempered = logits.float() / torch.full((1,), temperature, device=logits.device)
     return tempered.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1), tempered

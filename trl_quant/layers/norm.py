@@ -66,8 +66,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, format: str | None, dtype: torch.dtype) -> Tensor:
     """
-    Computes [`rms_norm`] with kernels that have gradients. With a `format`, a key of `FORMATS`, the same pass quantizes
-    the output, rounded to `dtype`, and [`inputs.quantized`] returns those codes unless the transpose is needed too.
+    Computes [`rms_norm`] of `x` (..., features) with kernels that have gradients. With a `format`, a key of `FORMATS`,
+    the same pass quantizes the output, rounded to `dtype`, and [`inputs.quantized`] returns those codes unless the
+    transpose is needed too.
     """
     return _Norm.apply(x, weight, eps, format, dtype)
 

@@ -100,13 +100,13 @@ def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
 
 
 def quantize_fp8(x: Tensor, least: float = FP8.least_amax) -> QuantizedTensor:
-    """Computes [`quantize_input`] to "fp8" in torch; `least` is the least maximum of a token."""
+    """Quantizes x (T, K) to "fp8" in torch, as [`quantize_input`]; `least` is the smallest maximum of a token."""
     scale = quotient(_amax(x).clamp(min=least), E4M3_MAX)
     return QuantizedTensor("fp8", _e4m3(x, scale), scale, x.shape, x.dtype)
 
 
 def quantize_int8(x: Tensor, on_cuda: bool) -> QuantizedTensor:
-    """Computes [`quantize_input`] to "int8" in torch, as vLLM does on a GPU or, if not `on_cuda`, on a CPU."""
+    """Quantizes x (T, K) to "int8" in torch, as vLLM does on a GPU or, if not `on_cuda`, on a CPU."""
     amax = _amax(x)
     scale = quotient(amax, INT8_MAX)
     # torch would take `127 / amax` for `127 * (1 / amax)`
@@ -117,14 +117,14 @@ def quantize_int8(x: Tensor, on_cuda: bool) -> QuantizedTensor:
 
 
 def quantize_groups(x: Tensor, least: float) -> QuantizedTensor:
-    """Computes [`quantize_input`] to "fp8_block" in torch; `least` is the least maximum of a group."""
+    """Quantizes x (T, K) to "fp8_block" in torch, as [`quantize_input`]; `least` is the smallest maximum of a group."""
     groups = group(x, BLOCK)
     scale = quotient(_amax(groups).clamp(min=least), E4M3_MAX)
     return QuantizedTensor("fp8_block", ungroup(_e4m3(groups, scale), x.shape[1]), scale.squeeze(-1), x.shape, x.dtype)
 
 
 def quantize_groups_for_both(x: Tensor, least: float) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Computes [`quantize_for_both`] in torch."""
+    """Computes [`quantize_for_both`] of x (T, K) in torch."""
     columns = F.pad(x, (0, 0, 0, -len(x) % BLOCK)).t().contiguous()
     return quantize_groups(x, least), quantize_groups(columns, least)
 
@@ -139,7 +139,7 @@ def quantize_for_both(x: Tensor, least: float = FP8Block.least_amax) -> tuple[Qu
 
     Args:
         x (`torch.Tensor`): (T, K), BF16 or FP32, finite.
-        least (`float`, *optional*): The least maximum of a group; `LEAST_GRADIENT` for gradients.
+        least (`float`, *optional*): The smallest maximum of a group; `LEAST_GRADIENT` for gradients.
 
     Returns:
         `tuple`: x (T, K) with scales along K, and its transpose (K, T') with scales along T', which is T padded with

@@ -245,7 +245,7 @@ def train_as_sampled(trainer) -> None:
 
 
 def follow_engine(trainer, engine) -> None:
-    """Under `exact_rollouts`, makes a trainer's policy and reference compute with its engine's kernels."""
+    """Under `exact_rollouts`, makes a trainer's policy and reference compute with its engine's kernels, in BF16."""
     if trainer.args.exact_rollouts:
         for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
             if not trainer.args.bf16 and next(model.parameters()).dtype != engine.kernels.dtype:

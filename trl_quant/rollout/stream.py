@@ -285,8 +285,8 @@ class PolicyWeights:
 
     def adapter(self) -> dict[str, Tensor]:
         """
-        Returns A and B of each adapted layer by PEFT's names. B is multiplied by the adapter's scale, which may differ
-        from layer to layer.
+        Returns A (rank, in) and B (out, rank) of each adapted layer by PEFT's names. B is multiplied by the adapter's
+        scale, which may differ from layer to layer. Raises `ValueError` if the adapter is merged.
         """
         tensors, (adapter,) = {}, self.model.active_adapters
         for name, layer in self.model.named_modules():
@@ -375,7 +375,10 @@ def dense_parameters(linear: nn.Linear) -> dict[str, Tensor]:
 
 
 def dequantized(linear: nn.Linear) -> Tensor:
-    """Returns the dequantized weight of a 4- or 8-bit layer of bitsandbytes, and leaves the layer as it was."""
+    """
+    Returns the dequantized weight (out, in) of a 4- or 8-bit layer of bitsandbytes, and leaves the layer as it was.
+    Raises `ValueError` if bitsandbytes has repacked the weight, so that it cannot be read exactly.
+    """
     weight = linear.weight
     if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
         raise ValueError(

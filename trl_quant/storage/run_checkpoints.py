@@ -142,7 +142,7 @@ def read_rollout_state(checkpoint: str | Path) -> dict:
 
 
 def read_state(path: Path) -> dict:
-    """Reads the object in a JSON file; empty if there is no file."""
+    """Reads the object in a JSON file; empty if there is no file. Raises `ValueError` for an incomplete file."""
     if not path.is_file():
         return {}
     try:

@@ -130,6 +130,9 @@ def problems(
 
     The `operations` are equally frequent, and so are digit counts from `min_digits` to `max_digits`. Problems with one
     of their operands as the answer (`80-40`) are left out: copying from the question must never be right.
+
+    Raises:
+        ValueError: for unknown operations or none, or for numbers of digits that are below 1 or not in order.
     """
     allowed = ", ".join(map(repr, OPERATIONS))
     if not isinstance(operations, Sequence) or not operations:
@@ -155,7 +158,8 @@ def problems(
 def divisions(seed: int, min_quotient: int, max_quotient: int, held_out: bool = False) -> Iterator[Division]:
     """Yields divisions by two digits without end, the same ones for the same seed: held out, or for training.
 
-    Divisors, quotients from `min_quotient` to `max_quotient`, and remainders are equally frequent.
+    Divisors, quotients from `min_quotient` to `max_quotient`, and remainders are equally frequent. Raises `ValueError`
+    for quotients that are below 1 or not in order.
     """
     if not 1 <= min_quotient <= max_quotient:
         raise ValueError(

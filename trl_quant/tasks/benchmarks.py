@@ -94,6 +94,9 @@ def generate(task: str, count: int, seed: int = 0, held_out: bool = False, **dif
         held_out (`bool`): Whether to generate problems for evaluation, which are never generated for training.
         difficulty: Keywords of the task's `problems`.
 
+    Raises:
+        ValueError: for other keywords, or if there are fewer distinct problems.
+
     Example:
 
     ```python

@@ -81,6 +81,9 @@ def problems(
         max_target (`int`): targets lie between 10 and this, and differ from all numbers.
         use_all (`bool`): whether an answer must use all numbers.
         held_out (`bool`): whether to yield problems for evaluation instead of training.
+
+    Raises:
+        ValueError: for a number outside its range.
     """
     if not 2 <= min_numbers <= max_numbers <= 8:
         raise ValueError(

@@ -26,7 +26,10 @@ RESAMPLES = 10_000
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Returns the chance that at least one of `k` answers is right, drawn from `n` answers of which `c` are right."""
+    """
+    Returns the chance that at least one of `k` answers is right, drawn from `n` answers of which `c` are right. Raises
+    `ValueError` unless `k` is from 1 to `n` and `c` from 0 to `n`.
+    """
     if not 1 <= k <= n or not 0 <= c <= n:
         raise ValueError(f"pass@k of `n`={n}, `c`={c}, `k`={k}: `k` must be from 1 to `n`, `c` from 0 to `n`.")
     return 1 - comb(n - c, k) / comb(n, k)

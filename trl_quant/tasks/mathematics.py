@@ -44,6 +44,9 @@ def strict_math_reward(completions, answer=None, solution=None, prompts=None, **
     Returns:
         `list[float | None]`: `None` where a row has no ground truth, or one of more than 512 characters.
 
+    Raises:
+        ValueError: if the dataset has neither `answer` nor `solution`.
+
     Example:
 
     ```python

@@ -91,6 +91,9 @@ def problems(seed: int, min_blanks: int = 4, max_blanks: int = 8, held_out: bool
         seed (`int`): seed of the stream.
         min_blanks, max_blanks (`int`): range of the number of blank cells, from 1 to 12, all equally frequent.
         held_out (`bool`): whether to yield puzzles for evaluation instead of training.
+
+    Raises:
+        ValueError: for numbers of blanks that are out of range or not in order.
     """
     if not 1 <= min_blanks <= max_blanks <= MAX_BLANKS:
         raise ValueError(

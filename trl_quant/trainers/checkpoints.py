@@ -302,7 +302,7 @@ def write_rollout_state(checkpoint: str | Path, state: dict) -> None:
 
 
 def read_sampled_weights(checkpoint: str | Path, name: str) -> dict[str, torch.Tensor] | None:
-    """Reads one of [`SAMPLED_WEIGHTS`]; `None` if the checkpoint does not have it."""
+    """Reads one of [`SAMPLED_WEIGHTS`], or `None` if there is none. Raises `ValueError` for an incomplete file."""
     path = Path(checkpoint, f"{name}.pt")
     if not path.is_file():
         return None

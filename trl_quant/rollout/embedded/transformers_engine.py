@@ -184,7 +184,13 @@ class TransformersEngine(RolloutEngine):
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Quantizes the policy's current weights into the copy, without noise; fills `sync_metrics`."""
+        """
+        Quantizes the policy's current weights into the copy, without noise, and sets `sync_metrics`.
+
+        Raises:
+            `ValueError`: A weight cannot be quantized, for example because it holds NaN.
+            `RuntimeError`: The policy and the copy have different parameters.
+        """
         self.is_current = False  # until all weights have been copied
         self.weights.forget_quantized_weights()
         policy = self.weights.base_model
