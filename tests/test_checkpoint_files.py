@@ -70,7 +70,7 @@ def test_a_failed_copy_goes_on(source, format, tmp_path, caplog):
     with pytest.raises(RuntimeError, match="on fire"):
         quantize_checkpoint(source, target, format, quantizer=quantizer, max_shard_bytes=SHARD)
     work = tmp_path / "out/.q.part"
-    assert f"What is finished stays in {work}: the same command goes on from there." in caplog.text
+    assert f"Finished files stay in {work}: the same command continues from there." in caplog.text
     kept = {path: path.stat().st_mtime_ns for path in work.rglob("*.safetensors")}
     assert kept and not target.exists()
 

@@ -139,7 +139,7 @@ def test_a_full_disk_is_told_and_what_is_there_stays(argv, tmp_path, monkeypatch
     with pytest.raises(SystemExit) as error:
         main(argv)
     code = str(error.value.code)
-    assert "No space left while writing" in code and "goes on from there" in code and "\n" not in code
+    assert "No space left while writing" in code and "continues from there" in code and "\n" not in code
     assert not (tmp_path / "out.json").exists() and not [*tmp_path.glob(".out.*")]
     monkeypatch.undo()
     assert when == "header" or len(rows(tmp_path)) == {"answers": 4, "result": 6}[when]

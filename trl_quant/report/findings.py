@@ -202,7 +202,7 @@ def alpha_full(run: Run, above: float = 0.95) -> str | None:
     value = _settled(run, "ais/alpha")
     if value is None or value <= above:
         return None
-    return f"AIS applies its whole correction (alpha {value:.2f}): the mismatch is beyond what it was made for."
+    return f"AIS applies its whole correction (alpha {value:.2f}): the mismatch is larger than AIS is made for."
 
 
 def later_tokens_worse(run: Run, times: float = 5.0, floor: float = ROUNDING) -> str | None:

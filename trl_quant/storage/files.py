@@ -185,7 +185,7 @@ def unfinished(target: str | Path, settings: dict) -> Iterator[Path]:
                 result.rename(target)
             except BaseException:
                 if any(work.rglob("*.safetensors")):
-                    logger.warning("What is finished stays in %s: the same command goes on from there.", work)
+                    logger.warning("Finished files stay in %s: the same command continues from there.", work)
                 else:
                     shutil.rmtree(work)
                 raise
@@ -210,7 +210,7 @@ def _check_left(work: Path, settings: dict) -> None:
         pairs = [(name, str(before.get(name))[:80], str(settings.get(name))[:80]) for name in changed]
         differences = ", ".join(f"{name}: {old} -> {new}" for name, old, new in pairs)
         raise ValueError(
-            f"target: {work} is what is left of a run with other settings ({differences}). Repeat that run to "
+            f"target: {work} was left by a run with other settings ({differences}). Repeat that run to "
             "finish it, or delete the directory."
         )
 

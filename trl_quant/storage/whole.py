@@ -49,5 +49,5 @@ def told_if_full(path: Path) -> Iterator[None]:
         raise OSError(
             errno.ENOSPC,
             f"No space left while writing {path}: {free / 2**20:.1f} MiB are free there. Make room and repeat the "
-            f"command: it goes on from there. Cause: {error}",
+            f"command: it continues from there. Cause: {error}",
         ) from error

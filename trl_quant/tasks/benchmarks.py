@@ -55,7 +55,7 @@ class Benchmark:
 
     @property
     def columns(self) -> list[str]:
-        """The columns of a row that the reward needs beside the completion."""
+        """The columns of a row that the reward needs in addition to the completion."""
         parameters = inspect.signature(self.reward).parameters.values()
         return [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD][1:]
 

@@ -191,7 +191,7 @@ def countdown_reward(completions, nums, target, use_all=None, prompts=None, **kw
     r"""1.0 where the completion's last answer is an expression of the given numbers that equals the target, else 0.0.
 
     Args:
-        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row; the answer stands in
+        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row; the answer is in
             `<answer>`, `\boxed{}` or after `####`.
         nums (`list[list[int]]`): the numbers of each row; a file may hold them as strings, or as one: `"[3, 25, 7]"`.
         target (`list[int]`): the number that they must make, as a number or a string.

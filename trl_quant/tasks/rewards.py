@@ -184,7 +184,7 @@ REWARDS = {
     "think_answer": think_answer_reward,
 }
 
-# The arguments that TRL passes to a reward, beside the dataset's columns
+# The arguments that TRL passes to a reward, in addition to the dataset's columns
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 

@@ -124,7 +124,7 @@ def sudoku_reward(completions, puzzle, prompts=None, **kwargs) -> list[float | N
     r"""1.0 where the completion's last answer is the puzzle, filled in by the rules, else 0.0.
 
     Args:
-        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row; the answer stands in
+        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row; the answer is in
             `<answer>` or `\boxed{}`, in four lines (`####` marks a single line, so it cannot hold a grid).
         puzzle (`list[str]`): 16 cells, row by row, with `_`, `.` or 0 for a blank one; or rows, as lists or as texts,
             where `None` is blank too. Each of its solutions counts.

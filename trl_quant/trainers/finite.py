@@ -86,7 +86,7 @@ def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None, whos
         raise RuntimeError(
             f"Step {trainer.state.global_step + 1} {whose}is not finite: its loss is {loss.item():g}, the norm of its "
             f"gradient {norm.item():g}. The run stops here, and no checkpoint holds this step. "
-            f"{how_to_go_on(trainer.args.output_dir)} A resume meets the same batch again: look at its rewards and "
+            f"{how_to_go_on(trainer.args.output_dir)} A resumed run trains on the same batch: look at its rewards and "
             "advantages, lower `learning_rate`, or choose an `is_correction` with bounds."
         )
 

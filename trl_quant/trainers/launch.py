@@ -233,7 +233,7 @@ def _check_answers(reward_funcs: list[str], dataset_name: str, columns: Sequence
 
 
 def _overlong_punishment(part: float, length: int | None) -> list[Callable[..., list[float]]]:
-    """TRL's punishment of completions close to their greatest length (DAPO eq. 13), if `part` is above 0."""
+    """Returns TRL's punishment of completions near their maximum length (DAPO eq. 13) if `part` is above 0."""
     if part and length is None:
         raise ValueError(f"`overlong_punishment`={part!r} needs a `max_completion_length`, which is None.")
     return [get_soft_overlong_punishment(length, round(part * length))] if part else []

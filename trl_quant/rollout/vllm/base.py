@@ -76,7 +76,7 @@ class VLLMBase(RolloutEngine):
         self.drift.quantizer = self.quantizers["quantizer"]
         self._started_model = self._model_traits()
 
-    # Methods that a vLLM engine implements, beside `read_norms` and `write_norms`
+    # Methods that a vLLM engine implements, in addition to `read_norms` and `write_norms`
 
     def start_vllm(self) -> None:
         """Starts vLLM, or connects to its server."""

@@ -229,9 +229,9 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
 
 def plain_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
     """
-    Returns the tensors that layers hold beside their parameters and buffers, such as the locks of Marlin's kernels. A
-    reload replaces them and frees the old ones, which captured CUDA graphs still read. If the memory of a lock is then
-    used for something else, the kernels wait forever.
+    Returns the tensors that layers hold in addition to their parameters and buffers, such as the locks of Marlin's
+    kernels. A reload replaces them and frees the old ones, which captured CUDA graphs still read. If the memory of a
+    lock is then used for something else, the kernels wait forever.
     """
     found = {}
     for module in model.modules():
