@@ -35,7 +35,7 @@ class CorrectionInputs:
             or a `"prefix"`, the tokens before a token, whose ratio is the product of their ratios.
 
     Raises:
-        `ValueError`: if the shapes do not match.
+        `ValueError`: if the shapes do not match, or `level` is unknown.
     """
 
     rollout_logps: Tensor
