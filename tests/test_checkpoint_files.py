@@ -118,7 +118,7 @@ def test_work_of_other_settings_is_not_used(source, change, tmp_path):
         tiny_model(dtype=torch.bfloat16, seed=1).save_pretrained(mine)
     else:
         arguments |= {"format": "fp8"} if change == "format" else {"ignore": ["lm_head", "model.layers.0.mlp.up_proj"]}
-    with pytest.raises(ValueError, match=r"\.q\.part is what is left of a run with other settings \((scheme|source)"):
+    with pytest.raises(ValueError, match=r"\.q\.part was left by a run with other settings \((scheme|source)"):
         quantize_checkpoint(mine, tmp_path / "q", **arguments)
     assert contents(tmp_path / ".q.part") == before and not (tmp_path / "q").exists()
 
