@@ -64,8 +64,8 @@ REFUSED_FIELDS = [  # fields -> what the message says
     ({**VLLM, "vllm_engine_kwargs": 3}, "`vllm_engine_kwargs`=3 must be a dict"),
     ({**VLLM, "vllm_engine_kwargs": "eager"}, "`vllm_engine_kwargs`='eager' must be a dict"),
     ({**VLLM, "vllm_engine_kwargs": "[1]"}, "`vllm_engine_kwargs`='[1]' must be a dict"),
-    ({**VLLM, "vllm_engine_kwargs": "{eager}"}, "`vllm_engine_kwargs`='{eager}' is no JSON object"),
-    ({"model_init_kwargs": "{dtype"}, "`model_init_kwargs`='{dtype' is no JSON object"),
+    ({**VLLM, "vllm_engine_kwargs": "{eager}"}, "`vllm_engine_kwargs`='{eager}' is not a JSON object"),
+    ({"model_init_kwargs": "{dtype"}, "`model_init_kwargs`='{dtype' is not a JSON object"),
     ({"use_vllm": True, "vllm_mode": "colocated"}, "`vllm_mode`='colocated' is unknown. Allowed: 'colocate', 'server'"),
     ({"temperature": 0}, "`temperature`=0 is out of range. It must be > 0"),
     ({"temperature": -1.0}, "`temperature`=-1.0 is out of range"),
@@ -381,7 +381,7 @@ def with_answer(completions, answer, **kwargs):
 REFUSED_REWARDS = [
     (os.path, "is a module. It must be a function, a model or a list"),
     (3, "`reward_funcs`=3 is a int"),
-    ("gsm8k", "so is `trl_quant.tasks.gsm8k_reward`: pass the function"),
+    ("gsm8k", "Pass the function `trl_quant.tasks.gsm8k_reward`."),
     (without_room, "`reward_funcs`: without_room(completions) cannot be called as a reward: got an unexpected keyword"),
     (with_answer, "`reward_funcs`: with_answer(completions, answer, **kwargs) cannot be called as a reward: missing"),
     (os.getcwd, "`reward_funcs`: getcwd() cannot be called as a reward"),
@@ -427,7 +427,7 @@ def test_a_ground_truth_that_can_be_read_is_accepted(task, columns):
 @pytest.mark.parametrize("config_class", [QuantGRPOConfig, QuantRLOOConfig])
 def test_weights_that_do_not_fit_the_rewards_are_refused(config_class, weights):
     given = {"num_generations": 4, "per_device_train_batch_size": 4, "beta": 0.0}
-    says = f"`reward_weights`={weights!r} must be a list of 1 finite number, since there is 1 reward."
+    says = f"`reward_weights`={weights!r} must be a list of 1 finite number, for the 1 reward."
     refused(lambda: check(model=tiny_model(), args=build(config_class, reward_weights=weights, **given)), says)
     args = build(config_class, reward_weights=[1, 0.5], **given)
     check(model=tiny_model(), args=args, reward_funcs=[spread, spread])

@@ -70,7 +70,7 @@ def test_a_failed_copy_goes_on(source, format, tmp_path, caplog):
     with pytest.raises(RuntimeError, match="on fire"):
         quantize_checkpoint(source, target, format, quantizer=quantizer, max_shard_bytes=SHARD)
     work = tmp_path / "out/.q.part"
-    assert f"What is finished stays in {work}: the same command goes on from there." in caplog.text
+    assert f"Finished files stay in {work}: the same command continues from there." in caplog.text
     kept = {path: path.stat().st_mtime_ns for path in work.rglob("*.safetensors")}
     assert kept and not target.exists()
 
@@ -118,7 +118,7 @@ def test_work_of_other_settings_is_not_used(source, change, tmp_path):
         tiny_model(dtype=torch.bfloat16, seed=1).save_pretrained(mine)
     else:
         arguments |= {"format": "fp8"} if change == "format" else {"ignore": ["lm_head", "model.layers.0.mlp.up_proj"]}
-    with pytest.raises(ValueError, match=r"\.q\.part is what is left of a run with other settings \((scheme|source)"):
+    with pytest.raises(ValueError, match=r"\.q\.part was left by a run with other settings \((scheme|source)"):
         quantize_checkpoint(mine, tmp_path / "q", **arguments)
     assert contents(tmp_path / ".q.part") == before and not (tmp_path / "q").exists()
 
@@ -204,7 +204,7 @@ def test_files_of_an_unknown_run_are_not_published(source, state, tmp_path):
     (work / "run.json").unlink() if state is None else (work / "run.json").write_text(state)
     before = contents(work / "result")
     for format in ("int8", "fp8"):
-        with pytest.raises(ValueError, match=r"\.q\.part holds result/.*, but no whole run\.json"):
+        with pytest.raises(ValueError, match=r"\.q\.part holds result/.*, but no complete run\.json"):
             quantize_checkpoint(source, target, format, max_shard_bytes=SHARD)
     assert contents(work / "result") == before and not target.exists()
     (work / "run.json").write_text(told)

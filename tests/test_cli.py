@@ -334,8 +334,8 @@ def test_a_run_that_cannot_start_is_refused_before_a_model_is_loaded(argv, tmp_p
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", load)
     for output_dir, extra, says in (
         ("run", [], "holds the checkpoint checkpoint-1 of an earlier run"),
-        ("file", [], "file is no directory"),
-        ("file/in/it", [], "file is no directory"),
+        ("file", [], "file is not a directory"),
+        ("file/in/it", [], "file is not a directory"),
         ("new", ["--resume_from_checkpoint", "true"], "there is nothing to resume"),
         ("new", ["--resume_from_checkpoint", str(tmp_path / "run/checkpoint-7")], "checkpoint-7' is not a directory"),
         ("run", ["--resume_from_checkpoint", "true", "--is_correction", "ais"], "`is_correction`: 'tis' -> 'ais'"),

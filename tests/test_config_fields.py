@@ -94,7 +94,7 @@ def test_a_trainer_without_a_correction_is_given_none():
         ({"dynamic_sampling_rounds": 2}, "`dynamic_sampling_rounds`=2 acts only with a trainer that has"),
         ({"uaq_scale": 1.5, "sync_ref_model": True}, "`uaq_scale`=1.5 cannot be combined with `sync_ref_model=True`"),
         ({"train_precision": "int8", "exact_rollouts": True}, "`exact_rollouts`=True needs `use_vllm=True`"),
-        ({"vllm_engine_kwargs": "{eager}"}, "`vllm_engine_kwargs`='{eager}' is no JSON object"),
+        ({"vllm_engine_kwargs": "{eager}"}, "`vllm_engine_kwargs`='{eager}' is not a JSON object"),
         ({"num_generations": 1, "per_device_train_batch_size": 1}, "RLOO requires at least 2 generations"),  # TRL's own
     ],
     ids=str,

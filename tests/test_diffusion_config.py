@@ -144,7 +144,7 @@ def causal(**settings):
         (causal(is_causal=True), "The policy attends only to earlier tokens"),
         ({"model": tiny_model("mixtral", is_causal=False)}, "`model_type`='mixtral' is not among those that are known"),
         ({"given": {"processing_class": tiny_tokenizer()}}, "`mask_token_id`=None: neither the tokenizer nor"),
-        ({"mask_token_id": 320}, "`mask_token_id`=320 is no token of the model. It must be at least 0 and below 320"),
+        ({"mask_token_id": 320}, "`mask_token_id`=320 is not a token of the model. It must be at least 0 and below 3"),
         ({"mask_token_id": 256}, "`mask_token_id`=256 is also the tokenizer's token for the end of a text"),
         ({"given": {"tools": [len]}}, "`tools` with a masked diffusion model, whose completions have one turn"),
         ({"given": {"rollout_func": print}}, "`rollout_func` with a masked diffusion model"),

@@ -139,7 +139,7 @@ def test_what_cannot_act_is_refused(settings, says):
 
 def test_exact_rollouts_are_refused():
     settings = {"train_precision": "int8", "exact_rollouts": True, "use_vllm": True, "vllm_mode": "colocate"}
-    with pytest.raises(ValueError, match="`exact_rollouts`=True gives the drawn tokens the same bits"):
+    with pytest.raises(ValueError, match="`exact_rollouts`=True makes sampler and trainer agree"):
         settings_of(QuantDistillationConfig, "unused", **settings)
 
 

@@ -167,5 +167,5 @@ def test_unknown_tensors_are_refused(tmp_path):
     tensors, _ = save(tmp_path / "dream")
     for name in ("model.layers.0.self_attn.o_proj.bias", "lm_head.bias", "model.layers.0.self_attn.q_norm.weight"):
         save_file(tensors | {name: torch.zeros(2)}, tmp_path / "dream" / "model.safetensors")
-        with pytest.raises(ValueError, match=f"`{re.escape(name)}` is no tensor of Dream's"):
+        with pytest.raises(ValueError, match=f"`{re.escape(name)}` is not a tensor of Dream's"):
             dream.convert(str(tmp_path / "dream"), tmp_path / "qwen2")

@@ -130,9 +130,9 @@ def test_other_models_take_none_of_it(argv, tmp_path):
     save_tiny(tmp_path / "causal", "llama")
     argv[1] = str(tmp_path / "causal")
     for name in ("--block_length", "--tokens_per_step", "--mask_token_id"):
-        with pytest.raises(SystemExit, match=f"`{name}` acts on a masked diffusion model alone"):
+        with pytest.raises(SystemExit, match=f"`{name}` acts only on a masked diffusion model"):
             main([*argv, name, "2"])
-    with pytest.raises(SystemExit, match="`--cache_finished_blocks` acts on a masked diffusion model alone"):
+    with pytest.raises(SystemExit, match="`--cache_finished_blocks` acts only on a masked diffusion model"):
         main([*argv, "--no-cache_finished_blocks"])
     argv[1] = str(tmp_path / "model")
     with pytest.raises(SystemExit, match="model' is a masked diffusion model, whose tokens have no probability"):

@@ -72,12 +72,12 @@ def test_a_result_may_lie_beside_the_model(argv, tmp_path):
 @pytest.mark.parametrize("text", ["", "mine", "[]", "{}", '{"task": "gsm8k", "metrics": {}}', '{"settings": 1}'])
 def test_an_output_that_is_no_result_is_kept(argv, tmp_path, text, unloaded):
     (tmp_path / "out.json").write_text(text)
-    refused(argv, tmp_path, "out.json is there, but is no result of an evaluation")
+    refused(argv, tmp_path, "out.json exists, but is not the result of an evaluation")
 
 
 def test_a_directory_is_no_output(argv, tmp_path, unloaded):
     (tmp_path / "out.json").mkdir()
-    refused(argv, tmp_path, ", which is no file")
+    refused(argv, tmp_path, ", which is not a file")
 
 
 def test_a_result_without_its_answers_is_kept_for_what_it_says(argv, tmp_path):
@@ -139,7 +139,7 @@ def test_a_full_disk_is_told_and_what_is_there_stays(argv, tmp_path, monkeypatch
     with pytest.raises(SystemExit) as error:
         main(argv)
     code = str(error.value.code)
-    assert "No space left while writing" in code and "goes on from there" in code and "\n" not in code
+    assert "No space left while writing" in code and "continues from there" in code and "\n" not in code
     assert not (tmp_path / "out.json").exists() and not [*tmp_path.glob(".out.*")]
     monkeypatch.undo()
     assert when == "header" or len(rows(tmp_path)) == {"answers": 4, "result": 6}[when]

@@ -41,7 +41,7 @@ def test_what_identifies_a_problem():
 
 
 def test_few_problems_are_told():
-    with pytest.raises(ValueError, match=r"countdown: there are hardly more than \d+ problems like that, and not 500"):
+    with pytest.raises(ValueError, match=r"countdown: there are hardly more than \d+ problems like that, not 500"):
         generate("countdown", 500, max_numbers=2, min_numbers=2, max_number=6)
 
 

@@ -181,7 +181,7 @@ def test_unknown_tensors_and_targets_are_refused(tmp_path):
     tensors = save(tmp_path / "llada")
     for name in ("model.transformer.blocks.0.att_proj.weight", "model.transformer.wpe.weight", "lm_head.weight", BIAS):
         save_file(tensors | {name: torch.zeros(2)}, tmp_path / "llada" / "model.safetensors")
-        with pytest.raises(ValueError, match=f"`{re.escape(name)}` is no tensor of LLaDA's"):
+        with pytest.raises(ValueError, match=f"`{re.escape(name)}` is not a tensor of LLaDA's"):
             llada.convert(str(tmp_path / "llada"), tmp_path / "llama")
     (tmp_path / "llama").mkdir()
     with pytest.raises(ValueError, match="llama exists"):

@@ -296,9 +296,9 @@ def test_a_model_in_mixed_precision(tmp_path):
         (["--mismatch", "{tmp}/model", "--train_precision", "nf4"], "`--train_precision`='nf4' is bitsandbytes'"),
         (
             ["--mismatch", "{tmp}/model", "--vllm_engine_kwargs", "[1]"],
-            "`--vllm_engine_kwargs`='[1]' is no JSON object",
+            "`--vllm_engine_kwargs`='[1]' is not a JSON object",
         ),
-        (["--mismatch", "{tmp}/model", "--vllm_engine_kwargs", '{"seed": 1}'], "acts with `--engine vllm` alone"),
+        (["--mismatch", "{tmp}/model", "--vllm_engine_kwargs", '{"seed": 1}'], "acts only with `--engine vllm`"),
         (["--mismatch", "{tmp}/model", "--engine", "vllm", "--rollout_precision", "int4"], "does not run in vLLM"),
         (["--mismatch", "{tmp}/model", "--prompts", "{tmp}/nowhere.jsonl"], "there is no such file"),
         (["--mismatch", "{tmp}/model", "--prompts", "{tmp}/texts.jsonl"], "has no prompts"),

@@ -169,8 +169,11 @@ def adapter_alone(path: Path) -> str:
 
 
 REFUSED_MODELS = {
-    "a typo": (lambda path: str(path / "mdoel"), ["mdoel", "is no directory here"]),
-    "a name of the hub, offline": (lambda path: "nobody/has-this", ["'nobody/has-this'", "is no directory here"]),
+    "a typo": (lambda path: str(path / "mdoel"), ["mdoel", "is neither a directory here"]),
+    "a name of the hub, offline": (
+        lambda path: "nobody/has-this",
+        ["'nobody/has-this'", "is neither a directory here"],
+    ),
     "an empty directory": (lambda path: str(path), ["is a directory without a config.json"]),
     "no config": (lambda path: str(written(path, ("config.json",))), ["is a directory without a config.json"]),
     "an adapter": (adapter_alone, ["is an adapter without its base", "AutoPeftModelForCausalLM", "is_trainable=True"]),

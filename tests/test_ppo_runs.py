@@ -283,7 +283,7 @@ CONFIGS = [
         {"vf_share_layers": True, "value_model_name_or_path": "x"},
         "`value_model_name_or_path`='x' is a critic of its own",
     ),
-    ({"vf_share_layers": True, "torch_compile": True}, "a policy that `torch_compile` compiled does not show them"),
+    ({"vf_share_layers": True, "torch_compile": True}, "a policy compiled with `torch_compile` does not expose them"),
 ]
 
 

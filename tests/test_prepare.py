@@ -81,7 +81,7 @@ def test_nothing_to_quantize(tmp_path):
     """GPT-2's weights look like those of linear layers, and are the transposes."""
     gpt2().save_pretrained(tmp_path / "gpt2")
     text = refusal(tmp_path / "gpt2", tmp_path / "int8")
-    assert "is no linear layer in the decoder of GPT2LMHeadModel" in text
+    assert "is not a linear layer in the decoder of GPT2LMHeadModel" in text
 
 
 def test_layers_that_the_decoder_does_not_have(tmp_path):
@@ -90,7 +90,7 @@ def test_layers_that_the_decoder_does_not_have(tmp_path):
     weights = load_file(model / "model.safetensors")
     save_file(weights | {"visual.blocks.0.attn.qkv.weight": torch.ones(128, 128)}, model / "model.safetensors")
     text = refusal(model, tmp_path / "int8")
-    assert "`visual.blocks.0.attn.qkv` (1 such) is no linear layer in the decoder of Qwen3ForCausalLM" in text
+    assert "`visual.blocks.0.attn.qkv` (1 such) is not a linear layer in the decoder of Qwen3ForCausalLM" in text
     save_file(weights, model / "model.safetensors")
     prepare(model, tmp_path / "int8")
 
@@ -102,7 +102,7 @@ def test_what_is_no_checkpoint(tmp_path):
     assert f"{run} holds an adapter. `trl-quant export --adapter {run} --output" in refusal(run, tmp_path / "int8")
     (tmp_path / "empty").mkdir()
     assert f"{tmp_path / 'empty'} has no config.json" in refusal(tmp_path / "empty", tmp_path / "int8")
-    assert f"source: {tmp_path / 'nowhere'} is no directory" in refusal(tmp_path / "nowhere", tmp_path / "int8")
+    assert f"source: {tmp_path / 'nowhere'} is not a directory" in refusal(tmp_path / "nowhere", tmp_path / "int8")
 
 
 @pytest.mark.parametrize("family", MIXTURES)

@@ -181,7 +181,7 @@ def test_what_is_refused(text, tmp_path):
     base = save_tiny(tmp_path / "base")
     out = tmp_path / "out"
     assert "`--awq` needs text" in refusal(base, out, "--awq")
-    assert "acts with `--awq` alone" in refusal(base, out, "--calibration", text)
+    assert "acts only with `--awq`" in refusal(base, out, "--calibration", text)
     options = ["--awq", "--calibration", text]
     assert "not 'int8'; allowed: nvfp4, mxfp4, int4" in refusal(base, out, *options, format="int8")
     said = refusal(base, out, *options, "--calibration_samples", "0")

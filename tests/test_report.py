@@ -516,7 +516,7 @@ def test_a_directory_of_runs_is_reported(tmp_path, capsys, monkeypatch):
     assert places == sorted(places)
     page = Path("report.html").read_text()
     assert page.index(">Speed<") < page.index(">Findings<") < page.index(">Runs<")
-    with pytest.raises(SystemExit, match="no log entry"):
+    with pytest.raises(SystemExit, match="not a log entry"):
         main(["report", str(broken)])
     with pytest.raises(SystemExit, match="holds no run"):
         main(["report", str(runs / "notes")])

@@ -90,19 +90,19 @@ for kind, value in ODD.items():
     if kind != "object":
         state = json.dumps({"arguments": value})
         REFUSED[f"arguments: {kind}"] = ("checkpoint-3/rollout_state.json", state, "`arguments`=")
-        REFUSED[f"settings: {kind}"] = ("settings.json", json.dumps(value), "and no JSON object")
+        REFUSED[f"settings: {kind}"] = ("settings.json", json.dumps(value), "not a JSON object")
     if kind != "list":
         state = json.dumps({"log_history": value})
-        REFUSED[f"log_history: {kind}"] = ("trainer_state.json", state, "no list of log entries")
+        REFUSED[f"log_history: {kind}"] = ("trainer_state.json", state, "not a list of log entries")
 DEEP = '{"step": 4, "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
 UTF16 = lines(*entries(3)).encode("utf-16")
 REFUSED |= {
     "a step missing": ("trainer_state.json", '{"log_history": [{"reward": 1}]}', "`log_history`[0]"),
     "log_history missing": ("trainer_state.json", '{"global_step": 3}', "`log_history`=None"),
-    "a state that is a list": ("trainer_state.json", "[1]", "holds [1], and no JSON object"),
+    "a state that is a list": ("trainer_state.json", "[1]", "holds [1], not a JSON object"),
     "a list of lists": ("trainer_state.json", '{"log_history": [[], 1]}', "`log_history`[0]: []"),
-    "a line that is a number": ("metrics.jsonl", lines(*entries(3), "12", *entries(3)), "line 4: 12 is no log entry"),
-    "a last line that is a number": ("metrics.jsonl", lines(*entries(3), "12"), "line 4: 12 is no log entry"),
+    "a line that is a number": ("metrics.jsonl", lines(*entries(3), "12", *entries(3)), "line 4: 12 is not a log"),
+    "a last line that is a number": ("metrics.jsonl", lines(*entries(3), "12"), "line 4: 12 is not a log entry"),
     "an empty line": ("metrics.jsonl", lines(*entries(3), "", *entries(3)), "line 4: '' is not whole"),
     "a deep line": ("metrics.jsonl", lines(*entries(3), DEEP, *entries(3)), "line 4: "),
     "a deep last line": ("metrics.jsonl", lines(*entries(3), DEEP), "nested too deeply"),
@@ -111,10 +111,10 @@ REFUSED |= {
     "settings of 60 levels": ("settings.json", '{"x":' + "[" * 60 + "1" + "]" * 60 + "}", "more than 50 levels"),
     "settings of 400 levels": ("settings.json", '{"x":' + "[" * 400 + "1" + "]" * 400 + "}", "more than 50 levels"),
     "5000 digits": ("metrics.jsonl", lines(*entries(3), '{"step": 4, "x": ' + "9" * 5000 + "}"), "4300 digits"),
-    "a log that is no UTF-8": ("metrics.jsonl", b'{"step": 1, "x": "\xff"}\n', "no text in UTF-8"),
-    "a state that is no UTF-8": ("trainer_state.json", b"\xfe\xfe", "no text in UTF-8"),
-    "settings that are no UTF-8": ("settings.json", b'{"x": "\xff"}', "no text in UTF-8"),
-    "a log in UTF-16": ("metrics.jsonl", UTF16, "no text in UTF-8"),
+    "a log that is no UTF-8": ("metrics.jsonl", b'{"step": 1, "x": "\xff"}\n', "not text in UTF-8"),
+    "a state that is no UTF-8": ("trainer_state.json", b"\xfe\xfe", "not text in UTF-8"),
+    "settings that are no UTF-8": ("settings.json", b'{"x": "\xff"}', "not text in UTF-8"),
+    "a log in UTF-16": ("metrics.jsonl", UTF16, "not text in UTF-8"),
     "an empty state": ("trainer_state.json", "", "holds no run"),
     "half a state": ("trainer_state.json", '{"log_history": [', "trainer_state.json is not whole"),
     "half a state of a checkpoint": ("checkpoint-3/trainer_state.json", '{"log', "trainer_state.json is not whole"),
@@ -136,9 +136,9 @@ def test_what_is_no_log_is_refused(tmp_path, case):
 FILES = ("metrics.jsonl", "trainer_state.json", "settings.json")
 FILES += ("checkpoint-7/trainer_state.json", "checkpoint-7/rollout_state.json")
 IN_ITS_PLACE = {
-    "a FIFO": (os.mkfifo, "no regular file"),
-    "a directory": (os.mkdir, "no regular file"),
-    "a device": (lambda path: os.symlink("/dev/zero", path), "no regular file"),
+    "a FIFO": (os.mkfifo, "not a regular file"),
+    "a directory": (os.mkdir, "not a regular file"),
+    "a device": (lambda path: os.symlink("/dev/zero", path), "not a regular file"),
     "a loop of links": (lambda path: os.symlink(path.name, path), "Too many levels of symbolic links"),
 }
 

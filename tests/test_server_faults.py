@@ -345,7 +345,7 @@ def test_another_service_at_the_address(tmp_path, server, other):
     url = f"http://127.0.0.1:{front.server_port}"
     try:
         with pytest.raises(
-            ValueError, match=f"`vllm_server_base_url`='{url}' is not a `vllm serve`: .*{words}"
+            ValueError, match=f"`vllm_server_base_url`='{url}' is not the address of a `vllm serve`: .*{words}"
         ) as error:
             trainer_of(tmp_path, url, server.model, "bf16")
     finally:

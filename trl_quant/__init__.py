@@ -5,7 +5,7 @@ import importlib
 
 __version__ = "0.1.0"
 
-# name -> module. Loaded when asked for: TRL loads vLLM where it is installed, and `formats` needs torch alone.
+# name -> module. Loaded on first use: TRL loads vLLM where it is installed, and `formats` needs only torch
 _PUBLIC = {
     "AISGRPOConfig": ".config",
     "AISGRPOTrainer": ".trainers.grpo",
@@ -34,14 +34,14 @@ def __getattr__(name: str):
 
 
 def blamed(error: Exception) -> Exception:
-    """The error, or one that names torchvision where it is the cause, which transformers' message does not."""
+    """Returns the error, or one that names torchvision if that is the cause. transformers' message does not."""
     cause = error
     while cause is not None:
         if "torchvision" in str(cause):
             return ImportError(
                 f"torchvision cannot be imported, and transformers needs it wherever it is installed: {cause}. It is "
-                "of another build than torch (such as one for CUDA beside torch for CPUs): install the one that "
-                "belongs to torch, or uninstall it."
+                "of another build than torch (such as one for CUDA beside torch for CPUs): install the build that "
+                "matches torch, or uninstall it."
             )
         cause = cause.__cause__ or cause.__context__
     return error

@@ -26,17 +26,17 @@ class InVLLM:
         methods (`tuple[str, ...]`): Classes of vLLM. One of them must run each linear layer of the decoder.
         capability (`tuple[int, int]`): Lowest CUDA compute capability on which it runs.
         needs (`str`): The feature that requires this capability, for messages.
-        below (`tuple[int, int]` or `None`): First compute capability for which vLLM has no kernel any more.
+        below (`tuple[int, int]` or `None`): First compute capability for which vLLM no longer has a kernel.
         cpu (`bool`): Whether vLLM runs it on a CPU.
         amx (`bool`): Whether that CPU must have AMX.
         inputs (`dict[str, str]`): Device type -> format of a layer's inputs there. On other devices they stay BF16.
         online (`str` or `None`):
             vLLM's name for quantizing BF16 weights as it loads them. If there is none, the engine starts from weights
             in the layout of the format's `scheme`, and every sync sends such weights.
-        fused_scale (`bool`): Whether layers that vLLM fuses (q, k, v; gate, up) are quantized as one matrix.
-        kernels (`tuple[str, ...]`): Prefixes of the names of the kernels that compute it; empty if all do.
-        wrong_kernels (`tuple[str, ...]`): Prefixes of the names of kernels that compute something else.
-        as_given (`dict[str, str]`):
+        fused_scale (`bool`): Whether layers that vLLM fuses (q, k, v; gate, up) are quantized as one matrix. kernels
+        (`tuple[str, ...]`): Prefixes of the names of the kernels that compute the precision; empty if all kernels do.
+        wrong_kernels (`tuple[str, ...]`): Prefixes of the names of kernels that compute something else. as_given
+        (`dict[str, str]`):
             Environment variables that make vLLM multiply with the codes and scales that it is given. On Hopper it would
             otherwise requantize block-scaled weights for DeepGEMM, with scales that are powers of two.
     """
@@ -74,7 +74,7 @@ class Precision:
             do not in `fp8`, whose kernel for up to 64 tokens sums in another order than the one for more, nor in BF16
             with cuBLAS.
         mismatch (`float` or `None`):
-            KL of the sampler from the policy (k3) in nats a token, measured by `benchmarks/mismatch.py`.
+            KL of the sampler from the policy (k3) in nats per token, measured by `benchmarks/mismatch.py`.
     """
 
     summary: str
@@ -184,7 +184,7 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def in_vllm() -> dict[str, InVLLM]:
-    """Returns how vLLM runs each precision that it has, in the order of the table."""
+    """Returns precision -> how vLLM runs it, for the precisions that vLLM has, in the order of the table."""
     return {name: precision.vllm for name, precision in PRECISIONS.items() if precision.vllm is not None}
 
 

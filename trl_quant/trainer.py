@@ -1,4 +1,4 @@
-"""The earlier path of the trainers, which live in `trainers/grpo.py`."""
+"""The earlier module of the trainers, which are now in `trainers/grpo.py`."""
 
 from .trainers.grpo import AISGRPOTrainer, QuantGRPOTrainer
 

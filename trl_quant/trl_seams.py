@@ -163,11 +163,12 @@ def divergences_by(
     trainer_class: type, weigh: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 ) -> AbstractContextManager:
     """
-    Context in which the loss of TRL's distillation adds up what `weigh` makes of the tokens' divergences (N,), in nats.
+    Context in which TRL's distillation loss sums the result of `weigh` instead of the tokens' divergences (N,), in
+    nats.
 
-    N is the number of all places of the completions in the micro-batch, or of those that count: TRL decides that by the
-    device. The second argument of `weigh` scores tokens there: it takes their ids (N,) to the student's
-    log-probabilities (N,), in nats, without a gradient.
+    N is the number of all positions of the completions in the micro-batch, or of those that count; which of the two TRL
+    uses depends on the device. `weigh` gets the divergences and a function that scores tokens at these positions: it
+    maps their ids (N,) to the student's log-probabilities (N,), in nats, without a gradient.
     """
     module = _module_of_engine(trainer_class)
     original = module.ChunkedDivergenceFunction
@@ -201,13 +202,13 @@ def trainer_builds(trainer_class: type, engine: Callable | None, args: Any, **fi
 
 def one_generation_allowed(args: Any) -> AbstractContextManager:
     """
-    Context of `GRPOConfig`'s checks in which one generation a prompt is enough. GRPO needs two to compare them.
+    Context of `GRPOConfig`'s checks in which one generation per prompt is allowed. GRPO needs two to compare them.
     """
     return exchanged(args, num_generations=_Enough(args.num_generations))
 
 
 class _Enough(int):
-    """A number that is below no other."""
+    """An integer that never compares as less than another."""
 
     def __lt__(self, other: int) -> bool:
         return False
@@ -244,8 +245,9 @@ def extracting_with(extract: Callable) -> AbstractContextManager:
 def exact_log_probs(score: Callable) -> type:
     """
     Returns TRL's fused head with the log-probabilities of [`~layers.exact.frozen_head`], which also computes gradients
-    and entropies. If the head trains, or TRL asks for further outputs, TRL computes all but the log-probabilities
-    itself. An update then multiplies the head five times, the weight's gradient included, and not twice.
+    and entropies. If the head trains, or TRL requests further outputs, TRL computes everything except the
+    log-probabilities itself. An update then needs five products with the head, including the weight's gradient, instead
+    of two.
     """
 
     class WithTRLs(ChunkedLogProbFunction):

@@ -1,7 +1,8 @@
 """
-The `trl-quant` command. This room parses arguments, and each command calls the room that does its work.
+The `trl-quant` command. This package parses arguments, and each command calls the package that does its work.
 
-A command imports its room after parsing, so that help and wrong arguments are answered before a heavy library loads.
+A command imports that package after parsing, so that help and wrong arguments are answered before a heavy library
+loads.
 """
 
 import argparse
@@ -21,12 +22,12 @@ from .options import check_train
 COMMANDS = {
     "prepare": "write a quantized copy of a checkpoint, for vLLM servers in INT8, NVFP4 or MXFP4",
     "export": "merge an adapter, or undo UAQ, for serving; in 16 bits or quantized",
-    "plan": "check a training run and tell its steps, memory and cost, without loading the model",
+    "plan": "check a training run and show its steps, memory and cost, without loading the model",
     "train": "train with quantized rollouts: GRPO, PPO, RLOO, distillation, diffusion (also: examples/train_grpo.py)",
     "eval": "answer benchmarks and score them: greedy, avg@k, pass@k; resumable",
     "report": "show training runs as one HTML page; with --mismatch, where trainer and engine differ",
 }
-# Errors of writing, for which the system names no file
+# Errors of writing, for which the system does not name the file
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
 FORESEEN = (ValueError, ImportError, OSError, RuntimeError)
 # Libraries whose own errors are messages for the user
@@ -59,7 +60,7 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # huggingface_hub's error for a config.json that contradicts itself has no other base
+        # huggingface_hub's error for a config.json that contradicts itself has no base class in `FORESEEN`
         if not isinstance(error, FORESEEN) and type(error).__module__ != "huggingface_hub.errors":
             raise
         # A failed import is an ImportError, or a RuntimeError of TRL's or of the library that was imported

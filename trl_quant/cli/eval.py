@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
         options.add_argument(f"--{name}", type=float, help=f"of sampling (default with --num_samples: {default})")
     length = "tokens (default: 2048; for masked diffusion the run's, else 256)"
     options.add_argument("--max_completion_length", type=int, help=length)
-    own = "(masked diffusion alone; default: the run's, else that of training)"
+    own = "(only for masked diffusion; default: the run's, else that of training)"
     options.add_argument("--block_length", type=int, help=f"tokens of a block {own}")
     options.add_argument("--tokens_per_step", type=int, help=f"tokens that a denoising step writes {own}")
     options.add_argument("--mask_token_id", type=int, help=f"the mask token {own}")

@@ -22,7 +22,7 @@ import yaml
 
 PROG = "trl-quant train"
 USAGE = "%(prog)s --model_name_or_path MODEL [--config FILE.yaml] [options]"
-DEFAULTS = {"lora_dropout": 0.0}  # of `train`, in place of TRL's 0.05: an engine drops nothing
+DEFAULTS = {"lora_dropout": 0.0}  # of `train`, instead of TRL's 0.05, because an engine has no dropout
 STORED = Path(__file__).with_name("options.json")
 # value of `--trainer`, the default first -> the file and the class of TRL's config
 TRL_CONFIGS = {
@@ -59,7 +59,7 @@ def stored() -> dict:
 
 
 def choices(option: str) -> list[str]:
-    """Returns the allowed values of an option of any command but `train`."""
+    """Returns the allowed values of an option of any command except `train`."""
     return stored()["choices"][option]
 
 
@@ -102,7 +102,7 @@ def check_train(argv: list[str], prog: str = PROG, usage: str = USAGE, defaults:
 def chosen_trainer(argv: list[str], defaults: dict | None = None) -> str:
     """
     Returns the `--trainer` of a command line, of its `--config` file, or of `defaults`, before any other option is
-    read. What is no trainer counts as the first one here, and is refused with the other options.
+    read. Any other value counts as the first trainer here, and is refused later with the other options.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--trainer", nargs="?")
@@ -201,7 +201,7 @@ def _option(hint: str, field: ast.Call) -> Option:
 
 
 def _kind(hint: str) -> str:
-    """Returns the type as which transformers' parser reads a union."""
+    """Returns the type that transformers' parser uses for a union."""
     parts = hint.split(" | ")
     if len(parts) == 1 or ("bool" in parts and "None" in parts):
         return hint

@@ -1,8 +1,8 @@
-"""`trl-quant plan MODEL`: tells what a run of `trl-quant train` with these options would do and need, on any machine.
+"""`trl-quant plan MODEL`: shows what a run of `trl-quant train` with these options would do and need, on any machine.
 
     trl-quant plan Qwen/Qwen2.5-7B-Instruct --rollout_precision fp8 --use_vllm true --use_peft true --card 80
 
-The options are `--card` and those of `trl-quant train`; `--model_name_or_path` may stand for MODEL. Only the model's
+The options are `--card` and those of `trl-quant train`; `--model_name_or_path` may replace MODEL. Only the model's
 config, its tokenizer and the dataset are loaded. On the machine that is to train, `trl-quant train ... --dry_run true`
 fails if the run would.
 """

@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
         "--trust_remote_code", action="store_true", help="run the checkpoint's own Python, and copy it"
     )
     options.add_argument(
-        "--awq", action="store_true", help="scale the weights on calibration data first (formats of weights alone)"
+        "--awq", action="store_true", help="scale the weights on calibration data first (weight-only formats)"
     )
     text = "a .txt, .jsonl, .parquet or .csv file, or a dataset on the hub"
     options.add_argument("--calibration", help=f"data to calibrate `--awq` on: {text}")

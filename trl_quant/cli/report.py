@@ -3,7 +3,7 @@
     trl-quant report runs --output runs/report.html --output runs/report.png
     trl-quant report --mismatch runs/int4-ais --output runs/mismatch.png
 
-A run is a directory with the files of `trl_quant.report.runs`. A directory that is no run stands for all runs below it.
+A run is a directory with the files of `trl_quant.report.runs`. Any other directory stands for all runs below it.
 Runs whose recorded settings differ only in the seed are drawn as one band. With `--mismatch` the command reports where
 the activations of a run's engine differ from its trainer's (`trl_quant.report.mismatch`).
 """

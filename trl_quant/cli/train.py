@@ -4,8 +4,8 @@
     trl-quant train --trainer rloo --model_name_or_path MODEL --dataset_name problems.jsonl --rollout_precision int4
 
 TRL's parser reads the options: the fields of [`TrainArguments`], of the config of the chosen trainer, such as
-[`QuantGRPOConfig`], and of TRL's `ModelConfig`, which includes PEFT's. [`trl_quant.trainers.launch`] runs what they ask
-for. Bad input is refused before a model is loaded.
+[`QuantGRPOConfig`], and of TRL's `ModelConfig`, which includes PEFT's. [`trl_quant.trainers.launch`] runs the training.
+Bad input is refused before a model is loaded.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Parser(TrlParser):
         return self.added[-1]
 
     def named(self) -> dict[str, argparse.Action]:
-        """Returns each option's action by its name. `--x` is kept where `--no_x`, added after it, has the same name."""
+        """Returns name -> action of each option. Where `--no_x` has the name of `--x`, the action is that of `--x`."""
         return {action.dest: action for action in reversed(self.added) if action.dest != "help"}
 
     def set_defaults_with_config(self, **config) -> list[str]:
@@ -53,7 +53,7 @@ class Parser(TrlParser):
         return self.misnamed
 
     def parse_args_into_dataclasses(self, args=None, **options):
-        """Refuses what is wrong anywhere first, because building the config may fail for what this machine lacks."""
+        """First refuses what is wrong on any machine. Building the config may fail for features that this one lacks."""
         given, unknown = self.parse_known_args(args)
         unknown = self.misnamed + unknown
         if unknown:
@@ -90,7 +90,7 @@ def parse_args(
 ) -> tuple[TrainArguments, QuantFields, ModelConfig]:
     """Parses and checks the command line. A script's `recipe` replaces the options' defaults."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
-        # accelerate does not pass `use_cpu` on to the processes that it starts. Without it each would train by itself.
+        # accelerate does not pass `use_cpu` on to the processes that it starts, and each would then train by itself
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     argv = sys.argv[1:] if argv is None else list(argv)
     prog, usage = PROG, USAGE
@@ -112,7 +112,7 @@ def parse_args(
 
 
 def _check_adapter(model_args: ModelConfig, defaults: dict) -> None:
-    """Refuses options of an adapter, and a base that cannot be trained without one, where `use_peft` asks for none."""
+    """Refuses options of an adapter, and a base that cannot be trained without one, if `use_peft` is not set."""
     if model_args.use_peft:
         return
     for names, why in (

@@ -94,8 +94,8 @@ def check_grpo(args) -> None:
 
 def check_ppo(args) -> None:
     """
-    As [`check_consistent`], for the fields that only PPO has. Its advantages belong to tokens and come from a critic,
-    its loss clips the ratio of each token, and the critic is trained under DDP and FSDP2.
+    As [`check_consistent`], for the fields that only PPO has. Each token has an advantage, from a critic; the loss
+    clips the ratio of each token; and the critic is trained under DDP or FSDP2.
     """
     losses = [name for name in CLIPPED_LOSSES if name != "luspo"]
     takes = {
@@ -134,8 +134,8 @@ def check_ppo(args) -> None:
         )
     if args.torch_compile:
         raise ValueError(
-            "`vf_share_layers`=True reads the hidden states of the policy, and a policy that `torch_compile` compiled "
-            "does not show them. Unset one of the two."
+            "`vf_share_layers`=True reads the hidden states of the policy, and a policy compiled with "
+            "`torch_compile` does not expose them. Unset one of the two."
         )
 
 
@@ -175,7 +175,8 @@ def _are_bounds(value) -> bool:
 def check_distillation(args) -> None:
     """
     As [`check_consistent`], for the fields that only distillation has. A token's divergence depends only on the tokens
-    before it, so a correction must weigh these, without advantages, a clipped ratio or the completion's later tokens.
+    before it, so a correction must weigh that prefix, and may use neither advantages, nor a clipped ratio, nor later
+    tokens.
     """
     usable = [name for name, kind in CORRECTIONS.items() if kind.ignores_sampler or kind.weighs_prefixes]
     kind = args.correction_class
@@ -192,7 +193,7 @@ def check_distillation(args) -> None:
         )
     if args.exact_rollouts:
         raise ValueError(
-            "`exact_rollouts`=True gives the drawn tokens the same bits in sampler and trainer, and distillation "
+            "`exact_rollouts`=True makes sampler and trainer agree on the drawn tokens bit for bit, but distillation "
             "compares whole distributions with a teacher's. Leave it unset."
         )
     given = [name for name in ("quantization_config", "config") if name in (args.teacher_model_init_kwargs or {})]
@@ -359,8 +360,8 @@ def _check_vllm(args):
 
 def _check_exact(args):
     """
-    Refuses `exact_rollouts` where trainer and sampler could get different bits: both must compute the same, with
-    kernels whose results do not depend on the batch.
+    Refuses `exact_rollouts` where trainer and sampler could get different bits: both must run the same computation,
+    with kernels whose results do not depend on the batch.
     """
     needed = {
         f"`train_precision` {listed(exact_flows())}": args.train_precision in exact_flows(),
@@ -403,7 +404,7 @@ def _check_exact(args):
 
 
 def _refuse_set(args, names, reason: str):
-    """Raises `ValueError` for fields that were set but cannot act. What the user left open is never named."""
+    """Raises `ValueError` for fields that were set but cannot act. Never names a field that the user left open."""
     default = {f.name: f.default for f in fields(args)} | {"lora_sync": "merge", "vllm_sleep_level": 2}
     is_set = [name for name in names if name not in args.left_open and getattr(args, name) not in (default[name], {})]
     given = [f"`{name}`={getattr(args, name)!r}" for name in is_set]
@@ -412,7 +413,7 @@ def _refuse_set(args, names, reason: str):
 
 
 def _check_clip_bounds(args):
-    """Refuses a correction that moves clip bounds where the loss has none, or cuts the ratio before them."""
+    """Refuses a correction that moves clip bounds where the loss has none, or truncates the ratio before them."""
     others = f"`is_correction` {listed(name for name, kind in ALL_CORRECTIONS.items() if not kind.moves_clip_bounds)}"
     if args.delta is not None:
         raise ValueError(
@@ -452,7 +453,7 @@ def _check_vespo(args):
 
 
 def _check_trl_correction(args):
-    """Refuses a correction of ours if TRL does not compare its sampler, and warns of TRL's fields that do not act."""
+    """Refuses our corrections if TRL does not compare sampler and trainer; warns of TRL's fields without effect."""
     has_sampler = args.use_vllm or args.rollout_precision is not None
     if has_sampler and not args.vllm_importance_sampling_correction:
         why = (

@@ -1,4 +1,4 @@
-"""What [`preflight`] checks of the data, the rewards and the turns of a conversation."""
+"""The checks of [`preflight`] on the data, the rewards and the turns of a conversation."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from .values import is_of
 
 
 def check_data(args, train_dataset, eval_dataset) -> None:
-    """Raises `ValueError` for data that the trainer cannot read, or that is less than one generation takes."""
+    """Raises `ValueError` for data that the trainer cannot read, or with too few prompts for one generation."""
     if train_dataset is None:
         raise ValueError("`train_dataset` is required unless an `environment_factory` is provided.")
     if not isinstance(train_dataset, Dataset | IterableDataset):
@@ -33,7 +33,7 @@ def check_data(args, train_dataset, eval_dataset) -> None:
         )
     if isinstance(train_dataset, IterableDataset) and args.accelerator_config.dispatch_batches:
         raise ValueError(
-            "Iterable datasets require `dispatch_batches=False`, and `accelerator_config` sets it to True."
+            "Iterable datasets require `dispatch_batches=False`, but `accelerator_config` sets it to True."
         )
     if isinstance(train_dataset, IterableDataset) and args.max_steps <= 0:
         raise ValueError(f"`max_steps`={args.max_steps}, but a stream has no length: set the number of steps.")
@@ -43,7 +43,7 @@ def check_data(args, train_dataset, eval_dataset) -> None:
 
 
 def evaluated(eval_dataset) -> dict:
-    """Returns the datasets of evaluation, one or a dict of them, by the names that messages give them."""
+    """Returns the evaluation datasets, one or a dict of them, by their names in messages."""
     if isinstance(eval_dataset, dict):
         return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
     return {"eval_dataset": eval_dataset}
@@ -51,10 +51,11 @@ def evaluated(eval_dataset) -> dict:
 
 def check_tokenization(config, model, args, processing_class, train_dataset) -> None:
     """
-    Checks a given tokenizer, and for conversations the one that TRL loads. Others are checked with the engine.
+    Checks the given tokenizer; if none is given and the data has conversations, the one that TRL loads. Tokenizers of
+    runs without conversations are checked when the engine is built.
 
     Raises:
-        `ValueError`: It does not fit the model, or has no template for the conversations of the data.
+        `ValueError`: The tokenizer does not fit the model, or has no template for the conversations of the data.
     """
     talks = isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), list)
     if processing_class is None and talks and isinstance(model, str):
@@ -74,19 +75,19 @@ def check_tokenization(config, model, args, processing_class, train_dataset) -> 
 
 def check_rewards(reward_funcs, train_dataset, weights=None) -> None:
     """
-    Raises `ValueError` for rewards that the data has no columns or no answers for, and for `weights` that are not one
-    finite number for each.
+    Raises `ValueError` for rewards whose columns or answers the data lacks, and for `weights` that are not one finite
+    number for each reward.
     """
     columns, count = train_dataset.column_names, len(reward_funcs) if isinstance(reward_funcs, list) else 1
     is_list = isinstance(weights, list | tuple)
     if weights is not None and not (is_list and len(weights) == count and all(is_of(float, one) for one in weights)):
-        numbers = "1 finite number, since there is 1 reward" if count == 1 else f"{count} finite numbers, one a reward"
+        numbers = "1 finite number, for the 1 reward" if count == 1 else f"{count} finite numbers, one for each reward"
         raise ValueError(f"`reward_weights`={weights!r} must be a list of {numbers}.")
     for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         if isinstance(reward, str) and reward in REWARDS and not Path(reward).is_dir():
             raise ValueError(
-                f"`reward_funcs`={reward!r} would name a reward model. The reward that the command line calls so is "
-                f"`trl_quant.tasks.{REWARDS[reward].__name__}`: pass the function."
+                f"`reward_funcs`={reward!r} is the command line's name of a reward, which TRL would load as a model. "
+                f"Pass the function `trl_quant.tasks.{REWARDS[reward].__name__}`."
             )
         if not isinstance(reward, str | Module) and reward is not None and columns is not None:
             check_reward(reward, columns)
@@ -123,8 +124,9 @@ def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, e
 
 def check_turns(args, tools, environment_factory) -> None:
     """
-    Refuses tools without a length up to which TRL lets turns go on. With our vLLM engines it also refuses them in runs
-    where TRL makes several processes take each turn together, because each process needs its own number of turns.
+    Raises `ValueError` for tools without a `max_completion_length`, at which TRL ends the turns of a completion. With
+    our vLLM engines, also raises it where TRL makes several processes take each turn together, because each process may
+    need another number of turns.
     """
     if not tools and environment_factory is None:
         return

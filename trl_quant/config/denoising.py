@@ -1,10 +1,10 @@
-"""The second stage of validation for masked diffusion: the schedule, the masks, and fields that could not act."""
+"""The second stage of validation for masked diffusion: the schedule, the masks, and fields without effect."""
 
 from ..rollout.sampling_options import BOTH, acts
 
 
 def check_schedule(args) -> None:
-    """Raises `ValueError` if the blocks do not fill the canvas, the steps no block, or a cache could not act."""
+    """Raises `ValueError` if blocks do not fill the completion, steps do not fill a block, or a cache cannot act."""
     length, block = args.max_completion_length, args.block_length
     if length is None:
         raise ValueError(
@@ -23,7 +23,7 @@ def check_schedule(args) -> None:
     if args.cache_finished_blocks and block == args.tokens_per_step:
         raise ValueError(
             f"`cache_finished_blocks`=True acts only between the steps of a block, and with `tokens_per_step`="
-            f"`block_length`={block} a block has one step. Switch it off, or write fewer tokens a step."
+            f"`block_length`={block} a block has one step. Switch it off, or write fewer tokens per step."
         )
 
 

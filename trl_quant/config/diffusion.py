@@ -31,8 +31,8 @@ class DenoisingFields:
         default=False,
         metadata={
             "help": "Whether the denoising steps of a block share the keys and values of the prompt and of the blocks "
-            "before it, as the block's first step has computed them. Faster, and an approximation: with attention in "
-            "both directions they would change at each step. Scoring takes no part in it."
+            "before it, as the block's first step has computed them. Faster, but an approximation: with attention in "
+            "both directions, exact keys and values would change at each step. Scoring does not use it."
         },
     )
     prompt_mask_probability: Annotated[float, Range(0.0, 1.0)] = field(
@@ -48,10 +48,10 @@ class DenoisingFields:
     prompt_mask_draws: Annotated[int | None, Range(1)] = field(
         default=None,
         metadata={
-            "help": "Masks that each prompt of a generation has, at most `num_iterations`. A completion that is "
-            "trained on several times takes one after the other, and policy, reference and sampler score it once under "
-            "each. If not set, `num_iterations`: each update of a completion has a mask of its own; or 1 with a "
-            "`prompt_mask_probability` of 0 or 1, with which all masks are the same."
+            "help": "Number of masks for each prompt of a generation, at most `num_iterations`. A completion that is "
+            "trained on several times uses one mask after the other, and policy, reference and sampler score it once "
+            "under each mask. If not set, `num_iterations`, so that each update of a completion has a mask of its own; "
+            "or 1 with a `prompt_mask_probability` of 0 or 1, where all masks are the same."
         },
     )
 
@@ -81,7 +81,7 @@ class DiffusionGRPOConfig(DenoisingFields, QuantGRPOConfig):
 
     def _check(self):
         check_values(self)
-        check_denoising(self)  # first, since other checks would advise what it refuses
+        check_denoising(self)  # first, because other checks would recommend settings that it refuses
         super()._check()
 
     @property

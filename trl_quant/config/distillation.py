@@ -19,7 +19,7 @@ class TeacherFields:
         default=None,
         metadata={
             "help": f"Number format of the teacher's decoder: {listed(frozen_bases())}. The teacher is quantized while "
-            "it loads, so it must be given by its name. The student then learns what the quantized teacher says. If "
+            "it loads, so it must be given by its name. The student then learns from the quantized teacher. If "
             "not set, the teacher computes as it is loaded."
         },
     )
@@ -36,8 +36,8 @@ class QuantDistillationConfig(TeacherFields, QuantFields, DistillationConfig):
     `DistillationTrainer`.
 
     `use_vllm` and `rollout_precision` decide where the student's samples come from, as in [`QuantGRPOConfig`]. Unlike
-    there, `is_correction` is "none" by default with a `rollout_precision`. Allowed are "none", and the corrections that
-    can weigh what stands before a token: "decoupled", "tis" and "icepop".
+    there, `is_correction` is "none" by default with a `rollout_precision`. Allowed are "none" and the corrections that
+    can weigh the prefix before a token: "decoupled", "tis" and "icepop".
     """
 
     trl_config: ClassVar[type] = DistillationConfig
@@ -46,7 +46,7 @@ class QuantDistillationConfig(TeacherFields, QuantFields, DistillationConfig):
     has_rewards: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False  # here `beta` chooses the divergence
 
-    # What TRL's other configs have as fields is fixed in this trainer
+    # Fields of TRL's other configs, which are constants in this trainer
     num_generations: ClassVar[int] = 1
     num_iterations: ClassVar[int] = 1
     sync_ref_model: ClassVar[bool] = False

@@ -30,18 +30,18 @@ from .values import check_types, check_values, listed
 
 logger = logging.getLogger(__name__)
 
-# Our fields that do not change what is trained
+# Our fields that do not change the result of training
 OPERATIONAL = (
     *("vllm_engine_kwargs", "vllm_sleep_level", "vllm_request_timeout"),
     *("sync_check_steps", "resume_with_changes", "reward_timeout"),
 )
-# transformers' fields that change what is trained
+# transformers' fields that change the result of training
 LEARNING = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "seed"),
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16", "data_seed"),
 )
-# Prefixes of TRL's fields that do not change what is trained; all others do
+# Prefixes of TRL's fields that do not change the result of training; all others do
 NOT_LEARNING = (
     *("log_", "num_completions_to_print", "num_generations_eval", "trust_remote_code", "ds3_", "vllm_server"),
     *("vllm_group_port", "vllm_gpu_memory", "vllm_enable_sleep", "vllm_tensor", "model_init_kwargs"),
@@ -80,8 +80,8 @@ class PolicyFields:
         default=None,
         metadata={
             "help": "Whether scoring and training compute the sequences of a micro-batch in one row without padding. "
-            "The loss stays the same, up to the rounding of sums. `True` refuses a run that cannot; if not set, runs "
-            "with a `rollout_precision` pack where they can."
+            "The loss stays the same, up to the rounding of sums. `True` raises an error where that is not possible; "
+            "if not set, runs with a `rollout_precision` pack where it is."
         },
     )
 
@@ -96,7 +96,7 @@ class RolloutFields:
             "help": f"Number format of the copy of the policy that samples completions: {listed(PRECISIONS)}; or "
             "'auto', with vLLM in colocate mode, which measures each precision that vLLM runs here and takes the "
             "fastest (of those within 5 percent, the most exact). A resumed run keeps the precision of its checkpoint. "
-            "If not set, that of `train_precision`; without one, TRL generates as it always does."
+            "If not set, that of `train_precision`; without one, TRL generates as usual."
         },
     )
     vllm_engine_kwargs: dict | str | None = field(
@@ -182,7 +182,7 @@ class CorrectionFields:
     )
     ais_gamma: float = field(
         default=AIS.gamma,
-        metadata={"help": "Growth of the advantages' standard deviation under the weights that AIS tolerates."},
+        metadata={"help": "Ratio of weighted to unweighted standard deviation of advantages that AIS tolerates."},
     )
     ais_beta_var: float = field(
         default=AIS.beta_var, metadata={"help": "Strength of AIS's penalty on growth beyond `ais_gamma`."}
@@ -281,7 +281,7 @@ class QuantFields(*SECTIONS.values()):
     """
     The fields of this package that every trainer has, and their checks.
 
-    The class has no base class of TRL's. A trainer's config inherits from it and from TRL's config, in this order:
+    The class does not inherit from TRL's configs. A trainer's config inherits from it and from TRL's, in this order:
 
     ```python
     @dataclass
@@ -289,16 +289,16 @@ class QuantFields(*SECTIONS.values()):
         trl_config: ClassVar[type] = GRPOConfig
     ```
 
-    Corrections and dynamic sampling need code of their own in a trainer. The config of a trainer that has this code
-    says so. In any other config these fields would do nothing: it refuses them, and `is_correction` is "none" with a
-    `rollout_precision`.
+    Corrections and dynamic sampling need code in the trainer. The config of a trainer with this code sets
+    `has_correction` or `has_dynamic_sampling`. Any other config refuses these fields, which would do nothing, and with
+    a `rollout_precision` its `is_correction` is "none".
     """
 
-    trl_config: ClassVar[type[TrainingArguments]]  # the config of TRL's that has all other fields
-    further_sections: ClassVar[dict[str, type]] = {}  # what only this config adds, in the form of `SECTIONS`
+    trl_config: ClassVar[type[TrainingArguments]]  # TRL's config, with all other fields
+    further_sections: ClassVar[dict[str, type]] = {}  # sections that only this config adds, in the form of `SECTIONS`
     has_correction: ClassVar[bool] = False  # whether the trainer's loss takes the weights of a correction
     has_dynamic_sampling: ClassVar[bool] = False  # whether the trainer replaces groups that teach nothing
-    has_critic: ClassVar[bool] = False  # whether a model of values gives each token an advantage
+    has_critic: ClassVar[bool] = False  # whether a critic gives each token an advantage
     has_rewards: ClassVar[bool] = True  # whether reward functions score the completions
     denoises: ClassVar[bool] = False  # whether completions are denoised (masked diffusion), not written left to right
     is_taken: ClassVar[bool] = False  # whether a trainer of this package got the config
@@ -311,7 +311,7 @@ class QuantFields(*SECTIONS.values()):
         try:
             super().__post_init__()
         except ValueError:
-            check_values(self)  # a wrong value is reported before something that this machine lacks
+            check_values(self)  # so a wrong value is reported before a feature that this machine lacks
             raise
         self._check()
 
@@ -323,7 +323,7 @@ class QuantFields(*SECTIONS.values()):
                 try:
                     setattr(self, name, json.loads(value))
                 except ValueError as error:
-                    raise ValueError(f"`{name}`={value!r} is no JSON object: {error}.") from error
+                    raise ValueError(f"`{name}`={value!r} is not a JSON object: {error}.") from error
         check_types(self, self.own_fields())
 
     def _resolve(self):
@@ -377,7 +377,7 @@ class QuantFields(*SECTIONS.values()):
 
     @classmethod
     def from_trl(cls, args: TrainingArguments) -> "QuantFields":
-        """Copies TRL's config into one of this class. It keeps TRL's values; the added fields get their defaults."""
+        """Copies TRL's config, with defaults for the added fields. Raises `ValueError` for any other kind of `args`."""
         if not isinstance(args, cls.trl_config):
             raise ValueError(
                 f"`args` is a {type(args).__name__}. It must be a `{cls.__name__}` or TRL's "
@@ -405,7 +405,7 @@ class QuantFields(*SECTIONS.values()):
 
     @property
     def holds_frozen_base(self) -> bool:
-        """Whether the policy's base is held only in codes, under an adapter. FSDP2 shards 16-bit weights only."""
+        """Whether the policy's base is held only in codes, under an adapter. FSDP2 shards only 16-bit weights."""
         if self.train_precision in unified_flows():
             return self.is_adapted and self.lora_sync == "adapter" and self.fsdp_version is None
         return self.train_precision in frozen_bases() and not self.trains_for_four_bits
@@ -425,12 +425,12 @@ class QuantFields(*SECTIONS.values()):
 
     @property
     def one_update_per_generation(self) -> bool:
-        """Whether each generation serves one optimizer step, which then updates the same policy that sampled it."""
+        """Whether each generation serves one optimizer step, which then updates the very policy that sampled it."""
         return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
 
     @property
     def needs_reference(self) -> bool:
-        """Whether TRL loads a reference model beside the policy, or takes the policy without its adapter for one."""
+        """Whether TRL loads a reference model beside the policy, or uses the policy without its adapter as one."""
         return self.beta != 0
 
     def noise_sigma(self, step: int, total_steps: int) -> float:
@@ -457,7 +457,7 @@ class QuantFields(*SECTIONS.values()):
         return self.correction_class(**given)
 
     def training_settings(self) -> dict:
-        """Returns the added fields that change what is trained, as a checkpoint records them."""
+        """Returns the added fields that change the result of training, as a checkpoint records them."""
         return {name: getattr(self, name) for name in sorted({*self.own_fields()} - {*OPERATIONAL})}
 
     @classmethod
@@ -467,7 +467,7 @@ class QuantFields(*SECTIONS.values()):
         return {name: defaults[name] for name in sorted({*cls.own_fields()} - {*OPERATIONAL})}
 
     def inherited_settings(self) -> dict:
-        """Returns TRL's and transformers' fields that change what is trained, as a checkpoint records them."""
+        """Returns TRL's and transformers' fields that change the result of training, as a checkpoint records them."""
         of_trl = set(self.trl_config.__dataclass_fields__) - set(TrainingArguments.__dataclass_fields__)
         names = {name for name in of_trl if not name.startswith(NOT_LEARNING)} | {*LEARNING}
         return {name: value for name, value in sorted(self.to_sanitized_dict().items()) if name in names}

@@ -23,7 +23,7 @@ class QuantGRPOConfig(QuantFields, GRPOConfig):
 
     `use_vllm` and `rollout_precision` decide where samples come from. With `use_vllm=True`, they come from vLLM in the
     `rollout_precision`. With `use_vllm=False` and a `rollout_precision`, they come from an embedded quantized copy of
-    the policy. Without a `rollout_precision`, TRL generates as it always does.
+    the policy. Without a `rollout_precision`, TRL generates as usual.
     """
 
     trl_config: ClassVar[type] = GRPOConfig

@@ -43,18 +43,18 @@ class CriticFields:
     value_learning_rate: Annotated[float, Range(0.0)] = field(
         default=1e-5,
         metadata={
-            "help": "Learning rate of the critic; with `vf_share_layers`, of the value head. Its schedule has the form "
-            "of the policy's, and its optimizer the policy's other settings."
+            "help": "Learning rate of the critic; with `vf_share_layers`, of the value head. The schedule has the "
+            "shape of the policy's, and the optimizer has the policy's other settings."
         },
     )
     gamma: Annotated[float, Range(0.0, 1.0)] = field(
-        default=1.0, metadata={"help": "Discount of a reward for each token that comes before it."}
+        default=1.0, metadata={"help": "Discount factor per token of the rewards that come later."}
     )
     lam: Annotated[float, Range(0.0, 1.0)] = field(
         default=1.0,
         metadata={
-            "help": "Lambda of generalized advantage estimation (GAE): 1 compares the reward itself with the critic's "
-            "value, 0 only the value of the next token."
+            "help": "Lambda of generalized advantage estimation (GAE): 1 compares a token's value with the reward that "
+            "the completion gets, 0 with the critic's value of the next token."
         },
     )
     cliprange_value: Annotated[float | None, Range(0.0, open_low=True)] = field(
@@ -75,9 +75,9 @@ class QuantPPOConfig(CriticFields, QuantGRPOConfig):
     Configuration of [`QuantPPOTrainer`]: all fields of TRL's [`~trl.GRPOConfig`], those of
     [`~config.fields.QuantFields`], and the ones below.
 
-    `beta` is the coefficient of TRL's KL term, which stands in the loss and not in the reward. What compares the
-    completions of a prompt is refused: `scale_rewards` is "none", `dynamic_sampling_rounds` 0. The loss clips the ratio
-    of each token, and `loss_type` says how it adds the tokens up.
+    `beta` is the coefficient of TRL's KL term, which is part of the loss and not of the reward. Options that compare
+    the completions of a prompt are refused: `scale_rewards` must be "none" and `dynamic_sampling_rounds` 0. The loss
+    clips the ratio of each token, and `loss_type` says how it averages over tokens.
     """
 
     further_sections: ClassVar[dict[str, type]] = CRITICIZING
@@ -105,7 +105,7 @@ class QuantPPOConfig(CriticFields, QuantGRPOConfig):
     @property
     def critic_source(self) -> dict:
         """
-        The arguments with which `from_pretrained` finds the critic. The policy's checkpoint is read at its revision.
+        The arguments of `from_pretrained` that locate the critic. The policy's checkpoint is read at its own revision.
         """
         options = {"trust_remote_code": self.trust_remote_code}
         revision = (self.model_init_kwargs or {}).get("revision")

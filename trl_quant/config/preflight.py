@@ -1,6 +1,6 @@
 """The third stage of validation: a trainer's arguments and this machine, before a model is loaded.
 
-The config was checked when it was built. Here it meets the model's config, the data, the rewards and the machine.
+The config was checked when it was built. Here it is checked against the model's config, data, rewards and machine.
 """
 
 import logging
@@ -143,7 +143,7 @@ def _check_correction_acts(args, rollout_func) -> None:
 
 
 def _check_teacher(args, model, teacher) -> None:
-    """Refuses a teacher with another vocabulary than the student's, and one that its precision cannot be given to."""
+    """Refuses a teacher whose vocabulary is not the student's, or that cannot be quantized to `teacher_precision`."""
     if teacher is None:
         raise ValueError("`teacher_model`=None: name the model that the student learns from, or pass it.")
     if args.teacher_precision is not None and not isinstance(teacher, str):
@@ -189,7 +189,7 @@ def _check_teacher(args, model, teacher) -> None:
 
 
 def _check_masked_diffusion(model, args, others: dict) -> None:
-    """Refuses models that attend only to earlier tokens, turns, and a mask token that is missing or has other uses."""
+    """Refuses causal models, several turns, and a mask token that is missing or has other uses."""
     names = [f"`{name}`" for name in ("tools", "rollout_func", "environment_factory") if others.get(name)]
     if names:
         raise ValueError(
@@ -202,12 +202,12 @@ def _check_masked_diffusion(model, args, others: dict) -> None:
 
 
 def _ends(model, args, config) -> list[int]:
-    """Returns the tokens that a model's generation config lets end a completion."""
+    """Returns the ids of the tokens that end a completion by the model's generation config."""
     if not isinstance(model, str):
         return id_list(model.generation_config.eos_token_id)
     try:
         generation = GenerationConfig.from_pretrained(model, revision=(args.model_init_kwargs or {}).get("revision"))
-    except OSError:  # the model has none of its own
+    except OSError:  # the model has no generation config of its own
         generation = GenerationConfig.from_model_config(config)
     return id_list(generation.eos_token_id)
 
@@ -215,7 +215,7 @@ def _ends(model, args, config) -> list[int]:
 def _wait_for_server(args, model: str) -> None:
     from ..rollout.vllm.server import wait_for_server
 
-    if PartialState().is_main_process:  # the only one that talks to it
+    if PartialState().is_main_process:  # only this process talks to the server
         wait_for_server(args, model)
 
 
@@ -237,7 +237,7 @@ def _read_config(model, args):
         if Path(model).is_dir() and not Path(model, "config.json").is_file():
             fault = "is a directory without a config.json"
         elif isinstance(error, OSError) and not Path(model).is_dir():
-            fault = "is no directory here, and no model on the hub or in its local cache"
+            fault = "is neither a directory here nor a model on the hub or in its local cache"
         raise ValueError(f"`model`={model!r} {fault}: {error}") from error
 
 
@@ -246,7 +246,7 @@ def _check_critic(args, model, train_dataset, eval_dataset) -> None:
     for name, dataset in {"train_dataset": train_dataset, **evaluated(eval_dataset)}.items():
         images = {"image", "images"} & set(getattr(dataset, "column_names", None) or ())
         if images:
-            raise ValueError(f"`{name}` has a column {images.pop()!r}, and the critic reads only text.")
+            raise ValueError(f"`{name}` has a column {images.pop()!r}, and the critic reads only text. Remove it.")
     if args.vf_share_layers:
         return
     policy = _read_config(model, args)
@@ -298,15 +298,15 @@ def _check_direction(config, args) -> None:
 
 def _check_adapter(args, peft_config) -> None:
     """
-    Refuses adapters that do not change weights or that add layers, because an engine gets only weights and is built by
-    the model's config. Also refuses adapters that cannot be quantized with the weight at each step.
+    Refuses adapters that do not change weights or that add layers, because an engine gets only weights and is built
+    from the model's config. Also refuses adapters that cannot be merged into the weight that is quantized at each step.
     """
     if getattr(peft_config, "is_prompt_learning", False) or getattr(peft_config, "is_adaption_prompt", False):
         raise ValueError(f"`peft_config`: {NO_WEIGHTS.format(type(peft_config).__name__)}")
     if getattr(peft_config, "layer_replication", None):
         raise ValueError(
             f"`peft_config`: `layer_replication`={peft_config.layer_replication!r} adds layers that the model's config "
-            "does not describe, and engines are built by that config. Unset it, or leave `rollout_precision` unset."
+            "does not describe, and engines are built from that config. Unset it, or leave `rollout_precision` unset."
         )
     further = any(getattr(peft_config, name, False) for name in ("lora_dropout", "lora_bias", "use_dora"))
     if further and args.train_precision in unified_flows() and args.lora_sync == "merge":
@@ -332,7 +332,7 @@ def _check_policy(config, args, quantization_config, here: bool) -> None:
     if config.is_encoder_decoder:
         raise ValueError(
             f"`rollout_precision`={args.rollout_precision!r}, but {config.model_type} is an encoder with a decoder. "
-            "The engines run only decoders."
+            "The engines run only decoders: train a decoder-only model."
         )
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     length = args.max_completion_length
@@ -375,7 +375,8 @@ def _check_start(config, args) -> None:
         raise ValueError(f"The policy differs from {start!r}, on which vLLM starts, in {differing_fields}. {instead}.")
     if differing_fields:
         raise ValueError(
-            f"`vllm_engine_kwargs` has 'model'={start!r}, another model than the policy: {differing_fields}."
+            f"`vllm_engine_kwargs` has 'model'={start!r}, another model than the policy: {differing_fields}. "
+            "Name a checkpoint of the policy."
         )
     check_architecture(engine, args.vllm_model_impl)
     if args.rollout_precision != "auto":
@@ -384,8 +385,8 @@ def _check_start(config, args) -> None:
 
 def why_not_packed(config, processing_class, whose: str = "policy") -> str | None:
     """
-    Returns the reason why a run cannot compute packed rows, as far as it is known before a model is loaded; `None` if
-    there is none. The text calls the model `whose`.
+    Returns why a run cannot compute packed rows, as far as that is known before a model is loaded, or `None`. The text
+    calls the model `whose`.
     """
     config = config.get_text_config()
     if isinstance(processing_class, ProcessorMixin):
@@ -400,7 +401,7 @@ def why_not_packed(config, processing_class, whose: str = "policy") -> str | Non
 
 
 def _check_untouched(args, model) -> None:
-    """Refuses a model that an earlier trainer changed irreversibly: to a base in codes, or to an engine's kernels."""
+    """Refuses a model that an earlier trainer changed for good: into a base in codes, or to an engine's kernels."""
     packed = {module.precision for module in model.modules() if isinstance(module, FrozenLinear)}
     if packed and not args.holds_frozen_base:
         raise ValueError(
@@ -469,7 +470,7 @@ def _check_four_bits(args) -> None:
 
 
 def _check_stored(config, model, args) -> None:
-    """Refuses to train weights for 4 bits that no checkpoint can hold in 4 bits."""
+    """Refuses to train in 4 bits a weight whose shape no 4-bit checkpoint can hold."""
     precision = args.train_precision
     policy = skeleton(config, args.trust_remote_code) if isinstance(model, str) else model
     for layer in linears(policy).values():
@@ -483,13 +484,15 @@ def _check_stored(config, model, args) -> None:
 
 
 def _check_norms(config, model, args, peft_config) -> None:
-    """Refuses noise and scaling for models whose norms are unknown, and scaling a model by a second factor."""
+    """Refuses noise and scaling for models whose norms are unknown, and a second scaling by another factor."""
     family_of(config.get_text_config().model_type)
     applied = getattr(config, "uaq_scale", None)
     if args.uaq_scale is None:
         return
     if applied is not None and applied != args.uaq_scale:
-        raise ValueError(f"`uaq_scale`={args.uaq_scale}, but the model was already scaled by {applied}.")
+        raise ValueError(
+            f"`uaq_scale`={args.uaq_scale}, but the model was already scaled by {applied}. Use that factor."
+        )
     if applied is None and (peft_config is not None or (not isinstance(model, str) and is_peft_model(model))):
         raise ValueError(
             f"`uaq_scale`={args.uaq_scale} scales the base model, which a saved adapter does not contain. Scale "

@@ -50,7 +50,7 @@ TRL_RANGES = {
     "ref_model_mixup_alpha": Range(0.0, 1.0),
     "ref_model_sync_steps": Range(1),
     "pad_to_multiple_of": Range(1),
-    "max_grad_norm": Range(0.0),  # PyTorch would turn the gradient round at a norm below 0
+    "max_grad_norm": Range(0.0),  # a negative norm would flip the gradient's sign in PyTorch
 }
 # The losses that clip the policy ratio between two bounds. Only these have an upper bound that ACR can widen.
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -59,7 +59,7 @@ CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 def check_types(args, own_fields) -> None:
     """
     Raises `ValueError` if one of `own_fields`, of the fields in `TRL_RANGES` or of those that TRL reads as dicts has a
-    value of another type, or if any other that is true or false is a text, such as "false", which would count as true.
+    value of another type, or if any other boolean field is a string, such as "false", which Python counts as true.
     """
     hints = get_type_hints(type(args))
     dicts = [name for name in args._VALID_DICT_FIELDS if name not in TrainingArguments._VALID_DICT_FIELDS]
@@ -151,7 +151,7 @@ def check_choice(name: str, value, choices) -> None:
 
 
 def check_range(name: str, value: float | str | None, allowed: Range) -> None:
-    """Raises `ValueError` for a number out of the range. `None` is in it, and so is TRL's "auto"."""
+    """Raises `ValueError` for a number outside the range. `None` and TRL's "auto" pass."""
     broken_bound = allowed.broken_bound(value) if isinstance(value, Real) else None
     if broken_bound:
         raise ValueError(f"`{name}`={value!r} is out of range. It must be {broken_bound}.")

@@ -6,12 +6,12 @@ loss becomes
 
     w_t * min(R_t A_t, clip(R_t, clip_low_t, clip_high_t) A_t),    R_t = exp(logps_t - old_logps_t)
 
-A correction is a frozen dataclass of its hyperparameters. Each hyperparameter's type states its range. Its traits are
-class variables, which [`~corrections.traits.Correction`] lists.
+A correction is a frozen dataclass of its hyperparameters. Each hyperparameter's type states its range. A correction's
+traits are class variables, which [`~corrections.traits.Correction`] lists.
 
-TRL adds its KL term (`beta`) after the weights, so they never reach it. TRL's `use_bias_correction_kl`, which is on by
-default, multiplies the term by `R`. With `coupled`, `R` has the sampler in its denominator. Under `every_update`, the
-value of `R` is 1.
+TRL adds its KL term (`beta`) after it applies the weights, so the weights never multiply that term. TRL's
+`use_bias_correction_kl`, which is on by default, multiplies the term by `R`. With `coupled`, the denominator of `R` is
+the sampler's probability. For corrections with `every_update`, the value of `R` is 1.
 
 Example:
 

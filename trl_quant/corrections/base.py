@@ -35,7 +35,7 @@ class CorrectionInputs:
             or a `"prefix"`, the tokens before a token, whose ratio is the product of their ratios.
 
     Raises:
-        `ValueError`: if the shapes do not match.
+        `ValueError`: if the shapes do not match, or `level` is unknown.
     """
 
     rollout_logps: Tensor
@@ -93,7 +93,7 @@ class Range:
     The numbers that a field may hold, stated in its type: `delta: Annotated[float, Range(0, 1, open_low=True)]`.
 
     Args:
-        low (`float`): The least number.
+        low (`float`): The smallest number.
         high (`float`, *optional*): The largest number; infinity by default.
         open_low (`bool`, *optional*, defaults to `False`): Whether the field must be greater than `low`.
     """

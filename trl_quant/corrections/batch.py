@@ -29,7 +29,17 @@ def counted(batch: dict[str, Tensor]) -> Tensor:
 def corrected(
     correction: Callable[[CorrectionInputs], CorrectionOutput], batch: dict[str, Tensor], level: str
 ) -> CorrectionOutput:
-    """Applies a correction to a batch, without changing it."""
+    """
+    Applies a correction to a batch, without changing the batch.
+
+    Args:
+        correction (`Callable`): One of [`~corrections.CORRECTIONS`], with its hyperparameters set.
+        batch (`dict[str, torch.Tensor]`): The scored batch, with the tensors of this module's first table.
+        level (`str`): The unit that gets a weight, as in [`CorrectionInputs`].
+
+    Raises:
+        `ValueError`: if shapes do not match, or if `old_per_token_logps` or `advantages` is NaN on a counted token.
+    """
     return correction(
         CorrectionInputs(
             rollout_logps=batch["sampling_per_token_logps"],
@@ -52,15 +62,15 @@ def write(output: CorrectionOutput, batch: dict[str, Tensor]) -> None:
 
 
 def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Joins the micro-batches of a generation, all with one `T`, into one batch of what a correction reads."""
+    """Concatenates the micro-batches of a generation, all of one `T`, and keeps only what a correction reads."""
     names = ("sampling_per_token_logps", "old_per_token_logps", "advantages", "completion_mask", "tool_mask")
     return {name: torch.cat([batch[name] for batch in batches]) for name in names if name in batches[0]}
 
 
 def sampling_metrics(batch: dict[str, Tensor], weights: Tensor, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
     """
-    Computes TRL's `sampling/*` metrics, with `weights` `(B, T)` in place of TRL's ratio. `gather` joins a tensor of all
-    ranks. Collective.
+    Computes TRL's `sampling/*` metrics, with `weights` `(B, T)` in place of TRL's ratio. `gather` concatenates a tensor
+    over all ranks, so every rank must call this function.
     """
     mask = counted(batch).bool()
     difference = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()

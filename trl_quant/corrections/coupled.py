@@ -9,8 +9,8 @@
 
 TRL's `use_bias_correction_kl` multiplies its KL term by `Rq` as well, and so corrects that term for the sampler too.
 
-Clipping around the sampler clips many more tokens, and rewards collapse in QuRL fig. 2. The method is kept as a
-baseline.
+A clip range around the sampler's probability clips many more tokens, and in QuRL fig. 2 the rewards collapse. The
+method is kept as a baseline.
 """
 
 from dataclasses import dataclass

@@ -34,7 +34,7 @@ sampler that truncates cannot, and k3 is then too low by the probability of the 
 A turn is a run of unmasked tokens: what tools and environments add to a completion is masked. `mismatch/by_turn` is
 left out where no completion has a second turn.
 
-Without any tokens, every metric has the value that it has without a mismatch.
+If no token is scored, every metric has the value that a batch without a mismatch would have.
 """
 
 import math
@@ -117,7 +117,7 @@ def diagnose(
         dropped (`torch.Tensor` of shape `(B, T)`, *optional*): The tokens that the correction drops.
 
     Returns:
-        The metrics, and the pooled moments of each of `extra`.
+        The metrics of the table above by name, and the [`Pooled`] moments of each quantity of `extra` by its name.
 
     Raises:
         `ValueError`: on every rank, if `old_logps` or `advantages` is NaN on a counted token of any rank.
@@ -177,7 +177,7 @@ def diagnose(
         metrics["mismatch/dropped_sequence_fraction"] = totals["dropped_sequences"] / max(totals["sequences"], 1)
     metrics |= _bucket_means("by_position", POSITIONS, totals)
     of_turns = _bucket_means("by_turn", TURNS, totals)
-    if len(of_turns) > 1:  # a single turn has none to compare with
+    if len(of_turns) > 1:  # a single bucket of turns has no other to compare with
         metrics |= of_turns
     return metrics, {name: pooled[name] for name in extra or {}}
 

@@ -9,13 +9,13 @@
 | `mu`, the sampler, which anchors the ratio and the trust region | `rollout_logps` |
 | `r_t` | `min(w_t, C)` with `w_t = exp(old_logps_t - rollout_logps_t)`; the loss's own `R` is 1 and never clipped |
 | `delta` (the authors' scripts: 0.15) | `delta` |
-| `C`, bound on `r_t` outside the gradient (the authors' code: 10) | `cap`, >= 1 |
+| `C`, bound on the detached `r_t` (the authors' code: 10) | `cap`, >= 1 |
 
-The mask replaces PPO's clip. It bounds by how much a token's probability moved, not by what factor, and drops only the
-tokens whose gradient leads further away from the sampler. `abs(pi - mu)` is the total variation between the two
-distributions over "this token" and "any other token". The method needs no old policy; the paper's runs that anchor at
-the trainer's old policy collapse. A dropped token has weight 0 and still counts in the loss's denominator. TRL's KL
-term is not weighted: `use_bias_correction_kl` multiplies it by `R`, whose value is 1.
+The mask replaces PPO's clip. It bounds the difference between a token's two probabilities, not their ratio, and drops
+only the tokens whose gradient leads further away from the sampler. `abs(pi - mu)` is the total variation between the
+two distributions over "this token" and "any other token". The method needs no old policy; the paper's runs that
+anchored at the trainer's old policy collapsed. A dropped token has weight 0 and still counts in the loss's denominator.
+TRL's KL term is not weighted: `use_bias_correction_kl` multiplies it by `R`, whose value is 1.
 """
 
 from dataclasses import dataclass

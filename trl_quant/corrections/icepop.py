@@ -27,7 +27,7 @@ class IcePop(Correction):
     """The weight is `w` within `[low, high]` and 0 outside."""
 
     low: Annotated[float, Range(0, 1)] = 0.5
-    """The least `w` of a token that is kept."""
+    """The smallest `w` of a token that is kept."""
     high: Annotated[float, Range(1)] = 5.0
     """The largest `w` of a token that is kept."""
 

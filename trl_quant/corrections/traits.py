@@ -1,4 +1,4 @@
-"""The traits of a correction, which other code asks in place of comparing its name."""
+"""The traits of a correction. Other code reads them instead of comparing the correction's name."""
 
 from typing import ClassVar
 
@@ -12,14 +12,15 @@ class Correction:
     Attributes:
         whole_batch (`bool`): Its weights need all tokens of a generation, scored before the first update.
         every_update (`bool`):
-            It compares the sampler with the current policy: at each update `old_logps` are that policy's, and `R` is 1.
+            It compares the sampler with the current policy: at each update, `old_logps` are the current policy's, so
+            the value of `R` is 1.
         token_only (`bool`): It needs the ratio of each token (`importance_sampling_level="token"`).
         has_levels (`bool`): Its weights at the level of sequences differ from those of tokens.
-        weighs_prefixes (`bool`): It maps one ratio to one weight, so it can weigh what stands before a token.
-        moves_clip_bounds (`bool`): It gives tokens clip bounds of their own, so the loss must clip `R`.
+        weighs_prefixes (`bool`): It maps one ratio to one weight, so it can also weigh the prefix before a token.
+        moves_clip_bounds (`bool`): It sets clip bounds for each token, so it needs a loss that clips `R`.
         ignores_sampler (`bool`): It leaves GRPO's loss as if the policy itself had sampled.
         applied_by_trl (`bool`): TRL computes and applies its weights; here it is only measured.
-        settings (`dict[str, str]`): GRPO settings that its method asks for, by TRL's names.
+        settings (`dict[str, str]`): GRPO settings that its paper prescribes, by TRL's names.
         aliases (`dict[str, str]`):
             hyperparameter -> the config's field that sets it, where that is not `<correction>_<hyperparameter>`.
     """

@@ -10,7 +10,8 @@
 | `vllm_importance_sampling_mode` | `mode` |
 | `vllm_importance_sampling_clip_min`, `..._clip_max` | `clip_min`, `clip_max`; `None` for no bound |
 
-The product grows with the length: a cap of 3, TRL's default, is 0.011 nats a token over 100 tokens.
+The product drifts from 1 as the sequence grows. Over 100 tokens, it exceeds TRL's default cap of 3 when the mean log
+ratio exceeds 0.011 nats per token.
 """
 
 import logging
@@ -27,7 +28,7 @@ from .traits import Correction
 
 
 logger = logging.getLogger(__name__)
-_warned: WeakSet["TRL"] = WeakSet()  # each run has a correction of its own
+_warned: WeakSet["TRL"] = WeakSet()  # the instances that have warned; each run has its own instance
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +36,11 @@ class TRL(Correction):
     """Leaves TRL's weights in the loss and measures the mismatch. Warns once if TRL drops tokens."""
 
     mode: str = "sequence_mask"
+    """One of the four modes above."""
     clip_max: float | None = 3.0
+    """`C_max`, the largest weight. `None` for no bound."""
     clip_min: float | None = None
+    """`C_min`, the smallest weight. `None` for no bound."""
 
     aliases: ClassVar[dict[str, str]] = {
         "mode": "vllm_importance_sampling_mode",
@@ -59,7 +63,8 @@ class TRL(Correction):
             _warned.add(self)
             logger.warning(
                 "TRL's `vllm_importance_sampling_mode`=%r drops %.1f%% of this batch's tokens, whose weight is beyond "
-                "its bounds (`vllm_importance_sampling_clip_max`=%s). `mismatch/dropped_fraction` goes on to log it.",
+                "its bounds (`vllm_importance_sampling_clip_max`=%s). `mismatch/dropped_fraction` logs this share at "
+                "every step. To drop fewer tokens, widen the bounds or choose a mode that truncates.",
                 self.mode,
                 100 * share,
                 self.clip_max,

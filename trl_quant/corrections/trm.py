@@ -11,9 +11,9 @@
 | `D_KL(c_t)`, from the logits of both policies | `k2 = (log w_t)^2 / 2`, from the sampled token |
 | `delta` | `delta` = 0.05: `w` within [0.73, 1.37] |
 
-Where the logits are not kept, the paper estimates the maximum by `k2`, which treats a `w` far above 1 and a `w` far
-below 1 alike but bounds no KL. The paper's second criterion, on the mean of `k3`, is left out. The longer a sequence,
-the likelier it has a token beyond the bound. A dropped sequence has weight 0 and still counts in the loss's
+Where the logits are not kept, the paper estimates the maximum by `k2`, which is symmetric in `log w` but is not a bound
+on the KL. The paper's second criterion, on the mean of `k3`, is left out. The longer a sequence, the
+likelier it has a token beyond the bound. A dropped sequence has weight 0 and still counts in the loss's
 denominator, as in the paper. TRL's KL term is not weighted: `use_bias_correction_kl` multiplies it by `R`, whose value
 is 1.
 """

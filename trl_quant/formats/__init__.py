@@ -113,7 +113,8 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
         name (`str`): Key of [`FORMATS`].
         global_scale (`torch.Tensor`, *optional*):
             NVFP4 only: a scale shared with other layers, from [`global_scale`]. By default computed from `x` alone.
-        check (`bool`, *optional*, defaults to `True`): Reject NaN and infinity; costs one read of `x`.
+        check (`bool`, *optional*, defaults to `True`): Whether to reject NaN and infinity, which costs one read of
+            `x`.
 
     Raises:
         ValueError:
@@ -139,7 +140,7 @@ def quantize_activation(x: Tensor, name: str, check: bool = True) -> QuantizedTe
     Args:
         x (`torch.Tensor`): Layer input of shape `(..., in)`, bfloat16, float16 or float32.
         name (`str`): Key of [`FORMATS`].
-        check (`bool`, *optional*, defaults to `True`): Reject NaN and infinity; `False` for hot paths.
+        check (`bool`, *optional*, defaults to `True`): Whether to reject NaN and infinity; `False` in hot paths.
 
     Raises:
         ValueError: Same as [`quantize`].

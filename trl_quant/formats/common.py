@@ -49,7 +49,7 @@ class Format:
         activations (`str` or `None`): The part of a layer input that shares a scale; `None` if inputs stay in 16 bits.
         grouped (`bool`): Whether a layer input has a scale for each group of values, not one for a token or tensor.
         least_amax (`float`):
-            Least maximum of the values that share a scale, in a layer input that vLLM's kernels quantize.
+            Smallest maximum of the values that share a scale, in a layer input that vLLM's kernels quantize.
         integers (`bool`): Whether codes are integers.
         table (`tuple[float, ...]` or `None`): The values of the codes 0, 1, ... where no formula gives them.
         bitsandbytes (`bool`):
@@ -92,7 +92,7 @@ class Format:
 
     @classmethod
     def codes(cls, values: Tensor) -> Tensor:
-        """Stored values to codes, one in each byte. A format with a packing of its own overrides this."""
+        """Converts stored values to codes, one in each byte. A format with another packing overrides this."""
         return unpack_nibbles(values) if cls.nibbles else values.view(torch.uint8)
 
     @staticmethod

@@ -1,6 +1,6 @@
 """
-Helpers of the kernels: the device on which they are launched, and conversions of a tile's values. They work in compiled
-kernels and in Triton's interpreter.
+Helpers of the kernels: they choose the device of a launch and convert a tile's values. They work in compiled kernels
+and in Triton's interpreter.
 """
 
 from contextlib import nullcontext
@@ -72,7 +72,7 @@ def _byte(x):
 
 @triton.jit
 def e4m3_word(a, b, c, d):
-    """Packs the codes of four float32 into an int32, `a`'s in the lowest byte."""
+    """Packs the E4M3 codes of four float32 into an int32, that of `a` in the lowest byte."""
     if INTERPRETED:
         return _byte(a) | _byte(b) << 8 | _byte(c) << 16 | _byte(d) << 24
     else:  # converts two values at once, which Triton does only for adjacent columns

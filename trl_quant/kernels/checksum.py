@@ -29,7 +29,7 @@ def _folded(x):
 
 @triton.jit
 def checksum_kernel(table_ptr, sums_ptr, tensors, programs, TILE: tl.constexpr):
-    """Adds up each tensor's checksum. The table has a row for each: address, words, and the tiles up to its end."""
+    """Adds up each tensor's checksum. The table has a row per tensor: address, words, and the tiles up to its end."""
     tile = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     first = tile * 0

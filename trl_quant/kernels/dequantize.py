@@ -190,8 +190,8 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
 
     Args:
         q (`QuantizedTensor`):
-            A four-bit matrix (out, in), or a part of one. Values (out, bytes) and scales (out, groups), whose rows may
-            lie further apart than they are long.
+            A four-bit matrix (out, in), or a part of one. The rows of the values (out, bytes) and scales (out, groups)
+            may be strided.
         dtype (`torch.dtype`, *optional*): Type of the result, by default the original type.
 
     Raises:

@@ -2,8 +2,8 @@
 Dequantizes a weight in Marlin's layout, in Triton, bit-equal to `layers.marlin.dequantized`.
 
 A program reads tiles of 16 inputs by 64 outputs. It loads all words of a tile at once, shifts eight codes out of each,
-and writes the tile with its 64 outputs side by side. One reordering of axes turns the bits of a word's place, and of a
-code's place in the word, into those of input and output.
+and writes the tile with its 64 outputs in adjacent columns. One permutation of axes turns the bits of a word's index,
+and of a code's index in the word, into those of input and output.
 """
 
 import torch
@@ -53,7 +53,7 @@ def dequantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     Returns code times scale, (in, out); see `layers.marlin.dequantized`.
 
     Args:
-        values (`torch.Tensor`): (in / 16, 2 out) int32; rows may lie further apart than they are long.
+        values (`torch.Tensor`): (in / 16, 2 out) int32; rows may be strided.
         scale (`torch.Tensor`): (in / group, out), likewise.
         dtype (`torch.dtype`): Type of the result.
 

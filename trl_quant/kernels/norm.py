@@ -1,6 +1,7 @@
 """
-RMSNorm whose bits for a token do not depend on the number of tokens. vLLM's kernel, in contrast, uses other blocks of
-threads from 256 tokens on, and then sums in another order. The twin is [`trl_quant.layers.norm.rms_norm`].
+RMSNorm whose result for a token is bit for bit the same for any number of tokens. vLLM's kernel, in contrast, uses
+other blocks of threads from 256 tokens on, and then sums in another order. The twin is
+[`trl_quant.layers.norm.rms_norm`].
 
 | kernel            | one program handles | reads, writes                                                           |
 |-------------------|---------------------|-------------------------------------------------------------------------|
@@ -22,7 +23,7 @@ from .arithmetic import on, rounded, wide
 from .unified import group_codes, row_codes
 
 
-TILE = 1024  # fewest values that a program handles
+TILE = 1024  # smallest number of values that a program handles
 PROGRAMS = 528  # programs that share the tokens if the weight trains: four for each multiprocessor of a Hopper GPU
 
 
@@ -115,7 +116,7 @@ def rms_norm(
     Computes [`trl_quant.layers.norm.rms_norm`] and, with a `format`, the codes of its output.
 
     Args:
-        x, weight, eps, residual: As there.
+        x, weight, eps, residual: As in that function.
         format (`str`, *optional*): Key of `FORMATS`, in which [`trl_quant.layers.products`] quantizes the output.
         dtype (`torch.dtype`, *optional*): Type to which the output is rounded before it is quantized.
 

@@ -361,7 +361,8 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
         name (`str`): One of [`KERNELS`].
         global_scale (`torch.Tensor`, *optional*): NVFP4 only, from [`global_scale`].
         check (`bool`, *optional*, defaults to `True`):
-            Reject NaN and infinity. Reads only the scales, which reveal them, but waits for the GPU.
+            Whether to reject NaN and infinity. The check reads only the scales, which reveal them, but waits for the
+            GPU.
 
     Raises:
         ValueError: As in [`trl_quant.formats.quantize`], for a tensor on a CPU, or a format without a kernel.

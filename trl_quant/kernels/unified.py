@@ -31,7 +31,7 @@ from trl_quant.formats.fp8 import BLOCK
 from .arithmetic import INTERPRETED, e4m3_word, on, rounded, silu, to_e4m3, to_int8, wide
 
 
-LONGEST_IN_ONE_PASS = 4096  # most features of a token that `rows_kernel` takes
+LONGEST_IN_ONE_PASS = 4096  # largest number of features of a token for `rows_kernel`
 # Settings of `groups_kernel`, with `up` and without: the fastest on an H200 by benchmarks/unified.py
 LAUNCH = {True: {"num_warps": 16, "maxnreg": 64}, False: {"num_warps": 4}}
 
@@ -190,7 +190,8 @@ def groups_kernel(
     "fp8_block": one scale for each 128 values of a row of (rows, cols), scale (g, row) at g * rows + row. BOTH: also
     (cols, filled), with a scale for each 128 rows of a column, scale (g, col) at g * cols + col.
 
-    Rows 4 i + k are a part for each k, so that one thread has the codes of four rows: they are transposed as words.
+    For each k, rows 4 i + k are loaded as one part. One thread thus has the codes of four rows, and transposes them as
+    words.
     """
     col = tl.program_id(0) * 128 + tl.arange(0, 128)
     quad = tl.program_id(1) * 32 + tl.arange(0, 32)
@@ -298,7 +299,7 @@ def numbers_kernel(
 
 
 def _strided(x: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor | None, int]:
-    """Returns matrices whose rows are equally far apart, copied if need be, and how far: x and, if given, `up`."""
+    """Returns x and, if given, `up` as matrices with one row stride, copied if necessary, and that stride."""
     if x.stride(1) != 1 or (up is not None and up.stride() != x.stride()):
         x, up = x.contiguous(), None if up is None else up.contiguous()
     return x, up, x.stride(0) if len(x) > 1 else x.shape[1]
@@ -314,7 +315,7 @@ def rows(
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """
     Applies [`quantize_rows`] to x or, with `up`, to y = silu(x) up, and returns y as well. The columns are multiplied
-    by `factor`, and `least` takes the place of the format's least maximum.
+    by `factor`, and `least` replaces the format's smallest maximum.
     """
     (rows, cols), fmt = x.shape, FORMATS[format]
     least = fmt.least_amax if least is None else least
@@ -381,7 +382,7 @@ def quantize_groups_for_both(x: Tensor, least: float) -> tuple[QuantizedTensor, 
 def silu_mul_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """
     Computes the gradients of `silu(gate) up`, rounded where torch rounds. They are the two halves of one matrix's
-    columns, as their layers' joint product wants them.
+    columns, as the joint product of the two layers needs them.
     """
     shape, cols = dy.shape, dy.shape[-1]
     dy, gate, up = (x.reshape(-1, cols) for x in (dy.contiguous(), gate, up))

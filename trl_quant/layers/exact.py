@@ -1,22 +1,22 @@
 r"""
-Computes what lies between a policy's linear layers with the kernels of its engine, so that trainer and sampler get the
+Computes the operators between a policy's linear layers with its engine's kernels, so that trainer and sampler get the
 same bits. The engine's kernels have no gradients; this file adds them:
 
 | operator | forward | backward |
 |---|---|---|
-| RMSNorm | [`~layers.norm.rms_norm`], which the engine is given too | a kernel beside it |
+| RMSNorm | [`~layers.norm.rms_norm`], which the engine then uses too | a kernel in the same file |
 | rotary embedding R(p) | the engine's, p counting a sequence's own tokens | dX = R(-p) dY, by the same kernel |
 | attention | the engine's, over packed rows, a query's keys in one part | torch's, from the engine's log-sum-exp |
-| log-probabilities | the logits' log-softmax as the engine computes it | [`frozen_head`], or TRL's if the head trains |
+| log-probabilities | the logits' log-softmax as the engine computes it | [`frozen_head`]; TRL's if the head trains |
 
 Without this file, a trainer and a sampler of the same format still differ in the last bits of these operators. Such a
-bit can move a quantized activation to the next code, and the moved codes spread through the layers: half of the
-mismatch remains.
+bit can move a quantized activation to the next code, and the difference grows from layer to layer: half of the mismatch
+remains.
 
 | symbol | here | shape |
 |---|---|---|
 | B, S | sequences and their length, padded | |
-| T | tokens that are no padding | |
+| T | tokens without padding | |
 | H, G, D | heads of queries, of keys and values, and their size | |
 """
 
@@ -36,12 +36,13 @@ class Kernels:
     The kernels of one engine's model, without gradients.
 
     Attributes:
-        rotate (`Callable`): (positions (T,), q (T, H D), k (T, G D), inverse) turns q and k in place, or back.
-        attend (`Callable`): (q (T, H, D), k and v (K, G, D), packed, scale, window) to (T, H, D), causal, and the
-            log-sum-exp of the scaled products (H, T), natural. It is `None` from a kernel that keeps none; the backward
-            pass then computes torch's attention first.
-        score (`Callable`): (logits (N, vocabulary), ids (N,), temperature) to log-probabilities (N,), FP32, in nats,
-            and the tempered logits (N, vocabulary) whose log-softmax they are. It may overwrite the logits.
+        rotate (`Callable`): (positions (T,), q (T, H D), k (T, G D), inverse) rotates q and k in place, by the inverse
+            rotation if `inverse`.
+        attend (`Callable`): Maps (q (T, H, D), k and v (K, G, D), packed, scale, window) to the causal attention (T, H,
+            D) and the natural log-sum-exp of the scaled products (H, T). The log-sum-exp is `None` from a kernel that
+            does not return it; the backward pass then computes torch's attention first.
+        score (`Callable`): Maps (logits (N, vocabulary), ids (N,), temperature) to log-probabilities (N,), FP32, in
+            nats, and to the tempered logits (N, vocabulary) whose log-softmax they are. It may overwrite the logits.
         rotated (`int`): Features of a head that are rotated.
         dtype (`torch.dtype`): Type in which the engine computes.
     """
@@ -87,7 +88,7 @@ class _Attend(torch.autograd.Function):
 def attention(
     q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None, kernel: Callable
 ) -> Tensor:
-    """Computes [`flash_attention`] with `kernel`, an `attend` of [`Kernels`], in the forward pass."""
+    """Computes [`flash_attention`], (T, H, D), with `kernel`, an `attend` of [`Kernels`], in the forward pass."""
     return _Attend.apply(q, k, v, packed, scale, window, kernel)
 
 
@@ -98,7 +99,7 @@ def _rotated(q: Tensor, k: Tensor, positions: Tensor, kernel: Callable, inverse:
 
 
 class Unrotated(nn.Module):
-    """Takes the place of a rotary embedding with cosines 1 and sines 0, because [`ExactAttention`] rotates."""
+    """Replaces a rotary embedding. Returns cosines of 1 and sines of 0, because [`ExactAttention`] rotates."""
 
     def __init__(self, rotated: int):
         super().__init__()
@@ -112,11 +113,11 @@ class Unrotated(nn.Module):
 
 class ExactAttention:
     """
-    Rotary embedding and attention over packed sequences. Padding would move positions and tiles, so it is left out.
-    All layers of a model share one.
+    Rotary embedding and attention over packed sequences. Padding would shift positions and tiles, so it is left out.
+    All layers of a model share one instance.
 
     Parameters:
-        kernels ([`Kernels`]): The engine's.
+        kernels ([`Kernels`]): The engine's kernels.
     """
 
     def __init__(self, kernels: Kernels):
@@ -261,13 +262,13 @@ def frozen_head(
         dlogp/dx = (onehot(t) - softmax(z)) W / temperature         (N, features)
         dL/dx    = dL/dlogp * dlogp/dx                              for a loss L
 
-    dlogp/dx does not depend on the loss, so the forward pass computes it from the logits at hand. An update thus
-    multiplies W twice, and a pass without gradients once. Only if the loss contains entropies H does the backward pass
-    multiply W twice more, for dH/dz = -p (log p + H).
+    dlogp/dx does not depend on the loss, so the forward pass computes it while it holds the logits. An update thus
+    needs two products with W, and a pass without gradients one. If the loss contains entropies H, the backward pass
+    needs two more, for dH/dz = -p (log p + H).
 
-    z are the logits that the engine scores: where it rounds them to 16 bits, they are rounded here. The softmax of them
-    is computed in FP32. At most `rows` tokens have their logits in memory at once. The backward pass needs dlogp/dx
-    times the temperature, which is kept in the type of `hidden`, and with `entropies` also `hidden`.
+    z are the logits that the engine scores: if it rounds them to 16 bits, they are rounded here too. Their softmax is
+    computed in FP32. At most `rows` tokens have their logits in memory at once. The backward pass needs dlogp/dx times
+    the temperature, which is kept in the type of `hidden`, and with `entropies` also `hidden`.
 
     Args:
         hidden (`torch.Tensor`): (N, features), the input of the head, in the type that the engine computes in. It alone
@@ -293,7 +294,7 @@ def log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
 
 
 def log_softmax(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Scores as a `score` of [`Kernels`], in FP32 from the division by the temperature on."""
-    # By a number, torch would multiply with its reciprocal
+    """Scores `logits` (N, vocabulary) as a `score` of [`Kernels`], in FP32 from the division by the temperature on."""
+    # To divide by a Python number, torch would multiply by its reciprocal
     tempered = logits.float() / torch.full((1,), temperature, device=logits.device)
     return tempered.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1), tempered

@@ -11,9 +11,9 @@ A frozen linear layer held in four bits: the base of QeRL (arXiv:2510.11696, sec
 | `Y`, `dY` | | (..., out) |
 | `b` | | (out,) |
 
-The backward pass needs only the codes and scales, which the layer holds anyway, because both products start from them.
-On a GPU, few tokens are multiplied by a kernel that decodes the weight while it reads it. For many tokens, the weight
-is decoded into a buffer, part by part, and cuBLAS multiplies the parts, which then takes most of the time.
+Both products are computed from the codes and scales, so the backward pass saves no other weight. On a GPU, few tokens
+are multiplied by a kernel that decodes the weight while it reads it. For many tokens, the weight is decoded into a
+buffer, part by part, and cuBLAS multiplies the parts; the multiplication then takes most of the time.
 
 A weight that is shared with a vLLM engine in the same process is in the layout of vLLM's kernels; see [`marlin`].
 """
@@ -46,7 +46,7 @@ def _quantized(values, scale, global_scale, format, rows, cols, dtype) -> Quanti
 
 
 def _in_rows(q: QuantizedTensor) -> QuantizedTensor | None:
-    """Returns the weight with a row of codes and scales for each row; `None` if NF4's blocks run across rows."""
+    """Returns the weight with one row of codes and scales per output; `None` if NF4's blocks cross rows."""
     if q.values.ndim == 2:
         return q
     if q.shape[1] % NF4_BLOCK:
@@ -57,7 +57,7 @@ def _in_rows(q: QuantizedTensor) -> QuantizedTensor | None:
 def _part_length(across: int, itemsize: int) -> int:
     """
     Returns the length, a multiple of `ALIGNMENT`, of the parts of a matrix that fill `BUFFER_BYTES`. `across` is the
-    number of values beside each other.
+    size of the other dimension.
     """
     return max(BUFFER_BYTES // (across * itemsize) // ALIGNMENT, 1) * ALIGNMENT
 
@@ -91,7 +91,7 @@ def _add_product(bias: Tensor, x: Tensor, weight: Tensor, y: Tensor, factor: flo
     """
     Writes `bias + factor x weight` into `y`, rounded once.
 
-    cuBLAS adds the bias before it rounds only if the result is contiguous. For some columns of a larger matrix,
+    cuBLAS adds the bias before it rounds only if `y` is contiguous. If `y` is some columns of a larger matrix,
     `torch.addmm` writes the rounded product, adds the bias and rounds again, which makes the error 1.4 times as large.
     """
     if y.is_contiguous():
@@ -193,9 +193,9 @@ def _(x, bias, values, scale, global_scale, format, rows, cols, dtype, factor, f
 
 def frozen_product(*args) -> Tensor:
     """
-    Computes [`_product`]. Under torch.compile it is an opaque operator: if the compiler saw that both passes dequantize
-    the same weight, it would keep the values between them. Otherwise it is the plain function, because the call of an
-    operator costs the host more time than everything else.
+    Computes [`_product`]. Under torch.compile it is an opaque operator: otherwise the compiler would see that both
+    passes dequantize the same weight, and would keep the values between them. Without torch.compile it is the plain
+    function, because the call of an operator would cost the host more time than everything else.
     """
     return (_operator if torch.compiler.is_compiling() else _product)(*args)
 
@@ -210,7 +210,7 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         dx = dbias = None
-        saved = ctx.saved_tensors  # read once: activation checkpoints give them only once
+        saved = ctx.saved_tensors  # read once: under activation checkpointing they can be read only once
         if ctx.needs_input_grad[0]:
             dx = frozen_product(dy, None, *saved, *ctx.constants, False)
         if ctx.needs_input_grad[1]:
@@ -275,7 +275,7 @@ class FrozenLinear(nn.Linear):
             raise ValueError(f"dtype: {dtype} cannot be a frozen layer's; allowed: {', '.join(map(str, DTYPES))}.")
         self.in_features, self.out_features = in_features, out_features
         self.precision, self.format, self.dtype = precision, PRECISIONS[precision].format, dtype
-        self.factor: float | None = None  # in Marlin's layout, a factor of code times scale
+        self.factor: float | None = None  # in Marlin's layout, a value is this factor times code times scale
         self._is_hf_initialized = True  # or transformers would initialize a weight for it
         like = quantize(torch.empty(out_features, in_features, dtype=dtype, device="meta"), self.format, check=False)
         tensors = {"weight_global_scale": None, **_stored(like)}
@@ -326,7 +326,7 @@ class FrozenLinear(nn.Linear):
 
     def hold_tiles(self, values: Tensor, scale: Tensor, factor: float) -> None:
         """
-        Holds the same weight in another owner's memory from now on, in Marlin's layout; see [`marlin`].
+        Makes the layer read its weight from another owner's memory, in Marlin's layout; see [`marlin`].
 
         Args:
             values (`torch.Tensor`): Codes (in / 16, 2 out) int32.
@@ -341,7 +341,7 @@ class FrozenLinear(nn.Linear):
         self.factor = factor
 
     def _hold(self, name: str, tensor: Tensor | None) -> None:
-        """Registers a tensor as a parameter, not a buffer, since DDP broadcasts buffers before each forward pass."""
+        """Registers a tensor as a parameter, because DDP would broadcast a buffer before each forward pass."""
         parameter = None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=False)
         self.register_parameter(name, parameter)
 
@@ -380,14 +380,14 @@ class FrozenLinear(nn.Linear):
     def __getattr__(self, name: str):
         if name == "weight":
             raise AttributeError(
-                f"{type(self).__name__} has no `weight`, but codes and scales: `dequantize()` gives the values, in a "
-                "tensor of their own. PEFT takes the layer with "
+                f"{type(self).__name__} has no `weight`, but codes and scales: `dequantize()` returns the values in a "
+                "new tensor. PEFT takes the layer with "
                 "`trl_quant.policy.adapters.with_frozen_layers(peft_config)`."
             )
         return super().__getattr__(name)
 
     def _apply(self, fn, recurse=True):
-        """Moves the weight like any other, but `.to(dtype)` does not convert it: other scales are other values."""
+        """Moves the weight like any other, but `.to(dtype)` does not convert it: that would change its values."""
 
         packed = [id(tensor) for tensor in self.packed()[:3]]
 

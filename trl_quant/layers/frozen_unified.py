@@ -1,5 +1,5 @@
 r"""
-A frozen linear layer held in the codes that its sampler multiplies: the base of a LoRA policy in one byte a weight.
+A frozen linear layer held in the codes that its sampler multiplies: the base of a LoRA policy at one byte per weight.
 
     Y  = Q(X) Q(W)^T + b + X (s A)^T B^T         as the engine computes it, with its adapter beside the base
     dX = dY Q(W) + dY B (s A)
@@ -66,18 +66,18 @@ class FrozenUnifiedLinear(FrozenLinear):
         self._codes, self._made_of = codes, self._identity()
 
     def part(self) -> Part:
-        """Returns what a product of several layers needs of this one, without an adapter."""
+        """Returns this layer as a part of a joint product, without an adapter."""
         return Part(self, self.codes)
 
     def trains(self) -> bool:
-        """As [`~layers.UnifiedLinear.trains`]: it never does."""
+        """As [`~layers.UnifiedLinear.trains`]: always `False`."""
         return False
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """As [`FrozenLinear.dequantize`]."""
         return dequantize(self.codes(), dtype or self.dtype)
 
-    @torch.compiler.disable  # joint products look at what was computed before
+    @torch.compiler.disable  # joint products depend on earlier calls
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., in) to (..., out), in the type of `x` or autocast's."""
         return output(x, self.part())

@@ -52,11 +52,12 @@ class _SiluMul(torch.autograd.Function):
 
 def silu_mul(gate: Tensor, up: Tensor, precision: str, both: bool) -> Tensor:
     """
-    Computes `silu(gate) * up`. On a GPU the same pass quantizes it, and [`inputs.quantized`] returns those codes.
+    Computes `silu(gate) * up`. On a GPU the same pass quantizes the result, and [`inputs.quantized`] returns those
+    codes.
 
     Args:
         gate, up (`torch.Tensor`): (..., features), BF16 or FP32.
-        precision (`str`): Key of `PRECISIONS`: of the layer that follows.
+        precision (`str`): Key of `PRECISIONS`, the precision of the layer that follows.
         both (`bool`): As in [`inputs.quantized`].
 
     Returns:

@@ -1,12 +1,12 @@
 """
 Quantizes an input once for all layers that share it, such as q, k and v.
 
-[`quantized`] keeps the codes of the last input for as long as that tensor lives and is not written to, and no other
-input is quantized. The layers then also share what they save for the backward pass. A kernel that computes an input
-together with its codes hands them over with [`remember`].
+[`quantized`] keeps the codes of the last input until that tensor is freed or written to, or another input is quantized.
+Layers that share the codes also share what they save for the backward pass. A kernel that computes an input together
+with its codes stores them with [`remember`].
 
-Writes are noticed by PyTorch's version counter, which misses writes through `.data` and in CUDA graphs. Nothing is
-reused while a graph is captured, nor under `torch.inference_mode`, which keeps no counters.
+PyTorch's version counter detects writes, except those through `.data` and in CUDA graphs. Codes are not reused while a
+graph is captured, nor under `torch.inference_mode`, which keeps no counters.
 """
 
 import weakref
@@ -34,8 +34,8 @@ _last: _Input | None = None
 
 def quantized(x: Tensor, dtype: torch.dtype, format: str, both: bool) -> tuple[QuantizedTensor, QuantizedTensor | None]:
     """
-    Returns the result of [`products.quantize_input`] and, if the input is needed in `both` passes, the codes with which
-    the backward pass multiplies.
+    Returns the result of [`products.quantize_input`] and, if `both` passes need the input, the codes that the backward
+    pass multiplies.
 
     Args:
         x (`torch.Tensor`): (..., in).
@@ -62,13 +62,13 @@ def quantized(x: Tensor, dtype: torch.dtype, format: str, both: bool) -> tuple[Q
 
 
 def remember(x: Tensor, dtype: torch.dtype, rows: QuantizedTensor, columns: QuantizedTensor | None) -> None:
-    """Stores what [`quantized`] returns for x until it is given another input."""
+    """Stores the codes that [`quantized`] returns for x, until it gets another input."""
     global _last
     _last = _Input(weakref.ref(x, _forget), x._version, dtype, rows, columns) if counts_writes(x) else None
 
 
 def _forget(tensor: weakref.ref) -> None:
-    """Drops the codes of an input that is gone."""
+    """Drops the codes of an input that was freed."""
     global _last
     if _last is not None and _last.tensor is tensor:
         _last = None

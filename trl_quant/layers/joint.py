@@ -1,6 +1,6 @@
 r"""
-Computes layers that train in the precision of their sampler and share an input, such as q, k and v, as one product. So
-does an engine. A layer that shares its input with no other is a product of one part.
+Computes layers that train in the precision of their sampler and share an input, such as q, k and v, as one product, as
+an engine does. A layer that shares its input with no other is a product of one part.
 
     [Y_1 ... Y_n] = Q(X) [Q(W_1); ...; Q(W_n)]^T + [b_1 ... b_n]
     dX            = [dY_1 ... dY_n] [Q(W_1); ...; Q(W_n)]
@@ -24,9 +24,9 @@ gradients, and the adapter adds to Y_i and dX:
 | `Y_i`, `dY_i` | | (..., out_i) |
 | `b_i`, `A_i`, `B_i`, `s_i` | bias and adapter of a [`Part`] | (out_i,), (rank_i, in), (out_i, rank_i), a number |
 
-What is saved of X for the backward pass is saved once for all parts: its codes, one byte each, or X itself where an
-adapter beside the base takes it. Weights and merged adapters are not saved: the backward pass reads them again. In
-`fp8`, a token has one scale for all of [dY_1 ... dY_n].
+For the backward pass, all parts together save X once: as codes of one byte each, or as X itself if an adapter beside
+the base reads it. Weights and merged adapters are not saved: the backward pass reads them again. In `fp8`, a token has
+one scale for all of [dY_1 ... dY_n].
 """
 
 import weakref
@@ -48,14 +48,14 @@ from .products import dequantize, input_and_weight_gradient, input_gradient, pro
 
 class Part(NamedTuple):
     """
-    One layer of a joint product, as it computes now.
+    One layer of a joint product, in its present state.
 
     Attributes:
         layer (`nn.Linear`): The layer, (out, in).
-        codes (`Callable`): Returns its quantized weight (out, in): the same object until the weight changes.
+        codes (`Callable`): Returns the layer's quantized weight (out, in): the same object until the weight changes.
         weight (`torch.Tensor`, *optional*): The weight, if it may get a gradient.
         a, b (`torch.Tensor`, *optional*): The adapter, (rank, in) and (out, rank).
-        scaling (`float`): Its factor s.
+        scaling (`float`): The adapter's factor s.
         merged (`bool`): Whether the codes are those of the sum of weight and adapter.
     """
 
@@ -68,7 +68,7 @@ class Part(NamedTuple):
     merged: bool = True
 
     def made_of(self, codes: QuantizedTensor) -> tuple:
-        """Identifies what the output is computed from, beside the input. `codes` are the layer's at that time."""
+        """Identifies what the output depends on besides the input. `codes` are the layer's at that time."""
         adapter = ((id(matrix), matrix._version) for matrix in (self.a, self.b) if matrix is not None)
         return id(codes), *adapter, self.scaling, self.merged
 
@@ -87,11 +87,11 @@ def compute(x: Tensor, parts: Sequence[Part], weight: Callable[[], QuantizedTens
         parts (`Sequence[Part]`):
             The layers. Either weights get gradients or there are adapters, not both, and either all adapters are merged
             or none.
-        weight (`Callable`): Returns the codes of all, one below the other, (sum of out, in).
+        weight (`Callable`): Returns the codes of all layers, concatenated along the outputs: (sum of out, in).
 
     Returns:
-        `tuple[torch.Tensor, ...]`: (..., out) of each, in the type of `x` or autocast's. Those with at least half of
-        all outputs are columns of one matrix. None may be written to in place.
+        `tuple[torch.Tensor, ...]`: (..., out) of each layer, in the type of `x` or autocast's. A result with at least
+        half of all outputs is a view of the joint matrix. None may be written to in place.
 
     Raises:
         ValueError: `x` has another number of features.
@@ -116,8 +116,9 @@ def compute(x: Tensor, parts: Sequence[Part], weight: Callable[[], QuantizedTens
 
 class _Constants(NamedTuple):
     """
-    The arguments of a joint product that are no tensors, as in [`compute`]. `adapted` are the indices of the parts with
-    an adapter; `trains` says whether weights get gradients, `beside` whether there are adapters that are not merged.
+    The arguments of a joint product that are not tensors, as in [`compute`]. `adapted` are the indices of the parts
+    with an adapter; `trains` says whether weights get gradients, `beside` whether there are adapters that are not
+    merged.
     """
 
     dtype: torch.dtype
@@ -135,7 +136,7 @@ class _Joint(torch.autograd.Function):
         w = of.weight()
         q, for_backward = quantized(x, of.dtype, w.format, both=of.trains)
         y = product(q, w, _joint_bias(tensors[1::4], of.sizes), of.dtype)
-        # What the backward pass needs of X: nothing, codes and scales, or X itself with H = X (s A)^T
+        # The backward pass needs nothing of X, or its codes and scales, or X itself with H = X (s A)^T
         columns, kept, ctx.codes = y.split_with_sizes(of.sizes, 1), (), None
         if of.beside:
             flat, adapters = x.detach().reshape(-1, x.shape[-1]).to(of.dtype), _adapters(of, of.dtype)
@@ -188,7 +189,7 @@ class _Joint(torch.autograd.Function):
 
 
 def _adapters(of: _Constants, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns, in `dtype`, s A of all adapters below each other, (sum of ranks, in), and then each B."""
+    """Returns, in `dtype`, the concatenated s A of all adapters, (sum of ranks, in), and then each B."""
     a, b = [of.parts[i].a for i in of.adapted], [of.parts[i].b for i in of.adapted]
     scaling = _scaling(of, tuple(map(len, a)), a[0].device)
     a = a[0] if len(a) == 1 else torch.cat(a)
@@ -196,16 +197,16 @@ def _adapters(of: _Constants, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _scaling(of: _Constants, ranks: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns the factor s of each row of [`_adapters`]' first, (sum of ranks, 1), in FP32."""
+    """Returns the factor s of each row of the first tensor of [`_adapters`], (sum of ranks, 1), in FP32."""
     return _column(tuple(of.parts[i].scaling for i in of.adapted), ranks, device)
 
 
-# Codes of sums of weights and adapters -> these adapters, in the type of the last backward pass
+# Codes of a sum of weights and adapters -> those adapters, in the type of the last backward pass
 _merged: WeakKeyDictionary[QuantizedTensor, tuple[Tensor, ...]] = WeakKeyDictionary()
 
 
 def _merged_adapters(w: QuantizedTensor, of: _Constants, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns [`_adapters`], which are converted once for as long as the codes `w` live that they are merged into."""
+    """Returns [`_adapters`]. Keeps them until the codes `w`, into which they are merged, are freed."""
     found = _merged.get(w)
     if found is None or found[0].dtype != dtype:
         found = _merged[w] = _adapters(of, dtype)
@@ -251,13 +252,13 @@ def _adapter_gradients(
 
 @cache
 def _column(numbers: tuple[float, ...], times: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns each number as often as `times` says, as a column (sum of times, 1) in FP32."""
+    """Returns each number, repeated by its entry of `times`, as a column (sum of times, 1) in FP32."""
     repeated = [number for number, n in zip(numbers, times, strict=True) for _ in range(n)]
     return torch.tensor(repeated, dtype=torch.float32, device=device)[:, None]
 
 
 def _joint_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
-    """Returns the biases behind each other, with zeros for a layer without one; `None` if no layer has one."""
+    """Returns the concatenated biases, with zeros for a layer without one; `None` if no layer has one."""
     given = [bias for bias in biases if bias is not None]
     if len(biases) == 1 or not given:
         return biases[0]
@@ -267,7 +268,7 @@ def _joint_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor
 
 def side_by_side(parts: list[Tensor]) -> Tensor:
     """
-    Puts matrices (T, n_i) side by side, to (T, sum of n_i). Nothing is copied if they already are columns of one
+    Concatenates matrices (T, n_i) to (T, sum of n_i). Nothing is copied if they already are adjacent columns of one
     matrix, in this order.
     """
     first, width, at = parts[0], sum(part.shape[1] for part in parts), parts[0].storage_offset()
@@ -281,7 +282,7 @@ def side_by_side(parts: list[Tensor]) -> Tensor:
 
 def below_each_other(parts: Sequence[Tensor]) -> Tensor:
     """
-    Puts matrices (n_i, in) below each other, to (sum of n_i, in). Nothing is copied if they already are rows of one
+    Concatenates matrices (n_i, in) to (sum of n_i, in). Nothing is copied if they already are adjacent rows of one
     contiguous matrix, in this order.
     """
     first, at, rows = parts[0], parts[0].storage_offset(), sum(map(len, parts))
@@ -306,7 +307,7 @@ def output(x: Tensor, part: Part) -> Tensor:
 
 
 class _Waiting(NamedTuple):
-    """Outputs for an input that no layer was called for yet, each with what it was computed from."""
+    """Computed outputs whose layers have not been called yet, each with what it was computed from."""
 
     x: weakref.ref
     of: tuple  # the input's version, the type of the product, whether there are gradients
@@ -315,11 +316,11 @@ class _Waiting(NamedTuple):
 
 class Joint:
     """
-    Layers that share their input. The first one that is called computes all. The others find their output when they are
-    called with the same tensor, if their weights are still those that were multiplied.
+    Layers that share their input. The first layer that is called computes the outputs of all. The others return their
+    output when they are called with the same tensor, if their weights have not changed since.
 
-    A layer is computed alone while any of them has a hook, which must run around its own layer (FSDP gathers weights
-    so), is replaced, or is quantized at each call, and where the weights of some train while others have an adapter.
+    Each layer is computed alone if one of them has a hook (hooks must run around their own layer; FSDP gathers weights
+    in them), was replaced, or is quantized at each call, or if some train their weights while others have an adapter.
 
     Parameters:
         layers (`Sequence[nn.Module]`): In the order in which an engine joins them. Each has a method `part`, which
@@ -332,12 +333,12 @@ class Joint:
 
     @staticmethod
     def can(layers: Sequence[nn.Module]) -> bool:
-        """Whether no block of scales would reach over two of these layers."""
+        """Whether every block of scales would lie within one of these layers."""
         parts = [layer.part().layer for layer in layers]
         return not any(FORMATS[part.format].grouped and part.out_features % BLOCK for part in parts[:-1])
 
     def forget(self) -> None:
-        """Drops the joint codes and the outputs that wait."""
+        """Drops the joint codes and the waiting outputs."""
         self._held: list[QuantizedTensor] = []
         self._joint: QuantizedTensor | None = None
         self.waiting: _Waiting | None = None
@@ -365,8 +366,8 @@ class Joint:
 
     def codes(self, parts: Sequence[Part]) -> QuantizedTensor:
         """
-        Returns the quantized weights of `parts` below each other, as one. The layers then keep their rows of it in
-        place of codes of their own.
+        Returns the concatenated quantized weights of `parts`. The layers then keep views of their rows instead of their
+        own codes.
         """
         held = [part.codes() for part in parts]
         if self._joint is None or any(one is not other for one, other in zip(held, self._held, strict=True)):
@@ -382,19 +383,19 @@ class Joint:
         return self._joint
 
     def _drop(self, x: weakref.ref) -> None:
-        """Drops the outputs that wait for an input that is gone."""
+        """Drops the waiting outputs of an input that was freed."""
         if self.waiting is not None and self.waiting.x is x:
             self.waiting = None
 
     def __getstate__(self) -> dict:
-        # A copy starts without codes and outputs
+        # A copied or loaded object starts without codes and outputs
         return {"layers": self.layers, "_held": [], "_joint": None, "waiting": None}
 
 
 def _is_free(layer: nn.Module) -> bool:
     """
     Whether a layer can be computed before it is called: it has no hooks, no layer of another kind has replaced it or
-    its base, and its codes are not made anew at each call.
+    its base, and its codes are not computed at each call.
     """
     base = getattr(layer, "base_layer", layer)
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in {layer, base})

@@ -9,16 +9,16 @@ codes so that one 32-bit word holds all codes that a thread needs for its part o
 | codes | (in / 16, 2 out) int32 | 128 words of a tile, 8 codes a word |
 | scales | (in / group, out) | 64 scales of a tile's outputs, reordered |
 
-Given the bits of an input's place in its tile `k = h l_1 l_0 z` and of an output's `n = j_1 j_0 b c_2 c_1 c_0`:
+With the bits of an input's index in its tile, `k = h l_1 l_0 z`, and of an output's, `n = j_1 j_0 b c_2 c_1 c_0`:
 
     code  (k, n)    word c_2 c_1 c_0 l_1 l_0 j_1 j_0, bits 4 p to 4 p + 3 with p = z b h
     scale (group, n)     place c_2 c_1 c_0 j_1 b j_0
 
-MXFP4's scales are the format's own bytes. NVFP4's E4M3 becomes five bits of exponent and three of mantissa of
-128 scale, and a scale below 2^-6 becomes 0, for vLLM and, once the memory is shared, for the trainer.
+MXFP4's scales are the format's own bytes. An E4M3 scale of NVFP4 is stored as 128 times the scale, with five bits of
+exponent and three of mantissa. A scale below 2^-6 becomes 0, for vLLM and, once the memory is shared, for the trainer.
 
-The values here are code times scale, which BF16 holds exactly. NVFP4's global scale is left out: as in vLLM's kernels,
-it multiplies the sum of a product and not each weight.
+The values computed here are code times scale, which BF16 holds exactly. NVFP4's global scale is left out: as in vLLM's
+kernels, it multiplies the sum of a product and not each weight.
 """
 
 import torch

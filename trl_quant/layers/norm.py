@@ -66,8 +66,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, format: str | None, dtype: torch.dtype) -> Tensor:
     """
-    Computes [`rms_norm`] with kernels that have gradients. With a `format`, a key of `FORMATS`, the same pass quantizes
-    the output, rounded to `dtype`, and [`inputs.quantized`] returns those codes unless the transpose is wanted too.
+    Computes [`rms_norm`] of `x` (..., features) with kernels that have gradients. With a `format`, a key of `FORMATS`,
+    the same pass quantizes the output, rounded to `dtype`, and [`inputs.quantized`] returns those codes unless the
+    transpose is needed too.
     """
     return _Norm.apply(x, weight, eps, format, dtype)
 
@@ -80,7 +81,7 @@ def _by_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class FusedRMSNorm(nn.Module):
     """
-    An RMSNorm that takes over another's weight, as the same parameter.
+    An RMSNorm that shares another norm's weight, as the same parameter.
 
     Parameters:
         norm (`nn.Module`): transformers' norm, whose weight is a factor.
@@ -98,7 +99,7 @@ class FusedRMSNorm(nn.Module):
         super().__init__()
         self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
         self.train(norm.training)
-        # No children: `feeds` belongs to another module, and the parameters of `norm` would count twice
+        # Not as child modules: `feeds` belongs to another module, and the parameters of `norm` would count twice
         object.__setattr__(self, "feeds", feeds)
         object.__setattr__(self, "norm", norm)
 
@@ -107,7 +108,7 @@ class FusedRMSNorm(nn.Module):
         self.norm.weight = self.weight
         return self.norm.train(self.training)
 
-    @torch.compiler.disable  # as the layers that it feeds
+    @torch.compiler.disable  # like the layers that it feeds
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., features) to the same shape."""
         weight = self.weight.to(x.dtype) if self.rounds else self.weight

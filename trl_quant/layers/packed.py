@@ -2,9 +2,9 @@
 Packed rows: sequences in one row, one after the other, without padding between them and with each prompt once.
 
 A row consists of segments. Without shared prompts each sequence is one segment, and a token attends to itself and to
-the tokens before it in its segment. Sequences that begin with one prompt share it:
+the tokens before it in its segment. Sequences with the same prompt share it:
 
-    [prompt but its last token] [last token, completion 1] [last token, completion 2] ...
+    [prompt without its last token] [last token, completion 1] [last token, completion 2] ...
 
 The last token of a prompt predicts another token in each completion, so each completion has its own. A completion's
 tokens attend to the prompt's segment too: its keys and values are copied in front of the completion's own.
@@ -34,12 +34,13 @@ class Packed:
     The places of tokens in a packed row, and the keys that each segment attends to.
 
     Attributes:
-        rows (`torch.Tensor` or `None`): (T,), the places of the tokens among B S; `None` if all are tokens.
+        rows (`torch.Tensor` or `None`): (T,), the indices of the tokens in the flattened (B, S); `None` if there is no
+            padding.
         positions (`torch.Tensor`): (T,), the position of each token in its sequence.
-        starts (`torch.Tensor`): (C + 1,), INT32, where segments start among T.
+        starts (`torch.Tensor`): (C + 1,), INT32, where segments start in T.
         longest (`int`): Tokens of the longest segment.
-        key_rows (`torch.Tensor` or `None`): (K,), the places of the keys among T; `None` if each segment has its own.
-        key_starts (`torch.Tensor`): (C + 1,), INT32, where the keys of a segment start among K.
+        key_rows (`torch.Tensor` or `None`): (K,), the indices of the keys in T; `None` if segments share no keys.
+        key_starts (`torch.Tensor`): (C + 1,), INT32, where the keys of a segment start in K.
         longest_keys (`int`): The largest number of keys of a segment.
         shape (`tuple[int, int]`): (B, S).
         filled (`int`): Tokens at the end of the row that belong to no sequence, see [`filled_up`].
@@ -57,7 +58,7 @@ class Packed:
 
     @classmethod
     def of(cls, mask: Tensor | None, batch: int, length: int, device: torch.device) -> "Packed":
-        """Packs by a mask (B, S), which is true on tokens; `None` where there is no padding."""
+        """Packs by a mask (B, S), which is true on tokens; `None` if there is no padding."""
         if mask is None:
             positions = torch.arange(length, device=device).repeat(batch)
             starts = torch.arange(batch + 1, device=device, dtype=torch.int32) * length
@@ -71,7 +72,7 @@ class Packed:
     @classmethod
     def sharing(cls, mask: Tensor, ids: Tensor, prompt: int) -> "Packed":
         """
-        Packs by a mask, and computes a prompt of several sequences once.
+        Packs by a mask, so that a prompt of several sequences is computed once.
 
         Args:
             mask (`torch.Tensor`): (B, S), true on tokens.
@@ -90,7 +91,7 @@ class Packed:
         segments: list[int] = []  # their lengths
         keys: list[list[tuple[int, int]]] = []  # of each segment, as (first token, number of tokens)
         shared: dict[int, tuple[int, int]] = {}  # the segment of each shared prompt
-        again: list[int] = []  # sequences whose prompt an earlier sequence has brought
+        again: list[int] = []  # sequences whose prompt belongs to an earlier sequence too
         place = 0  # tokens of the row so far
         for sequence, (name, before, length) in enumerate(zip(names, shareable, lengths, strict=True)):
             if before == 0 or sequences[name] == 1:
@@ -139,13 +140,13 @@ class Packed:
         )
 
     def padded(self, x: Tensor) -> Tensor:
-        """Takes what the row's tokens have (T, ...) to their places (B, S, ...), and zeros to all other places."""
+        """Scatters values of the row's tokens (T, ...) to their positions in (B, S, ...), with zeros elsewhere."""
         tokens, (batch, length) = len(x) - self.filled, self.shape
         padded = x.new_zeros(batch * length, *x.shape[1:]).index_copy(0, self.rows[:tokens], x[:tokens])
         return padded.view(batch, length, *x.shape[1:])
 
     def with_shared(self, x: Tensor) -> Tensor:
-        """Takes keys or values of the row's tokens (T, G, D) to those of its segments (K, G, D)."""
+        """Gathers the keys or values (K, G, D) of all segments from those of the row's tokens (T, G, D)."""
         return x if self.key_rows is None else _Gather.apply(x, self.key_rows)
 
 
@@ -159,7 +160,7 @@ def _places(mask: Tensor, computed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Gather(torch.autograd.Function):
-    """Takes rows by their indices. Its backward adds the gradients of a row that is taken several times in FP32."""
+    """Takes rows by their indices. The backward pass sums the gradients of a repeated row in FP32."""
 
     @staticmethod
     def forward(ctx, x, rows):

@@ -27,11 +27,11 @@ What runs in low precision, on a GPU:
 
 Other shapes and FP32 are multiplied in FP32; in `fp8` and `int8` the codes are converted to BF16 and summed in FP32. On
 a GPU that cannot multiply groups, `fp8_block` dequantizes to BF16 first. On a CPU the sums of `fp8` and `int8` are
-exact, so that a token's outputs do not depend on the tokens beside it.
+exact, so that a token's outputs do not depend on the other tokens.
 
-Statements about vLLM are read from its CUDA operators. The `torch` path of its `QuantFP8`, which torch.compile takes if
-the operator is switched off, differs: it multiplies a token by `1 / scale`, and a group's scale is at least
-1 / (448 x 512). Where DeepGEMM multiplies, vLLM may round scales up to powers of two, those of weights too
+Statements about vLLM describe its CUDA operators. The `torch` path of its `QuantFP8`, which torch.compile uses if the
+operator is switched off, differs: it multiplies a token by `1 / scale`, and a group's scale is at least 1 / (448 x
+512). Where DeepGEMM multiplies, vLLM may round scales, including those of weights, up to powers of two
 (`VLLM_USE_DEEP_GEMM_E8M0`, on by default in 0.31, also on Hopper); the scales here are not rounded.
 """
 
@@ -50,7 +50,7 @@ from ..precisions import PRECISIONS, with_products
 
 
 INT8_MAX = 127.0
-LEAST_GRADIENT = 2.0**-60  # least maximum of a group of gradients, which may all be small
+LEAST_GRADIENT = 2.0**-60  # smallest maximum of a group of gradients, all of which may be small
 # Tensor cores sum FP8 products with 14 bits. vLLM's kernel for `fp8` keeps such sums, and so does this one, to get the
 # sampler's values; the kernels for `fp8_block` add every 128 products to a sum in FP32.
 FAST_ACCUMULATION = True
@@ -68,8 +68,8 @@ def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
         fp8        s = max(amax / 448, 2^-9 / 448)       code = E4M3(x / s)
         fp8_block  s = max(amax, 1e-10) / 448            code = E4M3(x / s)
 
-    In "fp8_tensor" vLLM has a scale for each token too. AIS has one for all, and here it is that of
-    [`trl_quant.formats.quantize`], in the type of the input.
+    In "fp8_tensor" vLLM has a scale for each token too. AIS has one scale for all tokens, and so has this function:
+    that of [`trl_quant.formats.quantize`], in the type of the input.
 
     Args:
         x (`torch.Tensor`): (T, K), BF16 or FP32, finite.
@@ -100,13 +100,13 @@ def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
 
 
 def quantize_fp8(x: Tensor, least: float = FP8.least_amax) -> QuantizedTensor:
-    """Computes [`quantize_input`] to "fp8" in torch; `least` is the least maximum of a token."""
+    """Quantizes x (T, K) to "fp8" in torch, as [`quantize_input`]; `least` is the smallest maximum of a token."""
     scale = quotient(_amax(x).clamp(min=least), E4M3_MAX)
     return QuantizedTensor("fp8", _e4m3(x, scale), scale, x.shape, x.dtype)
 
 
 def quantize_int8(x: Tensor, on_cuda: bool) -> QuantizedTensor:
-    """Computes [`quantize_input`] to "int8" in torch, as vLLM does on a GPU or, if not `on_cuda`, on a CPU."""
+    """Quantizes x (T, K) to "int8" in torch, as vLLM does on a GPU or, if not `on_cuda`, on a CPU."""
     amax = _amax(x)
     scale = quotient(amax, INT8_MAX)
     # torch would take `127 / amax` for `127 * (1 / amax)`
@@ -117,14 +117,14 @@ def quantize_int8(x: Tensor, on_cuda: bool) -> QuantizedTensor:
 
 
 def quantize_groups(x: Tensor, least: float) -> QuantizedTensor:
-    """Computes [`quantize_input`] to "fp8_block" in torch; `least` is the least maximum of a group."""
+    """Quantizes x (T, K) to "fp8_block" in torch, as [`quantize_input`]; `least` is the smallest maximum of a group."""
     groups = group(x, BLOCK)
     scale = quotient(_amax(groups).clamp(min=least), E4M3_MAX)
     return QuantizedTensor("fp8_block", ungroup(_e4m3(groups, scale), x.shape[1]), scale.squeeze(-1), x.shape, x.dtype)
 
 
 def quantize_groups_for_both(x: Tensor, least: float) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Computes [`quantize_for_both`] in torch."""
+    """Computes [`quantize_for_both`] of x (T, K) in torch."""
     columns = F.pad(x, (0, 0, 0, -len(x) % BLOCK)).t().contiguous()
     return quantize_groups(x, least), quantize_groups(columns, least)
 
@@ -134,15 +134,15 @@ def quantize_for_both(x: Tensor, least: float = FP8Block.least_amax) -> tuple[Qu
     Quantizes a matrix twice to "fp8_block": for a product over its features and for one over its tokens. On a GPU the
     matrix is read once.
 
-    Both come from x itself, so each is rounded once. Jet-RL makes the second from the FP8 codes of the first, because
-    its operators exchange activations in FP8, and so rounds twice.
+    Both are computed from x itself, so each is rounded once. Jet-RL computes the second from the FP8 codes of the
+    first, because its operators exchange activations in FP8, and so rounds it twice.
 
     Args:
         x (`torch.Tensor`): (T, K), BF16 or FP32, finite.
-        least (`float`, *optional*): The least maximum of a group; `LEAST_GRADIENT` for gradients.
+        least (`float`, *optional*): The smallest maximum of a group; `LEAST_GRADIENT` for gradients.
 
     Returns:
-        `tuple`: x (T, K) with scales along K, and its transpose (K, T') with scales along T', which is T filled up with
+        `tuple`: x (T, K) with scales along K, and its transpose (K, T') with scales along T', which is T padded with
         zeros to a multiple of 128.
     """
     x = x.detach()
@@ -181,8 +181,8 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def transposed(w: QuantizedTensor) -> QuantizedTensor:
     """
-    Transposes a weight (N, K) to (K, N). The blocks of "fp8_block" are square, so no value changes. In "fp8" the scales
-    of the rows are left out, as [`quantize_gradient`] folds them in: the result has scales of 1.
+    Transposes a weight (N, K) to (K, N). The blocks of "fp8_block" are square, so no value changes. In "fp8" the result
+    has scales of 1, because [`quantize_gradient`] applies the scales of the rows.
     """
     if w.values.is_cuda:
         from ..kernels import unified as kernels
@@ -197,7 +197,7 @@ def transposed(w: QuantizedTensor) -> QuantizedTensor:
 
 @cache
 def _ones(rows: int, device: torch.device) -> Tensor:
-    """Returns scales of 1 in FP32, (rows, 1), which nobody writes to."""
+    """Returns scales of 1 in FP32, (rows, 1). They are shared, so they must not be written to."""
     return torch.ones(rows, 1, dtype=torch.float32, device=device)
 
 
@@ -215,18 +215,18 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
         x ([`trl_quant.formats.QuantizedTensor`]): (T, K), from [`quantize_input`].
         w ([`trl_quant.formats.QuantizedTensor`]): (N, K), of the same format, from [`trl_quant.formats.quantize`].
         bias (`torch.Tensor`, *optional*): (N,).
-        dtype (`torch.dtype`): Of the result, BF16 or FP32.
+        dtype (`torch.dtype`): Type of the result, BF16 or FP32.
 
     Returns:
         `torch.Tensor`: (T, N).
 
     Raises:
-        ValueError: Two formats, or another number of features.
+        ValueError: The formats or the numbers of features differ.
     """
     if x.format != w.format or x.shape[1] != w.shape[1]:
         raise ValueError(
             f"x: {x.format!r} of shape {tuple(x.shape)}, but the weight is {w.format!r} of shape {tuple(w.shape)}; "
-            "both must have one format and as many columns."
+            "both must have the same format and the same number of columns."
         )
     fmt = FORMATS[x.format]
     if fmt.grouped:
@@ -284,7 +284,7 @@ def weight_gradient(dy_t: QuantizedTensor, x_t: QuantizedTensor, dtype: torch.dt
 
     Args:
         dy_t, x_t ([`trl_quant.formats.QuantizedTensor`]): (N, T'), (K, T'), from [`quantize_for_both`].
-        dtype (`torch.dtype`): Of the result, BF16 or FP32.
+        dtype (`torch.dtype`): Type of the result, BF16 or FP32.
 
     Returns:
         `torch.Tensor`: (N, K).
@@ -323,7 +323,7 @@ def scale_sums(sums: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | No
         sums (`torch.Tensor`): (T, N), rounded to FP32 first.
         x_scale, w_scale (`torch.Tensor`): (T, 1), (N, 1); each may be (1,).
         bias (`torch.Tensor`, *optional*): (N,).
-        dtype (`torch.dtype`): Of the result.
+        dtype (`torch.dtype`): Type of the result.
     """
     y = sums.float() * w_scale.float().view(1, -1)
     if bias is None:
@@ -415,7 +415,7 @@ def block_scales(scale: Tensor) -> Tensor:
 def has_engines_product(x: Tensor, format: str) -> bool:
     """
     Whether vLLM has loaded its product of INT8 codes and runs it on this GPU. It gives the same bits as the product and
-    the kernel here, and writes no sums in INT32.
+    the kernel here, but does not write INT32 sums to memory.
     """
     if not x.is_cuda or "vllm" not in sys.modules:
         return False
@@ -448,6 +448,6 @@ def multiplies_groups(x: Tensor) -> bool:
 
 
 def has_kernels(x: Tensor, format: str) -> bool:
-    """Whether quantizers run in this file's kernels, which have a scale for each token or for parts of it."""
+    """Whether quantizers run in our kernels, which have a scale for each token or for parts of it."""
     fmt = FORMATS[format]
     return x.is_cuda and x.numel() > 0 and fmt.activations != "tensor" and (fmt.integers or multiplies_fp8(x))

@@ -1,5 +1,5 @@
 r"""
-A linear layer that trains all of its weight for four bits: quantization-aware training with the straight-through
+A linear layer that trains its whole weight for four bits: quantization-aware training with the straight-through
 estimator (arXiv:1308.3432, section 3), for the precisions whose inputs stay in 16 bits.
 
     Y  = X Q(W)^T + b             as a frozen four-bit layer and the engine compute it
@@ -8,7 +8,7 @@ estimator (arXiv:1308.3432, section 3), for the precisions whose inputs stay in 
 
 | symbol | here | shape |
 |---|---|---|
-| `W` | the master weight, `weight`, which the optimizer moves | (out, in) |
+| `W` | the master weight, `weight`, which the optimizer updates | (out, in) |
 | `Q(W)` | its codes and scales, quantized once after each write to W | (out, in) |
 | `X`, `dX` | | (..., in) |
 | `Y`, `dY`, `b` | | (..., out), (..., out), (out,) |
@@ -17,7 +17,7 @@ The codes and scales of Q(W) are those of a checkpoint of W in this format, whic
 that an engine fuses (q, k, v; gate, up) share a global scale, so Q(W) depends on the largest value of each of them: see
 [`share_scale`]. The backward pass needs X in the type of the product, and codes and scales, which the layer holds.
 
-An update of W that is smaller than a step of the format changes no code. W holds it, and such updates add up.
+An update of W that is smaller than a step of the format changes no code, but W keeps it, so small updates accumulate.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,8 +90,8 @@ class QATLinear(UnifiedLinear):
 
     def shared_scale(self, weight: Tensor) -> Tensor | None:
         """
-        Returns the global scale with which `weight` is quantized; `None` where no other layer shares it. Collective if
-        FSDP2 holds the weight of a layer in `fused` in parts.
+        Returns the global scale with which `weight` is quantized; `None` if no other layer shares it. All ranks must
+        call it if FSDP2 shards the weight of a layer in `fused`.
         """
         if not self.fused:
             return None
@@ -134,12 +134,12 @@ def trained_linear(linear: nn.Linear, precision: str) -> UnifiedLinear:
 
 
 def sampled_linear(linear: nn.Linear, precision: str) -> SampledLinear:
-    """Builds the layer that computes the forward pass of [`trained_linear`] from codes that it is given."""
+    """Builds the layer that computes the forward pass of [`trained_linear`] from given codes."""
     return (SampledQATLinear if precision in qat_precisions() else SampledLinear)(linear, precision)
 
 
 def share_scale(layers: Sequence[QATLinear]) -> None:
-    """Gives layers that an engine computes as one matrix one global scale, computed from the largest value of all."""
+    """Makes layers that an engine computes as one matrix share a global scale, computed from their largest value."""
     for layer in layers:
         layer.fused = tuple(other for other in layers if other is not layer)
         layer.forget()

@@ -6,7 +6,7 @@ A quantized linear layer, computed as an engine computes it.
 | symbol | here | shape |
 |---|---|---|
 | `Q(W)` | [`EngineWeight`], from [`engine_weight`] | (out, in) |
-| `Q(X)` | quantized by [`quantized_linear`], scales computed from it | (..., in) |
+| `Q(X)` | quantized by [`quantized_linear`], with scales computed from X | (..., in) |
 | `Y`, `b` | | (..., out), (out,) |
 
 If scales are constant along the inner dimension (per channel, per token, per tensor), the codes are multiplied first,
@@ -163,7 +163,7 @@ def vllm_linear(
 
 
 def held_vllm_linear(x: Tensor, q: QuantizedTensor, precision: str, bias: Tensor | None = None) -> Tensor:
-    """As [`vllm_linear`], for a weight (out, in) in codes that vLLM multiplies as they are."""
+    """As [`vllm_linear`], for a weight (out, in) in codes that vLLM multiplies unchanged."""
     return _as_vllm(x, held_weight(q, torch.bfloat16)[0], precision, bias)
 
 

@@ -8,7 +8,7 @@ for each precision whose inputs an engine quantizes too.
 
 | symbol | here | shape |
 |---|---|---|
-| `W` | the master weight, `weight`, which the optimizer moves | (out, in) |
+| `W` | the master weight, `weight`, which the optimizer updates | (out, in) |
 | `Q(W)` | its codes and scales, kept until W is written or freed | (out, in) |
 | `X`, `dX` | | (..., in) |
 | `Y`, `dY`, `b` | | (..., out), (..., out), (out,) |
@@ -39,11 +39,11 @@ from .products import product
 class UnifiedLinear(nn.Linear):
     """
     A linear layer whose forward pass is the engine's. `weight` stays the master weight: its name, type and place in
-    checkpoints are those of `nn.Linear`, and the optimizer moves it.
+    checkpoints are those of `nn.Linear`, and the optimizer updates it.
 
-    The weight is quantized again when it is needed after a write. PyTorch's version counter misses writes through
-    `.data` and by custom kernels. Code that writes so must call [`~UnifiedLinear.forget`]. Codes are freed with the
-    tensor from which they were computed: FSDP2 gathers a weight for each pass, which is quantized and then freed
+    After a write, the weight is quantized again when it is next needed. PyTorch's version counter misses writes through
+    `.data` and by custom kernels; code that writes this way must call [`~UnifiedLinear.forget`]. Codes are freed with
+    the tensor from which they were computed: under FSDP2, each pass gathers a weight, quantizes it, and frees it
     together with its codes.
 
     Parameters:
@@ -104,7 +104,7 @@ class UnifiedLinear(nn.Linear):
 
     def codes(self, delta: Callable[[], Tensor] | None = None, *of) -> QuantizedTensor:
         """
-        Returns the quantized weight. It is computed once, and again after its sources were written.
+        Returns the quantized weight. It is computed once, and again after a write to one of its sources.
 
         Args:
             delta (`Callable`, *optional*): Returns a tensor (out, in) that is added to the weight first.
@@ -136,11 +136,11 @@ class UnifiedLinear(nn.Linear):
             self.joint.forget()
 
     def hold(self, codes: QuantizedTensor | None) -> None:
-        """Keeps `codes`, which must equal the layer's own, in place of these; `None` keeps none."""
+        """Keeps `codes` instead of the layer's own, which they must equal; `None` drops the codes."""
         self._codes = codes
 
     def part(self) -> Part:
-        """Returns what a product of several layers needs of this one, without an adapter."""
+        """Returns this layer as a part of a joint product, without an adapter."""
         return Part(self, self.codes, self.weight)
 
     def trains(self) -> bool:
@@ -190,7 +190,7 @@ class SampledLinear(nn.Module):
         self.weight = weight
 
     def trains(self) -> bool:
-        """As [`UnifiedLinear.trains`]: it never does."""
+        """As [`UnifiedLinear.trains`]: always `False`."""
         return False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class SampledLinear(nn.Module):
 
 
 def _quantize(weight: Tensor, format: str, global_scale: Tensor | None = None) -> QuantizedTensor:
-    """Calls `formats.quantize`, or on a GPU its kernel, without a check for NaN, which would wait for every layer."""
+    """Calls `formats.quantize`, or on a GPU its kernel, without the check for NaN, which would wait for the GPU."""
     if weight.is_cuda:
         from ..kernels.quantize import quantize_any
 

@@ -1,6 +1,6 @@
 """Lists transformers' classes of norms and MLPs that our fused kernels can replace, by family.
 
-Most decoders of transformers have Llama's norm and MLP under class names of their own:
+Most decoders of transformers have Llama's norm and MLP under other class names:
 
     RMSNorm(x) = w * x / rms(x)
     MLP(x) = down_proj(act_fn(gate_proj(x)) * up_proj(x))
@@ -19,9 +19,9 @@ class Classes(NamedTuple):
     The classes of one family.
 
     Attributes:
-        module (`str`): Where transformers defines them, below `transformers.models`.
-        norm (`str` or `None`): Its RMSNorm; `None` if it computes another function than Llama's.
-        mlp (`str` or `None`): Its MLP; `None` if it computes another function than Llama's.
+        module (`str`): Module that defines them, below `transformers.models`.
+        norm (`str` or `None`): Class of the RMSNorm; `None` if it computes another function than Llama's.
+        mlp (`str` or `None`): Class of the MLP; `None` if it computes another function than Llama's.
     """
 
     module: str

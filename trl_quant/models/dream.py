@@ -1,11 +1,11 @@
-"""Dream in terms of Qwen2: it was trained on from Qwen2.5's weights, and has its layers and its names.
+"""Describes Dream as a Qwen2: training continued from Qwen2.5's weights, with the same layers and names.
 
-Dream's checkpoints bring Python of their own. Two things differ from Qwen2:
+Dream's checkpoints bring their own Python code. Two things differ from Qwen2:
 
 - Each token attends to all others: `is_causal=False`.
-- Its logits are shifted, because Qwen2's were. **The output at place k predicts the token at place k + 1**, as in an
-  autoregressive model, also where both are masked. The config says so with `shifted_logits=True`, which is a field of
-  this package: [`~policy.masked`] and [`~rollout.embedded.diffusion`] read it, transformers ignores it.
+- Its logits are shifted, because Qwen2's were. **The output at position k predicts the token at position k + 1**, as in
+  an autoregressive model, even where both are masked. The config says so with `shifted_logits=True`, which is a field
+  of this package: [`~policy.masked`] and [`~rollout.embedded.diffusion`] read it, transformers ignores it.
 """
 
 import re
@@ -16,7 +16,7 @@ PARAMETER = re.compile(
     r"|model\.layers\.\d+\.(input_layernorm|post_attention_layernorm|mlp\.(gate|up|down)_proj|self_attn\.[qkvo]_proj)"
     r")\.weight|model\.layers\.\d+\.self_attn\.[qkv]_proj\.bias"
 )
-# Fields of Dream's config that Qwen2 computes for one value alone
+# Fields of Dream's config -> the only values that Qwen2 supports
 FIXED = {
     "hidden_act": ("silu",),
     "use_sliding_window": (False, None),
@@ -30,13 +30,13 @@ IF_GIVEN = ("attention_dropout", "tie_word_embeddings", "bos_token_id", "eos_tok
 
 def qwen2_name(name: str) -> str:
     """
-    Returns Qwen2's name of a tensor of Dream's, which is the same.
+    Returns Qwen2's name of one of Dream's tensors, which is the same name.
 
     Raises:
         `ValueError`: Dream has no such tensor.
     """
     if not PARAMETER.fullmatch(name):
-        raise ValueError(f"source: `{name}` is no tensor of Dream's that Qwen2 has a counterpart for.")
+        raise ValueError(f"source: `{name}` is not a tensor of Dream's that Qwen2 has a counterpart for.")
     return name
 
 

@@ -1,7 +1,7 @@
 """The table of model families, with the structure of each family's decoder layers. A new family is one new entry.
 
 All paths are paths inside a decoder layer. Two RMSNorms of each layer feed only linear layers: one feeds q, k and v,
-the other gate and up. A factor on such a norm's gain is a factor on the inputs of those layers, and nowhere else:
+the other gate and up. A factor on such a norm's gain scales the inputs of those layers, and nothing else:
 
     RMSNorm_w(x) = w * x / rms(x)            the weight is the gain            (Llama, Qwen2, Qwen3, Mistral, Phi-3)
     RMSNorm_w(x) = (1 + w) * x / rms(x)      the weight is the gain minus one  (Gemma 2, Gemma 3)
@@ -76,7 +76,7 @@ def family_of(model_type: str) -> Family:
 
 
 def number_of_experts(config: dict) -> int:
-    """The most experts that a model's config, or a config inside it, counts; 0 for a dense model."""
+    """Returns the largest number of experts in a model's config, or in a config inside it; 0 for a dense model."""
     found = [number_of_experts(value) for value in config.values() if isinstance(value, dict)]
     if config.get("is_moe", True):
         found += [value for name, value in config.items() if EXPERT_COUNT.search(str(name)) and isinstance(value, int)]

@@ -6,9 +6,9 @@ of experts keep their type: a quantized router would send tokens to other expert
 | question | answer | asked by |
 |---|---|---|
 | Which layers of this model? | [`dense_linears`] | engines, the policy, the self-check, the drift metrics |
-| Which linear layers not? | [`unquantized_linears`] | engines, `trl-quant prepare` and `export` |
-| Is this tensor of a checkpoint or a stream one? | [`is_quantizable`] | whatever reads or writes checkpoints |
-| Which layers does an engine fuse with this one? | [`fused_with`], [`FusedGroups`] | whatever must keep them together |
+| Which linear layers stay unquantized? | [`unquantized_linears`] | engines, `trl-quant prepare` and `export` |
+| Is this tensor of a checkpoint or a stream one? | [`is_quantizable`] | readers and writers of checkpoints |
+| Which layers does an engine fuse with this one? | [`fused_with`], [`FusedGroups`] | code that keeps them together |
 
 [`linears`] describes mixtures of experts too; [`dense_linears`] and [`refuse_mixture`] refuse them, since nothing here
 can quantize experts yet.
@@ -52,10 +52,10 @@ def linears(model: nn.Module) -> dict[str, LinearLayer]:
     Maps a model of transformers, on any device and with or without adapters of PEFT, to its quantizable layers.
 
     Returns:
-        `dict[str, LinearLayer]`: by the place in `model` of each layer's module, or of the tensor that experts share.
+        `dict[str, LinearLayer]`: by the path in `model` of each layer's module, or of the tensor that experts share.
     """
     shapes = {}
-    decoder = set(model.get_decoder().modules()) - set(_head_modules(model))  # some decoders bring their head
+    decoder = set(model.get_decoder().modules()) - set(_head_modules(model))  # some decoders contain their head
     for place, module in model.named_modules():
         if module not in decoder or _is_adapters(place):
             continue
@@ -93,8 +93,8 @@ def dense_linears(model: nn.Module) -> dict[str, LinearLayer]:
 
 
 def unquantized_linears(model: nn.Module, head: bool = True) -> list[str]:
-    """
-    Names of the linear layers of a model that keep their type: routers, those of a vision tower, and the head.
+    """Returns the names of the linear layers of a model that keep their type: routers, those of a vision tower, and
+    the head.
 
     Args:
         model (`nn.Module`): A model of transformers.
@@ -136,7 +136,7 @@ def _feeding_norm(family: Family | None, name: str) -> str | None:
 def is_quantizable(name: str, tensor: Tensor, ignore: Iterable[str] = HEAD) -> bool:
     """
     Whether the tensor `name` is the weight of a linear layer to quantize: a floating-point matrix called `*.weight`
-    that is no embedding and whose module is not in `ignore`.
+    that is not an embedding and whose module is not in `ignore`.
 
     Args:
         name (`str`): The tensor's name.
@@ -173,9 +173,8 @@ def refuse_mixture(name: str) -> None:
 
 
 def fused_with(name: str) -> tuple[str, ...]:
-    """
-    Names of the layers that an engine computes as one matrix with the layer called `name`, itself included, in the
-    order of that matrix. A model may lack some of them.
+    """Returns the names of the layers that an engine computes as one matrix with the layer called `name`, itself
+    included, in the order of that matrix. A model may lack some of them.
 
     ```python
     >>> fused_with("model.layers.0.mlp.up_proj")
@@ -197,8 +196,8 @@ def fused_layer(name: str) -> str:
 
 class FusedGroups:
     """
-    Collects the weights of layers that an engine fuses until a group is complete. NVFP4 needs that, since fused layers
-    share a global scale.
+    Collects the weights of layers that an engine fuses until a group is complete. NVFP4 needs this, because fused
+    layers share a global scale.
 
     Parameters:
         siblings (`Callable`, *optional*): Name of a layer -> names of all that are fused with it, itself included.

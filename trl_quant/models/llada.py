@@ -1,7 +1,7 @@
-"""LLaDA's names for what Llama has: its decoder is Llama's without the causal mask.
+"""Describes LLaDA as a Llama: its decoder is Llama's without the causal mask, under other names.
 
-LLaDA's checkpoints bring Python of their own, which follows OLMo's. Every tensor has a counterpart in Llama, of the
-same shape and with the same meaning, so that a checkpoint is converted by names alone:
+LLaDA's checkpoints bring their own Python code, which follows OLMo's. Every tensor has a counterpart in Llama, of the
+same shape and with the same meaning, so a checkpoint is converted by renaming its tensors:
 
     x + attn_out(attention(q_proj, k_proj, v_proj of attn_norm(x)))     both directions, rotary embeddings by halves
     x + ff_out(silu(ff_proj(y)) * up_proj(y)),  y = ff_norm(x)
@@ -31,7 +31,7 @@ IN_BLOCK = {
 }
 PARAMETER = re.compile(r"model\.transformer\.(?:blocks\.(\d+)\.)?(\w+)\.weight")
 
-# Fields of LLaDA's config for which Llama has no counterpart -> the only values that it computes
+# Fields of LLaDA's config for which Llama has no counterpart -> the only values that Llama supports
 FIXED = {
     "block_type": ("llama",),
     "activation_type": ("silu",),
@@ -69,7 +69,7 @@ FIELDS_OF_LLAMA = {
 
 def llama_name(name: str) -> str:
     """
-    Returns Llama's name of a tensor of LLaDA's.
+    Returns Llama's name of one of LLaDA's tensors.
 
     Raises:
         `ValueError`: LLaDA has no such tensor.
@@ -78,7 +78,7 @@ def llama_name(name: str) -> str:
     block, part = found.groups() if found else (None, None)
     names = TOP if block is None else IN_BLOCK
     if part not in names:
-        raise ValueError(f"source: `{name}` is no tensor of LLaDA's that Llama has a counterpart for.")
+        raise ValueError(f"source: `{name}` is not a tensor of LLaDA's that Llama has a counterpart for.")
     return f"{names[part]}.weight" if block is None else f"model.layers.{block}.{names[part]}.weight"
 
 

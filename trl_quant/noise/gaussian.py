@@ -54,7 +54,7 @@ def norm_noise(weight: Tensor, sigma: float, seed: int, step: int, name: str, dr
         seed (`int`): Seed of the run.
         step (`int`): Optimizer step that the samples belong to.
         name (`str`): Name of the weight.
-        draw (`int`, *optional*, defaults to `0`): Which of the step's draws it is.
+        draw (`int`, *optional*, defaults to `0`): Index of the generation within its step.
 
     Returns:
         `torch.Tensor` of shape `(channels,)`: `weight + Z`, added in float32 and rounded to the type of `weight`.

@@ -47,7 +47,10 @@ SCHEDULES = {"exponential": exponential, "linear": linear, "cosine": cosine, "lo
 
 
 def stage(step: int, total_steps: int, stages: int) -> int:
-    """Returns the stage of `step`, from 0 to `stages - 1`. Steps from `total_steps` on stay in the last stage."""
+    """
+    Returns the stage of `step`, from 0 to `stages - 1`. Steps from `total_steps` on stay in the last stage. Raises
+    `ValueError` for a negative `step`, or a `total_steps` below 1.
+    """
     if total_steps < 1:
         raise ValueError(f"total_steps must be at least 1, got {total_steps}.")
     if step < 0:

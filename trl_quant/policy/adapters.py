@@ -6,8 +6,8 @@ PEFT's LoRA layers around the layers of this package.
       config = with_frozen_layers(LoraConfig(r=32, target_modules="all-linear"))
       model = get_peft_model(model, config)
 
-  It differs from PEFT's own layer in two ways: one function computes base and adapter together while one plain adapter
-  is active, and nothing can be merged into the base.
+  It differs from PEFT's own layer in two ways: if one plain adapter is active, one function computes base and adapter
+  together; and no adapter can be merged into the base.
 - [`FrozenUnifiedLoraLinear`] computes Q(X) Q(W)^T + s X A^T B^T on a frozen FP8 or INT8 base, as one product with the
   layers that share X.
 - [`UnifiedLoraLinear`] merges the adapter before the weight is quantized, Q(W + s B A), for training in FP8 or INT8.
@@ -34,7 +34,7 @@ from ..layers.joint import Part, output
 
 # Initializations of PEFT that neither read nor change the base's weight
 INITIALIZATIONS = (True, False, "gaussian")
-# The end of the error for an adapter that is to be merged at each step, and cannot be
+# The end of the error message for an adapter that cannot be merged at each step
 NOT_PLAIN = (
     "more than a product of B and A (dropout, a bias, DoRA or another method), and cannot be quantized with the weight "
     "at each step. Use plain LoRA with `lora_dropout=0`, or with vLLM in colocate mode `lora_sync='adapter'`."
@@ -57,7 +57,8 @@ class FrozenLoraLinear(Linear):
 
     def _fusible_adapter(self) -> str | None:
         """
-        Returns the one active adapter, if one function can compute it together with the base: a plain product B A.
+        Returns the active adapter if it is the only one and a plain product B A, so that one function can compute it
+        together with the base; else `None`.
         """
         names = [name for name in self.active_adapters if name in self.lora_A]
         if len(names) != 1 or self.disable_adapters or self.merged:
@@ -103,7 +104,7 @@ class FrozenUnifiedLoraLinear(FrozenLoraLinear):
         return Part(base, base.codes, None, a, b, self.scaling[name], merged=False)
 
 
-# Classes of frozen layers -> of the adapters around them. The first one counts of which a layer is an instance.
+# Class of a frozen layer -> class of the adapter around it. The first class of which a layer is an instance decides
 FROZEN = {FrozenUnifiedLinear: FrozenUnifiedLoraLinear, FrozenLinear: FrozenLoraLinear}
 
 
@@ -127,7 +128,7 @@ class UnifiedLoraLinear(Linear):
         return output(x, self._merged_part(name))
 
     def part(self) -> Part:
-        """As [`~layers.UnifiedLinear.part`], with the adapter that is merged now."""
+        """As [`~layers.UnifiedLinear.part`], with the adapter that is merged at present."""
         name = self._merged_adapter()
         return self.base_layer.part() if name is None else self._merged_part(name)
 
@@ -164,8 +165,8 @@ class UnifiedLoraLinear(Linear):
 
 def delta_weight(layer: BaseTunerLayer, adapter: str) -> Tensor:
     """
-    Computes an adapter's change of the weight, s B A, of shape (out, in), as PEFT's `get_delta_weight` does. It scales
-    B instead of the product where that gives the same bits.
+    Computes an adapter's change of the weight, s B A, of shape (out, in), as PEFT's `get_delta_weight` does. Scales B
+    instead of the product if that gives the same bits.
     """
     if is_plain(layer) and layer.lora_B[adapter].weight.dtype == torch.float32:
         scaling = layer.scaling[adapter]
@@ -187,12 +188,12 @@ def name_revision(model: nn.Module, revision: str | None) -> None:
 
 def leave_casts_to_autocast(model: nn.Module) -> None:
     """
-    Stops PEFT's plain LoRA layers from converting inputs that autocast would convert back, in place.
+    Stops PEFT's plain LoRA layers, in place, from converting inputs that autocast would convert back.
 
     PEFT converts an input to the type of A, FP32. Under autocast the product then converts it to 16 bits again. Both
     conversions pass over all activations, forward and backward, and change no bit. Outside of autocast PEFT converts as
-    before. Layers with dropout stay as they are, because dropout draws other numbers in another type, and so do
-    variants of LoRA.
+    before. Layers with dropout are left alone, because dropout draws other numbers in another type, and so are variants
+    of LoRA.
     """
     for layer in model.modules():
         if not isinstance(layer, LoraLayer) or not is_plain(layer) or layer.lora_variant:
@@ -202,7 +203,7 @@ def leave_casts_to_autocast(model: nn.Module) -> None:
 
 
 def _cast_unless_autocast_does(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Replaces PEFT's method of a layer: `x` in `dtype`, or unchanged if it is in autocast's type already."""
+    """Replaces a method of PEFT's layer. Returns `x` in `dtype`, or unchanged if it already has autocast's type."""
     if x is None:
         return None
     device = x.device.type
@@ -249,7 +250,7 @@ def with_frozen_layers(peft_config: PeftConfig) -> PeftConfig:
 
 
 def adapt_frozen(model: nn.Module) -> None:
-    """Gives PEFT's LoRA layers whose base was frozen later the classes of this module, in place."""
+    """Changes the class of PEFT's LoRA layers whose base was frozen afterwards to those of this module, in place."""
     for layer in model.modules():
         is_plain = isinstance(layer, LoraLayer) and not isinstance(layer, FrozenLoraLinear)
         if is_plain and isinstance(layer.base_layer, FrozenLinear):

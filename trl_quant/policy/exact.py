@@ -3,12 +3,13 @@ Makes the policy compute with its engine's kernels (`exact_rollouts`).
 
 | part of the policy | is replaced by | because the engine |
 |---|---|---|
-| embeddings | embeddings rounded to BF16, and with them the residual stream | adds and rounds in BF16 |
+| embeddings | embeddings rounded to BF16, so the residual stream is in BF16 too | adds and rounds in BF16 |
 | norms | [`~layers.norm.FusedRMSNorm`] | uses the same kernel |
 | rotary embeddings, attention | [`~layers.exact.ExactAttention`], called by transformers | uses these kernels |
 | TRL's fused head | [`~trl_seams.exact_log_probs`] | takes a log-softmax of whole rows |
 
-The linear layers already compute in the engine's format ([`policy.unified`]). Names, types and checkpoints stay.
+The linear layers already compute in the engine's format ([`policy.unified`]). Names, types and checkpoints do not
+change.
 """
 
 from functools import partial
@@ -58,7 +59,7 @@ def compute_exactly(model: nn.Module, kernels: Kernels) -> None:
     Args:
         model (`nn.Module`): A causal language model of transformers, with or without an adapter of PEFT, and with TRL's
             fused head.
-        kernels ([`~layers.exact.Kernels`]): The engine's.
+        kernels ([`~layers.exact.Kernels`]): The engine's kernels.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder, attention = base.get_decoder(), ExactAttention(kernels)
@@ -77,6 +78,6 @@ def compute_exactly(model: nn.Module, kernels: Kernels) -> None:
 
 
 def _scored(forward, function, *args, **kwargs):
-    """Calls a model's `forward` with `function` in the place of TRL's fused head."""
+    """Calls a model's `forward` with `function` instead of TRL's fused head."""
     with scoring_with(function):
         return forward(*args, **kwargs)

@@ -1,5 +1,5 @@
 """
-Loads only the codes of the policy's base, frozen under a LoRA adapter: in 4 bits (QeRL), or in FP8 or INT8:
+Loads the policy's base, frozen under a LoRA adapter, only as codes: in 4 bits (QeRL), or in FP8 or INT8:
 
     policy = Q(W) + B A                    in the decoder's linear layers; Q(W) is loaded once and never changes
 
@@ -61,7 +61,7 @@ class FrozenBaseQuantizer(HfQuantizer):
         config = quantization_config
         self.precision, self.dtype = config.precision, getattr(torch, config.checkpoint_dtype)
         self.packer: Packer | None = None
-        self.renamed: list[str] = []  # layers whose codes a checkpoint calls `weight`
+        self.renamed: list[str] = []  # layers whose codes are called `weight` in a checkpoint
 
     @property
     def is_trainable(self) -> bool:
@@ -144,10 +144,10 @@ class _Pack(ConversionOps):
 class Packer:
     """
     Packs a model's linear layers one after the other. In a format whose fused layers share a scale (NVFP4), a layer
-    waits until all layers of its group have come, as in [`~storage.layout.checkpoint_stream`].
+    waits until all layers of its group have arrived, as in [`~storage.layout.checkpoint_stream`].
 
     Parameters:
-        layers (`dict[str, LinearLayer]`): The layers to pack, by their places in the model.
+        layers (`dict[str, LinearLayer]`): The layers to pack, by their paths in the model.
         precision (`str`): Key of `PRECISIONS`.
         dtype (`torch.dtype`): Type to which weights are rounded before they are quantized.
     """
@@ -205,7 +205,7 @@ def freeze(model: nn.Module, precision: str, dtype: torch.dtype = torch.bfloat16
 
 def keep_from_ddp(model: nn.Module) -> None:
     """
-    Excludes the packed weights from DDP's broadcast at its start. Every rank has loaded the same ones, and gloo cannot
+    Excludes the packed weights from DDP's initial broadcast. Every rank has loaded the same weights, and gloo cannot
     send E4M3.
     """
     layers = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
@@ -223,8 +223,8 @@ def on_frozen_base(args, model, quantization_config, peft_config, **others) -> d
     Args:
         args ([`QuantGRPOConfig`]): The run's configuration.
         model (`str` or [`~transformers.PreTrainedModel`]): The policy; one that is loaded already is packed in place.
-        quantization_config: The trainer's.
-        peft_config ([`~peft.LoraConfig`] or `None`): The trainer's.
+        quantization_config: The trainer's argument of that name.
+        peft_config ([`~peft.LoraConfig`] or `None`): The trainer's argument of that name.
         others: Ignored.
 
     Returns:
@@ -277,7 +277,7 @@ def packed_while_loading(
     Args:
         model (`str`): The checkpoint's name or directory, in 16 bits or written by `trl-quant prepare`.
         precision (`str`): As in [`FrozenBaseConfig`].
-        field (`str`): The config's field that asks for it, for messages.
+        field (`str`): The config's field that requests the precision, for messages.
         trust_remote_code (`bool`): As in transformers.
         revision (`str` or `None`): The checkpoint's revision.
 
@@ -325,7 +325,7 @@ def _freeze_loaded(model: PreTrainedModel, precision: str, trust_remote_code: bo
     if not packed:
         checkpoint = model.config
         if model.name_or_path:
-            with suppress(OSError, ValueError):  # it may be gone, and then the policy's own type is the best known
+            with suppress(OSError, ValueError):  # if the checkpoint is gone, the policy's own type is the best guess
                 checkpoint = AutoConfig.from_pretrained(model.name_or_path, trust_remote_code=trust_remote_code)
         freeze(model, precision, checkpoint.dtype or torch.bfloat16)
         logger.info("The policy's base was packed to %s in place.", precision)

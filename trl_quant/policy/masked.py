@@ -1,11 +1,11 @@
 r"""
-The one-step estimate: what a masked diffusion model says of the tokens of a completion (d1, section 3; AIS, C.2).
+The one-step estimate of log-probabilities under a masked diffusion model (d1, section 3; AIS, C.2).
 
-An autoregressive model knows the probability of a text: the product of its tokens' probabilities, each given the tokens
-before it. A masked diffusion model writes its tokens in an order of its own, a few in each step, and the probability of
-a text is a sum over all orders, which nobody can compute. d1 puts an estimate in its place that takes one forward pass:
-the completion is masked wholly, and each of its tokens gets the log-probability that the model then gives it, at the
-token's own place.
+An autoregressive model computes the probability of a text: the product of its tokens' probabilities, each given the
+tokens before it. A masked diffusion model writes its tokens in any order, a few in each step, and the probability of a
+text is a sum over all orders, which is intractable. d1 replaces it by an estimate that takes one forward pass: the
+whole completion is masked, and each of its tokens gets the log-probability that the model then predicts for it at the
+token's own position.
 
     log pi(o_k | q)  ~  log f_theta(o_k | q' M M ... M)_k,      q'_i = M with probability p, else q_i
 
@@ -13,18 +13,18 @@ token's own place.
 |---|---|
 | `q`, `o` | a row's prompt and its completion |
 | `M` | `mask_token_id` |
-| `M M ... M` | the canvas: always `length` masks, since a shorter one would tell the model the completion's length |
+| `M M ... M` | the canvas: always `length` masks, because a shorter one would reveal the completion's length |
 | `q'` | the prompt under a mask that [`PromptMasks`] draws |
 | `p` | `probability`, 0.15 |
-| `f_theta(...)_k` | the distribution for place k at the run's temperature, computed at place k - [`shift_of`] |
+| `f_theta(...)_k` | the distribution for position k at the run's temperature, computed at position k - [`shift_of`] |
 
-**This is not the probability with which the tokens were sampled.** It leaves out what the tokens of a completion say
-about each other. It is computed alike in the trainer's numbers and in the sampler's, so the ratio of the two estimates
-tells how far quantization moved the model.
+**This is not the probability with which the tokens were sampled.** It ignores how the tokens of a completion depend on
+each other. Trainer and sampler compute it in the same way, each in its own arithmetic, so the ratio of the two
+estimates measures how far quantization moved the model.
 
-The masks of the prompts make each update see another estimate of the same completion. A mask depends only on the row's
-content, its generation and the number of its draw. So trainer and sampler find the same mask for a row, wherever it
-stands after a shuffle, in whichever micro-batch, on whichever rank, and after a resume.
+Because of the masks on the prompts, each update uses another estimate of the same completion. A mask depends only on
+the row's content, its generation and the number of its draw. So trainer and sampler compute the same mask for a row,
+wherever a shuffle puts it, in any micro-batch, on any rank, and after a resume.
 """
 
 from collections.abc import Collection, Sequence
@@ -38,7 +38,7 @@ from ..models.families import FAMILIES
 from ..noise.gaussian import keyed_generator
 
 
-IGNORED = -100  # the label of a place that is not scored
+IGNORED = -100  # the label of a position that is not scored
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class PromptMasks:
 
         Args:
             prompt, completion (`list[int]`): The row's tokens, without padding.
-            draw (`int`): Which of the row's masks it is, from 0.
+            draw (`int`): Index of the row's mask, from 0.
 
         Returns:
             `torch.Tensor` of shape `(len(prompt),)`: Booleans, on the CPU.
@@ -81,14 +81,14 @@ def is_bidirectional(config) -> bool:
 
 def shift_of(config) -> int:
     """
-    Returns how many places before a token its logits stand: 1 in a model such as Dream, whose config has
+    Returns how many positions before a token its logits are computed: 1 in a model such as Dream, whose config has
     `shifted_logits=True`, else 0.
     """
     return int(getattr(config, "shifted_logits", False))
 
 
 def check_bidirectional(config) -> None:
-    """Raises `ValueError` for a model that is not known to attend in both directions, or that does not."""
+    """Raises `ValueError` unless a model is known to support attention in both directions, and its config sets it."""
     if config.model_type not in FAMILIES:
         raise ValueError(
             f"The policy's `model_type`={config.model_type!r} is not among those that are known to attend in both "
@@ -103,17 +103,17 @@ def check_bidirectional(config) -> None:
 
 def mask_token_of(given: int | None, tokenizer, config, ends: Collection[int]) -> int:
     """
-    Returns the token that stands for a masked place: the one that is `given`, else the tokenizer's mask token, else the
+    Returns the token that marks a masked position: the one that is `given`, else the tokenizer's mask token, else the
     `mask_token_id` of the model's config.
 
     Args:
         given (`int` or `None`): The run's `mask_token_id`.
         tokenizer: The tokenizer; `None` while it is not loaded.
         config: The model's config.
-        ends (`Collection[int]`): The tokens that the model's generation config lets end a completion.
+        ends (`Collection[int]`): The tokens that end a completion by the model's generation config.
 
     Raises:
-        `ValueError`: Nobody names a mask token, the model does not embed it, or it ends a completion.
+        `ValueError`: No mask token is given or known, the model does not embed it, or it ends a completion.
     """
     found = (given, getattr(tokenizer, "mask_token_id", None), getattr(config, "mask_token_id", None))
     token = next((token for token in found if token is not None), None)
@@ -124,7 +124,7 @@ def mask_token_of(given: int | None, tokenizer, config, ends: Collection[int]) -
         )
     if not 0 <= token < config.vocab_size:
         raise ValueError(
-            f"`mask_token_id`={token} is no token of the model. It must be at least 0 and below {config.vocab_size}."
+            f"`mask_token_id`={token} is not a token of the model. It must be at least 0 and below {config.vocab_size}."
         )
     if tokenizer is not None and token in (tokenizer.eos_token_id, tokenizer.pad_token_id):
         raise ValueError(
@@ -146,12 +146,12 @@ class MaskedRows:
 
     Parameters:
         model (`nn.Module`): A bidirectional model, wrapped for several ranks or not, with TRL's fused head.
-        prompt (`int`): Columns of the prompts.
-        length (`int`): Masks of the canvas.
+        prompt (`int`): Number of columns of the prompts.
+        length (`int`): Number of masks of the canvas.
         mask_token_id (`int`): The mask token.
         masks ([`PromptMasks`]): The masks of the generation.
-        draw (`int`): Which mask of each row.
-        shift (`int`): How many places before a token its logits stand, from [`shift_of`].
+        draw (`int`): Index of each row's mask.
+        shift (`int`): How many positions before a token its logits are computed, from [`shift_of`].
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class MaskedRows:
             input_ids (`torch.Tensor`): (B, S), prompts padded on the left and completions padded on the right.
             attention_mask (`torch.Tensor`): (B, S), 1 on tokens.
             labels (`torch.Tensor`): (B, S), the tokens to score, -100 elsewhere.
-            kwargs: As TRL gives them to its fused head.
+            kwargs: The arguments that TRL passes to its fused head.
 
         Returns:
             The model's output, whose `log_probs` and `entropy` have the shape (B, S - prompt): a value for each column
@@ -209,5 +209,5 @@ class MaskedRows:
 
 
 def _resized(values: Tensor, columns: int, fill: float) -> Tensor:
-    """Pads or cuts (B, T) on the right to (B, columns). What is cut is padding."""
+    """Pads or truncates (B, T) on the right to (B, columns). Only padding may be truncated."""
     return F.pad(values, (0, columns - values.shape[1]), value=fill)

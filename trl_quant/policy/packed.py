@@ -1,14 +1,14 @@
 """
 Lets a policy compute one packed row ([`layers.packed`]) instead of padded ones.
 
-Everything in a decoder layer works on single tokens, apart from attention and positions. Positions are counted in each
-sequence and given to the model. The segments travel through the layers as a keyword of the forward pass, which they
-hand to their attention. transformers' SDPA does not read it, so [`attend`] takes its place. Without the keyword
-[`attend`] calls SDPA, so generation and padded rows compute as before. [`attend`] stays set after the forward pass,
-because gradient checkpointing computes the layers again in the backward pass and must find the same function.
+In a decoder layer, only attention and positions depend on more than one token. Positions are counted in each sequence
+and passed to the model. The segments are a keyword argument of the forward pass, which the layers pass on to their
+attention. transformers' SDPA does not read it, so [`attend`] replaces SDPA. Without the keyword [`attend`] calls SDPA,
+so generation and padded rows compute as before. [`attend`] stays set after the forward pass, because gradient
+checkpointing computes the layers again in the backward pass and must use the same function.
 
-transformers' flash attention reads the borders of sequences from keywords of its own. A model that computes with it
-keeps it, but shares no prompts.
+transformers' flash attention reads the borders of sequences from its own keywords. A model that uses it keeps it, but
+then computes a shared prompt once for each sequence.
 """
 
 from collections.abc import Callable
@@ -54,11 +54,11 @@ def attention_of(model: PreTrainedModel) -> str:
 
 def accept_packed_rows(model: PreTrainedModel, whose: str = "policy") -> None:
     """
-    Sets [`attend`] where a model computes with SDPA. Its results for padded rows stay the same to the bit. Errors call
+    Sets [`attend`] in a model that computes with SDPA. Results for padded rows stay the same, bit for bit. Errors call
     the model `whose`.
 
     Raises:
-        ValueError: The model has attention that reads no borders of sequences, or that drops some of its weights.
+        ValueError: The model's attention does not read the borders of sequences, or has dropout.
     """
     dropout = max((getattr(module, "attention_dropout", 0.0) for module in model.modules()), default=0.0)
     if dropout:
@@ -74,7 +74,7 @@ def row_of(packed: Packed, ids: Tensor, shares: bool) -> dict:
     """Returns the arguments with which a decoder computes a packed row of the padded `ids` (B, S)."""
     row = {
         "input_ids": ids.flatten()[packed.rows].unsqueeze(0),
-        "attention_mask": torch.empty(1, 1, 0, 0, device=ids.device),  # with 4 dimensions none is made
+        "attention_mask": torch.empty(1, 1, 0, 0, device=ids.device),  # 4 dimensions: transformers makes no mask
         "position_ids": packed.positions.unsqueeze(0),
         "use_cache": False,
         PACKED: packed,
@@ -90,7 +90,7 @@ def in_one_row(compute: Callable[..., Tensor], ids: Tensor, mask: Tensor) -> Ten
     Computes outputs of padded rows in one row, as [`PackedRows`] does. It shares no prompts.
 
     Args:
-        compute (`Callable`): Takes the arguments of a decoder that computes a row of N tokens to outputs (1, N, D).
+        compute (`Callable`): Maps the arguments of a decoder for a row of N tokens to outputs (1, N, D).
         ids (`torch.Tensor`): (B, S), padded on any side.
         mask (`torch.Tensor`): (B, S), 1 on tokens.
 
@@ -121,7 +121,7 @@ class PackedBackbone(nn.Module):
         Args:
             input_ids (`torch.Tensor`): (B, S), padded on any side.
             attention_mask (`torch.Tensor`): (B, S), 1 on tokens.
-            kwargs: Ignored: what TRL's heads read.
+            kwargs: Arguments for TRL's heads; ignored.
 
         Returns:
             `SimpleNamespace`: Its `last_hidden_state` is (B, S, H), with zeros on padding.
@@ -146,14 +146,14 @@ class PackedRows:
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs):
         """
-        Computes the log-probabilities of a batch in one row without padding, but for the fewer than `TOKENS` tokens at
-        its end that fill the last tile of the low-precision products. No layer then copies its input to pad it.
+        Computes the log-probabilities of a batch in one row. Its only padding are fewer than `TOKENS` tokens at the
+        end, which fill the last tile of the low-precision products, so that no layer copies its input to pad it.
 
         Args:
             input_ids (`torch.Tensor`): (B, S), padded on any side.
             attention_mask (`torch.Tensor`): (B, S), 1 on tokens.
             labels (`torch.Tensor`): (B, S), -100 where nothing is scored, as in the prompts.
-            kwargs: As TRL gives them to its fused head.
+            kwargs: The arguments that TRL passes to its fused head.
 
         Returns:
             The model's output, whose `log_probs` and `entropy` have the shape (B, S - 1), with zeros on padding.
@@ -165,7 +165,7 @@ class PackedRows:
         packed = packed.filled_up(TOKENS)
         labels = labels.flatten()[packed.rows]
         first = packed.starts[:-1][packed.starts.diff() > 0].long()
-        labels[first] = -100  # not predicted: the token before is another segment's
+        labels[first] = -100  # not predicted: the token before belongs to another segment
         labels[len(labels) - packed.filled :] = -100
         output = self.model(
             labels=labels.unsqueeze(0),

@@ -1,13 +1,13 @@
 """
-Trains in FP8 or INT8, or all weights in 4 bits: makes the policy compute like the engine that samples from it (Jet-RL,
-arXiv:2601.14243).
+Trains in FP8 or INT8, or trains all weights in 4 bits: makes the policy compute like the engine that samples from it
+(Jet-RL, arXiv:2601.14243).
 
     policy = Q(W), or Q(W + s B A)         the decoder's linear layers, in trainer and engine alike
 
-[`unify`] puts a [`~layers.UnifiedLinear`], in 4 bits a [`~layers.QATLinear`], around the weight of each layer. In FP8
-and INT8 it also fuses norms and the MLPs' activations with the quantizers that follow them. Norms, activations,
+[`unify`] builds a [`~layers.UnifiedLinear`], or in 4 bits a [`~layers.QATLinear`], around the weight of each layer. In
+FP8 and INT8 it also fuses norms and the MLPs' activations with the quantizers that follow them. Norms, activations,
 embeddings and the head keep their precision, and all trained and saved weights keep their names and types. FSDP2 shards
-these weights like any others; each rank quantizes what it gathers.
+these weights like any others; each rank quantizes the weights that it gathers.
 """
 
 import logging
@@ -48,7 +48,8 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
         model (`nn.Module`): A model of transformers, with or without an adapter of PEFT.
         precision (`str`): Key of `PRECISIONS`: one of [`~precisions.unified_flows`] or [`~precisions.qat_precisions`].
         merged (`bool`, *optional*, defaults to `False`):
-            Whether LoRA adapters are merged into their weights before these are quantized. Else they stay beside them.
+            Whether LoRA adapters are merged into their weights before these are quantized. Otherwise adapters stay
+            beside the weights.
         rounds_to (`torch.dtype`, *optional*): As in [`~layers.UnifiedLinear`].
 
     Raises:
@@ -101,7 +102,7 @@ def fuse(model: nn.Module, layers: dict[str, LinearLayer]) -> None:
 
     Args:
         model (`nn.Module`): A model of transformers whose linear layers multiply codes: one of `MULTIPLIES_CODES`.
-        layers (`dict[str, LinearLayer]`): What [`~models.linears.dense_linears`] returned before they were replaced.
+        layers (`dict[str, LinearLayer]`): The result of [`~models.linears.dense_linears`] before layers were replaced.
     """
     for layer in model.modules():
         if _is_gated(layer):
@@ -137,7 +138,7 @@ def check_flow(trainer, before: set[tuple]) -> None:
 
 
 def _fuse_norms(model: nn.Module, layers: dict[str, LinearLayer]) -> None:
-    """Puts a [`~layers.norm.FusedRMSNorm`] around each norm of Llama's kind and tells it which layer it feeds."""
+    """Replaces each norm of Llama's kind by a [`~layers.norm.FusedRMSNorm`], which gets the layer that it feeds."""
     fed: dict[str, str] = {}  # norm -> the first of the layers that it feeds
     for place, layer in layers.items():
         if layer.norm is not None:
@@ -211,7 +212,7 @@ class WeightsMoved(TrainerCallback):
 
 
 def hand_out(model: nn.Module, device: torch.device) -> None:
-    """Sends a model's weights from the first rank to all. With FSDP's `cpu_ram_efficient_loading` only it has them."""
+    """Sends a model's weights from the first rank, which alone has them under `cpu_ram_efficient_loading`, to all."""
     for param in model.parameters():
         param.data = broadcast(param.data.to(device)).to(param.device)
 
@@ -232,7 +233,7 @@ def train_as_sampled(trainer) -> None:
     if has_products and device.type == "cuda" and not multiplies(PRECISIONS[args.train_precision].format, device):
         logger.warning(
             "This device does not multiply in `train_precision`=%r, so the policy's layers multiply the rounded values "
-            "in BF16. That is slower than without it, and not what vLLM computes.",
+            "in BF16. That is slower than without `train_precision`, and differs from what vLLM computes.",
             args.train_precision,
         )
     unify(trainer.model, args.train_precision, merged, rounds_to)
@@ -244,7 +245,7 @@ def train_as_sampled(trainer) -> None:
 
 
 def follow_engine(trainer, engine) -> None:
-    """Under `exact_rollouts`, makes a trainer's policy and reference compute with its engine's kernels."""
+    """Under `exact_rollouts`, makes a trainer's policy and reference compute with its engine's kernels, in BF16."""
     if trainer.args.exact_rollouts:
         for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
             if not trainer.args.bf16 and next(model.parameters()).dtype != engine.kernels.dtype:

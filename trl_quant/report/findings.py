@@ -15,7 +15,7 @@ from .runs import ENDS, KL, LARGEST, LOSS, REWARD, Group, Run, is_number
 
 
 POSITION = "mismatch/by_position/"
-CRITIC = "value/"  # what PPO alone logs
+CRITIC = "value/"  # prefix of metrics that only PPO logs
 SAME_REWARDS = "frac_reward_zero_std"
 BUCKET = re.compile(re.escape(POSITION) + r"([0-9]{1,9})-([0-9]{0,9})")  # first and last token, if it has one
 ROUNDING = 1e-4  # nats a token: the KL that BF16 rounding and a few flipped codes cause
@@ -31,7 +31,8 @@ def smooth(run: Run, metric: str) -> tuple[list[int], list[float]]:
 
 
 def rising(steps: Sequence[int], values: Sequence[float]) -> str:
-    """Returns `", rising since step 400"` or nothing. A rise begins at the last step below a tenth of its height."""
+    """Returns a text such as `", rising since step 400"`, or `""`. A rise begins at the last step below a tenth of its
+    height."""
     start, end = values[0], values[-1]
     if end <= RISE * start:
         return ""
@@ -54,7 +55,7 @@ def one_in(share: float, what: str) -> str:
 
 
 def now(value: float, last: float, unit: Callable[[float], str]) -> str:
-    """Returns the value at the end of a run that recovered, or nothing."""
+    """Returns a text with the value at the end of a run that recovered, or `""`."""
     return "" if abs(last - value) <= 0.1 * abs(value) else f"; at the end {unit(last)}"
 
 
@@ -89,7 +90,7 @@ def reward_fell(run: Run, share: float = 0.5, errors: float = 6.0) -> str | None
     best = max(values)
     step, lost = steps[values.index(best)], best - values[-1]
     raw = run.values(REWARD)
-    # The variance of differences of neighbours is twice the noise's, and contains hardly any of the trend
+    # The variance of differences between neighbours is twice that of the noise, and contains hardly any trend
     noise = (fmean((b - a) ** 2 for a, b in pairwise(raw)) / 2 / (2 * ENDS)) ** 0.5
     if lost <= max(share * (best - values[0]), errors * noise, 1e-9):
         return None
@@ -97,7 +98,7 @@ def reward_fell(run: Run, share: float = 0.5, errors: float = 6.0) -> str | None
 
 
 def _kl_since(run: Run, step: int) -> str:
-    """Returns `" while the KL grew 10 times"` if it did, else nothing."""
+    """Returns a text such as `" while the KL grew 10 times"`, or `""` if it did not."""
     steps, values = smooth(run, KL)
     before = [value for at, value in zip(steps, values, strict=True) if at <= step]
     if not before or values[-1] < 2 * before[-1] or not before[-1] > 0:
@@ -201,7 +202,7 @@ def alpha_full(run: Run, above: float = 0.95) -> str | None:
     value = _settled(run, "ais/alpha")
     if value is None or value <= above:
         return None
-    return f"AIS applies its whole correction (alpha {value:.2f}): the mismatch is beyond what it was made for."
+    return f"AIS applies its whole correction (alpha {value:.2f}): the mismatch is larger than AIS is made for."
 
 
 def later_tokens_worse(run: Run, times: float = 5.0, floor: float = ROUNDING) -> str | None:
@@ -224,7 +225,7 @@ def buckets(names: Iterable[str]) -> list[str]:
 
 
 def noise_lost(run: Run, share: float = 0.2) -> str | None:
-    """The noise in the norms differs by more than `share` from the requested noise, at the worst sigma."""
+    """The noise in the norms differs from the requested noise by more than `share`, at the worst sigma."""
     arrived: dict[float, list[float]] = {}
     held = dict(zip(*run.series("noise/effective_sigma"), strict=True))
     for step, sigma in zip(*run.series("noise/sigma"), strict=True):
@@ -308,7 +309,7 @@ def findings(group: Group) -> list[str]:
     return lines
 
 
-# Metrics of findings that every run of a kind logs. Other findings need what only some runs have: noise, a cap, AIS.
+# Metrics of findings that every run of a kind logs. Other findings need features of some runs: noise, a cap, AIS
 IN_EVERY_RUN = ("entropy", SAME_REWARDS, "completions/clipped_ratio")
 # Metrics of findings that a run with a copy of the policy logs as well
 IN_EVERY_MISMATCH = (
@@ -318,7 +319,7 @@ IN_EVERY_MISMATCH = (
     "mismatch/max_weight",
     "mismatch/unscored_fraction",
 )
-# What may show that a run trains, and its name in a verdict. The reward is the first choice; distillation has none.
+# Metrics that show that a run trains -> their names in a verdict. The reward comes first; distillation has none
 PROGRESS = {REWARD: "reward", LOSS: "loss", KL: "mismatch KL"}
 
 
@@ -335,7 +336,7 @@ def verdict(group: Group) -> str:
 
 
 def _judged(group: Group) -> str:
-    """Returns what the logged metrics allow to say of a group without findings."""
+    """Returns the verdict that the logged metrics allow on a group without findings."""
     unseen = [
         metric
         for metric in (*IN_EVERY_MISMATCH, *IN_EVERY_RUN)

@@ -13,7 +13,7 @@ from .memory import Shape
 
 
 SIZES = {"7b": 7.6e9, "32b": 32.8e9}  # parameters of the models that were measured
-NEAR = 0.15  # largest relative difference at which a model counts as of the same size
+NEAR = 0.15  # largest relative difference of sizes that count as equal
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Step:
 
     Attributes:
         size (`str`): Key of [`SIZES`].
-        adapted (`bool`): Whether LoRA was trained, not all weights.
+        adapted (`bool`): Whether LoRA was trained instead of all weights.
         lora_sync (`str`): How an adapter reaches vLLM.
         train (`str` or `None`): `train_precision`.
         rollout (`str`): `rollout_precision`.
         exact (`bool`): `exact_rollouts`.
-        completions, new (`int`): Completions of a step, and new tokens of each.
+        completions, new (`int`): Number of completions in a step, and of new tokens in each.
         trl (`float`): Seconds of TRL's step in BF16.
-        scoring (`float`): Seconds of these for scoring, which TRL's correction needs and most of ours do not.
+        scoring (`float`): Seconds of that step for scoring, which TRL's correction needs and most of ours do not.
         ours (`float`): Seconds of our step.
     """
 

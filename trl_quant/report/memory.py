@@ -1,8 +1,8 @@
-"""Estimates a GPU's memory in a run, by part, from the model's config alone.
+"""Estimates a GPU's memory in a run, by part, only from the model's config.
 
     peak = held + max(training, sampling)
 
-| part | is |
+| part | meaning |
 |---|---|
 | policy | its weights, in the type in which it is loaded or in a frozen base's format |
 | codes | the quantized copy of trained weights, with a `train_precision` and no frozen base |
@@ -15,11 +15,11 @@
 | work | while training: one layer, or the head, with its backward pass |
 | cache | while sampling without vLLM: keys and values of a generation |
 | denoising | while a masked diffusion model samples: one layer without gradients, and its logits |
-| beside | CUDA and libraries, which no allocator counts |
+| beside | CUDA and libraries, which torch's allocator does not count |
 
 The model is built on the meta device, where weights take no memory, and its parameters are counted. Only the memory of
-a layer's backward pass cannot be counted from outside. It is proportional to the tokens of a micro-batch, with so many
-bytes for each unit of the MLP's width and of the hidden width ([`WORK`]). These few factors are the slopes that
+a layer's backward pass cannot be counted this way. It is proportional to the tokens of a micro-batch, with a number of
+bytes for each unit of the MLP's width and of the hidden width ([`WORK`]). These few numbers are the slopes that
 `benchmarks/update.py` measured from 3B to 32B. Everything else is computed.
 """
 
@@ -74,7 +74,7 @@ class Work:
 
 
 # In BF16, gate, up, silu(gate), their product and its gradient take 10 bytes for each unit of the MLP's width. PEFT's
-# branch needs gradients of its own, which a fused adapter does not.
+# branch needs further gradients, which a fused adapter does not.
 WORK = {
     "weights": Work(12, 35),
     "adapter": Work(14, 35),
@@ -156,8 +156,8 @@ def _tables(model: nn.Module) -> list[nn.Parameter]:
 @dataclass(frozen=True)
 class Memory:
     """
-    Bytes by part. `held` stays allocated, `training` and `sampling` take turns. An engine with sleep mode counts in
-    `sampling`.
+    Bytes by part. `held` stays allocated; `training` and `sampling` are needed alternately. An engine with sleep mode
+    counts in `sampling`.
     """
 
     held: dict[str, int]
@@ -177,7 +177,7 @@ class Memory:
 
 def estimate(args: QuantGRPOConfig, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> Memory:
     """
-    Estimates the memory of one GPU that holds the whole policy, unlike with FSDP or DeepSpeed.
+    Estimates the memory of one GPU that holds the whole policy, without FSDP or DeepSpeed.
 
     Args:
         args ([`QuantGRPOConfig`]): The run's settings, with a `max_completion_length`.
@@ -242,7 +242,7 @@ def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> t
         cache = 0
     if name not in ("embedded", "diffusion"):
         return 0, cache
-    if name == "diffusion" and args.rollout_precision in with_products():  # as on a GPU: codes alone
+    if name == "diffusion" and args.rollout_precision in with_products():  # only codes, as on a GPU
         return _in_bits(shape.linear, args.rollout_precision) + shape.other * dtype.itemsize, cache
     mixed = args.bf16 or dtype == torch.bfloat16
     format = FORMATS.get(PRECISIONS[args.rollout_precision].format) if args.rollout_precision != "auto" else None
@@ -257,7 +257,7 @@ def _denoising(args, shape: Shape, prompt: int) -> int:
     rows = min(args.generation_batch_size, max(1, TOKENS_AT_ONCE // columns))
     layer = BF16_BYTES * rows * columns * (3 * shape.wide + 4 * shape.hidden)
     logits = rows * args.block_length * shape.head // shape.hidden
-    # Tokens are drawn in float64 from parts of the logits: these, the noise, and both together
+    # Tokens are drawn in float64 from parts of the logits: these parts, the noise, and their sum
     return max(layer, BF16_BYTES * logits + 3 * 8 * min(logits, CHUNK))
 
 

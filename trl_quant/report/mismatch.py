@@ -68,7 +68,7 @@ def report_mismatch(options: MismatchOptions) -> Iterator[Table | str]:
             f"`--mismatch`={options.mismatch!r} is a masked diffusion model, whose tokens have no probability of their "
             "own to compare. Its runs log `mismatch/*` of the one-step estimate."
         )
-    kwargs = resolve_engine(options, trained) | {"enforce_eager": True}  # CUDA graphs would hide the modules
+    kwargs = resolve_engine(options, trained) | {"enforce_eager": True}  # modules inside CUDA graphs cannot be observed
     for name in ("num_completions", "max_completion_length"):
         if getattr(options, name) < 1:
             raise ValueError(f"`--{name}`={getattr(options, name)} is out of range. It must be >= 1.")

@@ -1,4 +1,4 @@
-"""Writes the report as one HTML file, light and dark, also for phones and screen readers. It loads nothing."""
+"""Writes the report as one HTML file, light and dark, also for phones and screen readers. It loads no other file."""
 
 import html
 import io
@@ -107,7 +107,7 @@ def _findings(i: int, group: Group) -> str:
 
 
 def _prose(text: str) -> str:
-    """Turns names in backticks into code."""
+    """Turns names in backticks into HTML code elements."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 

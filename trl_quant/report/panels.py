@@ -33,7 +33,7 @@ COLORS = {
 INK, MUTED, GRID, *SERIES = (light for light, _ in COLORS.values())
 MARKERS = "os^DvP*X"
 STYLES = ("-", "--", ":", "-.")
-POINTS = 150  # most points of a line that is a moving average
+POINTS = 150  # largest number of points of a moving average
 DECADE = 10.0  # a larger ratio of values gets a logarithmic scale, if the panel allows it
 
 
@@ -43,7 +43,7 @@ class Panel:
     A picture of the report.
 
     Attributes:
-        title (`str`): Its title.
+        title (`str`): The title.
         note (`str`): Advice on what to look for.
         unit (`str`): The unit of the values.
         lines (`dict[str, str]`): Label -> metric.

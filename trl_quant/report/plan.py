@@ -1,4 +1,4 @@
-"""Plans a run before anything is loaded: makes its checks, and tells its engine, steps, memory and cost.
+"""Plans a run before anything is loaded: makes its checks, and describes its engine, steps, memory and cost.
 
     trl-quant plan Qwen/Qwen2.5-7B-Instruct --rollout_precision fp8 --use_vllm true --use_peft true
     trl-quant train ... --dry_run true
@@ -24,7 +24,7 @@ from .memory import BESIDE, Memory, Shape, estimate
 
 GB = 10**9
 CARD = 80 * GB  # memory of the GPU, if this machine has none
-PROMPTS = 1000  # the longest prompt is searched among so many
+PROMPTS = 1000  # the longest prompt is searched among the first so many
 
 
 @dataclass(frozen=True)

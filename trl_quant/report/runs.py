@@ -24,12 +24,12 @@ from statistics import fmean
 
 
 REWARD, LOSS, KL = "reward", "loss", "mismatch/kl_k3"
-ENDS = 5  # number of logged steps whose mean is a run's first or last value
+ENDS = 5  # a run's first or last value is the mean over so many logged steps
 TOKENS_PER_SECOND = "tokens_per_second"  # not logged by TRL; `Run.series` computes it
 LARGEST = 1e100  # largest value that is used: squares of larger ones overflow, and axes cannot show them
 MOST_STEPS = 2**53
 SMALLEST_FLOATS_IN_1 = 2**1074
-DEEPEST = 50  # most levels of nested lists and objects in a setting
+DEEPEST = 50  # largest number of nested lists and objects in a setting
 # Settings in which repetitions of a run may differ
 REPETITION = ("seed", "data_seed", "output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_model_id")
 
@@ -41,7 +41,7 @@ class Run:
     name: str
     history: list[dict]
     note: str = ""
-    finished: bool = False  # whether it made all its steps
+    finished: bool = False  # whether the run made all of its steps
     total: int = 0  # planned steps; 0 if unknown
     settings: dict = field(default_factory=dict)
 
@@ -115,7 +115,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How far the run came. A log does not show whether the run continues or was stopped."""
+        """Says how far the run came. A log does not show whether the run continues or was stopped."""
         if self.note:
             return self.note
         if self.finished or self.values("train_runtime"):
@@ -253,12 +253,12 @@ def _state(directory: Path, broken: list[str]) -> dict | None:
         return None
     rows = state.get("log_history")
     if not isinstance(rows, list):
-        raise ValueError(f"{path}: `log_history`={reprlib.repr(rows)} is no list of log entries.")
+        raise ValueError(f"{path}: `log_history`={reprlib.repr(rows)} is not a list of log entries.")
     entries = [_entry(row, f"{path}, `log_history`[{i}]") for i, row in enumerate(rows)]
     counts = {name: state.get(name, 0) for name in ("max_steps", "global_step")}
     for name, value in counts.items():
         if not _is_count(value):
-            raise ValueError(f"{path}: `{name}`={reprlib.repr(value)} is no number of steps.")
+            raise ValueError(f"{path}: `{name}`={reprlib.repr(value)} is not a number of steps.")
     return counts | {"log_history": sorted(entries, key=_step_of_entry)}
 
 
@@ -275,7 +275,7 @@ def _settings(directory: Path, *checkpoints: Path) -> dict:
         if state:
             arguments = state.get("arguments", {})
             if not isinstance(arguments, dict):
-                raise ValueError(f"{path}: `arguments`={reprlib.repr(arguments)} is no JSON object.")
+                raise ValueError(f"{path}: `arguments`={reprlib.repr(arguments)} is not a JSON object.")
             return arguments
     return {}
 
@@ -303,7 +303,7 @@ def _object(path: Path) -> dict | None:
         return None
     found = _parsed(text, str(path))
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {reprlib.repr(found)}, and no JSON object.")
+        raise ValueError(f"{path} holds {reprlib.repr(found)}, not a JSON object.")
     return found
 
 
@@ -323,12 +323,12 @@ def _text(path: Path) -> str | None:
     """Reads a file's text; `None` if the file is missing. All files of a run are read here."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO or a device may never end
-            raise ValueError(f"{path} is no regular file.")
+            raise ValueError(f"{path} is not a regular file.")
         return path.read_text("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}.") from error
+        raise ValueError(f"{path} is not text in UTF-8: {error}.") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
 
@@ -363,7 +363,7 @@ def _entry(value, place: str) -> dict:
     """Checks a log entry, and returns it with its step as an integer."""
     if not isinstance(value, dict) or not _is_count(value.get("step")):
         raise ValueError(
-            f"{place}: {reprlib.repr(value)} is no log entry, a JSON object whose 'step' is a whole number."
+            f"{place}: {reprlib.repr(value)} is not a log entry, a JSON object whose 'step' is a whole number."
         )
     return value | {"step": int(value["step"])}
 
@@ -428,7 +428,7 @@ def differences(groups: Sequence[Group]) -> dict[str, list]:
 
 
 def _key(value) -> str:
-    """Returns a text that is the same for equal settings. Unlike `==`, it takes NaN as equal to NaN."""
+    """Returns a string that is the same for equal settings. Unlike `==`, it treats NaN as equal to NaN."""
     return json.dumps(value, sort_keys=True, default=str)
 
 

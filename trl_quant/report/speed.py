@@ -1,5 +1,5 @@
 """
-Measures how fast runs are: seconds a step, tokens per second, and each run's ratio to the first one.
+Measures how fast runs are: seconds per step, tokens per second, and each run's ratio to the first one.
 
 TRL logs `step_time`, the mean over the steps of a log entry, and `num_tokens`, the total of prompts and completions so
 far. A speed is all tokens and all seconds over the entries after the first. The first entry is left out, unless it is
@@ -20,7 +20,7 @@ class Speed(NamedTuple):
     The speed of a run.
 
     Attributes:
-        step_seconds (`float` or `None`): Seconds a step; `None` if no step time was logged.
+        step_seconds (`float` or `None`): Seconds per step; `None` if no step time was logged.
         tokens_per_second (`float` or `None`): Tokens of prompts and completions; `None` if not logged.
     """
 

@@ -13,12 +13,12 @@ def printable(text: str) -> str:
 
 
 def plain(text: str) -> Text:
-    """Converts text for rich, so that it takes nothing in it for markup or an emoji code."""
+    """Converts text for rich, so that rich does not read parts of it as markup or emoji codes."""
     return Text(printable(text))
 
 
 def show(parts: Iterable[Table | str]) -> None:
-    """Prints tables and lines, each as soon as it is there."""
+    """Prints tables and lines, each as soon as it is available."""
     console = Console()
     for part in parts:
         console.print(plain(part) if isinstance(part, str) else part)

@@ -62,8 +62,8 @@ class Trained:
 
     Attributes:
         path (`str`): Its directory, or its id on the hub.
-        base (`str`): Directory or id of its model's weights: the same, or an adapter's base.
-        adapter (`bool`): Whether it is an adapter, not a whole model.
+        base (`str`): Directory or id of the model's weights: `path`, or for an adapter its base.
+        adapter (`bool`): Whether it is an adapter instead of a whole model.
         revision (`str` or `None`): Branch, tag or commit of an adapter's base on the hub.
         settings (`dict`): The run's settings, as the checkpoint records them, TRL's among them.
         trust (`bool`): Whether the model's own Python may run.
@@ -129,8 +129,8 @@ class Trained:
 
     def policy(self, precision: str, dtype: torch.dtype, merged: bool):
         """
-        Loads the model as a run trains it in `precision`. `merged` says that the run's engine quantizes the sum of base
-        and adapter.
+        Loads the model as a run trains it in `precision`. `merged` says whether the run's engine quantizes the sum of
+        base and adapter.
         """
         model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype, **self.of_base)
         for_four_bits = precision in qat_precisions() and not self.adapter  # all weights, as saved
@@ -166,7 +166,7 @@ def resolve_engine(options: EngineOptions, trained: Trained) -> dict:
         kwargs = dict(json.loads(options.vllm_engine_kwargs))
     except (ValueError, TypeError) as error:
         given = options.vllm_engine_kwargs
-        raise ValueError(f"`--vllm_engine_kwargs`={given!r} is no JSON object: {error}.") from error
+        raise ValueError(f"`--vllm_engine_kwargs`={given!r} is not a JSON object: {error}.") from error
     if options.engine == "vllm":
         if options.rollout_precision not in in_vllm():
             raise ValueError(
@@ -176,7 +176,7 @@ def resolve_engine(options: EngineOptions, trained: Trained) -> dict:
         check_device(options.rollout_precision, otherwise="--engine embedded")
         check_engine_kwargs(kwargs)
     elif kwargs:
-        raise ValueError("`--vllm_engine_kwargs` acts with `--engine vllm` alone. Give both, or leave it out.")
+        raise ValueError("`--vllm_engine_kwargs` acts only with `--engine vllm`. Give both, or leave it out.")
     return kwargs
 
 

@@ -41,7 +41,7 @@ def build_engine(spec: EngineSpec, model, accelerator, processing_class, **setti
     Args:
         spec ([`EngineSpec`]): The engine.
         model (`nn.Module`): The policy.
-        accelerator ([`~accelerate.Accelerator`]): The trainer's.
+        accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator.
         processing_class: The tokenizer or processor.
         settings: The arguments of TRL's own engine: lengths, sampling options and the like.
 
@@ -69,7 +69,7 @@ def engine_of(
     `rollout_precision`, TRL builds its own.
 
     TRL builds its engine after it has loaded the models and before it shards the reference model. At that point this
-    context calls `models_loaded`, then `build`, then `engine_built` with the engine.
+    context calls `models_loaded`, then `build`, then `engine_built` with the built engine.
 
     Inside the context, `args` has the given `fields`. On exit its own values are restored, except that
     `rollout_precision="auto"` becomes the precision that was chosen.
@@ -91,7 +91,7 @@ def engine_of(
 
     def build_for_trl(**given):
         models_loaded()
-        given["logprobs"] = 0  # only the drawn token's; TRL's RLOO asks for none
+        given["logprobs"] = 0  # only that of the drawn token; TRL's RLOO requests none
         engine = adapted(build(spec, **given), spec, **given)
         engine_built(engine)
         engines.append(engine)

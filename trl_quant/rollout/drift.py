@@ -4,7 +4,7 @@ survives quantization (QuRL, 4.3 and appendix A).
 | metric | formula | paper |
 |---|---|---|
 | `weights/normalized_update` | `||W_t - W_{t-1}|| / ||W_t||` | eq. 13 for one sync |
-| `weights/normalized_total_update` | `||W_t - W_0|| / ||W_0||`, `W_0` of the run's first sync | eq. 13, fig. 9 |
+| `weights/normalized_total_update` | `||W_t - W_0|| / ||W_0||`, `W_0` at the run's first sync | eq. 13, fig. 9 |
 | `weights/normalized_quantization_error` | `||Q(W_t) - W_t|| / ||W_t||` | eq. 14 |
 | `weights/codes_changed` | share of the codes of `Q(W)` that differ from those of the previous sync | |
 | `weights/update_cosine` | `<dQ, dW> / (||dQ|| ||dW||)`, `dQ = Q(W_t) - Q(W_{t-1})`, `dW = W_t - W_{t-1}` | |
@@ -45,7 +45,7 @@ class WeightDrift:
     and their codes are kept until the next sync. The total update needs one more copy of the sampled rows, taken at the
     first sync.
 
-    Both copies are in each checkpoint: 18M values of Qwen2.5-7B, 36 MB in BF16 for each, where all weights take 15 GB.
+    Each checkpoint holds both copies. For Qwen2.5-7B, a copy has 18M values, 36 MB in BF16; all weights take 15 GB.
 
     Parameters:
         trained (`Collection[str]`): Names of the trained weights.
@@ -66,12 +66,12 @@ class WeightDrift:
         self.names = {name for name in trained if zlib.crc32(name.encode()) % stride == 0}
         self.format, self.quantizer = PRECISIONS[precision].format, quantizer
         self.previous: dict[str, SampledRows] = {}  # from the last sync
-        self.resumed: dict[str, Tensor] = {}  # the weights of a checkpoint's last sync that no sync has followed yet
+        self.resumed: dict[str, Tensor] = {}  # the weights at a checkpoint's last sync, until the next sync
         self.initial: dict[str, Tensor] | None = {}
         self.forget()
 
     def forget(self) -> None:
-        """Forgets the last sync, so that the next one has none to be compared with."""
+        """Drops the rows of the last sync, so that the next sync is not compared with it."""
         self.previous.clear()
         self.resumed.clear()
         self._sums = _Sums()
@@ -97,7 +97,7 @@ class WeightDrift:
         return self.resumed | {name: rows.weight for name, rows in self.previous.items()}
 
     def metrics(self) -> dict[str, float]:
-        """Ends a sync and returns its metrics. Those of the update need an earlier sync."""
+        """Ends a sync and returns its metrics. Metrics of the update exist only if an earlier sync was measured."""
         sums, self._sums = self._sums, _Sums()
         if self.initial == {}:
             self.initial = {name: rows.weight for name, rows in self.previous.items()}
@@ -106,8 +106,8 @@ class WeightDrift:
 
     def since_sync(self, named_params: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
         """
-        Returns the metrics of the update since the last sync; empty before the first sync. Reads `named_params` to the
-        end in any case, because gathering them is collective.
+        Returns the metrics of the update since the last sync; empty before the first sync. Always reads `named_params`
+        to the end, because gathering them is collective.
         """
         sums = _Sums()
         for name, tensor in named_params:
@@ -141,7 +141,7 @@ class _Sums:
         self.totals: list[Tensor] = []
 
     def add(self, current: SampledRows, previous: SampledRows | None) -> None:
-        """Adds a layer: the sums of its error, and, if a sync came before, those of its update."""
+        """Adds a layer: the sums of its error, and, if there is a previous sync, those of its update."""
         weight = current.weight
         sums = [_square(weight), _square(current.dequantized.to(weight.dtype) - weight)]
         if previous is not None:
@@ -158,7 +158,7 @@ class _Sums:
         self.rows.append(torch.stack([x.double() for x in sums]))
 
     def add_total(self, weight: Tensor, initial: Tensor) -> None:
-        """Adds a layer's sums of its update since the run's first sync."""
+        """Adds the sums of a layer's update since the run's first sync."""
         self.totals.append(torch.stack([_square(weight - initial), _square(initial)]))
 
     def error(self) -> dict[str, float]:

@@ -27,7 +27,7 @@ class Samples:
             The sampled tokens of each completion, without the prompt.
         logps (`list[list[float | None]]`, *optional*):
             The log-probability, in nats, with which each token was sampled; `None` for a token where it is unknown. If
-            the whole argument is `None`, the engine knows no log-probabilities.
+            the whole argument is `None`, the engine returns no log-probabilities.
     """
 
     token_ids: list[list[int]]
@@ -38,7 +38,7 @@ class Engine(Protocol):
     """The methods that every trainer calls."""
 
     def sync(self) -> None:
-        """Copies the policy's weights into the engine, in the engine's own format. Collective."""
+        """Copies the policy's weights into the engine, in the engine's own format. Trainers call it on all ranks."""
 
     def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
         """
@@ -61,7 +61,7 @@ class ScoringEngine(Engine, Protocol):
             sequences (`list[list[int]]`): Token ids of whole sequences.
 
         Returns:
-            `list[list[float]]`: For each sequence, one value for each token but the first.
+            `list[list[float]]`: For each sequence, one value for each token except the first.
         """
 
 

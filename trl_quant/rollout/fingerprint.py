@@ -1,11 +1,11 @@
 """
-Computes a fingerprint of the policy's weights, with which an engine finds out whether it still holds them.
+Computes a fingerprint of the policy's weights, which tells an engine whether it still holds the current weights.
 
 A sync belongs to an optimizer step, but weights also change between two steps: an evaluation swaps in averaged weights,
 `load_state_dict` or `load_best_model_at_end` loads others, an adapter is switched, disabled, merged or scaled. So an
-engine stores the fingerprint of the weights that it got, and compares it before each generation.
+engine stores the fingerprint of the weights at its last sync, and compares it with the policy's before each generation.
 
-| the stream of weights depends on | the fingerprint contains |
+| what the stream of weights depends on | what the fingerprint contains |
 |---|---|
 | the values, however they were written | a checksum of each parameter |
 | the tree of modules, and which parameters are tied | names, shapes, types, and where each parameter occurs |
@@ -19,11 +19,11 @@ The checksum of the words `x_1, x_2, ...`, 8 bytes each, is
 
     sum_i fold(x_i) * m_i  mod 2^64,    m_i = fold(i g mod 2^64) or 1,    fold(x) = x xor (x >> 31),
 
-where `g` is 2^64 over the golden ratio, rounded to an odd number. `fold` loses nothing and `m_i` is odd, so a change of
-one word always shows. `m_i` differs from word to word, so rows that are exchanged, negated or overwritten with a
-constant show as well, where a plain sum or an exclusive or would cancel out. `fold` shifts by 31 bits, since a shift by
-32 would lay the sign of one float32 on the sign of the next: if both changed, only the highest bit of `fold(x)` would,
-and the changes of two such words would cancel out.
+where `g` is 2^64 divided by the golden ratio, rounded to an odd number. `fold` is one-to-one and `m_i` is odd, so a
+change of one word always changes the checksum. `m_i` differs from word to word, so the checksum also changes if rows
+are exchanged, negated or overwritten with a constant, which would cancel out in a plain sum or an exclusive or. `fold`
+shifts by 31 bits, because a shift by 32 would combine the sign bits of the two float32 of a word: if both signs
+changed, only the highest bit of `fold(x)` would change, and the changes of two such words would cancel out.
 """
 
 from collections.abc import Hashable
@@ -54,7 +54,7 @@ def fingerprint(model: nn.Module) -> Hashable:
         model (`nn.Module`): The policy, with or without PEFT's wrapper.
 
     Returns:
-        `Hashable`: Two fingerprints are equal if values, tree, ties and settings are.
+        `Hashable`: Equal fingerprints mean equal values, tree, ties and settings, up to collisions of the checksum.
     """
     tree, params, layers = _read(model)
     sums_by_device = checksums([whole_words(param) for param in params])  # a GPU computes while the host continues

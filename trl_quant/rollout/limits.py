@@ -8,10 +8,10 @@ every second, because the interrupted code may swallow the exception or wait aga
     monitor  ---- waits `seconds` -----^ signal ---- after `GRACE` more: the process ends
 
 Python handles signals between two of its instructions. A call that hangs in C therefore cannot be interrupted, nor can
-code that swallows every exception. `GRACE` seconds after the limit the process says so and ends: a run that has ended
-can be resumed, and one that waits cannot.
+code that swallows every exception. If the call is still running `GRACE` seconds after the limit, the process prints an
+error and ends: a run that has ended can be resumed, and one that hangs cannot.
 
-[`finished_within`] limits a call that may run in a thread of its own, such as a request to a server. It can be called
+[`finished_within`] limits a call that may run in a separate thread, such as a request to a server. It can be called
 from any thread. [`awaited_within`] limits a coroutine.
 """
 
@@ -36,12 +36,12 @@ GRACE = 60.0  # seconds from the limit to the end of a process that cannot be in
 REPEAT = 1.0  # seconds from one signal to the next
 # A signal that nobody else uses: math-verify takes SIGALRM, and job schedulers send SIGUSR1 and SIGUSR2
 SIGNAL = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
-# Files whose code must not be interrupted: an exception raised there could miss the context that has to catch it
+# Files whose code must not be interrupted: an exception raised there could bypass the context that must catch it
 UNINTERRUPTED_FILES = (__file__, contextlib.__file__)
 
 
 class Interrupted(BaseException):
-    """Raised by a [`Limit`] in the main thread. Not an `Exception`, which a user's code might catch as its own."""
+    """Raised by a [`Limit`] in the main thread. Not an `Exception`, because a user's code might catch that."""
 
     def __init__(self, limit: "Limit"):
         self.limit = limit
@@ -53,7 +53,7 @@ class Limit:
     A time limit on the main thread, and the thread that watches it.
 
     Attributes:
-        over (`bool`): Whether the time is over.
+        over (`bool`): Whether the time limit has passed.
         pending (`bool`): Whether the main thread has yet to handle a signal.
         ended (`bool`): Whether the main thread has left the context.
     """
@@ -114,7 +114,7 @@ def _handle(number, frame) -> None:
     for limit in signalled:
         limit.pending = False
     if frame is not None and frame.f_code.co_filename in UNINTERRUPTED_FILES:
-        return  # either the context is being left, or the signal will be repeated
+        return  # the context is being left, or the signal will be repeated
     for limit in signalled:
         if not limit.ended:
             raise Interrupted(limit)

@@ -1,7 +1,7 @@
-"""Checks of a `rollout_func`: its results have the form that TRL needs, and it samples from the engine.
+"""Checks that the results of a `rollout_func` have the form that TRL needs, and that it samples from the engine.
 
-A function that samples elsewhere leaves the engine unused, with its precision and its noise. Nothing else in a run
-shows that, so a warning does.
+A function that samples elsewhere does not use the engine, so neither its precision nor its noise acts. Nothing else in
+a run shows that, so a warning says it.
 """
 
 import logging
@@ -83,7 +83,7 @@ def _check_output(output, count: int, needs_logprobs: bool, vocabulary: int) -> 
 
 
 def _check_ids(called: str, row, vocabulary: int) -> None:
-    """Raises `ValueError` unless a row is flat and holds tokens of the model."""
+    """Raises `ValueError` unless a row is flat and holds token ids of the model."""
     try:
         ids = torch.as_tensor(row)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -95,7 +95,7 @@ def _check_ids(called: str, row, vocabulary: int) -> None:
     unknown = [token for token in ids.tolist() if not 0 <= token < vocabulary]
     if unknown:
         raise ValueError(
-            f"{called} holds {unknown[0]}, which is no token of the model. Its tokens are at least 0 and below "
+            f"{called} holds {unknown[0]}, which is not a token of the model. Its tokens are at least 0 and below "
             f"{vocabulary}."
         )
 

@@ -1,6 +1,6 @@
 """The sampling options that bias the ratio between trainer and sampler.
 
-Both engines return the log-probability with which a token was sampled: vLLM its `processed_logprobs`, the embedded
+Both engines return the log-probability with which a token was sampled: vLLM returns `processed_logprobs`, the embedded
 engine the result of all logits processors. The trainer scores the same token with the policy's own distribution at the
 run's `temperature`, and applies no other option. An option that changes the sampler's distribution therefore changes
 
@@ -13,7 +13,7 @@ the random numbers (`seed`) do not change w.
 from numbers import Integral
 
 
-# Option -> the values with which it has no effect. `None` and empty values have none for any option.
+# Option -> the values with which it has no effect. `None` and empty values never have an effect.
 BOTH = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 VLLM = BOTH | {
     "presence_penalty": (0,),
@@ -43,8 +43,8 @@ TRANSFORMERS = BOTH | {
     "forced_eos_token_id": (),
 }
 FIELDS = ("temperature", *BOTH)  # fields of TRL's configuration that `generation_kwargs` override
-# Options that the embedded engine refuses: transformers applies them after our log-probabilities are taken, does not
-# sample with them, or returns another form of output. vLLM has none of these options.
+# Options that the embedded engine refuses, because transformers applies them after our log-probabilities are taken,
+# does not sample with them, or returns another form of output. vLLM has none of these options.
 UNSUPPORTED_GENERATION_KWARGS = {
     "assistant_early_exit": (),
     "constraints": (),
@@ -65,17 +65,17 @@ UNSUPPORTED_GENERATION_KWARGS = {
     "typical_p": (1,),
     "watermarking_config": (),
 }
-# transformers' options -> the type of their values, which transformers learns only from an error while it samples
+# transformers' options -> the type of their values. transformers itself fails only while it samples
 INTEGERS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "no_repeat_ngram_size", "pad_token_id")
 LISTS = {
     "eos_token_id": (Integral, "a token's number, or a list of them"),
     "forced_eos_token_id": (Integral, "a token's number, or a list of them"),
     "suppress_tokens": (Integral, "a token's number, or a list of them"),
     "begin_suppress_tokens": (Integral, "a token's number, or a list of them"),
-    "stop_strings": (str, "a text, or a list of them"),
+    "stop_strings": (str, "a string, or a list of them"),
     "bad_words_ids": (list, "a list of lists of tokens' numbers"),
 }
-# transformers' name of an option -> vLLM's
+# transformers' name of an option -> vLLM's name
 TWINS = {
     "bad_words_ids": "bad_words",
     "eos_token_id": "stop_token_ids",
@@ -130,7 +130,7 @@ def check_option_types(generation_kwargs: dict) -> None:
 
 
 def not_taken(engine: str, names, known) -> str:
-    """Returns the error message for options that an engine lacks. It names the engine's own option for the same."""
+    """Returns the error message for options that an engine lacks, with the engine's own names of such options."""
     twins = TWINS | {vllm: transformers for transformers, vllm in TWINS.items()}
     described = []
     for name in names:

@@ -1,4 +1,4 @@
-"""Decides which engine a configuration describes: once, before a model, vLLM or a trainer is loaded.
+"""Decides which engine a configuration describes, before a model, vLLM or a trainer is loaded.
 
 | source of the samples | `kind` | class |
 |---|---|---|
@@ -8,7 +8,7 @@
 | vLLM in the trainer's process | `"colocate"` | `VLLMEngine` |
 | vLLM behind a server | `"server"` | `VLLMServerEngine` |
 | for masked diffusion: a quantized copy of the policy | `"diffusion"` | `DiffusionEngine` |
-| for masked diffusion: the policy's own layers, in that case | `"shared_diffusion"` | `SharedDiffusionEngine` |
+| the same with the policy's own layers, as for `"shared"` | `"shared_diffusion"` | `SharedDiffusionEngine` |
 
 Trainers, `rollout_precision="auto"`, `trl-quant report --mismatch` and the benchmarks all build their engine from an
 [`EngineSpec`] with [`~rollout.build_engine`].
@@ -57,7 +57,8 @@ class EngineSpec:
         kind (`str`):
             Key of [`ENGINES`].
         precision (`str`):
-            Key of [`~precisions.PRECISIONS`], or `"auto"`, which is resolved by measurement when the engine is built.
+            Key of [`~precisions.PRECISIONS`], or `"auto"`, which is replaced by the fastest one when the engine is
+            built.
         wide_norms (`bool`, *optional*, defaults to `False`):
             Whether the engine holds the norms that get noise in FP32.
         uaq_scale (`float`, *optional*, defaults to `1.0`):
@@ -79,13 +80,13 @@ class EngineSpec:
         block_length, tokens_per_step (`int`, *optional*, defaults to `0`):
             How an engine of a masked diffusion model denoises; 0 in other engines.
         cache_finished_blocks (`bool`, *optional*, defaults to `False`):
-            Whether such an engine caches keys and values within a block.
+            Whether the steps of a block share the keys and values of finished blocks.
         mask_token_id (`int`, *optional*):
             The mask token of a masked diffusion model; `None` for the tokenizer's or the model's own.
         wide_head (`bool`, *optional*, defaults to `False`):
             Whether the head of a masked diffusion model scores in FP32, as the trainer's does.
         shows_progress (`bool`, *optional*, defaults to `False`):
-            Whether an engine of a masked diffusion model draws a bar of its denoising steps.
+            Whether an engine of a masked diffusion model shows a progress bar of its denoising steps.
     """
 
     kind: str
@@ -148,7 +149,7 @@ class EngineSpec:
 
     def fields_for_trl(self) -> dict[str, Any]:
         """
-        Returns the values that TRL's constructor must find in the configuration so that it samples from this engine.
+        Returns the values that the configuration must have in TRL's constructor so that TRL samples from this engine:
         TRL samples from an engine, and corrects for it, only if `use_vllm` is set.
         """
         return {} if self.is_vllm else {"use_vllm": True, "vllm_mode": "embedded"}

@@ -1,4 +1,5 @@
-"""Streams the policy's weights to an engine, one at a time: full, dense, under clean names and with adapters merged.
+"""Streams the policy's weights to an engine, one tensor at a time: gathered, dense, with adapters merged, and under the
+names that they have without wrappers ("clean" names).
 
 This works under DDP, FSDP2, ZeRO-3 and PEFT. Reading a sharded weight gathers it, which is collective: every rank must
 read the same weights in the same order. Nothing here writes to the policy.
@@ -36,11 +37,11 @@ class PolicyWeights:
     The weights of the policy. Iterating over it yields all parameters in the model's order, as `(name, tensor)`.
 
     Adapters are merged as PEFT merges them, but into copies, one layer at a time, so that the trainer's base weights
-    are never written. TRL merges and unmerges in place, which in BF16 moves the base a little at every sync.
+    are never written. TRL merges and unmerges in place, which in BF16 changes the base slightly at every sync.
 
     Parameters:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The policy.
-        accelerator ([`~accelerate.Accelerator`]): The trainer's. It knows how the policy is sharded.
+        accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator, which knows how the policy is sharded.
 
     Attributes:
         sharding ([`~trl.distributed.DistributedBackend`]): How the policy is sharded.
@@ -105,7 +106,7 @@ class PolicyWeights:
         return self.model.prefix in name or ".original_module." in name or not is_active
 
     def frozen(self) -> Iterator[tuple[str, FrozenLinear]]:
-        """Yields the layers of a frozen base with their clean names."""
+        """Yields the clean names and the layers of a frozen base."""
         for path, module in self.model.named_modules():
             if isinstance(module, FrozenLinear):
                 yield clean_name(path), module
@@ -192,7 +193,7 @@ class PolicyWeights:
 
     def linears(self) -> dict[str, LinearLayer]:
         """
-        Returns the quantizable layers in use, by their places in the unwrapped policy. The place of an adapted layer is
+        Returns the quantizable layers in use, by their paths in the unwrapped policy. The path of an adapted layer is
         that of the adapter that wraps it.
         """
         layers = dense_linears(self.base_model)
@@ -222,8 +223,8 @@ class PolicyWeights:
     @contextmanager
     def whole(self, layer: nn.Module) -> Iterator[None]:
         """
-        Context in which the parameters of a layer that FSDP2 shards are gathered. A layer that quantizes its weight
-        gets them in the type of its forward pass, any other in their own.
+        Context in which the parameters of a layer that FSDP2 shards are gathered: in the type of the forward pass for a
+        layer that quantizes its weight, and in their own type for any other.
         """
         sharded = [(owner, name, param) for owner, name, param in _owned(layer) if isinstance(param, DTensor)]
         dtype = self.gathered_dtype if isinstance(base_layer(layer), UnifiedLinear) else None
@@ -260,7 +261,7 @@ class PolicyWeights:
         with self.gathered(layer.parameters()), self.whole(layer):
             if not adapters:
                 return {name: tensor.clone() for name, tensor in dense_parameters(base).items()}
-            if merges_by_adding(layer):  # as PEFT's merge, whose bookkeeping takes longer than the sum
+            if merges_by_adding(layer):  # same result as PEFT's merge, whose bookkeeping takes longer than the sum
                 params = dense_parameters(base)
                 for adapter in adapters:
                     # One pass: `add` sums in the wider of the two types and rounds to the base's
@@ -269,7 +270,7 @@ class PolicyWeights:
                 return params
             owned = _owned(layer)
             try:
-                for module, name, param in owned:  # so that PEFT merges into a copy of the base
+                for module, name, param in owned:  # PEFT then merges into a copy of the base
                     setattr(module, name, nn.Parameter(param.data.clone() if module is base else param.data, False))
                 with default_dtype(torch.float32):  # vLLM's reload, which reads this stream, sets another default
                     layer.merge()
@@ -284,8 +285,8 @@ class PolicyWeights:
 
     def adapter(self) -> dict[str, Tensor]:
         """
-        Returns A and B of each adapted layer by PEFT's names. B is multiplied by the adapter's scale, which may differ
-        from layer to layer.
+        Returns A (rank, in) and B (out, rank) of each adapted layer by PEFT's names. B is multiplied by the adapter's
+        scale, which may differ from layer to layer. Raises `ValueError` if the adapter is merged.
         """
         tensors, (adapter,) = {}, self.model.active_adapters
         for name, layer in self.model.named_modules():
@@ -322,7 +323,7 @@ def adapters_beside(layer: BaseTunerLayer) -> list[str]:
     Returns the adapters that a layer's forward pass adds to its base: none if they are disabled, or merged already.
 
     Raises:
-        `ValueError`: The adapters are merged and disabled, so the next forward pass would take them out of the base.
+        `ValueError`: The adapters are merged and disabled, so the next forward pass would unmerge them from the base.
     """
     if layer.merged and layer.disable_adapters:
         raise ValueError(
@@ -334,8 +335,8 @@ def adapters_beside(layer: BaseTunerLayer) -> list[str]:
 
 def ties_embeddings(policy: PreTrainedModel) -> bool:
     """
-    Whether a policy's head has the weight of its embeddings. The config may wrongly say so: `modules_to_save`, LoRA on
-    one of the two, or a change in memory unties them.
+    Whether a policy's head shares the weight of its embeddings. The config may be wrong about this: `modules_to_save`,
+    LoRA on one of the two, or a change in memory unties them.
     """
     embeddings, head = policy.get_input_embeddings(), policy.get_output_embeddings()
     wrapped = BaseTunerLayer | AuxiliaryTrainingWrapper
@@ -345,7 +346,7 @@ def ties_embeddings(policy: PreTrainedModel) -> bool:
 
 
 def outer_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a model's modules with their names. An adapted layer counts as one module, that of PEFT."""
+    """Yields the names and modules of a model. An adapted layer counts as one module, PEFT's wrapper."""
     adapted = None
     for path, module in model.named_modules():
         if adapted is not None and path.startswith(adapted):
@@ -374,7 +375,10 @@ def dense_parameters(linear: nn.Linear) -> dict[str, Tensor]:
 
 
 def dequantized(linear: nn.Linear) -> Tensor:
-    """Returns the dequantized weight of a 4- or 8-bit layer of bitsandbytes, and leaves the layer as it was."""
+    """
+    Returns the dequantized weight (out, in) of a 4- or 8-bit layer of bitsandbytes, and leaves the layer as it was.
+    Raises `ValueError` if bitsandbytes has repacked the weight, so that it cannot be read exactly.
+    """
     weight = linear.weight
     if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
         raise ValueError(
@@ -388,7 +392,7 @@ def dequantized(linear: nn.Linear) -> Tensor:
 
 
 def merges_by_adding(layer: BaseTunerLayer) -> bool:
-    """Whether merging a layer's adapters only adds one matrix for each adapter to its weight."""
+    """Whether merging a layer's adapters only adds one matrix per adapter to its weight."""
     base = layer.get_base_layer()
     if isinstance(base, FrozenLinear):
         return True
@@ -400,7 +404,7 @@ def merges_by_adding(layer: BaseTunerLayer) -> bool:
 
 
 def fault_of(weights: PolicyWeights) -> str | None:
-    """Returns the reason, seen from this rank, why no engine can sample from a policy; `None` if engines can."""
+    """Returns the reason, as far as this rank can see, why no engine can sample from a policy, or `None`."""
     model = weights.model
     if weights.has_adapters and getattr(model.active_peft_config, "is_prompt_learning", False):
         return NO_WEIGHTS.format(model.active_peft_config.peft_type.value)
@@ -419,7 +423,7 @@ def fault_of(weights: PolicyWeights) -> str | None:
     broken = weights.first_non_finite()
     if broken is not None:
         return (
-            f"its weight `{broken}` holds NaN or infinity, so its results mean nothing. The policy itself is broken: "
+            f"its weight `{broken}` holds NaN or infinity, so results are meaningless. The policy itself is broken: "
             "load or save it again, or use an earlier checkpoint."
         )
     return _unlike_config(weights.base_model)
@@ -438,7 +442,7 @@ def local_part(param: Tensor) -> Tensor:
 
 def is_finite(tensor: Tensor) -> bool:
     """
-    Whether a tensor holds neither NaN nor infinity. True for 8-bit codes, and for a tensor without values on this rank.
+    Whether a tensor is free of NaN and infinity. True for 8-bit codes, and for a tensor without values on this rank.
     """
     if not tensor.is_floating_point() or tensor.element_size() == 1 or tensor.is_meta or not tensor.numel():
         return True
@@ -448,13 +452,13 @@ def is_finite(tensor: Tensor) -> bool:
 def _unlike_config(policy: PreTrainedModel) -> str | None:
     """
     Returns the first difference between a policy's parameters and those that its config describes; `None` if there is
-    none. Engines are built by the config.
+    none. Engines are built from the config.
     """
     with torch.device("meta"), no_init_weights():
         described = type(policy)(copy.deepcopy(policy.config))
     expected = {name: tuple(param.shape) for name, param in described.named_parameters(remove_duplicate=False)}
     found = {clean_name(name): shape for name, shape in _shapes(policy)}
-    instead = "Engines are built by the config: change `config` with the model, and save both together."
+    instead = "Engines are built from the config: change `config` with the model, and save both together."
     for name in expected:
         if name not in found:
             return f"it has no `{name}`, but its config describes one. {instead}"

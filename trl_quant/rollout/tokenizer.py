@@ -21,7 +21,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> None
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The tokenizer. Without a padding token, TRL pads with its EOS token.
-        embeddings (`int`): Number of tokens that the model embeds.
+        embeddings (`int`): Number of tokens in the model's embedding.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(

@@ -7,9 +7,9 @@ of our engines, implements both with the protocol's `sync` and `sample`. [`Adapt
 An engine inherits nothing from TRL. It holds a [`TRLGeneration`], the one subclass of TRL's `VLLMGeneration`, which
 keeps TRL's settings and runs TRL's own code where vLLM samples.
 
-A generation answers one batch of prompts. It has one turn, or several with tools, environments or a `rollout_func`, and
-the number of turns may differ from rank to rank. Each turn is a call of `generate`. Everything that all ranks must do
-together happens once, before the first turn:
+A generation samples the completions of one batch of prompts. It has one turn, or several with tools, environments or a
+`rollout_func`, and the number of turns may differ from rank to rank. Each turn is a call of `generate`. Everything that
+all ranks must do together happens once, before the first turn:
 
     with engine.generation():       # sync, self-check, noise
         engine.generate(...)        # the first turn
@@ -40,7 +40,7 @@ from .tokenizer import check_tokenizer, id_list
 
 class TRLGeneration(VLLMGeneration):
     """
-    TRL's part of an engine: TRL's settings, its stream of a policy that FSDP1 shards, and its use of vLLM.
+    TRL's part of an engine: TRL's settings, its stream of the weights under FSDP1, and its use of vLLM.
 
     The constructor does not start vLLM. An engine calls [`start_vllm`] after its own constructor has set everything up.
 
@@ -54,7 +54,7 @@ class TRLGeneration(VLLMGeneration):
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self):
-        """Overrides TRL's method, which its constructor calls, with nothing: [`start_vllm`] does its work later."""
+        """Does nothing. TRL's constructor calls this method to start vLLM; here [`start_vllm`] does that later."""
 
     def start_vllm(self) -> None:
         """Starts vLLM, or connects to its server, as TRL does."""
@@ -66,7 +66,7 @@ class TRLGeneration(VLLMGeneration):
         return self._weight_metadata
 
     def announce(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Records the metadata of the tensors that a sync sends to a server. Collective."""
+        """Records the metadata of the tensors that a sync sends to a server. All ranks must call it."""
         self._weight_metadata = [
             (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in stream
         ]
@@ -87,8 +87,8 @@ class RolloutEngine:
         precision (`str`):
             Number format of the engine, a key of [`~precisions.PRECISIONS`].
         wide_norms (`bool`, *optional*, defaults to `False`):
-            Whether the engine holds the norms that get noise in FP32. BF16 values near 1 are 0.0078 apart, so noise of
-            1e-3 would be rounded away.
+            Whether the engine holds the norms that get noise in FP32. BF16 values just above 1 are 0.0078 apart, so
+            noise of 1e-3 would be rounded away.
         uaq_scale (`float`, *optional*, defaults to `1.0`):
             UAQ's factor s. The noise on a norm that was scaled by s is s Z, so that the effective noise Z / w (QeRL
             eq. 12) has the standard deviation sigma.
@@ -161,7 +161,7 @@ class RolloutEngine:
     def __class__(self) -> type:
         """
         Makes `isinstance(engine, VLLMGeneration)` true, so that code which checks `trainer.vllm_generation` works as
-        with TRL's own trainer. `type(engine)` is still the engine's own class, and `isinstance` knows that one too.
+        with TRL's own trainer. `type(engine)` is still the engine's own class, and `isinstance` accepts that class too.
         """
         return TRLGeneration
 
@@ -191,7 +191,10 @@ class RolloutEngine:
     # Methods that a subclass implements
 
     def sync(self) -> None:
-        """Copies the policy's current weights into the engine, without noise, and sets `sync_metrics`. Collective."""
+        """
+        Copies the policy's current weights into the engine, without noise, and sets `sync_metrics`. All ranks must call
+        it.
+        """
         raise NotImplementedError
 
     def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
@@ -239,8 +242,8 @@ class RolloutEngine:
     @contextmanager
     def generation(self) -> Iterator[None]:
         """
-        Context of one generation with any number of turns. Entering it is collective: it prepares the engine, and no
-        later turn needs another rank. A nested context does nothing of its own.
+        Context of one generation with any number of turns. Entering it is collective and prepares the engine; later
+        turns need no other rank. A nested context does nothing.
         """
         if self._is_generating:
             self._turns += 1
@@ -259,7 +262,9 @@ class RolloutEngine:
         return self._turns
 
     def prepare(self) -> None:
-        """Makes the engine ready to sample, with the policy's weights and the generation's noise. Collective."""
+        """
+        Makes the engine ready to sample, with the policy's weights and the generation's noise. All ranks must call it.
+        """
         self.ensure_ready()
         self.lay_noise(self.noise)
 
@@ -277,8 +282,8 @@ class RolloutEngine:
     def is_stale(self) -> bool:
         """
         Whether the policy's weights changed since the last sync, for any reason: an optimizer step, averaged weights
-        that an evaluation swaps in, `load_state_dict`, another active adapter. Collective: true on all ranks if it is
-        true on one.
+        that an evaluation swaps in, `load_state_dict`, another active adapter. All ranks must call it, and it is true
+        on all of them if it is true on one.
 
         Hooks do not count as weights, nor do values outside of parameters and buffers, such as a norm's epsilon:
         engines take those from the config. vLLM also computes buffers, such as rotary frequencies, from the config. The
@@ -297,8 +302,8 @@ class RolloutEngine:
         self, weights: Iterable[tuple[str, Tensor]]
     ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """
-        Yields the policy's `weights`. If the policy trains in the engine's precision, its quantized weights take the
-        place of the dense ones.
+        Yields the policy's `weights`. If the policy trains in the engine's precision, its quantized weights replace the
+        dense ones.
         """
         layers = {f"{name}.weight": layer for name, layer in self.weights.unified(self.precision).items()}
         unread = {name for name in layers if not self.drift.measures(name)}
@@ -318,8 +323,8 @@ class RolloutEngine:
 
     def load_state_dict(self, state: dict) -> None:
         """
-        Loads the result of [`state_dict`]. Without initial weights in it, the total update is not measured, and without
-        synced weights, the update until the next sync.
+        Loads the result of [`state_dict`]. If it lacks the initial weights, the total update is not measured; if it
+        lacks the synced weights, the update until the next sync is not measured.
         """
         self.drift.initial, self.drift.resumed = state.get("initial_weights"), state.get("synced_weights") or {}
         self.sync_metrics = state.get("sync_metrics", {})
@@ -329,8 +334,8 @@ class RolloutEngine:
     @torch.no_grad()
     def lay_noise(self, noise: RolloutNoise) -> None:
         """
-        Adds `noise` to the clean weights of the engine's norms. It never accumulates (QeRL eq. 8), and sigma 0 restores
-        the clean weights bit for bit.
+        Adds `noise` to the clean weights of the engine's norms. Noise never accumulates (QeRL eq. 8), and sigma 0
+        restores the clean weights bit for bit.
         """
         if noise == self._added_noise or noise.sigma == self._added_noise.sigma == 0:
             return
@@ -354,7 +359,7 @@ class RolloutEngine:
     # Metrics
 
     def noise_metrics(self) -> dict[str, float]:
-        """Returns the scheduled sigma, the number of norms that hold noise, and the sigma that they really hold."""
+        """Returns the scheduled sigma, the number of norms that hold noise, and the sigma that is effective in them."""
         norms = float(len(self._clean_norms)) if self._added_noise.sigma else 0.0
         return {
             "noise/sigma": self.noise.sigma,
@@ -379,7 +384,7 @@ class AdaptedEngine(RolloutEngine):
         args, kwargs: The arguments of TRL's `VLLMGeneration`.
 
     Raises:
-        `ValueError`: The configuration needs a feature that only the engines of this package have.
+        `ValueError`: The configuration uses a feature that only the engines of this package have.
     """
 
     def __init__(self, engine: Engine, spec: EngineSpec, *args, **kwargs):
@@ -392,7 +397,7 @@ class AdaptedEngine(RolloutEngine):
         if refused:
             raise ValueError(
                 f"{' and '.join(refused)} acts only on the engines of this package, and the run samples from a "
-                f"{type(engine).__name__}."
+                f"{type(engine).__name__}. Leave it unset."
             )
         super().__init__(*args, precision=spec.precision, **kwargs)
         self.engine = engine

@@ -70,7 +70,7 @@ def uaq_applied(model: nn.Module) -> float | None:
 
 @torch.no_grad()
 def scale_norms(model: nn.Module, scale: float, folded: tuple[type, ...] = ()) -> int:
-    """[`apply_uaq`] for models whose norms are of the classes `folded`, which store the gain itself."""
+    """As [`apply_uaq`], for models whose norms of the classes `folded` store the gain itself."""
     check_scale(scale)
     plan = _plan(model, folded)
     if scale != 1:
@@ -84,7 +84,7 @@ def scale_norms(model: nn.Module, scale: float, folded: tuple[type, ...] = ()) -
 
 def scalings(model_type: str, names: Iterable[str], scale: float) -> dict[str, Callable[[Tensor], Tensor]]:
     """
-    [`apply_uaq`] for the tensors of a checkpoint, which need not be in memory together; with `1 / uaq_scale` it undoes
+    Returns the functions with which [`apply_uaq`] scales a checkpoint tensor by tensor. With `1 / uaq_scale` they undo
     the scaling.
 
     Args:

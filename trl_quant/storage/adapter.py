@@ -60,7 +60,7 @@ class Adapter:
 
         Args:
             heads (`dict[str, Stored]`): The base's tensors.
-            packed (`bool`): Whether its linear layers are quantized.
+            packed (`bool`): Whether the base's linear layers are quantized.
         """
         shapes = {name: (layer.out_features, layer.in_features) for name, layer in self.layers.items()}
         shapes |= {name: tuple(tensor.shape) for name, tensor in self.replaced.items()}
@@ -123,7 +123,7 @@ def load_adapter(path: Path, skeleton: PreTrainedModel) -> Adapter:
         model = PeftModel(skeleton, PeftConfig.from_pretrained(path), NAME, low_cpu_mem_usage=True)
     except ValueError as error:  # for example, the base lacks the target modules
         raise ValueError(f"`--adapter`: {path} does not fit the base {type(skeleton).__name__}: {error}") from error
-    # FP32, to which PEFT casts an adapter that it loads
+    # In FP32, because PEFT casts an adapter that it loads to FP32
     weights = {key: tensor.float() for key, tensor in load_peft_weights(path, device="cpu").items()}
     layers: dict[str, LoraLayer] = {}
     for name, layer in model.named_modules():

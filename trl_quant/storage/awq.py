@@ -3,9 +3,9 @@ AWQ through llmcompressor: scales the inputs of linear layers by calibration dat
 
     Q(W diag(s)) diag(s)^-1 X        s minimizes the error against W X (AWQ, arXiv:2306.00978, eq. 4 and 5)
 
-The norm or the layer before absorbs `diag(s)^-1`: in its gain, or in the rows of its weight. A smoothed checkpoint is
-therefore an ordinary 16-bit checkpoint. It computes the same function with other weights, and is then rounded to
-nearest like any other.
+The preceding norm absorbs `diag(s)^-1` in its gain, or the preceding layer in the rows of its weight. A smoothed
+checkpoint is therefore an ordinary 16-bit checkpoint, which computes the same function with other weights. It is then
+rounded to nearest like any other.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def check_awq(format: str) -> None:
     """Raises `ValueError` for a format that quantizes inputs too, and `ImportError` if llmcompressor is missing."""
     allowed = [name for name in storable() if FORMATS[name].activations is None]
     if format not in allowed:
-        raise ValueError(f"`--awq` is for formats of weights alone, not {format!r}; allowed: {', '.join(allowed)}.")
+        raise ValueError(f"`--awq` is for weight-only formats, not {format!r}; allowed: {', '.join(allowed)}.")
     try:
         import llmcompressor  # noqa: F401
     except ImportError as error:
@@ -60,7 +60,7 @@ def smooth_checkpoint(
         format (`str`): The format to which the copy will be quantized; it must leave inputs in 16 bits.
         ignore (`Sequence[str]`): Linear layers that will not be quantized.
         sequences (`Sequence[Sequence[int]]`): Tokens to calibrate on, (sequences, length).
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The model's.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The model's tokenizer.
         trust (`bool`, *optional*): Whether the checkpoint's own Python may run.
 
     Returns:
@@ -87,7 +87,7 @@ def smooth_checkpoint(
     weights = dict(model.named_parameters())
 
     def smoothed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Replaces the scaled tensors alone, because the source may hold the others in another type than the model."""
+        """Replaces only the scaled tensors, because the source may hold others in another type than the model does."""
         return {
             name: tensor if name not in weights or _same(tensor, weights[name]) else weights[name].data.to(tensor)
             for name, tensor in tensors.items()

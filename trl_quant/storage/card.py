@@ -31,8 +31,8 @@ def versions() -> str:
 
 def write_card(result: Path, name: str, source: Source, summary: str, rows: Sequence[tuple[str, str]]) -> None:
     """
-    Writes README.md: a summary, a table, the command that serves the checkpoint, then the source's card. The source's
-    metadata are kept.
+    Writes README.md: the source's metadata, a summary, a table, the command that serves the checkpoint, and the
+    source's card.
 
     Args:
         result (`Path`): The checkpoint's directory.

@@ -15,7 +15,7 @@ from .standard import convert_from_command_line, write_standard
 
 def convert(source: str, target: str | Path, revision: str | None = None) -> Path:
     """
-    Writes a checkpoint of Dream as one of Qwen2. The target appears whole or not at all.
+    Writes a checkpoint of Dream as one of Qwen2. The target appears complete or not at all.
 
     Args:
         source (`str`): Hub id or directory of a checkpoint in safetensors, such as `Dream-org/Dream-v0-Instruct-7B`.
@@ -26,7 +26,7 @@ def convert(source: str, target: str | Path, revision: str | None = None) -> Pat
         `Path`: The target.
 
     Raises:
-        ValueError: `target` exists, or the source is no Dream that Qwen2 can compute.
+        ValueError: `target` exists, or the source is not a Dream that Qwen2 can compute.
     """
     return write_standard(source, target, revision, qwen2_config, qwen2_name, tokenizer_class="Qwen2Tokenizer")
 

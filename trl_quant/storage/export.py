@@ -5,7 +5,7 @@
     trl-quant export --model runs/qurl --output policy
 
 Merges an adapter into its base and undoes UAQ, one layer at a time. The result has 16 bits or is quantized. Rounding to
-four bits can lose a small adapter, so the command reports how much of BA is left in Q(W + BA) - Q(W).
+four bits can lose a small adapter, so the command reports how much of BA remains in Q(W + BA) - Q(W).
 """
 
 import logging
@@ -85,11 +85,11 @@ class ExportOptions:
 @dataclass(frozen=True)
 class Change:
     """
-    How much of an adapter is left in the checkpoint, over all adapted layers.
+    How much of an adapter remains in the checkpoint, over all adapted layers.
 
     Attributes:
         size (`float`): |BA| / |W|; 0 for an adapter that changes no layer.
-        cosine (`float`): Cosine of BA with the checkpoint's change; 1 if all of BA is left, `nan` if nothing changed.
+        cosine (`float`): Cosine of BA with the checkpoint's change; 1 if all of BA remains, `nan` if nothing changed.
     """
 
     size: float
@@ -110,11 +110,11 @@ class Policy:
 
     Attributes:
         source ([`~storage.source.Source`]): The base, or the whole model if there is no adapter.
-        config (`dict`): Its config.json.
-        heads (`dict[str, Stored]`): Its tensors.
+        config (`dict`): The source's config.json.
+        heads (`dict[str, Stored]`): The source's tensors.
         model_type (`str`): `model_type` of its text model's config.
-        ignore (`list[str]`): Its linear layers that are never quantized.
-        stored (`str` or `None`): Format in which it is quantized; `None` if it has 16 bits.
+        ignore (`list[str]`): The source's linear layers that are never quantized.
+        stored (`str` or `None`): Format in which the source is quantized; `None` if it has 16 bits.
         uaq_scale (`float` or `None`): UAQ's scale, to be undone.
         adapter_path (`Path` or `None`): The adapter's directory.
         adapter ([`~storage.adapter.Adapter`] or `None`): The adapter.
@@ -141,9 +141,9 @@ class Steps:
     The transforms that an export applies to a layer's tensors, in this order, with the adapter's merge after `base`.
 
     Attributes:
-        base (`list[Transform]`): From the base's tensors to the values on which the adapter was trained.
-        unscale (`list[Transform]`): UAQ undone.
-        store (`list[Transform]`): Quantization to the result's format.
+        base (`list[Transform]`): Map the base's tensors to the values on which the adapter was trained.
+        unscale (`list[Transform]`): Undo UAQ.
+        store (`list[Transform]`): Quantize to the result's format.
     """
 
     base: list[Transform]
@@ -152,7 +152,7 @@ class Steps:
 
 
 def export(options: ExportOptions) -> list[str]:
-    """Exports a policy and returns the lines that say what was done. Warns if rounding lost most of its adapter."""
+    """Exports a policy and returns lines of text that report it. Warns if rounding lost most of its adapter."""
     if options.adapter is None and options.model is None:
         raise ValueError("`--adapter`: give the directory of a run, or a trained model with `--model`.")
     check_target(options.output)
@@ -263,13 +263,13 @@ def _warn_of_losses(options: ExportOptions, path: Path, change: Change) -> None:
         logger.warning("%s changes no layer: BA is 0 in all of them, as it is before training.", path)
     elif not change.cosine >= BURIED:
         logger.warning(
-            "Most of what the adapter changed was lost in rounding, or drowned in it (%s). Serve the base "
+            "Rounding erased most of the adapter, or changed weights more than the adapter did (%s). Serve the base "
             "with the adapter beside it (`vllm serve BASE --enable-lora --lora-modules policy=%s`).",
             change,
             path,
         )
     elif options.format != "none" and FORMATS[options.format].bits < 8:
-        logger.warning("Merging into %s buries a small adapter; see the cosine above.", options.format)
+        logger.warning("Merging into %s can erase a small adapter; see the cosine above.", options.format)
 
 
 def _measure(options: ExportOptions, policy: Policy, steps: Steps, result: Path, device: str) -> Change:
@@ -277,7 +277,7 @@ def _measure(options: ExportOptions, policy: Policy, steps: Steps, result: Path,
     Reads the exported checkpoint and compares its change with the adapter.
 
     Without the adapter the checkpoint would hold Q(W): the base after all steps, rounded to the result's format. With
-    it the checkpoint holds Q(W + BA). Their difference is compared with BA, from which UAQ is undone as well.
+    the adapter it holds Q(W + BA). Their difference is compared with BA, whose UAQ scaling is undone too.
 
     Args:
         options ([`ExportOptions`]): The options.
@@ -358,12 +358,12 @@ def _adapter_and_base(options: ExportOptions) -> tuple[Path | None, str, str | N
         return None, options.model, options.revision
     path = Path(options.adapter)
     if not path.is_dir():
-        raise ValueError(f"`--adapter`: {path} is no directory.")
+        raise ValueError(f"`--adapter`: {path} is not a directory.")
     if not (path / CONFIG).is_file() and not (path / "config.json").is_file():
         path = Path(last_complete_checkpoint(options.adapter) or path)
     if not (path / CONFIG).is_file() and (path / "config.json").is_file():
         if options.model is not None:
-            raise ValueError(f"`--model` {options.model}: {path} holds a whole model, which has no other base.")
+            raise ValueError(f"`--model` {options.model}: {path} holds a whole model, which has no base. Leave it out.")
         return None, str(path), options.revision
     check_links(path)
     config = read_adapter_config(path)

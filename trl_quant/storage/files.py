@@ -1,13 +1,14 @@
 """
-Checkpoints on disk: reads the heads of safetensors files, and writes a changed copy that a killed process can resume.
+Checkpoints on disk: reads the headers of safetensors files, and writes a changed copy in a way that can be resumed
+after the process was killed.
 
-The heads alone decide which tensors go into which file of the copy. Each file is computed independently of the others
+The headers alone decide which tensors go into which file of the copy. Each file is computed independently of the others
 and gets its final name only when it is complete, so a run that was killed continues with the first missing file. The
 copy is written to `.NAME.part` beside the target, and renamed to the target as the last step.
 
-Copies are often published, so a copy is made of the source's own files alone: an index or a link that leads out of the
-source's directory is refused. Of an interrupted run only the weight files are reused, and only if its `run.json` shows
-the same settings.
+Copies are often published, so only the source's own files are copied: an index or a link that leads out of the source's
+directory is refused. A new run reuses only the weight files of an interrupted one, and only if its `run.json` holds the
+same settings.
 """
 
 import json
@@ -28,7 +29,7 @@ from .whole import told_if_full, write_whole
 
 logger = logging.getLogger(__name__)
 
-# Files copied along with the weights: no data and no pickles. `CODE` is copied only from a trusted checkpoint.
+# Files copied along with the weights, without data and pickles. `CODE` is copied only from a trusted checkpoint
 FILES = ("*.json", "*.jinja", "*.md", "*.model", "*.tiktoken", "*.txt", "LICENSE", "NOTICE")
 INDEX = "model.safetensors.index.json"
 CODE = "*.py"
@@ -37,7 +38,7 @@ STATE = "run.json"
 LOCK = "lock"
 # Files whose tensors reach the copy
 WEIGHTS = ("*.safetensors", "*.bin")
-# Files of a tokenizer, which a run saves because it may differ from its base's
+# Files of a tokenizer. A run saves them, because its tokenizer may differ from its base's
 TOKENIZER = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
 
 Tensors = dict[str, Tensor]
@@ -46,12 +47,12 @@ Transform = Callable[[Tensors], Tensors]
 
 class Stored(NamedTuple):
     """
-    A tensor of a checkpoint, as the head of its file describes it.
+    A tensor of a checkpoint, as the header of its file describes it.
 
     Attributes:
         file (`Path`): The file that holds it.
         shape (`tuple[int, ...]`): Its shape.
-        floating (`bool`): Whether its type is a floating-point type.
+        floating (`bool`): Whether its data type is a floating-point type.
         nbytes (`int`): Its size in bytes.
     """
 
@@ -67,7 +68,7 @@ class Stored(NamedTuple):
 
 
 def weight_files(source: Path) -> list[Path]:
-    """Returns the weight files that a checkpoint should have. Its index may not name files elsewhere."""
+    """Returns the weight files that a checkpoint should have. Raises `ValueError` if its index names others."""
     if not (source / INDEX).is_file():
         return [source / "model.safetensors"]
     weight_map = read_json(source / INDEX).get("weight_map")
@@ -98,7 +99,7 @@ def check_links(source: str | Path) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """Reads a JSON object. Raises `ValueError` if the file holds none."""
+    """Reads a JSON object. Raises `ValueError` if the file holds anything else."""
     try:
         value = json.loads(path.read_text())
     except ValueError as error:
@@ -155,16 +156,15 @@ def read_tensors(heads: dict[str, Stored], names: Iterable[str], device: torch.d
 def unfinished(target: str | Path, settings: dict) -> Iterator[Path]:
     """
     Context with a directory to write in. The directory becomes `target` when the context ends without an error. After
-    an error its finished weight files are kept, and the next context with the same settings starts with them alone.
+    an error its finished weight files are kept, and the next context with the same settings reuses them.
 
     Args:
         target (`str` or `Path`): Directory to create; must not exist.
         settings (`dict`): Everything that determines the result; JSON.
 
     Raises:
-        ValueError: `target` exists; or the unfinished directory beside it belongs to other settings, does not say to
-        which, or is being written by another process.
-        OSError: The disk is full.
+        ValueError: `target` exists; or the unfinished directory beside it belongs to other or unknown settings, or is
+        being written by another process. OSError: The disk is full.
     """
     target = Path(target)
     check_target(target)
@@ -185,7 +185,7 @@ def unfinished(target: str | Path, settings: dict) -> Iterator[Path]:
                 result.rename(target)
             except BaseException:
                 if any(work.rglob("*.safetensors")):
-                    logger.warning("What is finished stays in %s: the same command goes on from there.", work)
+                    logger.warning("Finished files stay in %s: the same command continues from there.", work)
                 else:
                     shutil.rmtree(work)
                 raise
@@ -201,7 +201,7 @@ def _check_left(work: Path, settings: dict) -> None:
         left = [str(path.relative_to(work)) for path in found if path not in (work / STATE, work / LOCK)]
         if left:
             raise ValueError(
-                f"target: {work} holds {', '.join(left[:3])}, but no whole {STATE} that says of which run. Delete the "
+                f"target: {work} holds {', '.join(left[:3])}, but no complete {STATE} that names its run. Delete the "
                 "directory."
             ) from None
         return
@@ -210,13 +210,13 @@ def _check_left(work: Path, settings: dict) -> None:
         pairs = [(name, str(before.get(name))[:80], str(settings.get(name))[:80]) for name in changed]
         differences = ", ".join(f"{name}: {old} -> {new}" for name, old, new in pairs)
         raise ValueError(
-            f"target: {work} is what is left of a run with other settings ({differences}). Repeat that run to "
+            f"target: {work} was left by a run with other settings ({differences}). Repeat that run to "
             "finish it, or delete the directory."
         )
 
 
 def _keep_weights_alone(result: Path) -> None:
-    """Deletes everything but weight files: other files are written anew, or do not belong to the copy."""
+    """Deletes everything except weight files: other files are written again, or do not belong to the copy."""
     for path in result.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -226,7 +226,7 @@ def _keep_weights_alone(result: Path) -> None:
 
 @contextmanager
 def _alone(work: Path) -> Iterator[None]:
-    """Context in which no other process writes in `work`. The system frees the lock when the process dies."""
+    """Context that locks `work` against other processes. The system frees the lock when this process dies."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -276,7 +276,7 @@ def rewrite_weights(
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """
-    Writes the weight files of a changed copy that are not in `result` already.
+    Writes those weight files of a changed copy that are not in `result` yet.
 
     Args:
         heads (`dict[str, Stored]`): The source's tensors, from [`read_heads`].
@@ -295,7 +295,7 @@ def rewrite_weights(
     if len(parts) == 1:
         paths = [result / "model.safetensors"]
     for path in set(result.glob("*.safetensors")) - set(paths):
-        path.unlink()  # left by a run that divided the files otherwise
+        path.unlink()  # left by a run that divided the tensors into other files
     weight_map, total = {}, 0
     for path, part in zip(paths, parts, strict=True):
         if not _is_whole(path):
@@ -357,7 +357,7 @@ def _plan(heads: dict[str, Stored], unit: Callable[[str], str], max_bytes: int) 
 
 def _bytes_in_16_bits(name: str, stored: Stored) -> int:
     """Returns the size of a tensor in 16 bits, to which quantized weights may be dequantized."""
-    if name.endswith(".weight_packed"):  # with two codes in a byte
+    if name.endswith(".weight_packed"):  # two codes in a byte
         return 4 * stored.nbytes
     one_byte = name.endswith(".weight") and stored.nbytes == torch.Size(stored.shape).numel()
     return stored.nbytes * (2 if one_byte else 1)

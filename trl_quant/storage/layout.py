@@ -17,8 +17,8 @@ Scales listed without a dtype have the weight's dtype. nf4 has no such layout: b
 
 [`checkpoint_stream`] feeds a running engine one tensor at a time. NVFP4 is the exception: layers that an engine fuses
 share a global scale, so the stream holds them back until the last one arrives. [`rewrite_checkpoint`] changes a
-checkpoint on disk. It reads the layers that an engine fuses together, and passes them through a function from their
-tensors to those of the copy: [`quantized`], [`dense`] or [`rounded`].
+checkpoint on disk. It reads layers that an engine fuses as one unit, and maps their tensors to those of the copy with
+[`quantized`], [`dense`] or [`rounded`].
 """
 
 import json
@@ -76,7 +76,7 @@ __all__ = [
 
 
 LAYOUT_VERSION = "0.19.0"  # the compressed-tensors version that defines these names and bytes
-SUFFIXES = ("", "_packed", "_scale", "_global_scale", "_shape")  # of a weight's name, where it is quantized
+SUFFIXES = ("", "_packed", "_scale", "_global_scale", "_shape")  # suffixes of a quantized weight's name
 
 
 def storable() -> list[str]:
@@ -85,7 +85,7 @@ def storable() -> list[str]:
 
 
 def _arguments(given: dict, dynamic: bool = False) -> dict:
-    """Returns compressed-tensors' `QuantizationArgs` with every field written out, as that library does."""
+    """Returns compressed-tensors' `QuantizationArgs` with every field written out, as that library writes them."""
     return {
         "symmetric": True,
         "group_size": None,
@@ -105,7 +105,7 @@ def quantization_config(format: str, ignore: Iterable[str] = HEAD) -> dict:
     Returns the `quantization_config` entry of config.json.
 
     Args:
-        format (`str`): Any format but nf4.
+        format (`str`): Any format except nf4.
         ignore (`Iterable[str]`, *optional*): Linear layers that stay unquantized, as in [`is_quantizable`].
 
     Raises:
@@ -135,7 +135,7 @@ def quantization_config(format: str, ignore: Iterable[str] = HEAD) -> dict:
 
 
 def check_groups(name: str, inputs: int, format: str) -> None:
-    """Raises `ValueError` if the weight `name`, of so many inputs, does not fill the groups that `format` stores."""
+    """Raises `ValueError` if the weight `name`, with so many inputs, does not fill the groups that `format` stores."""
     group = _layout(format).group
     if inputs % group:
         raise ValueError(f"{name}: {inputs} inputs, but {format!r} is stored for multiples of {group} only.")
@@ -150,8 +150,8 @@ def checkpoint_tensors(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
         q ([`QuantizedTensor`]): The quantized weight, a matrix.
 
     Raises:
-        ValueError: The weight is no matrix called `*.weight`, its rows do not fill the format's groups, or the format
-        has no layout.
+        ValueError: The weight is not a matrix called `*.weight`, its rows do not fill the format's groups, or the
+        format has no layout.
     """
     layout = _layout(q.format)
     if not name.endswith(".weight") or len(q.shape) != 2:
@@ -179,7 +179,7 @@ def checkpoint_stream(
 
     Args:
         tensors (`Iterable`): Names and tensors, in any order.
-        format (`str`): Any format but nf4.
+        format (`str`): Any format except nf4.
         ignore (`Iterable[str]`, *optional*): As in [`is_quantizable`].
         quantizer (`Callable`, *optional*): [`quantize`] or a function with its signature.
         shared_scale (`Callable`, *optional*): [`global_scale`] or a function with its signature, for nvfp4.
@@ -219,7 +219,7 @@ def quantized(format: str, ignore: Iterable[str] = HEAD, **quantizers: Callable)
 
 
 def rounded_first(transform: Transform, dtype: torch.dtype, ignore: Iterable[str] = HEAD) -> Transform:
-    """Returns `transform` for weights of linear layers that are rounded to `dtype` before; `ignore` as there."""
+    """Returns a function that rounds the weights of linear layers, except `ignore`, to `dtype` before `transform`."""
     ignore = tuple(ignore)
 
     def of_rounded(tensors: Tensors) -> Tensors:
@@ -325,18 +325,16 @@ def rewrite_checkpoint(
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """
-    Writes a changed copy of a checkpoint, one fused layer at a time. Memory holds one file of the result. Files that an
-    earlier call finished are kept (see [`~files.unfinished`]).
+    Writes a changed copy of a checkpoint, one fused layer at a time. Needs memory for one file of the result. Files
+    that an earlier call finished are kept (see [`~files.unfinished`]).
 
     Args:
-        source (`str` or `Path`): Directory with config.json and safetensors, one file or shards with an index.
-        result (`Path`): Directory to write in.
-        transform (`Callable`): [`quantized`], [`dense`], [`rounded`], or a chain of them.
-        config (`dict`): The copy's config.json.
-        device (`torch.device` or `str`, *optional*): Where to compute.
-        max_shard_bytes (`int`, *optional*): Most that a weight file may take in 16 bits; one layer may take more.
-        with_code (`bool`, *optional*): Whether to copy the checkpoint's Python files.
-        progress (`Callable`, *optional*): Called with the bytes of each finished layer.
+        source (`str` or `Path`): Directory with config.json and safetensors, one file or shards with an index. result
+        (`Path`): Directory to write in. transform (`Callable`): [`quantized`], [`dense`], [`rounded`], or a chain of
+        them. config (`dict`): The copy's config.json. device (`torch.device` or `str`, *optional*): Where to compute.
+        max_shard_bytes (`int`, *optional*): Largest size of a weight file, counted in 16 bits. A single layer may
+        exceed it. with_code (`bool`, *optional*): Whether to copy the checkpoint's Python files. progress (`Callable`,
+        *optional*): Called with the bytes of each finished layer.
     """
     copy_files(Path(source), result, with_code)
     heads = read_heads(weight_files(Path(source)))
@@ -356,13 +354,13 @@ def quantize_checkpoint(
     with_code: bool = False,
 ) -> Path:
     """
-    Writes a quantized copy of a local safetensors checkpoint. The target appears whole or not at all. A call with the
-    same source and arguments reuses what a killed call had finished.
+    Writes a quantized copy of a local safetensors checkpoint. The target appears complete or not at all. A call with
+    the same source and arguments reuses the files that a killed call had finished.
 
     Args:
         source (`str` or `Path`): Directory with config.json and safetensors, one file or shards with an index.
         target (`str` or `Path`): Directory to create, which must not exist.
-        format (`str`): Any format but nf4.
+        format (`str`): Any format except nf4.
         ignore (`Iterable[str]`, *optional*): As in [`is_quantizable`].
         quantizer, shared_scale (`Callable`, *optional*): As in [`checkpoint_stream`].
         device (`torch.device` or `str`, *optional*): Where to quantize.
@@ -389,10 +387,10 @@ def quantize_checkpoint(
 def linear_layers(source: str | Path, ignore: Iterable[str] = HEAD) -> tuple[list[str], list[str]]:
     """
     Returns the names of a checkpoint's linear layers: those that [`quantize_checkpoint`] quantizes, and those in
-    `ignore`. Reads only the heads of the files, which show whether a file is whole.
+    `ignore`. Reads only the headers of the files, which show whether a file is complete.
 
     Raises:
-        ValueError: There is no such checkpoint, it is quantized already, a file is not whole, it is a mixture of
+        ValueError: There is no such checkpoint, it is quantized already, a file is incomplete, it is a mixture of
         experts, or it has nothing to quantize.
     """
     source, ignore = Path(source), tuple(ignore)
@@ -425,8 +423,8 @@ def _layout(format: str) -> type[Format]:
 
 def quantizers_on(device: torch.device | str) -> dict[str, Callable]:
     """
-    Returns the quantizers that `checkpoint_stream` takes: those of `formats`, or on a GPU their Triton twins. A format
-    without a kernel is quantized by `formats` there too.
+    Returns the quantizers for `checkpoint_stream` as keyword arguments: those of `formats`, or on a GPU their Triton
+    twins. A format without a kernel is quantized by `formats` on a GPU too.
     """
     if torch.device(device).type != "cuda":
         return {"quantizer": quantize, "shared_scale": global_scale}

@@ -14,7 +14,7 @@ from .standard import convert_from_command_line, write_standard
 
 def convert(source: str, target: str | Path, revision: str | None = None) -> Path:
     """
-    Writes a checkpoint of LLaDA under Llama's names. The target appears whole or not at all.
+    Writes a checkpoint of LLaDA under Llama's names. The target appears complete or not at all.
 
     Args:
         source (`str`): Hub id or directory of a checkpoint in safetensors, such as `GSAI-ML/LLaDA-8B-Instruct`.
@@ -25,7 +25,7 @@ def convert(source: str, target: str | Path, revision: str | None = None) -> Pat
         `Path`: The target.
 
     Raises:
-        ValueError: `target` exists, or the source is no LLaDA that Llama can compute.
+        ValueError: `target` exists, or the source is not a LLaDA that Llama can compute.
     """
     return write_standard(source, target, revision, llama_config, llama_name)
 

@@ -1,7 +1,7 @@
 """
 Measures the perplexity of a checkpoint and of its quantized copy.
 
-Only one model is in memory: the copy's weights replace the source's.
+Only one model is in memory at a time: the copy's weights replace the source's.
 """
 
 import gc
@@ -53,7 +53,7 @@ def perplexity(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> fl
             count += len(targets)
     if math.isnan(total):
         raise ValueError(f"{type(model).__name__} computes NaN instead of log-probabilities, so it has no perplexity.")
-    return torch.tensor(total / count, dtype=torch.double).exp().item()  # `math.exp` would raise where this is infinite
+    return torch.tensor(total / count, dtype=torch.double).exp().item()  # `math.exp` raises on infinity
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Writes a quantized copy of a checkpoint (`trl-quant prepare`).
 
 A vLLM server that samples in INT8, NVFP4 or MXFP4 starts from such a copy, while the trainer loads the 16-bit
-checkpoint. A colocated engine (`vllm_engine_kwargs={"model": ...}`) and a policy on a 4-bit base can start from one
-too, and then do not quantize first.
+checkpoint. A colocated engine (`vllm_engine_kwargs={"model": ...}`) and a policy on a 4-bit base can also start from
+such a copy, which saves them from quantizing.
 
 Weights are rounded to nearest, without data. `--awq` first scales them on calibration data. Repeating the command
 resumes a run that was killed.
@@ -60,7 +60,7 @@ class PrepareOptions:
 
 
 def prepare(options: PrepareOptions) -> list[str]:
-    """Quantizes a checkpoint, one fused layer at a time, and returns the lines that say what was done."""
+    """Quantizes a checkpoint, one fused layer at a time, and returns lines of text that report it."""
     _check(options)
     if options.awq:
         check_awq(options.format)
@@ -117,16 +117,14 @@ def _check(options: PrepareOptions) -> None:
     if options.awq and options.calibration is None:
         raise ValueError("`--awq` needs text to calibrate on: give `--calibration`, a file or a dataset on the hub.")
     if options.calibration is not None and not options.awq:
-        raise ValueError(
-            f"`--calibration` {options.calibration} acts with `--awq` alone. Give both, or `--perplexity`."
-        )
+        raise ValueError(f"`--calibration` {options.calibration} acts only with `--awq`. Give both, or `--perplexity`.")
     for name, least in (("calibration_samples", 1), ("calibration_length", 2), ("perplexity_samples", 0)):
         if getattr(options, name) < least:
             raise ValueError(f"`--{name}` {getattr(options, name)} is out of range. It must be >= {least}.")
 
 
 def _sequences(options: PrepareOptions, source: Source) -> tuple[list, list, PreTrainedTokenizerBase | None]:
-    """Returns tokens for calibration, tokens for perplexity, and the tokenizer; nothing if neither is asked for."""
+    """Returns tokens for calibration, tokens for perplexity, and the tokenizer; empty if neither is requested."""
     measuring = options.perplexity_samples if options.perplexity or options.awq else 0
     if not options.awq and not measuring:
         return [], [], None

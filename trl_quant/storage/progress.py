@@ -9,7 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Context with a function that adds bytes to a bar on standard error. Draws nothing if that is no terminal."""
+    """Context with a function that adds bytes to a progress bar on standard error, which shows only on a terminal."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

@@ -1,4 +1,4 @@
-"""What a checkpoint's config says of its quantization."""
+"""Reads what a checkpoint's config says about its quantization."""
 
 import torch
 
@@ -50,8 +50,8 @@ def check_prepared(config, precision: str, field: str = "rollout_precision") -> 
 
 def record_gathered_dtype(config, dtype: torch.dtype | None) -> None:
     """
-    Records in a policy's config that training quantized weights which were rounded to `dtype` before, as FSDP2 gathers
-    them, so that `trl-quant prepare` does the same. `None` removes the record.
+    Records in a policy's config that training rounded weights to `dtype` before it quantized them, as FSDP2 does when
+    it gathers, so that `trl-quant prepare` does the same. `None` removes the record.
     """
     if dtype is not None:
         config.qat_gathered_dtype = str(dtype).removeprefix("torch.")
@@ -60,7 +60,7 @@ def record_gathered_dtype(config, dtype: torch.dtype | None) -> None:
 
 
 def gathered_dtype(config: dict) -> torch.dtype | None:
-    """Returns what [`record_gathered_dtype`] recorded, from a config.json; `None` if it recorded nothing."""
+    """Returns the type that [`record_gathered_dtype`] wrote into a config.json, or `None`."""
     name = config.get("qat_gathered_dtype")
     return None if name is None else getattr(torch, name)
 

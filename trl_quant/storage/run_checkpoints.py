@@ -1,4 +1,4 @@
-"""Reads the checkpoints of a run: which there are, which are whole, and what the run wrote beside its weights."""
+"""Reads the checkpoints of a run: which exist, which are complete, and what the run wrote beside its weights."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from .files import read_heads, read_json
 
 ROLLOUT_STATE_NAME = "rollout_state.json"
 CRITIC_NAME = "critic"  # a directory
-GENERATION_NAME = "unfinished_generation_"  # of a rank's file, without the rank
+GENERATION_NAME = "unfinished_generation_"  # prefix of a rank's file, followed by the rank
 SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(safetensors|bin)")
 # The names that transformers and accelerate use: one file, one for each rank, or a directory under FSDP
 OPTIMIZER = re.compile(r"optimizer\.(pt|bin)|optimizer_\d+|optimizer\.pt_.*|rank\d+-of-\d+-optimizer\.pt")
@@ -79,8 +79,8 @@ def has_whole_weights(path: Path) -> bool:
 
 def lacking(path: Path) -> list[str]:
     """
-    Returns what a checkpoint lacks to resume a run, beside weights; empty with `save_only_model`. A file that was not
-    written to its end lacks too: a host that was killed while it saved leaves one beside the other ranks' whole files.
+    Returns the parts, other than weights, that a checkpoint lacks to resume a run; empty with `save_only_model`. An
+    incomplete file counts as lacking: a host that was killed while it saved leaves one beside the other ranks' files.
     """
     if saved_only_model(path):
         return []
@@ -101,7 +101,7 @@ def saved_only_model(path: str | Path) -> bool:
 def arguments_of(path: str | Path) -> dict:
     try:
         return read_rollout_state(path).get("arguments", {})
-    except ValueError:  # code that needs the file raises it again
+    except ValueError:  # code that needs the file raises the error again
         return {}
 
 
@@ -114,7 +114,7 @@ def runs_of(path: str | Path) -> list[str]:
 
 
 def how_to_go_on(output_dir: str) -> str:
-    """Returns advice, for an error message, from which checkpoint a run can resume, as far as this host can see."""
+    """Returns advice for an error message: the checkpoint from which a run can resume, as far as this host can see."""
     checkpoint = last_to_resume(output_dir)
     if checkpoint is not None:
         return f"The last whole checkpoint is {checkpoint}; continue with `train(resume_from_checkpoint=True)`."
@@ -142,7 +142,7 @@ def read_rollout_state(checkpoint: str | Path) -> dict:
 
 
 def read_state(path: Path) -> dict:
-    """Reads the object in a JSON file; empty if there is no file."""
+    """Reads the object in a JSON file; empty if there is no file. Raises `ValueError` for an incomplete file."""
     if not path.is_file():
         return {}
     try:

@@ -18,10 +18,10 @@ class Source:
     A checkpoint to read.
 
     Attributes:
-        path (`Path`): Its directory.
+        path (`Path`): The checkpoint's directory.
         name (`str`): Its name in a model card: its id on the hub, or the name of its directory.
         revision (`str` or `None`): Its commit on the hub.
-        trust (`bool`): Whether its own Python may run.
+        trust (`bool`): Whether its own Python code may run.
     """
 
     path: Path
@@ -40,7 +40,7 @@ class Source:
         return sum(stored.nbytes for stored in self.heads.values())
 
     def skeleton(self):
-        """Builds its model, whose weights take no memory."""
+        """Builds the checkpoint's model on the meta device, where weights take no memory."""
         return skeleton(AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust), self.trust)
 
     def ignored(self) -> list[str]:
@@ -61,7 +61,7 @@ class Source:
         outside = [name for name in chosen if name not in decoder]
         if outside:
             raise ValueError(
-                f"source: `{outside[0]}` ({len(outside)} such) is no linear layer in the decoder of "
+                f"source: `{outside[0]}` ({len(outside)} such) is not a linear layer in the decoder of "
                 f"{type(policy).__name__}, and only those can be quantized."
             )
         return chosen, left
@@ -87,7 +87,7 @@ def find_source(model: str, revision: str | None, trust: bool, option: str = "--
     try:
         path = Path(snapshot_download(model, revision=revision, allow_patterns=needed, ignore_patterns="*/*"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"source: {model} is no directory, and was not found on the hub: {error}") from error
+        raise ValueError(f"source: {model} is not a directory, and was not found on the hub: {error}") from error
     check_links(path)
     commit = path.name if path.parent.name == "snapshots" else None
     return Source(path, model, commit or revision, trust)

@@ -1,6 +1,6 @@
-"""Writes a checkpoint of a model that brings its own Python under the names of the architecture that computes the same.
+"""Converts a checkpoint that brings its own Python code to the names of a standard architecture that computes the same.
 
-The Python is neither run nor copied. The files of the tokenizer are copied.
+The Python code is neither run nor copied. The files of the tokenizer are copied.
 """
 
 import json
@@ -27,15 +27,15 @@ def write_standard(
 ) -> Path:
     """
     Writes a copy of a checkpoint with other names and another config. Its weights are the same, bit for bit. The target
-    appears whole or not at all.
+    appears complete or not at all.
 
     Args:
         source (`str`): Hub id or directory of a checkpoint in safetensors.
         target (`str` or `Path`): Directory to create, which must not exist.
         revision (`str` or `None`): Branch, tag or commit on the hub.
-        config_of (`Callable`): Returns the copy's config.json for the checkpoint's. May raise `ValueError`.
-        name_of (`Callable`): Returns a tensor's name in the copy. Raises `ValueError` for an unknown tensor.
-        tokenizer_class (`str`, *optional*): Class of transformers that takes the place of the tokenizer's own.
+        config_of (`Callable`): Maps the checkpoint's config.json to the copy's. May raise `ValueError`.
+        name_of (`Callable`): Maps a tensor's name to its name in the copy. Raises `ValueError` for an unknown tensor.
+        tokenizer_class (`str`, *optional*): Class of transformers that replaces the tokenizer's own.
 
     Returns:
         `Path`: The target.
@@ -65,7 +65,7 @@ def write_standard(
 
 
 def convert_from_command_line(module: str, convert: Callable[[str, str], Path]) -> None:
-    """Converts what the command line of `python -m trl_quant.storage.<module> SOURCE TARGET` names."""
+    """Runs `convert` with the arguments of `python -m trl_quant.storage.<module> SOURCE TARGET`."""
     if len(sys.argv) != 3:
         sys.exit(f"usage: python -m trl_quant.storage.{module} SOURCE TARGET")
     print(convert(*sys.argv[1:]))

@@ -23,7 +23,7 @@ def token_sequences(data: str, tokenizer: PreTrainedTokenizerBase, samples: int,
     Args:
         data (`str`): A `.txt`, `.json(l)`, `.parquet` or `.csv` file, a directory that `datasets` loads, or an id on
             the hub, of which the train split is read. Rows hold a text, a conversation, or a question and its answer.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The model's; its end-of-sequence token separates texts.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The model's tokenizer; its EOS token separates texts.
         samples (`int`): Largest number of sequences.
         length (`int`): Tokens of each sequence.
 

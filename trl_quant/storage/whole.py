@@ -39,7 +39,7 @@ def is_full(error: BaseException) -> bool:
 
 @contextmanager
 def told_if_full(path: Path) -> Iterator[None]:
-    """Context that turns an error of a full disk, while `path` is written, into one line with the room that is left."""
+    """Context in which a full disk, while `path` is written, raises an error with the space that is left."""
     try:
         yield
     except Exception as error:
@@ -49,5 +49,5 @@ def told_if_full(path: Path) -> Iterator[None]:
         raise OSError(
             errno.ENOSPC,
             f"No space left while writing {path}: {free / 2**20:.1f} MiB are free there. Make room and repeat the "
-            f"command: it goes on from there. Cause: {error}",
+            f"command: it continues from there. Cause: {error}",
         ) from error

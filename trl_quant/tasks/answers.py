@@ -10,16 +10,16 @@ The order is fixed. The first kind of marker present decides, and only its last 
 A marker must hold one written-out number, alone or with words and units: `$12.50`, `1,234 clips`, `5 m/s^2`,
 `x = 5`, `\frac{3}{4}` and `50%`. Anything else is not an answer, and weaker markers are not tried:
 
-| in the marker | why it is no answer |
+| in the marker | why it is not an answer |
 |---|---|
 | `5 or 6`, `3,3`, `3 (or 4)` | a hedge |
-| `71 = 72`, `a = 4 = 3` | sides of an equation that are numbers, but not the same one |
+| `71 = 72`, `a = 4 = 3` | an equation with different numbers on its sides |
 | `3 + 4`, `72!`, `72x`, `\sqrt{72}`, `2 \cdot 36` | an expression, which may be the question's own |
 | `not 72`, `> 72`, `72?` | a denial, a bound, a doubt |
 
-Two numbers are compared exactly, as they are written. A fraction must be reduced, so a quotient of two numbers of the
-question is not right by itself, and 72 is neither `144/2` nor `72%`. Numbers have at most 64 characters and are read by
-regular expressions, so the comparison is fast, bounded, and works on any thread.
+Two numbers are compared exactly, as they are written. A fraction must be reduced, so an unevaluated quotient of two
+numbers of the question is wrong, and 72 is neither `144/2` nor `72%`. Numbers have at most 64 characters and are read
+by regular expressions, so the comparison is fast, bounded, and works on any thread.
 """
 
 import math
@@ -49,10 +49,10 @@ _NUMBER = re.compile(
 _POWER = rf"(?:{_UNITS})(?![A-Za-z])(?:\^(?:\d|\{{\d\}})(?!\.?\d)|[²³])?"  # of a unit
 _UNIT = re.compile(rf"\s*{_POWER}(?:\s*/\s*{_POWER})*")  # cm^2, km/h
 _LETTER = "[A-Za-z\u0370-\u03ff]"
-# After a number, these make it another number or an expression: 72!, 72x, 72^2, 72_8, 72/x
+# After a number, these turn it into another number or an expression: 72!, 72x, 72^2, 72_8, 72/x
 _CONTINUED = re.compile(rf"\s?[!^_\\|}}²³]|{_LETTER}|\s(?![aAI]){_LETTER}(?!{_LETTER})|\s?/\s?{_LETTER}(?!{_LETTER})")
 _OPERATOR_AFTER = re.compile(r"\s?[+×·÷]")
-# Before a number, these make it part of an expression or one of several candidates: 6*7, f(7), 5,6, 3 (or 4)
+# Before a number, these turn it into part of an expression or one of several candidates: 6*7, f(7), 5,6, 3 (or 4)
 _OPERATOR_BEFORE = re.compile(
     r"(?:[+/^×·÷<>≠≤≥±|{√]|[\d)]\s*[-*]|\*\*|\\[A-Za-z]+|[A-Za-z*/^-]\(|\d,|\d\s*\(?\s*or\b)\s*$"
 )
@@ -60,17 +60,17 @@ DENIAL = re.compile(r"\b(?:not|never|no|neither|nor)\b|n['’]t\b|\b(?:or|either
 _OPERATION = re.compile(
     r"\b(?:plus|minus|twice|double|half|squared|cubed|factorial|sqrt|log|ln|exp|sin|cos|tan)\b", re.IGNORECASE
 )
-# These make an equation's side a relation, or the end of another equation: x \neq 5, a = 4, b
+# These turn an equation's side into a relation, or the end of another equation: x \neq 5, a = 4, b
 _SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\band\b|[!?<>≠≤≥≈~±]|\\(?:ne|neq|not|approx|sim|pm|leq?|geq?|lt|gt)\b")
 _VARIABLE = re.compile(rf"(?<!{_LETTER})(?![aAIghlLms]){_LETTER}(?!{_LETTER})")  # no article, pronoun or unit
-# A side of an equation in unknowns, which is not the last side's number: x + y = 5
+# A side of an equation that contains unknowns, so that the last side is not its value: x + y = 5
 _UNKNOWN = re.compile(rf"(?<!{_LETTER}){_LETTER}(?!{_LETTER}|\s+{_LETTER}{{2}})")
 _OPERATED = re.compile(r"[-+*/^]|\\(?:frac|cdot|times|div|sqrt)")
 # Words and the characters between them; operators, commands and brackets of expressions are excluded
 _WORDS = re.compile(r"""(?:[^\W\d_]|[\s.,:;'"’()$€£¥₹¢&]|(?<=[^\W\d_])-(?=[^\W\d_]{2})|/(?=[^\W\d_]{2}))*""")
-# A word of a question: none of LaTeX or of a tag. In Chinese and Japanese each character counts.
+# A word of a question, but not of LaTeX or of a tag. In Chinese and Japanese each character counts as a word
 _ASKING_WORD = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]|(?<![\\<\w])(?<!</)[^\W\d_]{2,}")
-# A place inside a word or a number with its sign, its separators and what makes another one of it
+# A position inside a word, or inside a number with its sign, its separators and suffixes that change its value
 _INSIDE = re.compile(r"(?<=\w)(?=\w)|(?<=\d[.,/])(?=\d)|(?<=\d)(?=[.,/]\d|[%^!])|(?<=[-−$.])(?=\d)")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\s*\{")
@@ -103,8 +103,8 @@ _REWRITES = (
 
 def message_text(completion: str | Sequence[dict] | None) -> str:
     """
-    Returns the text of a plain completion, or of the last message of a conversational one, with text parts joined. If a
-    tool had the last word, as when the turns ran out, the policy has answered nothing.
+    Returns the text of a plain completion, or of the last message of a conversational one, with text parts joined. If
+    the last message is a tool's, as when the turns ran out, the policy gave no answer: returns an empty text.
     """
     if completion is None or isinstance(completion, str):
         return completion or ""
@@ -131,12 +131,12 @@ def _messages(prompt: str | Sequence[dict] | None) -> list[dict]:
 
 def without_echo(text: str, prompt: str | Sequence[dict] | None) -> str:
     """
-    Returns a completion's text without the places that repeat, word for word, what its prompt asks. Copying a question,
-    or an instruction that shows a marker, is not an answer.
+    Returns a completion's text without the parts that repeat a question of its prompt word for word. Copying a
+    question, or an instruction that shows a marker, is not an answer.
 
     A message counts as an echo only if it cannot be the answer itself. Few-shot examples can be: the right answer may
     equal what the assistant said in an example (`#### 4`) or what a user sent (`4`, `3 + 4`, a grid). So the message
-    must ask something, and must be repeated whole; nothing is removed inside a number or a word.
+    must ask something, and must be repeated in full; nothing is removed inside a number or a word.
     """
     for question in sorted(filter(None, map(_question, _messages(prompt))), key=len, reverse=True):
         if question in text:
@@ -145,7 +145,7 @@ def without_echo(text: str, prompt: str | Sequence[dict] | None) -> str:
 
 
 def _question(message: dict) -> str | None:
-    """Returns what a message asks, stripped; `None` if it may be an answer, being too short or of another role."""
+    """Returns the question in a message, stripped; `None` if it may be an answer: it is short or has another role."""
     text, role = _content(message).strip(), message.get("role")
     words = len(_ASKING_WORD.findall(text))
     asks = role == "user" and (words >= ASKING_WORDS or (words > 0 and text.endswith(("?", "？"))))
@@ -221,13 +221,13 @@ def single_number(text: str) -> str | None:
 
 
 def _says_more(side: str) -> bool:
-    """Whether an equation's side is more than a name or what was calculated: a relation, an expression in unknowns."""
+    """Whether an equation's side is more than a name or a calculation: a relation, or an expression with unknowns."""
     in_unknowns = _UNKNOWN.search(side) and _OPERATED.search(side)
     return bool(in_unknowns or _SEVERAL.search(side) or DENIAL.search(side) or None in numbers(side))
 
 
 def _differ(sides: list[str], number: str | None) -> bool:
-    """Whether a side of an equation is a number by itself, and another one, as in `71 = 72`."""
+    """Whether a side of an equation is itself a number other than `number`, as in `71 = 72`."""
     found = [_numbers(side.strip(" \n*$")) for side in sides]
     alone = [numbers_of[0][0] for numbers_of in found if len(numbers_of) == 1 and numbers_of[0][1:] == ("", "")]
     return any(None in (one, number) or _value(one) != _value(number) for one in alone)
@@ -279,9 +279,9 @@ def extract_answer(text: str, last_number: bool = True) -> str | None:
     """Returns the number that `text` commits to, in the order above.
 
     Args:
-        text (`str`): a completion of any length; only its last `TAIL_CHARACTERS` characters are read.
-        last_number (`bool`): without a marker, take the last number of the text (`True`) or require that the text
-            is a single number or a single equation (`False`).
+        text (`str`): a completion of any length; only its last `TAIL_CHARACTERS` characters are read. last_number
+        (`bool`): if there is no marker, whether to take the last number of the text, or to require that
+            the text is a single number or a single equation.
 
     Returns:
         `str | None`: a canonical number, such as `-7`, `12.50`, `3/4` or `50%`.
@@ -299,7 +299,7 @@ def extract_answer(text: str, last_number: bool = True) -> str | None:
 def same_number(gold: str, answer: str) -> bool:
     """Whether `answer` is the number `gold`, written as a whole number, a decimal or a reduced fraction.
 
-    Both are canonical. `50%` is not 50, but where `50%` is asked for, both are right.
+    Both must be canonical. `50%` does not equal `50`, but if `gold` is `50%`, both are right.
     """
     if answer.endswith("%") and not gold.endswith("%"):
         return False

@@ -8,8 +8,8 @@ first, one step per column: the digits, the incoming carry, the digit written, a
     904-88=    4-8-0=6b1 0-8-1=1b1 9-0-1=8b0 #### 816
     47*6=      7*6+0=2c4 4*6+4=8c2 #### 282
 
-A division subtracts the divisor until less is left. Its solution is a chain of differences, each of which needs only
-the one before it, so that short steps make long completions:
+A division subtracts the divisor until the rest is smaller than it. Its solution is a chain of differences, each of
+which needs only the one before it, so that short steps make long completions:
 
     130%57=    130-57=0-7-0=3b1 3-5-1=7b1 1-0-1=0b0 #### 73;73-57=3-7-0=6b1 7-5-1=1b0 #### 16;
 
@@ -126,10 +126,13 @@ def digits(number: int) -> list[int]:
 def problems(
     seed: int, operations: Sequence[str] = OPERATIONS, min_digits: int = 2, max_digits: int = 4, held_out: bool = False
 ) -> Iterator[Problem]:
-    """Yields problems without end, the same ones for the same seed: either held-out ones only or training ones only.
+    """Yields problems without end, the same ones for the same seed, either only held-out or only training problems.
 
     The `operations` are equally frequent, and so are digit counts from `min_digits` to `max_digits`. Problems with one
     of their operands as the answer (`80-40`) are left out: copying from the question must never be right.
+
+    Raises:
+        ValueError: for unknown operations or none, or for numbers of digits that are below 1 or not in order.
     """
     allowed = ", ".join(map(repr, OPERATIONS))
     if not isinstance(operations, Sequence) or not operations:
@@ -155,7 +158,8 @@ def problems(
 def divisions(seed: int, min_quotient: int, max_quotient: int, held_out: bool = False) -> Iterator[Division]:
     """Yields divisions by two digits without end, the same ones for the same seed: held out, or for training.
 
-    Divisors, quotients from `min_quotient` to `max_quotient`, and remainders are equally frequent.
+    Divisors, quotients from `min_quotient` to `max_quotient`, and remainders are equally frequent. Raises `ValueError`
+    for quotients that are below 1 or not in order.
     """
     if not 1 <= min_quotient <= max_quotient:
         raise ValueError(

@@ -29,7 +29,7 @@ from .rewards import REWARDS
 
 BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
 GENERATED = 500  # questions by default
-ATTEMPTS = 1000  # draws without a new problem, after which there seem to be no more
+ATTEMPTS = 1000  # draws without a new problem, after which no more are assumed to exist
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Benchmark:
 
     @property
     def columns(self) -> list[str]:
-        """The columns of a row that the reward needs beside the completion."""
+        """The columns of a row that the reward needs in addition to the completion."""
         parameters = inspect.signature(self.reward).parameters.values()
         return [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD][1:]
 
@@ -90,9 +90,12 @@ def generate(task: str, count: int, seed: int = 0, held_out: bool = False, **dif
     Args:
         task (`str`): `"arithmetic"`, `"countdown"` or `"sudoku"`.
         count (`int`): Number of problems.
-        seed (`int`): The same one gives the same problems.
-        held_out (`bool`): Whether they are for evaluation. No problem serves both evaluation and training.
+        seed (`int`): Seed of the generator.
+        held_out (`bool`): Whether to generate problems for evaluation, which are never generated for training.
         difficulty: Keywords of the task's `problems`.
+
+    Raises:
+        ValueError: for other keywords, or if there are fewer distinct problems.
 
     Example:
 
@@ -105,7 +108,7 @@ def generate(task: str, count: int, seed: int = 0, held_out: bool = False, **dif
     while len(found) < count:
         fresh = next((p for p in islice(stream, ATTEMPTS) if p not in found), None)
         if fresh is None:
-            raise ValueError(f"{task}: there are hardly more than {len(found)} problems like that, and not {count}.")
+            raise ValueError(f"{task}: there are hardly more than {len(found)} problems like that, not {count}.")
         found[fresh] = None
     return Dataset.from_list([problem.row for problem in found])
 
@@ -149,7 +152,7 @@ def load_questions(
     source = data or benchmark.source
     check_difficulty(task, difficulty or {})
     if source is not None and difficulty:
-        raise ValueError(f"`task_kwargs` are of generated problems, but these are read from {source!r}. Leave it out.")
+        raise ValueError(f"`task_kwargs` act only on generated problems, but these come from {source!r}. Leave it out.")
     if source is not None:
         dataset = load_prompts(source, benchmark.split)
         if benchmark.answer in dataset.column_names and benchmark.answer != "answer":

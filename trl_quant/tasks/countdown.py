@@ -9,7 +9,7 @@ numbers, in any order, are the same problem.
 The verifier parses the last answer with Python's grammar (`ast`), evaluates only the four operations on whole numbers,
 and computes in exact fractions. Joined digits, signs before numbers, powers, floor division and near misses score 0.
 
-[`Search`] asks the same in few characters, and its worked solution lists trials until one makes the target.
+[`Search`] poses the same problem in few characters, and its worked solution lists trials until one makes the target.
 `examples/build_arithmetic_model.py` teaches it to a model:
 
     3,4,7>19=   4+3=7 7+7=14;4+3=7 7*7=49;4+3=7 7/7=1;4*3=12 12+7=19;#### (4*3)+7
@@ -29,8 +29,8 @@ from .answers import final_answer, single_number, truth_text
 from .splits import is_held_out
 
 
-TRIALS = 8  # most trials of a worked solution
-MAX_CHARACTERS = 256  # most characters of an expression; six numbers of three digits with all parentheses take 50
+TRIALS = 8  # largest number of trials in a worked solution
+MAX_CHARACTERS = 256  # largest length of an expression; six numbers of three digits with all parentheses take 50
 _ALLOWED = re.compile(rf"[0-9+\-*/() ]{{1,{MAX_CHARACTERS}}}")
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -72,15 +72,18 @@ def problems(
     use_all: bool = True,
     held_out: bool = False,
 ) -> Iterator[Problem]:
-    """Yields problems without end, the same ones for the same seed: either held-out ones only or training ones only.
+    """Yields problems without end, the same ones for the same seed, either only held-out or only training problems.
 
     Args:
         seed (`int`): seed of the stream.
         min_numbers, max_numbers (`int`): range of the count of numbers, from 2 to 8, all equally frequent.
         max_number (`int`): numbers are drawn from 1 to this.
-        max_target (`int`): targets lie between 10 and this, and are none of the numbers.
+        max_target (`int`): targets lie between 10 and this, and differ from all numbers.
         use_all (`bool`): whether an answer must use all numbers.
-        held_out (`bool`): problems for evaluation, or for training.
+        held_out (`bool`): whether to yield problems for evaluation instead of training.
+
+    Raises:
+        ValueError: for a number outside its range.
     """
     if not 2 <= min_numbers <= max_numbers <= 8:
         raise ValueError(
@@ -158,7 +161,7 @@ def _ways(left: list[tuple[int, str]], steps: tuple[str, ...] = ()) -> Iterator[
 
 
 def searches(seed: int, numbers: int = 3, held_out: bool = False) -> Iterator[Search]:
-    """Yields problems with so many numbers from 1 to 9 and few trials without end, the same ones for the same seed."""
+    """Yields problems of `numbers` numbers from 1 to 9 with few trials, without end, the same for the same seed."""
     for problem in problems(seed, numbers, numbers, max_number=9, held_out=held_out):
         search = Search(problem.nums, problem.target)
         if search.trials <= TRIALS:
@@ -188,15 +191,15 @@ def countdown_reward(completions, nums, target, use_all=None, prompts=None, **kw
     r"""1.0 where the completion's last answer is an expression of the given numbers that equals the target, else 0.0.
 
     Args:
-        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row; the answer stands in
+        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row; the answer is in
             `<answer>`, `\boxed{}` or after `####`.
-        nums (`list[list[int]]`): the numbers of each row; a file may hold them as texts, or in one: `"[3, 25, 7]"`.
-        target (`list[int]`): what they are to make, as a number or as text.
-        use_all (`list[bool]`, *optional*): whether each number must be used, or may be; by default it must.
+        nums (`list[list[int]]`): the numbers of each row; a file may hold them as strings, or as one: `"[3, 25, 7]"`.
+        target (`list[int]`): the number that they must make, as a number or a string.
+        use_all (`list[bool]`, *optional*): whether every number must be used; by default it must.
         prompts (`list`, *optional*): the prompts, as TRL passes them; a repeated question is ignored.
 
     Returns:
-        `list[float | None]`: `None` where a row has no target, or numbers that are not whole and positive.
+        `list[float | None]`: `None` where a row has no target, or numbers that are not positive integers.
     """
     rows = len(completions)
     columns = (completions, nums, target, use_all or [True] * rows, prompts or [None] * rows)

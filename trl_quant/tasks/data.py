@@ -33,13 +33,14 @@ def load_prompts(
         split (`str`): the split, in `datasets` syntax (`"train[:1000]"`); a file holds one split, under any name. Of a
             mixture it is the split of each source.
         config (`str`, *optional*): the dataset's configuration on the hub (`openai/gsm8k` defaults to `main`).
-        tokenizer (*optional*): the policy's. If it has a chat template, plain prompts become conversations with one
+        tokenizer (*optional*): the policy's tokenizer. If it has a chat template, plain prompts become conversations
+        with one
             user message, so that TRL applies the template.
         instruction (`str`, *optional*): text after each prompt, a blank line below it.
 
     Returns:
-        `Dataset`: with `prompt` (a string or a list of messages) first, and all other columns unchanged. Of a named
-        one: `prompt`, `answer` and `source`.
+        `Dataset`: with `prompt` (a string or a list of messages) first, and all other columns unchanged. A named
+        dataset has `prompt`, `answer` and `source`.
 
     Raises:
         ValueError: when a local file is missing, empty or of another kind, when no column holds prompts, when a named
@@ -71,9 +72,9 @@ def _load(name_or_path: str, config: str | None, split: str) -> Dataset:
     try:
         dataset = load_dataset(source, config, split=split, **options)
         if options:
-            dataset.data.validate(full=True)  # texts that are not UTF-8, which would fail where they are first read
+            dataset.data.validate(full=True)  # finds text that is not UTF-8, which would fail later
         return dataset
-    except (DatasetGenerationError, ValueError) as error:  # a split or a configuration that there is not, too
+    except (DatasetGenerationError, ValueError) as error:  # also a split or configuration that does not exist
         raise ValueError(f"dataset {name_or_path!r} cannot be read: {error.__cause__ or error}") from error
 
 
@@ -90,8 +91,8 @@ def _with_prompts(name: str, dataset: Dataset) -> Dataset:
 
 def with_instruction(dataset: Dataset, instruction: str) -> Dataset:
     """
-    Puts a text after each prompt. Raises `ValueError` for prompts that are conversations. A prompt that is missing or
-    empty stays so, and `check_prompts` refuses it.
+    Puts a text after each prompt. Raises `ValueError` for prompts that are conversations. A missing or empty prompt is
+    left unchanged, and `check_prompts` refuses it.
     """
 
     def instructed(prompt):
@@ -135,7 +136,7 @@ def check_prompts(name: str, dataset: Dataset | IterableDataset) -> None:
         raise ValueError(f"`{name}` is empty: it must have at least one row.")
     prompts = dataset.select_columns("prompt").with_format(None)
     table = prompts.data
-    # A shuffled dataset is read much faster in the order in which it is stored, which may hold rows that were filtered.
+    # A shuffled dataset is read much faster in stored order, which may include rows that were filtered out
     if len(prompts) <= table.num_rows <= 2 * len(prompts) and _bad_prompt(Dataset(table, info=prompts.info)) is None:
         return
     found = _bad_prompt(prompts)
@@ -154,7 +155,7 @@ def _bad_prompt(dataset: Dataset) -> tuple[int, str] | None:
     for index, prompt in enumerate(rows):
         first = prompt if index == 0 else first
         fault = _fault(prompt)
-        if fault is None and type(prompt) is not type(first):  # TRL takes all to be like the first
+        if fault is None and type(prompt) is not type(first):  # TRL assumes that all are like the first
             fault = f"is a {type(prompt).__name__}, and the first is a {type(first).__name__}"
         if fault is not None:
             return index, fault
@@ -172,7 +173,7 @@ def _fault(prompt) -> str | None:
         return None
     if not all(isinstance(message, dict) and message.get("role") for message in prompt):
         return "has a message without a role"
-    # Other roles may be silent: a system prompt, a call of a tool, what a tool returned
+    # Messages of other roles may be empty: a system prompt, a call of a tool, the result of a tool
     asked = [message for message in prompt if message["role"] == "user"] or prompt
     silent = [not _has_content(message.get("content")) for message in asked]
     return "has a message without content" if (any(silent) if asked is not prompt else all(silent)) else None

@@ -3,15 +3,15 @@ r"""Estimates how often a model is right, with intervals, from n answers to each
     pass@k = 1 - C(n - c, k) / C(n, k)                the chance that one of k answers is right (Codex, eq. 1)
     (p + z^2/2N ± z sqrt(p (1 - p) / N + z^2/4N^2)) / (1 + z^2/N)                   Wilson's score interval
 
-| symbol | is |
+| symbol | meaning |
 |---|---|
 | N | questions |
 | p | share of them that is right |
 | z | 1.96, so that 95% of such intervals hold the true value |
 
-avg@k is the mean of c / n. No such formula exists for a mean of values between 0 and 1, so its interval comes from the
-bootstrap: questions are drawn again with replacement, and the interval lies between quantiles of their mean. Both
-intervals are over questions; answers to the same question are not treated as independent.
+avg@k is the mean of c / n. Wilson's formula does not hold for a mean of values between 0 and 1, so its interval comes
+from the bootstrap: questions are resampled with replacement, and the interval lies between quantiles of their mean.
+Both intervals are over questions; answers to the same question are not treated as independent.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,10 @@ RESAMPLES = 10_000
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Returns the chance that at least one of `k` answers is right, drawn from `n` answers of which `c` are right."""
+    """
+    Returns the chance that at least one of `k` answers is right, drawn from `n` answers of which `c` are right. Raises
+    `ValueError` unless `k` is from 1 to `n` and `c` from 0 to `n`.
+    """
     if not 1 <= k <= n or not 0 <= c <= n:
         raise ValueError(f"pass@k of `n`={n}, `c`={c}, `k`={k}: `k` must be from 1 to `n`, `c` from 0 to `n`.")
     return 1 - comb(n - c, k) / comb(n, k)

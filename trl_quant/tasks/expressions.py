@@ -1,12 +1,13 @@
-r"""Decides whether two answers are the same mathematics, for training: an expression that merely evaluates to the
+r"""Decides whether two answers are mathematically equal, for training, where an expression that merely evaluates to the
 answer must not be rewarded.
 
 1. Where the ground truth is a number, the answer must be that number, written out ([`trl_quant.tasks.answers`]): a
-   whole number, a decimal, a reduced fraction or a mixed number. `6 \cdot 7`, `10!` and `\binom{10}{3}` are no numbers.
+   whole number, a decimal, a reduced fraction or a mixed number, but not `6 \cdot 7`, `10!` or `\binom{10}{3}`.
 2. Tuples, intervals, sets, lists and matrices are compared part by part, each part by these rules.
-3. Anything else is equal as text, once both are written in one way, or equal in value, as in DeepScaleR's graders:
-   `2\sqrt{3}` is `\sqrt{12}`, and `x^2+1` is `1+x^2`. Roots, powers and the four operations are evaluated, and
-   functions (`\sin`, `\ln`) that the ground truth has itself. Sums, integrals, factorials, binomials and words are not.
+3. Anything else counts as equal if both texts are the same after normalization, or if both values are equal, as in
+   DeepScaleR's graders: `2\sqrt{3}` is `\sqrt{12}`, and `x^2+1` is `1+x^2`. Roots, powers and the four operations are
+   evaluated, and so are functions (`\sin`, `\ln`) that the ground truth contains. Sums, integrals, factorials,
+   binomials and words are not.
 
 Values are computed with 50 digits and, if there are variables, at three points. Every text, exponent and value is
 bounded, so that nothing hangs. This needs no timeout and works on any thread.
@@ -91,11 +92,11 @@ _NOT_EVALUATED = re.compile(rf"\d\\frac\{{\d+\}}\{{\d+\}}|(?<![\\A-Za-z])[A-Za-z
 
 
 class NotEvaluated(ValueError):
-    """Raised for an expression with other operations than those evaluated, or beyond their bounds."""
+    """Raised for an expression with operations that are not evaluated, or beyond the bounds."""
 
 
 def same_answer(gold: str, answer: str) -> bool:
-    """Whether two answers that are no numbers, in LaTeX or plain text, are the same by the rules above."""
+    """Whether two answers that are not numbers, in LaTeX or plain text, are the same by the rules above."""
     return len(answer) <= MAX_CHARACTERS and _same(written(gold), written(answer))
 
 
@@ -117,7 +118,7 @@ def written(text: str) -> str:
 
 
 def _same(gold: str, answer: str, depth: int = 0) -> bool:
-    """[`same_answer`] for normalized texts."""
+    """As [`same_answer`], for normalized texts."""
     if gold == answer or _same_word(gold, answer):
         return True
     if depth > MAX_DEPTH:
@@ -159,7 +160,7 @@ def _same_parts(kind: str, parts: list[str], others: list[str], depth: int) -> b
 
 
 def _parts(text: str) -> tuple[str, list[str]]:
-    """Returns the kind of collection that a text is, and its parts; an empty kind for none."""
+    """Returns the kind of collection that a text is, and its parts; the kind is empty for any other text."""
     both = [signed for part in _split(text, ",") for signed in _signed(part)]
     if len(both) > 1:
         return "list", both
@@ -382,5 +383,5 @@ class _Value:
             self.argument()
             name += "_" + "".join(self.tokens[start : self.at]).strip("{}")
         drawn = random.Random(f"{name} {self.point}")
-        sign = {0: 1, 1: -1}.get(self.point) or drawn.choice((1, -1))  # at no two points alike
+        sign = {0: 1, 1: -1}.get(self.point) or drawn.choice((1, -1))  # different at every point
         return self.mp.mpf(sign * drawn.uniform(0.5, 3))

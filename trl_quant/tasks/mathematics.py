@@ -1,5 +1,5 @@
 r"""Rewards for mathematics whose answers are more than numbers: $\frac{\pi}{2}$, $(3, 4)$, $x^2 + 1$. One is for
-training and one for evaluation.
+training, the other for evaluation.
 
 A completion declares its answer as in [`trl_quant.tasks.answers`]; only the last marker counts, and without one the
 text must be a single number or equation. The rewards differ in what they accept as equal to the ground truth:
@@ -12,8 +12,8 @@ text must be a single number or equation. The rewards differ in what they accept
 | `3.464102` | `2\sqrt{3}` | 0 | 1 |
 
 [`strict_math_reward`] is for training: a policy that is rewarded for `6 \cdot 7` learns to box the question.
-[`trl_quant.tasks.expressions`] has its rules. Where the ground truth is itself an expression, equal expressions count,
-so a question that asks to expand, factor or simplify an expression can still be answered with that expression.
+[`trl_quant.tasks.expressions`] has its rules. If the ground truth is itself an expression, equal expressions count, so
+repeating the expression still earns the reward where the question asks to expand, factor or simplify it.
 
 [`lenient_math_reward`] is for evaluation. It accepts what the strict reward accepts, and compares other expressions
 with math-verify. A signal stops math-verify after five seconds, so it must run on the main thread.
@@ -34,15 +34,18 @@ def strict_math_reward(completions, answer=None, solution=None, prompts=None, **
     r"""1.0 where the completion's last answer is `answer`, written out, else 0.0: a reward to train with.
 
     Args:
-        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
-        answer (`list[str]`, *optional*): the ground truth: LaTeX, with or without `$` and `\boxed{}`, or a number. A
-            list of texts has several parts, all of which are asked for.
+        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row. answer (`list[str]`,
+        *optional*): the ground truth: LaTeX, with or without `$` and `\boxed{}`, or a number. A
+            list of texts has several parts, all of which are required.
         solution (`list[str]`, *optional*): the ground truth of a dataset without `answer`.
         prompts (`list`, *optional*): the prompts, as TRL passes them; a repeated question is ignored, and a percent
-            sign is right where they speak of percentages.
+            sign is right if they mention percentages.
 
     Returns:
         `list[float | None]`: `None` where a row has no ground truth, or one of more than 512 characters.
+
+    Raises:
+        ValueError: if the dataset has neither `answer` nor `solution`.
 
     Example:
 
@@ -61,9 +64,9 @@ def lenient_math_reward(completions, answer, prompts=None, **kwargs) -> list[flo
     r"""1.0 where the completion's last answer equals `answer` as mathematics, else 0.0: a score to evaluate with.
 
     Args:
-        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
-        answer (`list[str]`): the ground truth: LaTeX, with or without `$` and `\boxed{}`, or a number. A list of texts
-            has several parts, all of which are asked for.
+        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row. answer (`list[str]`): the
+        ground truth: LaTeX, with or without `$` and `\boxed{}`, or a number. A list of texts
+            has several parts, all of which are required.
         prompts (`list`, *optional*): the prompts; a repeated question is ignored.
 
     Returns:
@@ -72,7 +75,7 @@ def lenient_math_reward(completions, answer, prompts=None, **kwargs) -> list[flo
     return _scores(_is_equal, completions, answer, prompts)
 
 
-math_reward = lenient_math_reward  # its older name
+math_reward = lenient_math_reward  # the older name of this reward
 
 
 def _truth(answer) -> str:

@@ -10,7 +10,7 @@ The levels of BigMath are those of its processed copy, the one that QeRL's relea
 Llama 3.1 8B solved a question. Level 5 is the hardest. The copy has a configuration for each level and for several:
 `level_3_4_5` is the default here, and `level_4_5` is what the paper trains its 32B model on.
 
-Jet-RL does not say in which proportion it mixes its two sources. Here each question is asked once.
+Jet-RL does not say in which proportion it mixes its two sources. Here each question appears once.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class Source:
     most_characters: int | None = None
 
     def rows(self, dataset: Dataset) -> Dataset:
-        """Returns the rows that are asked, with the columns `prompt`, `answer` and `source`, its id.
+        """Returns the rows to ask, with the columns `prompt`, `answer` and `source` (the id of this source).
 
         Raises:
             ValueError: when a column is missing.

@@ -20,7 +20,8 @@ def find_reward(name: str) -> Callable[..., list[float | None]]:
             directory are found as well.
 
     Returns:
-        `Callable`: The function. One of the user's own checks what it returns, unless it is asynchronous.
+        `Callable`: The function. The user's own function is wrapped so that its results are checked, unless it is
+        asynchronous.
 
     Raises:
         `ValueError`: if there is no such function.
@@ -44,7 +45,7 @@ def find_reward(name: str) -> Callable[..., list[float | None]]:
 
 
 def _checked(reward: Callable, name: str) -> Callable[..., list[float | None]]:
-    """Wraps a reward function, so that an error names it if it returns anything but a list of rewards."""
+    """Wraps a reward function so that any result other than a list of rewards raises an error that names it."""
 
     @wraps(reward)
     def checked(*args, **kwargs):

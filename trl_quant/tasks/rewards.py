@@ -5,17 +5,17 @@ Every reward of a number guarantees these scores, whatever the policy writes:
 | completion | score | why |
 |---|---|---|
 | empty, `None`, a message without text | 0 | nothing was answered |
-| a conversation in which a tool had the last word | 0 | the policy wrote no answer |
+| a conversation whose last message is a tool's | 0 | the policy wrote no answer |
 | very long | as its last 4096 characters | bounded cost; the answer belongs at the end |
 | two different answers in markers of one kind | the last one counts | only one is final: see below |
 | several numbers in one marker (`5 or 6`, `3 + 4`) | 0 | a hedge, or the question itself |
 | a quotient, an expression (`144/2`, `72!`, `72x`), `not 72`, `71 = 72` | 0 | not 72 written out |
-| `72%` | 0 | unless the ground truth has the sign, or the prompt speaks of percentages |
-| what the prompt asks, repeated word for word | as if it were absent | copying the question earns nothing |
+| `72%` | 0 | unless the ground truth has the sign, or the prompt mentions percentages |
+| the prompt's question, repeated word for word | as if it were absent | copying the question earns nothing |
 | a row without a single number as ground truth | `None` | TRL leaves the row out of this reward |
 
-Since only the last of several answers counts, listing candidates gains nothing over naming one. Scoring such
-completions 0 would punish a sound self-correction as much as a hedge. [`trl_quant.tasks.answers`] has the extraction
+Since only the last of several answers counts, listing candidates gains nothing over naming one. A score of 0 for such
+completions would punish a valid self-correction as much as a hedge. [`trl_quant.tasks.answers`] has the extraction
 order. [`trl_quant.tasks.mathematics`] has the rewards for answers that are more than numbers. Only the strict one is in
 `REWARDS`; the lenient one is for evaluation.
 """
@@ -124,7 +124,7 @@ def gsm8k_reward(completions, answer, prompts=None, **kwargs) -> list[float | No
     a model that never saw the format. Copying the question word for word scores 0; copying only its end would be right
     for 1.3% of GSM8K's training questions, where the last number happens to be the answer. If that matters, add
     [`format_reward`]. The number must be written out: 3.2% of GSM8K's answers are the quotient of two numbers of the
-    question, so a quotient is no answer.
+    question, so a quotient is not an answer.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
@@ -140,7 +140,7 @@ def gsm8k_reward(completions, answer, prompts=None, **kwargs) -> list[float | No
 def format_reward(completions, **kwargs) -> list[float]:
     r"""1.0 where the completion ends with its only answer marker, holding exactly one number, else 0.0.
 
-    It ignores whether the number is right: give it a small weight beside a reward that checks.
+    The reward ignores whether the number is right: give it a small weight beside a reward that checks the number.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
@@ -157,8 +157,8 @@ def format_reward(completions, **kwargs) -> list[float]:
 def think_answer_reward(completions, **kwargs) -> list[float]:
     """0.2 where the completion is its reasoning in `<think>` and then its answer in `<answer>`, else 0.0.
 
-    QeRL asks for this format, and its release pays 0.2 for it, beside 1 (BigMath) or 2 (GSM8K) for a right answer. The
-    release also pays for text outside the tags, empty tags and several pairs of them, which are worth nothing here.
+    QeRL's prompts require this format, and its release rewards it with 0.2, beside 1 (BigMath) or 2 (GSM8K) for a right
+    answer. The release also rewards text outside the tags, empty tags and several pairs of tags, which score 0 here.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
@@ -184,7 +184,7 @@ REWARDS = {
     "think_answer": think_answer_reward,
 }
 
-# The arguments that TRL passes to a reward, beside the dataset's columns
+# The arguments that TRL passes to a reward, in addition to the dataset's columns
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -215,7 +215,7 @@ def check_reward(reward: Callable, columns: Sequence[str]) -> None:
 
 
 def check_truths(reward: Callable, dataset: Dataset) -> None:
-    """Raises `ValueError` if a reward of ours can compare with none of a dataset's rows, which TRL would not notice.
+    """Raises `ValueError` if one of our rewards can score none of a dataset's rows, which TRL would not notice.
 
     Rows without any of the reward's columns belong to another task. Only the first `SCANNED_ROWS` rows are read.
     """

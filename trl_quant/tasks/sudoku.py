@@ -90,7 +90,10 @@ def problems(seed: int, min_blanks: int = 4, max_blanks: int = 8, held_out: bool
     Args:
         seed (`int`): seed of the stream.
         min_blanks, max_blanks (`int`): range of the number of blank cells, from 1 to 12, all equally frequent.
-        held_out (`bool`): puzzles for evaluation, or for training.
+        held_out (`bool`): whether to yield puzzles for evaluation instead of training.
+
+    Raises:
+        ValueError: for numbers of blanks that are out of range or not in order.
     """
     if not 1 <= min_blanks <= max_blanks <= MAX_BLANKS:
         raise ValueError(
@@ -121,7 +124,7 @@ def sudoku_reward(completions, puzzle, prompts=None, **kwargs) -> list[float | N
     r"""1.0 where the completion's last answer is the puzzle, filled in by the rules, else 0.0.
 
     Args:
-        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row; the answer stands in
+        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row; the answer is in
             `<answer>` or `\boxed{}`, in four lines (`####` marks a single line, so it cannot hold a grid).
         puzzle (`list[str]`): 16 cells, row by row, with `_`, `.` or 0 for a blank one; or rows, as lists or as texts,
             where `None` is blank too. Each of its solutions counts.

@@ -1,8 +1,8 @@
-"""Word problems with worked solutions, such as GSM8K's, to learn by heart.
+"""Word problems with worked solutions, such as GSM8K's, to be memorized.
 
 A model of a few million parameters cannot solve them, but it can memorize their solutions. Its samples are then real
-text with uncertainty at every word, which RL can improve. No problems are held out, because memorized solutions say
-nothing about other problems.
+text with uncertainty at every word, which RL can improve. No problems are held out, because memorized solutions do not
+help with other problems.
 
     Weng earns $12 an hour for babysitting. [...] How much did she earn?
     Weng earns 12/60 = $0.2 per minute.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from .data import load_prompts
 
 
-LONGEST = 240  # most characters of a solution; 4 in 7 of GSM8K's training questions have one so short
+LONGEST = 240  # longest solution in characters; 4 in 7 of GSM8K's training questions have one within it
 _CALCULATION = re.compile("<<.*?>>")  # GSM8K's notes for a calculator
 
 

@@ -1,1 +1,1 @@
-"""TRL's trainers with quantized rollouts, and what they share."""
+"""TRL's trainers with quantized rollouts, and the modules that they share."""

@@ -45,22 +45,24 @@ from ..storage.whole import is_full
 logger = logging.getLogger(__name__)
 
 OF_A_RANK = ("rng_state", GENERATION_NAME)  # prefixes of the files that each rank writes on its own host
-FITTED = ("r", "lora_alpha", "use_rslora", "use_dora")  # what the loaded weights would not fit, or mean otherwise
+FITTED = ("r", "lora_alpha", "use_rslora", "use_dora")  # if these differ, weights do not fit or act differently
 COPY_IT = "Copy the newest whole one to every host, or have all hosts share `output_dir`."
-# Earlier weights with which the engine compares the current ones. Each set has a file of its own, which is not a
-# .safetensors file because vLLM loads every such file in a directory
+# Earlier weights with which the engine compares the current ones. Each set is stored in a file of its own, and not as
+# .safetensors, because vLLM loads every .safetensors file in a directory
 SAMPLED_WEIGHTS = ("initial_weights", "synced_weights")
 
 
 def new_run(before: list[str]) -> list[str]:
-    """Returns the names of the runs that a new run continues, followed by a name for the new run. Collective."""
+    """
+    Returns the names of the runs that a new run continues, followed by a name for the new run. All ranks must call it.
+    """
     return [*before, gather_object([uuid4().hex[:8]])[0]]
 
 
 def _check_one_run(output_dir: str, found: list[Path]) -> None:
     """
-    Raises `ValueError` if a directory holds checkpoints of runs that did not continue one another. The checkpoint with
-    the highest step may then belong to another run than the one to resume.
+    Raises `ValueError` if a directory holds checkpoints of runs that did not continue one another, because the
+    checkpoint with the highest step may then belong to a run other than the one to resume.
     """
     runs = {path: runs_of(path) for path in found}
     steps_of_unknown_runs = [number_of(path) for path, names in runs.items() if not names]
@@ -80,9 +82,9 @@ def _check_one_run(output_dir: str, found: list[Path]) -> None:
 
 def rotate(output_dir: str, step: int, limit: int | None, best: str | None, runs: list[str]) -> None:
     """
-    Deletes the oldest checkpoints, by their steps, until `limit` are left. transformers compares their times instead,
-    and a clock that was set back makes new checkpoints look old. Checkpoints after `step` are deleted first, since the
-    run resumed from an earlier one. Checkpoints of other runs are neither counted nor deleted.
+    Deletes the oldest checkpoints, by their steps, until `limit` are left. transformers goes by their times instead, so
+    after a clock was set back it takes new checkpoints for old ones. Checkpoints after `step` are deleted first: they
+    date from before the run resumed from an earlier one. Checkpoints of other runs are neither counted nor deleted.
     """
     if limit is None or limit <= 0:
         return
@@ -98,10 +100,10 @@ def rotate(output_dir: str, step: int, limit: int | None, best: str | None, runs
 def checkpoint_to_resume(output_dir: str) -> str:
     """
     Returns the newest checkpoint that is complete on every host. Each host looks in its own `output_dir`, which they
-    may share. Collective.
+    may share. All ranks must call it.
 
     Raises:
-        `ValueError`: There is none, or it may be another run's. Raised on every rank.
+        `ValueError`: There is no such checkpoint, or it may belong to another run. Raised on every rank.
     """
     mine = [path.name for path in checkpoints_in(output_dir) if is_whole(path)]
     found = gather_object([(platform.node(), mine)])
@@ -120,11 +122,12 @@ def checkpoint_to_resume(output_dir: str) -> str:
 def start_of(args, peft_config) -> str | None:
     """
     Returns the checkpoint from which a command's run resumes, or `None`. Checks it, and `output_dir`, before a model is
-    loaded. Collective.
+    loaded. All ranks must call it.
 
     Raises:
-        `ValueError`: There is nothing to resume, or as in [`check_settings`] and [`check_adapter`]; or a run that does
-        not resume would save into a directory that cannot be written, or beside another run's checkpoints.
+        `ValueError`: There is nothing to resume; the settings or the adapter differ, as in [`check_settings`] and
+        [`check_adapter`]; or a new run would save into a directory that cannot be written, or beside another run's
+        checkpoints.
     """
     resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
     if resume is True:
@@ -144,14 +147,14 @@ def start_of(args, peft_config) -> str | None:
 
 
 def tell_another_run(args) -> None:
-    """Warns of a run that resumes nothing, and saves beside another run's checkpoints."""
+    """Warns if a new run would save beside another run's checkpoints."""
     beside = beside_another_run(args.output_dir)
     if beside is not None and args.should_save:
         logger.warning(beside)
 
 
 def beside_another_run(output_dir: str) -> str | None:
-    """Returns why a run that resumes nothing should not save into a directory; `None` if it may."""
+    """Returns why a new run should not save into a directory, or `None` if it may."""
     other = last_complete_checkpoint(output_dir)
     if other is None:
         return None
@@ -166,7 +169,7 @@ def _check_place(output_dir: str) -> None:
     place = Path(output_dir).absolute()
     found = next(path for path in (place, *place.parents) if path.exists())
     if not found.is_dir() or not os.access(found, os.W_OK):
-        wrong = "cannot be written" if found.is_dir() else "is no directory"
+        wrong = "cannot be written" if found.is_dir() else "is not a directory"
         raise ValueError(f"`output_dir`={output_dir!r}: {found} {wrong}. Name another directory.")
 
 
@@ -182,7 +185,8 @@ def _joined_answers(by_rank: list[str | None]) -> str:
 @contextmanager
 def on_every_rank() -> Iterator[None]:
     """
-    Context that raises one rank's `ValueError` on all ranks, since the others would wait for that rank. Collective.
+    Context that raises one rank's `ValueError` on all ranks, which would otherwise wait for that rank. All ranks must
+    call it.
     """
     fault = None
     try:
@@ -216,13 +220,13 @@ def check_whole(checkpoint: str) -> None:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error comes from a collective operation that another rank left."""
+    """Whether an error comes from a collective operation that another rank did not complete."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 @contextmanager
 def others_lost(trainer: Trainer) -> Iterator[None]:
-    """Context in which the error of a rank that lost another rank names that cause, and how the run can resume."""
+    """Context in which a rank that loses another rank raises an error that says so, and how to resume the run."""
     try:
         yield
     except RuntimeError as error:
@@ -238,7 +242,7 @@ def others_lost(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def saving(checkpoint: str) -> Iterator[None]:
-    """Context in which the error of a full disk names the directory, the space left and how the run can resume."""
+    """Context in which a full disk raises an error with the directory, the space left and how to resume the run."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -256,8 +260,8 @@ def saving(checkpoint: str) -> Iterator[None]:
 
 def precision_before(args) -> str | None:
     """
-    Returns a run's `rollout_precision`. For `"auto"` in a run that resumes, it is the precision of the checkpoint. A
-    host without the checkpoint takes the precision that another host has read. Collective.
+    Returns a run's `rollout_precision`. If it is `"auto"` and the run resumes, returns the checkpoint's precision. A
+    host without the checkpoint takes the precision that another host has read. All ranks must call it.
 
     Raises:
         `ValueError`: vLLM does not run that precision.
@@ -279,8 +283,8 @@ def precision_before(args) -> str | None:
 
 def recorded(trainer: Trainer) -> dict:
     """
-    Returns a checkpoint's record of its run: settings that a resume compares, all arguments, the names of runs, and the
-    type of the policy, in which an adapter is added to its base.
+    Returns a checkpoint's record of its run: the settings that a resumed run must share, all arguments, the names of
+    runs, and the policy's data type, in which an adapter is merged into its base.
     """
     arguments = {"model": getattr(trainer.model, "name_or_path", None)} | trainer.args.to_sanitized_dict()
     dtype = str(trainer.model.dtype).removeprefix("torch.")
@@ -295,7 +299,7 @@ def _settings(args) -> dict:
 
 
 def write_rollout_state(checkpoint: str | Path, state: dict) -> None:
-    """Writes the state that the engine needs to resume. Must be called before the rest of the checkpoint is saved."""
+    """Writes the state that the engine needs to resume. Must be called before the rest of the checkpoint is written."""
     Path(checkpoint).mkdir(parents=True, exist_ok=True)
     plain = {name: value for name, value in state.items() if name not in SAMPLED_WEIGHTS}
     (Path(checkpoint) / ROLLOUT_STATE_NAME).write_text(json.dumps(plain))
@@ -305,7 +309,7 @@ def write_rollout_state(checkpoint: str | Path, state: dict) -> None:
 
 
 def read_sampled_weights(checkpoint: str | Path, name: str) -> dict[str, torch.Tensor] | None:
-    """Reads one of [`SAMPLED_WEIGHTS`]; `None` if the checkpoint does not have it."""
+    """Reads one of [`SAMPLED_WEIGHTS`], or `None` if there is none. Raises `ValueError` for an incomplete file."""
     path = Path(checkpoint, f"{name}.pt")
     if not path.is_file():
         return None
@@ -358,8 +362,8 @@ def _check_same_settings(checkpoint: str, state: dict, args) -> None:
 
 def check_same_files(checkpoint: str | Path) -> None:
     """
-    Raises `ValueError` if hosts with disks of their own hold different files of a checkpoint. Under FSDP only rank 0
-    saves the optimizer, and a host without that file would not take part in loading it.
+    Raises `ValueError` if hosts that do not share a disk hold different files of a checkpoint. Under FSDP only rank 0
+    saves the optimizer, and a host without that file would not take part in loading it, so the others would hang.
     """
     mine = {path.name for path in Path(checkpoint).iterdir() if not path.name.startswith(OF_A_RANK)}
     found = gather_object([(platform.node(), mine)])
@@ -374,12 +378,12 @@ def check_same_files(checkpoint: str | Path) -> None:
 
 def check_settings(checkpoint: str | Path, before: dict, now: dict, changes_allowed: bool) -> None:
     """
-    Raises `ValueError` if a checkpoint's settings that change what is trained differ from this run's.
+    Raises `ValueError` if a checkpoint's run and this run differ in a setting that changes the result of training.
 
     Args:
         checkpoint (`str` or `Path`): The checkpoint, for the message.
         before, now (`dict`): Settings as [`~config.QuantGRPOConfig.training_settings`] returns them.
-        changes_allowed (`bool`): Whether to log differences instead.
+        changes_allowed (`bool`): Whether to log differences instead of raising.
     """
     differences = _differences({name: before.get(name) for name in now}, now)
     if not differences:
@@ -400,7 +404,7 @@ def tell_changes(checkpoint: str | Path, before: dict, now: dict) -> None:
 
 
 def check_adapter(checkpoint: str | Path, adapter: PeftConfig | None) -> None:
-    """Raises `ValueError` if a checkpoint holds another adapter than a run trains, or only one of the two has any."""
+    """Raises `ValueError` if a checkpoint's adapter is not the one that a run trains, or if only one has an adapter."""
     before = read_state(Path(checkpoint, "adapter_config.json"))
     if adapter is None and before:
         raise ValueError(
@@ -416,7 +420,7 @@ def check_adapter(checkpoint: str | Path, adapter: PeftConfig | None) -> None:
         return
     now = {name: getattr(adapter, name) for name in FITTED if hasattr(adapter, name)}
     old, new = before.get("target_modules"), getattr(adapter, "target_modules", None)
-    is_final = isinstance(new, set) and len(new) < MIN_TARGET_MODULES_FOR_OPTIMIZATION  # PEFT changes texts, long sets
+    is_final = isinstance(new, set) and len(new) < MIN_TARGET_MODULES_FOR_OPTIMIZATION  # PEFT rewrites other values
     if is_final and isinstance(old, list):
         before, now = before | {"target_modules": sorted(old)}, now | {"target_modules": sorted(new)}
     differences = _differences(before, now)
@@ -434,7 +438,7 @@ def _differences(before: dict, now: dict) -> str:
 
 
 def check_uaq(checkpoint: str | Path, applied: float | None) -> None:
-    """Raises `ValueError` if a checkpoint's weights were scaled by another factor than this run's."""
+    """Raises `ValueError` if a checkpoint's UAQ factor differs from this run's (`applied`; `None` without UAQ)."""
     path = Path(checkpoint) / "config.json"
     if not path.is_file():
         return
@@ -448,8 +452,8 @@ def check_uaq(checkpoint: str | Path, applied: float | None) -> None:
 
 def same_after_resume(sampler: Sampler | None) -> Sampler | None:
     """
-    Makes TRL's sampler shuffle each epoch of a resumed run as in an unbroken run. By itself the sampler draws one order
-    after the other, so a run that resumes in a later epoch would begin with the first epoch's order.
+    Makes TRL's sampler shuffle each epoch of a resumed run as in an unbroken run. TRL's sampler draws a new order
+    whenever it is iterated, so a run that resumes in a later epoch would begin with the first epoch's order.
     """
     if getattr(sampler, "shuffle", False) and getattr(sampler, "seed", None) is not None:
         sampler.set_epoch = partial(_set_epoch, sampler)

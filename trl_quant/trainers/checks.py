@@ -38,7 +38,7 @@ def check_model(trainer, engine) -> None:
 
 
 def check_trainable(model: Module) -> None:
-    """Raises `ValueError` for a model in which nothing would be trained."""
+    """Raises `ValueError` for a model without anything to train."""
     if not any(param.requires_grad for param in model.parameters()):
         raise ValueError(
             "No parameter of the policy requires a gradient, so nothing would be trained. This happens after "

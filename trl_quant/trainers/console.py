@@ -1,6 +1,6 @@
 """Selects the metrics that a run prints: TRL's own and the four of ours that README explains.
 
-The callbacks of transformers print every logged metric, 30 of ours among them. These print a selection. The log itself
+transformers' callbacks print every logged metric, 30 of them ours. The callbacks here print a selection. The log itself
 (`trainer.state.log_history`, trackers) stays complete, and callbacks that a user passed are not changed.
 """
 
@@ -40,7 +40,7 @@ SELECTIVE = {PrinterCallback: SelectivePrinter, ProgressCallback: SelectiveProgr
 
 
 def print_selectively(trainer: Trainer) -> None:
-    """Replaces transformers' printing callback. The one for notebooks prints only the loss, and is not replaced."""
+    """Replaces transformers' printing callback, except the one for notebooks, which prints only the loss."""
     default = PrinterCallback if trainer.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
     if default not in SELECTIVE:
         return

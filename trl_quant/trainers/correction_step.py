@@ -23,52 +23,53 @@ class CorrectionStep:
     """
     The correction of one trainer, and its state between two calls of TRL.
 
-    A correction needs three things for each token: the sampler's log-probability, the old policy's and the advantage.
-    The sampler's come with the tokens. The old policy's come from one of two places, as `trainer.one_pass` says:
+    A correction needs three numbers for each token: the sampler's log-probability, the old policy's log-probability and
+    the advantage. The engine returns the sampler's log-probabilities with the tokens. The old policy's come from one of
+    two places, as `trainer.one_pass` says:
 
-    - Several updates per generation: the policy moves between the updates, so TRL scores the whole generation before
-      the first loss, in a forward pass of its own.
-      Where the sampler has the bits of the trainer (`exact_rollouts`), its log-probabilities are the old policy's, and
-      that pass is saved.
-    - One pass: the policy of the loss is the old policy, so the loss's own forward scores the tokens, R = 1, and the
-      extra pass is saved. This holds if a generation serves one update, or if the correction compares the sampler with
-      the current policy at each update (`every_update`).
+    - `one_pass=False`, several updates per generation: the policy moves between the updates, so TRL scores the whole
+      generation before the first loss, in an extra forward pass. If the sampler's log-probabilities equal the trainer's
+      bit for bit (`exact_rollouts`), they replace that pass.
+    - `one_pass=True`: the policy of the loss is the old policy, so the loss's own forward pass scores the tokens, R =
+      1, and no extra pass is needed. This holds if a generation serves one update, or if the correction compares the
+      sampler with the current policy at each update (`every_update`).
 
     The calls in their order, with what is read and written at each:
 
-    1. `_generate_and_score_completions` begins. [`scoring`] lets TRL score the generation, but not in one pass.
+    1. `_generate_and_score_completions` begins. [`scoring`] lets TRL score the generation, unless `one_pass`.
     2. TRL samples, and [`take_samples`] gets the sampler's log-probabilities.
     3. If TRL scores the generation, it calls `_get_per_token_logps_and_entropies`. [`saves_pass`] says whether
-       [`take_old_logps`] stands in for that pass.
+       [`take_old_logps`] replaces that pass.
     4. `_generate_and_score_completions` ends. Its batch has `sampling_per_token_logps`, `advantages` and, if scored,
-       `old_per_token_logps`. [`before_loss`] reads these three, writes `importance_sampling_ratio` into the batch, for
-       some corrections also clip bounds or other `old_per_token_logps`, and logs. In one pass it does nothing.
-    5. TRL shuffles the batch and splits it into micro-batches. What was written moves with its rows.
+       `old_per_token_logps`. [`before_loss`] reads these three, writes `importance_sampling_ratio` into the batch (for
+       some corrections also clip bounds or other `old_per_token_logps`), and logs. With `one_pass` it does nothing.
+    5. TRL shuffles the batch, including the tensors written so far, and splits it into micro-batches.
     6. `_compute_loss` begins, for each micro-batch of each update. [`during_loss`] opens a copy of the micro-batch.
     7. TRL's loss calls `_get_per_token_logps_and_entropies`. [`write_into_open_batch`] gets the log-probabilities of
-       the current policy. In one pass it writes them as `old_per_token_logps`, so R = 1, writes what [`before_loss`]
-       writes otherwise, and logs after the last micro-batch of the generation. If the sampler's log-probabilities stood
-       in for a pass, the metrics are still measured: it logs after the last micro-batch of the first update, until
-       which the policy is the one that sampled. If the batch has clip bounds for each token, it then sets the trainer's
-       `epsilon_low` and `epsilon_high` to them.
+       the current policy. With `one_pass`, it writes them as `old_per_token_logps`, so R = 1, then writes what
+       [`before_loss`] would have written, and logs after the last micro-batch of the generation. If the sampler's
+       log-probabilities replaced a pass, it measures the mismatch here, and logs after the last micro-batch of the
+       first update, because until then the policy is the one that was sampled from. If the batch has clip bounds for
+       each token, it sets the trainer's `epsilon_low` and `epsilon_high` to them.
     8. The rest of TRL's loss reads `importance_sampling_ratio`, `old_per_token_logps` and both epsilons.
     9. `_compute_loss` ends. [`during_loss`] drops the copy and restores the epsilons.
 
-    A loss never changes TRL's buffered batch, so a second update finds it as it was.
+    A loss never changes the batch that TRL buffers, so a second update reads the same batch.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]): The trainer, with `one_pass` and the methods of [`~trainers.quantized`].
         correction ([`~corrections.traits.Correction`] or `None`): `None` leaves everything to TRL.
         level (`str`): `importance_sampling_level`, `"token"` or `"sequence"`.
-        same_bits (`bool`): Whether the sampler's log-probabilities have the bits of the trainer's.
+        same_bits (`bool`): Whether the sampler's log-probabilities equal the trainer's bit for bit.
 
     Attributes:
-        open_batch (`dict` or `None`): The micro-batch whose loss TRL is computing, while it does.
-        samples (`list` or `None`): The sampler's log-probabilities of each completion, until TRL scores it.
-        seen (`dict[str, list[dict]]`): For `"train"` and `"eval"`, the micro-batches of the generation that a loss has
-            scored and that are not logged yet.
-        awaited (`dict[str, int]`): For `"train"` and `"eval"`, the number of micro-batches after which a generation is
-            logged whose scoring pass was saved; 0 if no such generation waits.
+        open_batch (`dict` or `None`): The micro-batch whose loss TRL is computing; `None` outside of a loss. samples
+        (`list` or `None`): The sampler's log-probabilities of each completion, until TRL scores it. seen (`dict[str,
+        list[dict]]`): For `"train"` and `"eval"`, the micro-batches of the generation that a loss has
+            scored and that have not been logged.
+        awaited (`dict[str, int]`): For `"train"` and `"eval"`, if a generation's scoring pass was replaced and its
+        metrics
+            are not logged yet: the number of micro-batches after which to log them; else 0.
     """
 
     def __init__(self, trainer: GRPOTrainer, correction: Correction | None, level: str, same_bits: bool):
@@ -80,7 +81,7 @@ class CorrectionStep:
 
     @property
     def mode(self) -> str:
-        """`"train"` or `"eval"`: what the trainer does now."""
+        """What the trainer is doing, `"train"` or `"eval"`."""
         return "train" if self.trainer.model.training else "eval"
 
     @property
@@ -90,12 +91,12 @@ class CorrectionStep:
 
     @property
     def trl_logs(self) -> bool:
-        """Whether TRL has logged `sampling/*` of its own ratio, which [`log`] replaces."""
+        """Whether TRL has logged `sampling/*` metrics of its own ratio, which [`log`] then replaces."""
         return not self.trainer.one_pass
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """Context of TRL's `_generate_and_score_completions`. It also forgets the micro-batches of the last one."""
+        """Context of TRL's `_generate_and_score_completions`. First drops the micro-batches of the last generation."""
         self.forget_last()
         with (
             exchanged(self.trainer, vllm_importance_sampling_correction=self.trl_scores),
@@ -104,25 +105,25 @@ class CorrectionStep:
             yield
 
     def forget_last(self) -> None:
-        """Forgets the micro-batches of the last generation, and what was still to be logged of it."""
+        """Drops the micro-batches of the last generation, and metrics of it that have not been logged."""
         self.seen[self.mode], self.awaited[self.mode] = [], 0
 
     def state_dict(self) -> dict:
-        """Returns what the step knows of a generation in training between two optimizer steps."""
-        return {"seen": self.seen["train"], "unseen": self.awaited["train"]}  # the keys of all versions' checkpoints
+        """Returns the state of the generation in training, for a checkpoint between two of its optimizer steps."""
+        return {"seen": self.seen["train"], "unseen": self.awaited["train"]}  # keys that older checkpoints use too
 
     def load_state_dict(self, state: dict) -> None:
         """Loads the result of [`state_dict`]."""
         self.seen["train"], self.awaited["train"] = state["seen"], state["unseen"]
 
     def take_samples(self, logps: list[list[float | None]] | None) -> None:
-        """Takes the sampler's log-probabilities of each completion, `None` if it has none."""
+        """Takes the sampler's log-probabilities of each completion, or `None` if the sampler returns none."""
         self.samples = logps
 
     def saves_pass(self) -> bool:
         """
-        Whether [`take_old_logps`] replaces the next pass of TRL: the first one after it sampled, and only if that pass
-        scores the old policy.
+        Whether [`take_old_logps`] replaces TRL's next pass. It can replace only the first pass after sampling, and only
+        if that pass scores the old policy.
         """
         if self.samples is None or self.correction is None or self.correction.applied_by_trl:
             return False
@@ -131,13 +132,13 @@ class CorrectionStep:
         return self.knows_old_logps()
 
     def knows_old_logps(self) -> bool:
-        """Whether the sampler's log-probabilities are the old policy's for every token."""
+        """Whether the sampler's log-probabilities equal the old policy's for every token."""
         return self.same_bits and all(logp is not None for row in self.samples for logp in row)
 
     def take_old_logps(self) -> Tensor | None:
         """
-        Returns what stands in for the result of TRL's pass: the sampler's log-probabilities `(B, T)`, with zeros on
-        padding; in one pass `None`, because each loss scores its own tokens. It stands in once: TRL computes any
+        Returns the replacement for the result of TRL's pass: the sampler's log-probabilities `(B, T)`, with zeros on
+        padding; with `one_pass` `None`, because each loss scores its own tokens. It replaces one pass: TRL computes any
         further pass over the generation.
         """
         samples, self.samples = self.samples, None
@@ -147,7 +148,7 @@ class CorrectionStep:
         return self.padded(samples)
 
     def measure_in_first_update(self) -> None:
-        """Puts the metrics of this generation off until the losses of its first update have scored it."""
+        """Postpones the metrics of this generation until the losses of its first update have scored it."""
         if self.mode == "eval":
             self.awaited["eval"] = 1
             return
@@ -175,18 +176,18 @@ class CorrectionStep:
     def during_loss(self, batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Context of TRL's `_compute_loss`, which must be given the copy of `batch` that this yields."""
         trainer = self.trainer
-        # `write_into_open_batch` may set other bounds inside the context. Its end restores these.
+        # `write_into_open_batch` may set other bounds inside the context. Its exit restores these.
         bounds = exchanged(trainer, epsilon_low=trainer.epsilon_low, epsilon_high=trainer.epsilon_high)
         with bounds, exchanged(self, open_batch=dict(batch)):
             yield self.open_batch
 
     def write_into_open_batch(self, logps: Tensor) -> None:
         """
-        Writes what the rest of TRL's loss reads. Outside of a loss it does nothing.
+        Writes the tensors that the rest of TRL's loss reads. Outside of a loss it does nothing.
 
         Args:
             logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the current policy in nats, just computed in the loss; detached.
+                Log-probabilities of the current policy in nats, detached, which the loss has just computed.
         """
         batch = self.open_batch
         if batch is None:
@@ -204,7 +205,7 @@ class CorrectionStep:
             self._set_clip_bounds(batch, logps)
 
     def _log_after_last(self, batch: dict[str, Tensor], output: CorrectionOutput, parts: int) -> None:
-        """Logs `parts` micro-batches after the last of them. `batch` and `output` belong to the newest one."""
+        """Logs the metrics of `parts` micro-batches once all are seen. `batch` and `output` are those of the newest."""
         seen = self.seen[self.mode]
         seen.append(batch)
         if len(seen) < parts:
@@ -217,7 +218,7 @@ class CorrectionStep:
             self.log(whole, corrected(self.correction, whole, self.level))
 
     def _set_clip_bounds(self, batch: dict[str, Tensor], logps: Tensor) -> None:
-        """Gives TRL's loss the clip bounds of each token (QuRL eq. 9), and logs how many gradients they keep."""
+        """Gives TRL's loss the clip bounds of each token (QuRL eq. 9), and logs the share of rescued tokens."""
         trainer = self.trainer
         share = rescued(logps, batch, counted(batch), trainer.epsilon_high)
         trainer.log_values({"mismatch/rescued_fraction": trainer.accelerator.gather(share).mean().item()})
@@ -225,7 +226,7 @@ class CorrectionStep:
         trainer.epsilon_low, trainer.epsilon_high = 1 - batch["clip_low"], batch["clip_high"] - 1
 
     def log(self, batch: dict[str, Tensor], output: CorrectionOutput) -> None:
-        """Logs the metrics of a whole generation, and TRL's `sampling/*` for weights that take the place of TRL's."""
+        """Logs the metrics of a whole generation, and TRL's `sampling/*` metrics for weights that replace TRL's."""
         trainer = self.trainer
         trainer.log_values(output.metrics)
         if output.weights is None:  # TRL has logged its own
@@ -238,7 +239,7 @@ class CorrectionStep:
 
 
 def scores_in_one_pass(correction: Correction | None, one_update_per_generation: bool) -> bool:
-    """Whether the loss's own forward scores the tokens for the correction too, so that TRL's scoring pass is saved."""
+    """Whether the loss's own forward pass also scores the tokens for the correction, so that TRL's pass is skipped."""
     if correction is None:
         return False
     if correction.every_update:

@@ -1,14 +1,15 @@
-"""The critic of PPO: a value head, what computes its hidden states, its optimizer, its schedule, its checkpoints.
+"""The critic of PPO: a value head on a trunk, with its optimizer, learning rate schedule and checkpoints.
 
-A value head is a linear layer from a token's hidden state to one number. It has one of two trunks:
+A value head is a linear layer from a token's hidden state to one number. The trunk computes the hidden states. There
+are two kinds:
 
 | | the trunk | what the value loss trains |
 |---|---|---|
 | [`OwnCritic`] | a model of its own, transformers' token classifier with one label | this model |
 | [`~trainers.value_head.SharedCritic`] | the policy's layers | the head, and the policy's layers |
 
-The trainer of transformers knows a single model and a single optimizer. So the critic's own parameters stand beside
-that model, with an optimizer and a schedule of their own.
+transformers' `Trainer` handles a single model and a single optimizer. So the critic's own parameters are kept apart
+from that model, with an optimizer and a schedule of their own.
 """
 
 import math
@@ -50,14 +51,14 @@ OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
 
 def load_critic(name: str, args) -> PreTrainedModel:
     """
-    Loads a model with a value head. A head that the checkpoint does not have is zero, so that the critic begins by
-    expecting nothing, and on every rank with the same weights.
+    Loads a model with a value head. If the checkpoint has no head, the head is initialized to zero, so the critic first
+    predicts 0 everywhere and has the same weights on every rank.
 
-    Dropout and other noise of training are off, so that old values and values come from the same function.
+    Dropout and other noise of training are turned off, so that old values and new values come from the same function.
 
     Args:
         name (`str`): A language model, a reward model or an earlier critic: a hub id or a directory.
-        args ([`QuantPPOConfig`]): The run's settings. The data type and the attention are the policy's.
+        args ([`QuantPPOConfig`]): The run's settings. The critic gets the policy's data type and attention.
 
     Raises:
         `ValueError`: The checkpoint lacks weights other than the head's.
@@ -104,7 +105,7 @@ class Critic(ABC):
         trainer ([`QuantPPOTrainer`]): The trainer.
 
     Attributes:
-        model (`nn.Module`): What the critic has of its own, prepared: the whole model, or the value head.
+        model (`nn.Module`): The critic's own module, prepared for device and ranks: the whole model, or the value head.
         optimizer ([`~accelerate.optimizer.AcceleratedOptimizer`]): Its optimizer.
         coefficient (`float`): The factor of the value loss in the sum of both losses.
     """
@@ -118,7 +119,7 @@ class Critic(ABC):
         self.scheduler = None
 
     def new_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Makes an optimizer for a model, with the policy's settings but `value_learning_rate`."""
+        """Makes an optimizer for a model, with the policy's settings except for `value_learning_rate`."""
         trainer, args = self.trainer, self.trainer.args
         decayed = trainer.get_decay_parameter_names(model)
         groups = [
@@ -135,14 +136,14 @@ class Critic(ABC):
     # Values
 
     def reading(self, score: Callable[[], tuple]) -> tuple:
-        """Returns what `score` does: TRL's log-probabilities, entropies and auxiliary loss of a forward pass."""
+        """Returns the result of `score`: TRL's log-probabilities, entropies and auxiliary loss of a forward pass."""
         return score()
 
     @abstractmethod
     def values(self, batch: dict[str, Tensor]) -> Tensor:
         """
-        Computes the value of the state before each token of the completions. The policy's loss on the batch has just
-        been computed.
+        Computes the value of the state before each token of the completions. Must be called right after the policy's
+        loss on the batch.
 
         Args:
             batch (`dict`): A scored batch of TRL's, with prompts `(B, P)` and completions `(B, T)`.
@@ -161,8 +162,9 @@ class Critic(ABC):
 
     def create_scheduler(self, num_training_steps: int) -> None:
         """
-        Begins the schedule of the learning rate: the policy's, times `value_learning_rate` / `learning_rate`. Schedules
-        that end at a given rate read their form from the optimizer's default rate, which is `learning_rate` here too.
+        Starts the critic's learning rate schedule: the policy's, times `value_learning_rate` / `learning_rate`.
+        Schedules that end at a given rate take their shape from the optimizer's default rate, which is `learning_rate`
+        here too.
         """
         args = self.trainer.args
         for group in self.optimizer.param_groups:
@@ -196,12 +198,12 @@ class Critic(ABC):
 
     @abstractmethod
     def join_gradients(self) -> None:
-        """Takes the mean of the ranks' gradients, if the backward pass has not. Collective."""
+        """Averages the ranks' gradients, unless the backward pass has done so. All ranks must call it."""
 
     # Checkpoints
 
     def save(self, checkpoint: str) -> None:
-        """Saves the critic, its optimizer and its schedule in a checkpoint of the run. Collective."""
+        """Saves the critic, its optimizer and its schedule in a checkpoint of the run. All ranks must call it."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=self.accelerator.is_fsdp2)
         weights, optimizer = get_state_dict(self.model, self.optimizer.optimizer, options=options)
         if not self.trainer.args.should_save:
@@ -228,14 +230,14 @@ class Critic(ABC):
             schedule = torch.load(directory / SCHEDULER_NAME, weights_only=True)
         self.load_weights(checkpoint)
         options = StateDictOptions(full_state_dict=True)
-        if optimizer["state"]:  # SGD without momentum has none, which PyTorch does not load on several ranks
+        if optimizer["state"]:  # PyTorch cannot load an empty state, as of SGD without momentum, on several ranks
             set_optimizer_state_dict(self.model, self.optimizer.optimizer, optimizer, options=options)
         self.scheduler.load_state_dict(schedule)
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
     def load_weights(self, checkpoint: str) -> None:
-        """As [`load`], but loads only the weights."""
+        """Loads only the weights that [`save`] saved. Raises `ValueError` as [`load`] does."""
         directory, weights = Path(checkpoint, CRITIC_NAME), {}
         with _reading(directory):
             for file in sorted(directory.glob("*.safetensors")):
@@ -265,7 +267,7 @@ class OwnCritic(Critic):
         model ([`~transformers.PreTrainedModel`]): A token classifier with one label.
 
     Attributes:
-        packs (`bool`): Whether it computes packed rows.
+        packs (`bool`): Whether the critic computes packed rows.
     """
 
     def __init__(self, trainer: Trainer, model: PreTrainedModel):

@@ -1,9 +1,9 @@
 """`DiffusionGRPOTrainer`: GRPO for masked diffusion language models, with quantized sampling and its correction.
 
-Everything that GRPO computes from log-probabilities stays TRL's: advantages, ratios, clipping, losses, the KL term. The
+TRL computes everything that GRPO derives from log-probabilities: advantages, ratios, clipping, losses, the KL term. The
 log-probabilities are the one-step estimates of [`~policy.masked`], and completions are denoised
-([`~rollout.embedded.diffusion`]). [`MaskDraws`] sees to it that all log-probabilities that meet in one loss were
-estimated under the same masks.
+([`~rollout.embedded.diffusion`]). [`MaskDraws`] ensures that all log-probabilities in one loss were estimated under the
+same masks.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,8 @@ from ..trl_seams import exchanged
 from .grpo import QuantGRPOTrainer
 
 
-# What a batch holds once for each mask of its rows: (B, draws, T), or (B, draws, 1) where a sequence has one value
+# Tensors that a batch holds once for each mask of its rows: (B, draws, T), or (B, draws, 1) where a sequence has one
+# value
 PER_DRAW = (
     *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
     *("importance_sampling_ratio", "clip_low", "clip_high"),
@@ -29,23 +30,24 @@ PER_DRAW = (
 
 class MaskDraws:
     """
-    The masks of one trainer's generations, and what was estimated under each, between two calls of TRL.
+    Holds the masks of one trainer's generations, and the estimates under each mask, between two calls of TRL.
 
-    A generation may be trained on `num_iterations` times. Each time its rows get another mask on their prompts, so that
-    an update sees another estimate of the same completions (d1, section 3). A ratio of two estimates means something
-    only if both were made under the same mask. So the old policy, the reference and the sampler estimate the
-    completions under every mask in advance, while they are still what they were when the completions were sampled.
+    A generation may be trained on `num_iterations` times. Each time, the prompts of its rows get another mask, so that
+    an update sees another estimate of the same completions (d1, section 3). A ratio of two estimates is meaningful only
+    if both were made under the same mask. So the old policy, the reference and the sampler estimate the completions
+    under every mask in advance, before an update changes the weights. A draw is one of these masks.
 
     The calls in their order, with what is read and written at each:
 
-    1. `_generate_and_score_completions` begins. [`begin`] names the masks of the generation, for the engine too.
+    1. `_generate_and_score_completions` begins. [`begin`] chooses the masks of the generation and passes them to the
+       engine.
     2. The engine denoises, and estimates its completions under draw 0, in one or several rounds.
-    3. TRL scores the generation with the policy and the reference. [`draws`] has all draws, TRL gets the estimates of
-       draw 0, and [`keep`] holds the others.
-    4. `_generate_and_score_completions` ends, with a batch of draw 0. [`as_rows`] adds the other draws, those of the
-       engine included, and repeats each row once for each draw. The correction sees these rows as one batch, so its
-       statistics are those of all draws. [`fold`] puts what it wrote, and the estimates, back into TRL's batch, with
-       the shape (B, draws, T).
+    3. TRL scores the generation with the policy and the reference. [`draws`] lists all draws, TRL gets the estimates of
+       draw 0, and [`keep`] stores those of all draws.
+    4. `_generate_and_score_completions` ends, with a batch of draw 0. [`as_rows`] adds the other draws, including the
+       engine's, and repeats each row once for each draw. The correction sees these rows as one batch, so its statistics
+       are over all draws. [`fold`] writes its output and the estimates back into TRL's batch, with the shape (B, draws,
+       T).
     5. TRL shuffles the batch and splits it into micro-batches. The draws of a row move with it.
     6. `_compute_loss` begins. [`one`] picks the draw of this iteration, and the loss sees the shapes that it expects.
 
@@ -54,7 +56,7 @@ class MaskDraws:
 
     Attributes:
         masks (`dict[str, PromptMasks]`): The masks of the newest generation, by `"train"` and `"eval"`.
-        in_loss (`int` or `None`): The draw whose loss TRL is computing, while it does.
+        in_loss (`int` or `None`): The draw whose loss TRL is computing; `None` outside of a loss.
         kept (`list[list[torch.Tensor]]`): For each pass in which TRL scored the generation, the estimates of each draw.
     """
 
@@ -66,7 +68,7 @@ class MaskDraws:
 
     @property
     def mode(self) -> str:
-        """`"train"` or `"eval"`: what the trainer does now."""
+        """What the trainer is doing, `"train"` or `"eval"`."""
         return "train" if self.trainer.model.training else "eval"
 
     @property
@@ -76,11 +78,11 @@ class MaskDraws:
 
     @property
     def draws(self) -> list[int]:
-        """The draws that are to be estimated now: one in a loss, all while a generation is scored."""
+        """The draws to estimate now: one in a loss, all while a generation is scored."""
         return list(range(self.number)) if self.in_loss is None else [self.in_loss]
 
     def begin(self) -> None:
-        """Names the masks of the generation that begins, and tells the engine."""
+        """Chooses the masks of the next generation, and passes them to the engine."""
         trainer, engine, self.kept = self.trainer, self.trainer.vllm_generation, []
         args, place = trainer.args, trainer.rollout_noise()
         masks = PromptMasks(args.prompt_mask_probability, place.seed, place.step, place.draw)
@@ -89,24 +91,24 @@ class MaskDraws:
         engine.rows_at_once = train if self.mode == "train" else evaluation
 
     def masked(self, model, prompt: int, draw: int) -> MaskedRows:
-        """Returns what stands in for `model` where TRL scores rows with `prompt` columns of prompts."""
+        """Returns the stand-in for `model` with which TRL scores rows whose first `prompt` columns are prompts."""
         engine, length = self.trainer.vllm_generation, self.trainer.args.max_completion_length
         return MaskedRows(model, prompt, length, engine.mask_token_id, self.masks[self.mode], draw, engine.shift)
 
     def keep(self, estimates: list[Tensor]) -> None:
-        """Keeps the estimates (B, T) of each draw, of which TRL gets the first. In a loss it does nothing."""
+        """Stores the estimates (B, T) of each draw, of which TRL gets the first. In a loss it does nothing."""
         if self.in_loss is None:
             self.kept.append(estimates)
 
     def as_rows(self, batch: dict) -> dict:
-        """Returns a batch in which each row stands once for each draw, with the estimates of that draw."""
+        """Returns a batch in which each row appears once for each draw, with the estimates of that draw."""
         rows = {}
         for name, value in batch.items():
             has_rows = isinstance(value, Tensor) and value.ndim > 0
             rows[name] = value.repeat_interleave(self.number, 0) if has_rows else value
         for estimates in self.kept:
             for name in PER_DRAW:
-                if batch.get(name) is estimates[0]:  # TRL writes what it got into its batch
+                if batch.get(name) is estimates[0]:  # TRL stores the estimates of the first draw in its batch
                     rows[name] = torch.stack(estimates, 1).flatten(0, 1)
         rows["sampling_per_token_logps"] = torch.stack(self._of_sampler(batch), 1).flatten(0, 1)
         self.kept = []
@@ -128,7 +130,7 @@ class MaskDraws:
         return estimates
 
     def fold(self, rows: dict, batch: dict) -> None:
-        """Writes what differs between draws from `rows` into `batch`."""
+        """Writes the tensors that differ between draws from `rows` into `batch`."""
         for name in PER_DRAW:
             if name in rows:
                 batch[name] = rows[name].unflatten(0, (-1, self.number))
@@ -178,7 +180,7 @@ class DiffusionGRPOTrainer(QuantGRPOTrainer):
 
     @property
     def iteration(self) -> int:
-        """How often the generation that is trained on has been trained on before."""
+        """How many times the current generation has already been trained on."""
         parts = self.args.steps_per_generation
         return self._step % (parts * self.num_iterations) // parts
 
@@ -192,7 +194,7 @@ class DiffusionGRPOTrainer(QuantGRPOTrainer):
         super().load_generation_state(state)
         self.prompt_masks.masks["train"] = PromptMasks(**state["masks"])
 
-    # In the order of the timelines of `MaskDraws` and `CorrectionStep`
+    # In the order in which `MaskDraws` and `CorrectionStep` list their calls
 
     def _generate_and_score_completions(self, inputs):
         self.prompt_masks.begin()
@@ -213,7 +215,7 @@ class DiffusionGRPOTrainer(QuantGRPOTrainer):
         for draw in self.prompt_masks.draws:
             masked = self.prompt_masks.masked(model, prompt, draw)
             scored.append(score(masked, input_ids, attention_mask, logits_to_keep, *args, **kwargs))
-            if scored[0][0] is None:  # a pass is saved, since each loss scores its own
+            if scored[0][0] is None:  # this pass is skipped, since each loss scores its own tokens
                 return scored[0]
         self.prompt_masks.keep([logps for logps, *_ in scored])
         return scored[0]

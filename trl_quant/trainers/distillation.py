@@ -1,7 +1,7 @@
 """`QuantDistillationTrainer`: quantized rollouts for TRL's `DistillationTrainer`, and a correction in its loss.
 
 On-policy distillation (GKD, arXiv 2306.13649) minimises, over completions `y` that the student itself writes, the
-divergence D of the student's next-token distribution from the teacher's, at each place t:
+divergence D between the next-token distributions of student and teacher at each position t:
 
     L = E_{y ~ pi} [ 1/N sum_t D(y_<t) ],    D(y_<t) = D(pi(. | y_<t), teacher(. | y_<t))
 
@@ -9,8 +9,8 @@ The gradient goes through D alone, not through the sampling:
 
     grad L = E_{y ~ pi} [ 1/N sum_t grad D(y_<t) ]
 
-If a quantized sampler mu writes the completions, a place is reached with another probability. Importance sampling
-repairs that:
+If a quantized sampler mu writes the completions, each prefix `y_<t` is reached with another probability. Importance
+sampling corrects this:
 
     grad L = E_{y ~ mu} [ 1/N sum_t W_t grad D(y_<t) ],    W_t = prod_{s < t} pi(y_s | y_<s) / mu(y_s | y_<s)
 
@@ -20,8 +20,8 @@ repairs that:
 | `mu`, the sampler | `rollout_logps` |
 | `W_t`, the weight of the prefix before the token t | `unit_weights` at the level `"prefix"`; `W_0` is 1 |
 
-D(y_<t) does not depend on the drawn token y_t, so that token's own ratio repairs nothing: its mean given `y_<t` is 1.
-It would only add noise and, once capped, shrink the step. The tokens after t have no part in W_t either.
+D(y_<t) does not depend on the drawn token y_t, so that token's own ratio corrects nothing: its mean given `y_<t` is 1.
+It would only add noise and, once capped, shrink the step. Nor do the tokens after t belong in W_t.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,17 +47,17 @@ class DistillationCorrectionStep(HearingStep):
     The correction of a distillation trainer, and its state between two calls of TRL. Without a correction it does
     nothing.
 
-    A generation serves one update, so the policy of the loss is the one that was sampled from, and the loss's own
-    hidden states score the tokens: one more product with the head, without a gradient.
+    A generation serves one update, so the policy of the loss is the one that was sampled from. The hidden states of the
+    loss score the tokens, which costs one more product with the head, without a gradient.
 
     The calls in their order, with what is read and written at each:
 
-    1. `_generate_and_score_completions` begins. [`scoring`] forgets the last generation.
-    2. TRL samples, in one or more turns. [`listening`] stands between it and the engine, and hears the
-       log-probabilities.
+    1. `_generate_and_score_completions` begins. [`scoring`] drops the state of the last generation.
+    2. TRL samples, in one or more turns. [`listening`] wraps the engine and records the log-probabilities that it
+       returns.
     3. `_generate` ends. [`take_samples`] keeps them for the tokens of the completions.
     4. `_generate_and_score_completions` ends. [`before_loss`] adds `sampling_per_token_logps` to the batch.
-    5. TRL shuffles the batch and splits it into micro-batches. What was written moves with its rows.
+    5. TRL shuffles the batch, including the tensors written so far, and splits it into micro-batches.
     6. `_compute_loss` begins, for each micro-batch. [`during_loss`] opens a copy of the micro-batch.
     7. TRL's loss computes the divergence of each token. [`weighted`] scores the tokens, writes their weights into the
        copy, logs after the last micro-batch of the generation, and returns the weighted divergences.
@@ -85,10 +85,10 @@ class DistillationCorrectionStep(HearingStep):
 
         Args:
             divergences (`torch.Tensor` of shape `(N,)`):
-                The divergence at each place in nats, where N counts all places of the completions in the micro-batch or
-                only those of `completion_mask` (see [`~trl_seams.divergences_by`]).
+                The divergence at each position in nats, where N counts all positions of the completions in the
+                micro-batch or only those of `completion_mask` (see [`~trl_seams.divergences_by`]).
             score (`Callable`):
-                Takes the token ids `(N,)` at these places to the student's log-probabilities `(N,)`.
+                Maps the token ids `(N,)` at these positions to the student's log-probabilities `(N,)` in nats.
         """
         batch = self.open_batch
         ids, mask = batch["completion_ids"], counted(batch).bool()
@@ -101,9 +101,9 @@ class DistillationCorrectionStep(HearingStep):
 
 class QuantDistillationTrainer(HearingRollouts, DistillationTrainer):
     """
-    TRL's [`~trl.DistillationTrainer`] with quantized rollouts, weights for what they have written, and a teacher that
-    may be quantized. It takes the arguments of `DistillationTrainer`. With [`QuantDistillationConfig`]'s defaults, a
-    plain [`~trl.DistillationConfig`] or `args=None` it is `DistillationTrainer`.
+    TRL's [`~trl.DistillationTrainer`] with quantized rollouts, weights that correct its loss for them, and a teacher
+    that may be quantized. It takes the arguments of `DistillationTrainer`. With [`QuantDistillationConfig`]'s defaults,
+    a plain [`~trl.DistillationConfig`] or `args=None` it is `DistillationTrainer`.
 
     ```python
     >>> trainer = QuantDistillationTrainer(
@@ -116,8 +116,8 @@ class QuantDistillationTrainer(HearingRollouts, DistillationTrainer):
     ```
 
     Attributes:
-        one_pass (`bool`): Whether the loss's own forward scores the tokens for the correction. It always does.
-        correction_step ([`DistillationCorrectionStep`]): The correction, on its way through TRL's loss.
+        one_pass (`bool`): Whether the loss's own forward pass scores the tokens for the correction. It always does.
+        correction_step ([`DistillationCorrectionStep`]): The correction and its state.
     """
 
     config_class = QuantDistillationConfig
@@ -169,7 +169,7 @@ class QuantDistillationTrainer(HearingRollouts, DistillationTrainer):
             return {}
         return {"teacher_model_init_kwargs": loading_teacher(args, self._given_teacher)}
 
-    # The correction of the loss. `HearingRollouts` makes the earlier calls of `DistillationCorrectionStep`'s timeline
+    # The correction in the loss. `HearingRollouts` makes the calls of `DistillationCorrectionStep` that come before it
 
     def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
         with self.correction_step.during_loss(inputs) as batch:

@@ -1,9 +1,9 @@
-r"""Dynamic sampling (DAPO, section 3.2, eq. 11): replaces groups that teach nothing before the batch is trained on.
+r"""Dynamic sampling (DAPO, section 3.2, eq. 11): replaces groups without a learning signal before training.
 
     max_theta J(theta)   s.t.   0 < |{ o_i : is_equivalent(a, o_i) }| < G                                   eq. 11
 
-A group is the G completions of one prompt. If all of them are right, or all are wrong, every advantage is 0 and the
-batch is smaller than it looks. Further rounds replace such groups by groups of fresh prompts. Each round samples as
+A group is the G completions of one prompt. If all of them are right, or all are wrong, every advantage is 0, so the
+group adds nothing to the gradient. Further rounds replace such groups by groups of fresh prompts. Each round samples as
 many groups as are missing, and there are at most `dynamic_sampling_rounds` rounds.
 
 | paper | here |
@@ -13,11 +13,12 @@ many groups as are missing, and there are at most `dynamic_sampling_rounds` roun
 | the dynamic sampling buffer | the generation batch, whose groups are replaced in place |
 
 **Choice** The paper samples until the batch is full. Here the number of rounds is limited, and a group without a
-replacement stays, with the advantages of 0 that TRL gives it. **Choice** A group is informative if its rewards differ
-as TRL sums them: with a reward for overlong completions, wrong answers of different lengths teach something and stay.
+replacement stays, with the advantages of 0 that TRL gives it. **Choice** A group is informative if the rewards that TRL
+sums differ. For example, with a punishment of overlong completions, a group of wrong answers of different lengths is
+informative.
 
 Fresh prompts depend only on the seed, the step and the prompts of the batch, so a resumed run draws the same ones as an
-unbroken run. The order of the epoch does not change: a drawn prompt comes again when its turn comes.
+unbroken run. The order of the epoch does not change: a prompt drawn here comes again at its own place in the epoch.
 """
 
 import math
@@ -79,7 +80,7 @@ def replacements(kept: Tensor, fresh: Tensor) -> dict[int, int]:
 
 
 def groups_to_sample(missing: int, num_generations: int, ranks: int) -> int:
-    """Returns the least number of groups, `missing` or more, whose completions can be divided equally among ranks."""
+    """Returns the smallest number of groups, at least `missing`, whose completions divide equally among the ranks."""
     step = ranks // math.gcd(ranks, num_generations)
     return math.ceil(missing / step) * step
 
@@ -109,14 +110,14 @@ class Sample(NamedTuple):
 
 class Batch:
     """
-    One generation batch and its rounds of sampling. The groups lie one after the other over all ranks, and one may
-    begin on one rank and end on the next. So a replacement is sent to the rank that needs it.
+    One generation batch and its rounds of sampling. The groups are laid out one after the other across all ranks, and a
+    group may begin on one rank and end on the next. So a replacement is sent to the rank that needs it.
 
     Attributes:
         inputs (`list[dict]`), samples (`list[Sample]`): One entry for each completion of this rank.
         rewards (`torch.Tensor` of shape `(completions, reward functions)`): Rewards of all ranks, as TRL gathers them.
         useful (`torch.Tensor` of shape `(groups,)`): Which groups of all ranks are informative.
-        thrown (`list[Sample]`): Samples of this rank that are not trained on.
+        thrown (`list[Sample]`): Samples of this rank that were replaced or not needed.
         metrics (`dict[str, float]`): Metrics to log.
     """
 
@@ -145,11 +146,11 @@ class Batch:
         return samples, rewards, informative(rewards, weights, self.num_generations, apart).cpu()
 
     def refill(self, rounds: int) -> None:
-        """Runs further rounds until every group is informative, no prompt is left, or `rounds` rounds are over."""
+        """Runs further rounds until every group is informative, no prompt is left, or `rounds` rounds have run."""
         uninformative, done, fresh = self.missing, 0, self.fresh()
         while self.missing and done < rounds:
             rows = list(islice(fresh, groups_to_sample(self.missing, self.num_generations, self.ranks)))
-            # The last prompts may be too few for all ranks: only as many are sampled as can be divided equally
+            # If too few prompts are left, samples only as many as divide equally among the ranks
             rows = rows[: len(rows) - len(rows) % groups_to_sample(1, self.num_generations, self.ranks)]
             if not rows:
                 break
@@ -179,7 +180,7 @@ class Batch:
     def round(self, rows: list[dict]) -> None:
         """Samples a group for each prompt, and replaces uninformative groups of the batch by the informative ones."""
         size = len(rows) * self.num_generations // self.ranks  # completions of a rank
-        indices = range(self.rank * size, (self.rank + 1) * size)  # of this rank's completions, among those of all
+        indices = range(self.rank * size, (self.rank + 1) * size)  # this rank's among all completions
         samples, rewards, fresh = self.sampled([dict(rows[i // self.num_generations]) for i in indices])
         places = replacements(self.useful, fresh)
         taken = set(places.values())

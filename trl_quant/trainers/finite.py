@@ -1,5 +1,5 @@
 """
-Stops a run at the step whose loss or gradient is not finite, and saves nothing of that step.
+Stops a run at a step whose loss or gradient is not finite, and does not save that step.
 
 One NaN in a gradient makes every weight NaN, and a checkpoint of such weights would replace a good one. So each step is
 checked before the optimizer takes it. Since NaN has other causes too, the weights are checked before each checkpoint
@@ -33,7 +33,7 @@ class FiniteSteps:
 
     | TRL's call | here |
     |---|---|
-    | `train` begins | [`begin`] forgets the losses of a step that an earlier `train` broke off |
+    | `train` begins | [`begin`] drops the losses of a step that an earlier `train` interrupted |
     | `training_step` ends, for each micro-batch | [`add_loss`] adds its loss to those of the step |
     | `_get_grad_norm` ends, before the optimizer's step | [`check_and_forget`] checks the losses and the gradient |
 
@@ -49,7 +49,7 @@ class FiniteSteps:
         self.loss: Tensor | float = 0.0
 
     def begin(self) -> None:
-        """Begins a training without losses."""
+        """Resets the sum of losses when a training begins."""
         self.loss = 0.0
 
     def add_loss(self, loss: Tensor) -> None:
@@ -57,20 +57,20 @@ class FiniteSteps:
         self.loss = self.loss + loss
 
     def check_and_forget(self, norm: Tensor | float | None) -> None:
-        """Checks the step with [`check_step`], and begins the next one without losses. Collective."""
+        """Checks the step with [`check_step`], and resets the sum of losses. All ranks must call it."""
         loss, self.loss = self.loss, 0.0
         check_step(self.trainer, loss, norm)
 
 
 def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None, whose: str = "") -> None:
     """
-    Raises `RuntimeError`, on all ranks, if a step's loss or gradient is not finite. Collective.
+    Raises `RuntimeError`, on all ranks, if a step's loss or gradient is not finite. All ranks must call it.
 
     Args:
         trainer ([`~transformers.Trainer`]): The trainer.
         loss (`torch.Tensor`): Sum of this rank's losses in this step, shape ().
         norm (`torch.Tensor`, `float` or `None`): Norm of the whole gradient.
-        whose (`str`, *optional*): What the message adds to the step, such as `"of the critic "`.
+        whose (`str`, *optional*): Inserted after the step in the message, such as `"of the critic "`.
     """
     accelerator = trainer.accelerator
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -86,13 +86,16 @@ def check_step(trainer: Trainer, loss: Tensor, norm: Tensor | float | None, whos
         raise RuntimeError(
             f"Step {trainer.state.global_step + 1} {whose}is not finite: its loss is {loss.item():g}, the norm of its "
             f"gradient {norm.item():g}. The run stops here, and no checkpoint holds this step. "
-            f"{how_to_go_on(trainer.args.output_dir)} A resume meets the same batch again: look at its rewards and "
+            f"{how_to_go_on(trainer.args.output_dir)} A resumed run trains on the same batch: look at its rewards and "
             "advantages, lower `learning_rate`, or choose an `is_correction` with bounds."
         )
 
 
 def check_trained(trainer: Trainer) -> None:
-    """Raises `RuntimeError`, on all ranks, if a trained weight or the optimizer's state is not finite. Collective."""
+    """
+    Raises `RuntimeError`, on all ranks, if a trained weight or the optimizer's state is not finite. All ranks must call
+    it.
+    """
     mine = [name for name, tensor in _trained(trainer) if not is_finite(tensor)]
     found = [name for names in gather_object([mine]) for name in names]
     if not found:

@@ -19,7 +19,7 @@ and PPO (arXiv 1707.06347) whitens the advantages and trains the critic to predi
 | `c` | `cliprange` | how far a value may move from the old one before it is clipped |
 
 Tokens that a tool wrote are not actions. The index t + 1 means the next action, which may be many tokens later. After
-the last action the value is 0, also if the completion was cut at its greatest length.
+the last action the value is 0, even if the completion was cut off at its maximum length.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def rewards_of(scores: Tensor, mask: Tensor) -> Tensor:
         mask (`torch.Tensor` of shape `(B, T)`): 1 on actions.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`: 0 elsewhere. A completion without actions gets no reward.
+        `torch.Tensor` of shape `(B, T)`: `r_t`. A completion without actions gets no reward.
     """
     is_last = mask.bool() & (mask.flip(1).cumsum(1).flip(1) == 1)
     return torch.where(is_last, scores[:, None], 0.0)
@@ -61,7 +61,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
     Args:
         rewards, values (`torch.Tensor` of shape `(B, T)`): `r_t` and `V_t`.
-        mask (`torch.Tensor` of shape `(B, T)`): 1 on actions. What stands elsewhere is not read.
+        mask (`torch.Tensor` of shape `(B, T)`): 1 on actions. Other entries of `rewards` and `values` are not read.
         gamma, lam (`float`): See the module's docstring.
 
     Returns:
@@ -81,7 +81,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 def moments(x: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) -> Moments:
     """
-    Computes the moments of `x` over the tokens of all ranks that count, in float64. Collective.
+    Computes the moments of `x` over the tokens of all ranks that count, in float64. All ranks must call it.
 
     Args:
         x, mask (`torch.Tensor` of shape `(B, T)`): The quantity on this rank, and 1 on the tokens that count.
@@ -96,7 +96,7 @@ def moments(x: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) -> Momen
 def whitened(advantages: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
     """
     Returns the advantages `(B, T)` with mean 0 and variance 1 over the actions of all ranks, and 0 elsewhere. The
-    arguments are those of [`moments`]. Collective.
+    arguments are those of [`moments`]. All ranks must call it.
     """
     mean, variance = moments(advantages, mask, total)
     scaled = (advantages.double() - mean) * torch.rsqrt(variance + EPSILON)
@@ -114,7 +114,8 @@ def value_losses(
         cliprange (`float` or `None`): `c`; `None` clips nothing.
 
     Returns:
-        The losses `(B, T)`, and where the clipped value decided, as booleans `(B, T)`; `None` without a `cliprange`.
+        The losses `(B, T)`, and booleans `(B, T)`, true where the clipped value gave the loss; `None` without a
+        `cliprange`.
     """
     losses = (values - returns).square()
     if cliprange is None:

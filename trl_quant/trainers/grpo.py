@@ -34,9 +34,9 @@ class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
     run `del trainer; gc.collect()`.
 
     Attributes:
-        one_pass (`bool`): Whether the loss's own forward scores the tokens for the correction too (see
+        one_pass (`bool`): Whether the loss's own forward pass also scores the tokens for the correction (see
             [`~trainers.correction_step.CorrectionStep`]).
-        correction_step ([`~trainers.correction_step.CorrectionStep`]): The correction, on its way through TRL's loss.
+        correction_step ([`~trainers.correction_step.CorrectionStep`]): The correction and its state.
     """
 
     config_class = QuantGRPOConfig
@@ -91,12 +91,12 @@ class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
         )
 
     def fields_while_built(self, args) -> dict:
-        # Our weights replace TRL's ratio. VESPO insists on a ratio with a value for each token, which ours has.
+        # Our weights replace TRL's ratio. VESPO accepts only a ratio for each token, which our weights are.
         if args.loss_type == "vespo" and not args.correction_class.applied_by_trl:
             return {"vllm_importance_sampling_mode": "token_truncate"}
         return {}
 
-    # The correction, in the order of `CorrectionStep`'s timeline
+    # The correction, in the order of `CorrectionStep`'s list of calls
 
     def _generate_and_score_completions(self, inputs):
         with dynamically_sampled(self, inputs) as inputs, self.correction_step.scoring():
@@ -110,7 +110,7 @@ class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
         return generated
 
     def correct(self, batch) -> None:
-        """Corrects a generation before its first loss, in place (see [`~trainers.correction_step.CorrectionStep`])."""
+        """Corrects a generation in place, before its first loss (see [`~trainers.correction_step.CorrectionStep`])."""
         self.correction_step.before_loss(batch)
 
     def _compute_loss(self, model, inputs):

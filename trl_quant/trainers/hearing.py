@@ -1,9 +1,9 @@
 """
-The correction for TRL's RLOO and distillation, which drop the sampler's log-probabilities.
+The correction for TRL's RLOO and distillation trainers, which drop the sampler's log-probabilities.
 
     engine.generate(...) -> log-probabilities -> [`HearingStep.hear`] -> TRL, which keeps only the tokens
 
-[`HearingStep`] holds what it hears of a generation, and [`HearingRollouts`] calls it where TRL samples.
+[`HearingStep`] records the log-probabilities of a generation, and [`HearingRollouts`] calls it where TRL samples.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ Logps = list[float | None]  # of the sampled tokens of a completion, in nats; `N
 
 
 class Heard:
-    """Stands in for an engine, and passes the log-probabilities that it samples to `hear` as well."""
+    """Wraps an engine, and also passes the log-probabilities that the engine returns to `hear`."""
 
     def __init__(self, engine, hear: Callable[[list[list[int]], list[Logps]], None]):
         self.engine, self.hear = engine, hear
@@ -34,7 +34,7 @@ class Heard:
 
 class HearingStep(CorrectionStep):
     """
-    A [`~trainers.correction_step.CorrectionStep`] that listens to the engine.
+    A [`~trainers.correction_step.CorrectionStep`] that records the engine's log-probabilities.
 
     Attributes:
         heard (`tuple`): For each turn, the prompts and the log-probabilities of their samples, until `_generate` ends.
@@ -53,7 +53,7 @@ class HearingStep(CorrectionStep):
             yield
 
     def listening(self) -> AbstractContextManager:
-        """Context of TRL's `_generate_single_turn`."""
+        """Context of TRL's `_generate_single_turn`, in which the engine's log-probabilities are recorded."""
         trainer = self.trainer
         if self.correction is None or not trainer.use_vllm:
             return nullcontext()
@@ -65,12 +65,12 @@ class HearingStep(CorrectionStep):
 
     def take_samples(self, prompts: list[list[int]], completions: list[list[int]]) -> None:
         """
-        Takes the log-probabilities that were heard of each completion. TRL, or a subclass of the trainer, may have cut
-        a turn. Tokens that tools wrote between two turns have no log-probabilities.
+        Joins the recorded log-probabilities of each completion's turns. TRL, or a subclass of the trainer, may have
+        truncated a turn. Tokens that tools wrote between two turns get `None`.
 
         Args:
             prompts (`list[list[int]]`): The token ids of each prompt.
-            completions (`list[list[int]]`): Those of each completion, with all of its turns.
+            completions (`list[list[int]]`): The token ids of each completion, with all of its turns.
         """
         if not self.heard:
             return
@@ -90,7 +90,7 @@ class HearingStep(CorrectionStep):
 class HearingRollouts(QuantRollouts):
     """
     [`~trainers.quantized.QuantRollouts`] for these trainers. It makes the calls of a [`HearingStep`] up to the loss, in
-    the order of the step's timeline.
+    the order that the step's docstring lists.
     """
 
     correction_step: HearingStep
@@ -98,7 +98,7 @@ class HearingRollouts(QuantRollouts):
     def __init__(self, **given):
         super().__init__(**given)
         if self.correction_step.correction is not None and self.use_vllm:
-            self.vllm_generation.logprobs = 0  # TRL asks for none; 0 means only the drawn token's
+            self.vllm_generation.logprobs = 0  # TRL requests none; 0 requests those of the drawn tokens only
 
     def _generate_and_score_completions(self, inputs):
         with self.correction_step.scoring():

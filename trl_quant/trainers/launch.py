@@ -32,7 +32,7 @@ TRAINERS = {
     "diffusion": DiffusionGRPOTrainer,
 }
 DEFAULT_DATASET = "openai/gsm8k"
-REWARD_OPTIONS = ("reward_funcs", "overlong_punishment")  # which a trainer without rewards refuses
+REWARD_OPTIONS = ("reward_funcs", "overlong_punishment")  # options that a trainer without rewards refuses
 
 
 @dataclass
@@ -100,7 +100,8 @@ def trainer_arguments(
     reward_funcs: list[Callable] | None = None,
 ) -> dict:
     """
-    Loads the datasets and returns the arguments for the trainer. The main process prints what was left to defaults.
+    Loads the datasets and returns the arguments for the trainer. The main process prints which options are at their
+    defaults.
 
     Args:
         script_args ([`TrainArguments`]): The data and the rewards.
@@ -160,7 +161,7 @@ def trainer_arguments(
 def load_data(
     script_args: TrainArguments, training_args: QuantFields, model_args: ModelConfig
 ) -> dict[str, Dataset | None]:
-    """Loads the trainer's `train_dataset` and, if evaluation is on, its `eval_dataset`."""
+    """Returns the trainer's `train_dataset` and, if evaluation is on, its `eval_dataset`, else `None`."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             model_args.model_name_or_path,
@@ -206,7 +207,7 @@ def checkpoint_of(arguments: dict) -> str | None:
 
 
 def _check_distillation(script_args: TrainArguments, training_args: QuantFields, reward_funcs) -> None:
-    """Refuses rewards, which distillation does not have, and a run without a teacher."""
+    """Raises `ValueError` for a distillation run with rewards, which it does not use, or without a teacher."""
     defaults = TrainArguments()
     given = [name for name in REWARD_OPTIONS if getattr(script_args, name) != getattr(defaults, name)]
     if given or reward_funcs:
@@ -232,7 +233,7 @@ def _check_answers(reward_funcs: list[str], dataset_name: str, columns: Sequence
 
 
 def _overlong_punishment(part: float, length: int | None) -> list[Callable[..., list[float]]]:
-    """TRL's punishment of completions close to their greatest length (DAPO eq. 13), if `part` is above 0."""
+    """Returns TRL's punishment of completions near their maximum length (DAPO eq. 13) if `part` is above 0."""
     if part and length is None:
         raise ValueError(f"`overlong_punishment`={part!r} needs a `max_completion_length`, which is None.")
     return [get_soft_overlong_punishment(length, round(part * length))] if part else []

@@ -1,14 +1,14 @@
 """
-Packed rows: no forward or backward pass of a trainer computes padding, and each prompt is computed once a micro-batch.
+Packed rows: a trainer's forward and backward passes skip padding and compute each prompt once per micro-batch.
 
 TRL pads every row of a generation to the longest one and keeps that width in every micro-batch. All its forward passes
-go through `_get_per_token_logps_and_entropies`, which calls the model with padded rows and takes log-probabilities of
-the same shape back. [`PackedRows`] stands in for the model there, so the rest of TRL sees padded rows as always.
+go through `_get_per_token_logps_and_entropies`, which calls the model with padded rows and gets back log-probabilities
+of the same shape. [`PackedRows`] replaces the model in these calls, so the rest of TRL still sees padded rows.
 
-TRL shuffles the rows of a generation before it splits them into micro-batches. [`packed_batches`] lets rows of one
-optimizer step change places afterwards: completions of one prompt come together, and the micro-batches get about as
-many tokens each. Each micro-batch keeps its number of rows, so the loss of the step stays the same wherever a row's
-term does not depend on the others of its micro-batch.
+TRL shuffles the rows of a generation before it splits them into micro-batches. [`packed_batches`] then rearranges the
+rows of each optimizer step: completions of one prompt share a micro-batch, and all micro-batches get about the same
+number of tokens. Each micro-batch keeps its number of rows, so the loss of the step stays the same wherever a row's
+term does not depend on the other rows of its micro-batch.
 """
 
 import logging
@@ -36,11 +36,11 @@ def packed_rows(trainer) -> Callable[..., PackedRows] | None:
     Decides whether a built trainer computes packed rows, and prepares its policy and reference or teacher for them.
 
     Returns:
-        `Callable` or `None`: Makes [`PackedRows`] of a model and the columns of its prompts; `None` if the trainer
-        computes padded rows.
+        `Callable` or `None`: A function of a model and the number of its prompt columns that returns [`PackedRows`];
+        `None` if the trainer computes padded rows.
 
     Raises:
-        ValueError: `pack_sequences=True`, and the trainer cannot.
+        `ValueError`: if `pack_sequences=True`, and the trainer cannot compute packed rows.
     """
     args = trainer.args
     if args.pack_sequences is False or (args.pack_sequences is None and args.rollout_precision is None):
@@ -66,7 +66,7 @@ def accepted(trainer, named: dict[str, Module]) -> bool:
         named (`dict[str, Module]`): The models, by the names that messages give them.
 
     Raises:
-        ValueError: `pack_sequences=True`, and one of them computes only padded rows.
+        `ValueError`: if `pack_sequences=True`, and one of them computes only padded rows.
     """
     faults = [why_not_packed(model.config, trainer.processing_class, name) for name, model in named.items()]
     why_not = next(filter(None, faults), None)
@@ -88,7 +88,7 @@ def accepted(trainer, named: dict[str, Module]) -> bool:
 
 
 def packed_batches(trainer) -> AbstractContextManager:
-    """Context of TRL's `_prepare_inputs`, in which rows change their micro-batch where the loss allows it."""
+    """Context of TRL's `_prepare_inputs`, in which rows may move to another micro-batch if the loss allows it."""
     accumulated, parts = trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation
     together = min(accumulated, parts)  # micro-batches of one generation that one optimizer step adds up
     if together == 1 or max(accumulated, parts) % together or not terms_are_independent(trainer):
@@ -97,16 +97,16 @@ def packed_batches(trainer) -> AbstractContextManager:
 
 
 def terms_are_independent(trainer) -> bool:
-    """Whether a row's term of the loss is the same in each micro-batch with the same number of rows."""
+    """Whether a row's term of the loss is independent of the other rows in its micro-batch."""
     args = trainer.args
-    # `bnpo` divides by the tokens of a micro-batch. The quantile and the entropy bonus are those of a micro-batch
+    # `bnpo` divides by the tokens of a micro-batch. The entropy quantile and bonus are computed per micro-batch
     neutral = {"top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False}
     has_entropy_term = any(getattr(args, name, value) != value for name, value in neutral.items())
     return getattr(args, "loss_type", None) != "bnpo" and not has_entropy_term
 
 
 def _arranged(batch: dict[str, Any], parts: int, together: int) -> dict[str, Any]:
-    """Orders the rows of a shuffled generation anew, which TRL then splits into `parts` micro-batches."""
+    """Reorders the rows of a shuffled generation, which TRL then splits into `parts` micro-batches."""
     ids = batch["prompt_ids"].masked_fill(batch["prompt_mask"] == 0, -1)
     prompts = torch.unique(ids, dim=0, return_inverse=True)[1].tolist()  # equal numbers for equal prompts
     shared, own = batch["prompt_mask"].sum(1).tolist(), batch["completion_mask"].sum(1).tolist()
@@ -127,8 +127,9 @@ def _rows(values: Any, order: list[int]) -> Any:
 
 def balanced(prompts: list[int], shared: list[int], own: list[int], parts: int) -> list[list[int]]:
     """
-    Splits rows into batches with the same number of rows and about as many tokens, where rows of one prompt are
-    together as far as possible. The largest batch comes first, on each rank, because ranks wait for each other.
+    Splits rows into batches with the same number of rows and about the same number of tokens, and keeps rows of one
+    prompt together as far as possible. On each rank the largest batch comes first, so that ranks, which wait for each
+    other, compute large batches at the same time.
 
     Args:
         prompts (`list[int]`): The prompt of each row, as a number.
@@ -154,7 +155,7 @@ def balanced(prompts: list[int], shared: list[int], own: list[int], parts: int) 
 
 
 def _spread(pieces: list[list[int]], parts: int, size: int, tokens: Callable[[list[int]], int]) -> list[list[int]]:
-    """Puts pieces, the largest first, where the fewest tokens are; splits a piece that has room nowhere."""
+    """Assigns pieces, the largest first, to the batch with the fewest tokens; splits a piece that fits into none."""
     batches: list[list[int]] = [[] for _ in range(parts)]
     for piece in sorted(pieces, key=tokens, reverse=True):
         fits = any(len(batch) + len(piece) <= size for batch in batches)

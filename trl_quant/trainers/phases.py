@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 from ..trl_seams import phases_timed
 
 
-# TRL's names of the phases in which an engine samples, and in which transformers' `generate` samples
+# TRL's names of the phase in which an engine samples, and of the one in which transformers' `generate` samples
 IN_VLLM, IN_TRANSFORMERS = "vLLM.generate", "transformers.generate"
 
 
@@ -30,7 +30,7 @@ class PhaseTimes(TrainerCallback):
         self.seconds[f"profiling/{name}"] += seconds
 
     def on_step_begin(self, *args, **kwargs):
-        # Drops the times of an evaluation. A phase that does not run in a step counts as 0 s, so that means are right.
+        # Drops the times of an evaluation. A phase that does not run in a step counts as 0 s in the mean over steps.
         self.seconds = defaultdict(float, dict.fromkeys(self.seconds, 0.0))
 
     def on_step_end(self, *args, **kwargs):

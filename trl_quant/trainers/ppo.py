@@ -1,12 +1,12 @@
 """`QuantPPOTrainer`: PPO with quantized rollouts, on TRL's `GRPOTrainer`.
 
-TRL's loss of GRPO takes an advantage for each token as well, and with these it is PPO's:
+TRL's GRPO loss also accepts an advantage for each token. With the critic's advantages A_t, it is PPO's loss:
 
     J = E[ w_t min(R_t A_t, clip(R_t, 1 - e_lo, 1 + e_hi) A_t) ] - beta KL
 
-So sampling, rewards, corrections and the policy's loss are those of [`QuantGRPOTrainer`]. What PPO adds is a critic
-([`~trainers.critic`]) and the advantages A_t that it gives ([`~trainers.gae`]), where GRPO compares the completions of
-a prompt with each other.
+So sampling, rewards, corrections and the policy's loss are those of [`QuantGRPOTrainer`]. PPO adds a critic
+([`~trainers.critic`]) and computes the advantages A_t from its values ([`~trainers.gae`]), where GRPO compares the
+completions of a prompt with each other.
 """
 
 import logging
@@ -32,23 +32,23 @@ logger = logging.getLogger(__name__)
 
 class ValueStep:
     """
-    What the critic adds to a generation and to its losses, and its state between two calls of TRL.
+    Adds the critic to a generation and to its losses, and holds the state between two calls of TRL.
 
     The calls in their order, with what is read and written at each:
 
     1. `_calculate_rewards` ends. [`take_rewards`] keeps the rewards of all ranks.
-    2. `_generate_and_score_completions` of TRL ends, and the correction is next. [`before_loss`] writes `advantages`,
+    2. TRL's `_generate_and_score_completions` ends, and the correction comes next. [`before_loss`] writes `advantages`,
        `values` and `returns`, `(B, T)`, into the batch, and logs. A correction reads these advantages.
-    3. TRL shuffles the batch and splits it into micro-batches. What was written moves with its rows.
+    3. TRL shuffles the batch, including the tensors written so far, and splits it into micro-batches.
     4. `_compute_loss` ends, for each micro-batch of each update. [`loss`], times the critic's coefficient, is added to
-       the policy's.
+       the policy's loss.
 
     Args:
         trainer ([`QuantPPOTrainer`]): The trainer.
         critic ([`~trainers.critic.Critic`]): Its critic.
 
     Attributes:
-        rewards (`torch.Tensor` or `None`): The rewards of the generation in work, `(B of all ranks, functions)`.
+        rewards (`torch.Tensor` or `None`): The rewards of the current generation, `(B of all ranks, functions)`.
     """
 
     def __init__(self, trainer: GRPOTrainer, critic: Critic):
@@ -73,9 +73,10 @@ class ValueStep:
 
     def before_loss(self, batch: dict[str, Tensor]) -> None:
         """
-        Estimates the advantages of a generation, in place.
+        Writes `advantages`, `values` and `returns`, each `(B, T)`, into the batch of a generation.
 
-        A completion without any reward teaches nothing, as in GRPO: its advantages are 0, and its returns its values.
+        As in GRPO, a completion without any reward does not train the policy: its advantages are 0. Its returns equal
+        its values.
         """
         args = self.trainer.args
         is_training = self.trainer.model.training
@@ -88,7 +89,7 @@ class ValueStep:
         self.log(batch, advantages, mask)
 
     def log(self, batch: dict[str, Tensor], advantages: Tensor, mask: Tensor) -> None:
-        """Logs a generation: its values and returns, and what the values explain of the returns' variance."""
+        """Logs a generation's values and returns, and the share of the returns' variance that the values explain."""
         returns = moments(batch["returns"], mask, self.total)
         unexplained = moments(advantages, mask, self.total).variance
         metrics = {
@@ -99,7 +100,7 @@ class ValueStep:
             metrics["value/explained_variance"] = 1 - (unexplained / returns.variance).item()
         trainer = self.trainer
         trainer.log_values(metrics)
-        # TRL has logged what GRPO would train on: the advantages in a group, and groups without any
+        # TRL has logged what GRPO would train on: advantages within groups, and the share of groups with equal rewards
         trainer._metrics["train" if trainer.model.training else "eval"].pop("frac_reward_zero_std", None)
         means = (batch["advantages"] * mask).sum(1) / mask.sum(1).clamp(min=1)
         table, means = trainer._logs["advantages"], trainer.accelerator.gather(means).tolist()
@@ -109,9 +110,9 @@ class ValueStep:
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """
-        Computes the critic's loss on a micro-batch, and logs the mean over its tokens. The loss is the sum, divided as
-        in TRL's `dapo` by (the tokens of the generation) x `gradient_accumulation_steps` / `steps_per_generation`, so
-        that micro-batches and ranks add up.
+        Computes the critic's loss on a micro-batch, a scalar, and logs the mean over its tokens. As in TRL's `dapo`,
+        the loss is the sum over the tokens divided by (the tokens of the generation) x `gradient_accumulation_steps` /
+        `steps_per_generation`, so the losses of micro-batches and ranks add up.
         """
         trainer, args = self.trainer, self.trainer.args
         values, mask = self.critic.values(batch), counted(batch)
@@ -128,8 +129,8 @@ class ValueStep:
 
 class QuantPPOTrainer(QuantGRPOTrainer):
     """
-    PPO with quantized rollouts and a correction for them. It takes the arguments of [`QuantGRPOTrainer`]. TRL has no
-    PPO trainer of its own any more; this one is a subclass of its [`~trl.GRPOTrainer`].
+    PPO with quantized rollouts and a correction for them. It takes the arguments of [`QuantGRPOTrainer`]. TRL no longer
+    has a PPO trainer; this one is a subclass of its [`~trl.GRPOTrainer`].
 
     ```python
     >>> trainer = QuantPPOTrainer(
@@ -181,7 +182,7 @@ class QuantPPOTrainer(QuantGRPOTrainer):
         self.value_step = ValueStep(self, self.critic)
         self.add_callback(CriticSteps(self.critic))
 
-    # The advantages and the critic's loss, in the order of `ValueStep`'s timeline
+    # The advantages and the critic's loss, in the order of `ValueStep`'s list of calls
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

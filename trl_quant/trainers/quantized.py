@@ -36,12 +36,12 @@ from .reward_calls import RewardCalls
 class QuantRollouts:
     """
     Mixin for a trainer of TRL's that builds a `VLLMGeneration` and samples from it, such as `GRPOTrainer`,
-    `RLOOTrainer` or `DistillationTrainer`. Without a `rollout_precision` TRL generates as it always does.
+    `RLOOTrainer` or `DistillationTrainer`. Without a `rollout_precision`, TRL generates as usual.
 
-    It needs four properties of TRL's trainer, which tests check on all: its constructor looks up `VLLMGeneration` in
-    its module; `_generate` samples a generation, in one or more calls of `_generate_single_turn`; `_calculate_rewards`,
-    where there are rewards, calls `reward_funcs`; `_metrics["train"]` and `["eval"]` hold lists of values until they
-    are logged.
+    It relies on four properties of TRL's trainer, which tests check for every trainer: its constructor looks up
+    `VLLMGeneration` in its module; `_generate` samples a generation, in one or more calls of `_generate_single_turn`;
+    `_calculate_rewards`, where there are rewards, calls `reward_funcs`; `_metrics["train"]` and `["eval"]` hold lists
+    of values until they are logged.
 
     The mixin does not use the sampler's log-probabilities. A subclass that corrects its loss for them has a
     [`correction_step`], whose state the mixin saves with an unfinished generation.
@@ -56,7 +56,7 @@ class QuantRollouts:
     _engine: RolloutEngine | None = None  # `None` where TRL itself generates
 
     def __init__(self, *, model, args, eval_dataset=None, quantization_config=None, peft_config=None, **given):
-        """Takes the arguments of TRL's trainer. `args` is a configuration with this package's fields."""
+        """Takes the arguments of TRL's trainer. `args` is a configuration with this package's fields, or `None`."""
         given |= {
             "eval_dataset": eval_dataset,
             "quantization_config": quantization_config,
@@ -96,7 +96,7 @@ class QuantRollouts:
             apply_uaq(self.model, args.uaq_scale)
         self._flow = flow(self.model)
         self._packed_rows = packed_rows(self)
-        self.runs = []  # this one's name follows when it trains
+        self.runs = []  # `train` adds the name of this run
         introduce(self)
 
     def build_engine(self, spec: EngineSpec, model, accelerator, processing_class, **settings) -> Engine:
@@ -107,7 +107,7 @@ class QuantRollouts:
         Args:
             spec ([`~rollout.EngineSpec`]): The engine that the configuration describes.
             model (`nn.Module`): The policy.
-            accelerator ([`~accelerate.Accelerator`]): The trainer's.
+            accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator.
             processing_class: The tokenizer or processor.
             settings: The arguments of TRL's own engine: lengths, sampling options and the like.
         """
@@ -119,7 +119,7 @@ class QuantRollouts:
 
     @property
     def packs(self) -> bool:
-        """Whether policy and reference or teacher compute packed rows."""
+        """Whether the policy and its reference or teacher compute packed rows."""
         return self._packed_rows is not None
 
     # Metrics
@@ -136,7 +136,8 @@ class QuantRollouts:
         for name, value in values.items():
             metrics[name][-1:] = [value]
 
-    # Generate. The ranks sync, check and add noise together before the first turn. Later turns need no other rank.
+    # Generate. All ranks sync, check and add noise together before the first turn. In later turns, no rank waits for
+    # another.
 
     def _generate(self, prompts):
         check_flow(self, self._flow)
@@ -152,8 +153,8 @@ class QuantRollouts:
     @contextmanager
     def generation(self) -> Iterator[None]:
         """
-        Context of one generation: syncs the engine, checks it and adds the noise once, for any number of turns. TRL
-        then need not sync, and a `rollout_func` may call the engine itself.
+        Context of one generation: syncs the engine, checks it and adds the noise once, for any number of turns. So TRL
+        need not sync, and a `rollout_func` may call the engine directly.
         """
         self._engine.noise = self.rollout_noise()
         with ExitStack() as turns:
@@ -174,7 +175,7 @@ class QuantRollouts:
         """Context in which an error of the engine also names the step, and the checkpoint to resume from."""
         try:
             yield
-        except ValueError:  # its message is for the user already
+        except ValueError:  # its message already tells the user what to do
             raise
         except Exception as error:
             if checkpoints.is_lost(error):  # `train` adds the explanation
@@ -187,8 +188,8 @@ class QuantRollouts:
 
     def _sync(self) -> None:
         """
-        Syncs the engine at a new step, as TRL does, and whenever the policy's weights have changed since the last sync.
-        A step keeps the metrics of its first sync.
+        Syncs the engine at each new step, as TRL does, and whenever the policy's weights have changed since the last
+        sync. A step logs the metrics of its first sync.
         """
         is_new_step = self.state.global_step != self._last_loaded_step
         if not is_new_step and not self._engine.is_stale():
@@ -225,7 +226,7 @@ class QuantRollouts:
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        if self._engine is not None and self.model.training:  # after an evaluation's sync, the next training step logs
+        if self._engine is not None and self.model.training:  # an evaluation leaves its metrics for the next step
             self.log_values(self._engine.take_metrics())
         return output
 
@@ -289,7 +290,7 @@ class QuantRollouts:
             if self._engine is not None:
                 self._engine.load_state_dict(state)
                 self._step = unfinished.resume(self, resume_from_checkpoint, state)
-                # Saved metrics are those of an evaluation's sync at this step. The next generation logs them
+                # The saved metrics come from an evaluation's sync at this step. The next generation logs them
                 self._last_loaded_step = state.get("global_step") if self._engine.sync_metrics else -1
                 self._metrics["train"].clear()
         else:
@@ -304,7 +305,7 @@ class QuantRollouts:
 
     def generation_state(self) -> dict:
         """
-        Returns what is left of this rank's generation, for a checkpoint. It holds only what
+        Returns the state of this rank's unfinished generation, for a checkpoint. It holds only types that
         `torch.load(weights_only=True)` accepts.
         """
         state = {"inputs": self._buffered_inputs}

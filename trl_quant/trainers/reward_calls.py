@@ -2,8 +2,8 @@
 
 TRL calls reward functions in the training process and does not check their results. A function that hangs on one rank
 stops the run on all ranks, and an infinite reward makes every weight NaN. So each function is wrapped while TRL's
-`_calculate_rewards` runs. A reward of `None` keeps its meaning for TRL: the function does not apply, and the others
-score the completion. NaN means the same, and the log says so once for each function. Tools have the same time limit.
+`_calculate_rewards` runs. A reward of `None` means for TRL that the function does not apply, and that the others score
+the completion. TRL takes NaN as `None`, and a warning says so once for each function. Tools have the same time limit.
 """
 
 import functools
@@ -31,7 +31,7 @@ class RewardCalls:
     The calls of a trainer's reward functions, with the limit `reward_timeout`.
 
     Attributes:
-        warned (`set[str]`): Functions whose NaN was logged.
+        warned (`set[str]`): Functions that returned NaN and were warned about.
         running (`set[str]`): Asynchronous functions that have not returned yet.
     """
 
@@ -78,7 +78,7 @@ class RewardCalls:
 
     @contextmanager
     def _exit_refused(self, name: str) -> Iterator[None]:
-        """Context that refuses `sys.exit` in a reward function. It would end the training as if it were complete."""
+        """Context that turns `sys.exit` in a reward function into an error. It would look like the end of training."""
         try:
             yield
         except SystemExit as error:
@@ -153,7 +153,7 @@ class RewardCalls:
 
 
 def limited_tool(tool: Callable, seconds: float | None) -> Callable:
-    """Returns a tool whose calls fail after `seconds`. TRL passes the error on to the model."""
+    """Returns a tool whose calls fail after `seconds` (`None`: no limit). TRL passes the error on to the model."""
 
     def message() -> str:
         return f"The tool {tool.__name__!r} did not return within `reward_timeout`={seconds:g} seconds."

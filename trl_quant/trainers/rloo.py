@@ -6,16 +6,17 @@ RLOO maximises, with the ratio `R` of a whole completion,
 
     grad J = E[ R A sum_t grad logps_t ]    where `R` is not clipped
 
-Its loss takes no weights for tokens. [`RLOOCorrectionStep`] gives each token a weight all the same, through the
-log-probability that the loss gets:
+Its loss accepts no weights for single tokens. [`RLOOCorrectionStep`] applies a weight w_t to each token through the
+log-probability that it passes to the loss:
 
     logps'_t = logps_t.detach() + w_t (logps_t - logps_t.detach())
 
-The value is that of `logps_t`, so `R` and what is clipped stay as they are. The gradient is `w_t` times as large, so
+The value of logps'_t equals that of logps_t, so neither `R` nor the clipping changes. Its gradient is `w_t` times as
+large, so
 
     grad J = E[ R A sum_t w_t grad logps_t ]
 
-The logged loss has no weights in it for that reason; only the gradient has.
+The weights therefore change the gradient, but not the logged loss.
 """
 
 from collections.abc import Iterator
@@ -39,26 +40,26 @@ class RLOOCorrectionStep(HearingStep):
     The correction of an RLOO trainer, and its state between two calls of TRL. Without a correction it does nothing.
 
     TRL's RLOO always scores the old policy, because its loss reads the sum over each completion. So every token has a
-    ratio. In one pass, the current policy takes the old policy's place at each update, so R = 1. TRL's scoring pass is
-    then saved, unless the KL term of the rewards reads its result too.
+    ratio. With `one_pass`, the current policy takes the old policy's place at each update, so R = 1. TRL's scoring pass
+    is then skipped, unless the KL term of the rewards needs its result.
 
     The calls in their order, with what is read and written at each:
 
-    1. `_generate_and_score_completions` begins. [`scoring`] forgets the last generation.
-    2. TRL samples. [`listening`] stands between it and the engine, and hears the log-probabilities.
+    1. `_generate_and_score_completions` begins. [`scoring`] drops the state of the last generation.
+    2. TRL samples. [`listening`] wraps the engine and records the log-probabilities that it returns.
     3. `_generate` ends. [`take_samples`] keeps them for the tokens of the completions.
-    4. TRL scores the old policy. [`saves_pass`] says whether [`take_old_logps`] stands in for that pass, and
-       [`keep_old_logps`] keeps its result. The next pass, if there is one, is the reference's.
+    4. TRL scores the old policy. [`saves_pass`] says whether [`take_old_logps`] replaces that pass, and
+       [`keep_old_logps`] keeps the result. The next pass, if there is one, is the reference's.
     5. `_generate_and_score_completions` ends. [`before_loss`] adds `sampling_per_token_logps` and
-       `old_per_token_logps` to the batch. Except in one pass, it then corrects the generation as for GRPO.
-    6. TRL shuffles the batch and splits it into micro-batches. What was written moves with its rows.
+       `old_per_token_logps` to the batch. Without `one_pass`, it then corrects the generation as for GRPO.
+    6. TRL shuffles the batch, including the tensors written so far, and splits it into micro-batches.
     7. `_compute_loss` begins, for each micro-batch of each update. [`during_loss`] opens a copy of the micro-batch.
-    8. TRL's loss scores the current policy. [`weighted`] gives it the log-probabilities of the module's docstring, and
+    8. TRL's loss scores the current policy. [`weighted`] passes it the logps'_t of the module's docstring, and
        writes `old_logps`, the sum over each completion, from the old policy of the correction.
     9. `_compute_loss` ends, and the copy is dropped.
 
     Attributes:
-        old_logps (`torch.Tensor` or `None`): The old policy's log-probabilities `(B, T)` of the generation in work.
+        old_logps (`torch.Tensor` or `None`): The old policy's log-probabilities `(B, T)` of the current generation.
     """
 
     old_logps: Tensor | None = None
@@ -73,7 +74,7 @@ class RLOOCorrectionStep(HearingStep):
             yield
 
     def saves_pass(self) -> bool:
-        """Whether [`take_old_logps`] replaces the next pass of TRL: the first one after it sampled."""
+        """Whether [`take_old_logps`] replaces TRL's next pass. It can replace only the first pass after sampling."""
         if self.old_logps is not None or self.samples is None:
             return False
         is_unread = self.trainer.one_pass and not self.trainer.args.needs_reference
@@ -81,8 +82,8 @@ class RLOOCorrectionStep(HearingStep):
 
     def take_old_logps(self) -> Tensor:
         """
-        Returns what stands in for the result of TRL's pass, `(B, T)`: the sampler's log-probabilities. In one pass,
-        each loss overwrites them with its own.
+        Returns the sampler's log-probabilities `(B, T)` in place of the result of TRL's pass. With `one_pass`, each
+        loss overwrites them with its own.
         """
         if not self.trainer.one_pass:
             self.measure_in_first_update()
@@ -90,7 +91,7 @@ class RLOOCorrectionStep(HearingStep):
         return self.old_logps
 
     def keep_old_logps(self, logps: Tensor) -> None:
-        """Keeps the result of TRL's first pass after it sampled, which is the old policy's; `logps` is detached."""
+        """Keeps the old policy's log-probabilities `(B, T)`, detached, from TRL's first pass after sampling."""
         if self.samples is not None and self.old_logps is None:
             self.old_logps = logps
 
@@ -103,12 +104,12 @@ class RLOOCorrectionStep(HearingStep):
 
     def weighted(self, logps: Tensor) -> Tensor:
         """
-        Returns the log-probabilities that TRL's loss must get, of the same values. Outside of a loss, and without
-        weights, they are `logps` themselves.
+        Returns the log-probabilities to pass to TRL's loss: the values of `logps`, with the gradient of each token
+        multiplied by its weight. Outside of a loss, and without weights, returns `logps` itself.
 
         Args:
             logps (`torch.Tensor` of shape `(B, T)`):
-                Log-probabilities of the current policy in nats, just computed in the loss, with their gradient.
+                Log-probabilities of the current policy in nats, which the loss has just computed, with gradient.
         """
         value = logps.detach()
         self.write_into_open_batch(value)
@@ -135,9 +136,10 @@ class QuantRLOOTrainer(HearingRollouts, RLOOTrainer):
     ```
 
     Attributes:
-        one_pass (`bool`): Whether the loss's own forward scores the tokens for the correction: with `beta=0` and one
-            update per generation, or if the correction compares the sampler with the current policy at each update.
-        correction_step ([`RLOOCorrectionStep`]): The correction, on its way through TRL's loss.
+        one_pass (`bool`): Whether the loss's own forward pass scores the tokens for the correction. This holds with
+            `beta=0` and one update per generation, or if the correction compares the sampler with the current policy at
+            each update.
+        correction_step ([`RLOOCorrectionStep`]): The correction and its state.
     """
 
     config_class = QuantRLOOConfig
@@ -182,7 +184,7 @@ class QuantRLOOTrainer(HearingRollouts, RLOOTrainer):
             peft_config=peft_config,
         )
 
-    # The correction of the loss. `HearingRollouts` makes the earlier calls of `RLOOCorrectionStep`'s timeline
+    # The correction in the loss. `HearingRollouts` makes the calls of `RLOOCorrectionStep` that come before it
 
     def _compute_loss(self, model, inputs):
         with self.correction_step.during_loss(inputs) as batch:

@@ -1,9 +1,9 @@
 """The generation that a checkpoint interrupts.
 
 A generation may serve several optimizer steps. TRL keeps its samples only in memory, so a run that resumed between two
-of these steps would sample anew, and all later generations would begin at other steps than in an unbroken run. So a
-checkpoint inside a generation holds what is left of that generation, in one file for each rank, and the resumed run
-trains on the same samples as an unbroken run.
+of these steps would sample again, and all later generations would begin at other steps than in an unbroken run. So a
+checkpoint inside a generation holds the part of it that has not been trained on, in one file for each rank, and the
+resumed run trains on the same samples as an unbroken run.
 """
 
 import json
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def save(trainer: Trainer, checkpoint: str | Path) -> None:
-    """Saves what is left of this rank's generation. Must be called before the rest of the checkpoint is saved."""
+    """Saves this rank's unfinished generation, if any. Must be called before the rest of the checkpoint is written."""
     path = file_of(trainer, checkpoint)
     path.unlink(missing_ok=True)  # of an earlier run that was killed while it saved this checkpoint
     if is_inside(trainer, trainer._step):
@@ -33,8 +33,8 @@ def save(trainer: Trainer, checkpoint: str | Path) -> None:
 
 def resume(trainer: Trainer, checkpoint: str | Path, state: dict) -> int:
     """
-    Continues the generation that a checkpoint interrupts. If a rank cannot, all ranks sample a new one, and the log
-    says so. Collective.
+    Continues the generation that a checkpoint interrupts. If any rank cannot, all ranks sample a new one and log a
+    warning. All ranks must call it.
 
     Args:
         trainer (`Trainer`): The trainer, before it trains.
@@ -42,7 +42,7 @@ def resume(trainer: Trainer, checkpoint: str | Path, state: dict) -> int:
         state (`dict`): What [`progress`] returned when the checkpoint was saved; empty in older ones.
 
     Returns:
-        `int`: The micro-batches that the run has trained on, or 0 where a new generation begins.
+        `int`: The number of micro-batches that the run has trained on, or 0 if a new generation begins.
     """
     micro_steps = state.get("micro_steps", 0)
     if not state.get("inside_generation"):
@@ -61,7 +61,7 @@ def resume(trainer: Trainer, checkpoint: str | Path, state: dict) -> int:
 
 
 def progress(trainer: Trainer) -> dict:
-    """Returns how far a run is, for a checkpoint's record."""
+    """Returns a run's progress, for a checkpoint's record."""
     return {"micro_steps": trainer._step, "inside_generation": is_inside(trainer, trainer._step)}
 
 
@@ -76,7 +76,7 @@ def file_of(trainer: Trainer, checkpoint: str | Path) -> Path:
 
 
 def form(trainer: Trainer) -> dict:
-    """Returns the settings on which a generation's micro-batches, and all that was computed for them, depend."""
+    """Returns the settings that a generation's micro-batches, and the tensors computed for them, depend on."""
     args = trainer.args
     names = ("world_size", "per_device_train_batch_size", "steps_per_generation", "num_iterations", "needs_reference")
     settings = json.loads(json.dumps(args.training_settings()))

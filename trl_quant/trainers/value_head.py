@@ -1,9 +1,9 @@
-"""The critic of PPO whose trunk is the policy's: a value head on the hidden states that its output head reads too.
+"""The critic of PPO that shares the policy's trunk: a value head on the hidden states that the output head reads.
 
-One forward pass of the policy serves both losses. TRL's fused head reads the decoder's output without a call of the
-output head. So a hook on the decoder computes the values, while TRL computes the log-probabilities. The value loss
-reaches the policy's layers, or its adapter, with the policy's own loss in one backward pass. The head stands beside the
-policy, which stays a language model in checkpoints and for engines.
+One forward pass of the policy serves both losses. TRL's fused head reads the decoder's output and never calls the
+output head. So a hook on the decoder computes the values while TRL computes the log-probabilities. One backward pass
+carries both losses to the policy's layers or its adapter. The value head is kept apart from the policy, so checkpoints
+and engines still see a plain language model.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from .critic import Critic
 
 class ValueHead(nn.Module):
     """
-    A linear layer to one number, in float32. It is zero at first, so that the critic begins by expecting nothing.
+    A linear layer to one number, in float32. It starts at zero, so the critic first predicts 0 everywhere.
 
     Args:
         size (`int`): The size H of the hidden states.
-        device (`torch.device`): Where it is.
+        device (`torch.device`): The device of the head.
     """
 
     def __init__(self, size: int, device: torch.device):
@@ -74,8 +74,8 @@ class SharedCritic(Critic):
         return (policy.get_base_model() if is_peft_model(policy) else policy).base_model
 
     def reading(self, score: Callable[[], tuple]) -> tuple:
-        """As [`Critic.reading`]. If the policy computed that pass, its values join [`passes`]."""
-        parts = []  # the values of each part of the rows, which TRL may pass one after the other
+        """As [`Critic.reading`]. If the policy computed that pass, appends its values to [`passes`]."""
+        parts = []  # the values of each chunk of the rows, since TRL may run the forward pass in chunks
 
         def read(decoder, args, inputs, output):
             values, packed = self.model(output.last_hidden_state), inputs.get(PACKED)
@@ -99,7 +99,7 @@ class SharedCritic(Critic):
 
     @torch.no_grad()
     def old_values(self, batch: dict[str, Tensor], rows: int) -> Tensor:
-        """As [`Critic.old_values`]. Where TRL has scored the old policy, they are read from that pass."""
+        """As [`Critic.old_values`]. Where TRL has scored the old policy, takes the values from that pass."""
         old_logps = batch.get("old_per_token_logps")
         of_old_policy = [values for logps, values in self.passes if logps is old_logps]
         if of_old_policy:

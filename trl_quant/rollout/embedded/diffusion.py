@@ -1,15 +1,15 @@
 r"""
 The embedded engine of masked diffusion models: it denoises a canvas of masks (LLaDA, section 2.4; AIS, C.2).
 
-A completion begins as `length` masks. In each step the model predicts all of them at once, and the few predictions that
-it is surest of are written. What is written stays. The canvas is filled in blocks from left to right, so that a text
-grows as one reads it, and within a block in the order of the model's confidence:
+A completion begins as a canvas of `length` masks. In each step the model predicts all of them at once, and the few
+predictions with the highest confidence are written. A written token never changes. The canvas is filled in blocks from
+left to right, and within a block in the order of the model's confidence:
 
     for each block of B places, from left to right:
         B / n times:
-            p_k  = softmax(logits_k)                            of the places k of the block that are still masked
+            p_k  = softmax(logits_k)                            of the positions k of the block that are still masked
             x_k  = argmax (logits_k + T g),  g = -log(-log u)   a draw from softmax(logits_k / T)
-            write x_k at the n places with the largest p_k(x_k)
+            write x_k at the n positions with the largest p_k(x_k)
 
 | paper | here |
 |---|---|
@@ -18,22 +18,22 @@ grows as one reads it, and within a block in the order of the model's confidence
 | Gumbel noise at temperature `T` | [`sampled`]; in float64, as LLaDA samples; `T` = 0 takes the likeliest token |
 | low-confidence remasking | [`surest`] |
 
-**Choice** The model never writes the mask token: its logit is -inf here. LLaDA's own code would leave such a place
-masked and end with masks in the text.
+**Choice** The model never writes the mask token: its logit is -inf here. In LLaDA's own code such a position stays
+masked, so the finished text may contain masks.
 
-**Choice** A completion ends with its first end token. What the model writes behind it is dropped: it gets no reward, no
-log-probability and no gradient, as in d1. It stays on the canvas while the block is written, where the tokens before it
-can see it. A block that is finished never changes, so denoising stops after the block in which the last completion of
-the batch has ended. The tokens of all completions are the same as after all blocks.
+**Choice** A completion ends with its first end token. Tokens after it are dropped: they get no reward, no
+log-probability and no gradient, as in d1. They stay on the canvas while the block is written, so the tokens before them
+attend to them. A finished block never changes, so denoising stops after the block in which the last completion of the
+batch ends. All completions have the same tokens as if every block had been denoised.
 
-With `cache_finished_blocks`, the first step of a block computes the whole row, and the others only the block and the
-masks behind it. They read the keys and values of the prompt and of the finished blocks as the first step computed them.
-Where attention goes in both directions, those would change with each token that is written, so **this is an
-approximation**, that of Fast-dLLM's prefix cache (arXiv:2505.22618). It would be exact in a model whose tokens attend
-to no later block. The estimate below is never computed from a cache.
+With `cache_finished_blocks`, the first step of a block computes the whole row, and the other steps only the block and
+the masks after it. These steps read the keys and values of the prompt and of the finished blocks as the first step
+computed them. With attention in both directions, exact keys and values would change with each token that is written, so
+**this is an approximation**, that of Fast-dLLM's prefix cache (arXiv:2505.22618). It would be exact in a model whose
+tokens attend to no later block. The estimate below is never computed from a cache.
 
-The probability of what was sampled is unknown. After denoising, one more forward pass gives the one-step estimate of
-[`~policy.masked`], in the sampler's own numbers and under the masks that the trainer uses.
+The probability with which a completion was sampled is unknown. After denoising, one more forward pass computes the
+one-step estimate of [`~policy.masked`], in the sampler's own arithmetic and under the masks that the trainer uses.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ from .shared_base import SharedEngine
 from .transformers_engine import TransformersEngine, lengths_to_end
 
 
-CHUNK = 2**26  # logits that are held in float64 at a time
+CHUNK = 2**26  # logits that are held in float64 at once
 TOKENS_AT_ONCE = 2**15  # of prompts and canvases in one forward pass: 64 rows of 512
 
 
@@ -64,12 +64,12 @@ class Schedule:
     How a canvas is denoised.
 
     Parameters:
-        length (`int`): Places of the canvas, a multiple of `block_length`.
-        block_length (`int`): Places of a block, a multiple of `tokens_per_step`.
+        length (`int`): Tokens of the canvas, a multiple of `block_length`.
+        block_length (`int`): Tokens of a block, a multiple of `tokens_per_step`.
         tokens_per_step (`int`): Tokens that each step writes.
         temperature (`float`): Temperature of the Gumbel noise; 0 for none.
         cache_finished_blocks (`bool`, *optional*, defaults to `False`):
-            Whether the steps of a block share the keys and values of all columns before it, as its first step has
+            Whether the steps of a block share the keys and values of all tokens before it, as its first step has
             computed them.
     """
 
@@ -94,7 +94,7 @@ def sampled(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         temperature (`float`): Temperature of the draw; 0 takes the likeliest token.
 
     Returns:
-        `(torch.Tensor, torch.Tensor)`, both of shape `(...)`: The tokens, and how sure the model is of each: its
+        `(torch.Tensor, torch.Tensor)`, both of shape `(...)`: The tokens, and the model's confidence in each: its
         probability at temperature 1, in float64.
     """
     logits = logits.double()
@@ -108,7 +108,7 @@ def sampled(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
 
 def surest(confidence: Tensor, is_written: Tensor, count: int) -> Tensor:
     """
-    Returns the places (B, count) of a block's largest `confidence` (B, block) among those that are not written yet.
+    Returns the positions (B, count) with the largest `confidence` (B, block) in a block, among those not yet written.
     """
     return confidence.masked_fill(is_written, -torch.inf).topk(count, dim=-1).indices
 
@@ -136,7 +136,7 @@ def denoise(
         on_step (`Callable`, *optional*): Called after each denoising step, with the canvas (B, length) so far.
 
     Returns:
-        `torch.Tensor` of shape `(B, length)`: The canvas. Blocks behind the last end of all rows may still be masks.
+        `torch.Tensor` of shape `(B, length)`: The canvas. Blocks after the last end of all rows may still be masks.
     """
     canvas = prompt_ids.new_full((len(prompt_ids), schedule.length), mask_token_id)
     attention_mask = torch.cat([prompt_mask, torch.ones_like(canvas)], 1)
@@ -144,7 +144,7 @@ def denoise(
     for start in range(0, schedule.length, schedule.block_length):
         block = canvas[:, start : start + schedule.block_length]  # a view, so writing it writes the canvas
         is_written = torch.zeros_like(block, dtype=torch.bool)
-        before = prompt_ids.shape[1] + start - shift  # columns that are finished and predict nothing of the block
+        before = prompt_ids.shape[1] + start - shift  # columns that are finished and predict no token of the block
         places = torch.arange(before, before + schedule.block_length, device=canvas.device)
         cache = DynamicCache() if schedule.cache_finished_blocks else None
         for _ in range(schedule.block_length // schedule.tokens_per_step):
@@ -181,17 +181,16 @@ class Denoising:
         mask_token_id (`int`, *optional*): The mask token; by default the tokenizer's or the model's own.
         wide_head (`bool`, *optional*, defaults to `False`): Whether the trainer's head computes in FP32.
         shows_progress (`bool`, *optional*, defaults to `False`):
-            Whether the main process draws a bar of the denoising steps. It draws none where standard error is no
-            terminal.
+            Whether the main process shows a progress bar of the denoising steps, if standard error is a terminal.
 
     Attributes:
         shift (`int`):
-            How many places before a token its logits stand, from [`~policy.masked.shift_of`].
+            How many positions before a token its logits are computed, from [`~policy.masked.shift_of`].
         masks ([`~policy.masked.PromptMasks`]):
             The masks of the generation. The trainer sets it.
         rows_at_once (`int` or `None`):
-            Rows that are scored in one forward pass; `None` for as many as are denoised in one. The trainer sets it to
-            its own number, so that both compute products of the same shape.
+            Rows that are scored in one forward pass; `None` for as many as are denoised in one pass. The trainer sets
+            it to its own number, so that both compute products of the same shape.
     """
 
     def __init__(
@@ -217,7 +216,7 @@ class Denoising:
         self.shows_progress = shows_progress
 
     def build_copy(self, policy: PreTrainedModel) -> PreTrainedModel:
-        """Builds the model that samples, with the head that scores the trainer's tokens too."""
+        """Builds the model that samples, with the fused head that the trainer also scores tokens with."""
         model = super().build_copy(policy)
         # Greedy completions, which are not trained on, are scored at temperature 1
         add_fused_lm_head(model, temperature=self.temperature or 1.0, cast_lm_head_to_fp32=self.wide_head)
@@ -231,7 +230,7 @@ class Denoising:
 
         Args:
             prompts (`list[list[int]]`): Token ids, one list for each completion.
-            images (`list`, *optional*): None; only text is denoised.
+            images (`list`, *optional*): Must be `None`: only text is denoised.
 
         Returns:
             [`Samples`]: The completions, each up to its first end token, with the one-step estimates of their tokens
@@ -244,7 +243,7 @@ class Denoising:
             for number, rows in enumerate(parts, 1):
                 inputs = self.copy, prompt_ids[rows], prompt_mask[rows], self.schedule, self.mask_token_id
                 written.append(denoise(*inputs, self.eos_token_ids, lambda canvas: bar.update()))
-                bar.update(number * self.schedule.steps - bar.n)  # steps that early ends have saved
+                bar.update(number * self.schedule.steps - bar.n)  # steps that early ends have skipped
         canvas = torch.cat(written)
         is_end = torch.isin(canvas, torch.tensor(self.eos_token_ids, device=canvas.device))
         completions = [row[:length] for row, length in zip(canvas.tolist(), lengths_to_end(is_end), strict=True)]
@@ -253,7 +252,7 @@ class Denoising:
     @torch.no_grad()
     def estimate(self, prompts: list[list[int]], completions: list[list[int]], draw: int = 0) -> list[list[float]]:
         """
-        Computes the one-step estimates of given completions, in the engine's numbers.
+        Computes the one-step estimates of given completions, in the engine's arithmetic.
 
         Args:
             prompts, completions (`list[list[int]]`): Token ids.
@@ -284,17 +283,17 @@ class Denoising:
         return torch.arange(batch, device=prompt_ids.device).split(rows)
 
     def _progress(self, steps: int) -> tqdm:
-        """Returns a bar of denoising steps, which vanishes at its end as it stands below the bar of training steps."""
+        """Returns a progress bar of denoising steps. It vanishes at its end: it is below the bar of training steps."""
         is_shown = self.shows_progress and self.accelerator.is_main_process
         hidden = None if is_shown else True  # `None` tells tqdm to draw only on a terminal
         return tqdm(total=steps, desc="denoising", unit="step", leave=False, dynamic_ncols=True, disable=hidden)
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Refuses to score each token by those before it, which such a model does not do."""
+        """Raises `NotImplementedError`: a masked diffusion model does not score a token from those before it."""
         raise NotImplementedError("A masked diffusion model scores completions with `estimate`.")
 
     def _padded(self, rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
-        """Pads rows of token ids; returns them and their mask, on the engine's device."""
+        """Pads rows of token ids; returns ids and mask, both (B, longest), on the engine's device."""
         device, pad = self.accelerator.device, self.tokenizer.pad_token_id
         tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
         padded = pad_sequence(tensors, batch_first=True, padding_value=pad, padding_side=side)
@@ -307,10 +306,10 @@ class DiffusionEngine(Denoising, TransformersEngine):
     """
     A quantized copy of a masked diffusion policy, which samples by denoising.
 
-    On a GPU the copy's layers multiply in low precision, in the precisions that quantize inputs too. It then holds
-    only codes, and computes norms and activations together with the quantizers of the layers that follow, as training
-    does, unless these have one scale for all tokens. In other precisions, and on a CPU, it multiplies the values that
-    the codes stand for. Sampling and scoring run through the same layers.
+    On a GPU, in precisions that quantize inputs too, the copy's layers multiply in low precision. The copy then holds
+    only codes, and fuses norms and activations with the quantizers of the layers that follow, as training does, unless
+    those have one scale for all tokens. In other precisions, and on a CPU, it multiplies the dequantized values.
+    Sampling and scoring run through the same layers.
     """
 
     @property

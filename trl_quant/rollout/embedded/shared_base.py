@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 class SharedEngine(TransformersEngine):
     """
-    [`TransformersEngine`] for a policy that is sampled in its own `train_precision`: Q(W) + BA (QeRL), or layers that
-    compute in FP8 or INT8 (Jet-RL), or with all weights in 4 bits, in training too.
+    [`TransformersEngine`] for a policy that is sampled in its own `train_precision`: Q(W) + BA (QeRL), layers that
+    compute in FP8 or INT8 in training too (Jet-RL), or all weights in 4 bits.
 
     The copy has its own modules, in evaluation mode, around the policy's tensors: linear layers, adapters, embeddings
-    and the head. Only the norms that get noise are held twice, and a sync copies nothing else. The remaining mismatch
-    comes from sums in another order.
+    and the head. Only the norms that get noise are held twice, and a sync copies nothing but them and the settings of
+    adapters. The remaining mismatch comes from sums in another order.
     """
 
     def build_copy(self, policy: PreTrainedModel) -> PreTrainedModel:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class _SampledLogps(LogitsProcessor):
-    """The last processor: collects, at each step, the log-probability of the token sampled from the final scores."""
+    """The last logits processor. Collects at each step the log-probability of the token that is sampled."""
 
     def __init__(self):
         self.logps: list[Tensor] = []
@@ -56,7 +56,7 @@ class _SampledLogps(LogitsProcessor):
 
 
 class _Likeliest(LogitsProcessor):
-    """Keeps only the likeliest token, the first one of equals, for a temperature of 0. Refuses NaN and infinity."""
+    """Keeps only the likeliest token (of equals, the first), for a temperature of 0. Raises for NaN and infinity."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if not scores.amax(-1).isfinite().all():  # `amax` is NaN if any score is
@@ -76,12 +76,12 @@ class TransformersEngine(RolloutEngine):
     as the trainer's and compute the same product. If each rank holds the whole policy, there is no copy: see
     [`~rollout.SharedEngine`].
 
-    Memory: one copy of the policy, with 2 bytes a parameter in BF16 or mixed precision, 4 otherwise and for
-    `fp8_block`, 1 for codes, plus the KV cache of one generation batch. Only the arithmetic is of low precision, not
-    the storage.
+    Memory: one copy of the policy, plus the KV cache of one generation batch. A parameter takes 2 bytes in BF16 or
+    mixed precision, 4 otherwise and for `fp8_block`, and 1 for layers that hold codes. Except for these layers, only
+    the arithmetic has low precision, not the storage.
 
     Time: a sync quantizes each weight once, at about the cost of reading it. A decoding step costs an unquantized step
-    plus the quantization of each linear layer's input. This engine is the reference, and it serves machines without
+    plus the quantization of each linear layer's input. This engine is the reference, and it runs on machines without
     vLLM. Where speed matters, set `use_vllm=True`.
 
     In a vision-language model only the language model is quantized.
@@ -109,7 +109,7 @@ class TransformersEngine(RolloutEngine):
         policy = self.weights.base_model
         self._options = self._generation_options()
         if isinstance(self.processing_class, ProcessorMixin):
-            # A sampled image token would have no image behind it.
+            # No image would belong to an image token that is sampled
             self._options.setdefault("suppress_tokens", [policy.config.image_token_id])
         self.copy = self.build_copy(policy)
 
@@ -118,7 +118,7 @@ class TransformersEngine(RolloutEngine):
         trl = self.trl
         check_supported(trl.generation_kwargs)
         length = {"max_new_tokens": trl.max_completion_length}
-        if trl.max_completion_length is None:  # the model's own, as in TRL; transformers' default is 20 new tokens
+        if trl.max_completion_length is None:  # the model's limit, as in TRL; transformers' default is 20 tokens
             length = {"max_length": trl.model.generation_config.max_length}
         return {
             "temperature": trl.temperature,
@@ -141,7 +141,7 @@ class TransformersEngine(RolloutEngine):
         return self.weights.gathered_dtype or dtype, ties_embeddings(policy), *sizes
 
     def build_copy(self, policy: PreTrainedModel) -> PreTrainedModel:
-        """Builds the model that samples, with the policy's architecture; a sync brings its weights."""
+        """Builds the model that samples, with the policy's architecture. It gets its weights at the first sync."""
         config = copy.deepcopy(policy.config)
         if hasattr(config, "quantization_config"):  # a 4-bit base of bitsandbytes is streamed dequantized
             del config.quantization_config
@@ -153,7 +153,7 @@ class TransformersEngine(RolloutEngine):
             model = type(policy)(config)
         model.tie_weights()
         head = model.get_output_embeddings()
-        if head is not None:  # tied as the policy's, whatever the config says
+        if head is not None:  # tied like the policy's head, whatever the config says
             head.weight = (
                 model.get_input_embeddings().weight if is_tied else nn.Parameter(torch.empty_like(head.weight))
             )
@@ -184,7 +184,13 @@ class TransformersEngine(RolloutEngine):
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Quantizes the policy's current weights into the copy, without noise; fills `sync_metrics`."""
+        """
+        Quantizes the policy's current weights into the copy, without noise, and sets `sync_metrics`.
+
+        Raises:
+            `ValueError`: A weight cannot be quantized, for example because it holds NaN.
+            `RuntimeError`: The policy and the copy have different parameters.
+        """
         self.is_current = False  # until all weights have been copied
         self.weights.forget_quantized_weights()
         policy = self.weights.base_model
@@ -192,7 +198,7 @@ class TransformersEngine(RolloutEngine):
             self.copy = self.build_copy(policy)
         buffers = dict(self.copy.named_buffers())
         for name, buffer in policy.named_buffers():
-            if name in buffers:  # shared with the policy, so that a later write to it acts here too
+            if name in buffers:  # shared with the policy, so that later writes act on the copy too
                 path, _, leaf = name.rpartition(".")
                 setattr(self.copy.get_submodule(path), leaf, buffer.to(self.accelerator.device))
         linears = {
@@ -332,7 +338,7 @@ class TransformersEngine(RolloutEngine):
 
 def lengths_to_end(is_end: Tensor) -> list[int]:
     """
-    Returns the length of each completion up to its first end, which is included, or of all of it if it has none.
+    Returns the length of each completion, up to and including its first end, or in full if it has none.
 
     Args:
         is_end (`torch.Tensor` of shape `(B, T)`): Booleans, true where a completion may end.

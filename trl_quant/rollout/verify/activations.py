@@ -1,10 +1,10 @@
 r"""
 Finds the operators at which the trainer's and the engine's activations differ.
 
-Activations are compared at points. A point is the output of a linear layer, a norm or the embeddings; or the input of
-one of these, if no other point has the same tensor (the result of attention before `o_proj`, of the activation before
-`down_proj`, a residual sum before a norm); or the logits. The operator of a point computes it from the points before.
-A sequence passes through three forward passes:
+Activations are compared at points. A point is the output of a linear layer, a norm or the embeddings; the input of one
+of these, if no other point has the same tensor (the result of attention before `o_proj`, of the activation before
+`down_proj`, a residual sum before a norm); or the logits. The operator of a point computes it from earlier points. A
+sequence passes through three forward passes:
 
     b = f(b of the points before)       the trainer's operators
     a = g(a of the points before)       the engine's operators
@@ -12,12 +12,12 @@ A sequence passes through three forward passes:
 
 | measure | formula | |
 |---|---|---|
-| error | norm(a - b) / norm(b) | the error that an operator inherits and adds |
+| error | norm(a - b) / norm(b) | the error that an operator inherits plus the error that it adds |
 | added | norm(a - c) / norm(c) | the error that it adds |
 | same | share of elements with a = b, or a = c | |
 
-The third pass is a forward pass of the trainer in which each point is overwritten with the engine's value after it was
-measured.
+The third pass is a forward pass of the trainer in which each point, once measured, is overwritten with the engine's
+value.
 """
 
 import re

@@ -7,7 +7,7 @@ token, after the rotary embedding, as
 with one scale for the keys of a layer and one for its values. It attends only to x^, in prefill and in decoding, even
 for a token's own key and value. A scale is 1 unless the checkpoint stores another. Where the products themselves run in
 FP8 (FlashAttention 3 on Hopper), the queries are rounded in the same way. The kernel rounds the attention weights too,
-in blocks that are not known outside of it, so only the size of that error is known.
+but in blocks that only the kernel knows, so only the size of that error can be reproduced.
 
 | format            | grid                 | relative error, root mean square |
 |-------------------|----------------------|----------------------------------|
@@ -43,7 +43,7 @@ class KVCache:
 
     Attributes:
         format (`str`): A key of [`CACHE_FORMATS`].
-        scales (`dict[str, float]`): Its scales, by their names in vLLM's layer.
+        scales (`dict[str, float]`): The cache's scales, by their names in vLLM's layer.
         in_fp8 (`bool`): Whether the products of attention run in FP8, with rounded queries and attention weights.
         truncates (`bool`): Whether values are rounded toward zero, as vLLM does on CPUs, instead of to the nearest.
     """
@@ -79,7 +79,7 @@ def attending_to(
             output with that error.
 
     Raises:
-        `RuntimeError`: Some of the layers called none of transformers' attention functions.
+        `RuntimeError`: One of the layers called none of transformers' attention functions.
     """
     if not caches:
         yield
@@ -110,7 +110,7 @@ def attending_to(
     finally:
         for name, function in originals.items():
             del ALL_ATTENTION_FUNCTIONS[name]
-            if ALL_ATTENTION_FUNCTIONS.get(name) is not function:  # somebody had overridden transformers' own
+            if ALL_ATTENTION_FUNCTIONS.get(name) is not function:  # someone had overridden transformers' own
                 ALL_ATTENTION_FUNCTIONS[name] = function
     missed = caches.keys() - called
     if missed:

@@ -4,7 +4,7 @@ Checks that the engine samples from the policy: compares its log-probabilities w
 The reference is the trainer's model itself. For one forward pass, each linear layer of its decoder computes in the
 engine's format, `Y = Q(X) Q(W + BA)^T`, through `formats`, one layer at a time. Keys and values are rounded as in the
 engine's KV cache, if that is quantized (`kv_cache.py`). Reference and engine then differ only in the order of sums:
-kernels differ in the last bit of BF16, and a last bit may move a quantized input to the next code.
+kernels differ in the last bit of BF16, and that bit may move a quantized input to the next code.
 
 The bound on this difference is measured with the run's own format and model. A second reference pass changes every
 linear layer's output by up to one BF16 rounding, `y (1 + 2^-8 u)` with u uniform in [-1, 1]. It differs from the first
@@ -12,7 +12,7 @@ by d, and the engine must stay within the bound:
 
     d = mean |log p_jittered - log p_reference|        mean |log p_engine - log p_reference| <= SLACK * d + FLOOR
 
-Weights of an earlier step may differ by less than such a bound. So three more comparisons are exact:
+Weights of an earlier step may change log-probabilities by less than this bound. So three more comparisons are exact:
 
 | compared | with |
 |---|---|
@@ -107,13 +107,13 @@ def mean_difference(left: Iterable[Tensor], right: Iterable[Tensor]) -> float:
 
 def self_check(engine, quick: bool = False) -> dict[str, float]:
     """
-    Compares engine and policy. Collective: every rank checks its own engine, and all of them raise if one does.
+    Compares engine and policy. All ranks must call it: each checks its own engine, and all of them raise if one does.
 
     Args:
         engine ([`VLLMEngine`]): The engine, awake and without noise.
         quick (`bool`, *optional*, defaults to `False`):
-            Whether to compare one text with the unquantized policy instead of all texts with the reference. The
-            difference may then be twice that of the last full check, plus its bound.
+            Whether to compare on one text with the unquantized policy instead of on all texts with the reference. The
+            bound is then twice the difference at the last full check, plus the bound of that check.
 
     Returns:
         `dict[str, float]`: `sync_check/logp_difference` and `sync_check/bound`, in nats.
@@ -130,7 +130,7 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
     prompts = check_sequences(engine.tokenizer, min(max(2 * block + 32, 160), longest - CHECKED_TOKENS))
     sequences, sampled = engine.logps(prompts[:1] if quick else prompts, CHECKED_TOKENS)
     unquantized_difference = None
-    if engine.sleep_level:  # a quick check, after the engine wakes up, needs it
+    if engine.sleep_level:  # a quick check, when the engine wakes up, needs this difference
         unquantized_difference = mean_difference(sampled, policy_logps(engine.model, sequences, device))
     if quick:
         difference = unquantized_difference
@@ -165,7 +165,9 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
 
 
 def _require_no_fault(engine, fault: str | None, difference: float, bound: float) -> None:
-    """Raises `RuntimeError`, on all ranks, if a rank found a fault of its engine or of its policy. Collective."""
+    """
+    Raises `RuntimeError`, on all ranks, if a rank found a fault of its engine or of its policy. All ranks must call it.
+    """
     message = None
     if fault is not None:
         message = (
@@ -234,7 +236,7 @@ class Reference:
 
         Args:
             sequences (`list[list[int]]`): Token ids.
-            adapted (`bool`, *optional*, defaults to `True`): Whether the adapters act.
+            adapted (`bool`, *optional*, defaults to `True`): Whether the adapters are active.
             jitter (`bool`, *optional*, defaults to `False`): Whether each linear layer's output gets an error of up to
                 one rounding.
         """
@@ -278,7 +280,7 @@ class EngineLayer(nn.Module):
         engine ([`VLLMBase`]): The engine.
         group (`list[nn.Module]`): The layers that the engine quantizes as one matrix, with the adapters that it merges.
         part (`int`): Index of this layer in the group.
-        rounding ([`Rounding`] or `None`): Adds an error to the outputs, if given.
+        rounding ([`Rounding`] or `None`): Adds a random error to the outputs, if given.
     """
 
     def __init__(self, engine, group: list[nn.Module], part: int, rounding: "Rounding | None"):

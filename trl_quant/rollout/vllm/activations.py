@@ -16,8 +16,8 @@ def activations(engine, tokens: list[int], names: list[str]) -> dict[str, Tensor
         engine ([`VLLMEngine`]): The engine, on one device and with `enforce_eager`.
         tokens (`list[int]`): The sequence.
         names (`list[str]`):
-            Points to record, in the order in which they are computed: a policy's module for its output, `name.input`
-            for its input. The last two are the norm before the head, and `logits`.
+            Points to record, in the order in which they are computed: the name of a policy's module stands for its
+            output, `name.input` for its input. The last two are the norm before the head, and `logits`.
 
     Returns:
         `dict[str, torch.Tensor]`: Each of shape (tokens, features), for the points that vLLM's model has.
@@ -57,8 +57,8 @@ def activations(engine, tokens: list[int], names: list[str]) -> dict[str, Tensor
 
 def _record(found: dict[str, list[Tensor]], name: str, module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
     """
-    Records a module's input and output, copied, since vLLM writes over them. A norm that first adds to the residual
-    stream returns the sum beside its output; that sum is its input.
+    Records copies of a module's input and output, because vLLM overwrites them. A norm that first adds to the residual
+    stream returns the sum beside its output; that sum is recorded as its input.
     """
     y, x = output if isinstance(output, tuple) else (output, args[0])
     for point, tensor in ((name, y), (f"{name}.input", x)):

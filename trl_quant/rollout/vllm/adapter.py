@@ -37,12 +37,12 @@ from vllm.model_executor.utils import get_packed_modules_mapping
 @dataclass(frozen=True)
 class Slot:
     """
-    The place of one policy layer's adapter in vLLM's model.
+    Where the adapter of one policy layer is held in vLLM's model.
 
     Attributes:
-        layer (`LinearBase`): vLLM's layer, which may fuse several of the policy's.
-        parts (`range`): The outputs of `layer` that belong to it, as indices of `layer.output_partition_sizes`.
-        ranks (`slice`): Its rows of A, and its columns of B.
+        layer (`LinearBase`): vLLM's layer, which may fuse several of the policy's. parts (`range`): The policy layer's
+        outputs in `layer`, as indices of `layer.output_partition_sizes`. ranks (`slice`): The policy layer's rows of A,
+        and its columns of B.
     """
 
     layer: LinearBase
@@ -96,7 +96,7 @@ def places(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[LinearBase
 
 def names_in_vllm(model: nn.Module | type | None, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """
-    Yields the policy's `names` of modules with vLLM's names, before vLLM fuses q, k and v or gate and up.
+    Yields pairs of the policy's name and vLLM's name of a module, before vLLM fuses q, k and v or gate and up.
 
     Args:
         model (`nn.Module`, `type` or `None`): vLLM's model or its class; `None` for one with the policy's own names.
@@ -161,7 +161,7 @@ def hold_adapter(model: nn.Module, ranks: dict[str, int], dtype: torch.dtype, de
         for name, shape in shapes.items():
             layer.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
         layer.requires_unquantized_input = True  # else vLLM may quantize X in the kernel before this layer
-        # Only `apply` is replaced: vLLM and this package ask the method's object for other things too
+        # Only `apply` is replaced, because vLLM and this package also read other attributes of the method object
         layer.quant_method.apply = partial(_apply, layer.quant_method.apply)
 
 
@@ -259,7 +259,7 @@ def _write(slot: Slot, a: Tensor, b: Tensor) -> None:
 def _shard(tensor: Tensor, dim: int, size: int, layer: LinearBase) -> Tensor:
     """
     Returns this rank's shard, of length `size` along `dim`, of a whole tensor. If there are fewer shards than ranks,
-    neighbouring ranks have the same one.
+    neighbouring ranks share a shard.
     """
     shards = tensor.shape[dim] // size
     return tensor.narrow(dim, layer.tp_rank * shards // layer.tp_size * size, size)

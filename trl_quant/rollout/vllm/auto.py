@@ -1,8 +1,8 @@
-"""Implements `rollout_precision="auto"`: measures each precision on this device and chooses the fastest; among those
-that are about as fast, the one nearest to the policy.
+"""Implements `rollout_precision="auto"`: measures each precision on this device and chooses the fastest, or, among
+several that are about as fast, the one nearest to the policy.
 
 Every precision that the device and vLLM support is measured when TRL builds the run's engine, with the arguments that
-TRL gives for it, in processes of its own that leave nothing behind (`trial`). The policy is loaded by then, as it is
+TRL gives for it, in separate processes that leave nothing behind (`trial`). The policy is already loaded then, as it is
 when the run samples. The main process measures, and the others take its choice.
 """
 
@@ -30,11 +30,11 @@ PATIENCE = timedelta(hours=4)  # how long the other ranks wait for the choice
 
 def fastest_engine(model: nn.Module, accelerator: Accelerator, processing_class, **settings) -> VLLMEngine:
     """
-    Builds the run's engine in the fastest precision. Collective.
+    Builds the run's engine in the fastest precision. All ranks must call it.
 
     Args:
         model (`nn.Module`): The policy.
-        accelerator ([`~accelerate.Accelerator`]): The trainer's.
+        accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator.
         processing_class: The trainer's tokenizer or processor.
         settings: Further arguments of [`VLLMEngine`], without the precision.
     """
@@ -46,11 +46,11 @@ def choose_precision(
     model: nn.Module, accelerator: Accelerator, settings: dict, candidates: Iterable[str] | None = None
 ) -> str:
     """
-    Chooses the precision of an engine. Collective; prints a table on the main process.
+    Chooses the precision of an engine. All ranks must call it; the main process prints a table.
 
     Args:
         model (`nn.Module`): The policy. Only its shape matters.
-        accelerator ([`~accelerate.Accelerator`]): The trainer's.
+        accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator.
         settings (`dict`): The arguments of the run's [`VLLMEngine`], without the precision.
         candidates (`Iterable[str]`, *optional*): The precisions to measure. If `None`, all that run here.
 
@@ -105,7 +105,7 @@ def choice_of(rates: dict[str, float | str]) -> str | None:
 
 
 def from_main_process(values: list) -> list:
-    """Returns the main process's `values` on all processes. The others wait on their CPUs, which leaves GPUs free."""
+    """Returns the main process's `values` on all processes. The others wait on their CPUs, so their GPUs stay free."""
     if torch.distributed.is_initialized():
         group = torch.distributed.new_group(timeout=PATIENCE, backend="gloo")
         torch.distributed.broadcast_object_list(values, src=0, group=group)
@@ -114,7 +114,7 @@ def from_main_process(values: list) -> list:
 
 
 def uncounted(model: nn.Module, accelerator: Accelerator, settings: dict) -> list[str]:
-    """Returns the parts of a step that take time in this run and are not measured."""
+    """Returns the parts of a step that take time in this run but are not measured."""
     parts = {
         "reading prompts": True,
         "gathering the sharded policy": PolicyWeights(model, accelerator).is_sharded,

@@ -70,13 +70,13 @@ class VLLMBase(RolloutEngine):
     def start(self) -> None:
         """Starts vLLM, adds the policy's stop tokens, and records the model that the engine was started for."""
         self.start_vllm()
-        if not self.generation_kwargs.get("ignore_eos"):  # by itself vLLM stops only at its checkpoint's tokens
+        if not self.generation_kwargs.get("ignore_eos"):  # by default vLLM stops only at its checkpoint's stop tokens
             given = self.generation_kwargs.get("stop_token_ids") or []
             self.generation_kwargs = self.generation_kwargs | {"stop_token_ids": [*given, *self.eos_token_ids]}
         self.drift.quantizer = self.quantizers["quantizer"]
         self._started_model = self._model_traits()
 
-    # Methods that a vLLM engine implements, beside `read_norms` and `write_norms`
+    # Methods that a vLLM engine implements, in addition to `read_norms` and `write_norms`
 
     def start_vllm(self) -> None:
         """Starts vLLM, or connects to its server."""
@@ -139,7 +139,7 @@ class VLLMBase(RolloutEngine):
             prepared (`bool`): Whether the engine starts on a quantized checkpoint.
 
         Raises:
-            `ValueError`: The policy ties its head to its embeddings, and its config does not, or the reverse.
+            `ValueError`: The policy and its config disagree on whether the head is tied to the embeddings.
         """
         policy = self.weights.base_model
         count_layers(policy, self.precision)
@@ -154,7 +154,7 @@ class VLLMBase(RolloutEngine):
         if not ties and ties_embeddings(policy):
             raise ValueError(
                 "The policy's head has the weight of its embeddings, but its config says `tie_word_embeddings=False`, "
-                "and vLLM would wait for a weight of the head. Set `config.tie_word_embeddings=True`, save the model "
+                "and vLLM would expect a weight of the head. Set `config.tie_word_embeddings=True`, save the model "
                 "and start from that, or sample with `use_vllm=False`."
             )
         self.ignore = unquantized_linears(policy)
@@ -181,7 +181,10 @@ class VLLMBase(RolloutEngine):
             )
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Streams the policy's weights under the names and in the layout that the engine loads. Collective."""
+        """
+        Streams the policy's weights under the names and in the layout that the engine loads. All ranks must iterate
+        over it.
+        """
         weights = self._watched(self._iter_named_params())
         if not self.travels_quantized:
             return weights
@@ -204,8 +207,8 @@ class VLLMBase(RolloutEngine):
 
     def _flagged(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """
-        Records, on the GPU, which scales reveal NaN or infinity. [`_require_finite`] reads the records after the sync;
-        reading them here would wait for each layer.
+        Records, on the GPU, which scales reveal NaN or infinity. [`_require_finite`] reads the records after the sync,
+        because reading them here would wait for the GPU at each layer.
         """
         from ...kernels.quantize import shows_non_finite
 
@@ -231,11 +234,17 @@ class VLLMBase(RolloutEngine):
             yield name, tensor
 
     def update_since_sync(self) -> float:
-        """Returns the norm of the policy's update since the last sync, relative to the policy's norm. Collective."""
+        """
+        Returns the norm of the policy's update since the last sync, relative to the policy's norm. All ranks must call
+        it.
+        """
         return self.drift.since_sync(self._iter_named_params()).get("normalized_update", 0.0)
 
     def unquantized(self) -> Iterator[tuple[str, Tensor]]:
-        """Streams the policy's weights, except those of the linear layers that the engine quantizes. Collective."""
+        """
+        Streams the policy's weights, except those of the linear layers that the engine quantizes. All ranks must
+        iterate over it.
+        """
         layers = {f"{layer.name}.weight" for layer in dense_linears(self.weights.base_model).values()}
         with exchanged(self.weights, unread=layers):
             for name, tensor in self._iter_named_params():
@@ -245,7 +254,7 @@ class VLLMBase(RolloutEngine):
     def differing_weight(self) -> str | None:
         """
         Returns the name of the first of the [`unquantized`] weights that differs between engine and policy; `None` if
-        all are equal, or if this process cannot read the engine's. Collective.
+        all are equal, or if this process cannot read the engine's. All ranks must call it.
         """
         return None
 
@@ -257,9 +266,9 @@ class VLLMBase(RolloutEngine):
         Sends the policy's current weights to the engine, without noise, and sets `sync_metrics`.
 
         Raises:
-            `ValueError`: The policy has become another model.
-            `RuntimeError`: The sync failed; the message names the tensor. vLLM's model is then half loaded, and the
-                engine cannot be used any more.
+            `ValueError`: The policy has become another model. `RuntimeError`: The sync failed; the message names the
+            tensor. vLLM's model is then half loaded, and the
+                engine can no longer be used.
         """
         self.require_alive()
         self._require_same_model()
@@ -320,5 +329,5 @@ class VLLMBase(RolloutEngine):
         return Samples(token_ids, [[drawn for drawn, *_ in row] for row in logprobs])
 
     def sampling(self) -> AbstractContextManager:
-        """Context in which TRL samples from vLLM. A subclass may change vLLM in it; here nothing changes."""
+        """Context in which TRL samples from vLLM. A subclass may change vLLM in it; this one changes nothing."""
         return nullcontext()

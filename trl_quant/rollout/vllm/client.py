@@ -1,8 +1,8 @@
 """TRL's client of a vLLM server, with a time limit on every request and checks of every answer.
 
-TRL waits for ever for a server that was stopped, or that sends a byte a second, and takes any answer for samples of the
-policy. Here each whole request has a time limit, and an answer that is incomplete or not vLLM's raises an error.
-Samples are used only if the server's workers still hold the weights of the last sync:
+TRL's client waits for ever for a server that was stopped, or that sends one byte per second, and takes any answer for
+samples of the policy. Here each request as a whole has a time limit, and an answer that is incomplete or not vLLM's
+raises an error. Samples are used only if the server's workers still hold the weights of the last sync:
 
     sync    ---- weights, then a token ----> workers store the token
     sample  ---- prompts ------------------> completions
@@ -26,7 +26,7 @@ from ..limits import finished_within, time_limit
 
 
 ANSWER_SHOWN = 200  # characters of an answer that an error message shows
-# Seconds that a transfer gets beyond the limit of its requests, so that a request ends first: its error says more
+# Seconds that a transfer may take beyond the limit of its requests. A request then fails first, with a better message
 TRANSFER_SLACK = 10.0
 
 
@@ -50,7 +50,7 @@ class Client(VLLMClient):
 
     @property
     def session(self) -> requests.Session:
-        """TRL's session. It sends every request but the first ones to `/health`."""
+        """TRL's session, which sends every request except the first ones to `/health`."""
         return self._session
 
     @session.setter
@@ -81,7 +81,7 @@ class Client(VLLMClient):
         )
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Calls TRL's method, which has no time limit of its own. [`~server.wait_for_server`] has run before."""
+        """Calls TRL's method within a time limit, which it lacks. [`~server.wait_for_server`] has run before."""
         seconds = max(total_timeout, 5.0)
         message = f"The vLLM server at {self.base_url} did not answer `GET /health` within {seconds:g} seconds."
         finished_within(seconds, lambda: message, super().check_server, total_timeout, retry_interval)
@@ -93,7 +93,7 @@ class Client(VLLMClient):
 
     @contextmanager
     def _foreign_answers_explained(self, described: str) -> Iterator[None]:
-        """Context in which an error that an unexpected answer causes becomes one that says so."""
+        """Context that turns an error caused by an unexpected answer into one that says so."""
         try:
             yield
         except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -108,7 +108,7 @@ class Client(VLLMClient):
         with self._foreign_answers_explained(f"a call of `{method}`"):
             return self._post(f"{self.base_url}/collective_rpc", json=call)["results"]
 
-    # Weights: requests with the client's limit, and beside them a broadcast over NCCL that may wait in C
+    # Weights: requests with the client's limit, and at the same time a broadcast over NCCL, which may hang in C
 
     def init_communicator(self, device=0) -> None:
         self.check(self)
@@ -154,8 +154,8 @@ class Client(VLLMClient):
 
     def generate(self, prompts, *args, n: int = 1, **kwargs) -> dict[str, list]:
         """
-        Calls TRL's method. Raises `RuntimeError` for samples that are incomplete, of other prompts, or not of the last
-        sync's weights.
+        Calls TRL's method. Raises `RuntimeError` if samples are incomplete, belong to other prompts, or were not drawn
+        from the last sync's weights.
         """
         with self._foreign_answers_explained("a request for samples"):
             samples = super().generate(prompts, *args, n=n, **kwargs)
@@ -177,7 +177,7 @@ class Client(VLLMClient):
 
 def not_vllm(url: str, seconds: float) -> str | None:
     """
-    Asks a server for its models. Returns the reason why it is not `vllm serve`, for a message; `None` if it may be.
+    Asks a server for its models. Returns the reason why it is not `vllm serve`, for a message, or `None` if it may be.
     """
     message = f"no answer within {seconds:g} seconds"
     try:

@@ -1,4 +1,4 @@
-"""A vLLM worker for CPU ranks that a launcher started: each engine gets shared memory of its own.
+"""A vLLM worker for CPU ranks that a launcher started. It gives each engine its own shared memory.
 
 vLLM's CPU ranks exchange tensors through shared memory: files in `/dev/shm` whose names start with the part of the
 engine's address after its last colon. Ranks that a launcher started (`torchrun`, `accelerate launch`) all have the
@@ -17,7 +17,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class RankOnCPU(CPUWorker):
-    """One rank of an engine, whose shared memory has a name of its own and leaves no files."""
+    """One rank of an engine. The engine's shared memory has a unique name and leaves no files."""
 
     def init_device(self):
         names = [f"trl_quant_{uuid4().hex}"]
@@ -26,7 +26,7 @@ class RankOnCPU(CPUWorker):
         # vLLM takes only the name from this address, since the launcher's process group is already up.
         self.distributed_init_method = f"env://:{name}"
         super().init_device()
-        # All ranks have opened the memory by now and keep it until they end, so its files can be deleted already. They
-        # would outlive a rank that is killed.
+        # All ranks have opened the memory by now and keep it until they end, so its files can be deleted here.
+        # Otherwise they would outlive a rank that is killed.
         for file in SHARED_MEMORY.glob(f"{name}-*"):
             file.unlink(missing_ok=True)

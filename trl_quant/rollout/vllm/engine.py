@@ -43,11 +43,11 @@ class VLLMEngine(VLLMBase):
     """
     vLLM in `precision`, in the trainer's process.
 
-    A sync streams tensor by tensor, in the model's order, and quantizes each tensor on the way. The first is one
-    bracketed reload of the whole model. Where vLLM holds the tensors as they are sent, later ones write [`in_place`].
-    Afterwards the engine equals, bit for bit, an engine that was started on a checkpoint of the same weights. With
-    `lora_sync="adapter"` the quantized base stays as it was loaded, and only A and B are sent. If the policy is trained
-    on that base, trainer and engine share one copy of it ([`one_copy`]).
+    A sync streams tensor by tensor, in the model's order, and quantizes each tensor on the way. The first sync uses
+    vLLM's own reload of the whole model. Where vLLM holds tensors in the layout in which they are sent, later syncs
+    write [`in_place`]. After a sync the engine equals, bit for bit, an engine that was started on a checkpoint of the
+    same weights. With `lora_sync="adapter"` the quantized base stays as it was loaded, and only A and B are sent. If
+    the policy is trained on that base, trainer and engine share one copy of it ([`one_copy`]).
 
     Parameters:
         engine_kwargs (`dict`, *optional*):
@@ -62,10 +62,10 @@ class VLLMEngine(VLLMBase):
         pushed (`dict[str, torch.Tensor]`): The adapter that the engine holds, with `lora_sync="adapter"`.
         llm (`vllm.LLM`): vLLM itself.
         destinations (`dict[str, torch.Tensor]` or `None`):
-            Where vLLM holds the tensors of a sync, see [`in_place`]; empty if it must reload them, `None` before the
-            first sync.
+            The parts of vLLM's memory that hold the tensors of a sync, see [`in_place`]; empty if vLLM must reload
+            them, `None` before the first sync.
         kernels ([`~layers.exact.Kernels`] or `None`):
-            With `exact`, vLLM's kernels, with which the policy computes the same bits.
+            With `exact`, vLLM's kernels, which the policy uses to compute the same bits.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class VLLMEngine(VLLMBase):
         enable_sleep_mode: bool = False,
         **kwargs,
     ):
-        # TRL knows only sleep level 2, which would discard the base under an adapter. So the engine sleeps without TRL.
+        # TRL knows only sleep level 2, which would discard the base under an adapter. So this class handles sleep
+        # itself
         super().__init__(*args, enable_sleep_mode=False, **kwargs)
         self.engine_kwargs = dict(engine_kwargs or {})
         self.lora_sync = lora_sync
@@ -138,8 +139,8 @@ class VLLMEngine(VLLMBase):
 
     def _base_to_share(self) -> PolicyWeights | None:
         """
-        Returns the policy's weights if vLLM can share the policy's frozen base. If the policy has one that vLLM cannot
-        share, warns of the second copy and returns `None`.
+        Returns the policy's weights if vLLM can share the policy's frozen base, else `None`. Warns of the second copy
+        if there is a frozen base that vLLM cannot share.
         """
         if not self.own_base_bytes():
             return None
@@ -163,7 +164,8 @@ class VLLMEngine(VLLMBase):
         check_architecture(config, self.trl.model_impl)
         self.checkpoint_dtype = config.dtype or torch.bfloat16
         prepared = check_prepared(config, self.precision)
-        # A policy that trains in this precision has codes and scales of its own: vLLM would compute FP32 scales
+        # A policy that trains in this precision sends its own codes and scales; vLLM would compute other scales, in
+        # FP32
         self.plan_stream(prepared or self.weights.multiplies_in(self.precision))
         entry = PRECISIONS[self.precision]
         arguments = {"dtype": "bfloat16", "quantization": entry.vllm.online, **arguments}
@@ -237,8 +239,8 @@ class VLLMEngine(VLLMBase):
 
     def _send_weights(self) -> None:
         """
-        Sends the weights: the first time by vLLM's own reload, and later [`in_place`] if vLLM holds them as they are
-        sent.
+        Sends the weights: the first time through vLLM's own reload, and later [`in_place`], if vLLM holds them in the
+        layout in which they are sent.
         """
         from . import in_place, worker
 
@@ -378,7 +380,7 @@ def _loader_arguments(options: dict, given: dict) -> dict:
     return {
         "load_format": "trl_quant",
         "model_loader_extra_config": extra,
-        # vLLM's cache of compiled models is keyed by its configuration, which includes this and not the loader's
+        # vLLM's cache of compiled models is keyed by its configuration, which includes this option but no loader's
         "additional_config": {**given.get("additional_config", {}), "trl_quant": options},
     }
 

@@ -5,17 +5,17 @@ Makes vLLM compute each token independently of the rest of its batch, and gives 
 | computation of vLLM that depends on the batch | setting that prevents it |
 |---|---|
 | torch.compile fuses kernels differently from graph to graph | `compilation_config`: mode 0 |
-| norms sum in other blocks of threads from 256 tokens on | [`layers.norm.rms_norm`] in their place |
-| attention splits the keys into more parts the fewer sequences there are | always one part |
+| norms sum in other blocks of threads from 256 tokens on | [`layers.norm.rms_norm`] replaces them |
+| attention splits the keys into more parts, the fewer sequences there are | always one part |
 | a common prefix is attended separately and merged | `disable_cascade_attn` |
-| DeepGEMM quantizes block-scaled weights again for scales of its own | `precisions.InVLLM.as_given` |
+| DeepGEMM requantizes block-scaled weights to its own kind of scales | `precisions.InVLLM.as_given` |
 
-vLLM's own `VLLM_BATCH_INVARIANT` was not enough in 0.26 on Hopper, and is not needed. The row on norms was read from
+vLLM's own `VLLM_BATCH_INVARIANT` was not enough in 0.26 on Hopper, and is not needed. The effect on norms was read in
 vLLM's sources; the other effects were measured.
 
-The linear layers themselves decide the rest. Products in `int8` and `fp8_block` gave the same bits for any number of
-tokens. Those in `fp8` did not: they use other kernels up to 64 tokens than above. With heads of 128, FlashAttention 3
-gave the same bits in decoding as over a whole sequence; with heads of 64 only up to 128 tokens.
+The rest depends on the linear layers themselves. Products in `int8` and `fp8_block` gave the same bits for any number
+of tokens. Those in `fp8` did not: they use other kernels up to 64 tokens than above. With heads of 128, FlashAttention
+3 gave the same bits in decoding as over a whole sequence; with heads of 64 only up to 128 tokens.
 """
 
 import sys
@@ -71,7 +71,7 @@ def _norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | 
 
 
 def attend_in_one_part(worker) -> None:
-    """Stops a worker from splitting the keys of a sequence, for any number of tokens. For `LLM.collective_rpc`."""
+    """Keeps a worker from splitting the keys of a sequence, for any number of tokens. For `LLM.collective_rpc`."""
     for groups in worker.model_runner.attn_groups:
         for group in groups:
             for builder in group.metadata_builders:
@@ -99,7 +99,7 @@ def kernels(worker) -> Kernels:
             "at False."
         )
     (rotary,) = embeddings
-    cache = rotary.cos_sin_cache.to(torch.bfloat16, copy=True)  # a copy, since vLLM's own is gone while it sleeps
+    cache = rotary.cos_sin_cache.to(torch.bfloat16, copy=True)  # a copy, because vLLM discards its own to sleep
     rotate = partial(_rotate, cache=cache, size=rotary.head_size, neox=rotary.is_neox_style)
     score = _score if isinstance(worker.model_runner.sampler, Sampler) else log_softmax
     return Kernels(rotate, _attend, score, rotary.rotary_dim, torch.bfloat16)

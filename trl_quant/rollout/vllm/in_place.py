@@ -1,9 +1,10 @@
 """
 Writes a sync's tensors straight into vLLM's parameters, where vLLM's layers hold them as a checkpoint does.
 
-vLLM's own reload builds each layer anew, loads it part by part, prepares it for its kernel and copies the result to
-where captured CUDA graphs read it. For 7B that takes the host longer than quantizing takes the GPU. CUTLASS' kernels
-for FP8 and INT8 read codes and scales as they are stored, so a copy into the rows of each part is all that they need.
+vLLM's own reload builds each layer again, loads it part by part, prepares it for its kernel and copies the result to
+where captured CUDA graphs read it. For a 7B model, this takes longer on the host than quantization takes on the GPU.
+CUTLASS kernels for FP8 and INT8 read codes and scales as they are stored, so it suffices to copy each tensor into the
+rows of its part.
 """
 
 from collections.abc import Iterable
@@ -29,8 +30,8 @@ def destinations(model: nn.Module, shapes: dict[str, torch.Size]) -> dict[str, T
         shapes (`dict[str, torch.Size]`): Shapes of the tensors by their names in the policy's checkpoint.
 
     Returns:
-        `dict[str, torch.Tensor]`: name -> view of a parameter, of the tensor's shape. Empty if some tensor has no such
-        place, or some parameter gets its values otherwise.
+        `dict[str, torch.Tensor]`: name -> view of a parameter, of the tensor's shape. Empty if a tensor has no such
+        view, or if a parameter gets its values in another way.
     """
     names = {name.rpartition(".")[0] for name in shapes}
     layers, vllm_names = places(model, names), dict(names_in_vllm(model, names))
@@ -41,18 +42,18 @@ def destinations(model: nn.Module, shapes: dict[str, torch.Size]) -> dict[str, T
         module = modules.get(vllm_names[path])
         if layers[path] is not None:
             rows = _rows(*layers[path], kind, quantized=f"{path}.weight_scale" in shapes)
-        elif module is None or isinstance(module, LinearBase):  # latent attention multiplies with what it computed
+        elif module is None or isinstance(module, LinearBase):  # latent attention uses precomputed products
             rows = None
         else:
             held = getattr(module, kind, None)
             rows = held.data if isinstance(held, Tensor) else None
-            if rows is not None and isinstance(module, VocabParallelEmbedding):  # which is filled up
+            if rows is not None and isinstance(module, VocabParallelEmbedding):  # which is padded
                 rows = rows[: shape[0]]
         if rows is None or rows.shape != shape:
             return {}
         found[name] = rows
     written = {rows.untyped_storage().data_ptr() for rows in found.values()}
-    # Scalars, such as the scales of a cache, are no weights
+    # Scalars, such as the scales of a cache, are not weights
     others = (p for p in params.values() if p.numel() > 1 and p.untyped_storage().data_ptr() not in written)
     return {} if any(True for _ in others) else found
 
@@ -74,8 +75,8 @@ def _rows(layer: LinearBase, parts: range, kind: str, quantized: bool) -> Tensor
 @torch.no_grad()
 def holds(places_of: dict[str, Tensor], stream: Iterable[tuple[str, Tensor]]) -> bool:
     """
-    Whether the [`destinations`] hold the tensors that a reload has just brought, so that writing there brings the same.
-    Reads the stream to its end in any case, because gathering is collective.
+    Whether the [`destinations`] hold the tensors that a reload has just loaded, so that writing there has the same
+    effect. Always reads the stream to its end, because gathering is collective.
     """
     same = [name in places_of and _are_equal(places_of[name], tensor) for name, tensor in stream]
     return len(same) == len(places_of) and all(same)

@@ -1,5 +1,5 @@
 """
-Lets a process start one vLLM engine after another, as a notebook does where a cell with a trainer is run again.
+Lets a process start one vLLM engine after another, as a notebook does when a cell with a trainer is run again.
 
 Two effects of the first engine would break the second trainer:
 
@@ -28,7 +28,7 @@ _ended: list = []  # vLLM's clients of engines that have ended. If they were col
 
 def start_on_a_free_port(start: Callable[[], None]) -> None:
     """
-    Calls `start`, which starts an engine, and calls it again if another process took its port.
+    Calls `start`, which starts an engine, and calls it again if another process has taken its port.
 
     TRL looks for a free port before vLLM listens on it, so another run on the same host may take it meanwhile. With
     `MASTER_PORT` set, TRL looks for none, and the error is the user's.

@@ -4,12 +4,12 @@ Lets trainer and engine share one copy of a frozen base: QeRL's policy, Q(W) + B
 While vLLM loads its model, each of its layers gets the codes and scales of the policy's layers (for example q, k and
 v), and vLLM prepares them for its kernels. The policy's layers then use their parts of the result and free their own
 memory, so at most one layer is held twice at any time. Marlin, for 4 bits, needs codes and scales in an order of its
-own. CUTLASS and DeepGEMM, for FP8 and INT8, read the rows of codes as they are; the policy keeps its own scales, which
-are few. Embeddings and head are shared as they are. Norms and biases are not shared: the engine's norms get noise, and
-Marlin reorders biases.
+own, which the policy then uses too. CUTLASS and DeepGEMM, for FP8 and INT8, read the rows of codes as they are; the
+policy keeps its own scales, which are small. Embeddings and head are shared unchanged. Norms and biases are not shared:
+the engine's norms get noise, and Marlin reorders biases.
 
-vLLM first builds its model, without memory for the decoder's layers. It then asks its loader for the weights
-([`~worker.QuantizingLoader`]), and the loader asks this module for the policy.
+vLLM first builds its model, without memory for the decoder's layers. It then calls its loader
+([`~worker.QuantizingLoader`]), which gets the policy's weights from [`lent_weights`].
 """
 
 import logging

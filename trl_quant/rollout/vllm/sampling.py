@@ -1,7 +1,7 @@
-"""Skips work that vLLM does on the host while it samples and that nobody reads: TRL decodes tokens itself, and reads
+"""Skips work of vLLM on the host, while it samples, whose results nobody reads: TRL decodes tokens itself, and reads
 completions only when all of them have ended.
 
-With 256 completions of a 7B model, a decode step takes 8 ms on an H200 and 12 to 15 ms in Python. This module saves:
+With 256 completions of a 7B model, a decode step takes 8 ms on an H200 and 12 to 15 ms in Python. This module skips:
 
 | work of vLLM, or of TRL after it | here |
 |---|---|
@@ -11,8 +11,8 @@ With 256 completions of a 7B model, a decode step takes 8 ms on an H200 and 12 t
 | a search for cache blocks at every token | only when the last block is full |
 | garbage collection of these objects | after the generation |
 
-The samples are the same, bit for bit. No code of vLLM is copied: the first row is an option of vLLM's, and for the
-others a function replaces a method of the live engine for one generation and calls it where it is needed.
+The samples are the same, bit for bit. No code of vLLM is copied: the first row is an option of vLLM. For the other
+rows, a function replaces a method of the live engine for one generation, and calls that method where it is needed.
 """
 
 import gc
@@ -62,8 +62,8 @@ def sampling_lean(engine) -> Iterator[None]:
 @contextmanager
 def nothing_left_behind(llm) -> Iterator[None]:
     """
-    Context in which vLLM's `llm` samples. If an error or Ctrl-C interrupts it, the started requests are removed. By
-    itself vLLM would finish them with the next requests and return both, and would reuse blocks of its prefix cache
+    Context in which vLLM's `llm` samples. If an error or Ctrl-C interrupts it, the started requests are removed.
+    Otherwise vLLM would finish them with the next requests and return both, and would reuse blocks of its prefix cache
     that the interrupted step never computed.
     """
     try:
@@ -83,7 +83,7 @@ def nothing_left_behind(llm) -> Iterator[None]:
 
 
 class SampledLogps:
-    """Replaces vLLM's `LogprobsLists`, whose slices are arrays: the sampled tokens' log-probabilities, in nats."""
+    """Replaces vLLM's `LogprobsLists`, whose slices are arrays. Holds the sampled tokens' log-probabilities in nats."""
 
     def __init__(self, logprobs):
         self.values = logprobs.logprobs[:, 0].tolist()
@@ -105,7 +105,8 @@ def update_with_float_logps(update: Callable, scheduler_output, output):
 class HeldOutputs:
     """
     Replaces vLLM's `OutputProcessor.process_outputs` and collects the tokens of a completion until it ends. vLLM then
-    processes them at once, without log-probabilities. These are added to its output unchanged: `list[float]`, in nats.
+    processes all of them at once, without log-probabilities, and these are added to its output as a `list[float]`, in
+    nats.
     """
 
     def __init__(self, processor):

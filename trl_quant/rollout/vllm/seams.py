@@ -1,8 +1,8 @@
 """
 Lists every name of vLLM, or of TRL's client of vLLM, that this package replaces for longer than one call.
 
-Replacements that end with their call are not listed. They stand where they are made: `sampling.py` replaces methods of
-a live engine for one generation, `one_copy.py` and `worker.reload` one method of a model while it loads.
+Replacements that end with their call are not listed; the code that makes them documents them. `sampling.py` replaces
+methods of a live engine for one generation, `one_copy.py` and `worker.reload` one method of a model while it loads.
 """
 
 # (file, name) -> (its owner, how long the replacement lasts, the test that needs it)

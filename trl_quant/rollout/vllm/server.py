@@ -1,4 +1,4 @@
-"""The vLLM engine behind a server: `vllm serve`, started in the run's precision on GPUs of its own.
+"""The vLLM engine behind a server: `vllm serve`, started in the run's precision on separate GPUs.
 
 TRL's client sends weights over NCCL into vLLM's own bracketed reload, to which `vllm_server_worker` adds missing steps.
 A trainer cannot change a running server. If the server's options do not fit the run, the trainer raises an error with
@@ -44,7 +44,7 @@ from .support import (
 logger = logging.getLogger(__name__)
 
 BACKEND = "trl_quant"  # the weight transfer that `transfer.py` registers
-PATIENCE = 5.0  # seconds to wait for an answer that a server gives at once
+PATIENCE = 5.0  # seconds to wait for an answer that a server usually gives at once
 
 
 class VLLMServerEngine(VLLMBase):
@@ -143,7 +143,7 @@ class VLLMServerEngine(VLLMBase):
 
     def _faults(self, info: dict, config: PreTrainedConfig | None) -> list[str]:
         """
-        Describes the options with which a server was started that do not fit the run.
+        Describes those of a server's options that do not fit the run.
 
         Args:
             info (`dict`): The server's answer to `GET /server_info`.
@@ -263,14 +263,14 @@ def wait_for_server(args, model: str) -> None:
     foreign = not_vllm(url, PATIENCE)
     if foreign is not None:
         raise ValueError(
-            f"`vllm_server_base_url`={url!r} is not a `vllm serve`: {foreign}. Give the address of one, or start it "
-            f"with:\n\n{_command_of_run(args, model)}\n"
+            f"`vllm_server_base_url`={url!r} is not the address of a `vllm serve`: {foreign}. Give its address, or "
+            f"start it with:\n\n{_command_of_run(args, model)}\n"
         )
 
 
 def _why_not_ready(url: str) -> str | None:
     """
-    Asks a server for its health. Returns the reason why it is not ready; `None` if it is.
+    Asks a server for its health. Returns the reason why it is not ready, or `None` if it is ready.
 
     Raises:
         `ValueError`: The address is invalid.

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 VLLM_VERSIONS = ("0.26", "0.34")  # at least, below
 RANK_ON_CPU = "trl_quant.rollout.vllm.cpu_ranks.RankOnCPU"  # vLLM's `worker_cls` where CPU ranks form one engine
-# Fields of a config that say what a model computes. Two checkpoints of one model agree in them, quantized or not.
+# Fields of a config that determine what a model computes. All checkpoints of a model agree in them, quantized or not
 ARCHITECTURE = (
     "model_type",
     "vocab_size",
@@ -167,7 +167,7 @@ def check_sampling_parameters(generation_kwargs: dict, mode: str, max_tokens: in
 
 
 def supported_precisions() -> dict[str, str | None]:
-    """Maps each of vLLM's precisions to the reason why it does not run on this device, or to `None` if it does."""
+    """Maps each of vLLM's precisions to the reason why it does not run on this device, or to `None` if it runs."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -197,7 +197,7 @@ def _missing_on_gpu(vllm: InVLLM, capability: tuple[int, int]) -> str | None:
 def check_device(precision: str, sleeping: bool = False, otherwise: str = "use_vllm=False") -> None:
     """
     Raises `ImportError` if vLLM's version was not tested, and `ValueError` if vLLM cannot run the precision, or sleep,
-    on this device. With the option `otherwise` the embedded engine samples.
+    on this device. The message recommends the option `otherwise`, with which the embedded engine samples.
     """
     check_version()
     from vllm.platforms import current_platform
@@ -218,8 +218,8 @@ def check_device(precision: str, sleeping: bool = False, otherwise: str = "use_v
 
 def multiply_as_given(precision: str) -> None:
     """
-    Makes engines that start in this process multiply with the codes and scales that they are given, by setting vLLM's
-    environment variables.
+    Sets vLLM's environment variables so that engines that start in this process multiply the given codes and scales
+    unchanged.
 
     Raises:
         `ValueError`: The user has set one of the variables to another value.
@@ -248,9 +248,9 @@ def check_architecture(config, model_impl: str) -> None:
 
 def outside_decoder(policy: PreTrainedModel, architectures: list[str], model_impl: str) -> list[str]:
     """
-    Returns patterns that tell vLLM which layers not to quantize: all but those of the policy's decoder. They use vLLM's
-    own names, since vLLM may have another name for a vision tower. The list is empty for a language model, whose head
-    vLLM leaves unquantized anyway.
+    Returns patterns that tell vLLM which layers not to quantize: all except those of the policy's decoder. The patterns
+    use vLLM's own names, because vLLM may have another name for a vision tower. The list is empty for a language model,
+    whose head vLLM leaves unquantized anyway.
 
     Args:
         policy (`PreTrainedModel`): The policy, with or without memory for its weights.

@@ -1,10 +1,11 @@
-"""Code that runs in the workers of a `vllm serve` that samples for our trainers. The trainer does not use it.
+"""Code that runs in the workers of a `vllm serve` that samples for our trainers. The trainer does not import it.
 
     vllm serve MODEL --worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension \\
         --weight-transfer-config '{"backend": "trl_quant"}' ...
 
-makes every worker import this module, which registers the weight transfer `trl_quant`: vLLM's own over NCCL, and around
-it the steps that a reload needs (see `worker.py`). With vLLM's transfer alone a 4-bit engine hangs after a sync.
+makes every worker import this module, which registers the weight transfer `trl_quant`: vLLM's own over NCCL, plus the
+steps that a reload needs before and after it (see `worker.py`). With vLLM's transfer alone, a 4-bit engine hangs after
+a sync.
 """
 
 from dataclasses import asdict
@@ -25,7 +26,7 @@ from .worker import (
 
 
 class ReloadBracket:
-    """Mixin for vLLM's weight transfer engines: adds to an update the steps of `worker.reload`."""
+    """Mixin for vLLM's weight transfer engines that adds the steps of `worker.reload` to an update."""
 
     def start_weight_update(self) -> None:
         keep_onednn_scales(self.model)

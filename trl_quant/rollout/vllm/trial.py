@@ -1,4 +1,4 @@
-"""Measures the speed of the run's engine in processes of its own, with a policy of the same shape.
+"""Measures the speed of the run's engine in separate processes, with a policy of the same shape.
 
 [`measure`] starts one process for each rank of the engine. They build a [`~engine.VLLMEngine`] with the arguments that
 TRL gave for the run's own engine, sync it, and sample. They leave no files.
@@ -246,8 +246,8 @@ def main(payload: str) -> None:
         traceback.print_exc()
         first_line = str(error).partition("\n")[0]
         result = {"error": f"{type(error).__name__}: {first_line}"}
-    # In one piece, with the end of the line: where output is not buffered, as under torch's launcher, `print` writes
-    # that separately, and another rank's line may come between.
+    # Writes the line and its newline in one call: where output is not buffered, as under torch's launcher, `print`
+    # writes the newline separately, and another rank's line may come in between.
     os.write(1, f"{RESULT_LINE}{json.dumps(result)}\n".encode())
 
 

@@ -97,8 +97,8 @@ class QuantizingLoader(DefaultModelLoader):
 def widen_norms(model: nn.Module, model_type: str) -> None:
     """
     Casts the norms that get noise to FP32. Must be called before CUDA graphs are captured; a reload copies into these
-    tensors. vLLM's kernel for norms needs inputs and weights of one type. For others vLLM uses its version in PyTorch,
-    which multiplies in FP32.
+    tensors. vLLM's kernel for norms needs inputs and weights of one type. For mixed types vLLM uses its version in
+    PyTorch, which multiplies in FP32.
     """
     params = dict(model.named_parameters())
     for name in noised_norms(model_type, params):
@@ -195,7 +195,7 @@ def _runs_in(precision: str, method: object, kernel: object) -> bool:
 
 def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
     """
-    Replaces all weights by those of `stream`, in vLLM's bracketed reload. Captured CUDA graphs stay valid.
+    Replaces all weights by those of `stream`, through vLLM's own reload. Captured CUDA graphs stay valid.
 
     Raises:
         `RuntimeError`: The stream ended without weights for some module.
@@ -229,9 +229,9 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
 
 def plain_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
     """
-    Returns the tensors that layers hold beside their parameters and buffers, such as the locks of Marlin's kernels. A
-    reload replaces them and frees the old ones, which captured CUDA graphs still read. If the memory of a lock is then
-    used for something else, the kernels wait forever.
+    Returns the tensors that layers hold in addition to their parameters and buffers, such as the locks of Marlin's
+    kernels. A reload replaces them and frees the old ones, which captured CUDA graphs still read. If the memory of a
+    lock is then used for something else, the kernels wait forever.
     """
     found = {}
     for module in model.modules():
@@ -251,7 +251,7 @@ def restore_plain_tensors(plain: dict[tuple[nn.Module, str], Tensor]) -> None:
 
 
 def refresh_tied_head(model: nn.Module) -> None:
-    """Packs the embedding for a tied head again. On a CPU the head keeps a packed copy, which a reload misses."""
+    """Packs the embedding for a tied head again. On a CPU the head keeps a packed copy that a reload misses."""
     for language_model in model.modules():  # it is `model` itself, or a part of a vision-language model
         head = getattr(language_model, "lm_head", None)
         head = getattr(head, "base_layer", head)
@@ -280,8 +280,8 @@ def keep_onednn_scales(model: nn.Module) -> None:
 
 def keep_bias_loaders(model: nn.Module) -> None:
     """
-    Gives the biases of Marlin's layers a loader. These layers create a new bias without one, and a reload by vLLM 0.31
-    loads it part by part.
+    Gives the biases of Marlin's layers a weight loader. These layers create a new bias without a loader, and a reload
+    in vLLM 0.31 needs one, because it loads the bias part by part.
     """
     for layer in linear_layers(model).values():
         if getattr(layer, "bias", None) is not None and not hasattr(layer.bias, "weight_loader"):
@@ -335,7 +335,7 @@ def kv_caches(model: nn.Module) -> dict[int, KVCache]:
                 f"The self-check cannot compute the KV cache of {layer.layer_name} ({type(layer).__name__}, "
                 f"'kv_cache_dtype'={format!r}). Set 'kv_cache_dtype'='bfloat16' in `vllm_engine_kwargs`."
             )
-        scales = {  # both copies, on the device and on the host, since backends differ in the one that they use
+        scales = {  # of the copies on device and host, because backends differ in which one they use
             "_q_scale": layer._q_scale.item(),
             "_k_scale": layer._k_scale.item(),
             "_v_scale": layer._v_scale.item(),
@@ -395,8 +395,8 @@ def _are_same(held: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
 
 def _differing_biases(model: nn.Module, biases: dict[str, Tensor]) -> list[str]:
     """
-    Returns the names of the policy's biases that differ from those of vLLM's linear layers, the first one of each
-    layer. `biases` has the names of the policy's layers.
+    Returns the names of the policy's biases that differ from those of vLLM's linear layers, for each layer the first.
+    `biases` maps the policy's names of layers to their biases.
     """
     fused: dict[LinearBase, dict[int, str]] = {}
     for name, place in places(model, biases).items():
@@ -434,11 +434,11 @@ def write_parameters(model: nn.Module, values: dict[str, Tensor]) -> None:
 
 def forget_step(worker) -> list[str]:
     """
-    Drops a step that was interrupted between the model and the sampling; vLLM would otherwise insist on finishing it.
+    Drops a step that was interrupted between the model and the sampling, which vLLM would otherwise require to finish.
 
     Returns:
-        `list[str]`: The requests that the worker holds. Some may have ended before, because the interrupted step would
-        have told the worker.
+        `list[str]`: The requests that the worker holds. Some may have ended already: the interrupted step would have
+        told the worker.
     """
     runner = worker.model_runner
     runner.execute_model_state = None
