@@ -33,10 +33,11 @@ class InVLLM:
         online (`str` or `None`):
             vLLM's name for quantizing BF16 weights as it loads them. If there is none, the engine starts from weights
             in the layout of the format's `scheme`, and every sync sends such weights.
-        fused_scale (`bool`): Whether layers that vLLM fuses (q, k, v; gate, up) are quantized as one matrix. kernels
-        (`tuple[str, ...]`): Prefixes of the names of the kernels that compute the precision; empty if all kernels do.
-        wrong_kernels (`tuple[str, ...]`): Prefixes of the names of kernels that compute something else. as_given
-        (`dict[str, str]`):
+        fused_scale (`bool`): Whether layers that vLLM fuses (q, k, v; gate, up) are quantized as one matrix.
+        kernels (`tuple[str, ...]`):
+            Prefixes of the names of the kernels that compute the precision; empty if all kernels do.
+        wrong_kernels (`tuple[str, ...]`): Prefixes of the names of kernels that compute something else.
+        as_given (`dict[str, str]`):
             Environment variables that make vLLM multiply with the codes and scales that it is given. On Hopper it would
             otherwise requantize block-scaled weights for DeepGEMM, with scales that are powers of two.
     """

@@ -329,12 +329,15 @@ def rewrite_checkpoint(
     that an earlier call finished are kept (see [`~files.unfinished`]).
 
     Args:
-        source (`str` or `Path`): Directory with config.json and safetensors, one file or shards with an index. result
-        (`Path`): Directory to write in. transform (`Callable`): [`quantized`], [`dense`], [`rounded`], or a chain of
-        them. config (`dict`): The copy's config.json. device (`torch.device` or `str`, *optional*): Where to compute.
-        max_shard_bytes (`int`, *optional*): Largest size of a weight file, counted in 16 bits. A single layer may
-        exceed it. with_code (`bool`, *optional*): Whether to copy the checkpoint's Python files. progress (`Callable`,
-        *optional*): Called with the bytes of each finished layer.
+        source (`str` or `Path`): Directory with config.json and safetensors, one file or shards with an index.
+        result (`Path`): Directory to write in.
+        transform (`Callable`): [`quantized`], [`dense`], [`rounded`], or a chain of them.
+        config (`dict`): The copy's config.json.
+        device (`torch.device` or `str`, *optional*): Where to compute.
+        max_shard_bytes (`int`, *optional*):
+            Largest size of a weight file, counted in 16 bits. A single layer may exceed it.
+        with_code (`bool`, *optional*): Whether to copy the checkpoint's Python files.
+        progress (`Callable`, *optional*): Called with the bytes of each finished layer.
     """
     copy_files(Path(source), result, with_code)
     heads = read_heads(weight_files(Path(source)))

@@ -279,9 +279,10 @@ def extract_answer(text: str, last_number: bool = True) -> str | None:
     """Returns the number that `text` commits to, in the order above.
 
     Args:
-        text (`str`): a completion of any length; only its last `TAIL_CHARACTERS` characters are read. last_number
-        (`bool`): if there is no marker, whether to take the last number of the text, or to require that
-            the text is a single number or a single equation.
+        text (`str`): a completion of any length; only its last `TAIL_CHARACTERS` characters are read.
+        last_number (`bool`):
+            if there is no marker, whether to take the last number of the text, or to require that the text is a single
+            number or a single equation.
 
     Returns:
         `str | None`: a canonical number, such as `-7`, `12.50`, `3/4` or `50%`.

@@ -34,8 +34,8 @@ def strict_math_reward(completions, answer=None, solution=None, prompts=None, **
     r"""1.0 where the completion's last answer is `answer`, written out, else 0.0: a reward to train with.
 
     Args:
-        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row. answer (`list[str]`,
-        *optional*): the ground truth: LaTeX, with or without `$` and `\boxed{}`, or a number. A
+        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
+        answer (`list[str]`, *optional*): the ground truth: LaTeX, with or without `$` and `\boxed{}`, or a number. A
             list of texts has several parts, all of which are required.
         solution (`list[str]`, *optional*): the ground truth of a dataset without `answer`.
         prompts (`list`, *optional*): the prompts, as TRL passes them; a repeated question is ignored, and a percent
@@ -64,8 +64,8 @@ def lenient_math_reward(completions, answer, prompts=None, **kwargs) -> list[flo
     r"""1.0 where the completion's last answer equals `answer` as mathematics, else 0.0: a score to evaluate with.
 
     Args:
-        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row. answer (`list[str]`): the
-        ground truth: LaTeX, with or without `$` and `\boxed{}`, or a number. A list of texts
+        completions (`list[str]` or `list[list[dict]]`): plain or conversational, one per row.
+        answer (`list[str]`): the ground truth: LaTeX, with or without `$` and `\boxed{}`, or a number. A list of texts
             has several parts, all of which are required.
         prompts (`list`, *optional*): the prompts; a repeated question is ignored.
 

@@ -63,13 +63,12 @@ class CorrectionStep:
         same_bits (`bool`): Whether the sampler's log-probabilities equal the trainer's bit for bit.
 
     Attributes:
-        open_batch (`dict` or `None`): The micro-batch whose loss TRL is computing; `None` outside of a loss. samples
-        (`list` or `None`): The sampler's log-probabilities of each completion, until TRL scores it. seen (`dict[str,
-        list[dict]]`): For `"train"` and `"eval"`, the micro-batches of the generation that a loss has
+        open_batch (`dict` or `None`): The micro-batch whose loss TRL is computing; `None` outside of a loss.
+        samples (`list` or `None`): The sampler's log-probabilities of each completion, until TRL scores it.
+        seen (`dict[str, list[dict]]`): For `"train"` and `"eval"`, the micro-batches of the generation that a loss has
             scored and that have not been logged.
         awaited (`dict[str, int]`): For `"train"` and `"eval"`, if a generation's scoring pass was replaced and its
-        metrics
-            are not logged yet: the number of micro-batches after which to log them; else 0.
+            metrics are not logged yet: the number of micro-batches after which to log them; else 0.
     """
 
     def __init__(self, trainer: GRPOTrainer, correction: Correction | None, level: str, same_bits: bool):

@@ -40,9 +40,9 @@ class Slot:
     Where the adapter of one policy layer is held in vLLM's model.
 
     Attributes:
-        layer (`LinearBase`): vLLM's layer, which may fuse several of the policy's. parts (`range`): The policy layer's
-        outputs in `layer`, as indices of `layer.output_partition_sizes`. ranks (`slice`): The policy layer's rows of A,
-        and its columns of B.
+        layer (`LinearBase`): vLLM's layer, which may fuse several of the policy's.
+        parts (`range`): The policy layer's outputs in `layer`, as indices of `layer.output_partition_sizes`.
+        ranks (`slice`): The policy layer's rows of A, and its columns of B.
     """
 
     layer: LinearBase

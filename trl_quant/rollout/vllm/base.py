@@ -266,8 +266,8 @@ class VLLMBase(RolloutEngine):
         Sends the policy's current weights to the engine, without noise, and sets `sync_metrics`.
 
         Raises:
-            `ValueError`: The policy has become another model. `RuntimeError`: The sync failed; the message names the
-            tensor. vLLM's model is then half loaded, and the
+            `ValueError`: The policy has become another model.
+            `RuntimeError`: The sync failed; the message names the tensor. vLLM's model is then half loaded, and the
                 engine can no longer be used.
         """
         self.require_alive()
