@@ -383,6 +383,11 @@ def test_completions_without_a_reward_teach_nothing(tmp_path, models):
     kept = batch["advantages"][[1, 2, 3, 5, 6, 7]]
     assert kept.mean().abs() < 1e-5 and kept.std().item() == pytest.approx(1, rel=1e-4)
 
+    move(trainer.critic.model, 6, 0.002)  # as after an update, when the values are no longer the old ones
+    rows = {name: value for name, value in batch.items() if torch.is_tensor(value) and value.ndim > 0}
+    losses = [trainer.value_step.loss(batch | {k: v[i : i + 1] for k, v in rows.items()}).item() for i in range(8)]
+    assert losses[0] == losses[4] == 0 and min(losses[i] for i in (1, 2, 3, 5, 6, 7)) > 0
+
 
 def test_rewards_have_weights(tmp_path, models):
     """Of two functions, of which one does not always apply."""

@@ -73,16 +73,18 @@ class ValueStep:
 
     def before_loss(self, batch: dict[str, Tensor]) -> None:
         """
-        Writes `advantages`, `values` and `returns`, each `(B, T)`, into the batch of a generation.
+        Writes `advantages`, `values` and `returns`, each `(B, T)`, and `has_reward`, `(B,)`, into the batch of a
+        generation.
 
-        As in GRPO, a completion without any reward does not train the policy: its advantages are 0. Its returns equal
-        its values.
+        As in GRPO, a completion without any reward does not train the policy: its advantages are 0. Nor does it train
+        the critic.
         """
         args = self.trainer.args
         is_training = self.trainer.model.training
         rows = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
         scores, values = self.scores(len(batch["completion_ids"])), self.critic.old_values(batch, rows)
-        mask = counted(batch) * scores.isfinite()[:, None]
+        batch["has_reward"] = scores.isfinite()
+        mask = counted(batch) * batch["has_reward"][:, None]
         advantages = gae(rewards_of(scores, mask), values, mask, args.gamma, args.lam)
         batch["values"], batch["returns"] = values, values + advantages
         batch["advantages"] = whitened(advantages, mask, self.total)
@@ -115,7 +117,7 @@ class ValueStep:
         `steps_per_generation`, so the losses of micro-batches and ranks add up.
         """
         trainer, args = self.trainer, self.trainer.args
-        values, mask = self.critic.values(batch), counted(batch)
+        values, mask = self.critic.values(batch), counted(batch) * batch["has_reward"][:, None]
         losses, is_clipped = value_losses(values, batch["values"], batch["returns"], args.cliprange_value)
         total = batch["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
         if trainer.model.training:  # from the tokens of a generation to the share of one step
