@@ -52,6 +52,29 @@ def test_ais_with_trls_config_is_ais(tmp_path, caplog):
     assert (trainer.scale_rewards, trainer.loss_type) == ("batch", "dr_grpo")  # what was chosen stays
 
 
+def test_fields_that_are_assigned_later_count_as_given(tmp_path):
+    def assigned(**values):
+        args = config(QuantGRPOConfig, tmp_path)
+        for name, value in values.items():
+            setattr(args, name, value)
+        return make(QuantGRPOTrainer, args).args
+
+    given = (
+        {"rollout_precision": "int8"},
+        {"train_precision": "int8"},
+        {"rollout_precision": "fp8", "is_correction": "ais"},
+    )
+    for settings in given:
+        built = make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, **settings)).args
+        assert assigned(**settings).to_dict() == built.to_dict() and built.is_correction != "trl"
+    for wrong, says in (({"rollout_precision": "int9"}, "int9"), ({"is_correction": "tis", "dppo_delta": 0.1}, "dppo")):
+        with pytest.raises(ValueError, match=says):
+            assigned(**wrong)
+    again = assigned(rollout_precision="int8", is_correction="tis")
+    again.rollout_precision = None
+    assert make(QuantGRPOTrainer, again).args.is_correction == "tis"  # which was given
+
+
 def test_trls_trainer_with_our_config_is_told(tmp_path, caplog):
     make(GRPOTrainer, config(QuantGRPOConfig, tmp_path, rollout_precision="int8"))
     assert "`rollout_precision`='int8' acts only with `QuantGRPOTrainer`" in caplog.text

@@ -5,7 +5,11 @@ from torch.nn import Module
 
 
 def check_method(trainer, args) -> None:
-    """Raises `ValueError` if a config's correction or way of sampling does not fit the trainer's class."""
+    """
+    Raises `ValueError` if a config's correction or way of sampling does not fit the trainer's class. Fields that were
+    assigned after the config was built are checked here.
+    """
+    args.check_assigned()
     method = trainer.config_class.__dataclass_fields__["is_correction"].default
     if method is not None and args.is_correction != method:
         raise ValueError(
