@@ -73,7 +73,7 @@ class HearingStep(CorrectionStep):
             completions (`list[list[int]]`): Those of each completion, with all of its turns.
         """
         if not self.heard:
-            return
+            return self.refuse_silence()
         (_, first), *later = self.heard
         self.heard = ()
         samples = [list(logps) for logps in first]
