@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tiny import save_tiny, tiny_model, tiny_tokenizer
-from training import config, dataset, make, metrics
+from training import config, dataset, lora, make, metrics
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import AISGRPOConfig, AISGRPOTrainer, QuantGRPOConfig, QuantGRPOTrainer
@@ -29,6 +29,25 @@ def scored(trainer, prompts: int = 2):
     return trainer._generate_and_score_completions(
         [{"prompt": p} for p in dataset(prompts)["prompt"] for _ in range(4)]
     )
+
+
+NOISY = {
+    "a `peft_config`": ({"peft_config": {"lora_dropout": 0.05}}, "`dropout`=0.05: the trainer scores"),
+    "the model": ({"model": {"attention_dropout": 0.1}}, "`attention_dropout`=0.1: the trainer scores"),
+    "the embeddings": ({"settings": {"neftune_noise_alpha": 5.0}}, "`neftune_noise_alpha`=5.0: the trainer scores"),
+    "none": ({}, None),
+    "switched off": ({"peft_config": {"lora_dropout": 0.05}, "settings": {"disable_dropout": True}}, None),
+    "TRL's sampler": ({"peft_config": {"lora_dropout": 0.05}, "settings": {"rollout_precision": None}}, None),
+}
+
+
+@pytest.mark.parametrize("where", NOISY)
+def test_noise_of_the_trainer_alone_is_told(tmp_path, where, caplog):
+    given, says = NOISY[where]
+    args = config(QuantGRPOConfig, tmp_path, **{"rollout_precision": "int8"} | given.get("settings", {}))
+    adapter = lora(**given["peft_config"]) if "peft_config" in given else None
+    make(QuantGRPOTrainer, args, tiny_model(seed=3, **given.get("model", {})), peft_config=adapter)
+    assert says in caplog.text if says else "the trainer scores with this noise" not in caplog.text
 
 
 # The trainer's class and its config
