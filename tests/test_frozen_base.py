@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LNTuningConfig, LoHaConfig
 from tiny import FAMILIES, save_tiny, tiny_model
 from torch import nn
 from training import assert_same_run, config, lora, make, metrics, parameters
@@ -305,6 +306,19 @@ def test_a_frozen_base_needs_an_adapter(path, tmp_path):
     message = "freezes the policy's base, and there is no adapter to train: .* train all weights in 'nvfp4', 'int4', "
     with pytest.raises(ValueError, match=message):
         make(QuantGRPOTrainer, args, model=path)
+
+
+@pytest.mark.parametrize("precision", ["nf4", "nvfp4", "int8"])
+@pytest.mark.parametrize("method", [LoHaConfig, LNTuningConfig])
+def test_another_method_than_lora_is_refused_before_loading(path, tmp_path, monkeypatch, precision, method):
+    """With a base in codes, and with one that is quantized as trained."""
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
+    peft_config = method(target_modules=["input_layernorm"] if method is LNTuningConfig else ["q_proj"])
+    args = config(QuantGRPOConfig, tmp_path, train_precision=precision)
+    with pytest.raises(
+        ValueError, match=f"{method.__name__} cannot adapt a frozen base|more than a product of B and A"
+    ):
+        make(QuantGRPOTrainer, args, model=path, peft_config=peft_config)
 
 
 def test_a_frozen_base_is_not_scaled(path, tmp_path):

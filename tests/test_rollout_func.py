@@ -1,4 +1,4 @@
-"""A `rollout_func` of the user's: what it must return, and a warning where it does not sample from the engine."""
+"""Samples that are not the engine's: what a `rollout_func` or a subclass must return, and when a warning says so."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from tiny import VOCAB_SIZE
 from training import config, make
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantRLOOTrainer
 
 
 def answer(prompts, **others) -> dict:
@@ -112,3 +112,19 @@ def test_without_an_engine_a_rollout_func_may_leave_logprobs_out(tmp_path, caplo
     )
     assert trainer._generate(["a"] * 2)[1] == [[65, 257]] * 2
     assert "did not sample" not in caplog.text
+
+
+@pytest.mark.parametrize("trainer_class", [QuantGRPOTrainer, QuantRLOOTrainer])
+def test_a_subclass_that_samples_without_logprobs_is_refused(tmp_path, trainer_class):
+    class Own(trainer_class):
+        def _generate_single_turn(self, prompt_ids, *others):
+            ids = [[65, 257]] * len(prompt_ids)
+            return (ids, None) if trainer_class is QuantGRPOTrainer else ids
+
+    for settings in ({}, {"is_correction": "none"}):
+        trainer = make(Own, config(Own.config_class, tmp_path, rollout_precision="int8", beta=0.0, **settings))
+        with pytest.raises(ValueError, match="Own sampled without the log-probabilities"):
+            trainer.train()
+    trainer = make(Own, config(Own.config_class, tmp_path, beta=0.0, max_steps=1))
+    trainer.train()
+    assert trainer.state.global_step == 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tiny import save_tiny, tiny_model, tiny_tokenizer
-from training import config, dataset, make, metrics
+from training import config, dataset, lora, make, metrics
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import AISGRPOConfig, AISGRPOTrainer, QuantGRPOConfig, QuantGRPOTrainer
@@ -31,6 +31,25 @@ def scored(trainer, prompts: int = 2):
     )
 
 
+NOISY = {
+    "a `peft_config`": ({"peft_config": {"lora_dropout": 0.05}}, "`dropout`=0.05: the trainer scores"),
+    "the model": ({"model": {"attention_dropout": 0.1}}, "`attention_dropout`=0.1: the trainer scores"),
+    "the embeddings": ({"settings": {"neftune_noise_alpha": 5.0}}, "`neftune_noise_alpha`=5.0: the trainer scores"),
+    "none": ({}, None),
+    "switched off": ({"peft_config": {"lora_dropout": 0.05}, "settings": {"disable_dropout": True}}, None),
+    "TRL's sampler": ({"peft_config": {"lora_dropout": 0.05}, "settings": {"rollout_precision": None}}, None),
+}
+
+
+@pytest.mark.parametrize("where", NOISY)
+def test_noise_of_the_trainer_alone_is_told(tmp_path, where, caplog):
+    given, says = NOISY[where]
+    args = config(QuantGRPOConfig, tmp_path, **{"rollout_precision": "int8"} | given.get("settings", {}))
+    adapter = lora(**given["peft_config"]) if "peft_config" in given else None
+    make(QuantGRPOTrainer, args, tiny_model(seed=3, **given.get("model", {})), peft_config=adapter)
+    assert says in caplog.text if says else "the trainer scores with this noise" not in caplog.text
+
+
 # The trainer's class and its config
 
 
@@ -50,6 +69,29 @@ def test_ais_with_trls_config_is_ais(tmp_path, caplog):
     assert "`scale_rewards` is set to 'none'" in caplog.text and "`loss_type` is set to 'grpo'" in caplog.text
     trainer = make(AISGRPOTrainer, config(GRPOConfig, tmp_path, loss_type="dr_grpo", scale_rewards="batch"))
     assert (trainer.scale_rewards, trainer.loss_type) == ("batch", "dr_grpo")  # what was chosen stays
+
+
+def test_fields_that_are_assigned_later_count_as_given(tmp_path):
+    def assigned(**values):
+        args = config(QuantGRPOConfig, tmp_path)
+        for name, value in values.items():
+            setattr(args, name, value)
+        return make(QuantGRPOTrainer, args).args
+
+    given = (
+        {"rollout_precision": "int8"},
+        {"train_precision": "int8"},
+        {"rollout_precision": "fp8", "is_correction": "ais"},
+    )
+    for settings in given:
+        built = make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, **settings)).args
+        assert assigned(**settings).to_dict() == built.to_dict() and built.is_correction != "trl"
+    for wrong, says in (({"rollout_precision": "int9"}, "int9"), ({"is_correction": "tis", "dppo_delta": 0.1}, "dppo")):
+        with pytest.raises(ValueError, match=says):
+            assigned(**wrong)
+    again = assigned(rollout_precision="int8", is_correction="tis")
+    again.rollout_precision = None
+    assert make(QuantGRPOTrainer, again).args.is_correction == "tis"  # which was given
 
 
 def test_trls_trainer_with_our_config_is_told(tmp_path, caplog):

@@ -177,6 +177,19 @@ def test_lora(tmp_path, precision):
     assert all(entry["mismatch/kl_k3"] > 0 for entry in metrics(trainer)[:3])
 
 
+@pytest.mark.parametrize("setting", [{"rollout_precision": "int8"}, {"train_precision": "int8"}])
+@pytest.mark.parametrize("peft", [False, True])
+def test_fp16_weights_under_bf16_autocast(tmp_path, setting, peft):
+    """TRL computes in BF16 by default, and a checkpoint in FP16 has no more of a mismatch than one in BF16."""
+    kl = []
+    for dtype in (torch.float16, torch.bfloat16):
+        args = config(QuantGRPOConfig, tmp_path, bf16=True, max_steps=1, **setting)
+        trainer = make(QuantGRPOTrainer, args, tiny_model(seed=3, dtype=dtype), peft_config=lora() if peft else None)
+        trainer.train()
+        kl.append(metrics(trainer)[0]["mismatch/kl_k3"])
+    assert kl[0] <= 2 * kl[1] < 0.01
+
+
 def test_a_full_precision_copy_has_no_mismatch_and_trains_as_trl_does(tmp_path):
     """With a bf16 policy and a bf16 copy the sampler is the policy: weights are 1 to rounding, where int4's are not."""
     model = tiny_model(seed=3, dtype=torch.bfloat16)

@@ -10,6 +10,7 @@ from training import lora
 from transformers import DynamicCache, StaticCache
 
 from trl_quant.formats import FORMATS, fake_quantize_activation, quantize
+from trl_quant.layers import QuantizedLinear
 from trl_quant.noise import norm_noise
 from trl_quant.rollout import RolloutNoise, TransformersEngine
 from trl_quant.rollout.stream import PolicyWeights
@@ -316,8 +317,6 @@ def test_refusals():
 
 def test_products_are_exact_under_autocast():
     """In BF16 the codes are multiplied, then scaled; the shortcut rounds dequantized values to BF16 first."""
-    from trl_quant.layers import QuantizedLinear
-
     torch.manual_seed(0)
     linear = torch.nn.Linear(256, 128, bias=False)
     x = torch.randn(64, 256)
@@ -333,6 +332,18 @@ def test_products_are_exact_under_autocast():
     bound = exact.abs().clamp(min=1e-2) * 2**-8  # the sum is rounded to BF16 once, nothing else is
     assert ((got - exact).abs() <= bound).all()
     assert not ((shortcut - exact).abs() <= bound).all()
+
+
+def test_fp16_under_autocast_is_computed_in_its_type():
+    """Autocast joins tensors of its own type and of FP32 alone, and the rotary embedding joins halves of an output."""
+    linear = tiny_model(dtype=torch.float16).model.layers[0].self_attn.q_proj
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).half()
+    layer = QuantizedLinear(linear, "int8", torch.bfloat16)
+    layer.load(linear.weight.detach())
+    with torch.autocast("cpu", torch.bfloat16):
+        got = layer(x)
+    assert torch.equal(got, layer(x.bfloat16())) and got.dtype == torch.bfloat16
+    assert layer(x).dtype == torch.float16
 
 
 def test_the_only_adapted_layer_is_measured():

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from ..corrections.base import Range
 from .denoising import check_denoising
-from .fields import documentation
+from .documentation import documentation
 from .grpo import QuantGRPOConfig
 from .values import check_values
 

@@ -7,7 +7,8 @@ from trl import DistillationConfig
 
 from ..precisions import frozen_bases
 from .consistency import check_distillation
-from .fields import QuantFields, documentation
+from .documentation import documentation
+from .fields import QuantFields
 from .values import check_choice, listed
 
 

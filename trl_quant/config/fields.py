@@ -8,7 +8,6 @@ import copy
 import json
 import logging
 import os
-import textwrap
 from dataclasses import dataclass, field, fields
 from threading import TIMEOUT_MAX
 from typing import Annotated, ClassVar
@@ -306,7 +305,7 @@ class QuantFields(*SECTIONS.values()):
 
     def __post_init__(self):
         self._read()
-        self._resolve()
+        self._settle()
         self._join_ranks_on_cpus()
         try:
             super().__post_init__()
@@ -325,6 +324,22 @@ class QuantFields(*SECTIONS.values()):
                 except ValueError as error:
                     raise ValueError(f"`{name}`={value!r} is not a JSON object: {error}.") from error
         check_types(self, self.own_fields())
+
+    def _settle(self):
+        """Calls `_resolve`, and records what it set. When called again, what was not assigned since is set anew."""
+        kept = [name for name, value in getattr(self, "derived", {}).items() if getattr(self, name) == value]
+        vars(self).update(dict.fromkeys(kept))
+        left_open = [f.name for f in fields(self) if getattr(self, f.name) is None]
+        self._resolve()
+        self.derived = {name: value for name in left_open if (value := getattr(self, name)) is not None}
+        self.settled = {name: getattr(self, name) for name in self.own_fields()}
+
+    def check_assigned(self) -> None:
+        """Treats our fields that were assigned after the config was built as if the constructor had got them."""
+        if self.settled != {name: getattr(self, name) for name in self.own_fields()}:
+            self._read()
+            self._settle()
+            self._check()
 
     def _resolve(self):
         """Sets the fields whose default depends on other fields."""
@@ -351,9 +366,7 @@ class QuantFields(*SECTIONS.values()):
             return
         self.is_adapted = adapted
         if self.train_precision in frozen_bases():
-            for name in self.left_open:
-                setattr(self, name, None)
-            self._resolve()
+            self._settle()
 
     def _default_correction(self) -> str:
         if self.rollout_precision is None:
@@ -389,7 +402,7 @@ class QuantFields(*SECTIONS.values()):
             if not hasattr(args, f.name):
                 setattr(config, f.name, f.default)
         config._read()
-        config._resolve()
+        config._settle()
         config._check()
         return config
 
@@ -485,15 +498,3 @@ class QuantFields(*SECTIONS.values()):
                 self.trl_config.__name__.replace("Config", "Trainer"),
             )
         return super().get_process_log_level()
-
-
-def documentation(sections: dict[str, type] = SECTIONS) -> str:
-    """Returns the help of all fields of some sections, for the docstring of a config."""
-    lines = ["", "    Parameters:"]
-    for title, section in sections.items():
-        lines += [f"        > Parameters that control {title}", ""]
-        for f in fields(section):
-            lines += [f"        {f.name} (*optional*, defaults to `{f.default!r}`):"]
-            lines += textwrap.wrap(f.metadata["help"], 120, initial_indent=" " * 12, subsequent_indent=" " * 12)
-        lines += [""]
-    return "\n".join(lines)

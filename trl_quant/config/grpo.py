@@ -8,7 +8,8 @@ from trl import GRPOConfig
 
 from ..corrections import ALL_CORRECTIONS, Correction
 from .consistency import check_grpo
-from .fields import QuantFields, documentation
+from .documentation import documentation
+from .fields import QuantFields
 from .values import CLIPPED_LOSSES, check_choice
 
 

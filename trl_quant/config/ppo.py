@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from ..corrections.base import Range
 from .consistency import check_ppo
-from .fields import documentation
+from .documentation import documentation
 from .grpo import QuantGRPOConfig
 from .values import check_range
 

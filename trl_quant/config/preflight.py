@@ -9,6 +9,7 @@ from pathlib import Path
 import transformers
 from accelerate import PartialState
 from accelerate.utils import is_peft_model
+from peft import LoraConfig
 from torch.nn import Module
 from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -309,6 +310,7 @@ def _check_adapter(args, peft_config) -> None:
             "does not describe, and engines are built from that config. Unset it, or leave `rollout_precision` unset."
         )
     further = any(getattr(peft_config, name, False) for name in ("lora_dropout", "lora_bias", "use_dora"))
+    further |= not isinstance(peft_config, LoraConfig | None)
     if further and args.train_precision in unified_flows() and args.lora_sync == "merge":
         raise ValueError(f"`train_precision`={args.train_precision!r}: the adapter of `peft_config` is {NOT_PLAIN}")
 

@@ -6,7 +6,8 @@ from typing import ClassVar
 from trl import RLOOConfig
 
 from .consistency import check_rloo
-from .fields import QuantFields, documentation
+from .documentation import documentation
+from .fields import QuantFields
 from .values import check_choice
 
 

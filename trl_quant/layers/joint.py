@@ -373,7 +373,8 @@ class Joint:
         if self._joint is None or any(one is not other for one, other in zip(held, self._held, strict=True)):
             self._joint = None  # frees the old codes first
             values = below_each_other([q.values for q in held])
-            scale = torch.cat([q.scale for q in held])
+            with torch.autocast(values.device.type, enabled=False):  # which refuses to join scales in FP16
+                scale = torch.cat([q.scale for q in held])
             shape = torch.Size((len(values), held[0].shape[1]))
             self._joint = QuantizedTensor(held[0].format, values, scale, shape, held[0].dtype)
             rows = values.split([len(q.values) for q in held]), scale.split([len(q.scale) for q in held])

@@ -131,7 +131,9 @@ class QuantizedLinear(nn.Module):
         return dequantized
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (..., in) to (..., out), in the type of `x`."""
+        """Maps (..., in) to (..., out), in the type of `x`, or in autocast's if that is FP16, which it may not mix."""
+        if x.dtype == torch.float16 and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         return quantized_linear(x, self.weight, self.format, self.bias)
 
 

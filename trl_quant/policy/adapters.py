@@ -217,6 +217,12 @@ def _is(module: nn.Module, kind: type[nn.Module]) -> bool:
     return type(module) is kind and not module._forward_pre_hooks and not module._forward_hooks
 
 
+def check_lora(peft_config: PeftConfig) -> None:
+    """Raises `ValueError` for an adapter of another method than LoRA."""
+    if not isinstance(peft_config, LoraConfig) or peft_config.peft_type != PeftType.LORA:
+        raise ValueError(f"peft_config: {type(peft_config).__name__} cannot adapt a frozen base; allowed: LoraConfig.")
+
+
 def with_frozen_layers(peft_config: PeftConfig) -> PeftConfig:
     """
     Returns a copy of a LoRA configuration with which PEFT can also adapt [`FrozenLinear`] layers, and
@@ -229,8 +235,7 @@ def with_frozen_layers(peft_config: PeftConfig) -> PeftConfig:
     Raises:
         `ValueError`: The method is not LoRA, or its variant or initialization needs the base's weight.
     """
-    if peft_config.peft_type != PeftType.LORA or not isinstance(peft_config, LoraConfig):
-        raise ValueError(f"peft_config: {type(peft_config).__name__} cannot adapt a frozen base; allowed: LoraConfig.")
+    check_lora(peft_config)
     variants = [field.name for field in fields(peft_config) if field.metadata.get("is_lora_variant")]
     given = [name for name in variants if getattr(peft_config, name)]
     if given:

@@ -24,7 +24,7 @@ from ..layers import FrozenLinear, frozen_layer
 from ..models.linears import FusedGroups, LinearLayer, dense_linears, is_quantizable
 from ..precisions import PRECISIONS, bitsandbytes_bases, unified_flows
 from ..storage.quantization import check_prepared
-from .adapters import adapt_frozen, with_frozen_layers
+from .adapters import adapt_frozen, check_lora, with_frozen_layers
 
 
 logger = logging.getLogger(__name__)
@@ -231,7 +231,7 @@ def on_frozen_base(args, model, quantization_config, peft_config, **others) -> d
         `dict`: New values of `quantization_config`, `peft_config`, and the `model_init_kwargs` of `args`.
 
     Raises:
-        `ValueError`: The policy is quantized in another way.
+        `ValueError`: The policy is quantized in another way, or adapted by another method than LoRA.
     """
     precision, init = args.train_precision, dict(args.model_init_kwargs or {})
     if quantization_config is not None or "quantization_config" in init:
@@ -245,6 +245,8 @@ def on_frozen_base(args, model, quantization_config, peft_config, **others) -> d
                 f"`train_precision`={precision!r} is bitsandbytes', which quantizes while it loads: pass the model's "
                 "name, or a model that was loaded with a `BitsAndBytesConfig`."
             )
+        for adapter in [peft_config] if peft_config is not None else model.peft_config.values():
+            check_lora(adapter)
         quantization_config = in_bitsandbytes() if isinstance(model, str) else None
         new = {"quantization_config": quantization_config}
         return new | {"peft_config": peft_config, "model_init_kwargs": args.model_init_kwargs}

@@ -1,11 +1,20 @@
 """Checks that need the trainer or its loaded model. All others are in `config/` and run before a model is loaded."""
 
+import logging
+
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.nn import Module
+from torch.nn import Dropout, Module
+
+
+logger = logging.getLogger(__name__)
 
 
 def check_method(trainer, args) -> None:
-    """Raises `ValueError` if a config's correction or way of sampling does not fit the trainer's class."""
+    """
+    Raises `ValueError` if a config's correction or way of sampling does not fit the trainer's class. Fields that were
+    assigned after the config was built are checked here.
+    """
+    args.check_assigned()
     method = trainer.config_class.__dataclass_fields__["is_correction"].default
     if method is not None and args.is_correction != method:
         raise ValueError(
@@ -34,6 +43,25 @@ def check_model(trainer, engine) -> None:
         raise ValueError(
             "`trainer.model` is another model than the trainer was built with, and the engine samples from the first "
             "one. Load the weights into the first (`load_state_dict`), or build a trainer for the new one."
+        )
+
+
+def tell_noise(model: Module, args) -> None:
+    """Warns of dropout and NEFTune in a policy with an engine, because the trainer scores with them alone."""
+    noise = {
+        "dropout": max((module.p for module in model.modules() if isinstance(module, Dropout)), default=0.0),
+        "attention_dropout": max(
+            (getattr(module, "attention_dropout", 0.0) for module in model.modules()), default=0.0
+        ),
+        "neftune_noise_alpha": args.neftune_noise_alpha,
+    }
+    given = [f"`{name}`={value!r}" for name, value in noise.items() if value]
+    if given:
+        logger.warning(
+            "%s: the trainer scores with this noise, and the engine samples without it. Part of `mismatch/*`, and of "
+            "what the correction acts on, then comes from the noise and not from `rollout_precision`. Leave it at 0, "
+            "as in a `peft_config` with `lora_dropout=0`.",
+            " and ".join(given),
         )
 
 

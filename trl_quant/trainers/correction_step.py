@@ -117,7 +117,18 @@ class CorrectionStep:
 
     def take_samples(self, logps: list[list[float | None]] | None) -> None:
         """Takes the sampler's log-probabilities of each completion, or `None` if the sampler returns none."""
+        if logps is None and self.trainer.args.vllm_importance_sampling_correction:
+            self.refuse_missing_logps()
         self.samples = logps
+
+    def refuse_missing_logps(self) -> None:
+        """Raises `ValueError`, because the sampler returned no log-probabilities, if the correction needs them."""
+        if self.correction is not None and self.trainer.use_vllm:
+            raise ValueError(
+                f"{type(self.trainer).__name__} sampled without the log-probabilities that the run compares with the "
+                "trainer's. A subclass that overrides `_generate_single_turn` must call `super()` or the engine, "
+                "`vllm_generation`, or leave `rollout_precision` unset, which does not act on other samples."
+            )
 
     def saves_pass(self) -> bool:
         """

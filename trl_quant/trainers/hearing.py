@@ -73,7 +73,7 @@ class HearingStep(CorrectionStep):
             completions (`list[list[int]]`): The token ids of each completion, with all of its turns.
         """
         if not self.heard:
-            return
+            return self.refuse_missing_logps()
         (_, first), *later = self.heard
         self.heard = ()
         samples = [list(logps) for logps in first]

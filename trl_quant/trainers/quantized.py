@@ -25,7 +25,7 @@ from ..scaling import apply_uaq, uaq_applied
 from ..storage.quantization import record_gathered_dtype
 from ..trl_seams import exchanged
 from . import checkpoints, phases, unfinished
-from .checks import check_model, check_trainable
+from .checks import check_model, check_trainable, tell_noise
 from .correction_step import CorrectionStep
 from .finite import FiniteSteps, check_trained
 from .introduction import add_to_card, introduce
@@ -88,6 +88,7 @@ class QuantRollouts:
         self._engine = engine if isinstance(engine, RolloutEngine) else None
         if self._engine is not None:
             leave_casts_to_autocast(self.model)
+            tell_noise(self.model, args)
         gathered_in = self._engine.weights.gathered_dtype if args.trains_for_four_bits else None
         record_gathered_dtype(self.model.config, gathered_in)
         self._reward_calls = RewardCalls(self)
