@@ -166,7 +166,7 @@ def test_torch_compile_changes_nothing(tmp_path, precision, peft):
 def test_liger_replaces_no_layer_that_quantizes(tmp_path, monkeypatch, precision, given, replaced):
     """Its norms and MLPs, unless they are asked for; without a precision all are TRL's choice."""
     asked = []
-    installed = "trl_quant.config.preflight.is_liger_kernel_available"
+    installed = "trl_quant.config.machine.is_liger_kernel_available"
     monkeypatch.setattr(installed, lambda: False)
     with pytest.raises(ImportError, match="`use_liger_kernel`=True needs Liger's kernels"):
         trainer_of(tmp_path, precision, use_liger_kernel=True, model="there is none")

@@ -18,7 +18,6 @@ from transformers import (
     PreTrainedModel,
     ProcessorMixin,
 )
-from transformers.utils import is_liger_kernel_available
 
 from ..formats import FORMATS
 from ..layers import FrozenLinear
@@ -32,16 +31,15 @@ from ..rollout.tokenizer import id_list
 from ..rollout.vllm.support import (
     ARCHITECTURE,
     check_architecture,
-    check_device,
     check_exact,
     check_head_size,
-    check_version,
     differences,
 )
 from ..storage.layout import check_files, check_groups
 from ..storage.quantization import check_prepared, prepared_precisions
 from ..storage.source import skeleton
 from .data import check_data, check_dynamic_sampling, check_rewards, check_tokenization, check_turns, evaluated
+from .machine import check_machine
 from .values import listed
 
 
@@ -58,16 +56,6 @@ def name_of(model) -> str:
             f"`model`={given} must be a name, a directory or a model of transformers; a directory is given as a string."
         )
     return getattr(model.config, "name_or_path", None) or ""
-
-
-def check_machine(args) -> None:
-    """Raises `ValueError` or `ImportError` if this machine lacks Liger, or its vLLM cannot sample in the precision."""
-    if args.use_liger_kernel and not is_liger_kernel_available():
-        raise ImportError("`use_liger_kernel`=True needs Liger's kernels. Install them: `pip install liger-kernel`.")
-    if args.use_vllm and args.rollout_precision is not None:
-        check_version()
-        if args.vllm_mode == "colocate":
-            check_device(args.rollout_precision, args.vllm_enable_sleep_mode)
 
 
 def check_before_loading(

@@ -15,7 +15,8 @@ from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer
 
 from ..config.fields import QuantFields
-from ..config.preflight import check_before_loading, check_machine
+from ..config.machine import check_machine
+from ..config.preflight import check_before_loading
 from ..config.summary import summary
 from ..policy.frozen import on_frozen_base
 from .measured import cost
