@@ -298,6 +298,8 @@ def test_updates_on_a_fourth_host():
         if tokens == "2048":
             theirs, ours = (fused[kind][tokens]["update"] for kind in ("trl", "fp8"))
             cells[2:] = [f"{theirs:.2f} s", f"{ours / theirs:.2f}"]
+            told = f"[an update in `fp8`](results.md#updates) then took {ours / theirs:.2f} of the time that TRL's"
+            assert told in TRAINING.replace("\n", " ")
         assert cells_of(MEASURED, f"{tokens} |", "| tokens of a micro-batch, a fourth host |")[1:] == cells
     spread = [f"{min(row['2048']['steps']):.2f} to {max(row['2048']['steps']):.2f}" for row in fused.values()]
     assert "TRL's took {} s, those in `fp8` {}.".format(*spread) in MEASURED.replace("\n", " ")
