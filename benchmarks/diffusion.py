@@ -165,7 +165,7 @@ def measure(args) -> dict:
     trainer.add_callback(steps)
     # TRL generates at each multiple of the micro-batches of a generation. The larger goes first
     for completions in sorted(args.completions, reverse=True):
-        set_shape(trainer, completions, args.new)
+        set_shape(trainer, completions, args.new, args.micro)
         trainer.train()
         logged = [entry for entry in trainer.state.log_history if "loss" in entry]
         for entry in logged:
