@@ -326,7 +326,7 @@ class QuantFields(*SECTIONS.values()):
         check_types(self, self.own_fields())
 
     def _settle(self):
-        """Calls `_resolve` and records which fields it set. A later call resets those that nobody has assigned since."""
+        """Calls `_resolve` and records which fields it set. A later call resets those that were not assigned since."""
         kept = [name for name, value in getattr(self, "derived", {}).items() if getattr(self, name) == value]
         vars(self).update(dict.fromkeys(kept))
         left_open = [f.name for f in fields(self) if getattr(self, f.name) is None]
