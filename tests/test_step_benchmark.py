@@ -1,5 +1,6 @@
 """`benchmarks/step.py`: lengths drawn beforehand, trainers by name, and files of runs that can stand in one table."""
 
+import argparse
 import copy
 import json
 import math
@@ -82,6 +83,14 @@ def test_trainers_by_name(step):
         "train_precision": "nvfp4",
         "lora_sync": "adapter",
     }
+
+
+def test_shapes_by_name(step):
+    assert step.shape_of("64x4096:lognormal") == (64, 4096, "lognormal")
+    assert step.shape_of("8x16") == step.shape_of("8x16:equal") == (8, 16, "equal")
+    for text in ("64", "64x", "64x4096:normal", "64x4096:", "ax4"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no shape such as 64x1024 or 64x4096:lognormal"):
+            step.shape_of(text)
 
 
 def test_the_method_stands_before_the_name(step, step_runs):

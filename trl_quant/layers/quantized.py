@@ -131,7 +131,10 @@ class QuantizedLinear(nn.Module):
         return dequantized
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (..., in) to (..., out), in the type of `x`, or in autocast's if that is FP16, which it may not mix."""
+        """
+        Maps (..., in) to (..., out), in the type of `x`. Under autocast an `x` in FP16 is first converted to autocast's
+        type, because autocast in BF16 refuses to join tensors of FP16.
+        """
         if x.dtype == torch.float16 and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return quantized_linear(x, self.weight, self.format, self.bias)

@@ -91,7 +91,7 @@ def engine_of(
 
     def build_for_trl(**given):
         models_loaded()
-        given["logprobs"] = 0  # only that of the drawn token; TRL's RLOO requests none
+        given["logprobs"] = 0  # vLLM then returns the drawn token's alone; TRL's RLOO requests none
         engine = adapted(build(spec, **given), spec, **given)
         engine_built(engine)
         engines.append(engine)

@@ -47,7 +47,7 @@ def check_model(trainer, engine) -> None:
 
 
 def tell_noise(model: Module, args) -> None:
-    """Warns of dropout and NEFTune in a policy with an engine, because the trainer scores with them alone."""
+    """Warns of dropout and NEFTune in a policy with an engine, because only the trainer applies them."""
     noise = {
         "dropout": max((module.p for module in model.modules() if isinstance(module, Dropout)), default=0.0),
         "attention_dropout": max(

@@ -80,7 +80,7 @@ class CorrectionStep:
 
     @property
     def mode(self) -> str:
-        """What the trainer is doing, `"train"` or `"eval"`."""
+        """The mode of the trainer, `"train"` or `"eval"`."""
         return "train" if self.trainer.model.training else "eval"
 
     @property
