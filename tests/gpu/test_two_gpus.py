@@ -7,6 +7,7 @@ turns, and behind `vllm serve` on a GPU of its own.
 Each case trains in processes of its own (this file is their script too), about a minute each.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -84,6 +85,11 @@ def sample_from_server(precision: str, path: Path, url: str, trains: bool) -> No
     os._exit(not (ours == last != first and len(checks) == 3 and right))
 
 
+def cards() -> list[str]:
+    """Returns the two GPUs of this process, as `CUDA_VISIBLE_DEVICES` names them."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+
+
 def free() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
@@ -156,7 +162,7 @@ def test_server(tmp_path, precision, trains):
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     with (tmp_path / "server.log").open("w") as log:
         environment = os.environ | {
-            "CUDA_VISIBLE_DEVICES": "1",
+            "CUDA_VISIBLE_DEVICES": cards()[1],
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_HOST_IP": "127.0.0.1",
         }
@@ -174,7 +180,7 @@ def test_server(tmp_path, precision, trains):
                 time.sleep(1)
         run(
             [__file__, precision, tmp_path, f"http://127.0.0.1:{port}", *(["trains"] if trains else [])],
-            CUDA_VISIBLE_DEVICES="0",
+            CUDA_VISIBLE_DEVICES=cards()[0],
             VLLM_HOST_IP="127.0.0.1",
         )
     finally:
@@ -185,5 +191,6 @@ def test_server(tmp_path, precision, trains):
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(240, exit=True)  # before pytest's limit, so a hang says where it is
     precision, directory, url, *trains = sys.argv[1:]
     sample_from_server(precision, Path(directory), url, bool(trains))
