@@ -96,14 +96,15 @@ def test_measured_phases_are_above_their_limits(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import step_runs
 
-    files = [*BENCHMARKS.glob("results/step-7b-lognormal-*.json"), *BENCHMARKS.glob("results/step-7b-all-*.json")]
-    assert len(files) == 4
+    names = ("lognormal", "all", "another-host", "weights")
+    files = [path for name in names for path in BENCHMARKS.glob(f"results/step-7b-{name}-*.json")]
+    assert len(files) == 6
     for path in files:
         found = json.loads(path.read_text())
         for run in found["runs"]:
-            for shape, lengths in found["lengths"].items():
+            for shape, result in run["results"].items():
+                steps, lengths = result["steps"], found["lengths"][shape]
                 sampling, update = step_runs.limits_of(run, found["machine"], found["arguments"], lengths[1:])
-                steps = run["results"][shape]["steps"]
                 assert sampling < min(step["sampling"] for step in steps)
                 assert update < min(step["update"] for step in steps)
                 (on_h200, update_there), (on_h100, update_here) = (

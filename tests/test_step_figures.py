@@ -167,27 +167,6 @@ def test_syncs_in_these_steps():
     assert f"vLLM still reloads: {exact}" in text and f"TRL's took {seconds['trl'][-1]:.2f} s" in text
 
 
-def test_all_weights():
-    (run,) = read(f"step-7b-weights-{H200}")["runs"]
-    (result,) = run["results"].values()
-    steps = [step["step"] for step in result["steps"]]
-    assert run["trainer"] == "fp8_block/fp8_block" and len(steps) == 5
-    sampling, sync, update = (f"{middle(result, phase):.2f}" for phase in ("sampling", "sync", "update"))
-    own, fastest, slowest = (f"{seconds:.2f}" for seconds in (median(steps), min(steps), max(steps)))
-    told = (
-        f"{own} s (median of five steps, {fastest} to {slowest}), of which sampling takes {sampling} s and the update "
-    )
-    assert told + update in MEASURED.replace("\n", " ")
-    told = f"{own} s ({fastest} to {slowest}; sampling {sampling}, sync {sync}, update {update}; torch's peak "
-    assert told + f"{result['peak_bytes'] / 2**30:.0f} GiB)" in BENCHMARKS.replace("\n", " ")
-    theirs = [
-        read(f"step-7b-{H200}")["results"]["7b"]["all weights, SGD, micro-batches of 8"]["trl"]["64x1024"]["step"],
-        read(f"step-7b-trained-weights-{H200}")["runs"][0]["results"]["7b"]["trl"]["64x1024"]["step"],
-    ]
-    assert "it took {:.2f} and {:.2f} s, a step each".format(*theirs) in MEASURED.replace("\n", " ")
-    assert "it would need {:.1f} to {:.1f} s".format(*(each / 2 for each in theirs)) in BENCHMARKS.replace("\n", " ")
-
-
 def test_steps_of_32b(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import step_runs
