@@ -335,10 +335,13 @@ def report(result: dict) -> None:
 
 
 def save(name: str, results: dict, directory: Path | None) -> None:
+    """Writes results to `directory`, if there is one. Called after each, so that a run that is cut off keeps them."""
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{name}-{machine().replace(' ', '-')}.json"
         path.write_text(
-            json.dumps({"machine": machine(), "torch": torch.__version__, **results}, indent=2, default=str) + "\n"
+            json.dumps(
+                {"machine": machine(), "versions": versions(), "commit": commit(), **results}, indent=2, default=str
+            )
+            + "\n"
         )
-        print(f"written to {path}")

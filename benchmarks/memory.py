@@ -290,6 +290,7 @@ def main():
         found = results.setdefault(size, {"cap_bytes": cap * GB})
         for kind in args.kinds:
             row = found[kind] = in_own_process([*sys.argv[1:], "--one", kind, "--sizes", size], args.timeout)
+            save(f"memory-{'-'.join(args.sizes)}", {"arguments": vars(args), "results": results}, args.output)
             if "error" in row:
                 print(f"{kind:<8}{row['error'][:150]}", flush=True)
                 continue
@@ -299,7 +300,6 @@ def main():
             cells += f"{steps['beside'] / GB:>9.2f}{(steps['reserved'] + steps['beside']) / GB:>9.2f}"
             phases = f"{last['step']:>9.2f}{last['sampling']:>10.2f}{last.get('scoring', 0.0):>9.2f}"
             print(f"{kind:<8}{cells}{phases}", flush=True)
-    save(f"memory-{'-'.join(args.sizes)}", {"arguments": vars(args), "results": results}, args.output)
 
 
 if __name__ == "__main__":

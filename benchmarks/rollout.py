@@ -167,6 +167,7 @@ def main():
         found = results.setdefault(size, {})
         for kind in (BASELINE, *args.precisions):
             row = found[kind] = in_own_process([*sys.argv[1:], "--one", kind, "--sizes", size], args.timeout)
+            save(f"rollout-{'-'.join(args.sizes)}", {"arguments": vars(args), "results": results}, args.output)
             if "error" in row:
                 print(f"{kind:<12}{row['error'][:150]}", flush=True)
                 continue
@@ -178,7 +179,6 @@ def main():
             print(f"{kind:<12}{cells}{row[str(args.batches[0])]['sync_s']:>9.3f}", flush=True)
         if args.profile:
             print_profile(found, args.batches)
-    save(f"rollout-{'-'.join(args.sizes)}", {"arguments": vars(args), "results": results}, args.output)
 
 
 def print_profile(found: dict, batches: list[int]) -> None:

@@ -81,6 +81,7 @@ def main():
     for kind in ("trl", *args.precisions):
         options = ["--size", args.size, "--lora", str(args.lora), "--rounds", str(args.rounds)]
         found = results[kind] = in_own_process(["--one", kind, *options], args.timeout)
+        save(f"sync-{args.size}", {"arguments": vars(args), "results": results}, args.output)
         if "error" in found:
             print(f"{kind:<12}{found['error'][:120]}", flush=True)
             continue
@@ -89,7 +90,6 @@ def main():
         extra = "-" if found["extra_bytes"] is None else f"{found['extra_bytes'] / 2**20:.0f}"
         rest = "".join(f"{found[k]:>{w}.3f}" if k in found else "-".rjust(w) for k, w in COLUMNS)
         print(f"{kind:<12}{found['sync']:>9.4f}{ratio:>8}{found['first']:>8.3f}{rest}{extra:>11}", flush=True)
-    save(f"sync-{args.size}", {"arguments": vars(args) | {"output": str(args.output)}, "results": results}, args.output)
 
 
 COLUMNS = (("stream", 8), ("sync_without_metrics", 12), ("check", 8), ("fingerprint", 8))

@@ -175,6 +175,8 @@ def main():
         return report(measure(args.one, args))
 
     results, loads = {}, {}
+    of = {"commit": args.commit, "versions": versions(), "cores": len(os.sched_getaffinity(0)), "loads": loads}
+    of |= {"arguments": vars(args)}
     for size in args.sizes:
         print(f"{machine()}, Qwen2.5 {size}, LoRA of rank {args.lora}, sequences of {args.length} tokens", end=", ")
         compiled = "" if args.compile is None else f", compiled: {args.compile}"
@@ -185,6 +187,7 @@ def main():
         for kind in args.kinds:
             loads[f"{size} {kind}"] = os.getloadavg()
             row = found[kind] = in_own_process([*sys.argv[1:], "--one", kind, "--sizes", size], args.timeout)
+            save(f"update-{'-'.join(args.sizes)}", of | {"results": results}, args.output)
             if "error" in row:
                 print(f"{kind:<18}{row['error'][:150]}", flush=True)
                 continue
@@ -194,8 +197,6 @@ def main():
                 ratio = f"{row[tokens]['update'] / first['update']:.2f}" if first else "-"
                 cells += f"{row[tokens]['update']:>14.3f} s{ratio:>8}{row[tokens]['peak_bytes'] / 2**30:>8.1f}"
             print(f"{kind:<18}{cells}", flush=True)
-    of = {"commit": args.commit, "versions": versions(), "cores": len(os.sched_getaffinity(0)), "loads": loads}
-    save(f"update-{'-'.join(args.sizes)}", of | {"arguments": vars(args), "results": results}, args.output)
 
 
 if __name__ == "__main__":

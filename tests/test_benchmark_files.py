@@ -1,0 +1,34 @@
+"""What a benchmark that is cut off has written until then."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import save_words
+
+
+@pytest.mark.parametrize("name", ["update", "sync", "rollout", "memory"])
+def test_a_benchmark_that_is_cut_off_keeps_what_it_measured(monkeypatch, tmp_path, name):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    benchmark, asked = importlib.import_module(name), []
+
+    def measured(words: list[str], timeout: float) -> dict:
+        asked.append(words[words.index("--one") + 1])
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+        return {"error": "out of memory"}
+
+    monkeypatch.setattr(benchmark, "in_own_process", measured)
+    words = ["--output", str(tmp_path / "new")]
+    if name in ("rollout", "memory"):
+        words += ["--tokenizer", str(save_words(tmp_path / "tokenizer.json"))]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main()
+    (path,) = (tmp_path / "new").iterdir()
+    found = json.loads(path.read_text())
+    results = found["results"].get("tiny", found["results"])  # by size, if the benchmark takes several
+    assert len(asked) == 2 and results[asked[0]] == {"error": "out of memory"} and asked[1] not in results
+    assert found["commit"] and found["versions"]["torch"] and found["machine"]
