@@ -101,7 +101,7 @@ def test_a_rollout_func_that_samples_by_itself_is_told_once(tmp_path, caplog):
         trainer = make(QuantGRPOTrainer, args, rollout_func=rollout)
         caplog.clear()
         trainer.train()
-        assert caplog.text.count("`rollout_func` did not sample from the rollout engine") == told
+        assert caplog.text.count("A generation was not sampled from the rollout engine") == told
 
 
 def test_without_an_engine_a_rollout_func_may_leave_logprobs_out(tmp_path, caplog):
@@ -111,7 +111,7 @@ def test_without_an_engine_a_rollout_func_may_leave_logprobs_out(tmp_path, caplo
         rollout_func=lambda prompts, trainer: answer(prompts, logprobs=None),
     )
     assert trainer._generate(["a"] * 2)[1] == [[65, 257]] * 2
-    assert "did not sample" not in caplog.text
+    assert "not sampled" not in caplog.text
 
 
 @pytest.mark.parametrize("trainer_class", [QuantGRPOTrainer, QuantRLOOTrainer])
@@ -128,3 +128,17 @@ def test_a_subclass_that_samples_without_logprobs_is_refused(tmp_path, trainer_c
     trainer = make(Own, config(Own.config_class, tmp_path, beta=0.0, max_steps=1))
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_subclass_that_samples_by_itself_is_told_once(tmp_path, caplog, asks):
+    class Own(QuantGRPOTrainer):
+        def _generate_single_turn(self, prompt_ids, *others):
+            if asks:
+                return super()._generate_single_turn(prompt_ids, *others)
+            return [[65, 257]] * len(prompt_ids), [[-1.0, -1.0]] * len(prompt_ids)
+
+    trainer = make(Own, config(QuantGRPOConfig, tmp_path, rollout_precision="int8", max_steps=3))
+    trainer.train()
+    assert caplog.text.count("A generation was not sampled from the rollout engine") == (not asks)
+    assert trainer.state.global_step == 3

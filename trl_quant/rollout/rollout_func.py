@@ -1,18 +1,9 @@
-"""Checks that the results of a `rollout_func` have the form that TRL needs, and that it samples from the engine.
+"""Checks that the results of a `rollout_func` have the form that TRL needs."""
 
-A function that samples elsewhere does not use the engine, so neither its precision nor its noise acts. Nothing else in
-a run shows that, so a warning says it.
-"""
-
-import logging
 from collections.abc import Callable
 
 import torch
 
-from .trl_adapter import RolloutEngine
-
-
-logger = logging.getLogger(__name__)
 
 IDS = ("prompt_ids", "completion_ids")
 REQUIRED = (*IDS, "logprobs")
@@ -24,29 +15,16 @@ class CheckedRollout:
     Wraps a `rollout_func` and checks its results.
 
     TRL takes a dict of lists with one entry for each prompt: token ids of the model, at least one in a completion, and
-    log-probabilities and masks that are as long as their completions. Anything else raises `ValueError`. If the
-    function does not sample from the engine, one warning says so.
+    log-probabilities and masks that are as long as their completions. Anything else raises `ValueError`.
     """
 
     def __init__(self, rollout_func: Callable):
         self.rollout_func = rollout_func
-        self.has_warned = False
 
     def __call__(self, prompts: list, trainer) -> dict:
-        engine = getattr(trainer, "vllm_generation", None)
-        requests_before = engine.requests() if isinstance(engine, RolloutEngine) else None
         output = self.rollout_func(prompts, trainer)
         needs_logprobs = trainer.use_vllm and trainer.vllm_importance_sampling_correction
         _check_output(output, len(prompts), needs_logprobs, trainer.model.config.get_text_config().vocab_size)
-        is_unused = requests_before is not None and engine.requests() == requests_before
-        if is_unused and not self.has_warned:
-            self.has_warned = True
-            logger.warning(
-                "`rollout_func` did not sample from the rollout engine (`trainer.vllm_generation`), so "
-                "`rollout_precision`=%r did not act. The correction compares the trainer with the `logprobs` that the "
-                "function returned. Call `trainer.vllm_generation.generate`, or unset `rollout_precision`.",
-                engine.precision,
-            )
         return output
 
 

@@ -6,6 +6,7 @@
 noise before each generation, and checks rewards, steps and checkpoints.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -33,6 +34,9 @@ from .packing import packed_batches, packed_rows
 from .reward_calls import RewardCalls
 
 
+logger = logging.getLogger(__name__)
+
+
 class QuantRollouts:
     """
     Mixin for a trainer of TRL's that builds a `VLLMGeneration` and samples from it, such as `GRPOTrainer`,
@@ -54,6 +58,7 @@ class QuantRollouts:
     runs: list[str] = []
     correction_step: CorrectionStep | None = None
     _engine: RolloutEngine | None = None  # `None` where TRL itself generates
+    _has_told_unused = False
 
     def __init__(self, *, model, args, eval_dataset=None, quantization_config=None, peft_config=None, **given):
         """Takes the arguments of TRL's trainer. `args` is a configuration with this package's fields, or `None`."""
@@ -146,10 +151,26 @@ class QuantRollouts:
         if self._engine is None:
             return super()._generate(prompts)
         with self.generation():
+            requests = self._engine.requests()
             generated = super()._generate(prompts)
+            if requests is not None and self._engine.requests() == requests:
+                self._tell_unused()
         if self.args.noise_schedule is not None and self.model.training:
             self.log_values(self._engine.noise_metrics())
         return generated
+
+    def _tell_unused(self) -> None:
+        """Warns once of a generation that was not sampled from the engine, because nothing else in a run shows it."""
+        if self._has_told_unused:
+            return
+        self._has_told_unused = True
+        logger.warning(
+            "A generation was not sampled from the rollout engine (`trainer.vllm_generation`), so `rollout_precision`="
+            "%r did not act on it. A correction compares the trainer with the log-probabilities that came with the "
+            "samples. Call `trainer.vllm_generation.generate` in your `rollout_func` or subclass, or unset "
+            "`rollout_precision`.",
+            self._engine.precision,
+        )
 
     @contextmanager
     def generation(self) -> Iterator[None]:
