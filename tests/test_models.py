@@ -117,6 +117,36 @@ def test_a_norm_that_is_trained_whole_is_noised(tmp_path, several):
     assert last["noise/norms"] == 4 and last["noise/effective_sigma"] == pytest.approx(last["noise/sigma"], rel=0.2)
 
 
+# Of a checkpoint, for which PEFT or an engine would refuse them after it is loaded
+MISFITS = {
+    "tied head": ({"target_modules": ["q_proj"], "trainable_token_indices": [3, 65]}, ["`trainable_token_indices`"]),
+    "no bias": ({"target_modules": ["o_proj"], "lora_bias": True}, ["`lora_bias`", "layers.0.self_attn.o_proj"]),
+    "no match": ({"target_modules": ["query"]}, ["`peft_config`", "query"]),
+    "no layer": ({"target_modules": ["q_proj"], "layers_to_transform": [7]}, ["`peft_config`"]),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_adapters_that_do_not_fit_are_refused_before_the_policy_is_loaded(tmp_path, monkeypatch, name):
+    settings, words = MISFITS[name]
+    loads = lambda *args, **kwargs: pytest.fail("the policy was loaded")  # noqa: E731
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", loads)
+    model = str(written(tmp_path, family="qwen2", tied=True))
+    refused(lambda: trainer_of(tmp_path, model, peft_config=LoraConfig(r=4, **settings)), *words)
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_an_adapter_that_fits_is_checked_as_a_copy(tmp_path, kind):
+    """Also one that starts from the policy's weights, which the check does not have."""
+    model, given = str(written(tmp_path, tied=False)), ADAPTERS[kind]()
+    args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8")
+    before = copy.deepcopy(given)
+    check_before_loading(
+        model, args, dataset(8), None, given, [lambda completions, **others: [0.0]], quantization_config=None
+    )
+    assert given == before
+
+
 REFUSED_ADAPTERS = [
     (lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), ["PromptTuningConfig", "weights"]),
     (lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), ["PrefixTuningConfig"]),

@@ -9,7 +9,6 @@ from pathlib import Path
 import transformers
 from accelerate import PartialState
 from accelerate.utils import is_peft_model
-from peft import LoraConfig
 from torch.nn import Module
 from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -23,10 +22,8 @@ from ..formats import FORMATS
 from ..layers import FrozenLinear
 from ..models.families import FAMILIES, family_of, number_of_experts
 from ..models.linears import linears
-from ..policy.adapters import NOT_PLAIN
 from ..policy.masked import check_bidirectional, is_bidirectional, mask_token_of
 from ..precisions import PRECISIONS, frozen_bases, qat_precisions, unified_flows
-from ..rollout.stream import NO_WEIGHTS
 from ..rollout.tokenizer import id_list
 from ..rollout.vllm.support import (
     ARCHITECTURE,
@@ -38,6 +35,7 @@ from ..rollout.vllm.support import (
 from ..storage.layout import check_files, check_groups
 from ..storage.quantization import check_prepared, prepared_precisions
 from ..storage.source import skeleton
+from .adapters import check_adapter
 from .data import check_data, check_dynamic_sampling, check_rewards, check_tokenization, check_turns, evaluated
 from .machine import check_machine
 from .values import listed
@@ -90,7 +88,7 @@ def check_before_loading(
         if args.rollout_precision is not None:
             _check_kind(config, model)
             _check_direction(config, args)
-            _check_adapter(args, peft_config)
+            check_adapter(args, config, model, peft_config)
             check_tokenization(config, model, args, others.get("processing_class"), train_dataset)
             _check_policy(config, args, others["quantization_config"], here)
             if args.trains_for_four_bits:
@@ -283,24 +281,6 @@ def _check_direction(config, args) -> None:
             "The policy attends in both directions (`is_causal=False` in its config), so it is a masked diffusion "
             "model. Train it with `DiffusionGRPOTrainer`; examples/ais_llada.py has a command line for it."
         )
-
-
-def _check_adapter(args, peft_config) -> None:
-    """
-    Refuses adapters that do not change weights or that add layers, because an engine gets only weights and is built
-    from the model's config. Also refuses adapters that cannot be merged into the weight that is quantized at each step.
-    """
-    if getattr(peft_config, "is_prompt_learning", False) or getattr(peft_config, "is_adaption_prompt", False):
-        raise ValueError(f"`peft_config`: {NO_WEIGHTS.format(type(peft_config).__name__)}")
-    if getattr(peft_config, "layer_replication", None):
-        raise ValueError(
-            f"`peft_config`: `layer_replication`={peft_config.layer_replication!r} adds layers that the model's config "
-            "does not describe, and engines are built from that config. Unset it, or leave `rollout_precision` unset."
-        )
-    further = any(getattr(peft_config, name, False) for name in ("lora_dropout", "lora_bias", "use_dora"))
-    further |= not isinstance(peft_config, LoraConfig | None)
-    if further and args.train_precision in unified_flows() and args.lora_sync == "merge":
-        raise ValueError(f"`train_precision`={args.train_precision!r}: the adapter of `peft_config` is {NOT_PLAIN}")
 
 
 def _check_policy(config, args, quantization_config, here: bool) -> None:

@@ -408,15 +408,9 @@ def fault_of(weights: PolicyWeights) -> str | None:
     model = weights.model
     if weights.has_adapters and getattr(model.active_peft_config, "is_prompt_learning", False):
         return NO_WEIGHTS.format(model.active_peft_config.peft_type.value)
-    if isinstance(weights.base_model.get_output_embeddings(), TrainableTokensWrapper):
-        return (
-            "its head is tied to embeddings with `trainable_token_indices`, and TRL's loss cannot read a head that "
-            "PEFT wraps. Untie the model first (`tie_word_embeddings=False`), or train the tokens without PEFT."
-        )
-    for path, module in model.named_modules():
-        added = [name for name, bias in getattr(module, "lora_bias", {}).items() if bias]
-        if isinstance(module, BaseTunerLayer) and added and module.get_base_layer().bias is None:
-            return f"the adapter's `lora_bias` adds a bias to `{clean_name(path)}`, which has none. Set it to False."
+    fault = adapter_fault(model, weights.base_model)
+    if fault is not None:
+        return fault
     for name, param in model.named_parameters():
         if param.dtype == torch.float64:
             return f"`{clean_name(name)}` is in float64, which no format takes. Load it in float32 or bfloat16."
@@ -427,6 +421,23 @@ def fault_of(weights: PolicyWeights) -> str | None:
             "load or save it again, or use an earlier checkpoint."
         )
     return _unlike_config(weights.base_model)
+
+
+def adapter_fault(model: nn.Module, base: PreTrainedModel) -> str | None:
+    """
+    Returns the reason why no engine can take the adapter of a policy, or `None`. `base` is the policy without PEFT's
+    wrappers. Values of weights do not matter.
+    """
+    if isinstance(base.get_output_embeddings(), TrainableTokensWrapper):
+        return (
+            "its head is tied to embeddings with `trainable_token_indices`, and TRL's loss cannot read a head that "
+            "PEFT wraps. Untie the model first (`tie_word_embeddings=False`), or train the tokens without PEFT."
+        )
+    for path, module in model.named_modules():
+        added = [name for name, bias in getattr(module, "lora_bias", {}).items() if bias]
+        if isinstance(module, BaseTunerLayer) and added and module.get_base_layer().bias is None:
+            return f"the adapter's `lora_bias` adds a bias to `{clean_name(path)}`, which has none. Set it to False."
+    return None
 
 
 NO_WEIGHTS = (

@@ -1,0 +1,50 @@
+"""The checks of [`preflight`] on an adapter: of its fields, and of where it fits into the policy."""
+
+import copy
+import warnings
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedConfig
+
+from ..policy.adapters import NOT_PLAIN
+from ..precisions import unified_flows
+from ..rollout.stream import NO_WEIGHTS, adapter_fault
+from ..storage.source import skeleton
+
+
+def check_adapter(args, config: PreTrainedConfig, model, peft_config) -> None:
+    """
+    Refuses adapters that do not change weights or that add layers, because an engine gets only weights and is built
+    from the model's config. Also refuses adapters that cannot be merged into the weight that is quantized at each step.
+
+    LoRA on a policy that is not loaded yet is added to its skeleton, so that PEFT's own errors, such as
+    `target_modules` without a match, come now.
+    """
+    if getattr(peft_config, "is_prompt_learning", False) or getattr(peft_config, "is_adaption_prompt", False):
+        raise ValueError(f"`peft_config`: {NO_WEIGHTS.format(type(peft_config).__name__)}")
+    if getattr(peft_config, "layer_replication", None):
+        raise ValueError(
+            f"`peft_config`: `layer_replication`={peft_config.layer_replication!r} adds layers that the model's config "
+            "does not describe, and engines are built from that config. Unset it, or leave `rollout_precision` unset."
+        )
+    further = any(getattr(peft_config, name, False) for name in ("lora_dropout", "lora_bias", "use_dora"))
+    further |= not isinstance(peft_config, LoraConfig | None)
+    if further and args.train_precision in unified_flows() and args.lora_sync == "merge":
+        raise ValueError(f"`train_precision`={args.train_precision!r}: the adapter of `peft_config` is {NOT_PLAIN}")
+    if isinstance(model, str) and isinstance(peft_config, LoraConfig):
+        policy = _adapted(skeleton(config, args.trust_remote_code), peft_config)
+        fault = adapter_fault(policy, policy.get_base_model())
+        if fault is not None:
+            raise ValueError(f"`rollout_precision`={args.rollout_precision!r} cannot sample from the policy: {fault}")
+
+
+def _adapted(policy, peft_config: LoraConfig) -> PeftModel:
+    """Adds an adapter to a policy on the meta device. Raises `ValueError` if PEFT refuses it."""
+    given = copy.deepcopy(peft_config)
+    vars(given).update(init_lora_weights=True, use_dora=False)  # other values read the policy's weights
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns again when it adds the adapter to the loaded policy
+        try:
+            return get_peft_model(policy, given)
+        except ValueError as error:
+            raise ValueError(f"`peft_config`: {error}") from error
