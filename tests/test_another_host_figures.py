@@ -79,7 +79,10 @@ def test_what_sampling_alone_gains():
     assert told.format(*(theirs / ours for theirs, ours in pairs)) in TEXT
     theirs, ours = pairs[1]
     alone = read(f"rollout-7b-text-{H200}")["results"]["7b"]
-    told = "gained less: {:.2f}x. TRL's took {:.2f} s there and {:.2f} s here, FP8's {:.2f} and {:.2f} s."
+    told = (
+        "gained less: {:.2f}x. TRL's sampling took {:.2f} s there and {:.2f} s here. In FP8 it took {:.2f} s there and "
+    )
+    told += "{:.2f} s here."
     here = [alone[name]["256"]["sample_s"] for name in ("trl", "fp8")]
     assert told.format(theirs / ours, theirs, here[0], ours, here[1]) in PAGE
     update = [seconds("fp8", shape, "update") / seconds("fp8", shape) for shape in (FEW, MANY)]
@@ -167,9 +170,9 @@ def test_all_weights(monkeypatch):
         assert cells_of(MEASURED, f"{start} |", "| all weights |")[1:] == cells
     spread = {name: [each["step"] for each in result["steps"]] for name, result in results.items()}
     told = (
-        "`fp8_block` took {:.2f} to {:.2f} s, TRL's {:.2f} to {:.2f}, ours in BF16 {:.2f} to {:.2f}; torch's peaks are "
+        "`fp8_block` took {:.2f} to {:.2f} s, TRL's trainer {:.2f} to {:.2f} s, and ours in BF16 {:.2f} to {:.2f} s. "
     )
-    told += "{:.0f}, {:.0f} and {:.0f} GiB"
+    told += "In this order, torch's peaks are {:.0f}, {:.0f} and {:.0f} GiB"
     order = ("fp8_block/fp8_block", "trl", "bf16")
     ends = [end for name in order for end in (min(spread[name]), max(spread[name]))]
     assert told.format(*ends, *(results[name]["peak_bytes"] / 2**30 for name in order)) in PAGE
@@ -203,5 +206,5 @@ def test_steps_on_a_4_bit_base():
 def test_the_update_in_other_precisions():
     trl = middle(FIRST["trl"][FEW], "update")
     fp8, exact = (middle(FIRST[name][FEW], "update") for name in ("fp8/fp8", "fp8_block/fp8_block/exact"))
-    told = "took TRL {:.2f} s, and `fp8` {:.2f} s ({:.2f}x), exact `fp8_block` {:.2f} s ({:.2f}x)"
+    told = "takes {:.2f} s in TRL, {:.2f} s ({:.2f}x) in `fp8`, and {:.2f} s ({:.2f}x) in exact `fp8_block`"
     assert told.format(trl, fp8, trl / fp8, exact, trl / exact) in PAGE

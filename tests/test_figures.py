@@ -58,7 +58,7 @@ def test_the_fingerprint():
         f"{full['bytes'] / values / 1e9:.1f} TB/s in {values:.1f} ms",
         f"731 parameters and their modules in {host:.1f} ms",
     ):
-        assert words in BENCHMARKS
+        assert words in " ".join(BENCHMARKS.split())
 
 
 def test_syncs_of_a_merged_adapter():
@@ -267,7 +267,7 @@ def test_an_adapter_beside_a_base_in_codes():
     beside, merged = runs["fp8/fp8/adapter"], runs["fp8/fp8"]
     longer = middle(beside, "sampling") / middle(merged, "sampling")
     less = (merged["peak_bytes"] - beside["peak_bytes"]) / 2**30
-    assert f"sampling {longer:.2f} times as long, and saves {less:.0f} GiB" in BENCHMARKS
+    assert f"sampling {longer:.2f} times as long, and saves {less:.0f} GiB" in " ".join(BENCHMARKS.split())
     assert f"samples {longer:.2f} times as long" in text
 
 

@@ -8,6 +8,9 @@ from figures import ADVICE, BENCHMARKS, MEASURED, PPO, TRAINING, cells_of, read
 from pages import README
 
 
+PAGE = " ".join(BENCHMARKS.split())
+
+
 # The study, as the docs' advice tells it
 
 
@@ -195,8 +198,8 @@ def test_a_model_that_another_machine_taught_differs_by_more_than_seeds():
     assert not changed - {"seed"}
     starts = [{f"{run['log']['eval_accuracy']['0']:.3f}" for run in row["runs"]} for row in (elsewhere, here)]
     (there,), (first,) = starts
-    text = BENCHMARKS.replace("\n", " ")
-    assert f"went from {there} to {ends(elsewhere)}" in text and f"has {first} and {ends(here)}" in text
+    assert f"it started at {there} and ended at {ends(elsewhere)}" in PAGE
+    assert f"In the table below it starts at {first} and ends at {ends(here)}" in PAGE
     assert elsewhere["metrics"]["accuracy"]["largest"] < here["metrics"]["accuracy"]["smallest"]
 
 
@@ -209,7 +212,7 @@ def test_machines_agree_from_one_model():
     assert [log["0"] for log in one] == [log["0"] for log in other]
     assert {run["torch"] for run in found[0]["runs"]}.isdisjoint(run["torch"] for run in found[1]["runs"])
     told = ["{:.3f}, {:.3f} and {:.3f}".format(*(log["100"] for log in logs)) for logs in (one, other)]
-    assert f"ended at {told[0]} in **length** and at {told[1]} in **uaq**" in BENCHMARKS.replace("\n", " ")
+    assert f"ended at {told[0]} in **length** and at {told[1]} in **uaq**" in PAGE
 
 
 QAT = {  # label in the benchmarks' table -> cell, by the format that is served
@@ -231,11 +234,11 @@ def of_qat(digits: int) -> dict[str, dict]:
 def test_qat_of_long_sums():
     """Training for MXFP4 and INT4 pays where rounding to them costs: the two ranges do not overlap."""
     cells = of_qat(digits=12)
-    text = BENCHMARKS.partition("In sums of 12 digits")[2].partition("**trainers**")[0].replace("\n", " ")
+    text = BENCHMARKS.partition("With sums of 12 digits")[2].partition("**trainers**")[0].replace("\n", " ")
     assert f"at commit {cells['full precision']['runs'][0]['commit'][:7]}" in text
     found = {name: row["metrics"] for name, row in cells.items()}
     words = "{mean:.3f}, {smallest:.3f} to {largest:.3f}".format
-    assert f"Full precision ends at {words(**found['full precision']['accuracy'])}" in text
+    assert f"Before rounding, full precision ends at {words(**found['full precision']['accuracy'])}" in text
     header = "| trained, 12 digits | served in NVFP4 | in MXFP4 | in INT4 |"
     served = {name: f"served in {name}" for name in ("nvfp4", "mxfp4", "int4")}
     rounded = {name: found["full precision"][column] for name, column in served.items()}
@@ -293,7 +296,7 @@ def first_and_last(row: dict) -> list[tuple[float, float]]:
 def test_diffusion_of_the_study():
     cells = of_diffusion(outliers=False)
     (start,) = {f"{first:.3f}" for row in cells for first, _ in first_and_last(row)}
-    assert f"is right on {start} of new sums" in BENCHMARKS.replace("\n", " ")
+    assert f"is right on {start} of new sums" in PAGE
     for row in cells:
         label = "full precision |" if row["gain"] is None else f"`{row['name']}` |"
         accuracy, gained = cells_of(BENCHMARKS, label, "| copy, correction | accuracy, range | gain |")[1:]
@@ -301,7 +304,7 @@ def test_diffusion_of_the_study():
         assert gained == ("100%" if row["gain"] is None else f"{row['gain']:.0%}")
     metrics = [row["metrics"] for row in cells]
     nats = max(m["KL"]["mean"] * m["length"]["mean"] for m in metrics)
-    assert not {row["name"] for row in cells} & parted("diffusion") and f"at most {nats:.2f} nats away" in BENCHMARKS
+    assert not {row["name"] for row in cells} & parted("diffusion") and f"at most {nats:.2f} nats away" in PAGE
 
 
 def test_diffusion_with_outliers():
@@ -320,9 +323,9 @@ def test_diffusion_with_outliers():
         assert f"`{name}` at {means[f'int8 {name}']}" in docs
     ended = {name: [last for _, last in first_and_last(row)] for name, row in cells.items()}
     (start,) = {f"{first:.3f}" for name, row in cells.items() for first, _ in first_and_last(row) if "uni" not in name}
-    assert f"still learns, from {start}" in BENCHMARKS and min(ended["full precision"]) > float(start)
+    assert f"still learns, from {start}" in PAGE and min(ended["full precision"]) > float(start)
     assert all(max(ended[f"int8 {name}"]) < float(start) for name in ("none", "tis", "ais", "coupled"))
-    assert f"starts at {first_and_last(cells['int8 unified'])[0][0]:.3f}" in BENCHMARKS.replace("\n", " ")
+    assert f"starts at {first_and_last(cells['int8 unified'])[0][0]:.3f}" in PAGE
     assert all(tis < none for tis, none in zip(ended["int8 tis"], ended["int8 none"], strict=True))
     assert min(ended["int8 ais"]) < min(ended["int8 none"]) and max(ended["int8 ais"]) > max(ended["int8 none"])
 
@@ -348,9 +351,10 @@ def test_regimes_that_were_searched():
         told = cells_of(BENCHMARKS, f"{updates}, {rate:g}, {steps} |", "| updates of a generation, lr, steps |")[1:]
         assert told == [f"{run[-1] - run[0]:.2f}" for run in runs]
     faster, slower = (searched("ppo", "full precision", rate, 4) for rate in (2e-4, 1e-4))
-    text = BENCHMARKS.partition("**ppo**")[2].replace("\n  ", " ")
-    assert round(faster[3] - faster[0], 2) == 0 and "had gained nothing after 50 steps with that of **reuse**" in text
-    assert f"and {slower[-1] - slower[0]:.2f} after 100 steps with half of it" in text
+    text = PAGE.partition("**ppo**")[2]
+    told = "had gained nothing after 50 steps with the rate of **reuse**"
+    assert round(faster[3] - faster[0], 2) == 0 and told in text
+    assert f"and {slower[-1] - slower[0]:.2f} after 100 steps with half of that rate" in text
 
 
 def test_reuse_of_the_study():
@@ -386,11 +390,12 @@ def test_ppo_of_the_study():
     assert rows["mxfp4 none"]["metrics"]["accuracy"]["largest"] < start
     rescued = [run["log"]["mismatch/rescued_fraction"] for name in rows if "acr" in name for run in rows[name]["runs"]]
     most = max(max(values.values()) for values in rescued)
-    assert 1e-4 < most <= 2e-4 and "at most 2 of 10000 tokens of a step" in BENCHMARKS
-    assert f"they keep {rows['mxfp4 tis']['gain']:.0%} and {rows['mxfp4 acr']['gain']:.0%} of the gain" in BENCHMARKS
-    assert f"Accuracy at the end, from {start:.3f}, and its gain; nats" in BENCHMARKS.partition("**ppo**")[2]
+    assert 1e-4 < most <= 2e-4 and "at most 2 of 10000 tokens of a step" in PAGE
+    assert f"they keep {rows['mxfp4 tis']['gain']:.0%} and {rows['mxfp4 acr']['gain']:.0%} of the gain" in PAGE
+    told = f"accuracy at the end, from {start:.3f}; its gain; nats of a completion"
+    assert told in PAGE.partition("**ppo**")[2].partition("**scale**")[0]
     gained = rows["full precision, half the batch"]["metrics"]["accuracy"]["mean"] - start
-    assert f"Full precision itself gained {gained:.2f} there" in BENCHMARKS
+    assert f"Full precision itself gained {gained:.2f} there" in PAGE
 
 
 def test_corrections_of_the_study():
