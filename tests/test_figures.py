@@ -123,11 +123,29 @@ SIZES = ("3b", "7b", "14b", "32b")
 EIGHT_BITS = ("fp8", "fp8_block", "int8")
 
 
-def test_updates_on_a_4_bit_base():
+def test_updates_on_a_4_bit_base(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.delitem(sys.modules, "engines", raising=False)
+    from engines import SHAPES
+
     for tokens in ("16384", "2048"):
         found = [read(f"update-{size}-{H200}")["results"][size] for size in SIZES]
         ratios = [f"{kinds['nvfp4'][tokens]['update'] / kinds['trl'][tokens]['update']:.2f}" for kinds in found]
         assert cells_of(MEASURED, f"{tokens} |", "| tokens of a micro-batch | 3B |")[1:] == ratios
+    layers: dict[str, list[float]] = {"trl": [], "nvfp4": []}  # milliseconds of a layer with 2048 tokens
+    for size in SIZES:
+        found, cells = read(f"update-{size}-{H200}")["results"][size], []
+        for tokens in ("2048", "16384"):
+            trl, ours = found["trl"][tokens], found["nvfp4"][tokens]
+            cells += [f"{run['update']:.3f} s, {gib(run['peak_bytes'])} GiB" for run in (trl, ours)]
+            cells.append(f"{ours['update'] / trl['update']:.2f}")
+        header = "| tokens of a micro-batch | 2048, TRL's BF16 LoRA | NVFP4 base | ratio |"
+        assert cells_of(BENCHMARKS, f"{size.upper()} |", header)[1:] == cells
+        for kind, each in layers.items():
+            each.append(found[kind]["2048"]["update"] / SHAPES[size]["num_hidden_layers"] * 1e3)
+    told = "takes {:.0f} to {:.0f} ms a layer on an NVFP4 base, and {:.0f} to {:.0f} ms in BF16"
+    ends = [end(layers[kind]) for kind in ("nvfp4", "trl") for end in (min, max)]
+    assert told.format(*ends) in " ".join(BENCHMARKS.split())
 
 
 def test_updates_in_8_bits():

@@ -293,6 +293,18 @@ def first_and_last(row: dict) -> list[tuple[float, float]]:
     return [(log[0], log[-1]) for log in logs]
 
 
+def test_which_runs_on_text_still_rise():
+    rises: dict[str, float] = {}
+    for cell in read("study/words")["cells"]:
+        logs = [list(run["log"]["eval_accuracy"].values()) for run in cell["runs"]]
+        rises[cell["name"]] = fmean(log[-1] - log[-2] for log in logs)
+    rising = [
+        rises.pop(name) for name in ("full precision", "fp8 none", *(f"mxfp4 {c}" for c in ("tis", "acr", "ais")))
+    ]
+    told = f"`ais` still rose by {min(rising):.3f} to {max(rising):.3f} on average. The others changed by "
+    assert f"{told}{max(map(abs, rises.values())):.3f} at most." in PAGE
+
+
 def test_diffusion_of_the_study():
     cells = of_diffusion(outliers=False)
     (start,) = {f"{first:.3f}" for row in cells for first, _ in first_and_last(row)}
