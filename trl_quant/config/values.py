@@ -59,11 +59,13 @@ CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 def check_types(args, own_fields) -> None:
     """
     Raises `ValueError` if one of `own_fields`, of the fields in `TRL_RANGES` or of those that TRL reads as dicts has a
-    value of another type, or if any other boolean field is a string, such as "false", which Python counts as true.
+    value of another type, or if any other field of True or False (or `None`) is a string, such as "false", which Python
+    counts as true.
     """
     hints = get_type_hints(type(args))
     dicts = [name for name in args._VALID_DICT_FIELDS if name not in TrainingArguments._VALID_DICT_FIELDS]
-    texts = [name for name, hint in hints.items() if hint is bool and isinstance(getattr(args, name, None), str)]
+    flags = [name for name, hint in hints.items() if hint in (bool, bool | None)]
+    texts = [name for name in flags if isinstance(getattr(args, name, None), str)]
     for name in (*own_fields, *_trl_ranges(args), *dicts, *texts):
         check_type(name, getattr(args, name), hints[name])
 
