@@ -119,6 +119,8 @@ REFUSED_FIELDS = [  # fields -> what the message says
         {"gradient_checkpointing_kwargs": {"use_reentant": False}},
         "`gradient_checkpointing_kwargs`={'use_reentant': False}: clone() got an unexpected keyword argument",
     ),
+    ({"gradient_checkpointing_kwargs": "no"}, "`gradient_checkpointing_kwargs`='no' must be a dict (or a JSON object)"),
+    ({"lr_scheduler_kwargs": 3}, "`lr_scheduler_kwargs`=3 must be a dict (or a JSON object) or None"),
     ({"weight_decay": -0.1}, "`weight_decay`=-0.1 is out of range. It must be >= 0"),
     ({"warmup_steps": float("nan")}, "`warmup_steps`=nan must be a finite number"),
     ({"adam_beta2": 1.5}, "`adam_beta2`=1.5 is out of range. It must be <= 1"),

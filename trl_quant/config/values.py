@@ -6,7 +6,7 @@ from typing import get_args, get_origin, get_type_hints
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import TrainingArguments, get_scheduler
+from transformers import get_scheduler
 
 from ..corrections import ALL_CORRECTIONS
 from ..corrections.base import Range, ranges_of
@@ -79,12 +79,13 @@ CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 def check_types(args, own_fields) -> None:
     """
-    Raises `ValueError` if one of `own_fields`, of the fields in `TRL_RANGES` or of those that TRL reads as dicts has a
+    Raises `ValueError` if one of `own_fields`, of the fields in `TRL_RANGES` or of those that are read as dicts has a
     value of another type, or if any other field of True or False (or `None`) is a string, such as "false", which Python
     counts as true.
     """
     hints = get_type_hints(type(args))
-    dicts = [name for name in args._VALID_DICT_FIELDS if name not in TrainingArguments._VALID_DICT_FIELDS]
+    files = {"accelerator_config", "fsdp_config", "deepspeed"}  # transformers reads a string as the name of a JSON file
+    dicts = [name for name in args._VALID_DICT_FIELDS if name not in files]
     flags = [name for name, hint in hints.items() if hint in (bool, bool | None)]
     texts = [name for name in flags if isinstance(getattr(args, name, None), str)]
     for name in (*own_fields, *_trl_ranges(args), *dicts, *texts):
