@@ -384,6 +384,11 @@ def test_data_for_evaluation():
     refused(lambda: check(eval_dataset=prompts()), "`eval_dataset` is empty")
     refused(lambda: check(eval_dataset={"hard": prompts("a", None)}), "`eval_dataset['hard']`: the prompt of row 1 is")
     check(eval_dataset={"hard": prompts("a"), "streamed": STREAM})
+    refused(lambda: check(eval_dataset=[{"prompt": "a"}]), "`eval_dataset` is a list. It must be a `datasets.Dataset`")
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    evaluating = build(**sizes, eval_strategy="steps", eval_steps=1)
+    refused(lambda: check(args=evaluating), "`eval_strategy`='steps' needs an `eval_dataset`, and there is none")
+    check(args=evaluating, eval_dataset=prompts("a"))
 
 
 def test_an_environment_may_own_the_prompts_and_the_reward():
@@ -432,6 +437,8 @@ REFUSED_REWARDS = [
     ("gsm8k", "Pass the function `trl_quant.tasks.gsm8k_reward`."),
     (without_room, "`reward_funcs`: without_room(completions) cannot be called as a reward: got an unexpected keyword"),
     (with_answer, "`reward_funcs`: with_answer(completions, answer, **kwargs) cannot be called as a reward: missing"),
+    (None, "`reward_funcs`=None: pass a function, a model or a list of them"),
+    ([], "`reward_funcs`=[]: pass a function, a model or a list of them"),
     (os.getcwd, "`reward_funcs`: getcwd() cannot be called as a reward"),
     ([spread, os.path], "is a module. It must be a function, a model or a list"),
 ]
@@ -482,10 +489,16 @@ def test_weights_that_do_not_fit_the_rewards_are_refused(config_class, weights):
     refused(lambda: check(model=tiny_model(), args=args), "`reward_weights`=[1, 0.5] must be a list of 1 finite number")
 
 
+def test_a_column_with_a_name_of_trls_is_refused():
+    for name in ("prompts", "completions"):
+        refused(lambda name=name: check(train_dataset=prompts("a", **{name: ["b"]})), f"has a column {name!r}")
+
+
 def test_rewards_are_accepted():
     async def awaited(completions, **kwargs):
         return [0.0] * len(completions)
 
     check(reward_funcs=[spread, awaited, torch.nn.Linear(1, 1), "a model's name"])
     check(reward_funcs=with_answer, train_dataset=prompts("a", answer=["b"]))
+    check(train_dataset=prompts("a", completion=["b"], completion_ids=[[1]]))  # which TRL does not pass on
     check(reward_funcs=with_answer, rollout_func=lambda prompts, trainer: {})  # which may bring the answer

@@ -37,7 +37,13 @@ def check_data(args, train_dataset, eval_dataset) -> None:
         )
     if isinstance(train_dataset, IterableDataset) and args.max_steps <= 0:
         raise ValueError(f"`max_steps`={args.max_steps}, but a stream has no length: set the number of steps.")
+    if eval_dataset is None and args.eval_strategy != "no":
+        raise ValueError(f"`eval_strategy`={args.eval_strategy.value!r} needs an `eval_dataset`, and there is none.")
     for name, dataset in evaluated(eval_dataset).items():
+        if isinstance(dataset, list | tuple):
+            raise ValueError(
+                f"`{name}` is a {type(dataset).__name__}. It must be a `datasets.Dataset` or a dict of them."
+            )
         if isinstance(dataset, Dataset | IterableDataset):
             check_prompts(name, dataset)
 
@@ -75,9 +81,11 @@ def check_tokenization(config, model, args, processing_class, train_dataset) -> 
 
 def check_rewards(reward_funcs, train_dataset, weights=None) -> None:
     """
-    Raises `ValueError` for rewards whose columns or answers the data lacks, and for `weights` that are not one finite
-    number for each reward.
+    Raises `ValueError` for missing rewards, for rewards whose columns or answers the data lacks, and for `weights` that
+    are not one finite number for each reward.
     """
+    if reward_funcs is None or reward_funcs == []:
+        raise ValueError(f"`reward_funcs`={reward_funcs!r}: pass a function, a model or a list of them.")
     columns, count = train_dataset.column_names, len(reward_funcs) if isinstance(reward_funcs, list) else 1
     is_list = isinstance(weights, list | tuple)
     if weights is not None and not (is_list and len(weights) == count and all(is_of(float, one) for one in weights)):
