@@ -489,6 +489,18 @@ def test_weights_that_do_not_fit_the_rewards_are_refused(config_class, weights):
     refused(lambda: check(model=tiny_model(), args=args), "`reward_weights`=[1, 0.5] must be a list of 1 finite number")
 
 
+def test_a_column_that_is_removed_is_missing():
+    sizes, data = {"num_generations": 4, "per_device_train_batch_size": 4}, prompts("a", answer=["b"])
+    removing = build(**sizes, remove_unused_columns=True)
+    refused(
+        lambda: check(reward_funcs=with_answer, train_dataset=data, args=removing),
+        "`remove_unused_columns`=True removes a column that a reward reads",
+        "cannot be called as a reward: missing a required argument: 'answer'",
+    )
+    check(reward_funcs=with_answer, train_dataset=data)
+    check(train_dataset=data, args=removing)  # this reward reads no column
+
+
 def test_a_column_with_a_name_of_trls_is_refused():
     for name in ("prompts", "completions"):
         refused(lambda name=name: check(train_dataset=prompts("a", **{name: ["b"]})), f"has a column {name!r}")

@@ -72,7 +72,7 @@ def check_before_loading(
     if environments is None:  # otherwise prompts and rewards may come from the environments
         check_data(args, train_dataset, eval_dataset)
         if rollout_func is None and args.has_rewards:
-            check_rewards(reward_funcs, train_dataset, args.reward_weights)
+            check_rewards(args, reward_funcs, train_dataset)
     check_dynamic_sampling(args, train_dataset, tools, rollout_func, environments)
     check_turns(args, tools, environments)
     if here:
