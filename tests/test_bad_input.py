@@ -38,6 +38,9 @@ REFUSED_FIELDS = [  # fields -> what the message says
     ({"is_cap": True}, "`is_cap`=True must be a finite number"),
     ({"use_vllm": "false"}, "`use_vllm`='false' must be True or False"),
     ({"gradient_checkpointing": "true"}, "`gradient_checkpointing`='true' must be True or False"),
+    ({"shuffle_dataset": "false"}, "`shuffle_dataset`='false' must be True or False or None"),
+    ({"remove_unused_columns": "false"}, "`remove_unused_columns`='false' must be True or False"),
+    ({"hub_private_repo": "no"}, "`hub_private_repo`='no' must be True or False or None"),
     ({"is_cap": float("inf")}, "`is_cap`=inf must be a finite number"),
     ({"ais_delta": "0.02"}, "`ais_delta`='0.02' must be a finite number"),
     ({"ais_delta": None}, "`ais_delta`=None must be a finite number"),
@@ -116,6 +119,24 @@ REFUSED_FIELDS = [  # fields -> what the message says
         {"gradient_checkpointing_kwargs": {"use_reentant": False}},
         "`gradient_checkpointing_kwargs`={'use_reentant': False}: clone() got an unexpected keyword argument",
     ),
+    ({"gradient_checkpointing_kwargs": "no"}, "`gradient_checkpointing_kwargs`='no' must be a dict (or a JSON object)"),
+    ({"lr_scheduler_kwargs": 3}, "`lr_scheduler_kwargs`=3 must be a dict (or a JSON object) or None"),
+    ({"weight_decay": -0.1}, "`weight_decay`=-0.1 is out of range. It must be >= 0"),
+    ({"warmup_steps": float("nan")}, "`warmup_steps`=nan must be a finite number"),
+    ({"adam_beta2": 1.5}, "`adam_beta2`=1.5 is out of range. It must be <= 1"),
+    ({"adam_epsilon": "1e-8"}, "`adam_epsilon`='1e-8' must be a finite number"),
+    ({"seed": -1}, "`seed`=-1 is out of range. It must be >= 0"),
+    ({"seed": 2.5}, "`seed`=2.5 must be an integer"),
+    ({"steps_per_generation": "4"}, "`steps_per_generation`='4' must be an integer or None"),
+    ({"per_device_eval_batch_size": 0}, "`per_device_eval_batch_size`=0 is out of range"),
+    ({"max_tool_calling_iterations": -1}, "`max_tool_calling_iterations`=-1 is out of range. It must be >= 0"),
+    ({"off_policy_mask_threshold": float("nan")}, "`off_policy_mask_threshold`=nan must be a finite number"),
+    ({"off_policy_mask_threshold": -0.5}, "`off_policy_mask_threshold`=-0.5 is out of range. It must be > 0"),
+    ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "`sapo_temperature_neg`=0.0 is out of range. It must be > 0"),
+    ({"loss_type": "vespo", "vespo_k_pos": float("nan")}, "`vespo_k_pos`=nan must be a finite number"),
+    ({"loss_type": "vespo", "vespo_lambda_neg": -1.0}, "`vespo_lambda_neg`=-1.0 is out of range. It must be >= 0"),
+    ({"entropy_coef": float("nan")}, "`entropy_coef`=nan must be a finite number"),
+    ({"use_adaptive_entropy": True, "entropy_target": -1.0}, "`entropy_target`=-1.0 is out of range"),
     ({"beta": float("nan")}, "`beta`=nan must be a finite number"),
     ({"epsilon": "0.2"}, "`epsilon`='0.2' must be a finite number"),
     ({"epsilon": -0.2}, "`epsilon`=-0.2 is out of range"),
@@ -148,6 +169,21 @@ REFUSED_FIELDS = [  # fields -> what the message says
     ({"model_init_kwargs": "x"}, "`model_init_kwargs`='x' must be a dict (or a JSON object) or None"),
     ({"chat_template_kwargs": 3}, "`chat_template_kwargs`=3 must be a dict (or a JSON object) or None"),
     ({"loss_type": "ppo"}, "`loss_type`='ppo' is unknown. Allowed: 'grpo'"),
+    ({"importance_sampling_level": "sequenc"}, "`importance_sampling_level`='sequenc' is unknown. Allowed: 'token'"),
+    ({"importance_sampling_level": None}, "`importance_sampling_level`=None must be a string"),
+    (
+        {"multi_objective_aggregation": "gdpo"},
+        "`multi_objective_aggregation`='gdpo' is unknown. Allowed: 'sum_then_normalize', 'normalize_then_sum'",
+    ),
+    (
+        {"use_vllm": True, "vllm_importance_sampling_mode": "truncate"},
+        "`vllm_importance_sampling_mode`='truncate' is unknown. Allowed: 'token_truncate'",
+    ),
+    (
+        {"use_vllm": True, "loss_type": "vespo"},
+        "`vllm_importance_sampling_mode`='sequence_mask' with `loss_type`='vespo', for which TRL's own correction",
+    ),
+    ({**INT8, "is_correction": "trl", "loss_type": "vespo"}, "Use 'token_truncate' or 'token_mask', or another `is_co"),
     ({"scale_rewards": "std"}, "`scale_rewards`='std' is unknown. Allowed: 'group', 'batch', 'none'"),
     ({"lora_sync": "adapter"}, "`lora_sync`='adapter' acts only with a `rollout_precision`"),
     ({"use_vllm": True, "vllm_sleep_level": 1}, "`vllm_sleep_level`=1 acts only with a `rollout_precision`"),
@@ -193,6 +229,9 @@ ACCEPTED_FIELDS = [  # their neighbours
     {"max_completion_length": 1, "vllm_gpu_memory_utilization": 1.0},
     {"learning_rate": 0.0, "beta": 0, "epsilon": 0.0},
     {"epsilon_high": 0.0},
+    {"weight_decay": 0.0, "warmup_steps": 0.1, "adam_beta1": 0.0, "adam_epsilon": 0, "seed": 0},
+    {"entropy_coef": -0.1, "off_policy_mask_threshold": 0.5, "max_tool_calling_iterations": 0},
+    {"steps_per_generation": 2, "off_policy_mask_threshold": None, "max_tool_calling_iterations": None},
     {**INT8, "max_completion_length": None},
     {**VLLM, "max_completion_length": None, "vllm_max_model_length": 5},
     {"max_completion_length": 1, "loss_type": "dr_grpo"},
@@ -204,10 +243,16 @@ ACCEPTED_FIELDS = [  # their neighbours
     {"pad_to_multiple_of": "auto", "chat_template_kwargs": '{"a": 1}'},
     {"pad_to_multiple_of": "8", "fsdp_config": None, "lr_scheduler_kwargs": "{}"},
     {"loss_type": "vespo"},
+    {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
+    {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_correction": False},
+    {"loss_type": "vespo", **INT8},
     {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-7}},
     {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
     {"gradient_checkpointing_kwargs": {"use_reentrant": False, "preserve_rng_state": False}},
+    {"importance_sampling_level": "sequence", "multi_objective_aggregation": "normalize_then_sum"},
+    {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
     {"scale_rewards": False},
+    {"shuffle_dataset": None, "remove_unused_columns": False, "hub_private_repo": None},
     {"scale_rewards": "batch"},
     {**VLLM, "vllm_sleep_level": 1},
     {**VLLM, "lora_sync": "adapter"},
@@ -339,6 +384,11 @@ def test_data_for_evaluation():
     refused(lambda: check(eval_dataset=prompts()), "`eval_dataset` is empty")
     refused(lambda: check(eval_dataset={"hard": prompts("a", None)}), "`eval_dataset['hard']`: the prompt of row 1 is")
     check(eval_dataset={"hard": prompts("a"), "streamed": STREAM})
+    refused(lambda: check(eval_dataset=[{"prompt": "a"}]), "`eval_dataset` is a list. It must be a `datasets.Dataset`")
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    evaluating = build(**sizes, eval_strategy="steps", eval_steps=1)
+    refused(lambda: check(args=evaluating), "`eval_strategy`='steps' needs an `eval_dataset`, and there is none")
+    check(args=evaluating, eval_dataset=prompts("a"))
 
 
 def test_an_environment_may_own_the_prompts_and_the_reward():
@@ -387,6 +437,8 @@ REFUSED_REWARDS = [
     ("gsm8k", "Pass the function `trl_quant.tasks.gsm8k_reward`."),
     (without_room, "`reward_funcs`: without_room(completions) cannot be called as a reward: got an unexpected keyword"),
     (with_answer, "`reward_funcs`: with_answer(completions, answer, **kwargs) cannot be called as a reward: missing"),
+    (None, "`reward_funcs`=None: pass a function, a model or a list of them"),
+    ([], "`reward_funcs`=[]: pass a function, a model or a list of them"),
     (os.getcwd, "`reward_funcs`: getcwd() cannot be called as a reward"),
     ([spread, os.path], "is a module. It must be a function, a model or a list"),
 ]
@@ -437,10 +489,28 @@ def test_weights_that_do_not_fit_the_rewards_are_refused(config_class, weights):
     refused(lambda: check(model=tiny_model(), args=args), "`reward_weights`=[1, 0.5] must be a list of 1 finite number")
 
 
+def test_a_column_that_is_removed_is_missing():
+    sizes, data = {"num_generations": 4, "per_device_train_batch_size": 4}, prompts("a", answer=["b"])
+    removing = build(**sizes, remove_unused_columns=True)
+    refused(
+        lambda: check(reward_funcs=with_answer, train_dataset=data, args=removing),
+        "`remove_unused_columns`=True removes a column that a reward reads",
+        "cannot be called as a reward: missing a required argument: 'answer'",
+    )
+    check(reward_funcs=with_answer, train_dataset=data)
+    check(train_dataset=data, args=removing)  # this reward reads no column
+
+
+def test_a_column_with_a_name_of_trls_is_refused():
+    for name in ("prompts", "completions"):
+        refused(lambda name=name: check(train_dataset=prompts("a", **{name: ["b"]})), f"has a column {name!r}")
+
+
 def test_rewards_are_accepted():
     async def awaited(completions, **kwargs):
         return [0.0] * len(completions)
 
     check(reward_funcs=[spread, awaited, torch.nn.Linear(1, 1), "a model's name"])
     check(reward_funcs=with_answer, train_dataset=prompts("a", answer=["b"]))
+    check(train_dataset=prompts("a", completion=["b"], completion_ids=[[1]]))  # which TRL does not pass on
     check(reward_funcs=with_answer, rollout_func=lambda prompts, trainer: {})  # which may bring the answer

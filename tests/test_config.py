@@ -99,6 +99,9 @@ def test_which_losses_each_correction_takes(correction, loss_type):
     if correction == "acr" and not clips:
         with pytest.raises(ValueError, match="acr"):
             build(is_correction=correction, loss_type=loss_type, rollout_precision="int8")
+    elif correction == "trl" and loss_type == "vespo":  # TRL's default mode weighs sequences
+        with pytest.raises(ValueError, match="`vllm_importance_sampling_mode`='sequence_mask' with `loss_type`"):
+            build(is_correction=correction, loss_type=loss_type, rollout_precision="int8")
     else:
         build(is_correction=correction, loss_type=loss_type, rollout_precision="int8")
 

@@ -334,6 +334,18 @@ def test_a_run_that_cannot_says_so(tmp_path, caplog, case):
     assert all(torch.equal(values, ends[1][name]) for name, values in ends[0].items())
 
 
+def test_noise_that_depends_on_the_length_of_a_row_is_not_packed(tmp_path, caplog):
+    """NEFTune divides its noise by the root of the row's length, and a packed row has the length of several."""
+    args = config(QuantGRPOConfig, tmp_path, pack_sequences=True, neftune_noise_alpha=5.0)
+    with pytest.raises(ValueError, match=r"`pack_sequences`=True cannot act: `neftune_noise_alpha`=5.0"):
+        make(QuantGRPOTrainer, args)
+    args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", neftune_noise_alpha=5.0)
+    assert not make(QuantGRPOTrainer, args).packs and "computes padding too" in caplog.text
+    for alpha in (0.0, None):
+        args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", neftune_noise_alpha=alpha)
+        assert make(QuantGRPOTrainer, args).packs
+
+
 def test_it_is_refused_before_weights_are_read(tmp_path):
     tiny_model("gemma2").config.save_pretrained(tmp_path / "model")  # no weights
     with pytest.raises(ValueError, match=r"`pack_sequences`=True cannot act: .*attn_logit_softcapping"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny, save_tiny_vision, tiny_model
-from training import Killed, config, dataset, killing, lora, make, metrics, parameters
+from training import Killed, config, dataset, killing, lora, make, metrics, parameters, spread
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -400,7 +400,7 @@ def test_the_policys_revision_is_that_of_its_own_checkpoint_alone(tmp_path, poli
     settings = {"num_generations": 1, "model_init_kwargs": {"revision": "r"}}
     args = config(QuantPPOConfig, tmp_path, value_model_name_or_path=critic if other else None, **settings)
     monkeypatch.setattr(AutoConfig, "from_pretrained", spy)
-    check_before_loading(policy, args, dataset(), None, None, reward_funcs=[])
+    check_before_loading(policy, args, dataset(), None, None, reward_funcs=spread)
     assert set(asked) == ({(policy, "r"), (critic, None)} if other else {(policy, "r")})
     asked.clear()
     load_critic(critic, args)
@@ -427,11 +427,11 @@ def test_a_policy_that_was_quantized_as_it_was_loaded(tmp_path, policy):
     model = AutoModelForCausalLM.from_pretrained(policy)
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
     args = config(QuantPPOConfig, tmp_path, num_generations=1)
-    check_before_loading(model, args, dataset(), None, None, reward_funcs=[])
+    check_before_loading(model, args, dataset(), None, None, reward_funcs=spread)
     with pytest.raises(ValueError, match="is quantized, and the critic trains all of its weights"):
         model.config.save_pretrained(tmp_path / "quantized")
         args.value_model_name_or_path = str(tmp_path / "quantized")
-        check_before_loading(model, args, dataset(), None, None, reward_funcs=[])
+        check_before_loading(model, args, dataset(), None, None, reward_funcs=spread)
 
 
 def test_a_critic_without_packed_rows(tmp_path, policy, caplog):

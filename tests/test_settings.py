@@ -89,6 +89,14 @@ def test_fields_that_are_assigned_later_count_as_given(tmp_path):
     for wrong, says in (({"rollout_precision": "int9"}, "int9"), ({"is_correction": "tis", "dppo_delta": 0.1}, "dppo")):
         with pytest.raises(ValueError, match=says):
             assigned(**wrong)
+    several = {"rollout_precision": "int8", "is_correction": "acr", "num_iterations": 2}
+    args = config(QuantGRPOConfig, tmp_path, **several)
+    assert make(QuantGRPOTrainer, args).args.delta is None
+    for name, wrong, says in (("delta", 2.0, "`delta`=2.0"), ("temperature", -1.0, "out of range")):  # fields of TRL's
+        args = config(QuantGRPOConfig, tmp_path, **several)
+        setattr(args, name, wrong)
+        with pytest.raises(ValueError, match=says):
+            make(QuantGRPOTrainer, args)
     again = assigned(rollout_precision="int8", is_correction="tis")
     again.rollout_precision = None
     assert make(QuantGRPOTrainer, again).args.is_correction == "tis"  # which was given

@@ -85,7 +85,16 @@ def check_grpo(args) -> None:
         _check_vespo(args)
     if not args.correction_class.applied_by_trl:
         _check_trl_correction(args)
-    elif args.rollout_precision and not args.vllm_importance_sampling_correction:
+        return
+    has_sampler = args.use_vllm or args.rollout_precision is not None
+    corrects = has_sampler and args.vllm_importance_sampling_correction
+    if args.loss_type == "vespo" and corrects and not args.vllm_importance_sampling_mode.startswith("token_"):
+        raise ValueError(
+            f"`vllm_importance_sampling_mode`={args.vllm_importance_sampling_mode!r} with `loss_type`='vespo', for "
+            "which TRL's own correction must weigh tokens. Use 'token_truncate' or 'token_mask', or another "
+            "`is_correction`."
+        )
+    if args.rollout_precision and not args.vllm_importance_sampling_correction:
         logger.warning(
             "`vllm_importance_sampling_correction=False` with `is_correction='trl'`: the mismatch between sampler "
             "and trainer is neither corrected nor measured."

@@ -37,7 +37,13 @@ def check_data(args, train_dataset, eval_dataset) -> None:
         )
     if isinstance(train_dataset, IterableDataset) and args.max_steps <= 0:
         raise ValueError(f"`max_steps`={args.max_steps}, but a stream has no length: set the number of steps.")
+    if eval_dataset is None and args.eval_strategy != "no":
+        raise ValueError(f"`eval_strategy`={args.eval_strategy.value!r} needs an `eval_dataset`, and there is none.")
     for name, dataset in evaluated(eval_dataset).items():
+        if isinstance(dataset, list | tuple):
+            raise ValueError(
+                f"`{name}` is a {type(dataset).__name__}. It must be a `datasets.Dataset` or a dict of them."
+            )
         if isinstance(dataset, Dataset | IterableDataset):
             check_prompts(name, dataset)
 
@@ -73,12 +79,15 @@ def check_tokenization(config, model, args, processing_class, train_dataset) -> 
         )
 
 
-def check_rewards(reward_funcs, train_dataset, weights=None) -> None:
+def check_rewards(args, reward_funcs, train_dataset) -> None:
     """
-    Raises `ValueError` for rewards whose columns or answers the data lacks, and for `weights` that are not one finite
-    number for each reward.
+    Raises `ValueError` for missing rewards, for rewards whose columns or answers the data lacks, and for weights that
+    are not one finite number for each reward.
     """
+    if reward_funcs is None or reward_funcs == []:
+        raise ValueError(f"`reward_funcs`={reward_funcs!r}: pass a function, a model or a list of them.")
     columns, count = train_dataset.column_names, len(reward_funcs) if isinstance(reward_funcs, list) else 1
+    weights = args.reward_weights
     is_list = isinstance(weights, list | tuple)
     if weights is not None and not (is_list and len(weights) == count and all(is_of(float, one) for one in weights)):
         numbers = "1 finite number, for the 1 reward" if count == 1 else f"{count} finite numbers, one for each reward"
@@ -91,8 +100,19 @@ def check_rewards(reward_funcs, train_dataset, weights=None) -> None:
             )
         if not isinstance(reward, str | Module) and reward is not None and columns is not None:
             check_reward(reward, columns)
+            if args.remove_unused_columns:
+                _check_reward_of_kept(reward, columns)
             if isinstance(train_dataset, Dataset) and train_dataset.format["type"] != "custom":
                 check_truths(reward, train_dataset.with_format(None))
+
+
+def _check_reward_of_kept(reward, columns) -> None:
+    """Raises `ValueError` for a reward that reads columns that `remove_unused_columns` removes."""
+    kept = [name for name in columns if name in ("prompt", "image", "images")]  # as TRL keeps them
+    try:
+        check_reward(reward, kept)
+    except ValueError as error:
+        raise ValueError(f"`remove_unused_columns`=True removes a column that a reward reads. {error}") from error
 
 
 def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, environment_factory=None) -> None:

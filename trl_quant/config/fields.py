@@ -332,11 +332,10 @@ class QuantFields(*SECTIONS.values()):
         left_open = [f.name for f in fields(self) if getattr(self, f.name) is None]
         self._resolve()
         self.derived = {name: value for name in left_open if (value := getattr(self, name)) is not None}
-        self.settled = {name: getattr(self, name) for name in self.own_fields()}
 
     def check_assigned(self) -> None:
-        """Treats our fields that were assigned after the config was built as if the constructor had got them."""
-        if self.settled != {name: getattr(self, name) for name in self.own_fields()}:
+        """Checks fields that were assigned after the config was built, and sets the defaults that follow from them."""
+        if self.checked != {f.name: getattr(self, f.name) for f in fields(self)}:
             self._read()
             self._settle()
             self._check()
@@ -387,6 +386,7 @@ class QuantFields(*SECTIONS.values()):
         """Checks each value, then the fields against each other."""
         check_values(self)
         check_consistent(self)
+        self.checked = {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def from_trl(cls, args: TrainingArguments) -> "QuantFields":

@@ -10,10 +10,16 @@ from ..corrections import ALL_CORRECTIONS, Correction
 from .consistency import check_grpo
 from .documentation import documentation
 from .fields import QuantFields
-from .values import CLIPPED_LOSSES, check_choice
+from .values import CLIPPED_LOSSES, check_choice, check_type
 
 
 logger = logging.getLogger(__name__)
+
+CHOICES = {  # of TRL's fields, which TRL checks only after it has sampled
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
 
 
 @dataclass
@@ -55,6 +61,9 @@ class QuantGRPOConfig(QuantFields, GRPOConfig):
     def _check(self):
         check_choice("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
         check_choice("loss_type", self.loss_type, (*CLIPPED_LOSSES, "cispo", "sapo", "vespo"))
+        for name, allowed in CHOICES.items():
+            check_type(name, getattr(self, name), str)
+            check_choice(name, getattr(self, name), allowed)
         super()._check()
         check_grpo(self)
 

@@ -70,7 +70,7 @@ def check_before_loading(
     if environments is None:  # otherwise prompts and rewards may come from the environments
         check_data(args, train_dataset, eval_dataset)
         if rollout_func is None and args.has_rewards:
-            check_rewards(reward_funcs, train_dataset, args.reward_weights)
+            check_rewards(args, reward_funcs, train_dataset)
     check_dynamic_sampling(args, train_dataset, tools, rollout_func, environments)
     check_turns(args, tools, environments)
     if here:
@@ -96,7 +96,7 @@ def check_before_loading(
         if args.noise_schedule is not None or args.uaq_scale is not None:
             _check_norms(config, model, args, peft_config)
     if args.pack_sequences:
-        why_not = why_not_packed(_read_config(model, args), others.get("processing_class"))
+        why_not = why_not_packed(args, _read_config(model, args), others.get("processing_class"))
         if why_not is not None:
             raise ValueError(f"`pack_sequences`=True cannot act: {why_not}.")
     if args.needs_reference and peft_config is None and not name_of(model) and not is_peft_model(model):
@@ -353,12 +353,14 @@ def _check_start(config, args) -> None:
         check_prepared(engine, args.rollout_precision)
 
 
-def why_not_packed(config, processing_class, whose: str = "policy") -> str | None:
+def why_not_packed(args, config, processing_class, whose: str = "policy") -> str | None:
     """
     Returns why a run cannot compute packed rows, as far as that is known before a model is loaded, or `None`. The text
     calls the model `whose`.
     """
     config = config.get_text_config()
+    if args.neftune_noise_alpha:
+        return f"`neftune_noise_alpha`={args.neftune_noise_alpha!r} adds less noise to longer rows"
     if isinstance(processing_class, ProcessorMixin):
         return "the processor makes images"
     if config.model_type not in FAMILIES:

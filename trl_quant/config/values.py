@@ -6,7 +6,7 @@ from typing import get_args, get_origin, get_type_hints
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import TrainingArguments, get_scheduler
+from transformers import get_scheduler
 
 from ..corrections import ALL_CORRECTIONS
 from ..corrections.base import Range, ranges_of
@@ -40,13 +40,34 @@ TRL_RANGES = {
     "per_device_train_batch_size": Range(1),
     "gradient_accumulation_steps": Range(1),
     "generation_batch_size": Range(1),
+    "steps_per_generation": Range(1),
+    "per_device_eval_batch_size": Range(1),
+    "max_tool_calling_iterations": Range(0),
     "vllm_gpu_memory_utilization": Range(0.0, 1.0, open_low=True),
     "learning_rate": Range(0.0),
+    "warmup_steps": Range(0.0),
+    "weight_decay": Range(0.0),  # a negative one would let the weights grow
+    "adam_beta1": Range(0.0, 1.0),
+    "adam_beta2": Range(0.0, 1.0),
+    "adam_epsilon": Range(0.0),
+    "seed": Range(0, 2**32 - 1),  # NumPy's
     "beta": Range(0.0),
     "epsilon": Range(0.0),
     "epsilon_high": Range(0.0),  # so that the upper bound of a ratio is not below its lower one
     "delta": Range(0.0, open_low=True),
     "top_entropy_quantile": Range(0.0, 1.0),
+    "off_policy_mask_threshold": Range(0.0, open_low=True),  # none is below a negative one or NaN
+    "sapo_temperature_pos": Range(0.0, open_low=True),
+    "sapo_temperature_neg": Range(0.0, open_low=True),
+    "vespo_k_pos": Range(0.0),  # with NaN, TRL's loss is 0
+    "vespo_k_neg": Range(0.0),
+    "vespo_lambda_pos": Range(0.0),
+    "vespo_lambda_neg": Range(0.0),
+    "entropy_coef": Range(-math.inf),
+    "entropy_coef_min": Range(-math.inf),
+    "entropy_coef_max": Range(-math.inf),
+    "entropy_coef_delta": Range(0.0),
+    "entropy_target": Range(0.0),
     "ref_model_mixup_alpha": Range(0.0, 1.0),
     "ref_model_sync_steps": Range(1),
     "pad_to_multiple_of": Range(1),
@@ -58,12 +79,15 @@ CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 def check_types(args, own_fields) -> None:
     """
-    Raises `ValueError` if one of `own_fields`, of the fields in `TRL_RANGES` or of those that TRL reads as dicts has a
-    value of another type, or if any other boolean field is a string, such as "false", which Python counts as true.
+    Raises `ValueError` if one of `own_fields`, of the fields in `TRL_RANGES` or of those that are read as dicts has a
+    value of another type, or if any other field of True or False (or `None`) is a string, such as "false", which Python
+    counts as true.
     """
     hints = get_type_hints(type(args))
-    dicts = [name for name in args._VALID_DICT_FIELDS if name not in TrainingArguments._VALID_DICT_FIELDS]
-    texts = [name for name, hint in hints.items() if hint is bool and isinstance(getattr(args, name, None), str)]
+    files = {"accelerator_config", "fsdp_config", "deepspeed"}  # transformers reads a string as the name of a JSON file
+    dicts = [name for name in args._VALID_DICT_FIELDS if name not in files]
+    flags = [name for name, hint in hints.items() if hint in (bool, bool | None)]
+    texts = [name for name in flags if isinstance(getattr(args, name, None), str)]
     for name in (*own_fields, *_trl_ranges(args), *dicts, *texts):
         check_type(name, getattr(args, name), hints[name])
 

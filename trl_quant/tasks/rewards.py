@@ -199,6 +199,11 @@ def check_reward(reward: Callable, columns: Sequence[str]) -> None:
         raise ValueError(
             f"`reward_funcs`={reward!r} is a {type(reward).__name__}. It must be a function, a model or a list of them."
         )
+    taken = {"prompts", "completions"} & {*columns}
+    if taken:
+        raise ValueError(
+            f"`train_dataset` has a column {taken.pop()!r}. TRL passes that name to a reward itself: rename the column."
+        )
     name = getattr(reward, "__name__", type(reward).__name__)
     try:
         signature = inspect.signature(reward)

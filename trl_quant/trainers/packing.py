@@ -68,7 +68,8 @@ def accepted(trainer, named: dict[str, Module]) -> bool:
     Raises:
         `ValueError`: if `pack_sequences=True`, and one of them computes only padded rows.
     """
-    faults = [why_not_packed(model.config, trainer.processing_class, name) for name, model in named.items()]
+    args, tokenizer = trainer.args, trainer.processing_class
+    faults = [why_not_packed(args, model.config, tokenizer, name) for name, model in named.items()]
     why_not = next(filter(None, faults), None)
     if why_not is None:
         try:
