@@ -1,4 +1,4 @@
-"""What a benchmark that is cut off has written until then."""
+"""A benchmark that is cut off keeps the figures that it has measured."""
 
 import importlib
 import json

@@ -140,11 +140,12 @@ def test_an_adapter_that_fits_is_checked_as_a_copy(tmp_path, kind):
     """Also one that starts from the policy's weights, which the check does not have."""
     model, given = str(written(tmp_path, tied=False)), ADAPTERS[kind]()
     args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8")
-    before = copy.deepcopy(given)
+    before, random = copy.deepcopy(given), torch.get_rng_state()
     check_before_loading(
         model, args, dataset(8), None, given, [lambda completions, **others: [0.0]], quantization_config=None
     )
     assert given == before
+    assert torch.equal(torch.get_rng_state(), random)  # the adapter starts as in TRL's trainer
 
 
 REFUSED_ADAPTERS = [

@@ -3,6 +3,7 @@
 import copy
 import warnings
 
+import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedConfig
 
@@ -39,12 +40,15 @@ def check_adapter(args, config: PreTrainedConfig, model, peft_config) -> None:
 
 
 def _adapted(policy, peft_config: LoraConfig) -> PeftModel:
-    """Adds an adapter to a policy on the meta device. Raises `ValueError` if PEFT refuses it."""
+    """
+    Adds an adapter to a policy on the meta device, and leaves torch's random state as it was, so that the run's own
+    adapter starts as in TRL's trainer. Raises `ValueError` if PEFT refuses it.
+    """
     given = copy.deepcopy(peft_config)
     vars(given).update(init_lora_weights=True, use_dora=False)  # other values read the policy's weights
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # PEFT warns again when it adds the adapter to the loaded policy
         try:
-            return get_peft_model(policy, given)
+            return get_peft_model(policy, given, low_cpu_mem_usage=True)
         except ValueError as error:
             raise ValueError(f"`peft_config`: {error}") from error

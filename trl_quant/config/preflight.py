@@ -88,9 +88,9 @@ def check_before_loading(
         if args.rollout_precision is not None:
             _check_kind(config, model)
             _check_direction(config, args)
-            check_adapter(args, config, model, peft_config)
             check_tokenization(config, model, args, others.get("processing_class"), train_dataset)
             _check_policy(config, args, others["quantization_config"], here)
+            check_adapter(args, config, model, peft_config)
             if args.trains_for_four_bits:
                 _check_stored(config, model, args)
         if args.noise_schedule is not None or args.uaq_scale is not None:
