@@ -10,7 +10,8 @@ stays beside a base that is held in codes alone (`lora_sync="adapter"`). Each ru
 checkpointing, TRL's other settings, and a made-up batch in place of a generation. `--tokens` counts a micro-batch's
 prompts and completions, in sequences of at most `--length`; a step is `--accumulation` such micro-batches, and a
 merged adapter is quantized with the weights once in it. `--liger` and `--compile` set `use_liger_kernel` and
-`torch_compile` with its mode, for TRL's trainer too.
+`torch_compile` with its mode, for TRL's trainer too. With `--regional`, accelerate compiles each decoder layer instead
+of the whole model.
 `ratio` is the time relative to the first trainer's: below 1 is faster. Times are medians over the steps after the first
 two. Memory is the peak in these steps: of torch's allocations on a GPU, of the process on a CPU. `--output` keeps every
 step, with the commit, the versions and the host's load.
@@ -92,6 +93,8 @@ class Steps(TrainerCallback):
 
 def measure(kind: str, args) -> dict:
     (size,) = args.sizes
+    if args.regional:
+        os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     directory = model_directory(size)
     model_config = AutoConfig.from_pretrained(directory)
     with torch.device("cuda" if CUDA else "cpu"):
@@ -164,6 +167,7 @@ def main():
     parser.add_argument(
         "--compile", nargs="?", const="default", metavar="MODE", help="with torch.compile; reduce-overhead: CUDA graphs"
     )
+    parser.add_argument("--regional", action="store_true", help="with --compile: each decoder layer by itself")
     parser.add_argument("--lora", type=int, default=32, metavar="RANK")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git")
@@ -171,6 +175,8 @@ def main():
     parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.regional and args.compile is None:
+        parser.error("--regional acts only with --compile")
     if args.one:
         return report(measure(args.one, args))
 
@@ -179,7 +185,7 @@ def main():
     of |= {"arguments": vars(args)}
     for size in args.sizes:
         print(f"{machine()}, Qwen2.5 {size}, LoRA of rank {args.lora}, sequences of {args.length} tokens", end=", ")
-        compiled = "" if args.compile is None else f", compiled: {args.compile}"
+        compiled = "" if args.compile is None else f", compiled: {args.compile}{', by layer' * args.regional}"
         print(f"micro-batches of a step: {args.accumulation}{', Liger' * args.liger}{compiled}")
         columns = "".join(f"{f'{tokens} tokens':>16}{'ratio':>8}{'GiB':>8}" for tokens in args.tokens)
         print(f"{'trains in':<18}{columns}", flush=True)
