@@ -10,8 +10,8 @@ stays beside a base that is held in codes alone (`lora_sync="adapter"`). Each ru
 checkpointing, TRL's other settings, and a made-up batch in place of a generation. `--tokens` counts a micro-batch's
 prompts and completions, in sequences of at most `--length`; a step is `--accumulation` such micro-batches, and a
 merged adapter is quantized with the weights once in it. `--liger` and `--compile` set `use_liger_kernel` and
-`torch_compile` with its mode, for TRL's trainer too. With `--regional`, accelerate compiles each decoder layer instead
-of the whole model.
+`torch_compile` with its mode, for TRL's trainer too. With `--regional`, each decoder layer is compiled instead of
+the whole model.
 `ratio` is the time relative to the first trainer's: below 1 is faster. Times are medians over the steps after the first
 two. Memory is the peak in these steps: of torch's allocations on a GPU, of the process on a CPU. `--output` keeps every
 step, with the commit, the versions and the host's load.
@@ -93,13 +93,14 @@ class Steps(TrainerCallback):
 
 def measure(kind: str, args) -> dict:
     (size,) = args.sizes
-    if args.regional:
-        os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     directory = model_directory(size)
     model_config = AutoConfig.from_pretrained(directory)
     with torch.device("cuda" if CUDA else "cpu"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
     model.name_or_path = directory
+    if args.regional:
+        for layer in model.model.layers:
+            layer.compile(mode=args.compile)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "<|pad|>": 1, "<|eos|>": 2}, "a")),
         pad_token="<|pad|>",
@@ -112,7 +113,7 @@ def measure(kind: str, args) -> dict:
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": args.accumulation,
         "use_liger_kernel": args.liger,
-        "torch_compile": args.compile is not None,
+        "torch_compile": args.compile is not None and not args.regional,
         "torch_compile_mode": args.compile,
         "num_generations": 2,
         "gradient_checkpointing": True,

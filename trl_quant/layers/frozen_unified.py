@@ -17,9 +17,10 @@ from ..precisions import unified_flows
 from .frozen import FrozenLinear
 from .joint import Joint, Part, output
 from .products import dequantize
+from .traced import Numbered
 
 
-class FrozenUnifiedLinear(FrozenLinear):
+class FrozenUnifiedLinear(Numbered, FrozenLinear):
     """
     A linear layer that holds its weight in codes and multiplies them with the codes of its inputs. The weight gets no
     gradient; the inputs and the bias get theirs.
@@ -41,6 +42,10 @@ class FrozenUnifiedLinear(FrozenLinear):
     moves_unseen = False
     _codes: QuantizedTensor | None = None
     _made_of: tuple = ()
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.enroll()
 
     @staticmethod
     def precisions() -> list[str]:
@@ -77,10 +82,9 @@ class FrozenUnifiedLinear(FrozenLinear):
         """As [`FrozenLinear.dequantize`]."""
         return dequantize(self.codes(), dtype or self.dtype)
 
-    @torch.compiler.disable  # joint products depend on earlier calls
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., in) to (..., out), in the type of `x` or autocast's."""
-        return output(x, self.part())
+        return output(x, self)
 
 
 def frozen_layer(precision: str) -> type[FrozenLinear]:

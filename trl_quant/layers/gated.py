@@ -63,4 +63,6 @@ def silu_mul(gate: Tensor, up: Tensor, precision: str, both: bool) -> Tensor:
     Returns:
         `torch.Tensor`: (..., features).
     """
+    if torch.compiler.is_compiling():
+        return F.silu(gate) * up
     return _SiluMul.apply(gate, up, PRECISIONS[precision].format, both)

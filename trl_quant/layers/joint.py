@@ -44,6 +44,7 @@ from ..formats.fp8 import BLOCK
 from .frozen import autocast_dtype
 from .inputs import counts_writes, quantized
 from .products import dequantize, input_and_weight_gradient, input_gradient, product
+from .traced import traced
 
 
 class Part(NamedTuple):
@@ -300,8 +301,14 @@ def in_groups(w: QuantizedTensor) -> bool:
     return not FORMATS[w.format].per_row
 
 
-def output(x: Tensor, part: Part) -> Tensor:
-    """Returns the output (..., out) of one layer for `x` (..., in), computed with those that share its input."""
+def output(x: Tensor, layer: nn.Module) -> Tensor:
+    """
+    Returns the output (..., out) of one layer for `x` (..., in), computed with those that share its input, or alone
+    under torch.compile. `layer` is one of [`traced.Numbered`].
+    """
+    part = layer.part()
+    if torch.compiler.is_compiling():
+        return traced(x, part, layer.number)
     joint = part.layer.joint
     return compute(x, [part], part.codes)[0] if joint is None else joint.output(x, part)
 

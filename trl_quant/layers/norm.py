@@ -108,11 +108,10 @@ class FusedRMSNorm(nn.Module):
         self.norm.weight = self.weight
         return self.norm.train(self.training)
 
-    @torch.compiler.disable  # like the layers that it feeds
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., features) to the same shape."""
         weight = self.weight.to(x.dtype) if self.rounds else self.weight
-        if weight.dtype != x.dtype or not products.has_kernels(x, "int8"):
+        if torch.compiler.is_compiling() or weight.dtype != x.dtype or not products.has_kernels(x, "int8"):
             return _by_torch(x, weight, self.variance_epsilon)
         format, dtype = None, autocast_dtype(x, len(weight))
         if self.feeds is not None:

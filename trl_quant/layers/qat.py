@@ -29,29 +29,34 @@ from torch.distributed.tensor import DTensor, Partial
 from ..formats import QuantizedTensor, global_scale
 from ..precisions import qat_precisions
 from .frozen import autocast_dtype, frozen_product
+from .traced import four_bit_product
 from .unified import SampledLinear, UnifiedLinear
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, codes):
-        ctx.codes, ctx.dtype = codes, weight.dtype
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+    def forward(ctx, x, weight, bias, codes, number):
+        ctx.codes, ctx.dtype, ctx.inputs = codes, weight.dtype, weight.shape[1]
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, number)
+        if number is not None:
+            return four_bit_product(x, number, bias, len(weight), True)
         return frozen_product(x, bias, *packed(codes()), True)
 
     @staticmethod
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
+        x, number = ctx.saved_tensors
         dx = dw = db = None
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         flat = dy.reshape(-1, dy.shape[-1])
-        if wants_x:
+        if wants_x and number is not None:
+            dx = four_bit_product(dy, number, None, ctx.inputs, False)
+        elif wants_x:
             dx = frozen_product(dy, None, *packed(ctx.codes()), False)
         if wants_weight:
             dw = (flat.t() @ x.reshape(-1, x.shape[-1])).to(ctx.dtype)
         if wants_bias:
             db = flat.sum(0)
-        return dx, dw, db, None
+        return dx, dw, db, None, None
 
 
 def packed(q: QuantizedTensor) -> tuple:
@@ -104,12 +109,12 @@ class QATLinear(UnifiedLinear):
         for layer in self.fused:
             UnifiedLinear.forget(layer)
 
-    @torch.compiler.disable  # the check for new weights must run at each call
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., in) to (..., out), in the type of `x` or autocast's."""
         dtype = autocast_dtype(x, self.in_features)
         bias = None if self.bias is None else self.bias.to(dtype)
-        return _StraightThrough.apply(x.to(dtype), self.weight, bias, self.codes)
+        number = self.number if torch.compiler.is_compiling() else None
+        return _StraightThrough.apply(x.to(dtype), self.weight, bias, self.codes, number)
 
 
 class SampledQATLinear(SampledLinear):

@@ -34,9 +34,10 @@ from .frozen import autocast_dtype
 from .inputs import quantized
 from .joint import Joint, Part, output
 from .products import product
+from .traced import Numbered
 
 
-class UnifiedLinear(nn.Linear):
+class UnifiedLinear(Numbered, nn.Linear):
     """
     A linear layer whose forward pass is the engine's. `weight` stays the master weight: its name, type and place in
     checkpoints are those of `nn.Linear`, and the optimizer updates it.
@@ -75,6 +76,7 @@ class UnifiedLinear(nn.Linear):
             raise ValueError(f"precision: {precision!r} has no unified flow; allowed: {', '.join(allowed)}.")
         super().__init__(in_features, out_features, bias, **kwargs)
         self.precision, self.format = precision, PRECISIONS[precision].format
+        self.enroll()
         self.forget()
 
     @staticmethod
@@ -147,10 +149,9 @@ class UnifiedLinear(nn.Linear):
         """Whether a backward pass needs the input too."""
         return self.part().trains
 
-    @torch.compiler.disable  # the check for new weights must run at each call
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., in) to (..., out), in the type of `x` or autocast's."""
-        return output(x, self.part())
+        return output(x, self)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.precision!r}"

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ..formats import QuantizedTensor
 from ..layers import FrozenLinear, FrozenUnifiedLinear, frozen_layer, frozen_lora_linear
 from ..layers.joint import Part, output
+from ..layers.traced import Numbered
 
 
 # Initializations of PEFT that neither read nor change the base's weight
@@ -91,9 +92,13 @@ class FrozenLoraLinear(Linear):
 class FrozenUnifiedLoraLinear(FrozenLoraLinear):
     """PEFT's LoRA layer around a [`FrozenUnifiedLinear`]. PEFT creates it for a config from [`with_frozen_layers`]."""
 
-    @torch.compiler.disable  # like its base layer
     def _with_adapter(self, x: Tensor, name: str) -> Tensor:
-        return output(x, self.part())
+        return output(x, self)
+
+    @property
+    def number(self) -> Tensor:
+        """The number of the base, whose codes do not depend on the adapter."""
+        return self.base_layer.number
 
     def part(self) -> Part:
         """As [`~layers.UnifiedLinear.part`], with the adapter beside the codes if one function can compute both."""
@@ -108,7 +113,7 @@ class FrozenUnifiedLoraLinear(FrozenLoraLinear):
 FROZEN = {FrozenUnifiedLinear: FrozenUnifiedLoraLinear, FrozenLinear: FrozenLoraLinear}
 
 
-class UnifiedLoraLinear(Linear):
+class UnifiedLoraLinear(Numbered, Linear):
     """
     PEFT's LoRA layer around a [`~layers.UnifiedLinear`]. It computes Q(W + s B A), like an engine that merges the
     adapter, or keeps the adapter beside Q(W). Checkpoints have it as PEFT's own layer.
@@ -119,13 +124,11 @@ class UnifiedLoraLinear(Linear):
 
     merges = True
 
-    @torch.compiler.disable  # like its base layer
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         """Maps `x` of shape (..., in) to (..., out), in the type of `x` or of autocast."""
-        name = None if args or kwargs else self._merged_adapter()
-        if name is None:
+        if args or kwargs or self._merged_adapter() is None:
             return super().forward(x, *args, **kwargs)
-        return output(x, self._merged_part(name))
+        return output(x, self)
 
     def part(self) -> Part:
         """As [`~layers.UnifiedLinear.part`], with the adapter that is merged at present."""

@@ -12,7 +12,7 @@ these weights like any others; each rank quantizes the weights that it gathers.
 
 import logging
 from collections.abc import Iterator
-from functools import partial
+from types import MethodType
 
 import torch
 from accelerate.utils import broadcast
@@ -106,7 +106,7 @@ def fuse(model: nn.Module, layers: dict[str, LinearLayer]) -> None:
     """
     for layer in model.modules():
         if _is_gated(layer):
-            layer.forward = Gated(_gated, layer)
+            layer.forward = MethodType(gated_forward, layer)  # torch.compile compiles equal methods once
     _fuse_norms(model, layers)
 
 
@@ -115,8 +115,8 @@ def restore(model: nn.Module) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, UnifiedLoraLinear):
             module.__class__ = Linear
-            del module.merges
-        if isinstance(vars(module).get("forward"), Gated):
+            del module.merges, module.number
+        if getattr(vars(module).get("forward"), "__func__", None) is gated_forward:
             del module.forward
         if isinstance(module, UnifiedLinear | FusedRMSNorm):
             model.set_submodule(name, module.plain())
@@ -156,17 +156,18 @@ def _is_gated(module: nn.Module) -> bool:
     return isinstance(_base(module.down_proj), MULTIPLIES_CODES)
 
 
-class Gated(partial):
-    """The forward pass that [`fuse`] gives to an MLP."""
-
-
-@torch.compiler.disable  # like its layers
-def _gated(mlp: nn.Module, x: Tensor) -> Tensor:
-    """Computes a gated MLP, (..., features) to the same, with the activation and its quantizer in one pass."""
+def gated_forward(mlp: nn.Module, x: Tensor) -> Tensor:
+    """
+    The forward pass that [`fuse`] gives to a gated MLP, (..., features) to the same: with the activation and its
+    quantizer in one pass.
+    """
     down = _base(mlp.down_proj)
     if not isinstance(down, MULTIPLIES_CODES):  # the layer was replaced after `fuse`
         return type(mlp).forward(mlp, x)
     return mlp.down_proj(silu_mul(mlp.gate_proj(x), mlp.up_proj(x), down.precision, down.trains()))
+
+
+gated_forward.__name__ = "forward"  # pickle looks a method up by its name, and then finds the MLP's own
 
 
 def _base(layer: nn.Module) -> nn.Module:
@@ -184,6 +185,7 @@ def _adapt_base(name: str, layer: nn.Module, merged: bool) -> None:
     if type(layer) is Linear:
         layer.__class__ = UnifiedLoraLinear
         layer.merges = merged
+        layer.enroll()
 
 
 def unified_layers(model: nn.Module) -> list[UnifiedLinear]:

@@ -1,0 +1,239 @@
+"""Layers under torch.compile: in one graph, with the bits of the same layer without the compiler."""
+
+import copy
+import pickle
+from unittest.mock import patch
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import compile_regions
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+from torch import nn
+from torch._dynamo.utils import counters
+from training import config, lora, make
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.layers import FrozenUnifiedLinear, QATLinear, UnifiedLinear, traced, trained_linear
+from trl_quant.policy.adapters import UnifiedLoraLinear, with_frozen_layers
+from trl_quant.policy.unified import restore, unify
+from trl_quant.precisions import qat_precisions, unified_flows
+
+
+pytestmark = pytest.mark.usefixtures("tracing")
+FLOWS = unified_flows()
+
+
+@pytest.fixture(autouse=True)
+def forgotten(tracing):
+    torch.compiler.reset()
+    counters.clear()
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="aot_eager", fullgraph=True)
+
+
+def gradients(function, x: torch.Tensor, *parameters) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = function(x)
+    y.float().sin().sum().backward()
+    found = [y.detach(), x.grad, *(p.grad for p in parameters)]
+    for p in parameters:
+        p.grad = None
+    return found
+
+
+def same(ours: list, theirs: list) -> bool:
+    assert len(ours) == len(theirs) and all(torch.isfinite(y).all() for y in theirs)
+    return all(map(torch.equal, ours, theirs))
+
+
+def parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("precision", [*FLOWS, *qat_precisions()])
+def test_a_layer_that_trains(precision, dtype, bias):
+    torch.manual_seed(0)
+    layer = trained_linear(nn.Linear(256, 128, bias=bias, dtype=dtype), precision)
+    x, function = torch.randn(2, 5, 256, dtype=dtype), compiled(layer)
+    before = gradients(layer, x, *parameters(layer))
+    assert same(gradients(function, x, *parameters(layer)), before)
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+    after = gradients(layer, x, *parameters(layer))
+    assert same(gradients(function, x, *parameters(layer)), after) and not torch.equal(before[0], after[0])
+    layer.weight.requires_grad_(False)
+    assert same(gradients(function, x), gradients(layer, x))
+
+
+@pytest.mark.parametrize("precision", FLOWS)
+def test_autocast(precision):
+    torch.manual_seed(0)
+    layer, x = trained_linear(nn.Linear(256, 128), precision), torch.randn(5, 256)
+    function = compiled(layer)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(function, x, *parameters(layer))
+        assert same(found, gradients(layer, x, *parameters(layer))) and found[0].dtype == torch.bfloat16
+
+
+def adapted(layer: nn.Module, config: LoraConfig) -> nn.Module:
+    model = get_peft_model(nn.Sequential(layer), config, autocast_adapter_dtype=False)
+    found = model.base_model.model[0]
+    nn.init.normal_(found.lora_B["default"].weight, std=0.05)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("precision", FLOWS)
+@pytest.mark.parametrize("kind", ["merged", "beside", "beside codes"])
+def test_a_layer_with_an_adapter(kind, precision, dtype):
+    torch.manual_seed(0)
+    config, linear = LoraConfig(r=4, lora_alpha=6, target_modules=["0"]), nn.Linear(256, 128, dtype=dtype)
+    if kind == "beside codes":
+        layer = adapted(FrozenUnifiedLinear.from_linear(linear, precision), with_frozen_layers(config))
+    else:
+        layer = adapted(UnifiedLinear.from_linear(linear, precision), config)
+        layer.__class__, layer.merges = UnifiedLoraLinear, kind == "merged"
+        layer.enroll()
+    x, function = torch.randn(2, 5, 256, dtype=dtype), compiled(layer)
+    before = gradients(layer, x, *parameters(layer))
+    assert same(gradients(function, x, *parameters(layer)), before) and len(before) == 4
+    with torch.no_grad():
+        layer.lora_A["default"].weight.mul_(-3)
+    after = gradients(layer, x, *parameters(layer))
+    assert same(gradients(function, x, *parameters(layer)), after) and not torch.equal(before[0], after[0])
+
+
+@pytest.mark.parametrize("kind", [UnifiedLinear, QATLinear])
+def test_a_copy_multiplies_its_own_weight(kind):
+    layer = trained_linear(nn.Linear(256, 128), "fp8" if kind is UnifiedLinear else "nvfp4")
+    other, x = copy.deepcopy(layer), torch.randn(5, 256)
+    with torch.no_grad():
+        other.weight.mul_(2)
+    torch.testing.assert_close(compiled(other)(x), other(x), rtol=0, atol=0)
+    assert not torch.equal(compiled(other)(x), compiled(layer)(x))
+
+
+def test_a_pickled_model_computes_the_same():
+    model, ids = policy("fp8", "full"), torch.arange(10, 42).view(2, 16)
+    model.disable_input_require_grads()  # transformers' hook cannot be pickled
+    loaded = pickle.loads(pickle.dumps(model))
+    for copied in (loaded, copy.deepcopy(model)):
+        assert torch.equal(copied(input_ids=ids).logits, model(input_ids=ids).logits)
+    restore(model)
+    assert "forward" not in vars(model.model.layers[0].mlp)
+
+
+@pytest.mark.parametrize("name", ["product", "input_gradient", "input_and_weight_gradient", "four_bit_product"])
+def test_no_operator_that_asks_a_layer_is_captured_in_a_cuda_graph(name):
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.trl_quant, name).default.tags
+
+
+# A whole model
+
+
+def policy(precision: str, kind: str, checkpointing: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = tiny_model().to(torch.bfloat16)
+    if kind != "full":
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.05)
+    unify(model, precision, merged=kind == "merged")
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()  # so the first layer is like the others
+    return model.train()
+
+
+def update(model: nn.Module, function: nn.Module) -> list[torch.Tensor]:
+    ids = torch.arange(10, 42).view(2, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = function(input_ids=ids, use_cache=False).logits
+    logits.float().log_softmax(-1)[..., 3].sum().backward()
+    found = [logits.detach(), *(p.grad for p in parameters(model))]
+    for p in parameters(model):
+        p.grad = None
+    return found
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [*((name, kind) for name in FLOWS for kind in ("merged", "beside", "full")), ("nvfp4", "full")],
+)
+def test_a_decoder_layer_is_one_graph(precision, kind, checkpointing):
+    model = policy(precision, kind, checkpointing)
+    joint = update(model, model)
+    for module in model.modules():
+        if isinstance(module, UnifiedLinear):
+            module.joint = None
+    alone = update(model, model)
+    assert torch.equal(alone[0], joint[0])
+    layers = (model if kind == "full" else model.get_base_model()).model.layers
+    for layer in layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    assert same(update(model, model), alone)
+    assert len(layers) > 1 and counters["stats"]["unique_graphs"] == 1
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.mul_(1.5)
+    found = update(model, model)
+    for layer in layers:
+        layer._compiled_call_impl = None
+    assert same(found, update(model, model)) and not torch.equal(found[0], alone[0])
+
+
+def test_layers_that_share_an_input_quantize_it_once():
+    model, calls = policy("fp8", "merged"), []
+    quantize = traced.quantize_input
+    function = compile_regions(model, backend="aot_eager_decomp_partition")  # which merges equal calls
+    with patch.object(traced, "quantize_input", lambda *args: calls.append(args) or quantize(*args)):
+        update(model, function)
+    assert len(calls) == 4 * model.config.num_hidden_layers  # q, k and v; o; gate and up; down
+
+
+@pytest.mark.parametrize("of", ["model", "each layer"])
+@pytest.mark.parametrize(
+    ("precision", "kind"), [*((name, kind) for name in FLOWS for kind in ("lora", "full")), ("nvfp4", "full")]
+)
+def test_through_the_trainer(tmp_path, precision, kind, of):
+    """The first step has the loss and the gradient of layers that are computed alone, up to last bits."""
+
+    def run(compiles: bool) -> tuple[dict, set[int]]:
+        AcceleratorState._reset_state(reset_partial_state=True)  # which keeps the compiler's settings
+        options = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if compiles and of == "model" else {}
+        args = config(
+            QuantGRPOConfig,
+            tmp_path,
+            train_precision=precision,
+            pack_sequences=False,  # on a CPU, attention in packed rows loops over the segments
+            gradient_checkpointing=True,
+            max_steps=1,
+            **options,
+        )
+        trainer = make(QuantGRPOTrainer, args, peft_config=lora(init_lora_weights=True) if kind == "lora" else None)
+        for module in trainer.model.modules():
+            if isinstance(module, UnifiedLinear):
+                module.joint = None
+            if compiles and of == "each layer" and isinstance(module, GradientCheckpointingLayer):
+                module.compile(backend="aot_eager")
+        asked = set()
+        with patch.object(traced, "_codes", lambda number: asked.add(int(number)) or codes(number)):
+            trainer.train()
+        return trainer.state.log_history[0], asked
+
+    codes = traced._codes
+    plain, by_plain = run(compiles=False)
+    found, asked = run(compiles=True)
+    assert not by_plain and len(asked) == 7 * tiny_model().config.num_hidden_layers
+    assert plain["grad_norm"] > 0
+    for name in ("loss", "grad_norm"):
+        assert found[name] == pytest.approx(plain[name], rel=1e-3, abs=1e-6)
