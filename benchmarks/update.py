@@ -178,6 +178,8 @@ def main():
     args = parser.parse_args()
     if args.regional and args.compile is None:
         parser.error("--regional acts only with --compile")
+    if args.regional and any(kind in bitsandbytes_bases() for kind in args.kinds):
+        parser.error("--regional compiles the layers of a model in memory, which bitsandbytes' kinds load from a file")
     if args.one:
         return report(measure(args.one, args))
 

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_quant import QuantGRPOConfig, QuantPPOConfig, QuantPPOTrainer
+from trl_quant.config.preflight import check_not_compiled
 from trl_quant.layers.exact import ExactAttention, Kernels, Unrotated, log_probs, log_softmax
 from trl_quant.layers.norm import FusedRMSNorm, rms_norm
 from trl_quant.layers.packed import Packed, flash_attention
@@ -335,6 +336,16 @@ def test_devices_and_models(monkeypatch, capability, family, shape, message):
         return check_exact(config)
     with pytest.raises(ValueError, match=message):
         check_exact(config)
+
+
+def test_a_compiled_model_is_refused():
+    model = tiny_model()
+    check_not_compiled(model)
+    with pytest.raises(ValueError, match="own in the policy"):
+        check_not_compiled(torch.compile(model))
+    model.model.layers[1].compile()
+    with pytest.raises(ValueError, match=r"own in model\.layers\.1\. Load"):
+        check_not_compiled(model)
 
 
 @pytest.mark.vllm

@@ -143,22 +143,6 @@ def test_several_micro_batches_and_checkpointing_change_nothing(tmp_path):
     assert (parts - whole).norm() < 1e-4 * whole.norm() < (half - whole).norm()
 
 
-@pytest.mark.parametrize(("precision", "peft"), [("fp8", False), ("int8", True)])
-@torch._dynamo.config.patch(disable=False)  # tests with vLLM switch it off
-def test_torch_compile_changes_nothing(tmp_path, precision, peft):
-    """It compiles what lies between the layers that quantize; its back end here computes with torch's own operators."""
-    torch._dynamo.reset()
-    counted = torch._dynamo.utils.counters["stats"]
-    counted.clear()
-    runs = []
-    for compiled in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
-        runs.append(trainer_of(tmp_path, precision, model=tiny_model(seed=3), peft=peft, max_steps=2, **compiled))
-        runs[-1].train()
-        assert (counted["unique_graphs"] > 0) is bool(compiled)
-    plain, compiled = map(parameters, runs)
-    assert all(torch.equal(value, plain[name.replace("_orig_mod.", "")]) for name, value in compiled.items())
-
-
 @pytest.mark.parametrize(
     ("precision", "given", "replaced"),
     [("fp8", None, set()), ("fp8", {"swiglu": True}, {"swiglu"}), (None, None, {"rms_norm", "swiglu"})],

@@ -22,7 +22,7 @@ from vllm_engines import GPU_MODEL, engine, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.policy.frozen import freeze
-from trl_quant.policy.unified import gated_forward, unify
+from trl_quant.policy.unified import Gated, unify
 from trl_quant.precisions import unified_flows
 
 
@@ -95,7 +95,7 @@ def test_rotary_embedding_by_liger(tmp_path):
         decoder = trainer.model.get_decoder()
         for layer in decoder.layers:
             assert "forward" not in vars(layer.input_layernorm)
-            assert vars(layer.mlp)["forward"].__func__ is gated_forward
+            assert vars(layer.mlp)["forward"].__func__ is Gated.forward
         decoder(input_ids=ids).last_hidden_state.float().sin().sum().backward()
         gradients.append(torch.cat([param.grad.flatten() for param in decoder.parameters()]).float())
     without, with_liger = gradients

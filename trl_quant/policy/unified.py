@@ -106,7 +106,7 @@ def fuse(model: nn.Module, layers: dict[str, LinearLayer]) -> None:
     """
     for layer in model.modules():
         if _is_gated(layer):
-            layer.forward = MethodType(gated_forward, layer)  # torch.compile compiles equal methods once
+            layer.forward = MethodType(Gated.forward, layer)  # torch.compile compiles equal methods once
     _fuse_norms(model, layers)
 
 
@@ -116,7 +116,7 @@ def restore(model: nn.Module) -> None:
         if isinstance(module, UnifiedLoraLinear):
             module.__class__ = Linear
             del module.merges, module.number
-        if getattr(vars(module).get("forward"), "__func__", None) is gated_forward:
+        if getattr(vars(module).get("forward"), "__func__", None) is Gated.forward:
             del module.forward
         if isinstance(module, UnifiedLinear | FusedRMSNorm):
             model.set_submodule(name, module.plain())
@@ -156,18 +156,15 @@ def _is_gated(module: nn.Module) -> bool:
     return isinstance(_base(module.down_proj), MULTIPLIES_CODES)
 
 
-def gated_forward(mlp: nn.Module, x: Tensor) -> Tensor:
-    """
-    The forward pass that [`fuse`] gives to a gated MLP, (..., features) to the same: with the activation and its
-    quantizer in one pass.
-    """
-    down = _base(mlp.down_proj)
-    if not isinstance(down, MULTIPLIES_CODES):  # the layer was replaced after `fuse`
-        return type(mlp).forward(mlp, x)
-    return mlp.down_proj(silu_mul(mlp.gate_proj(x), mlp.up_proj(x), down.precision, down.trains()))
+class Gated:
+    """The forward pass that [`fuse`] gives to a gated MLP."""
 
-
-gated_forward.__name__ = "forward"  # pickle looks a method up by its name, and then finds the MLP's own
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        """Maps (..., features) to the same, with the activation and its quantizer in one pass."""
+        down = _base(self.down_proj)
+        if not isinstance(down, MULTIPLIES_CODES):  # the layer was replaced after `fuse`
+            return type(self).forward(self, x)
+        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x), down.precision, down.trains()))
 
 
 def _base(layer: nn.Module) -> nn.Module:
