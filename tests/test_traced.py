@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+import shutil
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch._inductor.config
 from accelerate.utils import compile_regions
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
@@ -196,6 +198,19 @@ def test_layers_that_share_an_input_quantize_it_once():
     with patch.object(traced, "quantize_input", lambda *args: calls.append(args) or quantize(*args)):
         update(model, function)
     assert len(calls) == 4 * model.config.num_hidden_layers  # q, k and v; o; gate and up; down
+
+
+@pytest.mark.isa
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_inductor_keeps_the_bits_if_it_keeps_the_roundings():
+    model, ids = policy("fp8", "full"), torch.arange(10, 42).view(2, 16)
+    with torch.no_grad():
+        plain = model(input_ids=ids, use_cache=False).logits
+        for keeps in (True, False):
+            model.model.layers[0].compile(fullgraph=True)
+            with torch._inductor.config.patch(emulate_precision_casts=keeps):
+                assert torch.equal(model(input_ids=ids, use_cache=False).logits, plain) is keeps
+            torch.compiler.reset()
 
 
 @pytest.mark.parametrize("of", ["model", "each layer"])

@@ -1,0 +1,100 @@
+"""
+Layers under torch.compile on a GPU, with Inductor, against the same layers without it.
+
+python3 -m pytest -m gpu -s tests/gpu/test_traced_gpu.py
+"""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import nn
+from torch._dynamo.utils import counters
+
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tiny import tiny_model
+
+from trl_quant.layers import UnifiedLinear, trained_linear
+from trl_quant.policy.unified import unify
+from trl_quant.precisions import qat_precisions, unified_flows
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
+    pytestmark.append(pytest.mark.skip(reason="FP8 in groups needs compute capability 9.0"))
+DEVICE = "cuda"
+SAME = 45  # dB. The order of a sum decides last bits
+
+
+def sqnr(given: torch.Tensor, right: torch.Tensor) -> float:
+    given, right = given.double(), right.double()
+    return (20 * torch.log10(right.norm() / (given - right).norm())).item()
+
+
+def gradients(function, x: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    x = x.detach().clone().requires_grad_()
+    y = function(x)
+    y.float().sin().sum().backward()
+    found = [y.detach().clone(), x.grad.clone(), *(p.grad.clone() for p in parameters)]
+    for p in parameters:
+        p.grad = None
+    return found
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("precision", [*unified_flows(), *qat_precisions()])
+def test_a_layer_follows_its_weight(precision, mode):
+    """In CUDA graphs too, which are replayed from the third call on."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer = trained_linear(nn.Linear(512, 256, device=DEVICE, dtype=torch.bfloat16), precision)
+    function, trained = torch.compile(layer, fullgraph=True, mode=mode), [*layer.parameters()]
+    for tokens in (64, 300):
+        x, before = torch.randn(tokens, 512, device=DEVICE, dtype=torch.bfloat16), None
+        for _ in range(5):
+            torch.compiler.cudagraph_mark_step_begin()
+            found, expected = gradients(function, x, trained), gradients(layer, x, trained)
+            distances = [sqnr(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
+            assert min(distances) > SAME
+            assert before is None or sqnr(before, found[0]) < SAME
+            before = found[0]
+            with torch.no_grad():
+                layer.weight.mul_(0.7)
+
+
+@pytest.mark.parametrize("precision", unified_flows())
+def test_decoder_layers_are_one_graph(precision):
+    torch.compiler.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = tiny_model(hidden_size=256, intermediate_size=512).to(DEVICE, torch.bfloat16)
+    unquantized = copy.deepcopy(model)
+    unify(model, precision)
+    model.enable_input_require_grads()  # so the first layer is like the others
+    for module in model.modules():
+        if isinstance(module, UnifiedLinear):
+            module.joint = None
+    ids = torch.arange(10, 74, device=DEVICE).view(2, 32)
+
+    def update(model: nn.Module) -> list[torch.Tensor]:
+        logits = model(input_ids=ids, use_cache=False).logits
+        logits.float().log_softmax(-1)[..., 3].sum().backward()
+        found = [logits.detach().clone(), *(p.grad.clone() for p in model.model.layers.parameters())]
+        model.zero_grad()
+        return found
+
+    plain, other = update(model), update(unquantized)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True)
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        found = update(model)
+    assert counters["stats"]["unique_graphs"] == 1 < len(model.model.layers)
+    for name, ours, theirs in (("logits", found[:1], other[:1]), ("gradients", found[1:], other[1:])):
+        right = plain[:1] if name == "logits" else plain[1:]
+        compiled, far = (min(map(sqnr, given, right)) for given in (ours, theirs))
+        print(f"RESULT {precision}, {name}: compiled {compiled:.1f} dB, in BF16 {far:.1f} dB")
+        assert compiled > far + 6
