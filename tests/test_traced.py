@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch._inductor.config
 from accelerate.utils import compile_regions
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
@@ -207,9 +206,8 @@ def test_inductor_keeps_the_bits_if_it_keeps_the_roundings():
     with torch.no_grad():
         plain = model(input_ids=ids, use_cache=False).logits
         for keeps in (True, False):
-            model.model.layers[0].compile(fullgraph=True)
-            with torch._inductor.config.patch(emulate_precision_casts=keeps):
-                assert torch.equal(model(input_ids=ids, use_cache=False).logits, plain) is keeps
+            model.model.layers[0].compile(fullgraph=True, options={"emulate_precision_casts": keeps})
+            assert torch.equal(model(input_ids=ids, use_cache=False).logits, plain) is keeps
             torch.compiler.reset()
 
 
