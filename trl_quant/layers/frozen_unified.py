@@ -84,7 +84,7 @@ class FrozenUnifiedLinear(Numbered, FrozenLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., in) to (..., out), in the type of `x` or autocast's."""
-        return output(x, self)
+        return output(x, self.part(), self.number)
 
 
 def frozen_layer(precision: str) -> type[FrozenLinear]:

@@ -301,14 +301,13 @@ def in_groups(w: QuantizedTensor) -> bool:
     return not FORMATS[w.format].per_row
 
 
-def output(x: Tensor, layer: nn.Module) -> Tensor:
+def output(x: Tensor, part: Part, number: Tensor) -> Tensor:
     """
     Returns the output (..., out) of one layer for `x` (..., in), computed with those that share its input, or alone
-    under torch.compile. `layer` is one of [`traced.Numbered`].
+    under torch.compile. `number` is that of the layer that returned the part: see [`traced.Numbered`].
     """
-    part = layer.part()
     if torch.compiler.is_compiling():
-        return traced(x, part, layer.number)
+        return traced(x, part, number)
     joint = part.layer.joint
     return compute(x, [part], part.codes)[0] if joint is None else joint.output(x, part)
 

@@ -151,7 +151,7 @@ class UnifiedLinear(Numbered, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., in) to (..., out), in the type of `x` or autocast's."""
-        return output(x, self)
+        return output(x, self.part(), self.number)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.precision!r}"

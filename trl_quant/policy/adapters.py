@@ -93,7 +93,7 @@ class FrozenUnifiedLoraLinear(FrozenLoraLinear):
     """PEFT's LoRA layer around a [`FrozenUnifiedLinear`]. PEFT creates it for a config from [`with_frozen_layers`]."""
 
     def _with_adapter(self, x: Tensor, name: str) -> Tensor:
-        return output(x, self)
+        return output(x, self.part(), self.number)
 
     @property
     def number(self) -> Tensor:
@@ -126,9 +126,10 @@ class UnifiedLoraLinear(Numbered, Linear):
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         """Maps `x` of shape (..., in) to (..., out), in the type of `x` or of autocast."""
-        if args or kwargs or self._merged_adapter() is None:
+        name = None if args or kwargs else self._merged_adapter()
+        if name is None:
             return super().forward(x, *args, **kwargs)
-        return output(x, self)
+        return output(x, self._merged_part(name), self.number)
 
     def part(self) -> Part:
         """As [`~layers.UnifiedLinear.part`], with the adapter that is merged at present."""
