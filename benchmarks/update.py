@@ -114,7 +114,7 @@ def measure(kind: str, args) -> dict:
         "gradient_accumulation_steps": args.accumulation,
         "use_liger_kernel": args.liger,
         "torch_compile": args.compile is not None and not args.regional,
-        "torch_compile_mode": args.compile,
+        "torch_compile_mode": None if args.regional else args.compile,  # a mode alone switches it on
         "num_generations": 2,
         "gradient_checkpointing": True,
         "max_steps": args.steps + WARM_UP,

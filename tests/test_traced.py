@@ -108,6 +108,8 @@ def test_a_layer_with_an_adapter(kind, precision, dtype):
         layer.lora_A["default"].weight.mul_(-3)
     after = gradients(layer, x, *parameters(layer))
     assert same(gradients(function, x, *parameters(layer)), after) and not torch.equal(before[0], after[0])
+    layer.requires_grad_(False)  # a frozen adapter passes gradients on
+    assert same(gradients(function, x), after[:2])
 
 
 @pytest.mark.parametrize("kind", [UnifiedLinear, QATLinear])

@@ -303,8 +303,8 @@ def in_groups(w: QuantizedTensor) -> bool:
 
 def output(x: Tensor, part: Part, number: Tensor) -> Tensor:
     """
-    Returns the output (..., out) of one layer for `x` (..., in), computed with those that share its input, or alone
-    under torch.compile. `number` is that of the layer that returned the part: see [`traced.Numbered`].
+    Returns the output (..., out) of one layer for `x` (..., in). It is computed together with the layers that share its
+    input; under torch.compile, alone. `number` belongs to the layer that returned the part: see [`traced.Numbered`].
     """
     if torch.compiler.is_compiling():
         return traced(x, part, number)

@@ -55,7 +55,7 @@ def _codes(number: Tensor) -> QuantizedTensor:
     return _layers[number.item()].part().codes()
 
 
-# Operators. None may be captured in a CUDA graph, which would replay it without asking for the layer's codes
+# Operators. The tag keeps them out of CUDA graphs, whose replays would not ask the layer for its codes
 operator = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 
 
@@ -156,7 +156,7 @@ def _(x, number, bias, features, forward):
 class _Traced(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, number, format, dtype, outputs, scaling, merged):
-        ctx.shape, ctx.format, ctx.dtype, ctx.scaling, ctx.merged = x.shape, format, dtype, scaling, merged
+        ctx.shape, ctx.format, ctx.scaling, ctx.merged = x.shape, format, scaling, merged
         grouped, trains = FORMATS[format].grouped, weight is not None and ctx.needs_input_grad[1]
         flat = x.reshape(-1, x.shape[-1]).to(dtype)
         values, scale, *columns = _quantize(flat, format, grouped and trains)
@@ -183,13 +183,13 @@ class _Traced(torch.autograd.Function):
             if dw is None:
                 dw = flat.t() @ _dequantize(first, second, ctx.format, flat.dtype)
             dw = dw.to(ctx.weight_dtype)
-        if wants_a or wants_b:
+        if a is not None:
             scaled = (a * ctx.scaling).to(a.dtype).to(flat.dtype)
             x = _dequantize(first, second, ctx.format, flat.dtype) if ctx.merged else first
             h = x @ scaled.t() if ctx.merged else second
             dh = flat @ b.to(flat.dtype)
-            da = ((dh.t() @ x).float() * ctx.scaling).to(a.dtype)
-            db = (flat.t() @ h).to(b.dtype)
+            da = ((dh.t() @ x).float() * ctx.scaling).to(a.dtype) if wants_a else None
+            db = (flat.t() @ h).to(b.dtype) if wants_b else None
             if dx is not None and not ctx.merged:
                 dx = torch.addmm(dx, dh, scaled)
         if wants_bias:
