@@ -6,10 +6,9 @@ Launcher and ranks are forks where there is no GPU (`warm`), and the script trai
 
 A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `rloo` the same with RLOO, `distilled`
 the same with distillation, `passes` the same with and without a scoring pass, `packed` the same with packed rows and
-padded ones, `trained` the same in a `train_precision`, `broken` the same with steps that are not finite, `masked` the
-same with a masked diffusion model,
-`ppo` is in `ppo_ranks`, `sharded` in `fsdp_ranks`, `qat` in `qat_ranks`, `turns` in `turn_ranks`, the others in
-`vllm_ranks`.
+padded ones, `trained` the same in a `train_precision`, `broken` the same with steps that are not finite, `late` the
+same with a rank that is late to save, `masked` the same with a masked diffusion model, `ppo` is in `ppo_ranks`,
+`sharded` in `fsdp_ranks`, `qat` in `qat_ranks`, `turns` in `turn_ranks`, the others in `vllm_ranks`.
 The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CASE/rank-N.json.
 """
 
@@ -20,6 +19,8 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
+from zipfile import is_zipfile
 
 import torch
 import warm
@@ -206,6 +207,33 @@ def train_with_a_reward(hangs: bool, precision: str, path: Path) -> dict:
     return {"error": error, "steps": [log["step"] for log in trainer.state.log_history if "loss" in log]}
 
 
+def train_late(precision: str, tuning: str, path: Path) -> list[str]:
+    """One step, after which the second rank is late to save; the states found as the checkpoint is marked as whole."""
+    from training import config, dataset, lora, make
+    from transformers import TrainerState
+
+    from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+
+    found, save, mark = [], torch.save, TrainerState.save_to_json
+
+    def late(state, path, *args, **kwargs) -> None:
+        if str(path).endswith("rng_state_1.pth"):
+            time.sleep(2.0)
+        save(state, path, *args, **kwargs)
+
+    def marked(self, json_path) -> None:
+        found.extend(sorted(file.name for file in Path(json_path).parent.glob("rng_state*") if is_zipfile(file)))
+        mark(self, json_path)
+
+    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    args = config(QuantGRPOConfig, path / "out", rollout_precision=precision, **settings)
+    peft_config = lora() if tuning == "lora" else None
+    options = {"model": str(path.parent / "model"), "train_dataset": dataset(32), "peft_config": peft_config}
+    with patch.object(torch, "save", late), patch.object(TrainerState, "save_to_json", marked):
+        make(QuantGRPOTrainer, args, **options).train()
+    return found
+
+
 def train_broken(precision: str, tuning: str, path: Path) -> dict:
     """Three steps, in the second of which something becomes NaN on the second rank alone; what became of the run."""
     from broken import Broken
@@ -263,6 +291,8 @@ def run(path: Path, case: str) -> None:
         found = train_in_precision(precision, tuning, path / case)
     elif mode in ("hanging", "resuming"):
         found = train_with_a_reward(mode == "hanging", precision, path)
+    elif mode == "late":
+        found = train_late(precision, tuning, path / case)
     elif mode == "broken":
         found = train_broken(precision, tuning, path / case)
     elif mode == "qat":

@@ -118,6 +118,18 @@ def test_none_that_both_have(disks, both):
         assert "has checkpoint-4 (rank 0)" in str(error) and "has checkpoint-2 (rank 1)" in str(error)
 
 
+def test_a_copy_beside_a_file_that_a_host_did_not_finish(disks, both):
+    """The second host died while it wrote its random state, and then got a copy of the first host's checkpoint."""
+    for disk in disks:
+        write(disk, 2)
+    (unfinished := disks[1] / "out/checkpoint-2/rng_state_1.pth").write_bytes(b"PK")
+    for error in both("newest"):
+        assert "has checkpoint-2 (rank 0)" in str(error)
+        assert "has none (checkpoint-2 lacks its random state) (rank 1)" in str(error)
+    unfinished.unlink()
+    assert both("newest") == ["out/checkpoint-2"] * 2
+
+
 def test_none_at_all(disks, both):
     assert all("there is nothing to resume" in str(error) for error in both("newest"))
 

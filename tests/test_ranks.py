@@ -21,12 +21,13 @@ PPO = ["ppo-int8-full", "ppo-int8-lora", "ppo-int8-shared"]
 PASSES = ["passes-int4-full", "passes-int4-lora"]
 TRAINED = ["trained-nvfp4-lora", "trained-fp8_block-full"]
 PACKED = ["packed-int4-full", "packed-int4-lora"]
+LATE = ["late-int8-lora"]
 MASKED = ["masked-int4-full", "masked-int8-lora"]
 SHARDED = ["sharded-fp8_block-full", "sharded-int8-lora", "sharded-int8-rounded"]
-WITHOUT_VLLM = EMBEDDED + PPO + PASSES + TRAINED + PACKED + MASKED + SHARDED
+WITHOUT_VLLM = EMBEDDED + PPO + PASSES + TRAINED + PACKED + LATE + MASKED + SHARDED
 # launch -> (accelerate's configuration, cases)
 LAUNCHES = {
-    "ddp": ("ddp", [*EMBEDDED, *PPO, *PASSES, *TRAINED, *PACKED, *MASKED, "tp-int8-lora"]),
+    "ddp": ("ddp", [*EMBEDDED, *PPO, *PASSES, *TRAINED, *PACKED, *LATE, *MASKED, "tp-int8-lora"]),
     "dp": ("ddp", ["dp-int8-full", "beside-int8-lora"]),  # vLLM keeps a process to one tensor parallel size
     "fsdp2": (
         "fsdp2",
@@ -92,6 +93,11 @@ def test_packed_rows_train_as_padded_ones(found, launch, case):
     ranks = found(launch, case)
     assert all(rank["gap"] < 1e-4 for rank in ranks)
     assert all(packed < 0.8 * padded for packed, padded in (rank["computed"] for rank in ranks))
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_a_checkpoint_is_marked_as_whole_after_all_ranks_have_saved(found, case):
+    assert found("ddp", case) == [["rng_state_0.pth", "rng_state_1.pth"], []]
 
 
 @pytest.mark.parametrize("case", PPO)

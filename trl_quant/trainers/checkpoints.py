@@ -105,18 +105,25 @@ def checkpoint_to_resume(output_dir: str) -> str:
     Raises:
         `ValueError`: There is no such checkpoint, or it may belong to another run. Raised on every rank.
     """
-    mine = [path.name for path in checkpoints_in(output_dir) if is_whole(path)]
+    mine = {path.name: lacking(path) for path in checkpoints_in(output_dir) if has_whole_weights(path)}
     found = gather_object([(platform.node(), mine)])
-    common = [name for name in mine if all(name in names for _, names in found)]
+    common = [name for name in mine if all(name in parts and not parts[name] for _, parts in found)]
     if common:
         with on_every_rank():
             _check_one_run(output_dir, [Path(output_dir, name) for name in common])
         return os.path.join(output_dir, common[-1])
     refused = "`resume_from_checkpoint`=True, but"
-    if not any(names for _, names in found):
+    if not any(not lacks for _, parts in found for lacks in parts.values()):
         raise ValueError(f"{refused} there is nothing to resume. {how_to_go_on(output_dir)}")
-    where = _joined_answers([f"{host} has {', '.join(names) or 'none'}" for host, names in found])
+    where = _joined_answers([_what_a_host_has(host, parts) for host, parts in found])
     raise ValueError(f"{refused} no checkpoint in {output_dir} is whole on every host: {where}. {COPY_IT}")
+
+
+def _what_a_host_has(host: str, lacking_parts: dict[str, list[str]]) -> str:
+    """Describes a host's checkpoints, given the parts that each lacks to resume a run."""
+    whole = [name for name, parts in lacking_parts.items() if not parts]
+    others = [f"{name} lacks its {' and '.join(parts)}" for name, parts in lacking_parts.items() if parts]
+    return f"{host} has {', '.join(whole) or 'none'}" + (f" ({', '.join(others)})" if others else "")
 
 
 def start_of(args, peft_config) -> str | None:

@@ -353,6 +353,11 @@ class QuantRollouts:
         if self._engine is not None and self.args.should_save and not _internal_call:  # else `_save_checkpoint` records
             checkpoints.write_rollout_state(output_dir or self.args.output_dir, checkpoints.recorded(self))
 
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        # The trainer state, which the first rank writes next, marks a checkpoint as complete: for every rank
+        self.accelerator.wait_for_everyone()
+
     def _save_checkpoint(self, model, trial):
         check_trained(self)
         state = checkpoints.recorded(self)
