@@ -126,8 +126,8 @@ class RolloutFields:
     sync_check_steps: Annotated[int, Range(0)] = field(
         default=50,
         metadata={
-            "help": "Steps from one self-check of the vLLM engine to the next. Engine and policy score a few prompts, "
-            "and training stops if they disagree by more than the format explains. 0 switches the check off."
+            "help": "Number of weight syncs from one self-check of the vLLM engine to the next. Engine and policy "
+            "score a few prompts; training stops if they disagree by more than the format explains. 0: no checks."
         },
     )
     vllm_request_timeout: Seconds = field(
