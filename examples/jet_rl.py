@@ -12,7 +12,7 @@ On a laptop, with a small stored model and the embedded engine:
     python examples/jet_rl.py --config examples/laptop.yaml
 
 The command line or a YAML file, `--config`, can change every option of the recipe; `--help` lists them all. Beyond the
-paper: on Hopper GPUs `exact_rollouts` has trainer and sampler compute the same between the linear layers too.
+paper, on Hopper GPUs `exact_rollouts` makes trainer and sampler use the same kernels between the linear layers too.
 """
 
 import torch
@@ -35,7 +35,7 @@ RECIPE = {
     "vllm_mode": "colocate",
     "max_completion_length": 16384,
     "is_correction": "none",
-    # The text of the paper that this follows has lost both numbers: these are QuRL's.
+    # The copy of the paper that we read lacks both numbers; these are QuRL's.
     "learning_rate": 1e-6,
     "beta": 1e-3,
     "use_bias_correction_kl": False,  # the framework of the paper, VeRL, has no ratio in its KL loss

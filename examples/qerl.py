@@ -18,13 +18,14 @@ On a laptop, with a small stored model and the embedded engine:
     python examples/qerl.py --config examples/laptop.yaml
 
 The command line or a YAML file, `--config`, can change every option of the recipe; `--help` lists them all, and
-`--resume_from_checkpoint true` goes on with an interrupted run. Not as in the paper: the base is rounded to nearest, as
-in the public release, unless `--model_name_or_path` is a checkpoint that `trl-quant prepare` calibrated. Table 1 is of
-GRPO: `--loss_type grpo --dynamic_sampling_rounds 0 --overlong_punishment 0`.
+`--resume_from_checkpoint true` continues an interrupted run. Unlike in the paper, the base is rounded to nearest, as in
+the public release, unless `--model_name_or_path` is a checkpoint that `trl-quant prepare` calibrated. Table 1 uses
+GRPO: add `--loss_type grpo --dynamic_sampling_rounds 0 --overlong_punishment 0`.
 
-Paper and release differ in the old policy of the ratio. In the paper it is the noised sampler (algorithm 1, line 9):
-`coupled`, the recipe's. In the release it is the clean trainer, so that the noise is exploration which the gradient
-ignores: `--is_correction none`. The release also trains the norms, and its scripts set
+Paper and release differ in the old policy of the ratio. In the paper it is the sampler with its noise (algorithm 1,
+line 9), which is `coupled`, the recipe's default. In the release it is the trainer without noise, so the noise only
+adds exploration, and the gradient ignores it: `--is_correction none`. The release also trains the norms, and
+its scripts set
 
     --loss_type bnpo --num_iterations 1 --lora_r 16 --lora_alpha 16 --noise_sigma_end 1e-4 --adam_beta2 0.99
     --weight_decay 0.1 --lr_scheduler_type cosine --warmup_steps 0.1 --max_grad_norm 0.2

@@ -1,7 +1,7 @@
 """QuRL on DAPO's problems: Qwen2.5-Math-7B with an INT8 sampler, ACR and UAQ.
 
-The hyperparameters are the paper's for AIME 2024 (section 5.1). Where it is silent, they are those of the script in
-verl whose model, batch and 200 steps it has (recipe/dapo/test_dapo_7b_math.sh). On eight GPUs:
+The hyperparameters are the paper's for AIME 2024 (section 5.1). Where the paper is silent, they are those of verl's
+script with the same model, batch and 200 steps (recipe/dapo/test_dapo_7b_math.sh). On eight GPUs:
 
     accelerate launch --config_file configs/accelerate/fsdp2.yaml examples/qurl_dapo.py --output_dir runs/qurl-dapo
 
@@ -11,8 +11,9 @@ On a laptop, with a small stored model and the embedded engine:
 
 The command line or a YAML file, `--config`, can change every option of the recipe; `--help` lists them all. The
 model's config allows 4096 tokens. Set `max_position_embeddings` to 32768 in the config.json of a local copy, as the
-script does. It keeps groups that teach nothing; `--dynamic_sampling_rounds 9` replaces them. Not as in the script: no
-dual clip, which would undo ACR, and a boxed answer, as `strict_math_reward` reads it.
+script does. The script keeps groups whose rewards are all equal; `--dynamic_sampling_rounds 9` replaces them. Unlike
+the script, the recipe has no dual clip, which would undo ACR, and asks for a boxed answer, which `strict_math_reward`
+reads.
 """
 
 from qurl import RECIPE as DEEPSCALER
