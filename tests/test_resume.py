@@ -354,11 +354,19 @@ def test_rotation_goes_by_steps(tmp_path):
 def test_what_a_rotation_deletes(tmp_path, steps, step, limit, best, left):
     for number in steps:
         write_rollout_state(tmp_path / f"checkpoint-{number}", {"runs": ["a", "b"] if number > 2 else ["a"]})
+    kept = {"checkpoint-best", "checkpoint-best-2", "checkpoint-1"}
     (tmp_path / "checkpoint-best").mkdir()
+    write_rollout_state(tmp_path / "checkpoint-best-2", {"runs": ["a"]})  # a copy that the user keeps
     write_rollout_state(tmp_path / "checkpoint-1", {"runs": ["other"]})
     checkpoints.rotate(tmp_path, step, limit, best and str(tmp_path / f"checkpoint-{best}"), ["a", "b"])
     found = {path.name for path in tmp_path.iterdir()}
-    assert found == {"checkpoint-best", "checkpoint-1"} | {f"checkpoint-{number}" for number in left}
+    assert found == kept | {f"checkpoint-{number}" for number in left}
+
+
+def test_a_copy_by_another_name_is_not_resumed(copied):
+    shutil.copytree(copied / "checkpoint-1", copied / "checkpoint-before-the-change-9")
+    assert checkpoint_to_resume(copied) == str(copied / "checkpoint-2")
+    assert last_complete_checkpoint(copied) == str(copied / "checkpoint-2")
 
 
 def test_another_runs_higher_checkpoint_is_not_taken(tmp_path, caplog):

@@ -16,6 +16,7 @@ from .files import read_heads, read_json
 ROLLOUT_STATE_NAME = "rollout_state.json"
 CRITIC_NAME = "critic"  # a directory
 GENERATION_NAME = "unfinished_generation_"  # prefix of a rank's file, followed by the rank
+CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
 SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(safetensors|bin)")
 # The names that transformers and accelerate use: one file, one for each rank, or a directory under FSDP
 OPTIMIZER = re.compile(r"optimizer\.(pt|bin)|optimizer_\d+|optimizer\.pt_.*|rank\d+-of-\d+-optimizer\.pt")
@@ -38,17 +39,16 @@ def last_to_resume(output_dir: str) -> str | None:
 
 
 def checkpoints_in(output_dir: str) -> list[Path]:
-    """Returns all checkpoints in `output_dir`, complete or not, in the order of their steps."""
-    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step_of(path).isdecimal()]
+    """
+    Returns all checkpoints in `output_dir`, complete or not, in the order of their steps. A copy that the user keeps
+    there by another name, such as `checkpoint-best-300`, is none of them.
+    """
+    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if CHECKPOINT.fullmatch(path.name)]
     return sorted(found, key=number_of)
 
 
-def _step_of(path: Path) -> str:
-    return path.name.rpartition("-")[2]
-
-
 def number_of(path: Path) -> int:
-    return int(_step_of(path))
+    return int(path.name.rpartition("-")[2])
 
 
 def is_whole(path: Path) -> bool:
