@@ -300,6 +300,11 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, options):
     assert all(log["dynamic_sampling/replaced_groups"] > 0 for log in whole.state.log_history[2:4])
 
 
+def test_what_an_earlier_round_sampled_does_not_count_as_sampled_elsewhere(tmp_path, caplog):
+    trainer_of(tmp_path, max_steps=1).train()
+    assert "was not sampled from the rollout engine" not in caplog.text
+
+
 def test_an_evaluation_samples_once(tmp_path):
     def constant(completions, trainer_state, **kwargs):
         calls.append(len(completions))

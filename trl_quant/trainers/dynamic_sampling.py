@@ -233,6 +233,7 @@ def dynamically_sampled(trainer, inputs: list[dict]) -> Iterator[list[dict]]:
     with exchanged(
         trainer,
         generation=nullcontext,  # nothing is sampled
+        _tell_unused=lambda: None,
         _generate_single_turn=lambda *args, **kwargs: sampled,
         _calculate_rewards=lambda *args, **kwargs: batch.rewards,
     ):
