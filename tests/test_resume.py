@@ -200,6 +200,23 @@ def test_a_crash_of_the_engine_leaves_the_last_checkpoint_and_names_the_step(tmp
     assert resumed.state.global_step == 6
 
 
+def test_a_checkpoint_that_was_written_over_in_part_does_not_count(tmp_path, monkeypatch):
+    """A run that resumed from an earlier one is killed after it wrote new weights beside the old optimizer."""
+    trainer_of(tmp_path, save_steps=2, max_steps=4).train()
+    again = trainer_of(tmp_path, save_steps=2, max_steps=4, max_grad_norm=0.1)
+    old = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+
+    def killed(output_dir):
+        raise Killed
+
+    monkeypatch.setattr(again, "_save_optimizer_and_scheduler", killed)
+    with pytest.raises(Killed):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    new = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert any(not torch.equal(new[name], old[name]) for name in old)
+    assert checkpoint_to_resume(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
 # Which checkpoints a run goes on from
 
 

@@ -21,6 +21,7 @@ from peft.utils.constants import MIN_TARGET_MODULES_FOR_OPTIMIZATION
 from safetensors import SafetensorError
 from torch.utils.data import Sampler
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..precisions import in_vllm
 from ..storage.run_checkpoints import (
@@ -303,6 +304,14 @@ def _settings(args) -> dict:
     package = __name__.partition(".")[0]
     kind = next(cls for cls in type(args).__mro__ if cls.__module__.partition(".")[0] == package)
     return args.training_settings() | {"config": kind.__name__}
+
+
+def begin(checkpoint: str | Path) -> None:
+    """
+    Must be called before any other file of a checkpoint is written. A run that resumed from an earlier checkpoint
+    writes over a later one, whose trainer state, left in place, would mark a mixture of both as whole.
+    """
+    Path(checkpoint, TRAINER_STATE_NAME).unlink(missing_ok=True)
 
 
 def write_rollout_state(checkpoint: str | Path, state: dict) -> None:

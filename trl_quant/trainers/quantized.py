@@ -366,6 +366,8 @@ class QuantRollouts:
         directory, step, limit = self._get_output_dir(trial), self.state.global_step, self.args.save_total_limit
         checkpoint = f"{directory}/{PREFIX_CHECKPOINT_DIR}-{step}"
         with checkpoints.saving(checkpoint):
+            if self.args.should_save:
+                checkpoints.begin(checkpoint)
             if self._engine is not None:
                 unfinished.save(self, checkpoint)
             if self.args.should_save:
