@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -215,6 +216,17 @@ def test_a_checkpoint_that_was_written_over_in_part_does_not_count(tmp_path, mon
     new = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
     assert any(not torch.equal(new[name], old[name]) for name in old)
     assert checkpoint_to_resume(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+def test_a_setting_of_numpy_is_recorded(tmp_path):
+    """As a sweep gives it. It is the same setting as Python's number."""
+    given = {"noise_stages": np.int64(3), "noise_sigma_start": np.float32(0.01), "learning_rate": np.float32(1e-3)}
+    trainer_of(tmp_path, max_steps=3, **given).train()
+    settings = read_rollout_state(tmp_path / "checkpoint-3")["settings"]
+    assert settings["noise_stages"] == 3 and settings["noise_sigma_start"] == float(np.float32(0.01))
+    resumed = trainer_of(tmp_path, max_steps=4, **given)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
 
 
 # Which checkpoints a run goes on from

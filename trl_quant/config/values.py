@@ -81,7 +81,7 @@ def check_types(args, own_fields) -> None:
     """
     Raises `ValueError` if one of `own_fields`, of the fields in `TRL_RANGES` or of those that are read as dicts has a
     value of another type, or if any other field of True or False (or `None`) is a string, such as "false", which Python
-    counts as true.
+    counts as true. Numbers of NumPy become Python's, since a checkpoint records them as JSON.
     """
     hints = get_type_hints(type(args))
     files = {"accelerator_config", "fsdp_config", "deepspeed"}  # transformers reads a string as the name of a JSON file
@@ -89,7 +89,10 @@ def check_types(args, own_fields) -> None:
     flags = [name for name, hint in hints.items() if hint in (bool, bool | None)]
     texts = [name for name in flags if isinstance(getattr(args, name, None), str)]
     for name in (*own_fields, *_trl_ranges(args), *dicts, *texts):
-        check_type(name, getattr(args, name), hints[name])
+        value = getattr(args, name)
+        check_type(name, value, hints[name])
+        if isinstance(value, Real) and not isinstance(value, int | float):
+            setattr(args, name, int(value) if isinstance(value, Integral) else float(value))
 
 
 def check_values(args) -> None:
