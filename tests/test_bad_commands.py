@@ -165,6 +165,26 @@ def test_help_shows_our_options_first(capsys):
     assert {f"--{f.name}" for f in fields(QuantGRPOConfig)} <= {*named}
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("trainer: null", "`trainer`=None must be a string"),
+        ("overlong_punishment: null", "`overlong_punishment`=None must be a finite number"),
+        ("overlong_punishment: [0.5]", r"`overlong_punishment`=\[0.5\] must be a finite number"),
+        ("reward_funcs: null", "`reward_funcs`=None must be a name or a list of names"),
+        ("reward_funcs: [3]", r"`reward_funcs`=\[3\] must be a name or a list of names"),
+        ("reward_funcs: {gsm8k: 1}", r"`reward_funcs`=\{'gsm8k': 1\} must be a name or a list of names"),
+        ("dry_run: 3", "`dry_run`=3 must be True or False"),
+    ],
+)
+def test_a_value_of_another_type_in_a_file_is_refused(line, says, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{line}\n")
+    argv = ["train", "--model_name_or_path", "m", "--config", str(file), "--use_cpu", "--bf16", "false"]
+    with pytest.raises(SystemExit, match=f"error: {says}"):
+        main(argv)
+
+
 def test_a_reward_that_returns_something_else_is_named(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "def scalar(completions, **kwargs):\n    return 1.0\n"

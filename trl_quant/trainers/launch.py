@@ -81,11 +81,13 @@ class TrainArguments:
 
     def __post_init__(self):
         check_choice("trainer", self.trainer, [*TRAINERS])
-        for name, hint in get_type_hints(type(self)).items():
-            if hint in (str, str | None):
-                check_type(name, getattr(self, name), hint)
         if isinstance(self.reward_funcs, str):  # a YAML file may name a single one
             self.reward_funcs = [self.reward_funcs]
+        if not isinstance(self.reward_funcs, list) or not all(isinstance(name, str) for name in self.reward_funcs):
+            raise ValueError(f"`reward_funcs`={self.reward_funcs!r} must be a name or a list of names.")
+        for name, hint in (get_type_hints(type(self)) | {"trainer": str}).items():
+            if name != "reward_funcs":
+                check_type(name, getattr(self, name), hint)
         self.defaults_told = [] if self.dataset_name else [f"No `dataset_name`: the run trains on {DEFAULT_DATASET}."]
         self.dataset_name = self.dataset_name or DEFAULT_DATASET
         if not 0 <= self.overlong_punishment <= 1:
