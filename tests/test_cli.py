@@ -326,6 +326,7 @@ def test_a_run_that_cannot_start_is_refused_before_a_model_is_loaded(argv, tmp_p
     quantized = [*argv, "--rollout_precision", "int4"]
     main(["train", *quantized, "--max_steps", "1"])
     (tmp_path / "file").write_text("")
+    (tmp_path / "number.yaml").write_text("resume_from_checkpoint: 1\n")
     place = argv.index("--output_dir") + 1
 
     def load(*args, **kwargs):
@@ -339,6 +340,7 @@ def test_a_run_that_cannot_start_is_refused_before_a_model_is_loaded(argv, tmp_p
         ("new", ["--resume_from_checkpoint", "true"], "there is nothing to resume"),
         ("new", ["--resume_from_checkpoint", str(tmp_path / "run/checkpoint-7")], "checkpoint-7' is not a directory"),
         ("run", ["--resume_from_checkpoint", "true", "--is_correction", "ais"], "`is_correction`: 'tis' -> 'ais'"),
+        ("run", ["--config", str(tmp_path / "number.yaml")], "`resume_from_checkpoint`=1 must be the directory of a"),
     ):
         quantized[place] = str(tmp_path / output_dir)
         for dry in ("false", "true"):

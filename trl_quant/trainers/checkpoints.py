@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from torch.utils.data import Sampler
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..precisions import in_vllm
 from ..storage.run_checkpoints import (
@@ -137,6 +138,11 @@ def start_of(args, peft_config) -> str | None:
         [`check_adapter`]; or a new run would save into a directory that cannot be written, or beside another run's
         checkpoints.
     """
+    if not isinstance(args.resume_from_checkpoint, str | os.PathLike | bool | None):
+        raise ValueError(
+            f"`resume_from_checkpoint`={args.resume_from_checkpoint!r} must be the directory of a checkpoint, such as "
+            f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-100, or True for the newest one in `output_dir`."
+        )
     resume = {"true": True, "false": None}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
     if resume is True:
         resume = checkpoint_to_resume(args.output_dir)
