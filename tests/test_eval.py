@@ -308,6 +308,7 @@ def test_generated_tasks(argv, tmp_path, task):
         (["--max_completion_length", "3000"], "the longest prompt has 2 tokens, and the model 2048 positions"),
         (["--output", "{tmp}/out.txt"], "out.txt': results are written as .json"),
         (["--task_kwargs", "[1]"], "`--task_kwargs`='[1]' is not a JSON object"),
+        (["--task", "arithmetic", "--task_kwargs", "[]"], "`--task_kwargs`='[]' is not a JSON object"),
         (["--task_kwargs", '{"max_target": 9}'], "`task_kwargs`: jsonl takes no max_target=9"),
         (["--task", "countdown", "--task_kwargs", '{"max_target": 99}'], "`task_kwargs` act only on generated"),
         (["--data", "{tmp}/nowhere.jsonl"], "there is no such file"),

@@ -113,8 +113,9 @@ def test_the_card_is_the_one_that_is_named(model_dir, options, capsys, unloaded)
     assert "a GPU with 0.5 GB" in told and "does not fit" in told
     main(["plan", model_dir, *options, "--card", "80"])
     assert ": fits" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="`--card`=-1"):
-        main(["plan", model_dir, *options, "--card", "-1"])
+    for card in ("-1", "inf", "nan"):
+        with pytest.raises(SystemExit, match=f"`--card`={card} is out of range"):
+            main(["plan", model_dir, *options, "--card", card])
 
 
 def test_the_model_may_be_named_as_in_training(model_dir, options, capsys, unloaded, tmp_path):

@@ -13,6 +13,9 @@ from . import plain_errors
 from .options import check_train
 
 
+LARGEST_CARD = 1e9  # GB
+
+
 @plain_errors()
 def main(argv: list[str] | None = None) -> None:
     """Prints the plan of a run."""
@@ -27,8 +30,8 @@ def main(argv: list[str] | None = None) -> None:
         "--card", type=float, metavar="GB", help="of the GPU, 10^9 bytes (default: this machine's, or 80)"
     )
     args, options = parser.parse_known_args(argv)
-    if args.card is not None and not args.card > 0:
-        raise ValueError(f"`--card`={args.card:g} is out of range. It must be > 0.")
+    if args.card is not None and not 0 < args.card <= LARGEST_CARD:
+        raise ValueError(f"`--card`={args.card:g} is out of range. It must be > 0 and <= {LARGEST_CARD:g}.")
     if options and not options[0].startswith("-"):
         if any(part.partition("=")[0] == "--model_name_or_path" for part in options):
             parser.error(f"MODEL ({options[0]}) and --model_name_or_path both name the model: leave one of them out")

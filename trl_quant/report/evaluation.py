@@ -154,10 +154,10 @@ def resolve(options: EvaluationOptions) -> dict:
     options.output = options.output or f"eval-{options.task}.json"
     if Path(options.output).suffix != ".json":
         raise ValueError(f"`--output`={options.output!r}: results are written as .json.")
-    try:
-        return dict(json.loads(options.task_kwargs))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"`--task_kwargs`={options.task_kwargs!r} is not a JSON object: {error}.") from error
+    difficulty = _parsed(options.task_kwargs)
+    if difficulty is None:
+        raise ValueError(f"`--task_kwargs`={options.task_kwargs!r} is not a JSON object.")
+    return difficulty
 
 
 def resolve_schedule(options: EvaluationOptions, given: EvaluationOptions, trained: Trained) -> dict | None:
