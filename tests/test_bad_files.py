@@ -241,6 +241,9 @@ def test_a_full_disk_is_told_with_the_directory_and_the_last_checkpoint(copied, 
 def test_other_errors_of_saving_stay_what_they_are(tmp_path):
     with pytest.raises(PermissionError, match="denied"), checkpoints.saving(str(tmp_path / "checkpoint-1")):
         raise PermissionError(errno.EACCES, "denied")
+    elsewhere = tmp_path / "of another host" / "checkpoint-1"  # a host that does not save has no such directory
+    with pytest.raises(RuntimeError, match="closed by peer"), checkpoints.saving(str(elsewhere)):
+        raise RuntimeError("gloo: Connection closed by peer")
 
 
 # What a run leaves behind

@@ -261,7 +261,8 @@ def saving(checkpoint: str) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         directory = Path(checkpoint).parent
-        free = shutil.disk_usage(directory).free if directory.is_dir() else 0
+        existing = next(place for place in Path(checkpoint).absolute().parents if place.is_dir())
+        free = shutil.disk_usage(existing).free
         may_be_full = isinstance(error, RuntimeError) and free < 2**20  # torch.save does not tell the cause
         if not is_full(error) and not may_be_full:
             raise
