@@ -24,6 +24,7 @@ import torch
 
 from trl_quant import __version__
 from trl_quant.precisions import in_vllm
+from trl_quant.storage.whole import write_whole
 
 
 SHAPES = {  # Qwen2.5; 70b is Llama 3's, with Qwen2.5's vocabulary
@@ -337,11 +338,6 @@ def report(result: dict) -> None:
 def save(name: str, results: dict, directory: Path | None) -> None:
     """Writes results to `directory`, if there is one. Called after each, so that a run that is cut off keeps them."""
     if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
+        content = {"machine": machine(), "versions": versions(), "commit": commit(), **results}
         path = directory / f"{name}-{machine().replace(' ', '-')}.json"
-        path.write_text(
-            json.dumps(
-                {"machine": machine(), "versions": versions(), "commit": commit(), **results}, indent=2, default=str
-            )
-            + "\n"
-        )
+        write_whole(path, json.dumps(content, indent=2, default=str) + "\n")

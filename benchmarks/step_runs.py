@@ -23,6 +23,8 @@ from pathlib import Path
 from engines import BANDWIDTH, in_own_process, machine, versions
 from limits import sampling_limit, update_limit
 
+from trl_quant.storage.whole import write_whole
+
 
 PHASES = ("sampling", "sync", "scoring", "update", "rest")
 # Trainers that the others of their method are divided by: TRL as it comes, TRL with the switches that help it, ours in
@@ -118,8 +120,7 @@ def read(*paths: Path) -> dict:
 
 def write(found: dict, path: Path | None) -> None:
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found) + "\n")
+        write_whole(path, json.dumps(found) + "\n")
 
 
 def print_tables(found: dict) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import resource
 import sys
 from pathlib import Path
 
@@ -32,3 +33,26 @@ def test_a_benchmark_that_is_cut_off_keeps_what_it_measured(monkeypatch, tmp_pat
     results = found["results"].get("tiny", found["results"])  # by size, if the benchmark takes several
     assert len(asked) == 2 and results[asked[0]] == {"error": "out of memory"} and asked[1] not in results
     assert found["commit"] and found["versions"]["torch"] and found["machine"]
+
+
+@pytest.mark.parametrize("name", ["step_runs", "engines"])
+def test_a_full_disk_leaves_what_was_measured_before(monkeypatch, tmp_path, name):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    benchmark = importlib.import_module(name)
+
+    def write(runs: list[str]) -> None:
+        if name == "engines":
+            benchmark.save("figures", {"runs": runs}, tmp_path)
+        else:
+            benchmark.write({"runs": runs}, tmp_path / "figures.json")
+
+    write(["first"])
+    (path,) = tmp_path.iterdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            write(["first", "second"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert json.loads(path.read_text())["runs"] == ["first"] and [*tmp_path.iterdir()] == [path]
