@@ -401,6 +401,8 @@ def main():
     args = parser.parse_args()
     if args.one:
         return report(measure(args))
+    if args.steps < 2:
+        parser.error("`--steps` must be at least 2, because the first one warms up")
     if args.profile and (not CUDA or args.steps < 3):
         parser.error("`--profile` needs a GPU and at least 3 `--steps`")
     try:

@@ -38,10 +38,10 @@ def auto() -> SimpleNamespace:
     return SimpleNamespace(rollout_precision="auto", resume_from_checkpoint="true", output_dir="out")
 
 
-def fail_on_the_second() -> None:
+def fail_on_the_second(error: Exception) -> None:
     with on_every_rank():
         if dist.get_rank() == 1:
-            raise ValueError("`field`=1 is wrong.")
+            raise error
 
 
 # name -> what a rank calls in its directory
@@ -49,7 +49,8 @@ CALLS = {
     "newest": lambda: checkpoint_to_resume("out"),
     "precision": lambda: precision_before(auto()),
     "same": lambda: check_same_files("out/checkpoint-2"),
-    "fail": fail_on_the_second,
+    "wrong": lambda: fail_on_the_second(ValueError("`field`=1 is wrong.")),
+    "denied": lambda: fail_on_the_second(PermissionError("out/checkpoint-2 cannot be read.")),
     "go on": lambda: how_to_go_on("out"),
 }
 
@@ -62,7 +63,7 @@ def rank_of_two(rank: int, call: str, path: Path, results) -> None:
     PartialState(cpu=True)
     try:
         found = CALLS[call]()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         found = error
     results.put((rank, found))
     dist.barrier()
@@ -152,9 +153,11 @@ def test_a_precision_that_one_can_read(disks, both):
     assert all("is not whole" in str(error) for error in both("precision"))
 
 
-def test_what_fails_on_one_rank(disks, both):
-    first, second = both("fail")
-    assert (str(first), str(second)) == ("Rank 1: `field`=1 is wrong.", "`field`=1 is wrong.")
+@pytest.mark.parametrize(
+    ("call", "message"), [("wrong", "`field`=1 is wrong."), ("denied", "out/checkpoint-2 cannot be read.")]
+)
+def test_what_fails_on_one_rank(disks, both, call, message):
+    assert list(map(str, both(call))) == [f"Rank 1: {message}", message]
 
 
 def test_where_a_run_goes_on_by_a_host_without_checkpoints(disks, both):

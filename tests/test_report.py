@@ -36,6 +36,8 @@ def test_runs_are_read_from_all_that_a_trainer_leaves(tmp_path):
         write_state(done / f"checkpoint-{step}", entries(step), global_step=step, max_steps=12)
     assert read_run(done).steps == 10  # the newest, by number and not by name
     assert read_run(done).status == "at step 10 of 12"
+    write_state(done / "checkpoint-copy-99", entries(5), global_step=5, max_steps=12)  # kept by another name
+    assert read_run(done).steps == 10
     write_state(done, entries(12))
     assert read_run(done, name="x") == Run("x", entries(12))
     write_state(done / "checkpoint-14", entries(14), global_step=14, max_steps=14)  # it went on after its end

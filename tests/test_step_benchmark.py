@@ -65,6 +65,13 @@ def test_steps_of_other_lengths_are_refused(step):
             step.check_lengths(logged, wrong)
 
 
+def test_a_warm_up_alone_is_refused(step, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["step.py", "--steps", "1"])
+    with pytest.raises(SystemExit):
+        step.main()
+    assert "`--steps` must be at least 2" in capsys.readouterr().err
+
+
 # Trainers
 
 

@@ -168,8 +168,8 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
     """
     directory = Path(directory)
     name = name or directory_name(directory)
-    checkpoints = [path for path in directory.glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
-    checkpoints.sort(key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+    by_step = {path.name.removeprefix("checkpoint-"): path for path in directory.glob("checkpoint-*")}
+    checkpoints = [by_step[step] for step in sorted(filter(str.isdecimal, by_step), key=int, reverse=True)]
     broken: list[str] = []
     newest = next(filter(None, (_state(path, broken) for path in checkpoints)), None)
     # A run that was continued after its end has checkpoints that are newer than its final state

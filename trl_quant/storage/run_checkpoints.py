@@ -16,7 +16,6 @@ from .files import read_heads, read_json
 ROLLOUT_STATE_NAME = "rollout_state.json"
 CRITIC_NAME = "critic"  # a directory
 GENERATION_NAME = "unfinished_generation_"  # prefix of a rank's file, followed by the rank
-CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
 SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(safetensors|bin)")
 # The names that transformers and accelerate use: one file, one for each rank, or a directory under FSDP
 OPTIMIZER = re.compile(r"optimizer\.(pt|bin)|optimizer_\d+|optimizer\.pt_.*|rank\d+-of-\d+-optimizer\.pt")
@@ -41,9 +40,10 @@ def last_to_resume(output_dir: str) -> str | None:
 def checkpoints_in(output_dir: str) -> list[Path]:
     """
     Returns all checkpoints in `output_dir`, complete or not, in the order of their steps. A copy that the user keeps
-    there by another name, such as `checkpoint-best-300`, is none of them.
+    there by another name, such as `checkpoint-best-300`, is not among them.
     """
-    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if CHECKPOINT.fullmatch(path.name)]
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    found = [path for path in Path(output_dir).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
     return sorted(found, key=number_of)
 
 

@@ -199,13 +199,13 @@ def _joined_answers(by_rank: list[str | None]) -> str:
 @contextmanager
 def on_every_rank() -> Iterator[None]:
     """
-    Context that raises one rank's `ValueError` on all ranks, which would otherwise wait for that rank. All ranks must
-    call it.
+    Context that raises one rank's `ValueError` or `OSError` on all ranks, which would otherwise wait for that rank. The
+    others raise `ValueError`. All ranks must call it.
     """
     fault = None
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fault = error
     faults = gather_object([fault and str(fault)])
     if fault is not None:
