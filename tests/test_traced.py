@@ -246,3 +246,15 @@ def test_a_run_equals_one_whose_layers_are_computed_alone(tmp_path, precision, k
 
     plain, found = run(compiles=False), run(compiles=True)
     assert all(torch.equal(value, plain[name]) for name, value in found.items()) and found.keys() == plain.keys()
+
+
+@pytest.mark.parametrize("kind", ["merged", "full"])
+@pytest.mark.parametrize("precision", FLOWS)
+def test_rows_of_other_lengths_are_not_compiled_again(precision, kind):
+    model = policy(precision, kind)
+    for layer in (model if kind == "full" else model.get_base_model()).model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    for length in (30, 150, 170, 190):
+        logits = model(input_ids=torch.arange(10, 10 + length).unsqueeze(0), use_cache=False).logits
+        logits.float().log_softmax(-1)[..., 3].sum().backward()
+    assert counters["stats"]["unique_graphs"] == 2  # of the first length, and of any other

@@ -99,7 +99,7 @@ def _product(
 
 @_product.register_fake
 def _(values, scale, number, bias, outputs, dtype):
-    return values.new_empty(len(values), outputs, dtype=dtype)
+    return values.new_empty(values.shape[0], outputs, dtype=dtype)
 
 
 @operator("trl_quant::input_gradient")
@@ -110,7 +110,7 @@ def _input_gradient(dy: Tensor, number: Tensor, inputs: int) -> Tensor:
 
 @_input_gradient.register_fake
 def _(dy, number, inputs):
-    return dy.new_empty(len(dy), inputs)
+    return dy.new_empty(dy.shape[0], inputs)
 
 
 @operator("trl_quant::input_and_weight_gradient")
@@ -124,7 +124,8 @@ def _both_gradients(dy: Tensor, number: Tensor, values: Tensor, scale: Tensor) -
 
 @_both_gradients.register_fake
 def _(dy, number, values, scale):
-    return dy.new_empty(len(dy), len(values)), dy.new_empty(dy.shape[1], len(values))
+    features = values.shape[0]
+    return dy.new_empty(dy.shape[0], features), dy.new_empty(dy.shape[1], features)
 
 
 @operator("trl_quant::dequantize")
