@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny import tiny_model
 
 from trl_quant.layers import UnifiedLinear, trained_linear
+from trl_quant.layers.packed import Packed
+from trl_quant.policy.packed import accept_packed_rows, row_of
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import qat_precisions, unified_flows
 
@@ -96,3 +98,43 @@ def test_decoder_layers_are_one_graph(precision):
         compiled, far = (min(map(sqnr, given, right)) for given in (ours, theirs))
         print(f"RESULT {precision}, {name}: compiled {compiled:.1f} dB, in BF16 {far:.1f} dB")
         assert compiled > far + 6
+
+
+@pytest.mark.parametrize("precision", unified_flows())
+def test_packed_rows_of_other_lengths_are_not_compiled_again(precision):
+    """The compiler takes a number for a constant until it changes, so the first rows need graphs of their own."""
+    torch.compiler.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = tiny_model(hidden_size=256, intermediate_size=512).to(DEVICE, torch.bfloat16)
+    unify(model, precision)
+    accept_packed_rows(model)
+    model.enable_input_require_grads()
+    for module in model.modules():
+        if isinstance(module, UnifiedLinear):
+            module.joint = None
+
+    def update(prompt: int, lengths: list[int]) -> list[torch.Tensor]:
+        shape = len(lengths), prompt + max(lengths)
+        mask = torch.arange(shape[1], device=DEVICE) < prompt + torch.tensor(lengths, device=DEVICE)[:, None]
+        ids = torch.arange(shape[0] * shape[1], device=DEVICE).view(shape) % 50 + 5
+        ids[:, :prompt] = ids[0, :prompt]
+        packed = Packed.sharing(mask, ids, prompt).filled_up(64)
+        hidden = model.model(**row_of(packed, ids, shares=True)).last_hidden_state
+        hidden.float().sin().sum().backward()
+        found = [hidden.detach().clone(), *(p.grad.clone() for p in model.model.layers.parameters())]
+        model.zero_grad()
+        return found
+
+    shapes = [(8, [30, 50, 90, 20]), (12, [100, 50, 130, 2]), (20, [190, 100]), (9, [40] * 6)]
+    shapes += [(15, [70, 30, 110]), (7, [60, 80, 3, 20, 90]), (30, [250, 20])]
+    plain = [update(*shape) for shape in shapes]
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, options={"emulate_precision_casts": True})
+    graphs = []
+    for shape, right in zip(shapes, plain, strict=True):
+        distances = list(map(sqnr, update(*shape), right))
+        graphs.append(counters["stats"]["unique_graphs"])
+        print(f"RESULT {precision}, {shape}: hidden {distances[0]:.1f} dB, gradients {min(distances[1:]):.1f} dB")
+        assert distances[0] > 25 and min(distances[1:]) > 15
+    assert graphs[3] == graphs[-1] <= 4
