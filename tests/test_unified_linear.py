@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from trl_quant.formats import quantize
-from trl_quant.layers import UnifiedLinear, unified
+from trl_quant.layers import SampledLinear, UnifiedLinear, unified
 from trl_quant.layers.joint import in_groups
 from trl_quant.layers.products import product, quantize_for_both, quantize_gradient, quantize_input
 from trl_quant.policy.adapters import UnifiedLoraLinear
@@ -179,6 +179,19 @@ def test_bad_input():
         UnifiedLinear.from_linear(linear(), "nvfp4")
     with pytest.raises(ValueError, match="the layer has 384 inputs"):
         layer_of("fp8")(torch.randn(3, 7))
+
+
+@every_precision
+def test_no_tokens(precision):
+    for layer in (layer_of(precision), adapted(precision), adapted(precision, merged=False)):
+        y, dx, *of_parameters = gradients(
+            layer, torch.randn(2, 0, 384), *(p for p in layer.parameters() if p.requires_grad)
+        )
+        assert y.shape == (2, 0, 72) and dx.shape == (2, 0, 384)
+        assert of_parameters and not any(gradient.any() for gradient in of_parameters)
+    sampled = SampledLinear(linear(), precision)
+    sampled.load(linear().weight)
+    assert sampled(torch.randn(2, 0, 384)).shape == (2, 0, 72)
 
 
 @pytest.mark.parametrize("lora", [False, True])

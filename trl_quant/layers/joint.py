@@ -149,7 +149,7 @@ class _Joint(torch.autograd.Function):
         ctx.save_for_backward(*kept)
         # Attention saves v for the backward pass, and a column would keep the memory of q and k too
         columns = (part if 2 * part.shape[1] >= y.shape[1] else part.contiguous() for part in columns)
-        return tuple(part.view(*x.shape[:-1], -1) for part in columns)
+        return tuple(part.view(*x.shape[:-1], part.shape[1]) for part in columns)
 
     @staticmethod
     def backward(ctx, *dys):
@@ -176,7 +176,7 @@ class _Joint(torch.autograd.Function):
         if of.adapted:
             adapters = adapters if of.beside else _merged_adapters(w, of, dy.dtype)
             of_adapters = _adapter_gradients(dys, x, h, of, adapters, dx if of.beside else None)
-        gradients = [dx.view(*shape, -1) if wants_x else None, None]
+        gradients = [dx.view(*shape, dx.shape[1]) if wants_x else None, None]
         for i, part in enumerate(dys):
             wants_weight, wants_bias, wants_a, wants_b = wants[4 * i : 4 * i + 4]
             da, db = of_adapters.get(i, (None, None))

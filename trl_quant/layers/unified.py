@@ -199,7 +199,7 @@ class SampledLinear(nn.Module):
         dtype = autocast_dtype(x, self.in_features)
         bias = None if self.bias is None else self.bias.to(dtype)
         q, _ = quantized(x, dtype, self.format, both=False)
-        return product(q, self.weight, bias, dtype).view(*x.shape[:-1], -1)
+        return product(q, self.weight, bias, dtype).view(*x.shape[:-1], self.out_features)
 
 
 def _quantize(weight: Tensor, format: str, global_scale: Tensor | None = None) -> QuantizedTensor:
