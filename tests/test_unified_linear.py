@@ -263,6 +263,19 @@ def test_adapters_that_cannot_be_merged_each_step(settings):
         adapted("fp8", merged=False, **settings)
 
 
+def test_a_weight_that_would_get_no_gradient_beside_its_adapter():
+    for merged in (True, False):
+        model = get_peft_model(Decoder(linear()), LoraConfig(target_modules=["0"], init_lora_weights=False))
+        weight = model.base_model.model[0].base_layer.weight.requires_grad_()
+        if merged:
+            with pytest.raises(ValueError, match="weight of `0` is not frozen"):
+                unify(model, "fp8", merged)
+        else:
+            unify(model, "fp8", merged)
+            model(inputs()).sum().backward()
+            assert weight.grad.any()
+
+
 def test_merging_for_good_and_several_adapters():
     """PEFT merges past torch's count; of two active adapters none is left out in silence."""
     for merged in (True, False):

@@ -53,7 +53,8 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
         rounds_to (`torch.dtype`, *optional*): As in [`~layers.UnifiedLinear`].
 
     Raises:
-        `ValueError`: A layer has another quantized format, or an adapter cannot be merged at each step.
+        `ValueError`: A layer has another quantized format, an adapter cannot be merged at each step, or the weight
+            into which it is merged is not frozen.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     layers = dense_linears(base)
@@ -179,6 +180,11 @@ def _adapt_base(name: str, layer: nn.Module, merged: bool) -> None:
         is_plain = all(type(dropout) is nn.Identity for dropout in layer.lora_dropout.values())
     if merged and not is_plain:
         raise ValueError(f"`train_precision`: the adapter of `{name}` is {NOT_PLAIN}")
+    if merged and layer.base_layer.weight.requires_grad:
+        raise ValueError(
+            f"`train_precision`: the weight of `{name}` is not frozen, and would get no gradient beside the adapter "
+            "that is merged into it. Freeze it (`requires_grad_(False)`), or train all weights without an adapter."
+        )
     if type(layer) is Linear:
         layer.__class__ = UnifiedLoraLinear
         layer.merges = merged
