@@ -88,10 +88,13 @@ def test_forward_is_the_engines(precision, dtype, bias):
 
 
 @every_precision
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_go_straight_through(precision, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "rounds_to"), [*((dtype, None) for dtype in DTYPES), (torch.float32, torch.bfloat16)]
+)
+def test_gradients_go_straight_through(precision, dtype, rounds_to):
     """dX = dY Q(W) and dW = dY^T Q(X), against products of the numbers in FP64; not those of the weight itself."""
     layer, x = layer_of(precision, dtype=dtype), inputs(dtype=dtype)
+    layer.rounds_to = rounds_to
     y, dx, dw, db = gradients(layer, x, layer.weight, layer.bias)
     flat = x.flatten(0, 1)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().flatten(0, 1).double()
@@ -274,6 +277,26 @@ def test_a_weight_that_would_get_no_gradient_beside_its_adapter():
             unify(model, "fp8", merged)
             model(inputs()).sum().backward()
             assert weight.grad.any()
+
+
+def by_data(weight: nn.Parameter, new: torch.Tensor) -> None:
+    weight.data = new
+
+
+def by_swap(weight: nn.Parameter, new: torch.Tensor) -> None:
+    torch.utils.swap_tensors(weight, nn.Parameter(new))
+
+
+@pytest.mark.parametrize("replaced", [by_data, by_swap])
+def test_other_memory_under_the_same_parameter(replaced):
+    """PyTorch's version counter does not show it. PEFT's `hotswap_adapter` swaps tensors."""
+    layer, x = adapted("fp8"), inputs()
+    base, b = layer.base_layer, layer.lora_B["default"].weight
+    for weight in (b, base.weight):
+        before = layer(x)
+        replaced(weight, weight.detach() * -0.5)
+        expected = engine(base, x, (base.weight + layer.get_delta_weight("default")).detach())
+        assert torch.equal(layer(x), expected) and not torch.equal(expected, before)
 
 
 def test_merging_for_good_and_several_adapters():

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..formats import QuantizedTensor
 from ..precisions import unified_flows
 from .frozen import FrozenLinear
+from .inputs import state_of
 from .joint import Joint, Part, output
 from .products import dequantize
 from .traced import Numbered
@@ -63,7 +64,7 @@ class FrozenUnifiedLinear(Numbered, FrozenLinear):
 
     def _identity(self) -> tuple:
         """Identifies the values of the codes and scales."""
-        return tuple((id(p), p._version, p.data_ptr()) for p in (self.weight_packed, self.weight_scale))
+        return state_of(self.weight_packed), state_of(self.weight_scale)
 
     def hold(self, codes: QuantizedTensor) -> None:
         """Takes over the memory of `codes`, which must equal the layer's own, and frees its own memory."""

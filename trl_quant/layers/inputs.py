@@ -74,6 +74,11 @@ def _forget(tensor: weakref.ref) -> None:
         _last = None
 
 
+def state_of(x: Tensor) -> tuple[int, int, int]:
+    """Identifies the values of a tensor, until PyTorch counts a write to it or it gets other memory."""
+    return id(x), x._version, x.data_ptr()
+
+
 def counts_writes(x: Tensor) -> bool:
     """Whether PyTorch counts writes to x."""
     return not (x.is_inference() or (x.is_cuda and torch.cuda.is_current_stream_capturing()))

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from ..formats import FORMATS, QuantizedTensor
 from ..formats.fp8 import BLOCK
 from .frozen import autocast_dtype
-from .inputs import counts_writes, quantized
+from .inputs import counts_writes, quantized, state_of
 from .products import dequantize, input_and_weight_gradient, input_gradient, product
 from .traced import traced
 
@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
     def made_of(self, codes: QuantizedTensor) -> tuple:
         """Identifies what the output depends on besides the input. `codes` are the layer's at that time."""
-        adapter = ((id(matrix), matrix._version) for matrix in (self.a, self.b) if matrix is not None)
+        adapter = (state_of(matrix) for matrix in (self.a, self.b) if matrix is not None)
         return id(codes), *adapter, self.scaling, self.merged
 
     @property
@@ -169,7 +169,7 @@ class _Joint(torch.autograd.Function):
                 dx, dw = input_and_weight_gradient(dy, w, x, dy.dtype)
             else:
                 dx, dw = input_gradient(dy, w) if wants_x else None, dy.t() @ dequantize(x, dy.dtype)
-            dw = dw.to(w.dtype).split(of.sizes)
+            dw = dw.split(of.sizes)
         elif wants_x:
             dx = input_gradient(dy, w)
         of_adapters = {}

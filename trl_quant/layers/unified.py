@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ..formats import QuantizedTensor, quantize
 from ..precisions import PRECISIONS, unified_flows
 from .frozen import autocast_dtype
-from .inputs import quantized
+from .inputs import quantized, state_of
 from .joint import Joint, Part, output
 from .products import product
 from .traced import Numbered
@@ -115,7 +115,7 @@ class UnifiedLinear(Numbered, nn.Linear):
         Raises:
             ValueError: As [`trl_quant.formats.quantize`].
         """
-        made_of = tuple((id(x), x._version) if isinstance(x, Tensor) else x for x in (self.weight, *of))
+        made_of = tuple(state_of(x) if isinstance(x, Tensor) else x for x in (self.weight, *of))
         if self._codes is None or made_of != self._made_of or self.moves_unseen:
             UnifiedLinear.forget(self)  # frees the old codes before the new ones take memory
             with torch.no_grad(), torch.autocast(self.weight.device.type, enabled=False):
