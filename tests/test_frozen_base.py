@@ -2,11 +2,12 @@
 
 import copy
 import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LNTuningConfig, LoHaConfig
+from peft import LNTuningConfig, LoHaConfig, PeftModel, get_peft_model
 from tiny import FAMILIES, save_tiny, tiny_model
 from torch import nn
 from training import assert_same_run, config, lora, make, metrics, parameters
@@ -86,8 +87,6 @@ def other(precision: str) -> str:
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_loaded_model_is_packed_in_place(adapted):
-    from peft import get_peft_model
-
     model, expected = tiny_model(tied=False), stored(tiny_model(tied=False).bfloat16(), "nvfp4")
     wide = {name: param.clone() for name, param in model.named_parameters()}
     if adapted:
@@ -122,7 +121,8 @@ def test_no_more_than_one_fused_layer_is_held_in_full(tmp_path, monkeypatch):
 def trainer_of(path, output, model=None, steps=3, adapter=None, **overrides):
     settings = {"train_precision": "nvfp4", "max_steps": steps, "is_correction": "none", **overrides}
     args = config(QuantGRPOConfig, output, **settings)
-    return make(QuantGRPOTrainer, args, model=model or str(path), peft_config=lora(**adapter or {}))
+    adapter = None if isinstance(model, PeftModel) else lora(**adapter or {})
+    return make(QuantGRPOTrainer, args, model=model or str(path), peft_config=adapter)
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +215,29 @@ def test_a_loaded_model_whose_files_are_gone(path, tmp_path):
     packed = [{name: x for name, x in parameters(trainer).items() if "weight_" in name} for trainer in (left, right)]
     assert len(packed[0]) >= 28 and packed[0].keys() == packed[1].keys()
     assert all(torch.equal(x, packed[1][name]) for name, x in packed[0].items())
+
+
+def test_biases_that_an_adapter_trains_are_trained_on_a_base_that_is_packed_later(tmp_path):
+    model = get_peft_model(tiny_model("qwen2", dtype=torch.bfloat16), lora(bias="all"))
+    biases = {name for name, param in model.named_parameters() if name.endswith(".bias") and param.requires_grad}
+    trainer = trainer_of(None, tmp_path, model=model, learning_rate=0.1)
+    before = parameters(trainer)
+    trainer.train()
+    moved = {name for name, value in parameters(trainer).items() if not torch.equal(value, before[name])}
+    assert len(biases) == 6 and biases <= moved
+
+
+@pytest.mark.parametrize("form", ["name", "loaded", "adapted"])
+def test_a_copy_of_a_packed_layer_is_refused(path, tmp_path, form):
+    """But not one of other layers."""
+    for copied, is_refused in (("down_proj", True), ("mlp", True), ("input_layernorm", False)):
+        adapter = {"modules_to_save": [copied], "target_modules": ["q_proj"]}
+        model = path if form == "name" else tiny_model(dtype=torch.bfloat16)
+        if form == "adapted":
+            model, adapter = get_peft_model(model, lora(**adapter)), None
+        refused = pytest.raises(ValueError, match=rf"`modules_to_save` has '{copied}', which trains a copy of `model")
+        with refused if is_refused else nullcontext():
+            trainer_of(path, tmp_path, model=model, adapter=adapter)
 
 
 def test_nf4_is_bitsandbytes(path, tmp_path):

@@ -2,11 +2,14 @@
 
 import copy
 import warnings
+from itertools import accumulate
 
 import torch
+from accelerate.utils import is_peft_model
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..models.linears import linears
 from ..policy.adapters import NOT_PLAIN
 from ..precisions import unified_flows
 from ..rollout.stream import NO_WEIGHTS, adapter_fault
@@ -16,7 +19,8 @@ from ..storage.source import skeleton
 def check_adapter(args, config: PreTrainedConfig, model, peft_config) -> None:
     """
     Refuses adapters that do not change weights or that add layers, because an engine gets only weights and is built
-    from the model's config. Also refuses adapters that cannot be merged into the weight that is quantized at each step.
+    from the model's config. Also refuses adapters that cannot be merged into the weight that is quantized at each step,
+    and those that train a copy of a layer whose base is held in codes.
 
     LoRA on a policy that is not loaded yet is added to its skeleton, so that PEFT's own errors, such as
     `target_modules` without a match, come now.
@@ -32,11 +36,29 @@ def check_adapter(args, config: PreTrainedConfig, model, peft_config) -> None:
     further |= not isinstance(peft_config, LoraConfig | None)
     if further and args.train_precision in unified_flows() and args.lora_sync == "merge":
         raise ValueError(f"`train_precision`={args.train_precision!r}: the adapter of `peft_config` is {NOT_PLAIN}")
+    if args.holds_frozen_base:
+        configs = [peft_config] if peft_config is not None else model.peft_config.values()
+        copied = [name for adapter in configs for name in getattr(adapter, "modules_to_save", None) or ()]
+        if copied:
+            _check_copied(args, skeleton(config, args.trust_remote_code) if isinstance(model, str) else model, copied)
     if isinstance(model, str) and isinstance(peft_config, LoraConfig):
         policy = _adapted(skeleton(config, args.trust_remote_code), peft_config)
         fault = adapter_fault(policy, policy.get_base_model())
         if fault is not None:
             raise ValueError(f"`rollout_precision`={args.rollout_precision!r} cannot sample from the policy: {fault}")
+
+
+def _check_copied(args, policy: PreTrainedModel | PeftModel, copied: list[str]) -> None:
+    """Refuses `modules_to_save` with layers of a frozen base: their copies would hold codes, which do not train."""
+    for place in linears(policy.get_base_model() if is_peft_model(policy) else policy):
+        for path in accumulate(place.split("."), "{}.{}".format):  # PEFT copies a module by the end of its path
+            found = next((name for name in copied if path.endswith(name)), None)
+            if found is not None:
+                raise ValueError(
+                    f"`modules_to_save` has {found!r}, which trains a copy of `{path}`, and `train_precision`="
+                    f"{args.train_precision!r} holds its weights in codes, which do not train. Leave it out, and adapt "
+                    "the layer (`target_modules`)."
+                )
 
 
 def _adapted(policy, peft_config: LoraConfig) -> PeftModel:

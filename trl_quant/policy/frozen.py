@@ -178,6 +178,8 @@ class Packer:
                 packed = frozen_layer(self.precision).from_linear(linear, self.precision, **shared)
             except ValueError as error:
                 raise ValueError(f"{name}.weight: {error}") from error
+            if linear.bias is not None:  # an adapter may train it
+                packed.bias.requires_grad_(linear.bias.requires_grad)
             model.set_submodule(name, packed)
 
 
