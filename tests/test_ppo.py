@@ -387,6 +387,10 @@ def test_completions_without_a_reward_teach_nothing(tmp_path, models):
     rows = {name: value for name, value in batch.items() if torch.is_tensor(value) and value.ndim > 0}
     losses = [trainer.value_step.loss(batch | {k: v[i : i + 1] for k, v in rows.items()}).item() for i in range(8)]
     assert losses[0] == losses[4] == 0 and min(losses[i] for i in (1, 2, 3, 5, 6, 7)) > 0
+    logged = {}
+    trainer.log(logged)  # the mean over the micro-batches that have a reward
+    sums, lengths = torch.tensor(losses) * batch["num_items_in_batch"], batch["completion_mask"].sum(1)
+    assert logged["value/loss"] == pytest.approx((sums / lengths).sum().item() / 6, rel=1e-4)
 
 
 def test_rewards_have_weights(tmp_path, models):

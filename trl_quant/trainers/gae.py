@@ -33,7 +33,10 @@ EPSILON = 1e-8  # keeps whitened advantages finite where all are equal
 
 
 class Moments(NamedTuple):
-    """The moments of a quantity over the tokens that count; `variance` is the sample variance (N - 1), 0 for N = 1."""
+    """
+    The moments of a quantity over the N tokens that count. `mean` is NaN for N = 0. `variance` is the sample variance
+    (N - 1), 0 for N = 0 and N = 1.
+    """
 
     mean: Tensor
     variance: Tensor
@@ -89,7 +92,7 @@ def moments(x: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) -> Momen
     """
     counted = x.double()[mask.bool()]
     summed, count = total(torch.stack([counted.sum(), counted.new_tensor(len(counted))]))
-    mean = summed / count.clamp(min=1)
+    mean = summed / count
     return Moments(mean, total((counted - mean).square().sum()) / (count - 1).clamp(min=1))
 
 
