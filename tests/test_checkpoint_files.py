@@ -15,6 +15,7 @@ import warm
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny, tiny_model
+from transformers import AutoModelForCausalLM
 
 from trl_quant.formats import FORMATS, global_scale, quantize
 from trl_quant.storage.files import fingerprint, unfinished
@@ -300,6 +301,22 @@ def test_a_full_disk_is_one_line_and_nothing_is_published(source, error, tmp_pat
 def sharded(tmp_path) -> Path:
     tiny_model(dtype=torch.bfloat16).save_pretrained(tmp_path / "model", max_shard_size="150KB")
     return tmp_path / "model"
+
+
+@pytest.mark.parametrize("single_last", [True, False])
+def test_a_file_beside_an_index_is_what_transformers_loads(single_last, sharded, tmp_path):
+    """transformers leaves an older index, or an older file, where it saves a model again."""
+    if single_last:
+        tiny_model(dtype=torch.bfloat16, seed=1).save_pretrained(sharded)
+    else:
+        sharded = tmp_path / "both"
+        tiny_model(dtype=torch.bfloat16, seed=1).save_pretrained(sharded)
+        tiny_model(dtype=torch.bfloat16).save_pretrained(sharded, max_shard_size="150KB")
+    assert (sharded / "model.safetensors.index.json").is_file() and (sharded / "model.safetensors").is_file()
+    loaded = AutoModelForCausalLM.from_pretrained(sharded).state_dict()
+    copy = quantize_checkpoint(sharded, tmp_path / "copy", "int8")
+    norms = {name: tensor for name, tensor in load_file(copy / "model.safetensors").items() if "norm" in name}
+    assert norms and all(torch.equal(tensor, loaded[name]) for name, tensor in norms.items())
 
 
 def reindexed(model: Path, change) -> None:

@@ -68,9 +68,13 @@ class Stored(NamedTuple):
 
 
 def weight_files(source: Path) -> list[Path]:
-    """Returns the weight files that a checkpoint should have. Raises `ValueError` if its index names others."""
+    """
+    Returns the weight files that a checkpoint should have. A single file comes before an index, as in transformers,
+    which leaves an older index or older shards beside it. Raises `ValueError` if the index names other files.
+    """
+    single = source / "model.safetensors"
     if not (source / INDEX).is_file():
-        return [source / "model.safetensors"]
+        return [single]
     weight_map = read_json(source / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"source: {source / INDEX} has no `weight_map`. Download or save the checkpoint again.")
@@ -79,7 +83,7 @@ def weight_files(source: Path) -> list[Path]:
             raise ValueError(
                 f"source: {source / INDEX} names {name!r}. It may only name .safetensors files of its own directory."
             )
-    return [source / name for name in sorted(set(weight_map.values()))]
+    return [single] if single.is_file() else [source / name for name in sorted(set(weight_map.values()))]
 
 
 def check_links(source: str | Path) -> None:
