@@ -109,6 +109,16 @@ def test_families(family, tmp_path):
     assert_equal(weights(export(tmp_path / "out", "--adapter", path)), merged(base, path))
 
 
+@pytest.mark.parametrize(("dtype", "says"), [(torch.float32, "32 bits"), (BF16, "16 bits")])
+def test_an_export_tells_the_size_of_its_weights(dtype, says, tmp_path, capsys):
+    base = save_tiny(tmp_path / "base", dtype=dtype)
+    out = export(tmp_path / "out", "--adapter", save_adapter(base, tmp_path / "adapter"))
+    assert {weight.dtype for weight in weights(out).values()} == {dtype}
+    assert f"format: {says}\n" in capsys.readouterr().out
+    card = Path(out, "README.md").read_text()
+    assert f"weights in {says}; by" in card and f"| format | {says} |" in card
+
+
 def test_what_a_trainer_saved(tmp_path, capsys):
     """The run's directory or its newest checkpoint, with the run's tokenizer."""
     base = save_tiny(tmp_path / "base", tied=False)

@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
         "--format",
         default="none",
         choices=["none", *choices("format")],
-        help="to quantize to (default: none, 16 bits)",
+        help="to quantize to (default: none, as many bits as the base had: 16 or 32)",
     )
     options.add_argument(
         "--base_format",

@@ -183,7 +183,7 @@ def export(options: ExportOptions) -> list[str]:
         write_card(result, target.name, source, _summary(options, policy), rows)
     if change is not None:
         _warn_of_losses(options, path, change)
-    kind = "16 bits" if options.format == "none" else options.format
+    kind = _bits(policy) if options.format == "none" else options.format
     return [*(f"{key}: {value}" for key, value in rows), f"{target}: {kind}"]
 
 
@@ -374,6 +374,14 @@ def _adapter_and_base(options: ExportOptions) -> tuple[Path | None, str, str | N
     return path, base, options.revision or (config.get("revision") if own else None)
 
 
+def _bits(policy: Policy) -> str:
+    """Returns the size of the result's weights if they are not quantized, `16 bits` or `32 bits`: as in the source."""
+    if policy.stored is not None:
+        return f"{8 * _dtype(policy.config).itemsize} bits"
+    largest = max((stored for stored in policy.heads.values() if stored.floating), key=lambda stored: stored.nbytes)
+    return f"{8 * largest.nbytes // math.prod(largest.shape)} bits"
+
+
 def _rows(options: ExportOptions, policy: Policy) -> list[tuple[str, str]]:
     """Returns the rows of the card's table."""
     role = "source" if policy.adapter_path is None else "base"
@@ -385,7 +393,7 @@ def _rows(options: ExportOptions, policy: Policy) -> list[tuple[str, str]]:
         rows.append(("the adapter's base", f"rounded to {options.base_format}, as in training"))
     if policy.uaq_scale is not None:
         rows.append(("UAQ", f"scale {policy.uaq_scale}, undone"))
-    return [*rows, ("format", "16 bits" if options.format == "none" else f"`{options.format}`")]
+    return [*rows, ("format", _bits(policy) if options.format == "none" else f"`{options.format}`")]
 
 
 def _summary(options: ExportOptions, policy: Policy) -> str:
@@ -396,7 +404,7 @@ def _summary(options: ExportOptions, policy: Policy) -> str:
     if policy.uaq_scale is not None:
         done.append(f"UAQ's scale {policy.uaq_scale} undone")
     if options.format == "none":
-        done.append("weights in 16 bits")
+        done.append(f"weights in {_bits(policy)}")
     else:
         done.append(f"the linear layers of its decoder in {options.format}")
     return f"{describe(policy.source)} with {', '.join(done)}; by `trl-quant export`."
