@@ -12,11 +12,12 @@ from datasets import Dataset
 from scores import arithmetic
 from test_gsm8k_solutions import EXCERPT
 from tiny import tiny_model, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from trl_quant.tasks import division_reward, load_prompts
 from trl_quant.tasks.arithmetic import OPERATIONS, Division, Problem, divisions, problems
 from trl_quant.tasks.benchmarks import generate
-from trl_quant.tasks.data import check_prompts
+from trl_quant.tasks.data import check_prompts, token_ids
 from trl_quant.tasks.evaluate import mean_reward
 
 
@@ -276,6 +277,20 @@ def test_mean_reward_samples_the_model():
     few = dataset.select(range(4))
     assert mean_reward(model, tokenizer, few, is_answer, max_new_tokens=1, temperature=0) == 1.0
     assert mean_reward(model, tokenizer, few, lambda **_: [None, 1.0, 0.0, None], max_new_tokens=1) == 0.5
+
+
+def test_mean_reward_asks_as_the_trainer_does(monkeypatch):
+    """A chat template writes its own first token, and the tokenizer must not add another."""
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    first = ("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|im_start|> $A", special_tokens=[first])
+    asked = []
+    generate = model.generate
+    monkeypatch.setattr(model, "generate", lambda **given: asked.append(given["input_ids"]) or generate(**given))
+    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": "hi"}]]})
+    mean_reward(model, tokenizer, dataset, lambda completions, **_: [0.0] * len(completions), max_new_tokens=1)
+    assert asked[0].tolist() == token_ids(dataset["prompt"][:], tokenizer)
+    assert asked[0][0].tolist().count(first[1]) == 2  # of the user, and of the assistant
 
 
 def test_mean_reward_does_not_depend_on_the_batch():

@@ -6,6 +6,8 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .data import token_ids
+
 
 @torch.no_grad()
 def mean_reward(
@@ -39,13 +41,8 @@ def mean_reward(
         for start in range(0, len(dataset), batch_size):
             columns = dataset[start : start + batch_size]
             prompts = columns.pop("prompt")
-            texts = [
-                prompt
-                if isinstance(prompt, str)
-                else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-                for prompt in prompts
-            ]
-            inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
+            ids = {"input_ids": token_ids(prompts, tokenizer)}  # as in training: a chat template adds its own BOS
+            inputs = tokenizer.pad(ids, return_tensors="pt", padding_side="left").to(model.device)
             output = model.generate(
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
