@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from known_model import CHANCES, QUESTIONS, command, result, rows, save_known, write
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from tiny import save_tiny, tiny_tokenizer
 from training import lora
 from transformers import AutoModelForCausalLM, TrainingArguments
@@ -81,6 +81,15 @@ def known(tmp_path_factory) -> str:
 @pytest.fixture
 def argv(known, tmp_path) -> list[str]:
     return command(known, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["completions", "prompts"])
+def test_a_column_with_the_name_of_an_argument_is_left_out(argv, tmp_path, name):
+    """A file may hold another model's completions."""
+    path = write(tmp_path / "own.jsonl", *({**row, name: "x"} for row in QUESTIONS))
+    assert load_questions("jsonl", path).column_names == ["prompt", "answer"]
+    main([*argv, "--data", path])
+    assert result(tmp_path)["metrics"]["accuracy"]["value"] == 1
 
 
 def test_greedy(argv, tmp_path, capsys):
@@ -339,9 +348,11 @@ def test_bad_input_is_refused_before_a_model_is_loaded(argv, extra, says, tmp_pa
 
 def test_bad_models_are_refused(argv, tmp_path):
     (tmp_path / "empty").mkdir()
+    LoraConfig(base_model_name_or_path=None).save_pretrained(tmp_path / "adapter")
     for model, says in (
         ("empty", "`MODEL`='.*empty' holds no model and no adapter"),
         ("nowhere", "`MODEL`='.*nowhere': the config of '.*nowhere' cannot be read"),
+        ("adapter", "`MODEL`='.*adapter': the adapter_config.json in .*adapter does not name its base"),
     ):
         argv[1] = str(tmp_path / model)
         with pytest.raises(SystemExit, match=says):

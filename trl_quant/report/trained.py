@@ -96,6 +96,8 @@ class Trained:
             if adapter:
                 config = PeftConfig.from_pretrained(path)
                 base = config.base_model_name_or_path
+                if not base:
+                    raise ValueError(f"{option}={name!r}: the adapter_config.json in {path} does not name its base.")
                 revision = None if Path(base).is_dir() else config.revision
             elif not (Path(path) / "config.json").is_file():
                 raise ValueError(f"{option}={name!r} holds no model and no adapter. {how_to_go_on(name)}")

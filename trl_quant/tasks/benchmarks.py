@@ -24,7 +24,7 @@ from datasets import Dataset
 from . import arithmetic, countdown, sudoku
 from .data import check_prompts, load_prompts, with_instruction
 from .mathematics import lenient_math_reward
-from .rewards import REWARDS
+from .rewards import GIVEN, REWARDS
 
 
 BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
@@ -169,7 +169,7 @@ def load_questions(
         raise ValueError(
             f"{source!r} has the columns {dataset.column_names}; `--task {task}` needs {', '.join(map(repr, missing))}."
         )
-    known = inspect.signature(benchmark.reward).parameters
+    known = {*inspect.signature(benchmark.reward).parameters} - {*GIVEN}  # a file may hold completions of its own
     dataset = dataset.select_columns(["prompt", *(name for name in dataset.column_names if name in known)])
     unanswered = benchmark.reward(completions=[""] * len(dataset), **dataset.remove_columns("prompt")[:])
     if None in unanswered:
