@@ -18,7 +18,7 @@ from changes import (
     scale,
     worse_each_step,
 )
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from tiny import tiny_model
 from training import assert_same_run, config, dataset, make
 from transformers import TrainerCallback, set_seed
@@ -261,6 +261,33 @@ def test_the_active_adapters_own_head(tmp_path):
         assert apart(sampled_from(trainer), policy_of(trainer)) < 0.1 * apart(before, policy_of(trainer))
     with model.disable_adapter(), pytest.raises(ValueError, match="`lm_head` is trained whole"):
         sampled_from(trainer)
+
+
+BESIDE_THE_BASE = {
+    "a head each": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "norms each": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"]),
+    "tokens each": LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[5, 6, 7]),
+    "no LoRA": IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE_THE_BASE)
+def test_an_engine_of_the_policys_own_layers_follows_what_is_no_lora(tmp_path, case):
+    """It samples from the active adapter's own head, norms and tokens, and from an adapter that is added later."""
+    model = get_peft_model(tiny_model(seed=3, tied=False), BESIDE_THE_BASE[case])
+    trainer = trainer_of(tmp_path, model, rollout_precision=None, train_precision="nvfp4")
+    sampled = [sampled_from(trainer)]
+    model.add_adapter("other", BESIDE_THE_BASE[case])
+    with torch.no_grad():
+        for _, param in filter(lambda named: ".other" in named[0], model.named_parameters()):
+            param.add_(0.3 * torch.randn_like(param))
+    for name in ("other", "default", "other"):
+        model.set_adapter(name)
+        sampled.append(sampled_from(trainer))
+        assert torch.equal(sampled[-1], policy_of(trainer))
+    with model.disable_adapter():
+        assert torch.equal(sampled_from(trainer), policy_of(trainer))
+    assert torch.equal(sampled[0], sampled[2]) and not torch.equal(sampled[1], sampled[2])
 
 
 # What users do to a model beside training it

@@ -2,13 +2,17 @@
 
 import logging
 from copy import deepcopy
+from functools import partial
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...models.linears import dense_linears
 from ...noise import noised_norms
+from ..fingerprint import ADAPTED
 from ..trl_adapter import count_layers
 from .transformers_engine import TransformersEngine
 
@@ -56,7 +60,7 @@ class SharedEngine(TransformersEngine):
         if not self._shares_with(policy):
             self.copy = self.build_copy(policy)
         for name, module in policy.named_modules():
-            if isinstance(module, BaseTunerLayer):
+            if isinstance(module, ADAPTED):
                 follow_adapters(self.copy.get_submodule(name), module)
         for name in self._own_params:
             self.copy.get_parameter(name).copy_(policy.get_parameter(name))
@@ -81,11 +85,20 @@ class SharedEngine(TransformersEngine):
         return True
 
 
-def follow_adapters(copy: BaseTunerLayer, layer: BaseTunerLayer) -> None:
-    """Gives a layer of the copy the adapters of the policy's layer, with their settings."""
-    for name in layer.adapter_layer_names:
-        setattr(copy, name, getattr(layer, name))
-    for name in layer.lora_dropout.keys() - copy.lora_dropout.keys():
-        copy.lora_dropout[name] = deepcopy(layer.lora_dropout[name]).eval()
-    for name in ("r", "lora_alpha", "scaling", "merged_adapters", "_active_adapter", "_disable_adapters"):
-        setattr(copy, name, deepcopy(getattr(layer, name)))
+def follow_adapters(copy: nn.Module, layer: BaseTunerLayer | AuxiliaryTrainingWrapper) -> None:
+    """
+    Gives a layer of the copy the adapters of the policy's layer, with their settings. Dropout is the copy's own, in
+    evaluation mode. A module that is trained whole (`modules_to_save`) has settings alone: its parameters are shared.
+    """
+    if isinstance(layer, BaseTunerLayer):
+        for name in filter(partial(hasattr, layer), (*layer.adapter_layer_names, *layer.other_param_names)):
+            value = getattr(layer, name)
+            if name.endswith("_dropout") and isinstance(value, nn.ModuleDict):
+                own = getattr(copy, name)
+                for adapter in value.keys() - own.keys():
+                    own[adapter] = deepcopy(value[adapter]).eval()
+            else:
+                setattr(copy, name, value)
+    for name in ("merged_adapters", "_active_adapter", "_disable_adapters"):
+        if name in vars(layer):
+            setattr(copy, name, deepcopy(vars(layer)[name]))
