@@ -95,6 +95,28 @@ def test_an_adapter_follows_and_its_base_is_refused(tmp_path):
     sampled_from(trainer)
 
 
+def test_an_adapter_that_does_not_fit_is_refused_and_the_engine_goes_on(tmp_path):
+    """With `lora_sync="adapter"` the engine holds one adapter of the form that it was started for."""
+    model = get_peft_model(policy(tmp_path / "model", dtype=torch.float32), lora())
+    trainer = trainer_of(tmp_path, model, lora_sync="adapter")
+    first = sampled_from(trainer)
+    refused = {
+        "active adapter 'ranked' has the rank 8 at .* started for 4": {"r": 8},
+        "active adapter 'partial' has the rank 0 at .* started for 4": {"target_modules": ["q_proj"]},
+        "does not run an adapter's `use_dora`": {"use_dora": True},
+        r"takes one active adapter, not \['default', 'second'\]": {},
+    }
+    names = ("ranked", "partial", "scaled", "second")
+    for name, (message, settings) in zip(names, refused.items(), strict=True):
+        model.add_adapter(name, lora(**settings))
+        model.base_model.set_adapter(["default", name] if name == "second" else name)
+        with pytest.raises(ValueError, match=f"`lora_sync`='adapter'.*{message}"):
+            sampled_from(trainer)
+        model.set_adapter("default")
+        tokens, logps = sampled_from(trainer)
+        assert tokens == first[0] and all(map(torch.equal, logps, first[1]))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_changes(tmp_path, seed):
     """Within the check's bound of the policy of that moment, which what was sampled before the change often is not."""

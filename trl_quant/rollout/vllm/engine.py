@@ -86,6 +86,7 @@ class VLLMEngine(VLLMBase):
         self.exact = exact
         self.sleep_level = sleep_level if enable_sleep_mode else 0
         self.pushed: dict[str, Tensor] = {}
+        self._adapter_ranks: dict[str, int] = {}  # of the adapter's layers, as the engine holds them
         self.kernels: Kernels | None = None
         self.destinations: dict[str, Tensor] | None = None
         self._asleep: set[str] = set()  # vLLM's tags of the memory that sleeps
@@ -186,6 +187,7 @@ class VLLMEngine(VLLMBase):
             loader_options["exact"] = True
         if self.lora_sync == "adapter":
             loader_options |= adapter_arguments(self.model, arguments)
+            self._adapter_ranks = loader_options["adapter"]
         return arguments | _loader_arguments(loader_options, arguments)
 
     # Sync
@@ -195,11 +197,27 @@ class VLLMEngine(VLLMBase):
         As [`VLLMBase.sync`].
 
         Raises:
-            `ValueError`: A weight that is not sent has changed, with `lora_sync="adapter"`.
+            `ValueError`: With `lora_sync="adapter"`, a weight that is not sent has changed, or the engine cannot hold
+                the active adapter. The engine stays as it was.
         """
+        if self.lora_sync == "adapter":
+            self._require_adapter_that_fits()
         if self._base_at_start:
             self._require_unchanged_base()
         super().sync()
+
+    def _require_adapter_that_fits(self) -> None:
+        """Raises `ValueError` if the engine cannot hold the active adapter: it was started for one of another form."""
+        ranks = adapter_arguments(self.model, {})["adapter"]
+        if ranks != self._adapter_ranks:
+            held, found = self._adapter_ranks, self.model.active_adapters[0]
+            different = [name for name in held | ranks if held.get(name) != ranks.get(name)]
+            raise ValueError(
+                f"`lora_sync`='adapter': the active adapter {found!r} has the rank {ranks.get(different[0], 0)} at "
+                f"`{different[0]}`, and the engine was started for {held.get(different[0], 0)} ({len(different)} "
+                "layers differ; 0 is none). Activate an adapter with the same layers and ranks, or use "
+                "`lora_sync='merge'`."
+            )
 
     def _require_unchanged_base(self) -> None:
         """
