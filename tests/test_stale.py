@@ -290,6 +290,14 @@ def test_an_engine_of_the_policys_own_layers_follows_what_is_no_lora(tmp_path, c
     assert torch.equal(sampled[0], sampled[2]) and not torch.equal(sampled[1], sampled[2])
 
 
+@pytest.mark.parametrize("case", BESIDE_THE_BASE)
+def test_a_policy_with_more_than_lora_beside_its_base_trains(tmp_path, case):
+    model = get_peft_model(tiny_model(seed=3, tied=False), BESIDE_THE_BASE[case])
+    trainer = trainer_of(tmp_path, model, rollout_precision=None, train_precision="nvfp4")
+    trainer.train()
+    assert torch.equal(sampled_from(trainer), policy_of(trainer))
+
+
 # What users do to a model beside training it
 
 COPY = {"rollout_precision": "int8"}

@@ -319,7 +319,7 @@ class TransformersEngine(RolloutEngine):
                 "The embedded rollout engine got `images` without the processor's `multimodal_fields`. A tool that "
                 "returns images causes this. Use `use_vllm=True`."
             )
-        known = self.copy.get_input_embeddings().num_embeddings
+        known = self.copy.config.get_text_config().vocab_size
         largest = max(map(max, prompts))
         if largest >= known:
             raise ValueError(f"A prompt has the token {largest}, but the model embeds only {known} tokens.")
