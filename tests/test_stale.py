@@ -18,7 +18,7 @@ from changes import (
     scale,
     worse_each_step,
 )
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
 from tiny import tiny_model
 from training import assert_same_run, config, dataset, make
 from transformers import TrainerCallback, set_seed
@@ -267,7 +267,6 @@ BESIDE_THE_BASE = {
     "a head each": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
     "norms each": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"]),
     "tokens each": LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[5, 6, 7]),
-    "no LoRA": IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
 }
 
 
@@ -296,6 +295,21 @@ def test_a_policy_with_more_than_lora_beside_its_base_trains(tmp_path, case):
     trainer = trainer_of(tmp_path, model, rollout_precision=None, train_precision="nvfp4")
     trainer.train()
     assert torch.equal(sampled_from(trainer), policy_of(trainer))
+
+
+NOT_PLAIN = {
+    "LoHaConfig cannot adapt": LoHaConfig(r=4, target_modules=["q_proj"]),
+    "IA3Config cannot adapt": IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+    "use_dora=True cannot adapt": LoraConfig(r=4, target_modules=["q_proj"], use_dora=True),
+}
+
+
+@pytest.mark.parametrize("message", NOT_PLAIN)
+def test_an_adapted_model_is_refused_before_its_base_is_frozen(tmp_path, message):
+    model = get_peft_model(tiny_model(seed=3), NOT_PLAIN[message])
+    with pytest.raises(ValueError, match=f"{message} a frozen base"):
+        trainer_of(tmp_path, model, rollout_precision=None, train_precision="nvfp4")
+    assert isinstance(model.get_base_model().model.layers[0].self_attn.k_proj, torch.nn.Linear)
 
 
 # What users do to a model beside training it

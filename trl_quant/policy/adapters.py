@@ -227,6 +227,18 @@ def check_lora(peft_config: PeftConfig) -> None:
         raise ValueError(f"peft_config: {type(peft_config).__name__} cannot adapt a frozen base; allowed: LoraConfig.")
 
 
+def check_plain_lora(peft_config: PeftConfig) -> None:
+    """Raises `ValueError` for an adapter of another method than LoRA, or for a variant of LoRA."""
+    check_lora(peft_config)
+    variants = [field.name for field in fields(peft_config) if field.metadata.get("is_lora_variant")]
+    given = [name for name in variants if getattr(peft_config, name)]
+    if given:
+        raise ValueError(
+            f"peft_config: {given[0]}={getattr(peft_config, given[0])!r} cannot adapt a frozen base; allowed is LoRA "
+            "without variants, with or without `use_rslora`."
+        )
+
+
 def with_frozen_layers(peft_config: PeftConfig) -> PeftConfig:
     """
     Returns a copy of a LoRA configuration with which PEFT can also adapt [`FrozenLinear`] layers, and
@@ -239,14 +251,7 @@ def with_frozen_layers(peft_config: PeftConfig) -> PeftConfig:
     Raises:
         `ValueError`: The method is not LoRA, or its variant or initialization needs the base's weight.
     """
-    check_lora(peft_config)
-    variants = [field.name for field in fields(peft_config) if field.metadata.get("is_lora_variant")]
-    given = [name for name in variants if getattr(peft_config, name)]
-    if given:
-        raise ValueError(
-            f"peft_config: {given[0]}={getattr(peft_config, given[0])!r} cannot adapt a frozen base; allowed is LoRA "
-            "without variants, with or without `use_rslora`."
-        )
+    check_plain_lora(peft_config)
     initialization = peft_config.init_lora_weights
     if initialization not in INITIALIZATIONS:
         raise ValueError(

@@ -24,7 +24,7 @@ from ..layers import FrozenLinear, frozen_layer
 from ..models.linears import FusedGroups, LinearLayer, dense_linears, is_quantizable
 from ..precisions import PRECISIONS, bitsandbytes_bases, unified_flows
 from ..storage.quantization import check_prepared
-from .adapters import adapt_frozen, check_lora, with_frozen_layers
+from .adapters import adapt_frozen, check_lora, check_plain_lora, with_frozen_layers
 
 
 logger = logging.getLogger(__name__)
@@ -258,6 +258,8 @@ def on_frozen_base(args, model, quantization_config, peft_config, **others) -> d
         )
         init |= config
     else:
+        for adapter in getattr(model, "peft_config", {}).values():
+            check_plain_lora(adapter)
         _freeze_loaded(model, precision, args.trust_remote_code)
     return {
         "quantization_config": quantization_config,
