@@ -274,6 +274,8 @@ def test_mean_reward_samples_the_model():
     sampled = mean_reward(model, tokenizer, dataset, is_answer, max_new_tokens=1, batch_size=1000)
     assert torch.equal(torch.get_rng_state(), state)
     assert sampled == pytest.approx(0.5, abs=4 * math.sqrt(0.25 / 2000))
+    model.generation_config.update(repetition_penalty=9.0, min_p=0.9, top_k=1, top_p=0.1, temperature=0.1)
+    assert mean_reward(model, tokenizer, dataset, is_answer, max_new_tokens=1, batch_size=1000) == sampled
     few = dataset.select(range(4))
     assert mean_reward(model, tokenizer, few, is_answer, max_new_tokens=1, temperature=0) == 1.0
     assert mean_reward(model, tokenizer, few, lambda **_: [None, 1.0, 0.0, None], max_new_tokens=1) == 0.5

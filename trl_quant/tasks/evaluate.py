@@ -30,9 +30,9 @@ def mean_reward(
     Returns:
         `float`: in the reward's units; for a reward of 0 or 1, the accuracy.
     """
-    sampling = {"do_sample": False}
+    sampling = {"do_sample": False, "repetition_penalty": 1.0}  # the model's own `generation_config` must not act
     if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        sampling |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     was_training = model.training
     model.eval()
     scores = []
