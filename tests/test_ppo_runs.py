@@ -263,7 +263,8 @@ CONFIGS = [
     ({"importance_sampling_level": "sequence"}, "`importance_sampling_level`='sequence' has one ratio"),
     ({"multi_objective_aggregation": "normalize_then_sum"}, "`multi_objective_aggregation`='normalize_then_sum'"),
     ({"dynamic_sampling_rounds": 1}, "`dynamic_sampling_rounds`=1 acts only with a trainer that has dynamic sampling"),
-    ({"optim": "adalomo"}, "PPO's critic cannot be trained with `optim`="),
+    ({"optim": "adalomo"}, "PPO's critic cannot be trained with `optim`='adalomo', which is built around one model"),
+    ({"optim": "schedule_free_adamw"}, "into training mode for the policy alone. Use"),
     (
         {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1},
         "PPO's critic cannot be trained with `lr_scheduler_type`=",

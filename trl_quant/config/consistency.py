@@ -126,8 +126,11 @@ def check_ppo(args) -> None:
         "DeepSpeed, whose engine holds a single model": args.deepspeed_plugin is not None,
         "FSDP1": args.fsdp_version == 1,
         "`fp16`": args.fp16,
-        f"`optim`={args.optim!r}, which is built around one model": args.optim_target_modules is not None
+        f"`optim`={args.optim.value!r}, which is built around one model": args.optim_target_modules is not None
         or args.optim.value.partition("_")[0] in ("lomo", "adalomo"),
+        f"`optim`={args.optim.value!r}, which transformers puts into training mode for the policy alone": (
+            args.optim.value.startswith("schedule_free")
+        ),
         f"`lr_scheduler_type`={args.lr_scheduler_type!r}, which reads a metric": args.lr_scheduler_type
         in ("reduce_lr_on_plateau", "greedy"),
     }
