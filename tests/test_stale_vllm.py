@@ -115,6 +115,11 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_engine_goes_on(tmp_path
         model.set_adapter("default")
         tokens, logps = sampled_from(trainer)
         assert tokens == first[0] and all(map(torch.equal, logps, first[1]))
+    model.delete_adapter("default")
+    model.add_adapter("default", lora(r=8))
+    model.set_adapter("default")
+    with pytest.raises(ValueError, match="active adapter 'default' has the rank 8"):
+        sampled_from(trainer)
 
 
 @pytest.mark.parametrize("seed", range(4))

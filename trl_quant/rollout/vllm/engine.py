@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -87,6 +88,7 @@ class VLLMEngine(VLLMBase):
         self.sleep_level = sleep_level if enable_sleep_mode else 0
         self.pushed: dict[str, Tensor] = {}
         self._adapter_ranks: dict[str, int] = {}  # of the adapter's layers, as the engine holds them
+        self._fitting: PeftConfig | None = None  # of the last adapter that was found to fit
         self.kernels: Kernels | None = None
         self.destinations: dict[str, Tensor] | None = None
         self._asleep: set[str] = set()  # vLLM's tags of the memory that sleeps
@@ -208,6 +210,9 @@ class VLLMEngine(VLLMBase):
 
     def _require_adapter_that_fits(self) -> None:
         """Raises `ValueError` if the engine cannot hold the active adapter: it was started for one of another form."""
+        configs = [self.model.peft_config[name] for name in self.model.active_adapters]
+        if len(configs) == 1 and configs[0] is self._fitting:
+            return
         ranks = adapter_arguments(self.model, {})["adapter"]
         if ranks != self._adapter_ranks:
             held, found = self._adapter_ranks, self.model.active_adapters[0]
@@ -218,6 +223,7 @@ class VLLMEngine(VLLMBase):
                 "layers differ; 0 is none). Activate an adapter with the same layers and ranks, or use "
                 "`lora_sync='merge'`."
             )
+        (self._fitting,) = configs
 
     def _require_unchanged_base(self) -> None:
         """
