@@ -118,7 +118,7 @@ def field_types() -> dict[str, str]:
 def described_fields() -> str:
     """Type, default and help of each field that this package adds to TRL's configurations, section by section."""
     types, lines = field_types(), []
-    options = json.loads((ROOT / "trl_quant/cli/options.json").read_text())["train"]
+    options = json.loads((ROOT / "trl_quant/cli/options.json").read_text())["train"]["grpo"]
     for title, section in options.items():
         described = {name: option for name, option in section.items() if name in types}  # others are the command's
         if described:
