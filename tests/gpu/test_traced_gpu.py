@@ -67,18 +67,27 @@ def test_a_layer_follows_its_weight(precision, mode):
                 layer.weight.mul_(0.7)
 
 
+def tiny() -> nn.Module:
+    torch.manual_seed(0)
+    return tiny_model(hidden_size=256, intermediate_size=512).to(DEVICE, torch.bfloat16)
+
+
+def trained_alone(model: nn.Module, precision: str) -> nn.Module:
+    """Trains in a precision, with each layer computed by itself, as under the compiler."""
+    unify(model, precision)
+    model.enable_input_require_grads()  # so the first decoder layer is like the others
+    for module in model.modules():
+        if isinstance(module, UnifiedLinear):
+            module.joint = None
+    return model
+
+
 @pytest.mark.parametrize("precision", unified_flows())
 def test_decoder_layers_are_one_graph(precision):
     torch.compiler.reset()
     counters.clear()
-    torch.manual_seed(0)
-    model = tiny_model(hidden_size=256, intermediate_size=512).to(DEVICE, torch.bfloat16)
-    unquantized = copy.deepcopy(model)
-    unify(model, precision)
-    model.enable_input_require_grads()  # so the first layer is like the others
-    for module in model.modules():
-        if isinstance(module, UnifiedLinear):
-            module.joint = None
+    unquantized = tiny()
+    model = trained_alone(copy.deepcopy(unquantized), precision)
     ids = torch.arange(10, 74, device=DEVICE).view(2, 32)
 
     def update(model: nn.Module) -> list[torch.Tensor]:
@@ -105,14 +114,8 @@ def test_packed_rows_of_other_lengths_are_not_compiled_again(precision):
     """The compiler takes a number for a constant until it changes, so the first rows need graphs of their own."""
     torch.compiler.reset()
     counters.clear()
-    torch.manual_seed(0)
-    model = tiny_model(hidden_size=256, intermediate_size=512).to(DEVICE, torch.bfloat16)
-    unify(model, precision)
+    model = trained_alone(tiny(), precision)
     accept_packed_rows(model)
-    model.enable_input_require_grads()
-    for module in model.modules():
-        if isinstance(module, UnifiedLinear):
-            module.joint = None
 
     def update(prompt: int, lengths: list[int]) -> list[torch.Tensor]:
         shape = len(lengths), prompt + max(lengths)
