@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,8 +24,10 @@ import torch
 from test_vllm_server import FILES, PROCESSED, files_in_place_of_nccl, serve, trainer_of, wait_for
 from tiny import save_tiny
 from training import metrics
+from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
 
+from trl_quant.rollout.engine import RolloutNoise
 from trl_quant.rollout.vllm import client as vllm_client
 from trl_quant.rollout.vllm import server as vllm_server
 from trl_quant.rollout.vllm.client import Client
@@ -190,7 +193,8 @@ def test_a_server_that_does_not_answer_in_time(tmp_path, server, proxy, fault, p
     assert "failed at step 0" in text and "start again" in text
     assert ("in the middle of an update: restart it" in text) is (path == "/update_weights")
     if path == "/update_weights":
-        requests.post(f"{server.url}/finish_weight_update").raise_for_status()
+        for path in ("finish_weight_update", "resume"):
+            requests.post(f"{server.url}/{path}").raise_for_status()
 
 
 @pytest.mark.parametrize(
@@ -305,6 +309,51 @@ def test_a_server_that_another_run_syncs(tmp_path, server, monkeypatch):
     other.train()
     with pytest.raises(RuntimeError, match="or another run has sent it weights"):
         first.evaluate(first.train_dataset.select(range(2)))
+
+
+def test_a_server_that_a_trainer_of_trl_syncs(tmp_path, server):
+    """TRL's client sends weights and no token."""
+    trainer = trainer_of(tmp_path, server.url, server.model, "bf16", max_steps=1)
+    trainer.train()
+    other = VLLMClient(base_url=server.url)
+    other.update_model_params(trainer.model.to(torch.bfloat16))
+    with pytest.raises(RuntimeError, match="or another run has sent it weights"):
+        trainer.vllm_generation.vllm_client.generate([[1, 2, 3]])
+
+
+def test_a_failed_update_of_norms(tmp_path, server, proxy):
+    """The engine does not know which norms the server holds, and an evaluation, without noise, would write none."""
+    trainer = trainer_of(tmp_path, proxy, server.model, "bf16")
+    trainer.check_sync()
+    client, Proxy.faults = trainer.vllm_generation.vllm_client, {"/finish_weight_update": silent}
+    client.seconds, trainer.vllm_generation.noise = 5 * LIMIT, RolloutNoise(sigma=0.5)
+    with pytest.raises(RuntimeError, match="in the middle of an update: restart it"):
+        trainer.vllm_generation.prepare()
+    client.seconds, Proxy.faults = 60.0, {}
+    requests.post(f"{server.url}/resume").raise_for_status()
+    with pytest.raises(RuntimeError, match="no longer holds the weights"):
+        trainer.evaluate(trainer.train_dataset.select(range(2)))
+
+
+def test_a_sync_while_another_client_waits_for_samples(tmp_path, server):
+    """The server keeps the other client's request, and no keys and values from before the sync."""
+    trainer = trainer_of(tmp_path, server.url, server.model, "bf16", vllm_request_timeout=60.0)
+    trainer.check_sync()
+    client, prompt = trainer.vllm_generation.vllm_client, [1 + i % 20 for i in range(200)]
+    with torch.no_grad():
+        for param in trainer.model.parameters():
+            param.add_(0.05 * torch.randn(param.shape, generator=torch.Generator().manual_seed(0)))
+    request = {"model": client.model, "prompt": [prompt[:50]], "n": 8, "max_tokens": 400, "ignore_eos": True}
+    with ThreadPoolExecutor() as others:
+        other = others.submit(requests.post, f"{server.url}{SAMPLES}", json=request, timeout=120)
+        time.sleep(0.3)
+        trainer.vllm_generation.sync_weights()
+        assert not other.done()
+        sampled = client.generate([prompt], max_tokens=8, temperature=0.0, logprobs=0)
+    assert other.result().status_code == 200 and len(other.result().json()["choices"]) == 8
+    client.reset_prefix_cache()
+    assert sampled == client.generate([prompt], max_tokens=8, temperature=0.0, logprobs=0)
+    trainer.vllm_generation.check_sync()
 
 
 # Something else at the address

@@ -4,12 +4,12 @@ TRL's client waits for ever for a server that was stopped, or that sends one byt
 samples of the policy. Here each request as a whole has a time limit, and an answer that is incomplete or not vLLM's
 raises an error. Samples are used only if the server's workers still hold the weights of the last sync:
 
-    sync    ---- weights, then a token ----> workers store the token
+    sync    ---- weights, then a token ----> workers forget their token, then store the new one
     sample  ---- prompts ------------------> completions
             ---- which token? -------------> if it is not the sync's, the samples are thrown away
 
 A server that was restarted after the sync has its checkpoint's weights and no token. A server that another run has
-synced since has that run's token.
+synced since has that run's token, or none if that run does not know of tokens, as TRL's own trainers do not.
 """
 
 from collections.abc import Callable, Iterator
@@ -119,7 +119,10 @@ class Client(VLLMClient):
         self.require_token()  # a restarted server would not join the broadcast
         try:
             with self._transfer("take the weights"):
+                # The engine would end if a request of another client ran on a model that is half loaded
+                self._post(f"{self.base_url}/pause", params={"mode": "keep"})
                 super().update_named_params(metadata, named_params)
+                self._post(f"{self.base_url}/resume")
         except Exception as error:
             raise RuntimeError(
                 f"{error} The server may wait in the middle of an update: restart it before a run uses it again."
@@ -135,7 +138,7 @@ class Client(VLLMClient):
         return time_limit(None if self.seconds is None else self.seconds + TRANSFER_SLACK, message)
 
     def mark_sync(self) -> None:
-        """Sends the workers a new token, after a sync."""
+        """Sends the workers a new token, after an update of weights."""
         token = uuid4().hex
         self.ask_workers("set_sync_token", token=token)
         self.token = token

@@ -208,6 +208,7 @@ class VLLMServerEngine(VLLMBase):
             announced = [(name, str(v.dtype).removeprefix("torch."), list(v.shape)) for name, v in values.items()]
             self.vllm_client.update_named_params(announced, iter(values.items()))
             self.vllm_client.reset_prefix_cache()
+            self.vllm_client.mark_sync()
         self.accelerator.wait_for_everyone()
 
     def requests(self) -> None:

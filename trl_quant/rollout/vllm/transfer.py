@@ -25,10 +25,20 @@ from .worker import (
 )
 
 
+class SyncToken:
+    """The token of the sync whose weights this process holds; `None` if there was none, or weights came since."""
+
+    held: str | None = None
+
+
 class ReloadBracket:
-    """Mixin for vLLM's weight transfer engines that adds the steps of `worker.reload` to an update."""
+    """
+    Mixin for vLLM's weight transfer engines that adds the steps of `worker.reload` to an update. The token of the last
+    sync is forgotten, because any client may send an update.
+    """
 
     def start_weight_update(self) -> None:
+        SyncToken.held = None
         keep_onednn_scales(self.model)
         self._plain = plain_tensors(self.model)
         super().start_weight_update()
@@ -52,15 +62,13 @@ class NCCLTransfer(ReloadBracket, NCCLWeightTransferEngine):
 class WorkerExtension:
     """The class to name on vLLM's command line. vLLM adds its methods to the worker."""
 
-    sync_token: str | None = None  # the token of the sync whose weights the worker holds
-
     def set_sync_token(self, token: str) -> None:
-        """Stores the token of a sync for as long as this process lives."""
-        self.sync_token = token
+        """Stores the token of a sync until the next update of weights, or until this process ends."""
+        SyncToken.held = token
 
     def get_sync_token(self) -> str | None:
-        """Returns the token of the last sync; `None` if there was none in this process."""
-        return self.sync_token
+        """Returns the token of the last sync; `None` if this process does not hold the weights of one."""
+        return SyncToken.held
 
     def read_caches(self) -> list[tuple]:
         """Returns the result of [`~worker.kv_caches`] as `(layer, fields)`, which JSON can hold."""
