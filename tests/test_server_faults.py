@@ -6,6 +6,7 @@ Most faults are those of a proxy before a real server: it asks the server and sp
 import json
 import os
 import signal
+import socket
 import threading
 import time
 import urllib.request
@@ -26,6 +27,7 @@ from tiny import save_tiny
 from training import metrics
 from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
+from vllm.utils.network_utils import get_ip
 
 from trl_quant.rollout.engine import RolloutNoise
 from trl_quant.rollout.vllm import client as vllm_client
@@ -214,6 +216,11 @@ def test_a_server_that_does_not_answer_in_time(tmp_path, server, proxy, fault, p
         (SAMPLES, changed(lambda c: c["choices"].reverse()), "completions of other prompts"),
         (SAMPLES, changed(lambda c: c["choices"][3]["token_ids"].clear()), "a completion without a token"),
         (SAMPLES, changed(lambda c: c["choices"][3]["token_ids"].pop()), "log-probabilities of different lengths"),
+        (
+            SAMPLES,
+            changed(lambda c: [choice.update(logprobs=None) for choice in c["choices"]]),
+            "completions without log-probabilities",
+        ),
         (WORKERS, without("results"), "answered a call of `set_sync_token`, but not as `vllm serve` does"),
     ],
 )
@@ -243,6 +250,28 @@ def test_without_a_limit_a_slow_server_is_waited_for(tmp_path, server, proxy):
     Proxy.faults = {SAMPLES: slow}
     trainer.train()
     assert len([log for log in metrics(trainer) if "loss" in log]) == 1
+
+
+def test_a_slash_at_the_end_of_the_address(tmp_path, server):
+    """vLLM answers `//health` with 404, for which the trainer would wait."""
+    trainer = trainer_of(tmp_path, f"{server.url}/", server.model, "bf16", vllm_server_timeout=1.0)
+    assert trainer.vllm_generation.vllm_client.base_url == server.url
+    trainer.check_sync()
+
+
+def test_an_empty_address(tmp_path, server):
+    """As a variable of the environment that is not set gives one; TRL's client would ask `http:///health`."""
+    port = {"vllm_server_host": "127.0.0.1", "vllm_server_port": urlsplit(server.url).port, "vllm_server_timeout": 1.0}
+    with pytest.raises(ValueError, match="`vllm_server_base_url`='' is not a server's address"):
+        trainer_of(tmp_path, "", server.model, "bf16", **port)
+
+
+def test_a_port_for_the_transfer_that_is_taken(tmp_path, server):
+    """TRL's client would first wait for the server, which waits for the client on this port."""
+    with socket.create_server((get_ip(), 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=f"`vllm_group_port`={port} cannot be opened on this machine: .*in use"):
+            trainer_of(tmp_path, server.url, server.model, "bf16", vllm_group_port=port)
 
 
 # A server that changes between sync and sampling

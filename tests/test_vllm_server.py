@@ -207,6 +207,8 @@ def test_server_that_reports_raw_logprobs_and_takes_no_weights(tmp_path, model, 
     assert "raw_logprobs" in wrong and "no `--weight-transfer-config`" in wrong and "precision" not in wrong
     assert "--logprobs-mode processed_logprobs" in command and "--weight-transfer-config" in command
     assert "the precision 'int8', and `rollout_precision`='bf16'" in refusal(tmp_path, stand_in, model, "bf16")
+    info["model_config"] |= {"quantization": None, "dtype": "torch.float16"}
+    assert "the precision 'torch.float16', and `rollout_p" in refusal(tmp_path, stand_in, model, "bf16")
 
 
 def test_server_without_development_endpoints(tmp_path, model, stand_in):

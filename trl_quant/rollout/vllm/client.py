@@ -12,6 +12,7 @@ A server that was restarted after the sync has its checkpoint's weights and no t
 synced since has that run's token, or none if that run does not know of tokens, as TRL's own trainers do not.
 """
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -35,6 +36,7 @@ class Client(VLLMClient):
     TRL's client, with time limits and checked answers.
 
     Parameters:
+        base_url (`str`): The server's address, which may end with slashes.
         seconds (`float` or `None`): Seconds that each whole request may take; `None` for no limit.
         check (`Callable`): Called with the client before it connects to the server's workers.
 
@@ -42,9 +44,9 @@ class Client(VLLMClient):
         token (`str` or `None`): The token of the last sync; `None` before the first.
     """
 
-    def __init__(self, *args, seconds: float | None, check: Callable[["Client"], None], **kwargs):
+    def __init__(self, base_url: str, *, seconds: float | None, check: Callable[["Client"], None], **kwargs):
         self.seconds, self.check, self.token = seconds, check, None
-        super().__init__(*args, **kwargs)
+        super().__init__(base_url.rstrip("/"), **kwargs)
 
     # Requests
 
@@ -112,8 +114,26 @@ class Client(VLLMClient):
 
     def init_communicator(self, device=0) -> None:
         self.check(self)
+        self._require_free_port()
         with self._transfer("join the workers for the transfer of weights"):
             super().init_communicator(device)
+
+    def _require_free_port(self) -> None:
+        """
+        Raises `ValueError` if this process cannot listen on the port for the transfer. TRL's method would raise only
+        after the server has given up waiting for it there, or has joined another run's transfer.
+        """
+        from vllm.utils.network_utils import get_ip
+
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
+            try:
+                probe.bind((get_ip(), self.group_port))
+            except OSError as error:
+                raise ValueError(
+                    f"`vllm_group_port`={self.group_port} cannot be opened on this machine: {error}. Another run may "
+                    "use it. Set it to a free port, one for each run."
+                ) from error
 
     def update_named_params(self, metadata, named_params) -> None:
         self.require_token()  # a restarted server would not join the broadcast
@@ -170,6 +190,8 @@ class Client(VLLMClient):
             wrong = "completions of other prompts than the requested ones"
         elif not all(completions):
             wrong = "a completion without a token"
+        elif logps is None and kwargs.get("logprobs", 0) is not None:
+            wrong = "completions without log-probabilities"
         elif logps is not None and [*map(len, logps)] != [*map(len, completions)]:
             wrong = "completions and log-probabilities of different lengths"
         if wrong is not None:

@@ -172,7 +172,7 @@ class VLLMServerEngine(VLLMBase):
             faults.append("`--calculate-kv-scales`, whose scales are stale after the first sync")
         precisions = _served_precisions(served, config)
         if precisions is not None and self.precision not in precisions:
-            found = " or ".join(map(repr, sorted(precisions))) or repr(served["quantization"])
+            found = " or ".join(map(repr, sorted(precisions))) or repr(served["quantization"] or served["dtype"])
             faults.append(f"the precision {found}, and `rollout_precision`={self.precision!r}")
         return faults
 
@@ -240,8 +240,10 @@ class VLLMServerEngine(VLLMBase):
 
 
 def server_url(args) -> str:
-    """Returns the server's address, as TRL's client computes it."""
-    return args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    """Returns the server's address, as TRL computes it, without a slash at its end."""
+    if args.vllm_server_base_url is None:
+        return f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    return args.vllm_server_base_url.rstrip("/")
 
 
 def wait_for_server(args, model: str) -> None:
