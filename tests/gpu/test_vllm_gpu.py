@@ -84,7 +84,8 @@ def trained(tmp_path, precision, sleeping, steps=4, **kwargs):
 
 def awake(trainer):
     """The engine with the policy's weights of now."""
-    trainer.check_sync()
+    trainer.vllm_generation.sync_weights()
+    trainer.vllm_generation.check_sync()  # the engine's own, after which it stays awake
     return trainer.vllm_generation
 
 

@@ -103,6 +103,8 @@ class RolloutEngine:
             Noise of the next generation, the same for all of its turns. The trainer sets it.
         is_current (`bool`):
             Whether the engine holds the weights of the last sync.
+        is_generating (`bool`):
+            Whether a generation has begun and not ended.
         held (`Hashable`):
             The [`~rollout.fingerprint.fingerprint`] of the policy at the last sync.
         effective_sigma (`float`):
@@ -152,7 +154,7 @@ class RolloutEngine:
         self.effective_sigma = 0.0
         self._added_noise = RolloutNoise()  # the noise that the norms hold
         self._clean_norms: dict[str, Tensor] = {}
-        self._is_generating = False
+        self.is_generating = False
         self._turns = 0
 
     # Attributes of TRL's part
@@ -245,16 +247,16 @@ class RolloutEngine:
         Context of one generation with any number of turns. Entering it is collective and prepares the engine; later
         turns need no other rank. A nested context does nothing.
         """
-        if self._is_generating:
+        if self.is_generating:
             self._turns += 1
             yield
             return
         self.prepare()
-        self._is_generating = True
+        self.is_generating = True
         try:
             yield
         finally:
-            self._is_generating = False
+            self.is_generating = False
         self.rest()
 
     def requests(self) -> int | None:

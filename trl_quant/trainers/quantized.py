@@ -244,7 +244,10 @@ class QuantRollouts:
         if not hasattr(self._engine, "check_sync"):
             raise ValueError("`check_sync` checks vLLM engines: set `use_vllm=True` and a `rollout_precision`.")
         self._sync()
-        return self._engine.check_sync()
+        metrics = self._engine.check_sync()
+        if not self._engine.is_generating:  # in sleep mode, the check woke the engine
+            self._engine.rest()
+        return metrics
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
