@@ -1,6 +1,7 @@
 """`trl-quant report`: what runs left behind is read, put together, judged in words, and drawn on one whole page."""
 
 import inspect
+import json
 import math
 from pathlib import Path
 from statistics import fmean
@@ -88,6 +89,25 @@ def test_a_resumed_run_counts_each_step_once(tmp_path):
     assert read_run(write_jsonl(tmp_path / "done", [*entries(6), last])).history == [*entries(6), last]
 
 
+def test_a_run_that_goes_on_after_its_end_is_not_done(tmp_path):
+    """Its final state and `train_runtime` are those of the first end, until the next checkpoint is written."""
+    end = {"step": 6, "train_runtime": 1.0, "train_loss": 0.5}
+    run = write_jsonl(tmp_path / "run", [*entries(6), end])
+    assert read_run(run).status == "done"
+    write_state(run, [*entries(6), end], global_step=6, max_steps=6)
+    assert read_run(run).status == "done"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in entries(8)[6:])
+    assert read_run(run).status == "at step 8"
+    write_state(run / "checkpoint-7", [*entries(6), end, *entries(7)[6:]], global_step=7, max_steps=9)
+    assert read_run(run).status == "at step 8 of 9"
+
+
+def test_a_log_without_lines_hides_no_state(tmp_path):
+    write_state(write_jsonl(tmp_path / "run", []), entries(12))
+    assert read_run(tmp_path / "run").history == entries(12)
+
+
 def test_only_numbers_are_values():
     odd = [math.nan, None, math.inf, True, "0.5", 2]
     run = Run("odd", [{"step": i, "reward": value} for i, value in enumerate(odd)])
@@ -140,11 +160,24 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group():
         (["fp8-s0", "fp8-s1"], "fp8"),
         (["a_seed=10", "a_seed=11"], "a"),
         (["x", "y"], "x + y"),
+        (["int4", "int4-seed1"], "int4"),  # the number of a format is no seed
+        (["nvfp4", "nvfp4-2"], "nvfp4"),
+        (["run1", "run10"], "run"),
     ],
 )
 def test_a_group_is_called_what_its_runs_share(names, shared):
     (group,) = grouped([Run(name, entries(1), settings={"lr": 1, "seed": i}) for i, name in enumerate(names)])
     assert group.name == shared
+
+
+def test_no_two_groups_have_one_name():
+    runs = [
+        Run(f"run-{i}", entries(1), settings={"lr": lr, "seed": i}) for i, lr in enumerate((1e-5, 1e-5, 1e-6, 1e-6))
+    ]
+    assert [group.name for group in grouped(runs)] == ["run-0 + run-1", "run-2 + run-3"]
+    assert [group.name for group in grouped(runs[:3])] == ["run", "run-2"]
+    alone = Run("run", entries(1), settings={"lr": 1})
+    assert [group.name for group in grouped([*runs[:2], alone])] == ["run-0 + run-1", "run"]
 
 
 def test_bands_are_mean_and_range_of_moving_averages():

@@ -118,7 +118,8 @@ class Run:
         """Says how far the run came. A log does not show whether the run continues or was stopped."""
         if self.note:
             return self.note
-        if self.finished or self.values("train_runtime"):
+        ends, _ = self.series("train_runtime")
+        if self.finished or self.steps in ends:  # an end before the last step is one after which the run went on
             return "done"
         return f"at step {self.steps}" + (f" of {self.total}" if self.total else "")
 
@@ -176,9 +177,11 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
     state = max(filter(None, (_state(directory, broken), newest)), key=_reached, default=None)
     total, reached = (state["max_steps"], state["global_step"]) if state else (0, 0)
     history = _logged(directory / "metrics.jsonl")
-    if history is None and state:
+    if not history and state:
         history = state["log_history"]
     if history is not None:
+        if 0 < total < max(map(_step_of_entry, history), default=0):  # the run goes on after the end in this state
+            total = 0
         return Run(name, history, "", 0 < total <= reached, total, _settings(directory, *checkpoints))
     logs = (path for name in ("metrics.jsonl", "trainer_state.json") for path in directory.glob(f"*/{name}"))
     below = sorted({path.parent.name for path in logs})
@@ -417,7 +420,10 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     for i, run in enumerate(runs):
         key = _key(_without_seed(run)) if run.settings else f"run {i}"
         found.setdefault(key, []).append(run)
-    return [Group(_stem([run.name for run in group]), group) for group in found.values()]
+    names = [[run.name for run in group] for group in found.values()]
+    count = Counter(map(_stem, names))
+    stems = [_stem(own) if count[_stem(own)] == 1 else " + ".join(own) for own in names]  # each group's name differs
+    return [Group(stem, group) for stem, group in zip(stems, found.values(), strict=True)]
 
 
 def differences(groups: Sequence[Group]) -> dict[str, list]:
@@ -441,4 +447,6 @@ def _stem(names: list[str]) -> str:
     if len(names) == 1:
         return names[0]
     shared = "".join(letters[0] for letters in takewhile(lambda x: len(set(x)) == 1, zip(*names, strict=False)))
+    if not any(name[len(shared) :][:1].isdecimal() for name in names) and shared[-1:].isdecimal():
+        return shared  # its number is whole: `int4` for `int4` and `int4-seed1`
     return re.sub(r"([-_. ([{]+(seed|s|run))?[-_. =([{]*\d*$", "", shared) or " + ".join(names)
