@@ -285,6 +285,12 @@ CASES = [
         "50% of the tokens dropped by the correction: take",
     ),
     (
+        findings.dropped,
+        [],
+        {"mismatch__dropped_fraction": lambda i: 0.6 * (i < 20)},
+        "60% of the tokens were dropped by the correction around step 5; at the end 0 of them",
+    ),
+    (
         findings.clipped,
         [{"clip_ratio__region_mean": 0.19}],
         {"clip_ratio__region_mean": 0.25},
@@ -302,6 +308,7 @@ CASES = [
         {"entropy": climbing(1.0, -0.2, at=20)},
         "fell from 1 to",
     ),
+    (findings.entropy_gone, [], {"entropy": 0.0}, "The entropy is 0 nats: the policy explores nothing."),
     (findings.same_rewards, [{"frac_reward_zero_std": 0.79}], {"frac_reward_zero_std": 0.9}, "In 90% of the groups"),
     (
         findings.cut_off,

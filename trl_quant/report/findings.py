@@ -19,6 +19,7 @@ CRITIC = "value/"  # prefix of metrics that only PPO logs
 SAME_REWARDS = "frac_reward_zero_std"
 BUCKET = re.compile(re.escape(POSITION) + r"([0-9]{1,9})-([0-9]{0,9})")  # first and last token, if it has one
 ROUNDING = 1e-4  # nats a token: the KL that BF16 rounding and a few flipped codes cause
+MOST_ONE_IN = 0.4  # shares from here on are written in percent
 RISE = 1.5  # smallest ratio of end to start that counts as a rise
 
 
@@ -51,7 +52,7 @@ def worst(run: Run, metric: str, largest: bool = True) -> tuple[int, float, floa
 
 def one_in(share: float, what: str) -> str:
     """Writes a share as `1 token in 30`, or a large one as `62% of the tokens`."""
-    return f"1 {what} in {1 / share:.0f}" if share < 0.4 else f"{share:.0%} of the {what}s"
+    return f"1 {what} in {1 / share:.0f}" if share < MOST_ONE_IN else f"{share:.0%} of the {what}s"
 
 
 def now(value: float, last: float, unit: Callable[[float], str]) -> str:
@@ -166,7 +167,8 @@ def _share(run: Run, metric: str, above: float, where: str, so: str) -> str | No
         return None
     step, value, last = found
     if last <= above:
-        return f"{one_in(value, 'token')} was {where} around step {step}; at the end {short(last)} of them."
+        were = "were" if value >= MOST_ONE_IN else "was"
+        return f"{one_in(value, 'token')} {were} {where} around step {step}; at the end {short(last)} of them."
     return f"{one_in(last, 'token')} {where}{rising(*smooth(run, metric))}: {so}."
 
 
@@ -181,6 +183,8 @@ def entropy_gone(run: Run, share: float = 0.1) -> str | None:
     values = smooth(run, "entropy")[1]
     if not values or values[-1] > share * values[0]:
         return None
+    if values[-1] >= values[0]:  # it is 0 from the start, so nothing fell
+        return f"The entropy is {short(values[-1])} nats: the policy explores nothing."
     return f"The entropy fell from {short(values[0])} to {short(values[-1])} nats: the policy hardly explores any more."
 
 
