@@ -35,6 +35,10 @@ from trl_quant.tasks.answers import extract_answer
         (r"\boxed{4} or \boxed{5}", "5"),
         ("#### 4\n#### 5", "5"),
         ("#### 4 #### 5", "5"),
+        # a tag that is only mentioned opens no answer
+        ("<think>The <answer> tag gets 70 + 2.</think> <answer>72</answer>", "72"),
+        ("<answer>4 or <answer>5</answer>", "5"),
+        ("<answer>4</answer> and no other <answer>", "4"),
         # the strongest kind decides even without a number
         ("<answer>unknown</answer> 5", None),
         ("<answer></answer> #### 5", None),
@@ -296,6 +300,7 @@ def test_any_text_scores_zero_or_one(text, gold):
         ("steps \\boxed{15}.", 1.0),
         ("steps $\\boxed{15}$\n", 1.0),
         ("steps <answer>15</answer>", 1.0),
+        ("I put it into <answer> tags. <answer>15</answer>", 1.0),
         ("15", 0.0),
         ("", 0.0),
         ("#### 15 #### 16", 0.0),

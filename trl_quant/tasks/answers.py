@@ -2,7 +2,7 @@ r"""Finds the one number that a completion commits to, and compares two numbers.
 
 The order is fixed. The first kind of marker present decides, and only its last occurrence counts:
 
-1. `<answer> ... </answer>`
+1. `<answer> ... </answer>`, from the last `<answer>` before the end, as a text may mention the tag
 2. `\boxed{ ... }`
 3. `#### ...` up to the end of the line, GSM8K's own format
 4. the last number of the text, only if the caller allows it
@@ -72,7 +72,7 @@ _WORDS = re.compile(r"""(?:[^\W\d_]|[\s.,:;'"’()$€£¥₹¢&]|(?<=[^\W\d_])-
 _ASKING_WORD = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]|(?<![\\<\w])(?<!</)[^\W\d_]{2,}")
 # A position inside a word, or inside a number with its sign, its separators and suffixes that change its value
 _INSIDE = re.compile(r"(?<=\w)(?=\w)|(?<=\d[.,/])(?=\d)|(?<=\d)(?=[.,/]\d|[%^!])|(?<=[-−$.])(?=\d)")
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\s*\{")
 _HASHES = re.compile(r"####([^#\n]*)")
 _FRACTION = r"\\[dtc]?frac\s*"
