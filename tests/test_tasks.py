@@ -194,7 +194,8 @@ def test_held_out_problems_are_never_taught():
 @pytest.mark.parametrize(
     ("difficulty", "says"),
     [
-        ({"min_digits": 5, "max_digits": 2}, "`min_digits`=5, `max_digits`=2: they must be at least 1, in order"),
+        ({"min_digits": 5, "max_digits": 2}, "`min_digits`=5, `max_digits`=2: they must be from 1 to 63, in order"),
+        ({"max_digits": 64}, "`min_digits`=2, `max_digits`=64: they must be from 1 to 63, in order"),
         ({"min_digits": 5}, "`min_digits`=5, `max_digits`=4: they must"),
         ({"min_digits": 0}, "`min_digits`=0, `max_digits`=4: they must"),
         ({"operations": 5}, "`operations`=5 must be a list of at least one of '+', '-', '*'"),
@@ -212,6 +213,11 @@ def test_the_difficulty_of_problems_is_checked(difficulty, says):
 def test_the_narrowest_difficulty_of_problems():
     rows = generate("arithmetic", 4, min_digits=3, max_digits=3, operations=["-"])
     assert all(re.fullmatch(r"\d{3}-\d{3}=", prompt) for prompt in rows["prompt"])
+
+
+def test_the_reward_reads_the_longest_answers():
+    for problem in islice(problems(0, min_digits=63, max_digits=63), 100):
+        assert arithmetic(problem.solution, problem.answer) == 1.0
 
 
 def test_divisions():

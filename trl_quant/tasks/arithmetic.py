@@ -20,10 +20,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from .answers import NUMBER_CHARACTERS
 from .splits import is_held_out
 
 
 OPERATIONS = ("+", "-", "*")
+MAX_DIGITS = NUMBER_CHARACTERS - 1  # of an operand, so that the reward can read every answer
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def problems(
     of their operands as the answer (`80-40`) are left out: copying from the question must never be right.
 
     Raises:
-        ValueError: for unknown operations or none, or for numbers of digits that are below 1 or not in order.
+        ValueError: for unknown operations or none, or for numbers of digits that are out of range or not in order.
     """
     allowed = ", ".join(map(repr, OPERATIONS))
     if not isinstance(operations, Sequence) or not operations:
@@ -140,8 +142,10 @@ def problems(
     unknown = [op for op in operations if op not in OPERATIONS]
     if unknown:
         raise ValueError(f"`operations` has {unknown}. Allowed: {allowed}.")
-    if not 1 <= min_digits <= max_digits:
-        raise ValueError(f"`min_digits`={min_digits}, `max_digits`={max_digits}: they must be at least 1, in order.")
+    if not 1 <= min_digits <= max_digits <= MAX_DIGITS:
+        raise ValueError(
+            f"`min_digits`={min_digits}, `max_digits`={max_digits}: they must be from 1 to {MAX_DIGITS}, in order."
+        )
     rng = random.Random(seed)
     while True:
         op = rng.choice(operations)
