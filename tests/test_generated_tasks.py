@@ -36,6 +36,10 @@ def test_what_identifies_a_problem():
     """Countdown: numbers in any order. Sudoku: the solution, whatever is left blank."""
     one, other = (countdown.Problem(nums, 46) for nums in ((3, 25, 7), (7, 3, 25)))
     assert one.held_out == other.held_out and one.prompt != other.prompt
+    assert one == other and hash(one) == hash(other)
+    assert len({one, countdown.Problem(one.nums, 47), countdown.Problem(one.nums, 46, use_all=False)}) == 3
+    rows = generate("countdown", 300, min_numbers=2, max_numbers=2)
+    assert len({(*sorted(row["nums"]), row["target"]) for row in rows}) == 300
     solved = [{problem.solution for problem in take(sudoku, 400, held_out=held_out)} for held_out in (False, True)]
     assert solved[0] and solved[1] and not solved[0] & solved[1]
 
@@ -43,6 +47,15 @@ def test_what_identifies_a_problem():
 def test_few_problems_are_told():
     with pytest.raises(ValueError, match=r"countdown: there are hardly more than \d+ problems like that, not 500"):
         generate("countdown", 500, max_numbers=2, min_numbers=2, max_number=6)
+
+
+def test_a_difficulty_without_problems_is_told(monkeypatch):
+    """Numbers up to 5 make 10 in two ways, and neither is held out: the generator does not search for ever."""
+    monkeypatch.setattr(countdown, "DRAWS", 10_000)
+    narrowest = {"min_numbers": 2, "max_numbers": 2, "max_number": 5, "max_target": 10}
+    assert len(generate("countdown", 2, **narrowest)) == 2
+    with pytest.raises(ValueError, match=r"10000 draws with `max_number`=5, `max_target`=10 gave no problem for eval"):
+        generate("countdown", 1, held_out=True, **narrowest)
 
 
 @pytest.mark.parametrize(

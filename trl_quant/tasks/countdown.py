@@ -29,19 +29,31 @@ from .answers import final_answer, single_number, truth_text
 from .splits import is_held_out
 
 
+DRAWS = 1_000_000  # without a problem, after which none is assumed to exist
 TRIALS = 8  # largest number of trials in a worked solution
 MAX_CHARACTERS = 256  # largest length of an expression; six numbers of three digits with all parentheses take 50
 _ALLOWED = re.compile(rf"[0-9+\-*/() ]{{1,{MAX_CHARACTERS}}}")
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
     """Numbers that make a target. Each must be used exactly once, or at most once with `use_all=False`."""
 
     nums: tuple[int, ...]
     target: int
     use_all: bool = True
+
+    def __eq__(self, other):
+        return type(self) is type(other) and self._identity == other._identity
+
+    def __hash__(self):
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple:
+        """What makes it the same problem: the order of the numbers does not count."""
+        return tuple(sorted(self.nums)), self.target, self.use_all
 
     @property
     def prompt(self) -> str:
@@ -83,7 +95,7 @@ def problems(
         held_out (`bool`): whether to yield problems for evaluation instead of training.
 
     Raises:
-        ValueError: for a number outside its range.
+        ValueError: for a number outside its range, or if `DRAWS` draws in a row give no problem.
     """
     if not 2 <= min_numbers <= max_numbers <= 8:
         raise ValueError(
@@ -92,13 +104,19 @@ def problems(
     for name, value, least in (("max_number", max_number, 5), ("max_target", max_target, 10)):
         if value < least:
             raise ValueError(f"`{name}`={value} is out of range. It must be >= {least}.")
-    rng = random.Random(seed)
-    while True:
+    rng, drawn = random.Random(seed), 0
+    while drawn < DRAWS:
+        drawn += 1
         nums = tuple(rng.randint(1, max_number) for _ in range(rng.randint(min_numbers, max_numbers)))
         target = _reachable(rng, nums)
         problem = Problem(nums, target, use_all)
         if 10 <= target <= max_target and target not in nums and problem.held_out == held_out:
             yield problem
+            drawn = 0
+    raise ValueError(
+        f"countdown: {DRAWS} draws with `max_number`={max_number}, `max_target`={max_target} gave no problem for "
+        f"{'evaluation' if held_out else 'training'}. Raise `max_numbers` or change these two."
+    )
 
 
 def _reachable(rng: random.Random, nums: Sequence[int]) -> int:
