@@ -7,11 +7,13 @@ import pytest
 import torch
 import training
 from datasets import load_dataset
-from tiny import save_tiny, tiny_tokenizer
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import trl_quant.cli.train as train
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main
+from trl_quant.report.memory import Shape
 from trl_quant.report.plan import longest_prompt, number_of_steps
 
 
@@ -100,11 +102,27 @@ def test_a_run_without_a_length_is_planned_all_the_same(model_dir, options, caps
     assert "Cost against BF16: not measured without a `max_completion_length`" in told
 
 
-def test_no_memory_is_told_of_a_base_in_bitsandbytes(model_dir, options, capsys, unloaded):
+@pytest.mark.parametrize(
+    "base", [["--rollout_precision", "int8", "--load_in_8bit", "true"], ["--train_precision", "nf4"]]
+)
+def test_no_memory_is_told_of_a_base_in_bitsandbytes(model_dir, options, capsys, unloaded, base):
     """The model's shape tells the memory of its weights in 16 and 32 bits, and in our own codes."""
-    main(["plan", model_dir, *options, "--rollout_precision", "int8", "--use_peft", "--load_in_8bit", "true"])
+    main(["plan", model_dir, *options, "--use_peft", "true", *base])
     told = capsys.readouterr().out
     assert "Memory: not estimated with a base that bitsandbytes holds" in told and "peak" not in told
+
+
+def test_no_memory_is_told_of_other_layers_than_dense_ones(options, capsys, unloaded, tmp_path):
+    """TRL trains them without a `rollout_precision`, as the refusal of one says."""
+    experts = tiny_model("qwen3_moe")
+    config = GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=4, n_positions=64, eos_token_id=257)
+    for name, model in (("experts", experts), ("gpt2", GPT2LMHeadModel(config))):
+        model.save_pretrained(tmp_path / name)
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+        main(["plan", str(tmp_path / name), *options])
+        told = capsys.readouterr().out
+        assert "Memory: not estimated for a model with experts" in told and "peak" not in told
+        assert Shape.of(model.config).parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_the_card_is_the_one_that_is_named(model_dir, options, capsys, unloaded):

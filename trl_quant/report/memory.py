@@ -24,6 +24,7 @@ bytes for each unit of the MLP's width and of the hidden width ([`WORK`]). These
 """
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import transformers
@@ -99,6 +100,7 @@ class Shape:
         wide (`int`): Width of the MLP.
         layers (`int`): Decoder layers.
         token (`int`): Values that the KV cache holds for a token.
+        is_dense (`bool`): Whether its decoder has linear layers and no experts, as the models measured for [`WORK`].
     """
 
     linear: int
@@ -110,6 +112,7 @@ class Shape:
     wide: int
     layers: int
     token: int
+    is_dense: bool
 
     @property
     def parameters(self) -> int:
@@ -123,12 +126,12 @@ class Shape:
         with torch.device("meta"):
             model = kind(config) if kind is not None else AutoModelForCausalLM.from_config(config)
             model.tie_weights()
-            layers = [model.get_submodule(name) for name in linears(model)]
-            linear = sum(layer.weight.numel() for layer in layers)
+            layers = linears(model).values()
+            linear = sum(prod(layer.shape) for layer in layers)
             parameters = sum(parameter.numel() for parameter in model.parameters())
             tables = {id(table): table for table in _tables(model)}
             head = model.get_output_embeddings()
-            wide = max(layer.in_features for layer in layers)
+            wide = max((layer.shape[-1] for layer in layers), default=0)
             adapter = 0
             if peft_config is not None:
                 adapted = get_peft_model(model, peft_config)
@@ -146,6 +149,7 @@ class Shape:
             wide=wide,
             layers=text.num_hidden_layers,
             token=2 * text.num_hidden_layers * heads * size,
+            is_dense=len(layers) > 0 and not any(layer.is_expert for layer in layers),
         )
 
 

@@ -19,6 +19,7 @@ from ..config.machine import check_machine
 from ..config.preflight import check_before_loading
 from ..config.summary import summary
 from ..policy.frozen import on_frozen_base
+from ..precisions import bitsandbytes_bases
 from .measured import cost
 from .memory import BESIDE, Memory, Shape, estimate
 
@@ -36,7 +37,8 @@ class Plan:
     Attributes:
         lines (`list[str]`): The plan in words, to be printed.
         memory ([`~report.memory.Memory`] or `None`):
-            The estimated memory; `None` if the weights are sharded, in bitsandbytes, or with a teacher or a critic.
+            The estimated memory; `None` if the weights are sharded, in bitsandbytes, of a mixture of experts, or with a
+            teacher or a critic.
         steps (`int`): Optimizer steps.
         refused (`Exception` or `None`): The reason why this machine cannot start the run.
     """
@@ -109,9 +111,11 @@ def make_plan(
     memory = None
     if args.fsdp_version is not None or args.deepspeed_plugin is not None:
         lines.append("Memory: not estimated where FSDP or DeepSpeed shards the weights")
+    elif not shape.is_dense:
+        lines.append("Memory: not estimated for a model with experts, or with other layers than `nn.Linear`")
     elif args.max_completion_length is None:
         lines.append("Memory: not estimated without a `max_completion_length`")
-    elif given["quantization_config"] is not None:
+    elif given["quantization_config"] is not None or args.train_precision in bitsandbytes_bases():
         lines.append("Memory: not estimated with a base that bitsandbytes holds")
     elif args.has_critic or not args.has_rewards:
         lines.append(f"Memory: not estimated with a {'critic' if args.has_critic else 'teacher'}")
