@@ -12,7 +12,7 @@ from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from trl_quant import DiffusionGRPOConfig, QuantGRPOConfig, QuantRLOOConfig
+from trl_quant import DiffusionGRPOConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
 from trl_quant.report import measured
 from trl_quant.report.memory import Shape, estimate
 from trl_quant.rollout.embedded.diffusion import Schedule, denoise
@@ -340,8 +340,25 @@ def test_parts_follow_the_settings(shapes, tmp_path):
     assert parts(**colocated | {"vllm_mode": "server"})["engine"] == 0
     given = parts(**colocated, vllm_engine_kwargs={"kv_cache_memory_bytes": 10**9})
     assert given["engine"] == 10**9 + shape.linear + 2 * shape.other
+    assert parts(rank=0, optim="adamw_torch_4bit")["optimizer"] == shape.parameters
+    assert parts(rank=0, optim="lion_8bit")["optimizer"] == shape.parameters
+    assert parts(rank=0, optim="lion_32bit")["optimizer"] == 2 * shape.parameters
+    assert parts(rank=0, optim="paged_ademamix_8bit")["optimizer"] == 0
     longer = parts(gradient_checkpointing=False)
     assert longer["activations"] > adapted["checkpoints"] + adapted["work"]
+
+
+def test_a_gpu_samples_its_own_share(shapes, tmp_path, monkeypatch):
+    """A generation's completions are those of all GPUs; each holds the cache of its own."""
+
+    def sampling() -> dict[str, int]:
+        batch = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 44}
+        args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **batch)
+        return estimate(args, shapes["7b", 32], torch.bfloat16, 20, 80 * 10**9).sampling
+
+    alone = sampling()
+    monkeypatch.setattr(QuantGRPOConfig, "world_size", 4)
+    assert sampling() == alone and alone["cache"] > 0
 
 
 # What it costs
@@ -381,6 +398,8 @@ def test_a_cost_is_told_where_it_was_measured_alone(shapes, tmp_path):
     assert cost(rank=0, rollout_precision="bf16", **colocated).startswith("13.99 s")
     assert cost(rank=0, rollout_precision="fp8", **colocated).startswith("not measured")
     assert cost() == "as TRL's, which this run is"
+    ppo = QuantPPOConfig(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[])
+    assert measured.cost(ppo, shapes["7b", 32]) == "not measured with this trainer"  # TRL has no such PPO
     told = cost("32b", rollout_precision="fp8", train_precision="fp8", lora_sync="adapter", **colocated)
     assert told.startswith("8.89 s a step against TRL's 13.95 s")
     told = cost("32b", rollout_precision="fp8", train_precision="fp8", lora_sync="merge", **colocated)

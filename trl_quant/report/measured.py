@@ -70,7 +70,7 @@ STEPS = (
 def cost(args: QuantFields, shape: Shape) -> str:
     """Describes a run's cost against TRL's in BF16, by the measured step that is most like its own."""
     engine = engine_name(args)
-    if args.rollout_precision is None:
+    if args.rollout_precision is None and not args.has_critic:  # TRL has no such PPO
         return "as TRL's, which this run is"
     if not isinstance(args, QuantGRPOConfig) or args.has_critic:
         return "not measured with this trainer"

@@ -50,11 +50,13 @@ DECODED = 128 << 20
 # Prefix of `optim` -> function from the bytes of a parameter to the bytes of its optimizer state
 OPTIMIZERS = {
     "adamw_torch_8bit": lambda size: 2,
+    "adamw_torch_4bit": lambda size: 1,
     "adamw_8bit": lambda size: 2,
     "adamw_bnb_8bit": lambda size: 2,
-    "paged_adamw_8bit": lambda size: 0,  # it moves to the host's memory where the GPU's is short
-    "paged_adamw": lambda size: 0,
+    "paged": lambda size: 0,  # it moves to the host's memory where the GPU's is short
     "adamw": lambda size: 2 * size,
+    "lion_8bit": lambda size: 1,
+    "lion": lambda size: size,
     "sgd": lambda size: 0,
     "adafactor": lambda size: 0,
 }
@@ -238,7 +240,8 @@ def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> t
     name = engine_name(args)
     if name == "server":
         return 0, 0
-    tokens = args.generation_batch_size * (prompt + args.max_completion_length)
+    completions = args.generation_batch_size // args.world_size  # of this GPU
+    tokens = completions * (prompt + args.max_completion_length)
     if name == "colocate":
         return _vllm(args, shape, card), 0
     cache = tokens * shape.token * (BF16_BYTES if args.bf16 or args.fp16 else dtype.itemsize)
@@ -258,7 +261,7 @@ def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> t
 def _denoising(args, shape: Shape, prompt: int) -> int:
     """Returns the bytes of a denoising step: the residual stream and an MLP in BF16, and later a block's logits."""
     columns = prompt + args.max_completion_length
-    rows = min(args.generation_batch_size, max(1, TOKENS_AT_ONCE // columns))
+    rows = min(args.generation_batch_size // args.world_size, max(1, TOKENS_AT_ONCE // columns))
     layer = BF16_BYTES * rows * columns * (3 * shape.wide + 4 * shape.hidden)
     logits = rows * args.block_length * shape.head // shape.hidden
     # Tokens are drawn in float64 from parts of the logits: these parts, the noise, and their sum
