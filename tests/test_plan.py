@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 
 import pytest
 import torch
@@ -176,6 +177,23 @@ def test_a_wrong_option_is_refused_as_in_training(model_dir, options, wrong):
             main([*command, *options, *wrong])
         told.append(str(error.value))
     assert told[0] == told[1] and told[0].startswith("error: ")
+
+
+def test_a_plan_needs_no_server(model_dir, options, capsys, unloaded, monkeypatch):
+    """It is printed at once, with the fault of this machine; a dry run prints it, and ends as the run would."""
+    monkeypatch.setattr("trl_quant.rollout.vllm.support.check_version", lambda: None)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits for the server"))
+    server = ["--rollout_precision", "int8", "--use_vllm", "true", "--vllm_mode", "server"]
+    with socket.create_server(("localhost", 0)) as closed:  # nothing listens there afterwards
+        server += ["--vllm_server_base_url", f"http://localhost:{closed.getsockname()[1]}"]
+    main(["plan", model_dir, *options, *server])
+    told = capsys.readouterr().out
+    assert "Steps: 24" in told and "peak" in told
+    assert "This machine: it cannot. The vLLM server at" in told and "api_server --model" in told
+    with pytest.raises(SystemExit, match=r"error: The vLLM server at .* can't be reached"):
+        argv = ["--model_name_or_path", model_dir, *options, *server, "--vllm_server_timeout", "0"]
+        main(["train", *argv, "--dry_run", "true"])
+    assert "Steps: 24" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="FP8 may run there")

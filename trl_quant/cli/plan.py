@@ -47,5 +47,6 @@ def main(argv: list[str] | None = None) -> None:
     if not torch.accelerator.is_available():
         options = ["--use_cpu", "true", *options]  # without it transformers refuses BF16 where there is no GPU
     arguments = trainer_arguments(*parse_args(options))
+    arguments["args"].vllm_server_timeout = 0.0  # a plan does not wait for a server to start
     plan = make_plan(**arguments, card=None if args.card is None else round(args.card * GB))
     print("\n".join(plan.lines))

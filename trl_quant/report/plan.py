@@ -82,9 +82,12 @@ def make_plan(
         refused = error
     given = {"processing_class": None, "tools": None, "rollout_func": None, "environment_factory": None}
     given |= {"eval_dataset": None, "quantization_config": None} | others
-    check_before_loading(
-        model=model, args=args, train_dataset=train_dataset, peft_config=peft_config, here=refused is None, **given
-    )
+    try:
+        check_before_loading(
+            model=model, args=args, train_dataset=train_dataset, peft_config=peft_config, here=refused is None, **given
+        )
+    except ConnectionError as error:  # of the vLLM server, which is asked after all other checks
+        refused = error
     if args.holds_frozen_base:  # as the trainer does before it loads the base
         on_frozen_base(
             args=args, model=model, quantization_config=given["quantization_config"], peft_config=peft_config
