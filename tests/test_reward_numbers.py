@@ -216,3 +216,12 @@ def test_a_percent_sign_is_right_where_the_prompt_speaks_of_percentages():
         assert gsm8k("#### 5000%", "50", prompts=[prompt]) == gsm8k("#### 0.5", "50", prompts=[prompt]) == 0.0
     assert gsm8k("#### 50%", "50", prompts=["How many are left?"]) == gsm8k("#### 50%", "50") == 0.0
     assert gsm8k("#### 50%", "50%") == 1.0
+
+
+@pytest.mark.parametrize("text", ["72½", "72 ½", "72¼ cups", "72⅓", "72⁴", "72¹⁰", "72₈", "negative 72", "Minus 72"])
+@pytest.mark.parametrize("marked", [*MARKED, "so it is @"])
+def test_a_fraction_a_power_or_a_sign_in_words_makes_another_number(text, marked):
+    """To Python these characters are letters, which a unit has too."""
+    for answer in ("72", "-72"):
+        assert gsm8k(marked.replace("@", text), answer) == 0.0
+    assert gsm8k(marked.replace("@", "72 m⁴"), "72") == gsm8k(marked.replace("@", "72 negative ions"), "72") == 1.0

@@ -46,16 +46,19 @@ _NUMBER = re.compile(
     rf"|(?P<decimal>{_INTEGER}(?:\.\d+)?|(?<!\.)\.\d+)(?P<exponent>[eE][-+]?\d+)?)"
     r"(?:\s?(?P<percent>%))?"
 )
-_POWER = rf"(?:{_UNITS})(?![A-Za-z])(?:\^(?:\d|\{{\d\}})(?!\.?\d)|[²³])?"  # of a unit
+_POWER = rf"(?:{_UNITS})(?![A-Za-z])(?:\^(?:\d|\{{\d\}})(?!\.?\d)|[²³⁴-⁹])?"  # of a unit
 _UNIT = re.compile(rf"\s*{_POWER}(?:\s*/\s*{_POWER})*")  # cm^2, km/h
 _LETTER = "[A-Za-z\u0370-\u03ff]"
-# After a number, these turn it into another number or an expression: 72!, 72x, 72^2, 72_8, 72/x
-_CONTINUED = re.compile(rf"\s?[!^_\\|}}²³]|{_LETTER}|\s(?![aAI]){_LETTER}(?!{_LETTER})|\s?/\s?{_LETTER}(?!{_LETTER})")
+# After a number, these turn it into another number or an expression: 72!, 72x, 72^2, 72_8, 72/x, 72½, 72⁴
+_CONTINUED = re.compile(
+    rf"\s?[!^_\\|}}²³¹⁰⁴-⁹₀-₉¼-¾⅐-⅞]|{_LETTER}|\s(?![aAI]){_LETTER}(?!{_LETTER})|\s?/\s?{_LETTER}(?!{_LETTER})"
+)
 _OPERATOR_AFTER = re.compile(r"\s?[+×·÷]")
 # Before a number, these turn it into part of an expression or one of several candidates: 6*7, f(7), 5,6, 3 (or 4)
 _OPERATOR_BEFORE = re.compile(
     r"(?:[+/^×·÷<>≠≤≥±|{√]|[\d)]\s*[-*]|\*\*|\\[A-Za-z]+|[A-Za-z*/^-]\(|\d,|\d\s*\(?\s*or\b)\s*$"
 )
+_NEGATIVE = re.compile(r"\b(?:negative|minus)\s*$", re.IGNORECASE)  # before a number: a sign that is not read
 DENIAL = re.compile(r"\b(?:not|never|no|neither|nor)\b|n['’]t\b|\b(?:or|either)\b", re.IGNORECASE)
 _OPERATION = re.compile(
     r"\b(?:plus|minus|twice|double|half|squared|cubed|factorial|sqrt|log|ln|exp|sin|cos|tan)\b", re.IGNORECASE
@@ -217,7 +220,9 @@ def single_number(text: str) -> str | None:
     expression = not all(map(_WORDS.fullmatch, around)) or re.search(r"[A-Za-z]\($", around[0])
     if expression or _VARIABLE.search(said) or _OPERATION.search(said) or DENIAL.search(said):
         return None
-    return None if _differ(sides, number) or any(map(_says_more, sides)) else number
+    if _NEGATIVE.search(around[0]) or _differ(sides, number) or any(map(_says_more, sides)):
+        return None
+    return number
 
 
 def _says_more(side: str) -> bool:
@@ -243,7 +248,7 @@ def _last_number(text: str) -> str | None:
     last_word = before.rstrip().rpartition(" ")[2]
     if DENIAL.fullmatch(last_word) or last_word.endswith(("n't", "n’t")):
         return None
-    if _OPERATOR_BEFORE.search(before) or _OPERATOR_AFTER.match(after):
+    if _OPERATOR_BEFORE.search(before) or _NEGATIVE.search(before) or _OPERATOR_AFTER.match(after):
         return None
     return None if not last.strip() and _differ(sides[-2:], number) else number
 
