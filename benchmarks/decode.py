@@ -174,7 +174,8 @@ def measure(kind: str, args) -> dict:
     gc.collect()
     gc.freeze()  # a collection of the engine's own objects takes a second, and would fall into a measured generation
     print("READY", flush=True)
-    sys.stdin.readline()  # its turn
+    if not sys.stdin.readline():  # its turn
+        raise SystemExit("The benchmark was stopped before this engine's turn.")
     found = {}
     for batch in args.batches:
         prompts = [{"prompt_token_ids": random.Random(i).choices(range(1000), k=args.prompt)} for i in range(batch)]
@@ -219,12 +220,14 @@ def main():
     for kind in args.kinds:
         started[kind] = subprocess.Popen([sys.executable, *sys.argv, "--one", kind], env=environment, **pipes)
     ready = {kind: next_line(process, "READY", until) is not None for kind, process in started.items()}
+    given = {"commit": args.commit, "versions": versions(), "arguments": vars(args), "results": results}
     for kind, process in started.items():
         if ready[kind]:
             process.stdin.write("\n")
             process.stdin.flush()
         found = next_line(process, "RESULT ", until) if ready[kind] else None
         results[kind] = json.loads(found) if found else {"error": "it failed, or took too long"}
+        save(f"decode-{args.size}", given, args.output)
     print(f"{machine()}, Qwen2.5 {args.size}, milliseconds of a decode step")
     columns = ("decode", "GPU", *PARTS)
     print(f"{'kind':<28}{'batch':>6}" + "".join(f"{name:>11}" for name in columns))
@@ -235,8 +238,6 @@ def main():
         for batch, row in rows.items():
             cells = "".join(f"{row[name]:>11.3f}" if name in row else f"{'-':>11}" for name in columns)
             print(f"{kind:<28}{batch:>6}{cells}")
-    given = {"commit": args.commit, "versions": versions(), "arguments": vars(args), "results": results}
-    save(f"decode-{args.size}", given, args.output)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 """`benchmarks/decode.py`: the part of a decode step that a kernel belongs to, and times as differences."""
 
+import io
+import json
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,3 +57,24 @@ def test_a_step_is_a_difference_of_two_generations(decode, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     assert decode.decode_step(sample, 64, layers=2) == {"decode": pytest.approx(500)}  # milliseconds
     assert asked == [36, 28, 36]
+
+
+def test_a_benchmark_that_is_cut_off_keeps_what_it_measured(decode, monkeypatch, tmp_path):
+    row = {"8": {"decode": 4.0}}
+    lines = iter(["READY\n", "READY\n", f"RESULT {json.dumps(row)}\n", KeyboardInterrupt])
+
+    def next_line(process, wanted: str, until: float) -> str:
+        line = next(lines)
+        if line is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        assert line.startswith(wanted)
+        return line.removeprefix(wanted)
+
+    engine = SimpleNamespace(Popen=lambda *args, **kwargs: SimpleNamespace(stdin=io.StringIO()), PIPE=None)
+    monkeypatch.setattr(decode, "subprocess", engine)
+    monkeypatch.setattr(decode, "next_line", next_line)
+    monkeypatch.setattr(sys, "argv", ["decode.py", "--kinds", "bf16", "fp8", "--output", str(tmp_path / "new")])
+    with pytest.raises(KeyboardInterrupt):
+        decode.main()
+    (path,) = (tmp_path / "new").iterdir()
+    assert json.loads(path.read_text())["results"] == {"bf16": row}
