@@ -188,21 +188,6 @@ def test_all_weights(monkeypatch):
     assert told.format(missing, own, limit / update) + f"{limit / (update - missing):.0%}" in PAGE
 
 
-def test_steps_on_a_4_bit_base():
-    (found,) = steps("nvfp4").values()
-    few, many = found["8x512 equal"], found["64x512 equal"]
-
-    def told(result: dict) -> str:
-        each = [step["step"] for step in result["steps"]]
-        return f"{median(each):.2f} s ({min(each):.2f} to {max(each):.2f})"
-
-    sampling = [middle(result, "sampling") for result in (few, many)]
-    words = f"{told(few)} with 8 completions of 512 tokens, and {told(many)} with 64, of which sampling takes "
-    assert words + "{:.2f} and {:.2f} s".format(*sampling) in TEXT
-    rate = 8 * 512 / sampling[0]
-    assert f"in {sampling[0]:.2f} s, which is {rate:.0f} per second and would be {1 - rate / 2229:.0%}" in PAGE
-
-
 def test_the_update_in_other_precisions():
     trl = middle(FIRST["trl"][FEW], "update")
     fp8, exact = (middle(FIRST[name][FEW], "update") for name in ("fp8/fp8", "fp8_block/fp8_block/exact"))

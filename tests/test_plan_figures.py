@@ -367,7 +367,7 @@ def test_a_gpu_samples_its_own_share(shapes, tmp_path, monkeypatch):
 def test_costs_are_those_that_were_measured():
     """Each line of the table is a step in the raw files, and none of these is left out."""
     found: dict[tuple, measured.Step] = {}
-    for name in ("step-7b-all", "step-7b-another-host", "step-7b-weights", "step-32b"):
+    for name in ("step-7b-all", "step-7b-another-host", "step-7b-weights", "step-7b-nvfp4", "step-32b"):
         content = read(name)
         runs = {run["trainer"]: run for run in content["runs"]}
         trl = runs["trl"]["results"]

@@ -230,6 +230,36 @@ def test_steps_of_32b(monkeypatch):
     assert told in " ".join(BENCHMARKS.split())
 
 
+def test_steps_of_7b_on_a_4_bit_base():
+    found = read(f"step-7b-nvfp4-{H200}")
+    runs = {run["trainer"]: run["results"] for run in found["runs"]}
+    both, text = {"trl": "TRL, BF16", "nvfp4/nvfp4": "NVFP4 base"}, " ".join(MEASURED.split())
+    updates, samplings = [], []
+    for completions in (8, 64):
+        trl, ours = (runs[name][f"{completions}x512 equal"] for name in both)
+        unscored = median(step["step"] - step["scoring"] for step in trl["steps"])
+        for (name, start), result in zip(both.items(), (trl, ours), strict=True):
+            steps, own = [step["step"] for step in result["steps"]], middle(result, "step")
+            assert len(steps) == 5
+            cells = [f"{own:.2f} s", f"{min(steps):.2f}, {max(steps):.2f} s"]
+            cells += ["1.00x", ""] if name == "trl" else times([middle(trl, "step") / own, unscored / own])
+            phases = [middle(result, phase) for phase in ("sampling", "scoring", "update")]
+            cells += [f"{seconds:.2f} s" if seconds else "0" for seconds in phases]
+            assert cells_of(MEASURED, f"{start} | {completions} |", "| 7B | completions |")[2:] == cells
+        updates.append(middle(ours, "update") / middle(trl, "update"))
+        samplings.append(middle(ours, "sampling") / middle(trl, "sampling"))
+    told = "The update takes {:.2f} and {:.2f} of TRL's time, and prompts that are computed once leave {:.2f} of TRL's"
+    prompt, generations = found["arguments"]["prompt"], found["arguments"]["generations"]
+    positions = (prompt / generations + 512) / (prompt + 512)
+    assert told.format(*sorted(updates), positions) in text
+    told = "Sampling takes {:.2f} times as long as in BF16 with 8 completions, and {:.2f} times with 64."
+    assert told.format(*samplings) in text
+    few = middle(runs["nvfp4/nvfp4"]["8x512 equal"], "sampling")
+    rate = 8 * 512 / few
+    told = f"in {few:.2f} s, which is {rate:.0f} per second and would be {1 - rate / 2229:.0%}"
+    assert told in " ".join(BENCHMARKS.split())
+
+
 def test_longer_steps_on_an_h100():
     runs = {run["trainer"]: run for run in read(f"step-7b-lognormal-64x4096-{H100}")["runs"]}
     trl, ours = (runs[name]["results"]["64x4096 lognormal"] for name in ("trl", "fp8/fp8"))

@@ -60,6 +60,8 @@ STEPS = (
     Step("7b", True, "merge", "int8", "int8", True, 256, 512, 38.41, 7.16, 19.55),
     Step("7b", False, "merge", None, "bf16", False, 64, 1024, 18.28, 2.26, 13.99),
     Step("7b", False, "merge", "fp8_block", "fp8_block", False, 64, 1024, 18.28, 2.26, 11.48),
+    Step("7b", True, "adapter", "nvfp4", "nvfp4", False, 8, 512, 3.62, 0.22, 3.19),
+    Step("7b", True, "adapter", "nvfp4", "nvfp4", False, 64, 512, 11.06, 1.78, 8.52),
     Step("32b", True, "adapter", "nvfp4", "nvfp4", False, 8, 512, 13.95, 0.93, 9.37),
     Step("32b", True, "adapter", "nvfp4", "nvfp4", False, 64, 512, 45.88, 7.43, 28.25),
     Step("32b", True, "adapter", "fp8", "fp8", False, 8, 512, 13.95, 0.93, 8.89),
