@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.layers import FrozenUnifiedLinear, QATLinear, UnifiedLinear, traced, trained_linear
+from trl_quant.layers.joint import Joint
 from trl_quant.policy.adapters import UnifiedLoraLinear, with_frozen_layers
 from trl_quant.policy.unified import restore, unify
 from trl_quant.precisions import qat_precisions, unified_flows
@@ -173,32 +174,65 @@ def update(model: nn.Module, function: nn.Module) -> list[torch.Tensor]:
 )
 def test_a_decoder_layer_is_one_graph(precision, kind, checkpointing):
     model = policy(precision, kind, checkpointing)
-    joint = update(model, model)
-    for module in model.modules():
-        if isinstance(module, UnifiedLinear):
-            module.joint = None
-    alone = update(model, model)
-    assert torch.equal(alone[0], joint[0])
+    right = update(model, model)
     plain, layers = copy.deepcopy(model), (model if kind == "full" else model.get_base_model()).model.layers
     for layer in layers:
         layer.compile(backend="aot_eager", fullgraph=True)
-    assert same(update(model, model), alone)
+    assert same(update(model, model), right)
     assert len(layers) > 1 and counters["stats"]["unique_graphs"] == 1
     for either in (model, plain):
         with torch.no_grad():
             for parameter in parameters(either):
                 parameter.mul_(1.5)
     found = update(model, model)
-    assert same(found, update(plain, plain)) and not torch.equal(found[0], alone[0])
+    assert same(found, update(plain, plain)) and not torch.equal(found[0], right[0])
 
 
-def test_layers_that_share_an_input_quantize_it_once():
+@pytest.mark.parametrize("used", ["quantize_input", "product", "input_gradient"])
+def test_layers_that_share_an_input_are_one_product(used):
     model, calls = policy("fp8", "merged"), []
-    quantize = traced.quantize_input
-    function = compile_regions(model, backend="aot_eager_decomp_partition")  # which merges equal calls
-    with patch.object(traced, "quantize_input", lambda *args: calls.append(args) or quantize(*args)):
-        update(model, function)
+    function, regions = getattr(traced, used), compile_regions(model, backend="aot_eager")
+    with patch.object(traced, used, lambda *args: calls.append(args) or function(*args)):
+        update(model, regions)
     assert len(calls) == 4 * model.config.num_hidden_layers  # q, k and v; o; gate and up; down
+
+
+@pytest.mark.parametrize("of", ["k_proj", "up_proj"])
+def test_a_hook_runs_around_its_own_layer(of):
+    """Then each layer is computed alone. A hook that the compiler cannot trace breaks the graph between them."""
+    model = policy("fp8", "full")
+    for layer in model.model.layers:
+        (hooked,) = (module for name, module in layer.named_modules() if name.endswith(of))
+        hooked.register_forward_hook(lambda module, given, y: torch._dynamo.graph_break() or y * 1.5)
+    right = update(model, model)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    assert same(update(model, model), right)
+
+
+def test_a_graph_that_ends_between_layers_with_one_input():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(trained_linear(nn.Linear(256, 128), "fp8") for _ in range(2))
+            for layer in self.layers:
+                layer.joint = joint
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = self.layers[0](x)
+            torch._dynamo.graph_break()
+            return first - self.layers[0](x).sin() * self.layers[1](x)
+
+    torch.manual_seed(0)
+    joint = Joint([])
+    model, x = Shared(), torch.randn(5, 256)
+    joint.layers = list(model.layers)
+    function = torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        assert same(gradients(function, x, *parameters(model)), gradients(model, x, *parameters(model)))
+        with torch.no_grad():
+            model.layers[1].weight.mul_(0.5)
+    assert joint.traced is None
 
 
 @pytest.mark.isa
@@ -217,9 +251,9 @@ def test_inductor_keeps_the_bits_if_it_keeps_the_roundings():
 @pytest.mark.parametrize(
     ("precision", "kind"), [*((name, kind) for name in FLOWS for kind in ("lora", "full")), ("nvfp4", "full")]
 )
-def test_a_run_equals_one_whose_layers_are_computed_alone(tmp_path, precision, kind, of):
-    used = "product" if precision in FLOWS else "frozen_product"
-    function, expected = getattr(traced, used), 7 * tiny_model().config.num_hidden_layers
+def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of):
+    used, products = ("product", 4) if precision in FLOWS else ("frozen_product", 7)  # of a decoder layer
+    function, expected = getattr(traced, used), products * tiny_model().config.num_hidden_layers
 
     def run(compiles: bool) -> dict[str, torch.Tensor]:
         options = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if compiles and of == "model" else {}
@@ -234,8 +268,6 @@ def test_a_run_equals_one_whose_layers_are_computed_alone(tmp_path, precision, k
         torch.manual_seed(0)  # of adapters
         trainer = make(QuantGRPOTrainer, args, peft_config=lora() if kind == "lora" else None)
         for module in trainer.model.modules():
-            if isinstance(module, UnifiedLinear):
-                module.joint = None
             if compiles and of == "each layer" and isinstance(module, GradientCheckpointingLayer):
                 module.compile(backend="aot_eager")
         calls = []

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny import tiny_model
 
-from trl_quant.layers import UnifiedLinear, trained_linear
+from trl_quant.layers import trained_linear
 from trl_quant.layers.packed import Packed
 from trl_quant.policy.packed import accept_packed_rows, row_of
 from trl_quant.policy.unified import unify
@@ -72,13 +72,9 @@ def tiny() -> nn.Module:
     return tiny_model(hidden_size=256, intermediate_size=512).to(DEVICE, torch.bfloat16)
 
 
-def trained_alone(model: nn.Module, precision: str) -> nn.Module:
-    """Trains in a precision, with each layer computed by itself, as under the compiler."""
+def policy(model: nn.Module, precision: str) -> nn.Module:
     unify(model, precision)
     model.enable_input_require_grads()  # so the first decoder layer is like the others
-    for module in model.modules():
-        if isinstance(module, UnifiedLinear):
-            module.joint = None
     return model
 
 
@@ -87,7 +83,7 @@ def test_decoder_layers_are_one_graph(precision):
     torch.compiler.reset()
     counters.clear()
     unquantized = tiny()
-    model = trained_alone(copy.deepcopy(unquantized), precision)
+    model = policy(copy.deepcopy(unquantized), precision)
     ids = torch.arange(10, 74, device=DEVICE).view(2, 32)
 
     def update(model: nn.Module) -> list[torch.Tensor]:
@@ -114,7 +110,7 @@ def test_packed_rows_of_other_lengths_are_not_compiled_again(precision):
     """The compiler takes a number for a constant until it changes, so the first rows need graphs of their own."""
     torch.compiler.reset()
     counters.clear()
-    model = trained_alone(tiny(), precision)
+    model = policy(tiny(), precision)
     accept_packed_rows(model)
 
     def update(prompt: int, lengths: list[int]) -> list[torch.Tensor]:

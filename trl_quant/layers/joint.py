@@ -43,7 +43,7 @@ from ..formats import FORMATS, QuantizedTensor
 from ..formats.fp8 import BLOCK
 from .frozen import autocast_dtype
 from .inputs import counts_writes, quantized, state_of
-from .products import dequantize, input_and_weight_gradient, input_gradient, product
+from .products import dequantize, input_and_weight_gradient, input_gradient, joint_bias, product
 from .traced import traced
 
 
@@ -136,7 +136,7 @@ class _Joint(torch.autograd.Function):
     def forward(ctx, x, of, *tensors):
         w = of.weight()
         q, for_backward = quantized(x, of.dtype, w.format, both=of.trains)
-        y = product(q, w, _joint_bias(tensors[1::4], of.sizes), of.dtype)
+        y = product(q, w, joint_bias(tensors[1::4], of.sizes), of.dtype)
         # The backward pass needs nothing of X, or its codes and scales, or X itself with H = X (s A)^T
         columns, kept, ctx.codes = y.split_with_sizes(of.sizes, 1), (), None
         if of.beside:
@@ -258,15 +258,6 @@ def _column(numbers: tuple[float, ...], times: tuple[int, ...], device: torch.de
     return torch.tensor(repeated, dtype=torch.float32, device=device)[:, None]
 
 
-def _joint_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
-    """Returns the concatenated biases, with zeros for a layer without one; `None` if no layer has one."""
-    given = [bias for bias in biases if bias is not None]
-    if len(biases) == 1 or not given:
-        return biases[0]
-    filled = (given[0].new_zeros(n) if bias is None else bias for bias, n in zip(biases, sizes, strict=True))
-    return torch.cat(list(filled))
-
-
 def side_by_side(parts: list[Tensor]) -> Tensor:
     """
     Concatenates matrices (T, n_i) to (T, sum of n_i). Nothing is copied if they already are adjacent columns of one
@@ -304,7 +295,7 @@ def in_groups(w: QuantizedTensor) -> bool:
 def output(x: Tensor, part: Part, number: Tensor) -> Tensor:
     """
     Returns the output (..., out) of one layer for `x` (..., in). It is computed together with the layers that share its
-    input; under torch.compile, alone. `number` belongs to the layer that returned the part: see [`traced.Numbered`].
+    input. `number` belongs to the layer that returned the part: see [`traced.Numbered`].
     """
     if torch.compiler.is_compiling():
         return traced(x, part, number)
@@ -348,6 +339,7 @@ class Joint:
         self._held: list[QuantizedTensor] = []
         self._joint: QuantizedTensor | None = None
         self.waiting: _Waiting | None = None
+        self.traced: tuple | None = None
 
     def output(self, x: Tensor, part: Part) -> Tensor:
         """As [`output`], of a part of these layers."""
@@ -360,15 +352,20 @@ class Joint:
             if part.made_of(part.codes()) == made_of:
                 return y
         self.waiting = None
-        parts = [layer.part() for layer in self.layers] if all(map(_is_free, self.layers)) else []
-        own = [other for other in parts if other.layer is part.layer and other.a is part.a]
-        if not own or _mixed(parts):
-            return compute(x, [part], part.codes)[0]
+        parts = self.together(part)
+        if len(parts) == 1:
+            return compute(x, parts, part.codes)[0]
         outputs = compute(x, parts, partial(self.codes, parts))
         made = {p.layer: (p.made_of(q), y) for p, q, y in zip(parts, self._held, outputs, strict=True)}
         y = made.pop(part.layer)[1]
         self.waiting = _Waiting(weakref.ref(x, self._drop), of, made)
         return y
+
+    def together(self, part: Part) -> list[Part]:
+        """Returns the parts of all layers, or `part` alone if its layer must be computed alone."""
+        parts = [layer.part() for layer in self.layers] if all(map(_is_free, self.layers)) else []
+        own = [other for other in parts if other.layer is part.layer and other.a is part.a]
+        return [part] if not own or _mixed(parts) else parts
 
     def codes(self, parts: Sequence[Part]) -> QuantizedTensor:
         """
@@ -396,7 +393,7 @@ class Joint:
 
     def __getstate__(self) -> dict:
         # A copied or loaded object starts without codes and outputs
-        return {"layers": self.layers, "_held": [], "_joint": None, "waiting": None}
+        return {"layers": self.layers, "_held": [], "_joint": None, "waiting": None, "traced": None}
 
 
 def _is_free(layer: nn.Module) -> bool:

@@ -36,6 +36,7 @@ operator is switched off, differs: it multiplies a token by `1 / scale`, and a g
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -329,6 +330,15 @@ def scale_sums(sums: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | No
     if bias is None:
         return (y * x_scale).to(dtype)
     return (y.double() * x_scale.double() + bias.double()).float().to(dtype)  # one rounding to FP32, as an FMA
+
+
+def joint_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """Returns the concatenated biases, with zeros for a layer without one; `None` if no layer has one."""
+    given = [bias for bias in biases if bias is not None]
+    if len(biases) == 1 or not given:
+        return biases[0]
+    filled = (given[0].new_zeros(n) if bias is None else bias for bias, n in zip(biases, sizes, strict=True))
+    return torch.cat(list(filled))
 
 
 # Parts

@@ -13,11 +13,12 @@ quantized again after them. So an operator does not get codes. It gets the layer
 codes when it runs. The number is the value of a tensor, which the compiler does not read: it compiles equal layers
 once.
 
-Each layer is computed alone. The compiler then quantizes an input once for the layers that share it, because their
-operators have equal arguments. In `fp8`, a token of dY has one scale for each layer, not one for all of them.
+As without the compiler, the first of the layers that share an input computes the outputs of all. While it is traced,
+they wait in [`joint.Joint`] for the other layers.
 """
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -27,7 +28,15 @@ from torch import Tensor, nn
 from ..formats import FORMATS, QuantizedTensor
 from ..formats.fp8 import BLOCK
 from .frozen import autocast_dtype, frozen_product
-from .products import dequantize, input_and_weight_gradient, input_gradient, product, quantize_for_both, quantize_input
+from .products import (
+    dequantize,
+    input_and_weight_gradient,
+    input_gradient,
+    joint_bias,
+    product,
+    quantize_for_both,
+    quantize_input,
+)
 
 
 _layers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # number -> layer
@@ -50,9 +59,15 @@ class Numbered:
         self.enroll()
 
 
-def _codes(number: Tensor) -> QuantizedTensor:
-    """Returns the quantized weight (out, in) of the layer with this number."""
-    return _layers[number.item()].part().codes()
+def _codes(number: Tensor, joint: bool = False) -> QuantizedTensor:
+    """
+    Returns the quantized weight (out, in) of the layer with this number or, if `joint`, of all layers that share its
+    input.
+    """
+    part = _layers[number.item()].part()
+    if not joint:
+        return part.codes()
+    return part.layer.joint.codes([layer.part() for layer in part.layer.joint.layers])
 
 
 # Operators. The tag keeps them out of CUDA graphs, whose replays would not ask the layer for its codes
@@ -89,41 +104,41 @@ def _(x, format, both):
 
 @operator("trl_quant::product")
 def _product(
-    values: Tensor, scale: Tensor, number: Tensor, bias: Tensor | None, outputs: int, dtype: torch.dtype
+    values: Tensor, scale: Tensor, number: Tensor, joint: bool, bias: Tensor | None, outputs: int, dtype: torch.dtype
 ) -> Tensor:
     """Computes [`products.product`] of the codes (T, in) of inputs: (T, out)."""
-    w = _codes(number)
+    w = _codes(number, joint)
     x = QuantizedTensor(w.format, values, scale, values.shape, dtype)
     return product(x, w, bias, dtype).contiguous()
 
 
 @_product.register_fake
-def _(values, scale, number, bias, outputs, dtype):
+def _(values, scale, number, joint, bias, outputs, dtype):
     return values.new_empty(values.shape[0], outputs, dtype=dtype)
 
 
 @operator("trl_quant::input_gradient")
-def _input_gradient(dy: Tensor, number: Tensor, inputs: int) -> Tensor:
+def _input_gradient(dy: Tensor, number: Tensor, joint: bool, inputs: int) -> Tensor:
     """Computes [`products.input_gradient`] of dY (T, out): (T, in)."""
-    return input_gradient(dy.contiguous(), _codes(number)).contiguous()
+    return input_gradient(dy.contiguous(), _codes(number, joint)).contiguous()
 
 
 @_input_gradient.register_fake
-def _(dy, number, inputs):
+def _(dy, number, joint, inputs):
     return dy.new_empty(dy.shape[0], inputs)
 
 
 @operator("trl_quant::input_and_weight_gradient")
-def _both_gradients(dy: Tensor, number: Tensor, values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _both_gradients(dy: Tensor, number: Tensor, joint: bool, values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Computes [`products.input_and_weight_gradient`] of dY (T, out) and codes (in, T'): dX (T, in), dW (out, in)."""
-    w = _codes(number)
+    w = _codes(number, joint)
     x = QuantizedTensor(w.format, values, scale, values.shape, dy.dtype)
     dx, dw = input_and_weight_gradient(dy.contiguous(), w, x)
     return dx.contiguous(), dw.contiguous()
 
 
 @_both_gradients.register_fake
-def _(dy, number, values, scale):
+def _(dy, number, joint, values, scale):
     features = values.shape[0]
     return dy.new_empty(dy.shape[0], features), dy.new_empty(dy.shape[1], features)
 
@@ -151,57 +166,93 @@ def _(x, number, bias, features, forward):
     return x.new_empty(*x.shape[:-1], features)
 
 
-# A layer
+# Layers
 
 
 class _Traced(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, a, b, number, format, dtype, outputs, scaling, merged):
-        ctx.shape, ctx.format, ctx.scaling, ctx.merged = x.shape, format, scaling, merged
-        grouped, trains = FORMATS[format].grouped, weight is not None and ctx.needs_input_grad[1]
+    def forward(ctx, x, number, format, dtype, sizes, scalings, merged, *tensors):
+        weights, biases, a, b = (tensors[i::4] for i in range(4))
+        ctx.shape, ctx.format, ctx.sizes, ctx.scalings, ctx.merged = x.shape, format, sizes, scalings, merged
+        wants_weights, grouped, joint = ctx.needs_input_grad[7::4], FORMATS[format].grouped, len(sizes) > 1
+        trains = any(wants and weight is not None for wants, weight in zip(wants_weights, weights, strict=True))
+        ctx.adapted = [i for i, matrix in enumerate(a) if matrix is not None]
         flat = x.reshape(-1, x.shape[-1]).to(dtype)
         values, scale, *columns = _quantize(flat, format, grouped and trains)
-        y = _product(values, scale, number, bias, outputs, dtype)
-        kept = columns if columns else [values, scale]
-        if a is not None and not merged:
-            kept = [flat, flat @ (a * scaling).to(a.dtype).to(dtype).t()]
-            y = torch.addmm(y, kept[1], b.to(dtype).t())
-        ctx.save_for_backward(*(kept if trains or a is not None else (None, None)), a, b, number)
-        ctx.weight_dtype = weight.dtype if trains else None
-        return y.view(*x.shape[:-1], outputs)
+        y = _product(values, scale, number, joint, joint_bias(biases, sizes), sum(sizes), dtype)
+        ys, kept = list(y.split(sizes, 1)), columns if columns else [values, scale]
+        if ctx.adapted and not merged:
+            kept = [flat, flat @ _scaled(a, scalings, dtype).t()]
+            ranks = [len(a[i]) for i in ctx.adapted]
+            for i, h in zip(ctx.adapted, kept[1].split(ranks, 1), strict=True):
+                ys[i] = torch.addmm(ys[i], h, b[i].to(dtype).t())
+        ctx.save_for_backward(*(kept if trains or ctx.adapted else (None, None)), number, *a, *b)
+        ctx.weight_dtypes = [None if weight is None else weight.dtype for weight in weights]
+        # As in `joint`: a small column would keep the memory of the others
+        ys = (part if 2 * part.shape[1] >= y.shape[1] else part.contiguous() for part in ys)
+        return tuple(part.view(*x.shape[:-1], part.shape[1]) for part in ys)
 
     @staticmethod
-    def backward(ctx, dy):
-        first, second, a, b, number = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias, wants_a, wants_b = ctx.needs_input_grad[:5]
-        flat, inputs = dy.reshape(-1, dy.shape[-1]), ctx.shape[-1]
-        dx = dw = dbias = da = db = None
-        if wants_weight and FORMATS[ctx.format].grouped:
-            dx, dw = _both_gradients(flat, number, first, second)
+    def backward(ctx, *dys):
+        first, second, number, *adapters = ctx.saved_tensors
+        a, b = adapters[: len(dys)], adapters[len(dys) :]
+        wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
+        dys = [dy.reshape(-1, size) for dy, size in zip(dys, ctx.sizes, strict=True)]
+        dy, joint, grouped = dys[0] if len(dys) == 1 else torch.cat(dys, 1), len(dys) > 1, FORMATS[ctx.format].grouped
+        dx = dw = None
+        if grouped and any(wants[::4]):
+            dx, dw = _both_gradients(dy, number, joint, first, second)
         elif wants_x:
-            dx = _input_gradient(flat, number, inputs)
-        if wants_weight:
-            if dw is None:
-                dw = flat.t() @ _dequantize(first, second, ctx.format, flat.dtype)
-            dw = dw.to(ctx.weight_dtype)
-        if a is not None:
-            scaled = (a * ctx.scaling).to(a.dtype).to(flat.dtype)
-            x = _dequantize(first, second, ctx.format, flat.dtype) if ctx.merged else first
+            dx = _input_gradient(dy, number, joint, ctx.shape[-1])
+        if any(wants[::4]):
+            dw = dy.t() @ _dequantize(first, second, ctx.format, dy.dtype) if dw is None else dw
+            dw = dw.split(ctx.sizes)
+        of_adapters = {}
+        if ctx.adapted:
+            scaled = _scaled(a, ctx.scalings, dy.dtype)
+            x = _dequantize(first, second, ctx.format, dy.dtype) if ctx.merged else first
             h = x @ scaled.t() if ctx.merged else second
-            dh = flat @ b.to(flat.dtype)
-            da = ((dh.t() @ x).float() * ctx.scaling).to(a.dtype) if wants_a else None
-            db = (flat.t() @ h).to(b.dtype) if wants_b else None
+            dhs = [dys[i] @ b[i].to(dy.dtype) for i in ctx.adapted]
+            dh = dhs[0] if len(dhs) == 1 else torch.cat(dhs, 1)
+            ranks = [len(a[i]) for i in ctx.adapted]
+            for i, da, of_h in zip(ctx.adapted, (dh.t() @ x).split(ranks), h.split(ranks, 1), strict=True):
+                of_adapters[i] = (da.float() * ctx.scalings[i]).to(a[i].dtype), (dys[i].t() @ of_h).to(b[i].dtype)
             if dx is not None and not ctx.merged:
                 dx = torch.addmm(dx, dh, scaled)
-        if wants_bias:
-            dbias = flat.sum(0)
-        dx = dx.view(ctx.shape) if wants_x else None
-        return dx, dw, dbias, da, db, None, None, None, None, None, None
+        gradients = [dx.view(ctx.shape) if wants_x else None, *[None] * 6]
+        for i, part in enumerate(dys):
+            wants_weight, wants_bias, wants_a, wants_b = wants[4 * i : 4 * i + 4]
+            da, db = of_adapters.get(i, (None, None))
+            gradients += (
+                dw[i].to(ctx.weight_dtypes[i]) if wants_weight else None,
+                part.sum(0) if wants_bias else None,
+                da if wants_a else None,
+                db if wants_b else None,
+            )
+        return tuple(gradients)
+
+
+def _scaled(a: Sequence[Tensor | None], scalings: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """Returns, in `dtype`, the concatenated s A of all adapters: (sum of ranks, in)."""
+    scaled = [(matrix * s).to(matrix.dtype) for matrix, s in zip(a, scalings, strict=True) if matrix is not None]
+    return (scaled[0] if len(scaled) == 1 else torch.cat(scaled)).to(dtype)
+
+
+def _outputs(x: Tensor, parts: Sequence, number: Tensor) -> tuple[Tensor, ...]:
+    """Computes what [`joint.compute`] does, with operators. `number` is of the layer of one of the parts."""
+    first = parts[0].layer
+    dtype, tensors = autocast_dtype(x, first.in_features), []
+    for part in parts:
+        bias = part.layer.bias
+        tensors += part.weight, None if bias is None else bias.to(dtype), part.a, part.b
+    sizes, scalings = [part.layer.out_features for part in parts], [part.scaling for part in parts]
+    merged = all(part.merged for part in parts)
+    return _Traced.apply(x, number, first.format, dtype, sizes, scalings, merged, *tensors)
 
 
 def traced(x: Tensor, part, number: Tensor) -> Tensor:
     """
-    Computes one layer as [`joint.compute`] does, with operators.
+    Computes the output of one layer with operators, together with the layers that share its input.
 
     Args:
         x (`torch.Tensor`): (..., in).
@@ -214,7 +265,13 @@ def traced(x: Tensor, part, number: Tensor) -> Tensor:
     Raises:
         ValueError: `x` has another number of features.
     """
-    layer, dtype = part.layer, autocast_dtype(x, part.layer.in_features)
-    bias = None if layer.bias is None else layer.bias.to(dtype)
-    tensors = part.weight, bias, part.a, part.b, number
-    return _Traced.apply(x, *tensors, layer.format, dtype, layer.out_features, part.scaling, part.merged)
+    joint = part.layer.joint
+    if joint is None:
+        return _outputs(x, [part], number)[0]
+    of, waiting = (None, []) if joint.traced is None else joint.traced
+    if of is not x or all(layer is not part.layer for layer, _ in waiting):
+        parts = joint.together(part)
+        waiting = [(each.layer, y) for each, y in zip(parts, _outputs(x, parts, number), strict=True)]
+    others = [(layer, y) for layer, y in waiting if layer is not part.layer]
+    joint.traced = (x, others) if others else None
+    return next(y for layer, y in waiting if layer is part.layer)
