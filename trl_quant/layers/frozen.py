@@ -29,6 +29,7 @@ from ..formats.common import Parts
 from ..formats.nf4 import BLOCK as NF4_BLOCK
 from ..precisions import PRECISIONS
 from . import marlin
+from .operators import operator, shapes_of
 
 
 # Bounds within which the kernel that decodes while it reads is faster, on an H200 (`benchmarks/linear.py`)
@@ -183,10 +184,10 @@ def _product(
     return y
 
 
-_operator = torch.library.custom_op("trl_quant::frozen_product", _product, mutates_args=())
+_operator = operator("frozen_product")(_product)
 
 
-@_operator.register_fake
+@shapes_of(_operator)
 def _(x, bias, values, scale, global_scale, format, rows, cols, dtype, factor, forward):
     return x.new_empty(*x.shape[:-1], rows if forward else cols)
 

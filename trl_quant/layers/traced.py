@@ -19,7 +19,6 @@ they wait in [`joint.Joint`] for the other layers.
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from ..formats import FORMATS, QuantizedTensor
 from ..formats.fp8 import BLOCK
 from .frozen import autocast_dtype, frozen_product
+from .operators import operator, shapes_of
 from .products import (
     dequantize,
     input_and_weight_gradient,
@@ -70,11 +70,11 @@ def _codes(number: Tensor, joint: bool = False) -> QuantizedTensor:
     return part.layer.joint.codes([layer.part() for layer in part.layer.joint.layers])
 
 
-# Operators. The tag keeps them out of CUDA graphs, whose replays would not ask the layer for its codes
-operator = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+# Operators. This tag keeps them out of CUDA graphs, whose replays would not ask the layer for its codes
+UNSAFE = torch.Tag.cudagraph_unsafe
 
 
-@operator("trl_quant::quantize_input")
+@operator("quantize_input", UNSAFE)
 def _quantize(x: Tensor, format: str, both: bool) -> list[Tensor]:
     """
     Quantizes inputs (T, in). Returns codes and scales for the forward pass and, if `both` passes need the input in
@@ -85,7 +85,7 @@ def _quantize(x: Tensor, format: str, both: bool) -> list[Tensor]:
     return [tensor.contiguous() for q in found for tensor in (q.values, q.scale)]
 
 
-@_quantize.register_fake
+@shapes_of(_quantize)
 def _(x, format, both):
     tokens, features = x.shape
     rule = FORMATS[format]
@@ -102,7 +102,7 @@ def _(x, format, both):
     return made
 
 
-@operator("trl_quant::product")
+@operator("product", UNSAFE)
 def _product(
     values: Tensor, scale: Tensor, number: Tensor, joint: bool, bias: Tensor | None, outputs: int, dtype: torch.dtype
 ) -> Tensor:
@@ -112,23 +112,23 @@ def _product(
     return product(x, w, bias, dtype).contiguous()
 
 
-@_product.register_fake
+@shapes_of(_product)
 def _(values, scale, number, joint, bias, outputs, dtype):
     return values.new_empty(values.shape[0], outputs, dtype=dtype)
 
 
-@operator("trl_quant::input_gradient")
+@operator("input_gradient", UNSAFE)
 def _input_gradient(dy: Tensor, number: Tensor, joint: bool, inputs: int) -> Tensor:
     """Computes [`products.input_gradient`] of dY (T, out): (T, in)."""
     return input_gradient(dy.contiguous(), _codes(number, joint)).contiguous()
 
 
-@_input_gradient.register_fake
+@shapes_of(_input_gradient)
 def _(dy, number, joint, inputs):
     return dy.new_empty(dy.shape[0], inputs)
 
 
-@operator("trl_quant::input_and_weight_gradient")
+@operator("input_and_weight_gradient", UNSAFE)
 def _both_gradients(dy: Tensor, number: Tensor, joint: bool, values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Computes [`products.input_and_weight_gradient`] of dY (T, out) and codes (in, T'): dX (T, in), dW (out, in)."""
     w = _codes(number, joint)
@@ -137,31 +137,31 @@ def _both_gradients(dy: Tensor, number: Tensor, joint: bool, values: Tensor, sca
     return dx.contiguous(), dw.contiguous()
 
 
-@_both_gradients.register_fake
+@shapes_of(_both_gradients)
 def _(dy, number, joint, values, scale):
     features = values.shape[0]
     return dy.new_empty(dy.shape[0], features), dy.new_empty(dy.shape[1], features)
 
 
-@operator("trl_quant::dequantize")
+@operator("dequantize", UNSAFE)
 def _dequantize(values: Tensor, scale: Tensor, format: str, dtype: torch.dtype) -> Tensor:
     """Computes [`products.dequantize`] of codes (T, in)."""
     return dequantize(QuantizedTensor(format, values, scale, values.shape, dtype), dtype).contiguous()
 
 
-@_dequantize.register_fake
+@shapes_of(_dequantize)
 def _(values, scale, format, dtype):
     return torch.empty_like(values, dtype=dtype)
 
 
-@operator("trl_quant::four_bit_product")
+@operator("four_bit_product", UNSAFE)
 def four_bit_product(x: Tensor, number: Tensor, bias: Tensor | None, features: int, forward: bool) -> Tensor:
     """Computes [`frozen_product`] with the codes of the layer with this number: (..., features)."""
     q = _codes(number)
     return frozen_product(x, bias, q.values, q.scale, q.global_scale, q.format, *q.shape, q.dtype, None, forward)
 
 
-@four_bit_product.register_fake
+@shapes_of(four_bit_product)
 def _(x, number, bias, features, forward):
     return x.new_empty(*x.shape[:-1], features)
 
