@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 import trl_quant.report.evaluation as evaluation
 from trl_quant.cli import main
+from trl_quant.report.trained import Trained
 from trl_quant.rollout import TransformersEngine
+from trl_quant.storage.layout import quantize_checkpoint
 from trl_quant.tasks.benchmarks import BENCHMARKS, BOXED, load_questions
 from trl_quant.tasks.estimates import estimates, wilson
 
@@ -274,6 +276,31 @@ def test_a_run_is_evaluated_in_its_precision(argv, tmp_path):
     found = result(tmp_path)
     assert found["settings"]["rollout_precision"] == "int8"
     assert found["settings"]["checkpoint"].endswith("checkpoint-1") and found["metrics"]["accuracy"]["value"] == 4 / 6
+
+
+@pytest.mark.parametrize(("precision", "lora_sync"), [("nvfp4", "merge"), ("int8", "adapter")])
+def test_a_run_on_a_prepared_base_is_evaluated(argv, tmp_path, precision, lora_sync):
+    """Its policy equals that of a run which quantized the same weights by itself."""
+    from trl_quant.trainers.checkpoints import write_rollout_state
+
+    bases = {"wide": save_tiny(tmp_path / "wide", tied=False, dtype=torch.bfloat16)}
+    bases["packed"] = str(quantize_checkpoint(bases["wide"], tmp_path / "packed", precision))
+    settings = {"rollout_precision": precision, "train_precision": precision, "lora_sync": lora_sync}
+    ids, logits = torch.tensor([[72, 101, 108, 50, 43]]), {}
+    for name, base in bases.items():
+        torch.manual_seed(0)
+        adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(bases["wide"]), lora())
+        adapted.peft_config["default"].base_model_name_or_path = base
+        adapted.save_pretrained(tmp_path / name / "run")
+        write_rollout_state(tmp_path / name / "run", {"settings": settings})
+        policy = Trained.find(str(tmp_path / name / "run")).policy(precision, torch.float32, lora_sync == "merge")
+        logits[name] = policy(ids).logits
+    torch.testing.assert_close(logits["packed"], logits["wide"])
+    argv[1] = str(tmp_path / "packed" / "run")
+    main(argv)
+    assert len(rows(tmp_path)) == 6 and result(tmp_path)["settings"]["train_precision"] == precision
+    with pytest.raises(SystemExit, match=f"`--train_precision`='bf16', but .* holds its weights only in '{precision}'"):
+        main([*argv, "--train_precision", "bf16"])
 
 
 def test_a_run_is_evaluated_with_its_chat_template_arguments(argv, tmp_path):

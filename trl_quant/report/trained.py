@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from .. import rollout
 from ..policy.adapters import with_frozen_layers
-from ..policy.frozen import freeze
+from ..policy.frozen import freeze, packed_while_loading
 from ..policy.masked import check_bidirectional, is_bidirectional
 from ..policy.unified import checkpoint_dtype, unify
 from ..precisions import bitsandbytes_bases, frozen_bases, in_vllm, qat_precisions, train_precisions
 from ..rollout.spec import EngineSpec, default_lora_sync, engine_kind
 from ..rollout.vllm.support import check_device, check_engine_kwargs
-from ..storage.quantization import gathered_dtype
+from ..storage.quantization import gathered_dtype, prepared_precisions
 from ..storage.run_checkpoints import how_to_go_on, last_complete_checkpoint, read_rollout_state
 
 
@@ -68,6 +68,7 @@ class Trained:
         settings (`dict`): The run's settings, as the checkpoint records them, TRL's among them.
         trust (`bool`): Whether the model's own Python may run.
         denoises (`bool`): Whether it is a masked diffusion model.
+        prepared (`bool`): Whether the base is a checkpoint of the run's precision that `trl-quant prepare` wrote.
     """
 
     path: str
@@ -77,6 +78,7 @@ class Trained:
     settings: dict
     trust: bool
     denoises: bool
+    prepared: bool
 
     @classmethod
     def find(cls, name: str, option: str = "`--mismatch`", trust: bool = False) -> "Trained":
@@ -85,7 +87,7 @@ class Trained:
 
         Raises:
             ValueError: There is no such model, the directory holds no model and no adapter, the model is quantized
-                already, or it is a masked diffusion model of an unknown family.
+                already and is not the base that a run froze, or it is a masked diffusion model of an unknown family.
         """
         path, base, adapter, revision, settings = name, name, False, None, {}
         if Path(name).is_dir():
@@ -105,12 +107,13 @@ class Trained:
             config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=trust)
         except (OSError, ValueError) as error:
             raise ValueError(f"{option}={name!r}: the config of {base!r} cannot be read. {error}") from error
-        if getattr(config, "quantization_config", None) is not None:
+        prepared = adapter and settings.get("train_precision") in (prepared_precisions(config) or ())
+        if getattr(config, "quantization_config", None) is not None and not prepared:
             raise ValueError(f"{option}={name!r} is quantized already: {base}. Name a checkpoint of 16 or 32 bits.")
         denoises = is_bidirectional(config)
         if denoises:
             check_bidirectional(config)
-        return cls(path, base, adapter, revision, settings, trust, denoises)
+        return cls(path, base, adapter, revision, settings, trust, denoises, prepared)
 
     @property
     def of_base(self) -> dict:
@@ -134,9 +137,13 @@ class Trained:
         Loads the model as a run trains it in `precision`. `merged` says whether the run's engine quantizes the sum of
         base and adapter.
         """
-        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype, **self.of_base)
+        packing, config = {}, {}
+        if self.prepared:
+            packed, config = packed_while_loading(self.base, precision, "train_precision", self.trust, self.revision)
+            packing = {"quantization_config": packed}
+        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype, **self.of_base, **packing, **config)
         for_four_bits = precision in qat_precisions() and not self.adapter  # all weights, as saved
-        frozen = precision in frozen_bases() and not for_four_bits
+        frozen = self.prepared or (precision in frozen_bases() and not for_four_bits)
         if frozen:
             freeze(model, precision, checkpoint_dtype(self.base, self.trust))
         if self.adapter:
@@ -155,6 +162,11 @@ def resolve_engine(options: EngineOptions, trained: Trained) -> dict:
     for name in ("rollout_precision", "train_precision"):
         if getattr(options, name) is None:
             setattr(options, name, trained.settings.get(name) or BF16)
+    if trained.prepared and options.train_precision != trained.settings["train_precision"]:
+        raise ValueError(
+            f"`--train_precision`={options.train_precision!r}, but the run's base {trained.base} holds its weights "
+            f"only in {trained.settings['train_precision']!r}. Leave it out."
+        )
     if not 0 < options.vllm_gpu_memory_utilization <= 1:
         share = options.vllm_gpu_memory_utilization
         raise ValueError(f"`--vllm_gpu_memory_utilization`={share:g} is out of range. It must be > 0 and <= 1.")
