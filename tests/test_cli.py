@@ -352,6 +352,21 @@ def test_a_run_that_cannot_start_is_refused_before_a_model_is_loaded(argv, tmp_p
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("dry", ["false", "true"])
+def test_a_tracker_that_is_not_installed_is_refused_before_a_model_is_loaded(argv, monkeypatch, dry):
+    def load(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", load)
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: False)
+    for tracker, says in (
+        ("wandb", r"`report_to`=\['wandb'\]: 'wandb' cannot be imported"),
+        ("wanda", "wanda is not supported, only .*wandb"),
+    ):
+        with pytest.raises(SystemExit, match=says):
+            main(["train", *argv, "--report_to", tracker, "--dry_run", dry])
+
+
 def test_a_model_must_be_named(problems):
     for on_a_cpu in (["--use_cpu", "--bf16", "false"], []):
         with pytest.raises(SystemExit, match="`model_name_or_path`=None: name the model to train"):
