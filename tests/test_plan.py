@@ -3,6 +3,8 @@
 import json
 import re
 import socket
+import threading
+import time
 
 import pytest
 import torch
@@ -182,7 +184,13 @@ def test_a_wrong_option_is_refused_as_in_training(model_dir, options, wrong):
 def test_a_plan_needs_no_server(model_dir, options, capsys, unloaded, monkeypatch):
     """It is printed at once, with the fault of this machine; a dry run prints it, and ends as the run would."""
     monkeypatch.setattr("trl_quant.rollout.vllm.support.check_version", lambda: None)
-    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits for the server"))
+    sleep, own = time.sleep, threading.get_ident()
+
+    def sleep_elsewhere(seconds: float) -> None:
+        assert threading.get_ident() != own, "it waits for the server"
+        sleep(seconds)  # a thread that another test left
+
+    monkeypatch.setattr("time.sleep", sleep_elsewhere)
     server = ["--rollout_precision", "int8", "--use_vllm", "true", "--vllm_mode", "server"]
     with socket.create_server(("localhost", 0)) as closed:  # nothing listens there afterwards
         server += ["--vllm_server_base_url", f"http://localhost:{closed.getsockname()[1]}"]
