@@ -55,6 +55,7 @@ NAMES = {
     "vllm.entrypoints.serve.dev.server_info.api_router": "PydanticVllmConfig",
     "vllm.v1.attention.backends.cpu_attn": "CPUAttentionBackend",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "get_supported_head_sizes",
+    "vllm.utils.network_utils": "get_ip",
     "vllm.platforms": "PlatformEnum current_platform",
     "vllm.platforms.interface:Platform": "is_cpu",
     "vllm.entrypoints.openai": "api_server",
