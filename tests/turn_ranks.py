@@ -89,7 +89,8 @@ def compared(trainer, precision: str, path: Path) -> dict[str, bool]:
     from transformers import AutoModelForCausalLM
     from vllm_engines import fresh, greedy
 
-    trainer.check_sync()
+    trainer.vllm_generation.sync_weights()
+    trainer.vllm_generation.check_sync()  # the engine's own, after which it stays awake
     ours, options = greedy(trainer.vllm_generation.llm), {"distributed_executor_backend": "external_launcher"}
     last = greedy(fresh(trainer.model, precision, path / "last", **options))
     untrained = AutoModelForCausalLM.from_pretrained(path.parent / "model", dtype=trainer.model.dtype)
