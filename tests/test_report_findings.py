@@ -1,0 +1,260 @@
+"""The findings of `trl-quant report`: each is said where its metrics call for it, and only there."""
+
+import inspect
+import math
+from pathlib import Path
+
+import pytest
+from run_logs import climbing, log, noisy
+
+from trl_quant.report import findings
+from trl_quant.report.runs import Group, Run
+
+
+ROOT = Path(__file__).parents[1]
+WEIGHT = "sampling/importance_sampling_ratio"
+
+
+POSITIONS = {"mismatch__by_position__0-15": 1e-3, "mismatch__by_position__16-63": 2e-3}
+SYNC = {"sync_check__bound": 0.1, "sync_check__logp_difference": 0.09}
+WEIGHTS = {"weights__normalized_update": 1e-3, "weights__normalized_quantization_error": 0.09}
+# finding, logs in which it says nothing, a log in which it says ...
+CASES = [
+    (
+        findings.not_a_number,
+        [{"loss": 0.1}, {"loss": None}],
+        {"loss": lambda i: math.nan if i > 38 else 0.1},
+        "loss is not a finite number at step 39 (2 such",
+    ),
+    (
+        findings.reward_fell,
+        [
+            {"reward": climbing(0.2, 0.8)},
+            {"reward": noisy(0.5, 0.2)},
+            {"reward": lambda i: 0.2 + 0.03 * min(i, 20) - 0.01 * max(0, i - 20)},  # a third is lost
+        ],
+        {
+            "reward": lambda i: 0.2 + 0.03 * min(i, 20) - 0.035 * max(0, i - 20),
+            "mismatch__kl_k3": climbing(1e-3, 12e-3),
+        },
+        "fell from 0.72 around step 24 to 0.26 while the KL grew 6 times.",
+    ),
+    (findings.reward_fell, [], {"reward": climbing(-1.0, -3.2)}, "fell from -1 around step 5 to -2.7."),
+    (
+        findings.engine_off,
+        [SYNC],
+        SYNC | {"sync_check__logp_difference": climbing(0.09, 0.3)},
+        "At step 21 the engine was 0.1 nats",
+    ),
+    (
+        findings.kl_grew,
+        [{"mismatch__kl_k3": climbing(1e-3, 3e-3)}, {"mismatch__kl_k3": climbing(1e-9, 9e-5)}],
+        {"mismatch__kl_k3": climbing(1e-3, 1e-2)},
+        "grew 8 times, from 0.001 to 0.008, rising since step 25",
+    ),
+    (
+        findings.later_tokens_worse,
+        [POSITIONS, {"mismatch__by_position__0-15": 1e-3}, dict(zip(POSITIONS, (1e-6, 9e-5), strict=True))],
+        POSITIONS | {"mismatch__by_position__256-": 6e-3},
+        "Tokens from 256 on have 6 times the KL of the first 16",
+    ),
+    (
+        findings.weights_off_one,
+        [{"mismatch__weight_mean": 1.04}, {"mismatch__weight_mean": 0.96}],
+        {"mismatch__weight_mean": 0.9},
+        "mean weight is 0.90",
+    ),
+    (
+        findings.few_effective_samples,
+        [{"mismatch__ess_ratio": 0.951}],
+        {"mismatch__ess_ratio": climbing(0.99, 0.6)},
+        "Only 69% of the samples",
+    ),
+    (
+        findings.heavy_weight,
+        [{"mismatch__max_weight": 99.0}],
+        {"mismatch__max_weight": lambda i: 500.0 if i in (7, 9) else 2.0},
+        "500 at step 7, and 2 of 40",
+    ),
+    (
+        findings.capped,
+        [{"mismatch__cap_fraction": 0.0099}, {"mismatch__cap_fraction": lambda i: 0.09 * (i == 20)}],
+        {"mismatch__cap_fraction": climbing(0.001, 0.04)},
+        "1 token in 32 at the cap, rising since step 25",
+    ),
+    (
+        findings.capped,
+        [],
+        {"mismatch__cap_fraction": lambda i: 0.125 * (i < 20)},
+        "1 token in 8 was at the cap around step 5; at the end 0 of them",
+    ),
+    (
+        findings.dropped,
+        [{"mismatch__dropped_fraction": 0.049}],
+        {"mismatch__dropped_fraction": 0.5},
+        "50% of the tokens dropped by the correction: take",
+    ),
+    (
+        findings.dropped,
+        [],
+        {"mismatch__dropped_fraction": lambda i: 0.6 * (i < 20)},
+        "60% of the tokens were dropped by the correction around step 5; at the end 0 of them",
+    ),
+    (
+        findings.clipped,
+        [{"clip_ratio__region_mean": 0.19}],
+        {"clip_ratio__region_mean": 0.25},
+        "1 token in 4 clipped by the loss: ",
+    ),
+    (
+        findings.unscored,
+        [{"mismatch__unscored_fraction": 0.0}],
+        {"mismatch__unscored_fraction": 0.001},
+        "1 token in 1000 around step 5",
+    ),
+    (
+        findings.entropy_gone,
+        [{"entropy": climbing(1.0, 0.2)}],
+        {"entropy": climbing(1.0, -0.2, at=20)},
+        "fell from 1 to",
+    ),
+    (findings.entropy_gone, [], {"entropy": 0.0}, "The entropy is 0 nats: the policy explores nothing."),
+    (findings.same_rewards, [{"frac_reward_zero_std": 0.79}], {"frac_reward_zero_std": 0.9}, "In 90% of the groups"),
+    (
+        findings.cut_off,
+        [{"completions__clipped_ratio": 0.24}],
+        {"completions__clipped_ratio": 0.4},
+        "40% of the completions",
+    ),
+    (findings.alpha_full, [{"ais__alpha": 0.94}], {"ais__alpha": 1.0}, "(alpha 1.00)"),
+    (
+        findings.noise_lost,
+        [
+            {"noise__sigma": 1e-2, "noise__effective_sigma": 0.85e-2},
+            {"noise__sigma": 0.0, "noise__effective_sigma": 0.0},
+        ],
+        {
+            "noise__sigma": climbing(1e-2, 5e-4),
+            "noise__effective_sigma": lambda i: 1e-4 if i == 40 else climbing(1e-2, 5e-4)(i),
+        },
+        "sigma 0.0005 was asked for, 0.0001 arrived: norms in BF16 swallow it",
+    ),
+    (
+        findings.noise_lost,
+        [],
+        {"noise__sigma": 1e-3, "noise__effective_sigma": 2e-3},
+        "0.002 arrived: norms in BF16 round it up",
+    ),
+    (
+        findings.update_buried,
+        [WEIGHTS, WEIGHTS | {"weights__codes_changed": 0.0011}, WEIGHTS | {"weights__normalized_update": 0.0}],
+        WEIGHTS | {"weights__codes_changed": 0.0009},
+        "by 0.001 of their size, the format rounds by 0.09, and 0.1% of the codes change",
+    ),
+    (
+        findings.update_buried,
+        [],
+        WEIGHTS | {"weights__normalized_update": 8e-4},
+        "by 0.0008 of their size, the format rounds by 0.09: the",
+    ),
+]
+
+
+@pytest.mark.parametrize(("finding", "well", "sick", "says"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_a_finding_is_there_where_it_should_be_and_only_there(finding, well, sick, says):
+    assert says in finding(Run("sick", log(**sick)))
+    for metrics in [{}, *well]:
+        assert finding(Run("well", log(**metrics))) is None
+    if finding not in (findings.not_a_number, findings.heavy_weight, findings.engine_off, findings.noise_lost):
+        assert finding(Run("short", log(**sick)[:4])) is None  # too little to judge
+
+
+def test_every_finding_has_its_case():
+    assert {case[0] for case in CASES} == set(findings.FINDINGS)
+
+
+def test_the_docs_and_findings_have_the_same_thresholds():
+    lines = (ROOT / "docs/metrics.md").read_text().splitlines()
+    rows = {row.split("`")[1]: row for row in lines if row.startswith("| `")}
+    said = {
+        ("mismatch/ess_ratio", findings.few_effective_samples): "below {below:g}",
+        ("mismatch/max_weight", findings.heavy_weight): "above {above:g}",
+        ("mismatch/cap_fraction", findings.capped): "above {above:g}",
+        ("mismatch/dropped_fraction", findings.dropped): "above {above:g}",
+        ("weights/normalized_update", findings.update_buried): "{times:g} times below",
+    }
+    for (metric, finding), words in said.items():
+        thresholds = {name: p.default for name, p in inspect.signature(finding).parameters.items() if name != "run"}
+        assert words.format(**thresholds) in rows[metric]
+
+
+def test_a_rise_begins_where_it_began():
+    steps = list(range(100))
+    flat_then_up = [1.0] * 60 + [1.0 + i for i in range(1, 41)]
+    assert findings.rising(steps, flat_then_up) == ", rising since step 63"  # 4 of 40 is a tenth of the way
+    assert findings.rising(steps, [1.0 + 0.004 * i for i in steps]) == ""
+    assert findings.rising(steps, flat_then_up[::-1]) == ""
+
+
+LEARNING = {"reward": 0.5, "entropy": 1.0, "frac_reward_zero_std": 0.1, "completions__clipped_ratio": 0.0}
+MISMATCH = {"mismatch__weight_mean": 1.0, "mismatch__ess_ratio": 1.0, "mismatch__max_weight": 1.1}
+MISMATCH |= {"mismatch__kl_k3": 1e-3, "mismatch__unscored_fraction": 0.0}
+
+
+def said(*logs) -> list[str] | str:
+    """What the report says of a group of runs."""
+    group = Group("g", [Run(f"run{i}", rows) for i, rows in enumerate(logs)])
+    return findings.findings(group) or findings.verdict(group)
+
+
+def without(metrics: dict, *names: str) -> dict:
+    return {name: value for name, value in metrics.items() if name not in names}
+
+
+def test_all_well_is_said_only_where_it_is_so():
+    learning, seen = LEARNING, LEARNING | MISMATCH
+    well = log(**seen)
+    assert said(well) == "All well."
+    assert said(log(**learning)) == (
+        "All well in what was logged. The mismatch was not logged: without a `rollout_precision` there is none to "
+        "measure."
+    )
+    for name in seen.keys() - {"reward"}:
+        unseen = log(**without(seen, name))
+        for runs in ((unseen,), (well, unseen), (well, [*unseen[:-1], *well[-1:]])):  # at no step, and at one
+            found = said(*runs)
+            assert found.startswith("Nothing stands out") and found.endswith(f": {name.replace('__', '/')}."), found
+    assert "The mismatch was not logged" in said(log(reward=0.5)) and "All well" not in said(log(reward=0.5))
+    assert "Nor was entropy, frac_reward_zero_std and completions/clipped_ratio" in said(log(reward=0.5))
+    assert said(well[:4]) == "Too little to judge: the reward was logged at 4 steps."
+    assert said(well, well[:1]) == "Too little to judge: the reward was logged at 1 step."
+    assert said([]) == "Too little to judge: the reward was logged at 0 steps."
+    assert said(log(reward=lambda i: None, loss=0.1)) == "Too little to judge: the reward was logged at 0 steps."
+    sick = log(reward=0.5, mismatch__kl_k3=climbing(1e-3, 1e-2))
+    (line,) = said(well, sick, sick)
+    assert line.startswith("The mismatch KL grew 8 times") and line.endswith("(run1; 2 of 3 runs)")
+    assert said(sick) == [line.removesuffix(" (run1; 2 of 3 runs)")]
+
+
+def test_ppo_needs_no_groups_of_rewards():
+    """Its critic stands in for them. All else that it logs is needed, and GRPO's groups still are."""
+    seen = without(LEARNING | MISMATCH, "frac_reward_zero_std")
+    assert said(log(**seen, value__loss=0.1)) == "All well."
+    assert said(log(**seen)).endswith(": frac_reward_zero_std.")
+    assert said(log(**seen, value__loss=0.1), log(**seen)).endswith(": frac_reward_zero_std.")
+    assert said(log(**without(seen, "entropy"), value__loss=0.1)).endswith(": entropy.")
+
+
+def test_distillation_is_judged_without_rewards():
+    """By the steps with a loss, or with a mismatch alone. One run with a reward makes the group one with rewards."""
+    seen = without(LEARNING | MISMATCH, "reward", "frac_reward_zero_std")
+    none = "No reward was logged, so none was judged."
+    distilled = log(**seen, loss=0.1)
+    assert said(distilled) == said(log(**seen)) == f"All well. {none}"
+    assert said(distilled[:4]) == f"Too little to judge: the loss was logged at 4 steps. {none}"
+    assert said(distilled, distilled[:1]) == f"Too little to judge: the loss was logged at 1 step. {none}"
+    assert said(log(**seen)[:4]) == f"Too little to judge: the mismatch KL was logged at 4 steps. {none}"
+    assert said(log(**without(seen, "entropy"), loss=0.1)).endswith(f": entropy. {none}")
+    assert said(distilled, log(**LEARNING)) == "Too little to judge: the reward was logged at 0 steps."
+    (line,) = said(log(**seen | {"mismatch__kl_k3": climbing(1e-3, 1e-2)}, loss=0.1))
+    assert line.startswith("The mismatch KL grew 8 times")
