@@ -199,15 +199,23 @@ def test_layers_that_share_an_input_are_one_product(used):
 
 @pytest.mark.parametrize("of", ["k_proj", "up_proj"])
 def test_a_hook_runs_around_its_own_layer(of):
-    """Then each layer is computed alone. A hook that the compiler cannot trace breaks the graph between them."""
+    """As FSDP's, which gathers a weight: the layers before its own must not have computed with the weight already."""
+
+    @torch._dynamo.disable
+    def write(module: nn.Module, given) -> None:
+        with torch.no_grad():
+            module.weight.mul_(1.5)
+
     model = policy("fp8", "full")
+    unchanged = update(model, model)
     for layer in model.model.layers:
         (hooked,) = (module for name, module in layer.named_modules() if name.endswith(of))
-        hooked.register_forward_hook(lambda module, given, y: torch._dynamo.graph_break() or y * 1.5)
-    right = update(model, model)
+        hooked.register_forward_pre_hook(write)
+    plain = copy.deepcopy(model)
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
-    assert same(update(model, model), right)
+    right = update(plain, plain)
+    assert same(update(model, model), right) and not torch.equal(right[0], unchanged[0])
 
 
 def test_a_graph_that_ends_between_layers_with_one_input():
