@@ -291,6 +291,12 @@ def by_kernel(events: list) -> dict[str, tuple[int, float]]:
     return found
 
 
+def longest_kernels(profiler) -> list[tuple[str, int, float]]:
+    """Returns the name, calls and seconds of each kernel of a torch profiler, the longest first."""
+    found = ((name, calls, took / 1e6) for name, (calls, took) in by_kernel(kernels_in(profiler)).items())
+    return sorted(found, key=lambda row: -row[2])
+
+
 def engine_options(doc: str) -> argparse.ArgumentParser:
     """Returns a parser with the options of every benchmark that samples."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[1])

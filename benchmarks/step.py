@@ -60,11 +60,10 @@ from engines import (
     PRECISIONS,
     START,
     Clock,
-    by_kernel,
     commit,
     engine_options,
-    kernels_in,
     load_tokenizer,
+    longest_kernels,
     model_directory,
     report,
     save_start,
@@ -305,9 +304,7 @@ class Steps(TrainerCallback):
         if self.profiler is not None:
             torch.cuda.synchronize()
             self.profiler.stop()
-            table = by_kernel(kernels_in(self.profiler)).items()
-            self.kernels = sorted(((name, calls, took / 1e6) for name, (calls, took) in table), key=lambda row: -row[2])
-            self.profiler = None
+            self.kernels, self.profiler = longest_kernels(self.profiler), None
         step, found = self.clock.now() - self.start, self.clock.seconds
         phases = {name: found[name] for name in self.phases}
         rest = found["generation"] - sum(phases.values())

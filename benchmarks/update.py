@@ -14,7 +14,8 @@ merged adapter is quantized with the weights once in it. `--liger` and `--compil
 the whole model.
 `ratio` is the time relative to the first trainer's: below 1 is faster. Times are medians over the steps after the first
 two. Memory is the peak in these steps: of torch's allocations on a GPU, of the process on a CPU. `--output` keeps every
-step, with the commit, the versions and the host's load.
+step, with the commit, the versions and the host's load. `--profile` watches one more step of each size with torch's
+profiler, after all others, and adds the number of kernels that the host launched in it and the GPU's seconds in them.
 """
 
 import argparse
@@ -26,9 +27,23 @@ from statistics import median
 
 import torch
 from datasets import Dataset
-from engines import CUDA, SHAPES, Clock, commit, in_own_process, machine, model_directory, report, save, versions
+from engines import (
+    CUDA,
+    SHAPES,
+    Clock,
+    commit,
+    in_own_process,
+    longest_kernels,
+    machine,
+    model_directory,
+    report,
+    save,
+    versions,
+    wait,
+)
 from peft import LoraConfig
 from tokenizers import Tokenizer, models
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -91,6 +106,21 @@ class Steps(TrainerCallback):
         self.seconds.append(self.clock.now() - self.start)
 
 
+class LastKernels(TrainerCallback):
+    """Watches the last step of a training with torch's profiler."""
+
+    def on_step_begin(self, args, state, control, **others):
+        if state.global_step == state.max_steps - 1:
+            wait()
+            self.profiler = profile(activities=[ProfilerActivity.CUDA])
+            self.profiler.start()
+
+    def on_step_end(self, args, state, control, **others):
+        if state.global_step == state.max_steps:
+            wait()
+            self.profiler.stop()
+
+
 def measure(kind: str, args) -> dict:
     (size,) = args.sizes
     directory = model_directory(size)
@@ -145,14 +175,22 @@ def measure(kind: str, args) -> dict:
         trainer = QuantUpdates(args=config, **given)
     steps = Steps(Clock(synchronize=True))
     trainer.add_callback(steps)
-    result = {}
-    for tokens in args.tokens:
-        trainer.batch = made_up(
-            tokens, args.length, model_config.vocab_size, args.accumulation, trainer.accelerator.device
-        )
+    result, device = {}, trainer.accelerator.device
+    batches = {n: made_up(n, args.length, model_config.vocab_size, args.accumulation, device) for n in args.tokens}
+    for tokens, trainer.batch in batches.items():
         trainer.train()
         peak = torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         result[tokens] = {"update": median(steps.seconds), "steps": [*steps.seconds], "peak_bytes": peak}
+    if args.profile:
+        last = LastKernels()
+        trainer.add_callback(last)
+        trainer.args.max_steps = WARM_UP + 1
+        for tokens, trainer.batch in batches.items():
+            trainer.train()
+            kernels = longest_kernels(last.profiler)
+            result[tokens]["launched"] = sum(calls for _, calls, _ in kernels)
+            result[tokens]["gpu_seconds"] = sum(took for _, _, took in kernels)
+            result[tokens]["kernels"] = kernels[:60]
     return result
 
 
@@ -169,6 +207,7 @@ def main():
         "--compile", nargs="?", const="default", metavar="MODE", help="with torch.compile; reduce-overhead: CUDA graphs"
     )
     parser.add_argument("--regional", action="store_true", help="with --compile: each decoder layer by itself")
+    parser.add_argument("--profile", action="store_true", help="counts and times the kernels of one more step")
     parser.add_argument("--lora", type=int, default=32, metavar="RANK")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git")
@@ -180,6 +219,8 @@ def main():
         parser.error("--regional acts only with --compile")
     if args.regional and any(kind in bitsandbytes_bases() for kind in args.kinds):
         parser.error("--regional compiles the layers of a model in memory, which bitsandbytes' kinds load from a file")
+    if args.profile and not CUDA:
+        parser.error("--profile needs a GPU")
     if args.one:
         return report(measure(args.one, args))
 
@@ -206,6 +247,10 @@ def main():
                 ratio = f"{row[tokens]['update'] / first['update']:.2f}" if first else "-"
                 cells += f"{row[tokens]['update']:>14.3f} s{ratio:>8}{row[tokens]['peak_bytes'] / 2**30:>8.1f}"
             print(f"{kind:<18}{cells}", flush=True)
+            if args.profile:
+                rows = [row[str(tokens)] for tokens in args.tokens]
+                cells = "".join(f"{each['gpu_seconds']:>14.3f} s{each['launched']:>8}{'':>8}" for each in rows)
+                print(f"{'  GPU, kernels':<18}{cells}", flush=True)
 
 
 if __name__ == "__main__":
