@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -72,32 +73,43 @@ def tiny() -> nn.Module:
     return tiny_model(hidden_size=256, intermediate_size=512).to(DEVICE, torch.bfloat16)
 
 
-def policy(model: nn.Module, precision: str) -> nn.Module:
-    unify(model, precision)
+def adapted(model: nn.Module) -> nn.Module:
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def policy(model: nn.Module, precision: str, merged: bool = False) -> nn.Module:
+    unify(model, precision, merged)
     model.enable_input_require_grads()  # so the first decoder layer is like the others
     return model
 
 
+@pytest.mark.parametrize("kind", ["full", "merged"])
 @pytest.mark.parametrize("precision", unified_flows())
-def test_decoder_layers_are_one_graph(precision):
+def test_decoder_layers_are_one_graph(precision, kind):
     torch.compiler.reset()
     counters.clear()
-    unquantized = tiny()
-    model = policy(copy.deepcopy(unquantized), precision)
+    unquantized = tiny() if kind == "full" else adapted(tiny())
+    model = policy(copy.deepcopy(unquantized), precision, merged=kind == "merged")
+    layers = (model if kind == "full" else model.get_base_model()).model.layers
     ids = torch.arange(10, 74, device=DEVICE).view(2, 32)
 
     def update(model: nn.Module) -> list[torch.Tensor]:
         logits = model(input_ids=ids, use_cache=False).logits
         logits.float().log_softmax(-1)[..., 3].sum().backward()
-        found = [logits.detach().clone(), *(p.grad.clone() for p in model.model.layers.parameters())]
+        trained = [p for name, p in model.named_parameters() if p.requires_grad and ".layers." in name]
+        found = [logits.detach().clone(), *(p.grad.clone() for p in trained)]
         model.zero_grad()
         return found
 
     plain, other = update(model), update(unquantized)
-    for layer in model.model.layers:
+    for layer in layers:
         layer.compile(fullgraph=True, options={"emulate_precision_casts": True})
     found = update(model)
-    assert counters["stats"]["unique_graphs"] == 1 < len(model.model.layers)
+    assert counters["stats"]["unique_graphs"] == 1 < len(layers)
     for name, ours, theirs in (("logits", found[:1], other[:1]), ("gradients", found[1:], other[1:])):
         right = plain[:1] if name == "logits" else plain[1:]
         compiled, far = (min(map(sqnr, given, right)) for given in (ours, theirs))

@@ -409,4 +409,4 @@ def _is_free(layer: nn.Module) -> bool:
 def _mixed(parts: Sequence[Part]) -> bool:
     """Whether a joint product cannot compute these parts."""
     adapted = [part for part in parts if part.a is not None]
-    return bool(adapted) and (any(part.trains for part in parts) or len({part.merged for part in adapted}) > 1)
+    return len(adapted) > 0 and (any(part.trains for part in parts) or len({part.merged for part in adapted}) > 1)
