@@ -190,7 +190,7 @@ def measure(kind: str, args) -> dict:
             kernels = longest_kernels(last.profiler)
             result[tokens]["launched"] = sum(calls for _, calls, _ in kernels)
             result[tokens]["gpu_seconds"] = sum(took for _, _, took in kernels)
-            result[tokens]["kernels"] = kernels[:60]
+            result[tokens]["kernels"] = [(name[:100], calls, took) for name, calls, took in kernels[:60]]
     return result
 
 

@@ -431,3 +431,37 @@ def test_decode_steps_by_kernel(monkeypatch):
     parts = (eight[part] for part in ("other", "attention", "head", "after"))
     told = told.format(eight["products"], eight["GPU"], least, *parts, eight["GPU"] - eight["products"] + least)
     assert told in MEASURED.replace("\n", " ")
+
+
+def test_decode_steps_with_other_kernels():
+    found = read(f"decode-7b-kernels-{H200}")["results"]
+    kinds = ("fp8", "fp8 vllm's kernels", "fp8 vllm's kernels, fused", "fp8 cublas")
+    for batch in ("8", "64"):
+        times = [found[kind][batch]["GPU"] for kind in kinds]
+        header = "| completions | `fp8` | vLLM's own kernels"
+        assert cells_of(MEASURED, f"{batch} |", header)[1:] == [f"{each:.2f}" for each in times]
+        assert times[0] == min(times)
+
+
+def test_a_step_in_both_orders():
+    runs = read(f"step-7b-order-{H200}")["runs"]
+    assert [run["trainer"] for run in runs] == ["trl", "bf16", "fp8/fp8", "fp8/fp8", "bf16"]
+    found: dict[str, list] = {}
+    for run in runs:
+        (result,) = run["results"].values()
+        assert len(result["steps"]) == 5
+        found.setdefault(run["trainer"], []).append(result)
+    changes, names = [], {"trl": "TRL, BF16", "bf16": "ours, BF16", "fp8/fp8": "ours, sampled and trained in `fp8`"}
+    theirs = middle(found["trl"][0], "step")
+    for kind, name in names.items():
+        each = [middle(result, "step") for result in found[kind]]
+        cells = [f"{each[0]:.2f} s", f"{each[1]:.2f} s" if len(each) == 2 else ""]
+        for phase in ("sampling", "update"):
+            cells.append(", ".join(f"{middle(result, phase):.2f}" for result in found[kind]) + " s")
+        cells.append(f"{theirs / each[0]:.2f}x")
+        assert cells_of(MEASURED, f"{name} |", "| 64 completions of 1024 tokens, a sixth host |")[1:] == cells
+        changes += [1 - each[1] / each[0]] if len(each) == 2 else []
+    assert f"changes a step by {min(changes):.1%} to {max(changes):.1%}" in " ".join(MEASURED.split())
+    loads = [run["load"][0] for run in runs]
+    told = f"load was {loads[0]:.0f} when TRL's trainer started, and {min(loads[1:]):.0f} to {max(loads[1:]):.0f} for"
+    assert told in " ".join(BENCHMARKS.split())
