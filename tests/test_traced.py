@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from accelerate.utils import compile_regions
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from torch import nn
@@ -245,6 +246,7 @@ def test_a_graph_that_ends_between_layers_with_one_input():
 
 @pytest.mark.isa
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="Inductor 2.11 does not keep them on a CPU")
 def test_inductor_keeps_the_bits_if_it_keeps_the_roundings():
     model, ids = policy("fp8", "full"), torch.arange(10, 42).view(2, 16)
     with torch.no_grad():
