@@ -364,22 +364,31 @@ def test_a_failed_update_of_norms(tmp_path, server, proxy):
         trainer.evaluate(trainer.train_dataset.select(range(2)))
 
 
-def test_a_sync_while_another_client_waits_for_samples(tmp_path, server):
-    """The server keeps the other client's request, and no keys and values from before the sync."""
+def test_a_sync_while_other_clients_wait_for_samples(tmp_path, server):
+    """The server keeps the other clients' requests, and no keys and values from before the sync."""
     trainer = trainer_of(tmp_path, server.url, server.model, "bf16", vllm_request_timeout=60.0)
     trainer.check_sync()
     client, prompt = trainer.vllm_generation.vllm_client, [1 + i % 20 for i in range(200)]
     with torch.no_grad():
         for param in trainer.model.parameters():
             param.add_(0.05 * torch.randn(param.shape, generator=torch.Generator().manual_seed(0)))
-    request = {"model": client.model, "prompt": [prompt[:50]], "n": 8, "max_tokens": 400, "ignore_eos": True}
+    request = {"model": client.model, "prompt": [prompt[:50]], "n": 8, "max_tokens": 200, "ignore_eos": True}
+    enough, answers = threading.Event(), []
+
+    def ask() -> None:
+        while not enough.is_set():
+            answers.append(requests.post(f"{server.url}{SAMPLES}", json=request, timeout=120))
+
     with ThreadPoolExecutor() as others:
-        other = others.submit(requests.post, f"{server.url}{SAMPLES}", json=request, timeout=120)
+        asking = [others.submit(ask) for _ in range(2)]  # two, so that one waits for samples at any moment
         time.sleep(0.3)
-        trainer.vllm_generation.sync_weights()
-        assert not other.done()
-        sampled = client.generate([prompt], max_tokens=8, temperature=0.0, logprobs=0)
-    assert other.result().status_code == 200 and len(other.result().json()["choices"]) == 8
+        try:
+            trainer.vllm_generation.sync_weights()
+            sampled = client.generate([prompt], max_tokens=8, temperature=0.0, logprobs=0)
+        finally:
+            enough.set()
+    assert not any(each.exception() for each in asking)
+    assert {(answer.status_code, len(answer.json()["choices"])) for answer in answers} == {(200, 8)}
     client.reset_prefix_cache()
     assert sampled == client.generate([prompt], max_tokens=8, temperature=0.0, logprobs=0)
     trainer.vllm_generation.check_sync()
