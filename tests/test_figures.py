@@ -203,61 +203,37 @@ def test_updates_on_a_fourth_host():
     assert "how much of {:.2f} against {:.2f} at 2048".format(*both_times) in BENCHMARKS.replace("\n", " ")
 
 
-def test_updates_of_compiled_layers():
-    compiled, plain = (read(f"update-7b-{name}-{H200}") for name in ("by-layer", "not-compiled"))
-    differ = {name for name in plain["arguments"] if plain["arguments"][name] != compiled["arguments"][name]}
-    assert differ == {"compile", "regional", "output", "timeout"} and compiled["arguments"]["regional"]
-    assert compiled["commit"] == plain["commit"] and f"at commit {plain['commit'][:7]} on a card" in BENCHMARKS
-    found = {"": plain["results"]["7b"], ", compiled": compiled["results"]["7b"]}
-    assert all(len(row["steps"]) == 5 for kinds in found.values() for rows in kinds.values() for row in rows.values())
-
-    def seconds(kind: str, how: str, tokens: str) -> float:
-        return found[how][kind][tokens]["update"]
-
-    for tokens in ALL_TOKENS:
-        cells = [f"{seconds(kind, how, tokens):.3f} s" for kind in ("trl", "fp8") for how in found]
-        assert cells_of(MEASURED, f"{tokens} |", "| tokens of a micro-batch, a fifth host |")[1:] == cells
-    gains = {kind: [seconds(kind, ", compiled", t) / seconds(kind, "", t) for t in ALL_TOKENS] for kind in found[""]}
-    text = " ".join(MEASURED.split())
-    assert {f"{gain:.2f}" for gain in gains["trl"]} == {"0.72"} and min(gains["fp8"][1:]) > 1
-    told = "to 0.72 of its time, with any number of tokens. In `fp8` it brings it to {:.2f} with 16384 tokens"
-    assert told.format(gains["fp8"][0]) in text
-    told = "this made BF16 {:.2f} times as fast, in TRL's trainer, and `fp8` {:.2f} times with 16384 tokens"
-    assert told.format(1 / gains["trl"][0], 1 / gains["fp8"][0]) in " ".join(TRAINING.split())
-    best = [min(seconds("fp8", how, t) for how in found) / seconds("trl", ", compiled", t) for t in ALL_TOKENS]
-    told = "takes {:.2f} of the time of compiled BF16, with 4096 tokens {:.2f}, and with 2048 tokens {:.2f}."
-    assert told.format(*best) in text
-    short = [rows["fp8"][tokens]["steps"] for rows in found.values() for tokens in ALL_TOKENS[1:]]
-    assert f"took up to {max(max(each) / min(each) for each in short):.2f} times as long" in text
-    told = "; on a third host, against TRL with compiled layers, {:.2f} / {:.2f} / {:.2f}".format(*best)
-    assert cells_of(README, "An update alone, trained in FP8")[1].endswith(told)
-
-
 ALL_TOKENS = ("16384", "4096", "2048")
+SEVENTH = ("seventh-host", "seventh-host-by-layer", "seventh-host-8-micro-batches-by-layer")
 SIXTH = ("-sixth-host", "-sixth-host-8-micro-batches")
 
 
-def sixth_host(name: str = "") -> dict[str, dict]:
-    found = read(f"update-7b-sixth-host{name}-{H200}")
-    rows = found["results"]["7b"]
+def updates(name: str) -> dict[str, dict]:
+    rows = read(f"update-7b-{name}-{H200}")["results"]["7b"]
     assert all(
         len(row["steps"]) == 5 and row["update"] == median(row["steps"]) for r in rows.values() for row in r.values()
     )
     return rows
 
 
+def profiled(row: dict[str, dict]) -> list[str]:
+    """The cells of a table: a step's seconds, the GPU's, and the number of kernels, for each number of tokens."""
+    return [
+        cell
+        for tokens in ALL_TOKENS
+        for cell in (
+            f"{row[tokens]['update']:.3f} s", f"{row[tokens]['gpu_seconds']:.3f} s", str(row[tokens]["launched"])
+        )
+    ]  # fmt: skip
+
+
 def test_updates_on_a_sixth_host():
-    plain, compiled = sixth_host(), sixth_host("-by-layer")
+    plain, compiled = updates("sixth-host"), updates("sixth-host-by-layer")
     rows = {"TRL, BF16": plain["trl"], "TRL, compiled": compiled["trl"], "ours, BF16": plain["bf16"]}
     rows |= {"ours, BF16, compiled": compiled["bf16"], "`fp8`": plain["fp8"], "`int8`": plain["int8"]}
     rows |= {"NVFP4 base": plain["nvfp4"], "NVFP4 base, compiled": compiled["nvfp4"]}
     for name, row in rows.items():
-        cells = []
-        for tokens in ALL_TOKENS:
-            cells += [f"{row[tokens][what]:.3f} s" for what in ("update", "gpu_seconds")] + [
-                str(row[tokens]["launched"])
-            ]
-        assert cells_of(MEASURED, f"{name} |", "| trainer | 16384 tokens | GPU |")[1:] == cells
+        assert cells_of(MEASURED, f"{name} |", "| trainer | 16384 tokens | GPU |")[1:] == profiled(row)
     text, (ours, theirs) = " ".join(MEASURED.split()), (plain[kind]["2048"] for kind in ("fp8", "trl"))
     told = "In `fp8` the GPU computes for {:.3f} s of {:.3f} s, in TRL's BF16 for {:.3f} s of {:.3f} s."
     assert told.format(*(row[what] for row in (ours, theirs) for what in ("gpu_seconds", "update"))) in text
@@ -274,7 +250,7 @@ def test_updates_on_a_sixth_host():
     assert "takes {:.2f}, {:.2f} and {:.2f} of the time with 16384, 4096 and 2048".format(*ratios) in text
     kept = [found["fp8"]["16384"]["peak_bytes"] / 2**30 for found in (compiled, plain)]
     assert "({:.0f} GiB instead of {:.0f} with 16384 tokens)".format(*kept) in text
-    whole = sixth_host("-whole-model")["trl"]["2048"]["update"], compiled["trl"]["2048"]["update"]
+    whole = updates("sixth-host-whole-model")["trl"]["2048"]["update"], compiled["trl"]["2048"]["update"]
     told = (
         "with 2048 tokens takes {:.3f} s then, in a run that took 170 s in all. The layers alone bring it to {:.3f} s."
     )
@@ -290,7 +266,7 @@ def merging_seconds(kernels: list) -> float:
 
 
 def test_eight_micro_batches_on_a_sixth_host():
-    plain, compiled, liger = (sixth_host(f"-8-micro-batches{name}") for name in ("", "-by-layer", "-liger"))
+    plain, compiled, liger = (updates(f"sixth-host-8-micro-batches{name}") for name in ("", "-by-layer", "-liger"))
     text = " ".join(MEASURED.split())
     for tokens in ("2048", "4096"):
         trl, fused = plain["trl"][tokens]["update"], liger["trl"][tokens]["update"]
@@ -302,15 +278,83 @@ def test_eight_micro_batches_on_a_sixth_host():
     ratios = [plain["fp8"][tokens]["update"] / compiled["trl"][tokens]["update"] for tokens in ("4096", "2048")]
     assert "it takes {:.2f} with 4096 tokens and {:.2f} with 2048".format(*ratios) in text
     once = plain["fp8"]["2048"]["update"] / plain["trl"]["2048"]["update"]
-    each = sixth_host()
+    each = updates("sixth-host")
     each = each["fp8"]["2048"]["update"] / each["trl"]["2048"]["update"]
     told = "with 2048 tokens, `fp8` takes {:.2f} of TRL's time in steps of eight micro-batches, and {:.2f} here"
     assert told.format(once, each) in text
 
 
+def listed(*numbers: float) -> str:
+    *first, last = (f"{number:.2f}" for number in numbers)
+    return f"{', '.join(first)} and {last}"
+
+
+def test_updates_on_a_seventh_host():
+    plain, compiled, _ = map(updates, SEVENTH)
+    arguments = [read(f"update-7b-{name}-{H200}")["arguments"] for name in SEVENTH]
+    assert [each["regional"] for each in arguments] == [False, True, True] and arguments[2]["accumulation"] == 8
+    rows = {"TRL, BF16": plain["trl"], "TRL, BF16, compiled": compiled["trl"], "`fp8`": plain["fp8"]}
+    rows |= {f"`{kind}`, compiled": compiled[kind] for kind in EIGHT_BITS}
+    for name, row in rows.items():
+        assert cells_of(MEASURED, f"{name} |", "| trainer, a seventh host |")[1:] == profiled(row)
+
+    def ratios(ours: dict, theirs: dict, what: str = "update") -> list[float]:
+        return [ours[tokens][what] / theirs[tokens][what] for tokens in ALL_TOKENS if tokens in ours]
+
+    text, gains = " ".join(MEASURED.split()), {kind: ratios(compiled[kind], plain[kind]) for kind in plain}
+    assert f"`fp8` to {listed(*gains['fp8'])} of its time with 16384, 4096 and 2048 tokens, and one in TRL's" in text
+    assert f"BF16 to {listed(*gains['trl'])}. With" in text
+    *others, last = (f"`{kind}` takes {listed(*ratios(compiled[kind], compiled['trl']))}" for kind in EIGHT_BITS)
+    assert (
+        f"{others[0]} of TRL's time with 16384, 4096 and 2048 tokens, {others[1].replace(' takes', '')}, and " in text
+    )
+    assert f"{last.replace(' takes', '')}. Against TRL without the compiler, compiled `fp8` takes " in text
+    assert f"compiled `fp8` takes {listed(*ratios(compiled['fp8'], plain['trl']))}. - **The GPU" in text
+    on_gpu = ratios(compiled["fp8"], compiled["trl"], "gpu_seconds")
+    assert f"compiled `fp8` needs it for {listed(*on_gpu[:0:-1])} of the time of compiled BF16" in text
+    each = [compiled[kind]["2048"]["update"] / compiled[kind]["2048"]["launched"] * 1e6 for kind in ("fp8", "trl")]
+    assert (
+        "needs {:.0f} microseconds of the step for each with 2048 tokens, against {:.0f} in TRL's".format(*each) in text
+    )
+    assert compiled["fp8"]["2048"]["launched"] < compiled["trl"]["2048"]["launched"]
+    training, faster = " ".join(TRAINING.split()), {kind: [1 / gain for gain in gains[kind]] for kind in gains}
+    assert (
+        f"this made TRL's BF16 {min(faster['trl']):.2f} to {max(faster['trl']):.2f} times as fast, and `fp8` "
+        in training
+    )
+    assert (
+        "`fp8` {:.2f} times with 16384 tokens, {:.2f} with 4096 and {:.2f} with 2048".format(*faster["fp8"]) in training
+    )
+    both = ratios(compiled["fp8"], compiled["trl"])
+    assert (
+        "takes {:.2f} of BF16's time with 16384 tokens, {:.2f} with 4096, and {:.2f} with 2048.".format(*both)
+        in training
+    )
+    row = "; with compiled layers, against TRL with compiled layers, {:.2f} / {:.2f} / {:.2f}".format(*both)
+    assert cells_of(README, "An update alone, trained in FP8")[1].endswith(row)
+    fifth = updates("fifth-host")
+    assert f"There `fp8` took {listed(*ratios(fifth['fp8'], fifth['trl']))} of TRL's time" in " ".join(
+        BENCHMARKS.split()
+    )
+
+
+def test_compiled_updates_of_eight_micro_batches():
+    plain, compiled, eight = map(updates, SEVENTH)
+    text, of_both = " ".join(MEASURED.split()), [(eight[kind]["4096"], eight[kind]["2048"]) for kind in ("fp8", "trl")]
+    told = "takes {:.2f} of TRL's time with 4096 tokens and {:.2f} with 2048: {:.2f} s and {:.2f} s."
+    seconds = [row["update"] for row in of_both[0]]
+    assert told.format(*(ours / row["update"] for ours, row in zip(seconds, of_both[1], strict=True)), *seconds) in text
+    spread: dict[str, list[float]] = {}
+    for run in (plain, compiled, eight):
+        for tokens, row in run["fp8"].items():
+            spread.setdefault(tokens, []).append(max(row["steps"]) / min(row["steps"]))
+    told = "took up to {:.2f} times as long as the fastest with 2048 and 4096 tokens, and {:.2f} times with 16384."
+    assert told.format(max(spread["2048"] + spread["4096"]), max(spread["16384"])) in text
+
+
 def test_updates_in_8_bits_on_all_hosts():
     ratios: dict[str, list[float]] = {}
-    for name in ("", "-another-host", "-8-micro-batches", "-adapter", "-not-compiled", *SIXTH):
+    for name in ("", "-another-host", "-8-micro-batches", "-adapter", "-fifth-host", *SIXTH, "-seventh-host"):
         found = read(f"update-7b{name}-{H200}")["results"]["7b"]
         # The first other host had no vLLM, whose product of INT8 codes is the one that is used beside it
         for kind in found.keys() & set(EIGHT_BITS) - ({"int8"} if name == "-another-host" else set()):
