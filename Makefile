@@ -1,8 +1,9 @@
 # Two commands: `make demo` trains, `make test` tests. Each sets up a virtual environment first.
 #
-# Four sets of versions are tested, each in an environment of its own; requirements/<set>.txt names its versions:
+# Five sets of versions are tested, each in an environment of its own; requirements/<set>.txt names its versions:
 #   make test         the default set, what CI runs (.venv)
-#   make test-oldest  the lowest versions that are supported (.venv-oldest)
+#   make test-oldest  the lowest versions that are supported, in two sets: the oldest vLLM with the torch that it needs
+#                     (.venv-oldest), and the oldest torch without vLLM (.venv-oldest-torch)
 #   make test-newest  the highest versions that are supported, in two sets: the newest vLLM with the newest transformers
 #                     that it allows (.venv-newest), and the newest transformers without vLLM (.venv-newest-transformers)
 # `make suite SET=newest-transformers` runs one set. One whose file names no vLLM is installed without it, and the tests that
@@ -14,8 +15,8 @@
 # vLLM 0.26 is supported on GPUs. Its CPU build needs torch 2.11 and does not load with 2.13, which every later one needs,
 # so on a CPU the oldest set has vLLM 0.27.
 PYTHON ?= python3
-TORCH ?= 2.13.0
 SET ?= default
+TORCH ?= $(or $(shell sed -n 's/^torch==//p' requirements/$(SET).txt),2.13.0)
 VENV := .venv$(filter-out -default,-$(SET))
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -37,6 +38,7 @@ test: lint suite
 
 test-oldest:
 	$(MAKE) suite SET=oldest
+	$(MAKE) suite SET=oldest-torch
 
 test-newest:
 	$(MAKE) suite SET=newest

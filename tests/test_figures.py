@@ -148,64 +148,9 @@ def test_updates_on_a_4_bit_base(monkeypatch):
     assert told.format(*ends) in " ".join(BENCHMARKS.split())
 
 
-def test_updates_in_8_bits():
-    found, ratios = read(f"update-7b-{H200}")["results"]["7b"], {}
-    for kind, rows in found.items():
-        assert all(len(row["steps"]) == 5 and row["update"] == median(row["steps"]) for row in rows.values())
-        ratios[kind] = {tokens: f"{row['update'] / found['trl'][tokens]['update']:.2f}" for tokens, row in rows.items()}
-    for tokens in ("16384", "4096", "2048"):
-        told = cells_of(MEASURED, f"{tokens} |", "| tokens of a micro-batch | ours, BF16 |")[1:]
-        assert told == [ratios[kind][tokens] for kind in ("bf16", *EIGHT_BITS)]
-    told = " / ".join(ratios["fp8"][tokens] for tokens in ("16384", "4096", "2048"))
-    there = read(f"update-7b-another-host-{H200}")["results"]["7b"]
-    on_another = {t: {k: there[k][t]["update"] / there["trl"][t]["update"] for k in there} for t in there["trl"]}
-    for tokens, ratio in on_another.items():
-        cells = cells_of(MEASURED, f"{tokens} |", "| tokens, another host |")[1:]
-        assert cells == [f"{there['trl'][tokens]['update']:.2f} s", *(f"{ratio[k]:.2f}" for k in ("fp8", "fp8_block"))]
-    elsewhere = " / ".join(f"{on_another[tokens]['fp8']:.2f}" for tokens in ("16384", "4096", "2048"))
-    row = cells_of(README, "An update alone, trained in FP8")[1]
-    assert row.startswith(f"{told} of TRL's time; on another host {elsewhere}; ")
-
-
-def test_updates_of_eight_micro_batches():
-    found = read(f"update-7b-8-micro-batches-{H200}")
-    assert found["arguments"]["accumulation"] == 8
-    kinds = found["results"]["7b"]
-    for tokens in ("2048", "4096"):
-        assert all(len(row[tokens]["steps"]) == 5 for row in kinds.values())
-        trl = kinds["trl"][tokens]["update"]
-        cells = [
-            f"{trl:.2f} s",
-            *(f"{kinds[kind][tokens]['update'] / trl:.2f}" for kind in ("bf16", *EIGHT_BITS, "nvfp4")),
-        ]
-        assert cells_of(MEASURED, f"{tokens}, a step |")[1:] == cells
-    spread = max((max(x["steps"]) - min(x["steps"])) / x["update"] for x in (row["2048"] for row in kinds.values()))
-    assert f"differ by up to {spread:.0%} of their median" in MEASURED
-
-
-def test_updates_on_a_fourth_host():
-    nvfp4, liger = (read(f"update-7b-{name}-{H200}") for name in ("nvfp4", "liger"))
-    assert liger["arguments"]["liger"] and not nvfp4["arguments"]["liger"]
-    assert nvfp4["arguments"]["accumulation"] == liger["arguments"]["accumulation"] == 8
-    found, fused = nvfp4["results"]["7b"], liger["results"]["7b"]
-    for tokens in ("2048", "4096"):
-        assert all(len(rows[tokens]["steps"]) == 5 for rows in found.values())
-        trl = found["trl"][tokens]["update"]
-        cells = [f"{trl:.2f} s", f"{found['nvfp4'][tokens]['update'] / trl:.2f}", "", ""]
-        if tokens == "2048":
-            theirs, ours = (fused[kind][tokens]["update"] for kind in ("trl", "fp8"))
-            cells[2:] = [f"{theirs:.2f} s", f"{ours / theirs:.2f}"]
-        assert cells_of(MEASURED, f"{tokens} |", "| tokens of a micro-batch, a fourth host |")[1:] == cells
-    spread = [f"{min(row['2048']['steps']):.2f} to {max(row['2048']['steps']):.2f}" for row in fused.values()]
-    assert "TRL's took {} s, those in `fp8` {}.".format(*spread) in MEASURED.replace("\n", " ")
-    before = read(f"update-7b-8-micro-batches-{H200}")["results"]["7b"]
-    both_times = [each["nvfp4"]["2048"]["update"] / each["trl"]["2048"]["update"] for each in (before, found)]
-    assert "how much of {:.2f} against {:.2f} at 2048".format(*both_times) in BENCHMARKS.replace("\n", " ")
-
-
 ALL_TOKENS = ("16384", "4096", "2048")
+ELSEWHERE = ("another-host", "fifth-host", "sixth-host", "seventh-host", "adapter")
 SEVENTH = ("seventh-host", "seventh-host-by-layer", "seventh-host-8-micro-batches-by-layer")
-SIXTH = ("-sixth-host", "-sixth-host-8-micro-batches")
 
 
 def updates(name: str) -> dict[str, dict]:
@@ -214,6 +159,58 @@ def updates(name: str) -> dict[str, dict]:
         len(row["steps"]) == 5 and row["update"] == median(row["steps"]) for r in rows.values() for row in r.values()
     )
     return rows
+
+
+def test_updates_in_8_bits():
+    found, ratios = read(f"update-7b-{H200}")["results"]["7b"], {}
+    for kind, rows in found.items():
+        assert all(len(row["steps"]) == 5 and row["update"] == median(row["steps"]) for row in rows.values())
+        ratios[kind] = {tokens: f"{row['update'] / found['trl'][tokens]['update']:.2f}" for tokens, row in rows.items()}
+    for tokens in ALL_TOKENS:
+        told = cells_of(MEASURED, f"{tokens} |", "| tokens of a micro-batch | ours, BF16 |")[1:]
+        assert told == [ratios[kind][tokens] for kind in ("bf16", *EIGHT_BITS)]
+    told = " / ".join(ratios["fp8"][tokens] for tokens in ALL_TOKENS)
+    elsewhere = [updates(f"{name}") for name in ELSEWHERE]
+    there = [sorted(each["fp8"][t]["update"] / each["trl"][t]["update"] for each in elsewhere) for t in ALL_TOKENS]
+    on_others = " / ".join(f"{found[0]:.2f}–{found[-1]:.2f}" for found in there)
+    row = cells_of(README, "An update alone, trained in FP8")[1]
+    assert len(elsewhere) == 5 and row.startswith(f"{told} of TRL's time; on five other hosts {on_others}; ")
+    long, middle_sized, short = on_others.replace("–", " to ").split(" / ")
+    told = f"`fp8` took {long} of TRL's time with 16384 tokens, {middle_sized} with 4096, and {short} with 2048."
+    assert f"On five other hosts, {told}" in " ".join(MEASURED.split())
+
+
+EIGHT = ("bf16", *EIGHT_BITS, "nvfp4")
+HOSTS = {"third": "8-micro-batches", "fourth": "nvfp4", "sixth": "sixth-host-8-micro-batches"}
+WITH_LIGER = {"fourth": "liger", "sixth": "sixth-host-8-micro-batches-liger"}
+
+
+@pytest.mark.parametrize("hosts", [HOSTS, WITH_LIGER])
+def test_updates_of_eight_micro_batches(hosts):
+    after = f"| tokens of a micro-batch, host{', with Liger' * (hosts is WITH_LIGER)} |"
+    for host, name in hosts.items():
+        arguments, found = read(f"update-7b-{name}-{H200}")["arguments"], updates(name)
+        assert arguments["accumulation"] == 8 and arguments.get("liger", False) == (hosts is WITH_LIGER)
+        for tokens, row in found["trl"].items():
+            cells = [f"{found[kind][tokens]['update'] / row['update']:.2f}" if kind in found else "" for kind in EIGHT]
+            assert cells_of(MEASURED, f"{tokens}, {host} |", after)[1:] == [f"{row['update']:.2f} s", *cells]
+
+
+def test_spread_of_eight_micro_batches():
+    text, found = " ".join(MEASURED.split()), {name: updates(name) for name in (*HOSTS.values(), *WITH_LIGER.values())}
+
+    def spread(host: str) -> float:
+        rows = [row["2048"] for row in found[host].values()]
+        return max((max(row["steps"]) - min(row["steps"])) / row["update"] for row in rows)
+
+    assert f"on the third host differ by up to {spread(HOSTS['third']):.0%} of their median" in text
+    assert f"one trainer differ by up to {spread(WITH_LIGER['sixth']):.0%} of their median." in text
+    steps = [found["liger"][kind]["2048"]["steps"] for kind in ("trl", "fp8")]
+    told = "TRL's took {:.2f} to {:.2f} s, those in `fp8` {:.2f} to {:.2f}."
+    assert told.format(*(end(each) for each in steps for end in (min, max))) in text
+    both_times = [found[HOSTS[host]] for host in ("third", "fourth")]
+    both_times = [each["nvfp4"]["2048"]["update"] / each["trl"]["2048"]["update"] for each in both_times]
+    assert "how much of {:.2f} against {:.2f} at 2048".format(*both_times) in BENCHMARKS.replace("\n", " ")
 
 
 def profiled(row: dict[str, dict]) -> list[str]:
@@ -246,10 +243,12 @@ def test_updates_on_a_sixth_host():
     gains = {kind: [compiled[kind][t]["update"] / plain[kind][t]["update"] for t in ALL_TOKENS] for kind in kinds}
     assert told.format(*(end(gains[kind]) for kind in kinds[:2] for end in (min, max))) in text
     assert {f"{gain:.2f}" for gain in gains["nvfp4"]} == {"0.89"} and "an NVFP4 base to 0.89." in text
-    ratios = [plain["fp8"][tokens]["update"] / compiled["trl"][tokens]["update"] for tokens in ALL_TOKENS]
-    assert "takes {:.2f}, {:.2f} and {:.2f} of the time with 16384, 4096 and 2048".format(*ratios) in text
+    eight = updates(HOSTS["sixth"])
+    ratios = [each["fp8"]["2048"]["update"] / each["trl"]["2048"]["update"] for each in (eight, plain)]
+    told = "with 2048 tokens, `fp8` takes {:.2f} of TRL's time in steps of eight micro-batches, and {:.2f} here"
+    assert told.format(*ratios) in text
     kept = [found["fp8"]["16384"]["peak_bytes"] / 2**30 for found in (compiled, plain)]
-    assert "({:.0f} GiB instead of {:.0f} with 16384 tokens)".format(*kept) in text
+    assert "({:.0f} GiB instead of {:.0f} with 16384 tokens)".format(*kept) in BENCHMARKS
     whole = updates("sixth-host-whole-model")["trl"]["2048"]["update"], compiled["trl"]["2048"]["update"]
     told = (
         "with 2048 tokens takes {:.3f} s then, in a run that took 170 s in all. The layers alone bring it to {:.3f} s."
@@ -263,25 +262,6 @@ def merging_seconds(kernels: list) -> float:
     found = [(name, took) for name, calls, took in kernels if calls == 7 * 28 and any(each in name for each in names)]
     assert len(found) == len(names)
     return sum(took for _, took in found)
-
-
-def test_eight_micro_batches_on_a_sixth_host():
-    plain, compiled, liger = (updates(f"sixth-host-8-micro-batches{name}") for name in ("", "-by-layer", "-liger"))
-    text = " ".join(MEASURED.split())
-    for tokens in ("2048", "4096"):
-        trl, fused = plain["trl"][tokens]["update"], liger["trl"][tokens]["update"]
-        cells = [f"{trl:.2f} s", f"{plain['fp8'][tokens]['update'] / trl:.2f}", f"{fused:.2f} s"]
-        cells += [f"{liger[kind][tokens]['update'] / fused:.2f}" for kind in ("bf16", *EIGHT_BITS, "nvfp4")]
-        assert cells_of(MEASURED, f"{tokens} |", "| tokens of a micro-batch, a sixth host |")[1:] == cells
-    spread = max((max(r["2048"]["steps"]) - min(r["2048"]["steps"])) / r["2048"]["update"] for r in liger.values())
-    assert f"one trainer differ by up to {spread:.0%} of their median there" in text
-    ratios = [plain["fp8"][tokens]["update"] / compiled["trl"][tokens]["update"] for tokens in ("4096", "2048")]
-    assert "it takes {:.2f} with 4096 tokens and {:.2f} with 2048".format(*ratios) in text
-    once = plain["fp8"]["2048"]["update"] / plain["trl"]["2048"]["update"]
-    each = updates("sixth-host")
-    each = each["fp8"]["2048"]["update"] / each["trl"]["2048"]["update"]
-    told = "with 2048 tokens, `fp8` takes {:.2f} of TRL's time in steps of eight micro-batches, and {:.2f} here"
-    assert told.format(once, each) in text
 
 
 def listed(*numbers: float) -> str:
@@ -354,7 +334,8 @@ def test_compiled_updates_of_eight_micro_batches():
 
 def test_updates_in_8_bits_on_all_hosts():
     ratios: dict[str, list[float]] = {}
-    for name in ("", "-another-host", "-8-micro-batches", "-adapter", "-fifth-host", *SIXTH, "-seventh-host"):
+    eight = (HOSTS["third"], HOSTS["sixth"])
+    for name in ("", *(f"-{name}" for name in (*ELSEWHERE, *eight))):
         found = read(f"update-7b{name}-{H200}")["results"]["7b"]
         # The first other host had no vLLM, whose product of INT8 codes is the one that is used beside it
         for kind in found.keys() & set(EIGHT_BITS) - ({"int8"} if name == "-another-host" else set()):
