@@ -276,6 +276,7 @@ def test_without_a_precision_it_is_trls(tmp_path):
 def test_trls_own_sampler_can_be_corrected_too(tmp_path, monkeypatch):
     """TRL asks for no log-probabilities; a run with a correction does."""
     monkeypatch.setattr(distillation_trainer, "VLLMGeneration", MadeUpSampler)
+    monkeypatch.setattr(distillation_trainer, "is_vllm_available", lambda: True)
     monkeypatch.setattr("trl_quant.config.preflight.check_machine", lambda args: None)
     ends = {}
     for correction in (None, "none", "tis"):
@@ -287,6 +288,18 @@ def test_trls_own_sampler_can_be_corrected_too(tmp_path, monkeypatch):
         ends[correction] = parameters(trainer)
     same = [torch.equal(value, ends[None][name]) for name, value in ends["none"].items()]
     assert all(same) and any(not torch.equal(value, ends[None][name]) for name, value in ends["tis"].items())
+
+
+def test_the_embedded_engine_needs_no_vllm(tmp_path, monkeypatch):
+    """TRL's constructor asks for vLLM when a sampler is on. It still does for its own sampler."""
+    monkeypatch.setattr(distillation_trainer, "is_vllm_available", lambda: False)
+    trainer = distil(tmp_path)
+    trainer.train()
+    assert isinstance(trainer.vllm_generation, TransformersEngine) and "mismatch/kl_k1" in metrics(trainer)[0]
+    assert not distillation_trainer.is_vllm_available()
+    monkeypatch.setattr("trl_quant.config.preflight.check_machine", lambda args: None)
+    with pytest.raises(ImportError, match="vLLM is not available"):
+        distil(tmp_path, use_vllm=True, rollout_precision=None)
 
 
 def test_noise_checkpoints_and_a_resume(tmp_path):

@@ -170,7 +170,7 @@ def test_updates_in_8_bits():
         told = cells_of(MEASURED, f"{tokens} |", "| tokens of a micro-batch | ours, BF16 |")[1:]
         assert told == [ratios[kind][tokens] for kind in ("bf16", *EIGHT_BITS)]
     told = " / ".join(ratios["fp8"][tokens] for tokens in ALL_TOKENS)
-    elsewhere = [updates(f"{name}") for name in ELSEWHERE]
+    elsewhere = [updates(name) for name in ELSEWHERE]
     there = [sorted(each["fp8"][t]["update"] / each["trl"][t]["update"] for each in elsewhere) for t in ALL_TOKENS]
     on_others = " / ".join(f"{found[0]:.2f}–{found[-1]:.2f}" for found in there)
     row = cells_of(README, "An update alone, trained in FP8")[1]
@@ -310,7 +310,7 @@ def test_updates_on_a_seventh_host():
         "takes {:.2f} of BF16's time with 16384 tokens, {:.2f} with 4096, and {:.2f} with 2048.".format(*both)
         in training
     )
-    row = "; with compiled layers, against TRL with compiled layers, {:.2f} / {:.2f} / {:.2f}".format(*both)
+    row = "; both with compiled layers {:.2f} / {:.2f} / {:.2f}".format(*both)
     assert cells_of(README, "An update alone, trained in FP8")[1].endswith(row)
     fifth = updates("fifth-host")
     assert f"There `fp8` took {listed(*ratios(fifth['fp8'], fifth['trl']))} of TRL's time" in " ".join(

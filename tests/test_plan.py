@@ -181,8 +181,10 @@ def test_a_wrong_option_is_refused_as_in_training(model_dir, options, wrong):
     assert told[0] == told[1] and told[0].startswith("error: ")
 
 
+@pytest.mark.vllm
 def test_a_plan_needs_no_server(model_dir, options, capsys, unloaded, monkeypatch):
     """It is printed at once, with the fault of this machine; a dry run prints it, and ends as the run would."""
+    pytest.importorskip("vllm")
     monkeypatch.setattr("trl_quant.rollout.vllm.support.check_version", lambda: None)
     sleep, own = time.sleep, threading.get_ident()
 

@@ -517,6 +517,7 @@ def test_turns_that_ranks_would_take_together_are_refused(tmp_path, monkeypatch,
 )
 def test_other_turns_are_not_refused(tmp_path, monkeypatch, settings, given, processes, error):
     """The model is what is missing."""
+    pytest.importorskip("vllm")
     with pytest.raises(error, match=re.escape("huggingface.co")) as refusal:
         without_a_model(tmp_path, monkeypatch, settings, given, processes)
     assert "wait for each other" not in str(refusal.value)

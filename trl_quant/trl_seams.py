@@ -7,6 +7,7 @@ A context restores the original when it ends:
 | replaced | during | because |
 |---|---|---|
 | `VLLMGeneration` in the module of TRL's trainer | the construction of a trainer | TRL looks up its engine there |
+| `is_vllm_available` in the same | the same | TRL's distillation asks for vLLM, and the embedded engine needs none |
 | fields of the trainer's arguments | the same | TRL corrects for its sampler only with `use_vllm` |
 | `num_generations` of a config | the checks of TRL's `GRPOConfig` | PPO needs a single completion of a prompt |
 | `vllm_generation.LLM` | the construction of an engine | TRL passes no further arguments to vLLM |
@@ -196,7 +197,8 @@ def trainer_builds(trainer_class: type, engine: Callable | None, args: Any, **fi
     `args`.
     """
     module = _module_of_engine(trainer_class)
-    with exchanged(module, VLLMGeneration=engine or module.VLLMGeneration), exchanged(args, **fields):
+    ours = {} if engine is None else {"VLLMGeneration": engine, "is_vllm_available": lambda: True}
+    with exchanged(module, **{name: ours[name] for name in ours if hasattr(module, name)}), exchanged(args, **fields):
         yield
 
 
