@@ -80,9 +80,11 @@ def load_critic(name: str, args) -> PreTrainedModel:
             f"The critic's {name!r} lacks {len(lost)} weights of a {type(model).__name__}: {', '.join(lost[:3])}"
             f"{', ...' if len(lost) > 3 else ''}. Name another model in `value_model_name_or_path`."
         )
-    with torch.no_grad():
-        for weight in missing:
-            model.get_parameter(weight).zero_()
+    for weight in missing:
+        module, _, name = weight.rpartition(".")
+        # Not written in place: some versions of transformers leave new weights on "meta" on ranks that read no file
+        zeros = torch.zeros_like(model.get_parameter(weight), device="cpu")
+        setattr(model.get_submodule(module), name, nn.Parameter(zeros))
     return model
 
 
