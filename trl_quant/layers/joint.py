@@ -339,7 +339,6 @@ class Joint:
         self._held: list[QuantizedTensor] = []
         self._joint: QuantizedTensor | None = None
         self.waiting: _Waiting | None = None
-        self.traced: tuple | None = None
 
     def output(self, x: Tensor, part: Part) -> Tensor:
         """As [`output`], of a part of these layers."""
@@ -393,7 +392,7 @@ class Joint:
 
     def __getstate__(self) -> dict:
         # A copied or loaded object starts without codes and outputs
-        return {"layers": self.layers, "_held": [], "_joint": None, "waiting": None, "traced": None}
+        return {"layers": self.layers, "_held": [], "_joint": None, "waiting": None}
 
 
 def _is_free(layer: nn.Module) -> bool:

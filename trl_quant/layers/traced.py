@@ -13,8 +13,8 @@ quantized again after them. So an operator does not get codes. It gets the layer
 codes when it runs. The number is the value of a tensor, which the compiler does not read: it compiles equal layers
 once.
 
-As without the compiler, the first of the layers that share an input computes the outputs of all. While it is traced,
-they wait in [`joint.Joint`] for the other layers.
+As without the compiler, the first of the layers that share an input computes the outputs of all. They wait for the
+other layers in an attribute of the input: the compiler allows no writes to other objects under gradient checkpointing.
 """
 
 import itertools
@@ -232,6 +232,9 @@ class _Traced(torch.autograd.Function):
         return tuple(gradients)
 
 
+WAITING = "_waiting_outputs"  # attribute of an input: the outputs whose layers have not been called yet
+
+
 def _scaled(a: Sequence[Tensor | None], scalings: Sequence[float], dtype: torch.dtype) -> Tensor:
     """Returns, in `dtype`, the concatenated s A of all adapters: (sum of ranks, in)."""
     scaled = [(matrix * s).to(matrix.dtype) for matrix, s in zip(a, scalings, strict=True) if matrix is not None]
@@ -268,10 +271,9 @@ def traced(x: Tensor, part, number: Tensor) -> Tensor:
     joint = part.layer.joint
     if joint is None:
         return _outputs(x, [part], number)[0]
-    of, waiting = (None, []) if joint.traced is None else joint.traced
-    if of is not x or all(layer is not part.layer for layer, _ in waiting):
+    waiting = getattr(x, WAITING, [])
+    if all(layer is not part.layer for layer, _ in waiting):
         parts = joint.together(part)
         waiting = [(each.layer, y) for each, y in zip(parts, _outputs(x, parts, number), strict=True)]
-    others = [(layer, y) for layer, y in waiting if layer is not part.layer]
-    joint.traced = (x, others) if others else None
+    setattr(x, WAITING, [(layer, y) for layer, y in waiting if layer is not part.layer])
     return next(y for layer, y in waiting if layer is part.layer)
