@@ -147,9 +147,9 @@ def test_autocast(family):
 # In a trainer
 
 
-def both(tmp_path, trainer_class=QuantGRPOTrainer, tools=False, seed=3, **settings) -> dict[bool, tuple[float, dict]]:
+def both(tmp_path, trainer_class=QuantGRPOTrainer, tools=False, **settings) -> dict[bool, tuple[float, dict]]:
     """The loss and the gradients of the first micro-batch of a run, by whether its rows are packed."""
-    found, model = {}, save_tiny(tmp_path / "model", seed=seed)
+    found, model = {}, save_tiny(tmp_path / "model", seed=3)
     peft_config = settings.pop("peft_config", None)
     for packs in (False, True):
         config_class = trainer_class.config_class
@@ -211,13 +211,12 @@ WITHIN = {
 @pytest.mark.parametrize(("precision", "shares"), WITHIN)
 @pytest.mark.parametrize("adapted", [False, True])
 def test_every_training_precision(tmp_path, monkeypatch, precision, shares, adapted):
-    """Sums in another order may move an activation to the next code, but hardly in both of two models."""
+    """Another attention kernel may move an activation to the next code."""
     if not shares:
         monkeypatch.setattr(packing, "SHARING", ())
-    settings = {"train_precision": precision, "peft_config": lora() if adapted else None}
     with sdpa_kernel(SDPBackend.MATH):  # flash attention on a CPU with AVX2 alone moves codes of FP8 too
-        errors = [worst(both(tmp_path / str(seed), seed=seed, **settings)) for seed in (3, 4)]
-    assert min(errors) < WITHIN[precision, shares] and max(errors) < 0.1
+        found = both(tmp_path, train_precision=precision, peft_config=lora() if adapted else None)
+    assert worst(found) < WITHIN[precision, shares]
 
 
 @pytest.mark.parametrize("precision", frozen_bases())

@@ -423,6 +423,21 @@ def test_a_critic_without_its_layers_is_refused(tmp_path, policy):
         load_critic(str(other), args)
 
 
+def test_a_new_head_has_memory_on_every_rank(tmp_path, policy, monkeypatch):
+    """On ranks that read no file, transformers 5.23 leaves it on "meta", where all weights have one address."""
+    load = AutoModelForTokenClassification.from_pretrained
+
+    def without_a_head(*args, **given):
+        model, loaded = load(*args, **given)
+        model.score.to("meta")
+        return model, loaded
+
+    monkeypatch.setattr(AutoModelForTokenClassification, "from_pretrained", without_a_head)
+    head = load_critic(policy, config(QuantPPOConfig, tmp_path, num_generations=1)).score
+    assert all(part.device.type == "cpu" and part.requires_grad and not part.any() for part in head.parameters())
+    assert head.weight.data_ptr() != head.bias.data_ptr() and head.weight.data_ptr() != 0
+
+
 def test_a_policy_that_was_quantized_as_it_was_loaded(tmp_path, policy):
     """Its critic starts from the checkpoint, which is not quantized."""
     model = AutoModelForCausalLM.from_pretrained(policy)

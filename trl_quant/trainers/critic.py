@@ -81,10 +81,10 @@ def load_critic(name: str, args) -> PreTrainedModel:
             f"{', ...' if len(lost) > 3 else ''}. Name another model in `value_model_name_or_path`."
         )
     for weight in missing:
-        module, _, name = weight.rpartition(".")
-        # Not written in place: some versions of transformers leave new weights on "meta" on ranks that read no file
-        zeros = torch.zeros_like(model.get_parameter(weight), device="cpu")
-        setattr(model.get_submodule(module), name, nn.Parameter(zeros))
+        made, (owner, _, attribute) = model.get_parameter(weight), weight.rpartition(".")
+        # transformers 5.23 leaves new weights on "meta" on ranks that read no file, where they cannot be written to
+        zeros = torch.zeros_like(made, device="cpu" if made.is_meta else made.device)
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(zeros))
     return model
 
 
