@@ -3,6 +3,7 @@
 import copy
 import pickle
 import shutil
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 from training import config, lora, make
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -243,6 +245,27 @@ def test_a_graph_that_ends_between_layers_with_one_input():
             model.layers[1].weight.mul_(0.5)
     function(x)
     assert getattr(x, traced.WAITING) == []
+
+
+def test_checkpointing_inside_of_a_graph():
+    """As in transformers 5.23. There the compiler refuses writes to objects from outside."""
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(trained_linear(nn.Linear(256, 128), "fp8") for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.sin()
+            return self.layers[0](x) * self.layers[1](x)
+
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(5, 256)
+    joint = Joint(model.layers)
+    for layer in model.layers:
+        layer.joint = joint
+    function = torch.compile(partial(checkpoint, model, use_reentrant=False), backend="aot_eager", fullgraph=True)
+    assert same(gradients(function, x, *parameters(model)), gradients(model, x, *parameters(model)))
 
 
 @pytest.mark.isa
