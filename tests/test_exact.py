@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_quant import QuantGRPOConfig, QuantPPOConfig, QuantPPOTrainer
-from trl_quant.config.preflight import check_not_compiled
+from trl_quant.config.trained import check_not_compiled
 from trl_quant.layers.exact import ExactAttention, Kernels, Unrotated, log_probs, log_softmax
 from trl_quant.layers.norm import FusedRMSNorm, rms_norm
 from trl_quant.layers.packed import Packed, flash_attention
