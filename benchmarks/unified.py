@@ -192,7 +192,7 @@ def passes_of(tokens: int, features: int) -> dict:
 
     def launched(way: dict, both: bool, up: torch.Tensor | None):
         kernels.LAUNCH[up is not None] = way
-        kernels.groups(x, small, both, up)
+        kernels.groups(x, small, False, both, up)
 
     def by_torch(leaves):
         return torch.autograd.grad(F.silu(leaves[0]) * leaves[1], leaves, dy)

@@ -70,6 +70,10 @@ def test_codes_of_the_output(device, dtype, format):
         assert (codes.format, codes.shape, codes.dtype) == (twin.format, twin.shape, twin.dtype)
         assert codes.scale.shape == twin.scale.shape and torch.equal(codes.scale, twin.scale)
         assert torch.equal(codes.values.view(torch.uint8), twin.values.view(torch.uint8))
+        if format == "fp8_block":
+            inverted = kernels.rms_norm(x, weight, 1e-5, None, format, torch.bfloat16, True)[2]
+            twin = products.quantize_groups(flat, FP8Block.least_amax, True)
+            assert torch.equal(inverted.values.view(torch.uint8), twin.values.view(torch.uint8))
 
 
 @on_devices

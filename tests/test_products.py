@@ -13,6 +13,7 @@ from packaging.version import Version
 from reference_formats import EPS, to
 
 from trl_quant.formats import QuantizedTensor, quantize, quantize_activation
+from trl_quant.formats.fp8 import FP8Block
 from trl_quant.layers import products
 from trl_quant.precisions import unified_flows
 
@@ -406,3 +407,36 @@ def test_scaled_mm_is_asked_for_the_same_product(tokens, format, monkeypatch):
     monkeypatch.setattr(products, "multiplies_fp8", lambda x: True)
     monkeypatch.setattr(products, "FAST_ACCUMULATION", False)
     assert sqnr(products.product(q, weight, bias, torch.bfloat16), right) > 50
+
+
+@pytest.fixture
+def own_rule():
+    yield
+    products.follow_groups(lambda x: by_rule(x, False), torch.device("cpu"))
+
+
+def by_rule(x, inverts):
+    q = products.quantize_groups(x, FP8Block.least_amax, inverts)
+    return q.values, q.scale
+
+
+@pytest.mark.parametrize("inverts", [False, True])
+def test_groups_follow_the_engine(inverts, own_rule):
+    """In inputs of 16 bits, forward and for the backward pass; vLLM divides those of 32 bits in every version."""
+    x = torch.randn(200, 1024, generator=torch.Generator().manual_seed(0))
+    products.follow_groups(lambda x: by_rule(x, inverts), torch.device("cpu"))
+    for dtype, rule in ((torch.bfloat16, inverts), (torch.float32, False)):
+        given = x.to(dtype)
+        expected = by_rule(given, rule)[0].float()
+        assert torch.equal(products.quantize_input(given, "fp8_block").values.float(), expected)
+        assert torch.equal(products.quantize_for_both(given)[0].values.float(), expected)
+        assert not torch.equal(expected, by_rule(given, not rule)[0].float())
+
+
+def test_an_unknown_rule_is_refused(own_rule):
+    def rounds_scales(x):  # up to powers of two, as DeepGEMM may
+        scale = by_rule(x, False)[1].log2().ceil().exp2()
+        return (x.float() / scale.repeat_interleave(128, 1)).to(torch.float8_e4m3fn), scale
+
+    with pytest.raises(ValueError, match="by a rule that is not known here"):
+        products.follow_groups(rounds_scales, torch.device("cpu"))

@@ -100,12 +100,22 @@ def test_gradients(kind, device):
     ("kind", "least"), [*((kind, FP8Block.least_amax) for kind in KINDS), ("small", products.LEAST_GRADIENT)]
 )
 def test_groups(kind, least, device):
-    for dtype, shape in product(DTYPES, SHAPES):
+    for dtype, shape, inverts in product(DTYPES, SHAPES, (False, True)):
         x = inputs(kind, dtype, shape).to(device)
-        rows, columns = products.quantize_groups_for_both(x, least)
-        assert_equal(kernels.quantize_groups(x, least), rows)
-        for ours, theirs in zip(kernels.quantize_groups_for_both(x, least), (rows, columns), strict=True):
+        rows, columns = products.quantize_groups_for_both(x, least, inverts)
+        assert_equal(kernels.quantize_groups(x, least, inverts), rows)
+        for ours, theirs in zip(kernels.quantize_groups_for_both(x, least, inverts), (rows, columns), strict=True):
             assert_equal(ours, theirs)
+
+
+@on_devices
+def test_groups_by_the_inverse_of_the_scale(device):
+    """Some codes are neighbours of those by a division: the only difference, and one that the test above would see."""
+    x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    by_division, by_inverse = (kernels.quantize_groups(x, 1e-10, inverts) for inverts in (False, True))
+    assert torch.equal(by_division.scale, by_inverse.scale)
+    apart = by_division.values.view(torch.uint8).int() - by_inverse.values.view(torch.uint8).int()
+    assert set(apart.unique().tolist()) == {-1, 0, 1} and (apart != 0).float().mean() < 0.001
 
 
 @on_devices
@@ -169,7 +179,7 @@ def test_silu_of_a_gate_and_codes(dtype, device):
             assert_equal(q, twin(y))
         torch.testing.assert_close(y, F.silu(gate) * up, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-7)
         for both in (False, True):
-            row, column, again = kernels.groups(gate, FP8Block.least_amax, both, up)
+            row, column, again = kernels.groups(gate, FP8Block.least_amax, False, both, up)
             assert torch.equal(again, y)
             twins = products.quantize_groups_for_both(y, FP8Block.least_amax)
             for ours, theirs in zip((row, column)[: 1 + both], twins, strict=False):
@@ -210,8 +220,8 @@ def test_columns_of_a_wider_matrix(cols, device):
     for ours, theirs in (
         (kernels.rows(halves[0], "fp8", True, halves[1]), kernels.rows(gate, "fp8", True, up)),
         (kernels.rows(halves[1], "int8", True), kernels.rows(up, "int8", True)),
-        (kernels.groups(*(halves[0], 1e-10, True, halves[1])), kernels.groups(gate, 1e-10, True, up)),
-        (kernels.groups(halves[1], 1e-10, False), kernels.groups(up, 1e-10, False)),
+        (kernels.groups(halves[0], 1e-10, False, True, halves[1]), kernels.groups(gate, 1e-10, False, True, up)),
+        (kernels.groups(halves[1], 1e-10, False, False), kernels.groups(up, 1e-10, False, False)),
     ):
         for one, other in zip(ours, theirs, strict=True):
             if isinstance(one, QuantizedTensor):
@@ -259,12 +269,28 @@ COMPILED = {
     "fp8 gradients": (kernels.rows_kernel, "*bf16 - - *fp32 *fp8e4nv *fp32 i32 i32 i32 fp32", FP8_ROWS, 4),
     "fp8 long": (kernels.long_rows_kernel, "*bf16 - - *fp32 *fp8e4nv *fp32 i32 i32 i32 fp32", LONG, 8),
     "silu, long": (kernels.long_rows_kernel, "*bf16 *bf16 *bf16 - *fp8e4nv *fp32 i32 i32 i32 fp32", LONG, 8),
-    "groups": (kernels.groups_kernel, "*bf16 - - *fp8e4nv *fp32 - - i32 i32 i32 i32 fp32", {"BOTH": False}, 8),
-    "both": (kernels.groups_kernel, "*bf16 - - *fp8e4nv *fp32 *i32 *fp32 i32 i32 i32 i32 fp32", {"BOTH": True}, 8),
+    "groups": (
+        kernels.groups_kernel,
+        "*bf16 - - *fp8e4nv *fp32 - - i32 i32 i32 i32 fp32",
+        {"BOTH": False, "INVERTS": False},
+        8,
+    ),
+    "both": (
+        kernels.groups_kernel,
+        "*bf16 - - *fp8e4nv *fp32 *i32 *fp32 i32 i32 i32 i32 fp32",
+        {"BOTH": True, "INVERTS": False},
+        8,
+    ),
+    "inverted": (
+        kernels.groups_kernel,
+        "*bf16 - - *fp8e4nv *fp32 *i32 *fp32 i32 i32 i32 i32 fp32",
+        {"BOTH": True, "INVERTS": True},
+        8,
+    ),
     "silu, both": (
         kernels.groups_kernel,
         "*bf16 *bf16 *bf16 *fp8e4nv *fp32 *i32 *fp32 i32 i32 i32 i32 fp32",
-        {"BOTH": True},
+        {"BOTH": True, "INVERTS": False},
         16,
     ),
     "gradients": (kernels.gradient_kernel, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32", {"BLOCK": 2048}, 4),
@@ -283,8 +309,8 @@ def test_compiles_for_hopper(name):
     if name != "gradients" and "silu" not in name:
         assert not re.findall(r"\.ftz|\.approx|div\.full", ptx)
     assert re.search(r"st\.global\.v[24]\.b32|st\.global\.b64", ptx)
-    if name in ("fp8 rows", "fp8 gradients", "fp8 long", "groups", "both"):
-        values = 64 if name != "both" else 128  # of a thread
+    if name in ("fp8 rows", "fp8 gradients", "fp8 long", "groups", "both", "inverted"):
+        values = 64 if name not in ("both", "inverted") else 128  # of a thread
         assert ptx.count("div.rn.f32") <= values // 3, "a division for each scale, none for each value"
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     if name in ("sums", "product"):

@@ -171,8 +171,11 @@ def test_large_products_are_near_bf16(format):
 
 
 def test_inputs_equal_vllm():
+    """Of this version: 0.26 divides by the scales of groups, 0.33 multiplies by their inverses."""
     ops = pytest.importorskip("vllm._custom_ops")
     fp8_utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.fp8_utils")
+    support = pytest.importorskip("trl_quant.rollout.vllm.support")
+    support.quantize_as_vllm("fp8_block", torch.device("cuda"))
     for shape in ((1024, 4096), (257, 14336)):
         x = matrix(*shape).cuda()
         theirs = {
@@ -183,6 +186,16 @@ def test_inputs_equal_vllm():
         counts = {name: differing(products.quantize_input(x, name), *given) for name, given in theirs.items()}
         print(f"{shape}: codes and scales that differ from vLLM's: {counts}")
         assert not any(counts.values())
+        other = products.quantize_groups(x, FP8Block.least_amax, not products.inverts(x.dtype))
+        assert differing(other, *theirs["fp8_block"]) > 100
+        wide = x.float()  # which every version divides
+        assert (
+            differing(
+                products.quantize_input(wide, "fp8_block"),
+                *fp8_utils.per_token_group_quant_fp8(wide, 128, use_ue8m0=False),
+            )
+            == 0
+        )
 
 
 def test_the_activation_equals_torchs_and_vllms():

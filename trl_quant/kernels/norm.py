@@ -37,7 +37,8 @@ def _inverse(x, features, eps):
 @triton.jit
 def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, values_ptr, scale_ptr, rows, features, eps, least,
-    CODE: tl.constexpr, GROUPED: tl.constexpr, INT8: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CODE: tl.constexpr, GROUPED: tl.constexpr, INT8: tl.constexpr, INVERTS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Normalizes rows of (tokens, features). With `values_ptr` it rounds the output to CODE and quantizes it."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -58,7 +59,7 @@ def norm_kernel(
         y = wide(rounded(wide(y), CODE))
         if GROUPED:
             groups: tl.constexpr = COLS // 128
-            codes, scale = group_codes(tl.reshape(y, (ROWS * groups, 128)), least)
+            codes, scale = group_codes(tl.reshape(y, (ROWS * groups, 128)), least, INVERTS)
             codes, scale = tl.reshape(codes, (ROWS, COLS)), tl.reshape(scale, (ROWS, groups))
             group = tl.arange(0, groups)[None, :]
             inside = (row < rows)[:, None] & (group < tl.cdiv(features, 128))
@@ -111,6 +112,7 @@ def rms_norm(
     residual: Tensor | None = None,
     format: str | None = None,
     dtype: torch.dtype | None = None,
+    inverts: bool = False,
 ) -> tuple[Tensor, Tensor, QuantizedTensor | None]:
     """
     Computes [`trl_quant.layers.norm.rms_norm`] and, with a `format`, the codes of its output.
@@ -119,6 +121,7 @@ def rms_norm(
         x, weight, eps, residual: As in that function.
         format (`str`, *optional*): Key of `FORMATS`, in which [`trl_quant.layers.products`] quantizes the output.
         dtype (`torch.dtype`, *optional*): Type to which the output is rounded before it is quantized.
+        inverts (`bool`, *optional*): As in [`trl_quant.layers.products.quantize_groups`].
 
     Returns:
         `tuple`: output, sum, and codes (tokens, features) or `None`.
@@ -141,7 +144,8 @@ def rms_norm(
             norm_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
                 x, None if residual is None else residual.contiguous(), weight, y, total, values, scale,
                 rows, features, eps, least,
-                CODE=getattr(tl, str(dtype or x.dtype).removeprefix("torch.")), GROUPED=grouped, INT8=int8, **tile,
+                CODE=getattr(tl, str(dtype or x.dtype).removeprefix("torch.")), GROUPED=grouped, INT8=int8,
+                INVERTS=inverts, **tile,
             )  # fmt: skip
     return y, total, codes
 

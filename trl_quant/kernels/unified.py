@@ -17,7 +17,7 @@ may be some columns of a wider matrix: their rows are `stride` values apart.
 
 A division by a scale takes three instructions. With r = RN(1 / s) and q = RN(x r), within one step of x / s, the
 remainder x - q s is exact in an FMA, and RN(q + r (x - q s)) is RN(x / s) (Markstein's theorem); x and s are far from
-FP32's smallest values wherever a code is not 0.
+FP32's smallest values wherever a code is not 0. `INVERTS` leaves the last two out: the code is then that of q.
 """
 
 import torch
@@ -47,6 +47,15 @@ def _divide(x, scale):
     else:
         inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
         return _times_inverse(x, scale, inverse)
+
+
+@triton.jit
+def _scaled(x, scale, INVERTS: tl.constexpr):
+    """Computes `x / scale` or, if it INVERTS, `x * (1 / scale)`, rounded twice. `scale` must broadcast to x."""
+    if INVERTS:
+        return x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    else:
+        return _divide(x, scale)
 
 
 @triton.jit
@@ -101,10 +110,10 @@ def row_codes(x, least, INT8: tl.constexpr, ON_CUDA: tl.constexpr):
 
 
 @triton.jit
-def group_codes(x, least):
+def group_codes(x, least, INVERTS: tl.constexpr):
     """Quantizes float32 (groups, 128). Returns codes and the scale of each group."""
     scale = _group_scale(tl.max(tl.abs(x), axis=1), least)
-    return to_e4m3(_divide(x, scale[:, None])), scale
+    return to_e4m3(_scaled(x, scale[:, None], INVERTS)), scale
 
 
 # Kernels
@@ -171,11 +180,13 @@ def _input(x_ptr, up_ptr, y_ptr, row, col, cols, stride, mask):
 
 
 @triton.jit
-def _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row, rows, col, cols, stride, least):
+def _quantized_part(
+    x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row, rows, col, cols, stride, least, INVERTS: tl.constexpr
+):
     """Quantizes rows of 128 columns and returns them. `scale_ptr` points to the scale of the first row."""
     mask = (row < rows)[:, None] & (col < cols)[None, :]
     x = _input(x_ptr, up_ptr, y_ptr, row.to(tl.int64)[:, None], col[None, :], cols, stride, mask)
-    codes, scale = group_codes(x, least)
+    codes, scale = group_codes(x, least, INVERTS)
     tl.store(values_ptr + row.to(tl.int64)[:, None] * cols + col[None, :], codes, mask=mask)
     tl.store(scale_ptr + row, scale, mask=row < rows)
     return x
@@ -184,7 +195,7 @@ def _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row, rows, col,
 @triton.jit(do_not_specialize=["rows"])  # codes of a single row, compiled as such, were wrong on an H200
 def groups_kernel(
     x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, words_t_ptr, scale_t_ptr, rows, cols, stride, filled, least,
-    BOTH: tl.constexpr,
+    BOTH: tl.constexpr, INVERTS: tl.constexpr,
 ):  # fmt: skip
     """
     "fp8_block": one scale for each 128 values of a row of (rows, cols), scale (g, row) at g * rows + row. BOTH: also
@@ -197,15 +208,17 @@ def groups_kernel(
     quad = tl.program_id(1) * 32 + tl.arange(0, 32)
     row = quad * 4
     scale_ptr += tl.program_id(0).to(tl.int64) * rows
-    a = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row, rows, col, cols, stride, least)
-    b = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row + 1, rows, col, cols, stride, least)
-    c = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row + 2, rows, col, cols, stride, least)
-    d = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row + 3, rows, col, cols, stride, least)
+    a = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row, rows, col, cols, stride, least, INVERTS)
+    b = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row + 1, rows, col, cols, stride, least, INVERTS)
+    c = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row + 2, rows, col, cols, stride, least, INVERTS)
+    d = _quantized_part(x_ptr, up_ptr, y_ptr, values_ptr, scale_ptr, row + 3, rows, col, cols, stride, least, INVERTS)
     if BOTH:
         largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
         scale = _group_scale(tl.max(largest, axis=0), least)
         by = scale[None, :]
-        words = e4m3_word(_divide(a, by), _divide(b, by), _divide(c, by), _divide(d, by))
+        words = e4m3_word(
+            _scaled(a, by, INVERTS), _scaled(b, by, INVERTS), _scaled(c, by, INVERTS), _scaled(d, by, INVERTS)
+        )
         offset = col.to(tl.int64)[:, None] * (filled // 4) + quad[None, :]
         tl.store(words_t_ptr + offset, tl.trans(words), mask=(col < cols)[:, None])
         tl.store(scale_t_ptr + tl.program_id(1).to(tl.int64) * cols + col, scale, mask=col < cols)
@@ -337,7 +350,7 @@ def rows(
 
 
 def groups(
-    x: Tensor, least: float, both: bool, up: Tensor | None = None
+    x: Tensor, least: float, inverts: bool, both: bool, up: Tensor | None = None
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
     """Applies [`quantize_groups`], for one or both layouts, to x or, with `up`, to y = silu(x) up. Returns y too."""
     rows, cols = x.shape
@@ -354,7 +367,7 @@ def groups(
     with on(x):
         groups_kernel[(triton.cdiv(cols, BLOCK), filled // BLOCK)](
             x, up, y, values, scale, words, scale_t, rows, cols, stride, filled, least,
-            BOTH=both, **LAUNCH[up is not None],
+            BOTH=both, INVERTS=inverts, **LAUNCH[up is not None],
         )  # fmt: skip
     return QuantizedTensor("fp8_block", values, scale.t(), x.shape, x.dtype), columns, y
 
@@ -369,14 +382,14 @@ def quantize_gradient(dy: Tensor, factor: Tensor, least: float) -> QuantizedTens
     return rows(dy, "fp8", True, factor=factor, least=least)[0]
 
 
-def quantize_groups(x: Tensor, least: float) -> QuantizedTensor:
-    """Computes `products.quantize_groups(x, least)`, with the scales stored column by column."""
-    return groups(x, least, both=False)[0]
+def quantize_groups(x: Tensor, least: float, inverts: bool = False) -> QuantizedTensor:
+    """Computes `products.quantize_groups`, with the scales stored column by column."""
+    return groups(x, least, inverts, both=False)[0]
 
 
-def quantize_groups_for_both(x: Tensor, least: float) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Computes `products.quantize_groups_for_both(x, least)`, with the scales stored column by column."""
-    return groups(x, least, both=True)[:2]
+def quantize_groups_for_both(x: Tensor, least: float, inverts: bool = False) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Computes `products.quantize_groups_for_both`, with the scales stored column by column."""
+    return groups(x, least, inverts, both=True)[:2]
 
 
 def silu_mul_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

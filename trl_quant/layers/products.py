@@ -36,7 +36,7 @@ operator is switched off, differs: it multiplies a token by `1 / scale`, and a g
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -67,7 +67,7 @@ def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
 
         int8       s = amax / 127                code = round(x (127 / amax)), on a CPU round(x (1 / s))
         fp8        s = max(amax / 448, 2^-9 / 448)       code = E4M3(x / s)
-        fp8_block  s = max(amax, 1e-10) / 448            code = E4M3(x / s)
+        fp8_block  s = max(amax, 1e-10) / 448            code = E4M3(x / s), or E4M3(x (1 / s)) after [`follow_groups`]
 
     In "fp8_tensor" vLLM has a scale for each token too. AIS has one scale for all tokens, and so has this function:
     that of [`trl_quant.formats.quantize`], in the type of the input.
@@ -117,17 +117,51 @@ def quantize_int8(x: Tensor, on_cuda: bool) -> QuantizedTensor:
     return QuantizedTensor("int8", codes, scale, x.shape, x.dtype)
 
 
-def quantize_groups(x: Tensor, least: float) -> QuantizedTensor:
-    """Quantizes x (T, K) to "fp8_block" in torch, as [`quantize_input`]; `least` is the smallest maximum of a group."""
+def quantize_groups(x: Tensor, least: float, inverts: bool = False) -> QuantizedTensor:
+    """
+    Quantizes x (T, K) to "fp8_block" in torch, as [`quantize_input`]; `least` is the smallest maximum of a group. If it
+    `inverts`, values are multiplied by the rounded 1 / s: five in ten thousand get a neighbouring code.
+    """
     groups = group(x, BLOCK)
     scale = quotient(_amax(groups).clamp(min=least), E4M3_MAX)
-    return QuantizedTensor("fp8_block", ungroup(_e4m3(groups, scale), x.shape[1]), scale.squeeze(-1), x.shape, x.dtype)
+    codes = _e4m3(groups.float() * scale.reciprocal(), torch.ones_like(scale)) if inverts else _e4m3(groups, scale)
+    return QuantizedTensor("fp8_block", ungroup(codes, x.shape[1]), scale.squeeze(-1), x.shape, x.dtype)
 
 
-def quantize_groups_for_both(x: Tensor, least: float) -> tuple[QuantizedTensor, QuantizedTensor]:
+def quantize_groups_for_both(x: Tensor, least: float, inverts: bool = False) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Computes [`quantize_for_both`] of x (T, K) in torch."""
     columns = F.pad(x, (0, 0, 0, -len(x) % BLOCK)).t().contiguous()
-    return quantize_groups(x, least), quantize_groups(columns, least)
+    return quantize_groups(x, least, inverts), quantize_groups(columns, least, inverts)
+
+
+_engine_inverts = False  # set by `follow_groups`
+
+
+def inverts(dtype: torch.dtype) -> bool:
+    """Whether inputs of this type are quantized to "fp8_block" by a multiplication; see [`follow_groups`]."""
+    return _engine_inverts and dtype != torch.float32
+
+
+def follow_groups(quantizer: Callable[[Tensor], tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """
+    Makes this process quantize inputs to "fp8_block" as an engine's `quantizer` on `device` does, which maps BF16
+    values (T, K) to codes (T, K) and scales (T, K / 128). vLLM 0.26 divides values by their scale. vLLM 0.33 multiplies
+    those of 16 bits by the rounded inverse of the scale. Raises `ValueError` if the quantizer follows neither rule.
+    """
+    global _engine_inverts
+    mantissas = 1 + torch.arange(128) / 128  # each over each: among the quotients are some between two codes
+    x = F.pad(mantissas.repeat(128, 1), (1, 127)).to(torch.bfloat16)
+    x[:, 0] = 2 * mantissas
+    codes, scale = (found.cpu() for found in quantizer(x.to(device)))
+    for rule in (False, True):
+        own = quantize_groups(x, FP8Block.least_amax, rule)
+        if torch.equal(codes.float(), own.values.float()) and torch.equal(scale, own.scale):
+            _engine_inverts = rule
+            return
+    raise ValueError(
+        "`train_precision`='fp8_block' trains in the sampler's numbers, and this version of vLLM quantizes inputs by "
+        "a rule that is not known here. Use another `train_precision`, or a version of vLLM that the README names."
+    )
 
 
 def quantize_for_both(x: Tensor, least: float = FP8Block.least_amax) -> tuple[QuantizedTensor, QuantizedTensor]:
@@ -150,8 +184,8 @@ def quantize_for_both(x: Tensor, least: float = FP8Block.least_amax) -> tuple[Qu
     if has_kernels(x, "fp8_block"):
         from ..kernels import unified as kernels
 
-        return kernels.quantize_groups_for_both(x, least)
-    return quantize_groups_for_both(x, least)
+        return kernels.quantize_groups_for_both(x, least, inverts(x.dtype))
+    return quantize_groups_for_both(x, least, inverts(x.dtype))
 
 
 def quantize_gradient(dy: Tensor, scale: Tensor) -> QuantizedTensor:
@@ -370,8 +404,8 @@ def _grouped(x: Tensor, least: float) -> QuantizedTensor:
     if has_kernels(x, "fp8_block"):
         from ..kernels import unified as kernels
 
-        return kernels.quantize_groups(x, least)
-    return quantize_groups(x, least)
+        return kernels.quantize_groups(x, least, inverts(x.dtype))
+    return quantize_groups(x, least, inverts(x.dtype))
 
 
 def _exact_sums(x: Tensor, w: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from ..engine import RolloutNoise, Samples
 from ..stream import ties_embeddings
 from ..trl_adapter import RolloutEngine, count_layers
 from ..verify.kv_cache import UNQUANTIZED, KVCache
+from .support import quantize_as_vllm
 
 
 class VLLMBase(RolloutEngine):
@@ -70,6 +71,8 @@ class VLLMBase(RolloutEngine):
     def start(self) -> None:
         """Starts vLLM, adds the policy's stop tokens, and records the model that the engine was started for."""
         self.start_vllm()
+        if not self.on_cpu and self.weights.multiplies_in(self.precision):
+            quantize_as_vllm(self.precision, self.accelerator.device)
         if not self.generation_kwargs.get("ignore_eos"):  # by default vLLM stops only at its checkpoint's stop tokens
             given = self.generation_kwargs.get("stop_token_ids") or []
             self.generation_kwargs = self.generation_kwargs | {"stop_token_ids": [*given, *self.eos_token_ids]}

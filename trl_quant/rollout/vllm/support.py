@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import re
+from functools import partial
 
 import torch
 from accelerate.utils import is_peft_model
@@ -12,6 +13,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedConfig, PreTrainedModel
 from trl.import_utils import is_vllm_available
 
+from ...formats import FORMATS
+from ...formats.fp8 import BLOCK
+from ...layers.products import follow_groups
 from ...models.families import family_of
 from ...models.linears import dense_linears, unquantized_linears
 from ...models.names import clean_name
@@ -231,6 +235,18 @@ def multiply_as_given(precision: str) -> None:
                 f"`{name}`={found!r} in the environment makes vLLM change the weights that the policy is trained with "
                 f"(`train_precision`={precision!r}). Unset it, or set it to {value!r}."
             )
+
+
+def quantize_as_vllm(precision: str, device: torch.device) -> None:
+    """
+    Makes layers that train in `precision` quantize their inputs as the installed vLLM does on a GPU. Versions differ
+    where groups of values have a scale: see [`follow_groups`].
+    """
+    if not FORMATS[PRECISIONS[precision].format].grouped:
+        return
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+    follow_groups(partial(per_token_group_quant_fp8, group_size=BLOCK, use_ue8m0=False), device)
 
 
 def check_architecture(config, model_impl: str) -> None:
