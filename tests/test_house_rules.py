@@ -73,7 +73,7 @@ FOREIGN = {
     "peft/tuners/tuners_utils.py": "_cast_input_dtype",
     "trl/trainer/grpo_trainer.py": """_compute_loss _generate _generate_and_score_completions _generate_single_turn
         _get_per_token_logps_and_entropies _last_loaded_step _calculate_rewards _logs _metrics _pending_extra_logs
-        _pending_metrics _step _tag_names""",
+        _pending_metrics _step _tag_names _tokenize_prompts""",
     "trl/trainer/distillation_trainer.py": "_get_last_hidden_state",
     "trl/kernels/chunked_logprob.py": "_use_triton",
     "trl/generation/vllm_generation.py": """_dist _fix_param_name_to_vllm _init_vllm _iter_named_params

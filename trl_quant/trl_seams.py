@@ -107,6 +107,16 @@ LASTING = {
         "the process",
         "tests/test_packing.py::test_packed_rows_are_padded_ones",
     ),
+    ("policy/positions.py", "fixed_context"): (
+        "the rotary modules of the models of a run, with their `rope_type` and `inv_freq`",
+        "the model, until `release_positions`",
+        "tests/test_positions.py::test_fixed_positions",
+    ),
+    ("policy/positions.py", "original_max_position_embeddings"): (
+        "the config of the copy that the embedded engine samples from",
+        "the copy",
+        "tests/test_positions.py::test_sampler_and_trainer_agree",
+    ),
     ("policy/unified.py", "forward"): (
         "the MLPs of the policy",
         "the model, until `restore`",

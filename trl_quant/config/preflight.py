@@ -30,6 +30,7 @@ from ..rollout.vllm.support import (
 )
 from ..storage.layout import check_files
 from ..storage.quantization import check_prepared, prepared_precisions
+from . import positions
 from .adapters import check_adapter
 from .data import check_data, check_dynamic_sampling, check_rewards, check_tokenization, check_turns, evaluated
 from .machine import check_machine
@@ -85,6 +86,7 @@ def check_before_loading(
             _check_direction(config, args)
             check_tokenization(config, model, args, others.get("processing_class"), train_dataset)
             _check_policy(config, args, others["quantization_config"], here)
+            positions.check_positions(config, args)
             check_adapter(args, config, model, peft_config)
             if args.trains_for_four_bits:
                 check_stored(config, model, args)
@@ -364,7 +366,7 @@ def why_not_packed(args, config, processing_class, whose: str = "policy") -> str
         return f"the {whose}'s attention caps logits (`attn_logit_softcapping`={config.attn_logit_softcapping})"
     if getattr(config, "attention_dropout", 0.0):
         return f"the {whose}'s attention has dropout (`attention_dropout`={config.attention_dropout})"
-    return None
+    return positions.why_not_packed(args, config, whose)
 
 
 def _check_norms(config, model, args, peft_config) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from .. import rollout
+from ..models.positions import LONGROPE, switching, why_vllm_differs
 from ..policy.adapters import with_frozen_layers
 from ..policy.frozen import freeze, packed_while_loading
 from ..policy.masked import check_bidirectional, is_bidirectional
+from ..policy.positions import fix_positions
 from ..policy.unified import checkpoint_dtype, unify
 from ..precisions import bitsandbytes_bases, frozen_bases, in_vllm, qat_precisions, train_precisions
 from ..rollout.spec import EngineSpec, default_lora_sync, engine_kind
@@ -21,6 +24,8 @@ from ..rollout.vllm.support import check_device, check_engine_kwargs
 from ..storage.quantization import gathered_dtype, prepared_precisions
 from ..storage.run_checkpoints import how_to_go_on, last_complete_checkpoint, read_rollout_state
 
+
+logger = logging.getLogger(__name__)
 
 BF16 = "bf16"
 FORWARD_TYPES = {"mixed": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -69,6 +74,7 @@ class Trained:
         trust (`bool`): Whether the model's own Python may run.
         denoises (`bool`): Whether it is a masked diffusion model.
         prepared (`bool`): Whether the base is a checkpoint of the run's precision that `trl-quant prepare` wrote.
+        context (`int` or `None`): Tokens for which the run fixed its positions ([`~policy.positions`]), if it did.
     """
 
     path: str
@@ -79,6 +85,7 @@ class Trained:
     trust: bool
     denoises: bool
     prepared: bool
+    context: int | None = None
 
     @classmethod
     def find(cls, name: str, option: str = "`--mismatch`", trust: bool = False) -> "Trained":
@@ -89,11 +96,12 @@ class Trained:
             ValueError: There is no such model, the directory holds no model and no adapter, the model is quantized
                 already and is not the base that a run froze, or it is a masked diffusion model of an unknown family.
         """
-        path, base, adapter, revision, settings = name, name, False, None, {}
+        path, base, adapter, revision, settings, context = name, name, False, None, {}, None
         if Path(name).is_dir():
             path = base = last_complete_checkpoint(name) or name
             state = read_rollout_state(path)
             settings = state.get("arguments", {}) | state.get("settings", {})
+            context = state.get("context")
             adapter = (Path(path) / "adapter_config.json").is_file()
             if adapter:
                 config = PeftConfig.from_pretrained(path)
@@ -113,7 +121,7 @@ class Trained:
         denoises = is_bidirectional(config)
         if denoises:
             check_bidirectional(config)
-        return cls(path, base, adapter, revision, settings, trust, denoises, prepared)
+        return cls(path, base, adapter, revision, settings, trust, denoises, prepared, context)
 
     @property
     def of_base(self) -> dict:
@@ -194,6 +202,25 @@ def resolve_engine(options: EngineOptions, trained: Trained) -> dict:
     return kwargs
 
 
+def context_like(trained: Trained, config, needed: int) -> int:
+    """
+    Returns the context, at least the `needed` tokens, with which a policy computes the positions that its run fixed.
+    """
+    found = switching(config)
+    if found is None or trained.context is None:
+        return needed
+    if trained.context <= found.limit < needed:
+        logger.warning(
+            "The policy has %s, and its run was not trained for longer rows. Up to %d tokens are needed here, so its "
+            "positions differ from the run's. Give a smaller `--max_completion_length`.",
+            found,
+            needed,
+        )
+    if found.rope_type in LONGROPE:  # any context beyond the limit means the same, and vLLM holds keys for all of it
+        return max(needed, min(trained.context, found.limit + 1))
+    return max(needed, trained.context)
+
+
 def build_engine(
     options: EngineOptions,
     trained: Trained,
@@ -226,9 +253,13 @@ def build_engine(
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed)
     given = {"temperature": options.temperature, "max_completion_length": options.max_completion_length} | sampling
     given["trust_remote_code"] = trained.trust
+    longest = context_like(trained, policy.config, longest_prompt + options.max_completion_length + 1)
     if options.engine == "vllm":
+        why_not = why_vllm_differs(policy.config, longest)
+        if why_not is not None:
+            raise ValueError(f"`--engine vllm`: {why_not}. Give `--engine embedded`.")
         given |= {
-            "max_model_length": longest_prompt + options.max_completion_length + 1,
+            "max_model_length": longest,
             "max_num_seqs": num_sequences,
             "gpu_memory_utilization": options.vllm_gpu_memory_utilization,
         }
@@ -239,6 +270,7 @@ def build_engine(
         lora_sync=lora_sync if trained.adapter else "merge",
         **(schedule or {}),
     )
+    fix_positions(policy, longest)
     engine = rollout.build_engine(spec, policy.to(accelerator.device), accelerator, tokenizer, **given)
     engine.sync_weights()
     return engine

@@ -185,6 +185,11 @@ class RolloutEngine:
         return getattr(self.processing_class, "tokenizer", self.processing_class)
 
     @property
+    def context(self) -> int | None:
+        """The longest sequence that the engine takes, in tokens; `None` if only the policy limits it."""
+        return None
+
+    @property
     def eos_token_ids(self) -> list[int]:
         """The tokens that end a completion: the tokenizer's, if it has one, and those that the model declares."""
         declared = id_list(self.model.generation_config.eos_token_id)

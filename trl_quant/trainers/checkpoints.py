@@ -24,6 +24,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..policy.positions import fixed_context
 from ..precisions import in_vllm
 from ..storage.run_checkpoints import (
     GENERATION_NAME,
@@ -299,11 +300,13 @@ def precision_before(args) -> str | None:
 def recorded(trainer: Trainer) -> dict:
     """
     Returns a checkpoint's record of its run: the settings that a resumed run must share, all arguments, the names of
-    runs, and the policy's data type, in which an adapter is merged into its base.
+    runs, the policy's data type, in which an adapter is merged into its base, and the context for which its positions
+    were fixed.
     """
     arguments = {"model": getattr(trainer.model, "name_or_path", None)} | trainer.args.to_sanitized_dict()
     dtype = str(trainer.model.dtype).removeprefix("torch.")
-    return {"settings": _settings(trainer.args), "arguments": arguments, "runs": trainer.runs, "dtype": dtype}
+    found = {"settings": _settings(trainer.args), "arguments": arguments, "runs": trainer.runs, "dtype": dtype}
+    return found | {"context": fixed_context(trainer.model)}
 
 
 def _settings(args) -> dict:

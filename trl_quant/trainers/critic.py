@@ -275,6 +275,7 @@ class OwnCritic(Critic):
     def __init__(self, trainer: Trainer, model: PreTrainedModel):
         super().__init__(trainer)
         args = trainer.args
+        trainer.fix_positions(model)
         self.packs = trainer.packs and accepted(trainer, {"critic": model})
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)

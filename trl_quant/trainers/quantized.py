@@ -19,6 +19,7 @@ from ..config.preflight import check_before_loading
 from ..policy.adapters import leave_casts_to_autocast, name_revision
 from ..policy.frozen import on_frozen_base
 from ..policy.packed import PackedBackbone
+from ..policy.positions import release_positions
 from ..policy.unified import check_flow, flow, follow_engine, restore, train_as_sampled
 from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
 from ..rollout.engine import Engine
@@ -31,6 +32,7 @@ from .correction_step import CorrectionStep
 from .finite import FiniteSteps, check_trained
 from .introduction import add_to_card, introduce
 from .packing import packed_batches, packed_rows
+from .positions import check_rows, fix_choice, models_of
 from .reward_calls import RewardCalls
 
 
@@ -72,6 +74,7 @@ class QuantRollouts:
         check_before_loading(model=model, args=args, **given)
         if not isinstance(model, str):
             restore(model)  # undoes what an earlier trainer did to this model
+            release_positions(model)
         args.rollout_precision = checkpoints.precision_before(args)
         fields = {"model_init_kwargs": args.model_init_kwargs}
         if args.holds_frozen_base:
@@ -82,7 +85,7 @@ class QuantRollouts:
             type(self),
             args,
             models_loaded=partial(train_as_sampled, self),
-            engine_built=partial(follow_engine, self),
+            engine_built=self._follow,
             build=self.build_engine,
             **fields,
         ):
@@ -105,6 +108,11 @@ class QuantRollouts:
         self.runs = []  # `train` adds the name of this run
         introduce(self)
 
+    def _follow(self, engine: RolloutEngine) -> None:
+        """Makes the loaded models compute as the engine does, which TRL's constructor has just built."""
+        fix_choice(self, engine, models_of(self))
+        follow_engine(self, engine)
+
     def build_engine(self, spec: EngineSpec, model, accelerator, processing_class, **settings) -> Engine:
         """
         Builds the engine that a run with a `rollout_precision` samples from. Override it to sample from an
@@ -122,6 +130,11 @@ class QuantRollouts:
     def fields_while_built(self, args) -> dict:
         """Returns the fields of `args` for which TRL's constructor must see other values."""
         return {}
+
+    def fix_positions(self, model) -> None:
+        """Fixes the positions of one more model as those of the policy, where they depend on the longest row."""
+        if self._engine is not None:
+            fix_choice(self, self._engine, [model])
 
     @property
     def packs(self) -> bool:
@@ -155,6 +168,7 @@ class QuantRollouts:
             generated = super()._generate(prompts)
             if requests is not None and self._engine.requests() == requests:
                 self._tell_unused()
+        check_rows(self, *generated[:2])
         if self.args.noise_schedule is not None and self.model.training:
             self.log_values(self._engine.noise_metrics())
         return generated

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ...models.linears import dense_linears
 from ...noise import noised_norms
+from ...policy.positions import fixed_context, keep_cache
 from ..fingerprint import ADAPTED
 from ..trl_adapter import count_layers
 from .transformers_engine import TransformersEngine
@@ -44,6 +45,8 @@ class SharedEngine(TransformersEngine):
                 vars(module).pop("forward", None)  # a wrapper such as accelerate's would call the policy's module
         for name in own:
             model.get_parameter(name).requires_grad_(False)
+        self._copied_context = fixed_context(policy)
+        keep_cache(model)
         self._own_params = own
         logger.info(
             "The embedded engine samples from the policy's own %d linear layers in %s.",
@@ -57,7 +60,7 @@ class SharedEngine(TransformersEngine):
         """Copies the clean norms and the settings of adapters. Everything else is shared with the policy."""
         policy = self.weights.base_model
         self.weights.forget_quantized_weights()
-        if not self._shares_with(policy):
+        if fixed_context(policy) != self._copied_context or not self._shares_with(policy):
             self.copy = self.build_copy(policy)
         for name, module in policy.named_modules():
             if isinstance(module, ADAPTED):

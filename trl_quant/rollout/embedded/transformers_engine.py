@@ -25,6 +25,7 @@ from transformers.initialization import no_init_weights
 from ...layers import QuantizedLinear, SampledLinear, sampled_linear
 from ...models.linears import dense_linears, is_mixtures
 from ...noise import noised_norms
+from ...policy.positions import fix_positions, fixed_context, keep_cache
 from ...policy.unified import fuse
 from ..engine import Samples
 from ..sampling_options import check_supported
@@ -133,12 +134,12 @@ class TransformersEngine(RolloutEngine):
 
     def _traits(self, policy: PreTrainedModel) -> tuple:
         """
-        Returns the properties of the policy, other than weights, on which a copy depends: type, ties and sizes. A user
-        may change each of them between two syncs.
+        Returns the properties of the policy, other than weights, on which a copy depends: type, ties, positions and
+        sizes. Each of them may change between two syncs.
         """
         dtype, config = policy.get_input_embeddings().weight.dtype, policy.config.get_text_config()
         sizes = config.vocab_size, config.num_hidden_layers
-        return self.weights.gathered_dtype or dtype, ties_embeddings(policy), *sizes
+        return self.weights.gathered_dtype or dtype, ties_embeddings(policy), fixed_context(policy), *sizes
 
     def build_copy(self, policy: PreTrainedModel) -> PreTrainedModel:
         """Builds the model that samples, with the policy's architecture. It gets its weights at the first sync."""
@@ -146,11 +147,14 @@ class TransformersEngine(RolloutEngine):
         if hasattr(config, "quantization_config"):  # a 4-bit base of bitsandbytes is streamed dequantized
             del config.quantization_config
         self._copied_traits = self._traits(policy)
-        policy_dtype, is_tied = self._copied_traits[:2]
+        policy_dtype, is_tied, context = self._copied_traits[:3]
         # Calls the class itself, since `from_config` would shard the copy under ZeRO-3
         quiet, device = warnings.catch_warnings(action="ignore"), torch.device(self.accelerator.device)
         with quiet, device, default_dtype(policy_dtype), no_init_weights():
             model = type(policy)(config)
+        if context is not None:
+            fix_positions(model, context)
+            keep_cache(model)
         model.tie_weights()
         head = model.get_output_embeddings()
         if head is not None:  # tied like the policy's head, whatever the config says

@@ -103,6 +103,10 @@ class VLLMBase(RolloutEngine):
         """Returns the number of tokens in a block of the prefix cache, and in the longest sequence."""
         raise NotImplementedError
 
+    @property
+    def context(self) -> int:
+        return self.limits()[1]
+
     def read_caches(self) -> list[dict[int, KVCache]]:
         """Returns the current quantized KV caches, by layer, of each worker that this process can ask."""
         raise NotImplementedError

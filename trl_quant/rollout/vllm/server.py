@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from ...models.linears import dense_linears
+from ...models.positions import why_vllm_differs
 from ...noise import noised_norms
 from ...precisions import PRECISIONS, in_vllm
 from ...storage.quantization import prepared_precisions
@@ -164,6 +165,9 @@ class VLLMServerEngine(VLLMBase):
         if differing_fields:
             own = self.model.name_or_path
             faults.append(f"the model {served['model']}, which differs from {own} in {differing_fields}")
+        positions = why_vllm_differs(self.weights.base_model.config, served["max_model_len"])
+        if positions is not None:
+            faults.append(f"`--max-model-len {served['max_model_len']}`: {positions}")
         allowed = (*UNQUANTIZED, *CACHE_FORMATS)
         if cache["cache_dtype"] not in allowed:
             computed = ", ".join(allowed)

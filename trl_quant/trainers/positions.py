@@ -1,0 +1,90 @@
+"""
+Fixes the positions of a trainer's models where these depend on the longest row of a forward pass
+([`policy.positions`]): policy, reference, teacher and critic choose once, as the engine does.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+
+from datasets import Dataset
+from torch.nn import Module
+from transformers import ProcessorMixin
+
+from ..config.data import evaluated
+from ..models.positions import switching
+from ..policy.positions import fix_positions, fixed_context
+from ..rollout import RolloutEngine
+
+
+logger = logging.getLogger(__name__)
+
+ROWS_AT_ONCE = 1024  # prompts that are tokenized together
+
+
+def models_of(trainer) -> list[Module]:
+    """Returns a trainer's policy, and its reference or teacher."""
+    models = [getattr(trainer, name, None) for name in ("model", "ref_model", "teacher_model")]
+    return [model for model in models if model is not None]
+
+
+def fix_choice(trainer, engine: RolloutEngine, models: Iterable[Module]) -> None:
+    """Fixes the positions of a trainer's models for its engine's context, or else for the longest row of its data."""
+    models = [model for model in models if switching(model.config) is not None]
+    if not models:
+        return
+    context = engine.context or own_context(trainer)
+    for model in models:
+        fix_positions(model, context)
+        found = switching(model.config)
+        logger.warning(
+            "The %s has %s. For this run's sequences of up to %d tokens it computes every row as one that is %s.",
+            type(model).__name__,
+            found,
+            context,
+            "longer" if context > found.limit else "not",
+        )
+
+
+def own_context(trainer) -> int:
+    """
+    Returns the number of tokens in the longest prompt and completion of a run whose engine does not limit them. Prompts
+    of streams and environments are not known before they are drawn and count as 0 tokens; see [`check_rows`].
+    """
+    length = trainer.args.max_completion_length
+    if length is None:  # as the engine and TRL generate then
+        return trainer.model.generation_config.max_length
+    return length + max((len(ids) for ids in known_prompts(trainer)), default=0)
+
+
+def known_prompts(trainer) -> Iterator[list[int]]:
+    """Yields the token ids of the prompts in a trainer's data, as TRL tokenizes them."""
+    if isinstance(trainer.processing_class, ProcessorMixin) or getattr(trainer, "environment_factories", None):
+        return
+    for dataset in (trainer.train_dataset, *evaluated(trainer.eval_dataset).values()):
+        if isinstance(dataset, Dataset):
+            prompts = dataset.select_columns("prompt")
+            for start in range(0, len(prompts), ROWS_AT_ONCE):
+                yield from trainer._tokenize_prompts(prompts[start : start + ROWS_AT_ONCE]["prompt"])[0]
+
+
+def check_rows(trainer, prompts: list[list[int]], completions: list[list[int]]) -> None:
+    """
+    Raises `ValueError` for a generation with a row that is longer than the choice of positions allows.
+
+    Args:
+        trainer: The trainer.
+        prompts, completions (`list[list[int]]`): Token ids of each row.
+    """
+    for model in models_of(trainer):
+        context = fixed_context(model)
+        if context is None:
+            continue
+        found = switching(model.config)
+        longest = max(len(prompt) + len(ids) for prompt, ids in zip(prompts, completions, strict=True))
+        if context <= found.limit < longest:
+            raise ValueError(
+                f"A prompt and its completion have {longest} tokens, but the {type(model).__name__} has {found}, and "
+                f"this run has chosen for at most {context}. Prompts that a stream, an environment or a `rollout_func` "
+                f"makes are not known before. Sample with `use_vllm=True` and a `vllm_max_model_length` above "
+                f"{found.limit}, pass a `datasets.Dataset`, or shorten the prompts."
+            )
