@@ -150,7 +150,7 @@ def test_a_precision_that_one_can_read(disks, both):
     assert both("precision") == ["int8", "int8"]
     write(disks[1], 2)
     (disks[1] / "out/checkpoint-2/rollout_state.json").write_text("{")
-    assert all("is not whole" in str(error) for error in both("precision"))
+    assert all("is damaged or incomplete" in str(error) for error in both("precision"))
 
 
 @pytest.mark.parametrize(

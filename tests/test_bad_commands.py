@@ -20,7 +20,7 @@ REFUSED_COMMANDS = [  # arguments -> exit code, what is printed
     (["train", "--model_name_or_path", "{tmp}/nowhere"], 1, "nowhere"),
     (["train", "--model_name_or_path", "m", "--config"], 2, "--config"),
     (["train", "--model_name_or_path", "m", "--config", "{tmp}/nowhere.yaml"], 1, "nowhere.yaml"),
-    (["train", "--model_name_or_path", "m", "--config={tmp}/bad.yaml"], 1, "not a YAML file"),
+    (["train", "--model_name_or_path", "m", "--config={tmp}/bad.yaml"], 1, "bad.yaml is damaged"),
     (["train", "--model_name_or_path", "m", "--config={tmp}/list.yaml"], 1, "must contain a YAML mapping"),
     (["train", "--model_name_or_path", "m", "--rollout_precison", "int8"], 2, "did you mean --rollout_precision?"),
     (["train", "--model_name_or_path", "m", "--noise_stages", "3.5"], 2, "invalid int value: '3.5'"),

@@ -211,7 +211,10 @@ def test_a_truncated_state_of_the_rollouts_is_named(copied):
     assert run_checkpoints.read_rollout_state(copied / "checkpoint-2")
     assert run_checkpoints.read_rollout_state(copied) == {}
     (copied / "checkpoint-2" / "rollout_state.json").write_text('{"normal')
-    refused(lambda: run_checkpoints.read_rollout_state(copied / "checkpoint-2"), "rollout_state.json is not whole")
+    refused(
+        lambda: run_checkpoints.read_rollout_state(copied / "checkpoint-2"),
+        "rollout_state.json is damaged or incomplete",
+    )
 
 
 @pytest.mark.parametrize(

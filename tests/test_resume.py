@@ -147,7 +147,7 @@ def test_sampled_weights_that_are_not_whole_are_refused(tmp_path, name):
     path = tmp_path / "checkpoint-3" / f"{name}.pt"
     for damaged in (path.read_bytes()[:100], b"x"):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=rf"{name}\.pt is not whole"):
+        with pytest.raises(ValueError, match=rf"{name}\.pt is damaged or incomplete"):
             trainer_of(tmp_path).train(resume_from_checkpoint=True)
 
 

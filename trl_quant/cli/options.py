@@ -9,8 +9,8 @@
 
 import argparse
 import ast
-import json
 from collections.abc import Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
+
+from ..storage.reading import read_json, reading
 
 
 PROG = "trl-quant train"
@@ -55,7 +57,7 @@ class Option(NamedTuple):
 @cache
 def stored() -> dict:
     """Reads `options.json`."""
-    return json.loads(STORED.read_text("utf-8"))
+    return read_json(STORED)
 
 
 def choices(option: str) -> list[str]:
@@ -108,18 +110,20 @@ def chosen_trainer(argv: list[str], defaults: dict | None = None) -> str:
     parser.add_argument("--trainer", nargs="?")
     parser.add_argument("--config", nargs="?")
     given, _ = parser.parse_known_args(argv)
-    name = given.trainer or _trainer_in(given.config) or (defaults or {}).get("trainer")
-    return name if name in TRL_CONFIGS else next(iter(TRL_CONFIGS))
+    found = {}
+    with suppress(OSError, ValueError):  # a file that cannot be read is refused later
+        found = read_config(given.config)
+    name = given.trainer or found.get("trainer") or (defaults or {}).get("trainer")
+    return name if name in list(TRL_CONFIGS) else next(iter(TRL_CONFIGS))
 
 
-def _trainer_in(path: str | None) -> str | None:
-    """Returns the `trainer` in a YAML file; `None` if it has none. A file that cannot be read is refused later."""
-    try:
-        found = yaml.safe_load(Path(path).read_text("utf-8")) if path else None
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    trainer = found.get("trainer") if isinstance(found, dict) else None
-    return trainer if isinstance(trainer, str) else None
+def read_config(path: str | None) -> dict:
+    """Reads the YAML file of `--config`, if any. TRL refuses one that does not hold options."""
+    if path is None:
+        return {}
+    with reading(path, advice="Correct it."):
+        found = yaml.safe_load(Path(path).read_text("utf-8"))
+    return found if isinstance(found, dict) else {}
 
 
 def about_unknown(arguments: list[str], trainer: str) -> str:
@@ -176,7 +180,9 @@ def _host_classes(trainer: str) -> dict[str, tuple[str, tuple[tuple[str, str], .
 def _classes(package: str, file: str) -> dict[str, ast.ClassDef]:
     """Returns name -> syntax tree of the classes in a file of an installed package."""
     source = Path(find_spec(package).origin).parent / file
-    return {node.name: node for node in ast.parse(source.read_text("utf-8")).body if isinstance(node, ast.ClassDef)}
+    with reading(source):
+        found = ast.parse(source.read_text("utf-8")).body
+    return {node.name: node for node in found if isinstance(node, ast.ClassDef)}
 
 
 def _fields(package: str, file: str, name: str) -> Iterator[tuple[str, Option]]:

@@ -17,14 +17,13 @@ from inspect import get_annotations
 
 import torch
 from trl import ModelConfig, TrlParser
-from yaml import YAMLError
 
 from ..config.fields import SECTIONS, QuantFields
 from ..report.plan import make_plan
 from ..trainers import launch
 from ..trainers.launch import TrainArguments
 from . import plain_errors
-from .options import DEFAULTS, PROG, USAGE, about_unknown, check_train, chosen_trainer
+from .options import DEFAULTS, PROG, USAGE, about_unknown, check_train, chosen_trainer, read_config
 
 
 # Options of TRL's `ModelConfig` that act only with `use_peft`: those of PEFT's adapter, and of bitsandbytes' base
@@ -103,10 +102,9 @@ def parse_args(
     argv = [part for given in argv for part in (given.split("=", 1) if given.startswith("--config=") else [given])]
     if any(part == "--config" and after.startswith("--") for part, after in zip(argv, [*argv[1:], "--"])):
         parser.error("argument --config: expected a YAML file")
-    try:
-        parsed = parser.parse_args_and_config(argv)
-    except YAMLError as error:
-        raise ValueError(f"`--config`: not a YAML file: {error}") from error
+    if "--config" in argv:
+        read_config(argv[argv.index("--config") + 1])
+    parsed = parser.parse_args_and_config(argv)
     _check_adapter(parsed[2], vars(ModelConfig()) | DEFAULTS | (recipe or {}))
     return tuple(parsed)
 

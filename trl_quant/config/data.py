@@ -8,6 +8,7 @@ from torch.nn import Module
 from transformers import AutoProcessor
 
 from ..rollout.tokenizer import check_tokenizer
+from ..storage.reading import reading
 from ..tasks.data import check_prompts
 from ..tasks.rewards import REWARDS, check_reward, check_truths
 from .values import is_of
@@ -66,7 +67,8 @@ def check_tokenization(config, model, args, processing_class, train_dataset) -> 
     talks = isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), list)
     if processing_class is None and talks and isinstance(model, str):
         options = {"revision": (args.model_init_kwargs or {}).get("revision")}
-        processing_class = AutoProcessor.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
+        with reading(model):
+            processing_class = AutoProcessor.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
     if processing_class is None:
         return
     tokenizer = getattr(processing_class, "tokenizer", processing_class)

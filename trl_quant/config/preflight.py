@@ -30,6 +30,7 @@ from ..rollout.vllm.support import (
 )
 from ..storage.layout import check_files
 from ..storage.quantization import check_prepared, prepared_precisions
+from ..storage.reading import reading
 from . import positions
 from .adapters import check_adapter
 from .data import check_data, check_dynamic_sampling, check_rewards, check_tokenization, check_turns, evaluated
@@ -153,7 +154,8 @@ def _check_teacher(args, model, teacher) -> None:
         if revision is not None:
             options["revision"] = revision
         try:
-            config = AutoConfig.from_pretrained(teacher, trust_remote_code=args.trust_remote_code, **options)
+            with reading(teacher):
+                config = AutoConfig.from_pretrained(teacher, trust_remote_code=args.trust_remote_code, **options)
         except (OSError, ValueError) as error:
             raise ValueError(f"`teacher_model`={teacher!r} cannot be read: {error}") from error
     else:
@@ -190,7 +192,10 @@ def _ends(model, args, config) -> list[int]:
     if not isinstance(model, str):
         return id_list(model.generation_config.eos_token_id)
     try:
-        generation = GenerationConfig.from_pretrained(model, revision=(args.model_init_kwargs or {}).get("revision"))
+        with reading(model):
+            generation = GenerationConfig.from_pretrained(
+                model, revision=(args.model_init_kwargs or {}).get("revision")
+            )
     except OSError:  # the model has no generation config of its own
         generation = GenerationConfig.from_model_config(config)
     return id_list(generation.eos_token_id)
@@ -215,7 +220,8 @@ def _read_config(model, args):
             "`peft.AutoPeftModelForCausalLM.from_pretrained(model, is_trainable=True)`, and pass what that returns."
         )
     try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
+        with reading(model):
+            return AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
     except (OSError, ValueError) as error:
         fault = "cannot be read"
         if Path(model).is_dir() and not Path(model, "config.json").is_file():
@@ -241,7 +247,8 @@ def _check_critic(args, model, train_dataset, eval_dataset) -> None:
             "`value_model_name_or_path`, or set `vf_share_layers=True`."
         )
     try:
-        config = AutoConfig.from_pretrained(name, **args.critic_source)
+        with reading(name):
+            config = AutoConfig.from_pretrained(name, **args.critic_source)
     except (OSError, ValueError) as error:
         raise ValueError(f"The critic's `value_model_name_or_path`={name!r} cannot be read: {error}") from error
     fault = None
@@ -330,7 +337,8 @@ def _check_start(config, args) -> None:
         raise ValueError(f"The policy was built in memory, and vLLM starts from a directory. {instead}.")
     try:
         revision = getattr(config, "_commit_hash", None) if given is None else None
-        engine = AutoConfig.from_pretrained(start, revision=revision, trust_remote_code=args.trust_remote_code)
+        with reading(start):
+            engine = AutoConfig.from_pretrained(start, revision=revision, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError, TypeError) as error:
         if given is None:
             raise ValueError(

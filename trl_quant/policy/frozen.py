@@ -24,6 +24,7 @@ from ..layers import FrozenLinear, frozen_layer
 from ..models.linears import FusedGroups, LinearLayer, dense_linears, is_quantizable
 from ..precisions import PRECISIONS, bitsandbytes_bases, unified_flows
 from ..storage.quantization import check_prepared
+from ..storage.reading import reading
 from .adapters import adapt_frozen, check_lora, check_plain_lora, with_frozen_layers
 
 
@@ -291,7 +292,8 @@ def packed_while_loading(
         `ValueError`: The checkpoint is quantized in another way.
     """
     options = {"revision": revision} if revision else {}
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **options)
+    with reading(model):
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **options)
     prepared, further = None, {}
     if check_prepared(config, precision, field):
         prepared = list(dict(config.quantization_config)["ignore"])
@@ -331,7 +333,8 @@ def _freeze_loaded(model: PreTrainedModel, precision: str, trust_remote_code: bo
     if not packed:
         checkpoint = model.config
         if model.name_or_path:
-            with suppress(OSError, ValueError):  # if the checkpoint is gone, the policy's own type is the best guess
+            # If the checkpoint is gone, the policy's own type is the best guess
+            with suppress(OSError, ValueError), reading(model.name_or_path):
                 checkpoint = AutoConfig.from_pretrained(model.name_or_path, trust_remote_code=trust_remote_code)
         freeze(model, precision, checkpoint.dtype or torch.bfloat16)
         logger.info("The policy's base was packed to %s in place.", precision)

@@ -31,6 +31,7 @@ from ..models.classes import is_gated_mlp, is_rms_norm
 from ..models.linears import LinearLayer, dense_linears
 from ..models.names import clean_name
 from ..precisions import PRECISIONS, frozen_bases, qat_precisions, unified_flows
+from ..storage.reading import reading
 from .adapters import NOT_PLAIN, UnifiedLoraLinear
 from .exact import compute_exactly
 
@@ -198,7 +199,8 @@ def unified_layers(model: nn.Module) -> list[UnifiedLinear]:
 
 def checkpoint_dtype(name: str, trust_remote_code: bool = False) -> torch.dtype:
     """Returns the type of a checkpoint's weights, which an engine quantizes even if the trainer loads another type."""
-    return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).dtype or torch.bfloat16
+    with reading(name):
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).dtype or torch.bfloat16
 
 
 class WeightsMoved(TrainerCallback):

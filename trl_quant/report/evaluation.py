@@ -37,6 +37,7 @@ from ..config.denoising import check_schedule
 from ..config.diffusion import DenoisingFields
 from ..rollout import RolloutEngine
 from ..storage.files import INDEX, TOKENIZER
+from ..storage.reading import read_json, reading
 from ..storage.run_checkpoints import ROLLOUT_STATE_NAME
 from ..storage.whole import told_if_full, write_whole
 from ..tasks.benchmarks import BENCHMARKS, load_questions
@@ -218,7 +219,7 @@ def check_output(options: EvaluationOptions, trained: Trained) -> None:
             raise ValueError(f"{said} a file of the model. Name another `--output`.")
         if path.exists() and not path.is_file():
             raise ValueError(f"{said} not a file. Name another `--output`.")
-    if output.exists() and not _is_result(_parsed(output.read_text(errors="replace"))):
+    if output.exists() and not _is_result(_parsed(_text(output))):
         raise ValueError(f"{output} exists, but is not the result of an evaluation. Name another `--output`.")
 
 
@@ -226,7 +227,7 @@ def check_result(output: str, settings: dict) -> None:
     """Raises `ValueError` if `output` is the result of another evaluation whose file of answers is gone."""
     path = Path(output)
     if path.is_file() and not path.with_suffix(".jsonl").exists():
-        check_same(path, json.loads(path.read_text())["settings"], settings)
+        check_same(path, read_json(path)["settings"], settings)
 
 
 def check_same(path: Path, found: dict, settings: dict) -> None:
@@ -245,7 +246,8 @@ def _is_result(found: dict | None) -> bool:
 
 def check_length(options: EvaluationOptions, trained: Trained, longest: int) -> None:
     """Raises `ValueError` if completions would need more positions than the model has."""
-    config = AutoConfig.from_pretrained(trained.base, **trained.of_base).get_text_config()
+    with reading(trained.base):
+        config = AutoConfig.from_pretrained(trained.base, **trained.of_base).get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and longest + options.max_completion_length > positions:
         raise ValueError(
@@ -265,7 +267,8 @@ def describe(options: EvaluationOptions, trained: Trained, questions: Dataset, p
         for file in place.iterdir()
         if file.is_file() and any(fnmatchcase(file.name, name) for name in CONFIGS)
     )
-    configs = [(file.name, zlib.crc32(file.read_bytes())) for file in texts]
+    with reading(*texts):
+        configs = [(file.name, zlib.crc32(file.read_bytes())) for file in texts]
     on_hub = not Path(trained.base).is_dir()
     cached = try_to_load_from_cache(trained.base, "config.json", revision=trained.revision) if on_hub else None
     commit = Path(cached).parent.name if isinstance(cached, str) else None  # a model on the hub
@@ -300,7 +303,7 @@ class Answers:
     def __init__(self, path: Path, settings: dict, asked: list[tuple[int, int]], batch_size: int):
         self.path, self.asked, self.batch_size = path, asked, batch_size
         self.rows: list[dict] = []
-        lines = path.read_text().splitlines() if path.is_file() else []
+        lines = _text(path).splitlines() if path.is_file() else []
         if lines:
             self._check(_parsed(lines[0]), settings)
         for line, pair in zip(lines[1:], asked):
@@ -332,10 +335,17 @@ class Answers:
         self.rows += rows
 
 
+def _text(path: Path) -> str:
+    """Reads a file, with a mark for each byte that is not UTF-8."""
+    with reading(path):
+        return path.read_text("utf-8", errors="replace")
+
+
 def _parsed(line: str) -> dict | None:
+    """Parses a line of [`_text`]; `None` if it is damaged or incomplete."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

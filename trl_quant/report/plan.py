@@ -20,6 +20,7 @@ from ..config.preflight import check_before_loading
 from ..config.summary import summary
 from ..policy.frozen import on_frozen_base
 from ..precisions import bitsandbytes_bases
+from ..storage.reading import reading
 from .measured import cost
 from .memory import BESIDE, Memory, Shape, estimate
 
@@ -95,10 +96,12 @@ def make_plan(
 
     init = args.model_init_kwargs or {}
     options = {"revision": init.get("revision"), "trust_remote_code": args.trust_remote_code}
-    config = AutoConfig.from_pretrained(model, **options)
+    with reading(model):
+        config = AutoConfig.from_pretrained(model, **options)
+        tokenizer = AutoTokenizer.from_pretrained(model, **options)
     dtype = _dtype(init.get("dtype", "float32"), config)
     shape = Shape.of(config, peft_config)
-    prompt = longest_prompt(train_dataset, AutoTokenizer.from_pretrained(model, **options))
+    prompt = longest_prompt(train_dataset, tokenizer)
     total = number_of_steps(args, len(train_dataset))
 
     adapted = f", and an adapter of {shape.adapter / 1e6:.1f} million" if shape.adapter else ""

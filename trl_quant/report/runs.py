@@ -22,6 +22,8 @@ from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 
+from ..storage.reading import reading
+
 
 REWARD, LOSS, KL = "reward", "loss", "mismatch/kl_k3"
 ENDS = 5  # a run's first or last value is the mean over so many logged steps
@@ -312,14 +314,11 @@ def _object(path: Path) -> dict | None:
 
 def _parsed(text: str, place: str):
     """Parses a JSON text; error messages name its `place`."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise NotWhole(f"{place} is not whole: {error}.") from error
-    except ValueError as error:  # for example an integer with thousands of digits
-        raise ValueError(f"{place} cannot be read: {error}.") from error
-    except RecursionError as error:
-        raise ValueError(f"{place} is nested too deeply.") from error
+    with reading(place):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise NotWhole(f"{place} is not whole: {error}.") from error
 
 
 def _text(path: Path) -> str | None:
@@ -327,11 +326,10 @@ def _text(path: Path) -> str | None:
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO or a device may never end
             raise ValueError(f"{path} is not a regular file.")
-        return path.read_text("utf-8-sig")
+        with reading(path):
+            return path.read_text("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8: {error}.") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
 

@@ -22,6 +22,7 @@ from ..precisions import bitsandbytes_bases, frozen_bases, in_vllm, qat_precisio
 from ..rollout.spec import EngineSpec, default_lora_sync, engine_kind
 from ..rollout.vllm.support import check_device, check_engine_kwargs
 from ..storage.quantization import gathered_dtype, prepared_precisions
+from ..storage.reading import reading
 from ..storage.run_checkpoints import how_to_go_on, last_complete_checkpoint, read_rollout_state
 
 
@@ -104,7 +105,8 @@ class Trained:
             context = state.get("context")
             adapter = (Path(path) / "adapter_config.json").is_file()
             if adapter:
-                config = PeftConfig.from_pretrained(path)
+                with reading(Path(path) / "adapter_config.json"):
+                    config = PeftConfig.from_pretrained(path)
                 base = config.base_model_name_or_path
                 if not base:
                     raise ValueError(f"{option}={name!r}: the adapter_config.json in {path} does not name its base.")
@@ -112,7 +114,8 @@ class Trained:
             elif not (Path(path) / "config.json").is_file():
                 raise ValueError(f"{option}={name!r} holds no model and no adapter. {how_to_go_on(name)}")
         try:
-            config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=trust)
+            with reading(base):
+                config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=trust)
         except (OSError, ValueError) as error:
             raise ValueError(f"{option}={name!r}: the config of {base!r} cannot be read. {error}") from error
         prepared = adapter and settings.get("train_precision") in (prepared_precisions(config) or ())
@@ -136,7 +139,8 @@ class Trained:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         own = (Path(self.path) / "tokenizer_config.json").is_file()
         place, options = (self.path, {"trust_remote_code": self.trust}) if own else (self.base, self.of_base)
-        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+        with reading(place):
+            tokenizer = AutoTokenizer.from_pretrained(place, **options)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         return tokenizer
 
@@ -149,14 +153,17 @@ class Trained:
         if self.prepared:
             packed, config = packed_while_loading(self.base, precision, "train_precision", self.trust, self.revision)
             packing = {"quantization_config": packed}
-        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype, **self.of_base, **packing, **config)
+        with reading(self.base):
+            model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype, **self.of_base, **packing, **config)
         for_four_bits = precision in qat_precisions() and not self.adapter  # all weights, as saved
         frozen = self.prepared or (precision in frozen_bases() and not for_four_bits)
         if frozen:
             freeze(model, precision, checkpoint_dtype(self.base, self.trust))
         if self.adapter:
-            config = PeftConfig.from_pretrained(self.path)
-            model = PeftModel.from_pretrained(model, self.path, config=with_frozen_layers(config) if frozen else config)
+            with reading(self.path):
+                config = PeftConfig.from_pretrained(self.path)
+                config = with_frozen_layers(config) if frozen else config
+                model = PeftModel.from_pretrained(model, self.path, config=config)
         if precision != BF16 and not frozen:
             rounds_to = None if merged else checkpoint_dtype(self.base, self.trust)
             if for_four_bits:

@@ -1,6 +1,5 @@
 """Merges a LoRA adapter on disk into the tensors of a checkpoint, one tensor at a time. PEFT computes BA."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..models.names import clean_name
 from .files import Stored
+from .reading import read_json, reading
 
 
 CONFIG = "adapter_config.json"
@@ -89,7 +89,7 @@ def read_adapter_config(path: Path) -> dict:
     """
     if not (path / CONFIG).is_file():
         raise ValueError(f"`--adapter`: {path} has no {CONFIG}; give the directory of a PEFT adapter.")
-    config = json.loads((path / CONFIG).read_text())
+    config = read_json(path / CONFIG)
     if not any((path / name).is_file() for name in WEIGHTS):
         raise ValueError(f"`--adapter`: {path} has {CONFIG}, but neither {' nor '.join(WEIGHTS)}.")
     kind = config.get("peft_type")
@@ -120,11 +120,14 @@ def load_adapter(path: Path, skeleton: PreTrainedModel) -> Adapter:
     tied = getattr(skeleton.config.get_text_config(), "tie_word_embeddings", False)
     shared = {f"{name}.weight" for name, module in skeleton.named_modules() if tied and module in ends}
     try:
-        model = PeftModel(skeleton, PeftConfig.from_pretrained(path), NAME, low_cpu_mem_usage=True)
+        with reading(path / CONFIG):
+            config = PeftConfig.from_pretrained(path)
+        model = PeftModel(skeleton, config, NAME, low_cpu_mem_usage=True)
     except ValueError as error:  # for example, the base lacks the target modules
         raise ValueError(f"`--adapter`: {path} does not fit the base {type(skeleton).__name__}: {error}") from error
     # In FP32, because PEFT casts an adapter that it loads to FP32
-    weights = {key: tensor.float() for key, tensor in load_peft_weights(path, device="cpu").items()}
+    with reading(path):
+        weights = {key: tensor.float() for key, tensor in load_peft_weights(path, device="cpu").items()}
     layers: dict[str, LoraLayer] = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from ..formats import FORMATS
 from .files import read_config
 from .layout import quantization_config, rewrite_checkpoint, storable
+from .reading import reading
 
 
 PROBE = 128  # tokens on which the smoothed model is compared with the source
@@ -71,7 +72,8 @@ def smooth_checkpoint(
     """
     from llmcompressor.utils.helpers import DisableQuantization
 
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust).eval()
+    with reading(source):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust).eval()
     probe = torch.tensor([sequences[0][:PROBE]])
     before = _logits(model, probe)
     model = _scaled(model, format, ignore, sequences, tokenizer, trust)

@@ -10,6 +10,7 @@ import transformers
 from trl_quant import __version__
 
 from .layout import LAYOUT_VERSION
+from .reading import reading
 from .source import Source
 
 
@@ -42,7 +43,8 @@ def write_card(result: Path, name: str, source: Source, summary: str, rows: Sequ
         rows (`Sequence[tuple[str, str]]`): The rows of the table.
     """
     card = source.path / "README.md"
-    old = card.read_text(errors="replace") if card.is_file() else ""
+    with reading(card):
+        old = card.read_text(errors="replace") if card.is_file() else ""
     found = FRONT_MATTER.match(old)
     metadata = found[0] if found else ""
     if not found and source.revision is not None:  # a directory's name means nothing on the hub

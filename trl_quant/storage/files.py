@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .reading import read_json, reading
 from .whole import told_if_full, write_whole
 
 
@@ -102,17 +103,6 @@ def check_links(source: str | Path) -> None:
             )
 
 
-def read_json(path: Path) -> dict:
-    """Reads a JSON object. Raises `ValueError` if the file holds anything else."""
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged or incomplete: {error}. Download or save it again.") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object. Download or save it again.")
-    return value
-
-
 def read_config(source: Path) -> dict:
     """Reads the config.json of a checkpoint. Raises `ValueError` if it or a weight file is missing."""
     if not (source / "config.json").is_file():
@@ -151,7 +141,7 @@ def read_tensors(heads: dict[str, Stored], names: Iterable[str], device: torch.d
     result: Tensors = {}
     names = list(names)
     for file in dict.fromkeys(heads[name].file for name in names):
-        with safe_open(file, framework="pt", device=str(device)) as shard:
+        with reading(file), safe_open(file, framework="pt", device=str(device)) as shard:
             result |= {name: shard.get_tensor(name) for name in names if heads[name].file == file}
     return {name: result[name] for name in names}
 
@@ -376,14 +366,11 @@ def _is_whole(file: Path) -> bool:
 
 def _head(file: Path) -> list[tuple[str, Stored]]:
     """Lists the tensors of a safetensors file. Raises `ValueError` if the file is incomplete."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(file, framework="pt") as shard:
-            slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
-            return [(name, _stored(file, piece.get_shape(), piece.get_dtype())) for name, piece in slices.items()]
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or incomplete: {error}. Download or save it again.") from error
+    with reading(file), safe_open(file, framework="pt") as shard:
+        slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
+        return [(name, _stored(file, piece.get_shape(), piece.get_dtype())) for name, piece in slices.items()]
 
 
 def _stored(file: Path, shape: list[int], dtype: str) -> Stored:

@@ -17,6 +17,7 @@ from ..formats import fake_quantize_activation
 from ..models.linears import fused_layer
 from .files import read_heads, read_tensors, weight_files
 from .layout import read_quantized
+from .reading import reading
 
 
 def perplexities(
@@ -32,7 +33,8 @@ def perplexities(
         device (`str`): Where to compute.
         trust (`bool`): Whether the checkpoint's own Python may run.
     """
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust).to(device).eval()
+    with reading(source):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust).to(device).eval()
     before = perplexity(model, sequences)
     become_quantized(model, result, format)
     after = perplexity(model, sequences)

@@ -23,6 +23,7 @@ from .layout import check_target, quantization_config, quantized, quantizers_on,
 from .perplexity import perplexities
 from .progress import progress_bar
 from .quantization import gathered_dtype
+from .reading import read_json, reading
 from .source import Source, find_source, kinds
 from .text import token_sequences
 
@@ -87,7 +88,7 @@ def prepare(options: PrepareOptions) -> list[str]:
                         source.path, smooth, options.format, ignore, calibration, tokenizer, trust
                     )
                     note.write_text(json.dumps(change))
-            done = _awq_rows(options, len(calibration), json.loads(note.read_text()))
+            done = _awq_rows(options, len(calibration), read_json(note))
         transform = quantized(options.format, ignore, **quantizers_on(device))
         config = read_config(source.path) | {"quantization_config": scheme}
         gathered_in = gathered_dtype(config)
@@ -128,11 +129,13 @@ def _sequences(options: PrepareOptions, source: Source) -> tuple[list, list, Pre
     measuring = options.perplexity_samples if options.perplexity or options.awq else 0
     if not options.awq and not measuring:
         return [], [], None
-    text_config = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust).get_text_config()
+    with reading(source.path):
+        text_config = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust).get_text_config()
     most = getattr(text_config, "max_position_embeddings", None) or options.calibration_length
     if options.calibration_length > most:
         raise ValueError(f"`--calibration_length` {options.calibration_length} is out of range. It must be <= {most}.")
-    tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trust)
+    with reading(source.path):
+        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trust)
     calibration, measured, length = [], [], options.calibration_length
     if options.awq:
         more = 0 if options.perplexity else measuring

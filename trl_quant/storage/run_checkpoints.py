@@ -1,16 +1,16 @@
 """Reads the checkpoints of a run: which exist, which are complete, and what the run wrote beside its weights."""
 
-import json
 import os
 import platform
 import re
 import zipfile
 from pathlib import Path
 
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .files import read_heads, read_json
+from .files import read_heads
+from .reading import ANOTHER, DamagedFile, read_json, reading
 
 
 ROLLOUT_STATE_NAME = "rollout_state.json"
@@ -20,6 +20,7 @@ SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(safetensors|bin)")
 # The names that transformers and accelerate use: one file, one for each rank, or a directory under FSDP
 OPTIMIZER = re.compile(r"optimizer\.(pt|bin)|optimizer_\d+|optimizer\.pt_.*|rank\d+-of-\d+-optimizer\.pt")
 RANDOM = re.compile(r"rng_state(_\d+)?\.pth")
+SCHEDULER, SCALER = (re.compile(re.escape(name)) for name in (SCHEDULER_NAME, SCALER_NAME))
 
 
 def last_complete_checkpoint(output_dir: str) -> str | None:
@@ -63,17 +64,18 @@ def has_whole_weights(path: Path) -> bool:
     first host has weights, since transformers writes a model on rank 0 alone.
     """
     try:
-        json.loads((path / TRAINER_STATE_NAME).read_text())
+        read_json(path / TRAINER_STATE_NAME)
         read_heads(sorted(path.glob("*.safetensors")))
         indexed = set()
         for index in path.glob("*.index.json"):
-            indexed |= set(read_json(index)["weight_map"].values())
+            with reading(index):
+                indexed |= set(map(str, read_json(index)["weight_map"].values()))
         if any(not (path / name).is_file() for name in indexed):
             return False
         shards = {file.name for file in path.iterdir() if SHARD.fullmatch(file.name)}
         weights = {file.name for file in path.iterdir() if file.is_dir() or file.suffix in (".safetensors", ".bin")}
         return shards <= indexed and bool(weights - {TRAINING_ARGS_NAME, CRITIC_NAME})
-    except (OSError, ValueError, KeyError):
+    except (OSError, DamagedFile):
         return False
 
 
@@ -89,9 +91,15 @@ def lacking(path: Path) -> list[str]:
     needed = {"random state": RANDOM}
     # DeepSpeed's directory holds optimizer and scheduler
     if not any(name.startswith("global_step") for name in is_written):
-        needed = {"optimizer": OPTIMIZER, "scheduler": re.compile(re.escape(SCHEDULER_NAME))} | needed
+        needed = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER} | needed
     found = {part: [is_written[name] for name in is_written if needed[part].fullmatch(name)] for part in needed}
     return [part for part, files in found.items() if not files or not all(files)]
+
+
+def files_of(path: str | Path | None, *parts: re.Pattern) -> list[Path]:
+    """Returns those files and directories of a checkpoint that hold some of its parts; none without a checkpoint."""
+    found = sorted(Path(path).iterdir()) if path else []
+    return [file for file in found if any(part.fullmatch(file.name) for part in parts)]
 
 
 def saved_only_model(path: str | Path) -> bool:
@@ -142,10 +150,7 @@ def read_rollout_state(checkpoint: str | Path) -> dict:
 
 
 def read_state(path: Path) -> dict:
-    """Reads the object in a JSON file; empty if there is no file. Raises `ValueError` for an incomplete file."""
+    """Reads the object in a JSON file; empty if there is no file. Raises [`~storage.reading.DamagedFile`]."""
     if not path.is_file():
         return {}
-    try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not whole: {error}. Resume from another checkpoint, or start again.") from error
+    return read_json(path, ANOTHER)

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from ..models.linears import dense_linears, unquantized_linears
 from .files import Stored, check_links, read_config, read_heads, weight_files
 from .layout import CODE, FILES, INDEX, linear_layers
+from .reading import reading
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Source:
 
     def skeleton(self):
         """Builds the checkpoint's model on the meta device, where weights take no memory."""
-        return skeleton(AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust), self.trust)
+        return skeleton_of(self.path, self.trust)
 
     def ignored(self) -> list[str]:
         """Returns the names of the linear layers outside the decoder, which are never quantized."""
@@ -61,7 +62,7 @@ class Source:
         outside = [name for name in chosen if name not in decoder]
         if outside:
             raise ValueError(
-                f"source: `{outside[0]}` ({len(outside)} such) is not a linear layer in the decoder of "
+                f"source: {self.path}: `{outside[0]}` ({len(outside)} such) is not a linear layer in the decoder of "
                 f"{type(policy).__name__}, and only those can be quantized."
             )
         return chosen, left
@@ -96,6 +97,13 @@ def find_source(model: str, revision: str | None, trust: bool, option: str = "--
 def kinds(names: list[str]) -> str:
     """Lists the last parts of the layers' names, such as `q_proj`, each once."""
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def skeleton_of(path: Path, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Builds the model that the config.json of a directory describes, as [`skeleton`] does."""
+    with reading(path / "config.json"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return skeleton(config, trust_remote_code)
 
 
 def skeleton(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:

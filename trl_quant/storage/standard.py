@@ -11,6 +11,7 @@ from pathlib import Path
 from .files import Tensors, check_target, fingerprint, read_config, unfinished
 from .layout import rewrite_checkpoint
 from .progress import progress_bar
+from .reading import read_json
 from .source import find_source
 
 
@@ -57,7 +58,7 @@ def write_standard(
         rewrite_checkpoint(found.path, result, renamed, config, progress=progress)
         tokenizer = result / TOKENIZER_CONFIG
         if tokenizer_class is not None and tokenizer.is_file():
-            kept = json.loads(tokenizer.read_text()) | {"tokenizer_class": tokenizer_class}
+            kept = read_json(tokenizer) | {"tokenizer_class": tokenizer_class}
             kept.pop("auto_map", None)
             tokenizer.unlink()  # it may be a link to the source's
             tokenizer.write_text(json.dumps(kept, indent=2) + "\n")

@@ -8,6 +8,7 @@ from datasets import load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..tasks.data import BUILDERS, DEFAULT_CONFIGS
+from .reading import reading
 
 
 TEXT = ("text", "content")
@@ -43,25 +44,24 @@ def token_sequences(data: str, tokenizer: PreTrainedTokenizerBase, samples: int,
 
 
 def _tokens(data: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
-    for text in _texts(data, tokenizer):
+    for row in _rows(data):
+        text = _text(row, data, tokenizer)
         yield from tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         if tokenizer.eos_token_id is not None:
             yield tokenizer.eos_token_id
 
 
-def _texts(data: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _rows(data: str) -> Iterator[dict]:
     path = Path(data)
     if path.suffix in (".txt", *BUILDERS) and not path.is_file():
         raise ValueError(f"{data!r}: there is no such file.")
-    if path.suffix == ".txt":
-        yield path.read_text()
-        return
-    if path.suffix in BUILDERS:
-        rows = load_dataset(BUILDERS[path.suffix], data_files=data, split="train", streaming=True)
-    else:
-        rows = load_dataset(data, DEFAULT_CONFIGS.get(data), split="train", streaming=True)
-    for row in rows:
-        yield _text(row, data, tokenizer)
+    with reading(data):
+        if path.suffix == ".txt":
+            yield {TEXT[0]: path.read_text("utf-8")}
+        elif path.suffix in BUILDERS:
+            yield from load_dataset(BUILDERS[path.suffix], data_files=data, split="train", streaming=True)
+        else:
+            yield from load_dataset(data, DEFAULT_CONFIGS.get(data), split="train", streaming=True)
 
 
 def _text(row: dict, data: str, tokenizer: PreTrainedTokenizerBase) -> str:

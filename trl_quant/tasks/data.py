@@ -9,6 +9,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
+from ..storage.reading import reading
 from .named_data import NAMED_DATA, load_named
 
 
@@ -69,13 +70,14 @@ def _load(name_or_path: str, config: str | None, split: str) -> Dataset:
         raise ValueError(f"dataset {name_or_path!r}: a file must end in {', '.join(BUILDERS)}.")
     else:
         source, config, options = name_or_path, config or DEFAULT_CONFIGS.get(name_or_path), {}
-    try:
-        dataset = load_dataset(source, config, split=split, **options)
-        if options:
-            dataset.data.validate(full=True)  # finds text that is not UTF-8, which would fail later
-        return dataset
-    except (DatasetGenerationError, ValueError) as error:  # also a split or configuration that does not exist
-        raise ValueError(f"dataset {name_or_path!r} cannot be read: {error.__cause__ or error}") from error
+    with reading(name_or_path):
+        try:
+            dataset = load_dataset(source, config, split=split, **options)
+            if options:
+                dataset.data.validate(full=True)  # finds text that is not UTF-8, which would fail later
+            return dataset
+        except (DatasetGenerationError, ValueError) as error:  # also a split or configuration that does not exist
+            raise ValueError(f"dataset {name_or_path!r} cannot be read: {error.__cause__ or error}") from error
 
 
 def _with_prompts(name: str, dataset: Dataset) -> Dataset:

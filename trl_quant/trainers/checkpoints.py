@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from uuid import uuid4
 
 import torch
@@ -20,12 +19,13 @@ from peft import PeftConfig
 from peft.utils.constants import MIN_TARGET_MODULES_FOR_OPTIMIZATION
 from safetensors import SafetensorError
 from torch.utils.data import Sampler
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..policy.positions import fixed_context
 from ..precisions import in_vllm
+from ..storage.reading import ANOTHER, reading
 from ..storage.run_checkpoints import (
     GENERATION_NAME,
     ROLLOUT_STATE_NAME,
@@ -232,6 +232,8 @@ def check_whole(checkpoint: str) -> None:
         else:
             wrong = "was not written to its end"
         raise ValueError(f"`resume_from_checkpoint`={checkpoint!r} {wrong}. {how_to_go_on(os.fspath(path.parent))}")
+    with reading(path / TRAINER_STATE_NAME, advice=ANOTHER):
+        TrainerState.load_from_json(path / TRAINER_STATE_NAME)  # as transformers will read it
 
 
 def is_lost(error: BaseException) -> bool:
@@ -335,14 +337,12 @@ def write_rollout_state(checkpoint: str | Path, state: dict) -> None:
 
 
 def read_sampled_weights(checkpoint: str | Path, name: str) -> dict[str, torch.Tensor] | None:
-    """Reads one of [`SAMPLED_WEIGHTS`], or `None` if there is none. Raises `ValueError` for an incomplete file."""
+    """Reads one of [`SAMPLED_WEIGHTS`], or `None` if there is none. Raises `ValueError` for a damaged file."""
     path = Path(checkpoint, f"{name}.pt")
     if not path.is_file():
         return None
-    try:
+    with reading(path, advice=ANOTHER):
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise ValueError(f"{path} is not whole: {error}. Resume from another checkpoint, or start again.") from error
 
 
 def check_resume(checkpoint: str, args, uaq_scale: float | None) -> dict:

@@ -1,9 +1,12 @@
 """Checks that need the trainer or its loaded model. All others are in `config/` and run before a model is loaded."""
 
 import logging
+from pathlib import Path
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn import Dropout, Module
+
+from ..config.preflight import name_of
 
 
 logger = logging.getLogger(__name__)
@@ -31,6 +34,15 @@ def check_method(trainer, args) -> None:
             f"`args` is a {type(args).__name__}, but {type(trainer).__name__} takes a "
             f"`{trainer.config_class.__name__}`: PPO has a critic, and GRPO compares the completions of a prompt."
         )
+
+
+def directories_of(model, args, given: dict) -> list[str]:
+    """Returns the directories from which a trainer's constructor loads models and tokenizers."""
+    names = [name_of(model), (args.vllm_engine_kwargs or {}).get("model")]
+    names += [value for name, value in vars(args).items() if name.endswith("_name_or_path")]
+    for value in given.values():
+        names += value if isinstance(value, list) else [value]
+    return [name for name in names if isinstance(name, str) and Path(name).is_dir()]
 
 
 def check_model(trainer, engine) -> None:

@@ -14,14 +14,12 @@ from that model, with an optimizer and a schedule of their own.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -41,6 +39,7 @@ from transformers import (
 )
 
 from ..policy.packed import in_one_row
+from ..storage.reading import ANOTHER, reading
 from ..storage.run_checkpoints import CRITIC_NAME
 from .finite import check_step
 from .packing import accepted
@@ -65,14 +64,16 @@ def load_critic(name: str, args) -> PreTrainedModel:
     """
     given = {"dtype": "float32"} | (args.model_init_kwargs or {})
     options = args.critic_source
-    config = AutoConfig.from_pretrained(name, num_labels=1, **options)
+    with reading(name):
+        config = AutoConfig.from_pretrained(name, num_labels=1, **options)
     noisy = {f for f, value in config.to_dict().items() if isinstance(value, float) and ("drop" in f or "jitter" in f)}
     for field in noisy | {"classifier_dropout"}:  # the head has this dropout even if the config does not name it
         setattr(config, field, 0.0)
     options |= {key: given[key] for key in ("dtype", "attn_implementation") if given.get(key) is not None}
-    model, loaded = AutoModelForTokenClassification.from_pretrained(
-        name, config=config, output_loading_info=True, **options
-    )
+    with reading(name):
+        model, loaded = AutoModelForTokenClassification.from_pretrained(
+            name, config=config, output_loading_info=True, **options
+        )
     missing = sorted(loaded["missing_keys"])
     lost = [weight for weight in missing if weight.startswith(f"{model.base_model_prefix}.")]
     if lost:
@@ -227,37 +228,30 @@ class Critic(ABC):
             `ValueError`: The checkpoint has no critic, or only a part of it.
         """
         directory = Path(checkpoint, CRITIC_NAME)
-        with _reading(directory):
-            optimizer = torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
-            schedule = torch.load(directory / SCHEDULER_NAME, weights_only=True)
+        lacks = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if not (directory / name).is_file()]
+        if lacks:
+            raise ValueError(f"{directory} lacks {' and '.join(lacks)}. {ANOTHER}")
         self.load_weights(checkpoint)
         options = StateDictOptions(full_state_dict=True)
-        if optimizer["state"]:  # PyTorch cannot load an empty state, as of SGD without momentum, on several ranks
-            set_optimizer_state_dict(self.model, self.optimizer.optimizer, optimizer, options=options)
-        self.scheduler.load_state_dict(schedule)
+        with reading(directory / OPTIMIZER_NAME, advice=ANOTHER):
+            optimizer = torch.load(directory / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+            if optimizer["state"]:  # PyTorch cannot load an empty state, as of SGD without momentum, on several ranks
+                set_optimizer_state_dict(self.model, self.optimizer.optimizer, optimizer, options=options)
+        with reading(directory / SCHEDULER_NAME, advice=ANOTHER):
+            self.scheduler.load_state_dict(torch.load(directory / SCHEDULER_NAME, weights_only=True))
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
     def load_weights(self, checkpoint: str) -> None:
         """Loads only the weights that [`save`] saved. Raises `ValueError` as [`load`] does."""
         directory, weights = Path(checkpoint, CRITIC_NAME), {}
-        with _reading(directory):
-            for file in sorted(directory.glob("*.safetensors")):
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"{directory} lacks its weights. {ANOTHER}")
+        with reading(*files, advice=ANOTHER):
+            for file in files:
                 weights |= load_file(file)
-            if not weights:
-                raise FileNotFoundError(f"{directory} lacks its weights")
-        set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True))
-
-
-@contextmanager
-def _reading(directory: Path) -> Iterator[None]:
-    """Context in which a file that is missing or broken raises `ValueError`."""
-    try:
-        yield
-    except (OSError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
-        raise ValueError(
-            f"{directory} is not whole: {error}. Resume from another checkpoint, or start again."
-        ) from error
+            set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True))
 
 
 class OwnCritic(Critic):

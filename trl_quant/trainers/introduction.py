@@ -8,6 +8,7 @@ from transformers import Trainer
 
 from .. import __version__
 from ..config.summary import summary
+from ..storage.reading import reading
 from .console import print_selectively
 
 
@@ -26,7 +27,8 @@ def add_to_card(trainer: Trainer) -> None:
     if not trainer.is_world_process_zero():
         return
     path = Path(trainer.args.output_dir, "README.md")
-    card = ModelCard.load(path)
+    with reading(path):
+        card = ModelCard.load(path)
     card.text += f"\n\n### Rollouts\n\nTrained with trl_quant {__version__}. {_summary(trainer)}.\n"
     card.save(path)
 

@@ -11,6 +11,7 @@ from trl.rewards import get_soft_overlong_punishment
 
 from ..config.fields import QuantFields
 from ..config.values import check_choice, check_type, listed
+from ..storage.reading import reading
 from ..tasks import REWARDS, load_prompts
 from ..tasks.data import BUILDERS
 from ..tasks.named_data import NAMED_DATA
@@ -165,11 +166,12 @@ def load_data(
 ) -> dict[str, Dataset | None]:
     """Returns the trainer's `train_dataset` and, if evaluation is on, its `eval_dataset`, else `None`."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_args.model_name_or_path,
-            revision=model_args.model_revision,
-            trust_remote_code=training_args.trust_remote_code,
-        )
+        with reading(model_args.model_name_or_path):
+            tokenizer = AutoTokenizer.from_pretrained(
+                model_args.model_name_or_path,
+                revision=model_args.model_revision,
+                trust_remote_code=training_args.trust_remote_code,
+            )
     except (OSError, ValueError) as error:
         name = model_args.model_name_or_path
         raise ValueError(f"`model_name_or_path`={name!r}: its tokenizer cannot be read. {error}") from error

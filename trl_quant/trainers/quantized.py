@@ -25,9 +25,11 @@ from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, eng
 from ..rollout.engine import Engine
 from ..scaling import apply_uaq, uaq_applied
 from ..storage.quantization import record_gathered_dtype
+from ..storage.reading import ANOTHER, blaming, reading
+from ..storage.run_checkpoints import OPTIMIZER, RANDOM, SCALER, SCHEDULER, files_of
 from ..trl_seams import exchanged
 from . import checkpoints, phases, unfinished
-from .checks import check_model, check_trainable, tell_noise
+from .checks import check_model, check_trainable, directories_of, tell_noise
 from .correction_step import CorrectionStep
 from .finite import FiniteSteps, check_trained
 from .introduction import add_to_card, introduce
@@ -81,13 +83,16 @@ class QuantRollouts:
             given |= on_frozen_base(model=model, args=args, **given)
             fields["model_init_kwargs"] = given.pop("model_init_kwargs")
         fields |= self.fields_while_built(args)
-        with engine_of(
-            type(self),
-            args,
-            models_loaded=partial(train_as_sampled, self),
-            engine_built=self._follow,
-            build=self.build_engine,
-            **fields,
+        with (
+            blaming(*directories_of(model, args, given)),
+            engine_of(
+                type(self),
+                args,
+                models_loaded=partial(train_as_sampled, self),
+                engine_built=self._follow,
+                build=self.build_engine,
+                **fields,
+            ),
         ):
             super().__init__(model=model, args=args, **given)
         if peft_config is not None and isinstance(model, str):
@@ -357,6 +362,28 @@ class QuantRollouts:
         self._buffered_inputs = state["inputs"]
         if self.correction_step is not None:
             self.correction_step.load_state_dict(state["correction"])
+
+    # What transformers reads of a checkpoint
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with reading(resume_from_checkpoint, advice=ANOTHER):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        with reading(self.state.best_model_checkpoint, advice=ANOTHER):
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        with reading(*files_of(checkpoint, OPTIMIZER, SCHEDULER), advice=ANOTHER):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint):
+        with reading(*files_of(checkpoint, SCALER), advice=ANOTHER):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint):
+        with reading(*files_of(checkpoint, RANDOM), advice=ANOTHER):
+            super()._load_rng_state(checkpoint)
 
     def _get_train_sampler(self, dataset=None):
         return checkpoints.same_after_resume(super()._get_train_sampler(dataset))

@@ -9,13 +9,13 @@ resumed run trains on the same samples as an unbroken run.
 import json
 import logging
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from transformers import Trainer
 
+from ..storage.reading import DamagedFile, reading
 from ..storage.run_checkpoints import GENERATION_NAME
 
 
@@ -84,8 +84,9 @@ def form(trainer: Trainer) -> dict:
 
 
 def read(path: Path, device: torch.device) -> dict[str, Any]:
-    """Reads what [`save`] saved. The result is empty if the file is missing or incomplete."""
+    """Reads what [`save`] saved. The result is empty if the file is missing or damaged."""
     try:
-        return torch.load(path, map_location=device, weights_only=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError):
+        with reading(path):
+            return dict(torch.load(path, map_location=device, weights_only=True))
+    except (OSError, DamagedFile):
         return {}

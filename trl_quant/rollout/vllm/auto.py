@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from ...precisions import PRECISIONS
 from ...storage.quantization import prepared_precisions
+from ...storage.reading import reading
 from ..stream import PolicyWeights
 from .engine import VLLMEngine
 from .support import adapter_arguments, check_architecture, supported_precisions
@@ -63,7 +64,8 @@ def choose_precision(
     """
     given = settings.get("engine_kwargs") or {}
     start = given.get("model", model.name_or_path)
-    config = AutoConfig.from_pretrained(start, trust_remote_code=settings.get("trust_remote_code", False))
+    with reading(start):
+        config = AutoConfig.from_pretrained(start, trust_remote_code=settings.get("trust_remote_code", False))
     check_architecture(config, settings.get("model_impl", "auto"))
     if settings.get("lora_sync") == "adapter":
         adapter_arguments(model, given)

@@ -19,6 +19,7 @@ from ...models.linears import dense_linears
 from ...noise import noised_norms
 from ...precisions import PRECISIONS
 from ...storage.quantization import check_prepared
+from ...storage.reading import reading
 from ...trl_seams import empty_cache, exchanged, llm_with
 from ..fingerprint import fingerprint
 from ..stream import PolicyWeights
@@ -163,7 +164,8 @@ class VLLMEngine(VLLMBase):
         if "model" not in arguments and commit:
             arguments.setdefault("revision", commit)
         start, revision = arguments.get("model", self.model.name_or_path), arguments.get("revision")
-        config = AutoConfig.from_pretrained(start, revision=revision, trust_remote_code=self.trl.trust_remote_code)
+        with reading(start):
+            config = AutoConfig.from_pretrained(start, revision=revision, trust_remote_code=self.trl.trust_remote_code)
         check_architecture(config, self.trl.model_impl)
         self.checkpoint_dtype = config.dtype or torch.bfloat16
         prepared = check_prepared(config, self.precision)

@@ -27,6 +27,7 @@ from ...models.positions import why_vllm_differs
 from ...noise import noised_norms
 from ...precisions import PRECISIONS, in_vllm
 from ...storage.quantization import prepared_precisions
+from ...storage.reading import reading
 from ...storage.source import skeleton
 from ...trl_seams import client_built
 from ..limits import finished_within
@@ -381,7 +382,8 @@ def serve_command(
 def _read_config(model: str, trust_remote_code: bool) -> PreTrainedConfig | None:
     """Reads a model's config; `None` if it cannot be read from here."""
     try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        with reading(model):
+            return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         return None
 

@@ -26,6 +26,7 @@ from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig
 
+from ...storage.reading import reading
 from ...storage.source import skeleton
 from .engine import VLLMEngine
 
@@ -146,7 +147,9 @@ def end_of(done: subprocess.CompletedProcess) -> str:
 def policy_like(trial: Trial) -> nn.Module:
     """Builds a policy with the run's names, shapes and types on the meta device."""
     trust = trial.settings.get("trust_remote_code", False)
-    policy = skeleton(AutoConfig.from_pretrained(trial.model, trust_remote_code=trust), trust).to(trial.dtype)
+    with reading(trial.model):
+        config = AutoConfig.from_pretrained(trial.model, trust_remote_code=trust)
+    policy = skeleton(config, trust).to(trial.dtype)
     policy.name_or_path = trial.model
     for name, config in trial.adapters.items():
         config = copy.copy(config)
