@@ -16,10 +16,10 @@ from training import config, lora, make
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantPPOTrainer
 from trl_quant.cli.options import read_config
+from trl_quant.reading import DamagedFile
 from trl_quant.report.runs import read_run
 from trl_quant.report.trained import Trained
 from trl_quant.storage.adapter import load_adapter, read_adapter_config
-from trl_quant.storage.reading import DamagedFile
 from trl_quant.storage.run_checkpoints import is_whole
 from trl_quant.storage.source import find_source, skeleton_of
 from trl_quant.tasks.data import load_prompts
@@ -50,7 +50,7 @@ def unguarded_reads(sources: dict[str, str]) -> dict[str, int]:
     """`file call` -> line, of calls of other libraries that read files outside of a guard."""
     found = {}
     for path, text in modules(sources).items():
-        if path == "storage/reading.py":
+        if path == "reading.py":
             continue
         imported = foreign_names(text)
         guarded = {

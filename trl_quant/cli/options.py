@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import yaml
 
-from ..storage.reading import read_json, reading
+from ..reading import read_json, reading
 
 
 PROG = "trl-quant train"

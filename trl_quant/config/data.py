@@ -7,8 +7,8 @@ from datasets import Dataset, IterableDataset
 from torch.nn import Module
 from transformers import AutoProcessor
 
+from ..reading import reading
 from ..rollout.tokenizer import check_tokenizer
-from ..storage.reading import reading
 from ..tasks.data import check_prompts
 from ..tasks.rewards import REWARDS, check_reward, check_truths
 from .values import is_of

@@ -20,6 +20,7 @@ from transformers import (
 
 from ..models.families import FAMILIES, family_of, number_of_experts
 from ..policy.masked import check_bidirectional, is_bidirectional, mask_token_of
+from ..reading import reading
 from ..rollout.tokenizer import id_list
 from ..rollout.vllm.support import (
     ARCHITECTURE,
@@ -30,7 +31,6 @@ from ..rollout.vllm.support import (
 )
 from ..storage.layout import check_files
 from ..storage.quantization import check_prepared, prepared_precisions
-from ..storage.reading import reading
 from . import positions
 from .adapters import check_adapter
 from .data import check_data, check_dynamic_sampling, check_rewards, check_tokenization, check_turns, evaluated

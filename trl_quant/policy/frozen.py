@@ -23,8 +23,8 @@ from ..formats import FORMATS, global_scale
 from ..layers import FrozenLinear, frozen_layer
 from ..models.linears import FusedGroups, LinearLayer, dense_linears, is_quantizable
 from ..precisions import PRECISIONS, bitsandbytes_bases, unified_flows
+from ..reading import reading
 from ..storage.quantization import check_prepared
-from ..storage.reading import reading
 from .adapters import adapt_frozen, check_lora, check_plain_lora, with_frozen_layers
 
 

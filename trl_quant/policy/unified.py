@@ -31,7 +31,7 @@ from ..models.classes import is_gated_mlp, is_rms_norm
 from ..models.linears import LinearLayer, dense_linears
 from ..models.names import clean_name
 from ..precisions import PRECISIONS, frozen_bases, qat_precisions, unified_flows
-from ..storage.reading import reading
+from ..reading import reading
 from .adapters import NOT_PLAIN, UnifiedLoraLinear
 from .exact import compute_exactly
 

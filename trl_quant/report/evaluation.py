@@ -35,9 +35,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..config.denoising import check_schedule
 from ..config.diffusion import DenoisingFields
+from ..reading import read_json, reading
 from ..rollout import RolloutEngine
 from ..storage.files import INDEX, TOKENIZER
-from ..storage.reading import read_json, reading
 from ..storage.run_checkpoints import ROLLOUT_STATE_NAME
 from ..storage.whole import told_if_full, write_whole
 from ..tasks.benchmarks import BENCHMARKS, load_questions

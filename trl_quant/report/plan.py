@@ -20,7 +20,7 @@ from ..config.preflight import check_before_loading
 from ..config.summary import summary
 from ..policy.frozen import on_frozen_base
 from ..precisions import bitsandbytes_bases
-from ..storage.reading import reading
+from ..reading import reading
 from .measured import cost
 from .memory import BESIDE, Memory, Shape, estimate
 

@@ -22,7 +22,7 @@ from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 
-from ..storage.reading import reading
+from ..reading import reading
 
 
 REWARD, LOSS, KL = "reward", "loss", "mismatch/kl_k3"

@@ -19,10 +19,10 @@ from ..policy.masked import check_bidirectional, is_bidirectional
 from ..policy.positions import fix_positions
 from ..policy.unified import checkpoint_dtype, unify
 from ..precisions import bitsandbytes_bases, frozen_bases, in_vllm, qat_precisions, train_precisions
+from ..reading import reading
 from ..rollout.spec import EngineSpec, default_lora_sync, engine_kind
 from ..rollout.vllm.support import check_device, check_engine_kwargs
 from ..storage.quantization import gathered_dtype, prepared_precisions
-from ..storage.reading import reading
 from ..storage.run_checkpoints import how_to_go_on, last_complete_checkpoint, read_rollout_state
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..models.names import clean_name
+from ..reading import read_json, reading
 from .files import Stored
-from .reading import read_json, reading
 
 
 CONFIG = "adapter_config.json"

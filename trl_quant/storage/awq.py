@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..formats import FORMATS
+from ..reading import reading
 from .files import read_config
 from .layout import quantization_config, rewrite_checkpoint, storable
-from .reading import reading
 
 
 PROBE = 128  # tokens on which the smoothed model is compared with the source

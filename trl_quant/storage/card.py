@@ -9,8 +9,8 @@ import transformers
 
 from trl_quant import __version__
 
+from ..reading import reading
 from .layout import LAYOUT_VERSION
-from .reading import reading
 from .source import Source
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .reading import read_json, reading
+from ..reading import read_json, reading
 from .whole import told_if_full, write_whole
 
 

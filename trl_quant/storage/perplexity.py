@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..formats import fake_quantize_activation
 from ..models.linears import fused_layer
+from ..reading import reading
 from .files import read_heads, read_tensors, weight_files
 from .layout import read_quantized
-from .reading import reading
 
 
 def perplexities(

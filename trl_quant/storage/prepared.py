@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..precisions import PRECISIONS
+from ..reading import read_json, reading
 from .awq import check_awq, smooth_checkpoint
 from .card import describe, write_card
 from .files import fingerprint, read_config, unfinished
@@ -23,7 +24,6 @@ from .layout import check_target, quantization_config, quantized, quantizers_on,
 from .perplexity import perplexities
 from .progress import progress_bar
 from .quantization import gathered_dtype
-from .reading import read_json, reading
 from .source import Source, find_source, kinds
 from .text import token_sequences
 

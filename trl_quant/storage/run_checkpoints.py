@@ -9,8 +9,8 @@ from pathlib import Path
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..reading import ANOTHER, DamagedFile, read_json, reading
 from .files import read_heads
-from .reading import ANOTHER, DamagedFile, read_json, reading
 
 
 ROLLOUT_STATE_NAME = "rollout_state.json"
@@ -150,7 +150,7 @@ def read_rollout_state(checkpoint: str | Path) -> dict:
 
 
 def read_state(path: Path) -> dict:
-    """Reads the object in a JSON file; empty if there is no file. Raises [`~storage.reading.DamagedFile`]."""
+    """Reads the object in a JSON file; empty if there is no file. Raises [`~reading.DamagedFile`]."""
     if not path.is_file():
         return {}
     return read_json(path, ANOTHER)

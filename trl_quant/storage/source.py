@@ -8,9 +8,9 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..models.linears import dense_linears, unquantized_linears
+from ..reading import reading
 from .files import Stored, check_links, read_config, read_heads, weight_files
 from .layout import CODE, FILES, INDEX, linear_layers
-from .reading import reading
 
 
 @dataclass(frozen=True)

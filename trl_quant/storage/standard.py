@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ..reading import read_json
 from .files import Tensors, check_target, fingerprint, read_config, unfinished
 from .layout import rewrite_checkpoint
 from .progress import progress_bar
-from .reading import read_json
 from .source import find_source
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from datasets import load_dataset
 from transformers import PreTrainedTokenizerBase
 
+from ..reading import reading
 from ..tasks.data import BUILDERS, DEFAULT_CONFIGS
-from .reading import reading
 
 
 TEXT = ("text", "content")

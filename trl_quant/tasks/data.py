@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
-from ..storage.reading import reading
+from ..reading import reading
 from .named_data import NAMED_DATA, load_named
 
 

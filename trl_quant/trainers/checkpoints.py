@@ -25,7 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..policy.positions import fixed_context
 from ..precisions import in_vllm
-from ..storage.reading import ANOTHER, reading
+from ..reading import ANOTHER, reading
 from ..storage.run_checkpoints import (
     GENERATION_NAME,
     ROLLOUT_STATE_NAME,

@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from ..policy.packed import in_one_row
-from ..storage.reading import ANOTHER, reading
+from ..reading import ANOTHER, reading
 from ..storage.run_checkpoints import CRITIC_NAME
 from .finite import check_step
 from .packing import accepted

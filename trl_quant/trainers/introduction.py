@@ -8,7 +8,7 @@ from transformers import Trainer
 
 from .. import __version__
 from ..config.summary import summary
-from ..storage.reading import reading
+from ..reading import reading
 from .console import print_selectively
 
 

@@ -11,7 +11,7 @@ from trl.rewards import get_soft_overlong_punishment
 
 from ..config.fields import QuantFields
 from ..config.values import check_choice, check_type, listed
-from ..storage.reading import reading
+from ..reading import reading
 from ..tasks import REWARDS, load_prompts
 from ..tasks.data import BUILDERS
 from ..tasks.named_data import NAMED_DATA

@@ -21,11 +21,11 @@ from ..policy.frozen import on_frozen_base
 from ..policy.packed import PackedBackbone
 from ..policy.positions import release_positions
 from ..policy.unified import check_flow, flow, follow_engine, restore, train_as_sampled
+from ..reading import ANOTHER, blaming, reading
 from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
 from ..rollout.engine import Engine
 from ..scaling import apply_uaq, uaq_applied
 from ..storage.quantization import record_gathered_dtype
-from ..storage.reading import ANOTHER, blaming, reading
 from ..storage.run_checkpoints import OPTIMIZER, RANDOM, SCALER, SCHEDULER, files_of
 from ..trl_seams import exchanged
 from . import checkpoints, phases, unfinished

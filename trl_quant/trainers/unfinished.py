@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import Trainer
 
-from ..storage.reading import DamagedFile, reading
+from ..reading import DamagedFile, reading
 from ..storage.run_checkpoints import GENERATION_NAME
 
 

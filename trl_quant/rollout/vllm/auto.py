@@ -17,8 +17,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from ...precisions import PRECISIONS
+from ...reading import reading
 from ...storage.quantization import prepared_precisions
-from ...storage.reading import reading
 from ..stream import PolicyWeights
 from .engine import VLLMEngine
 from .support import adapter_arguments, check_architecture, supported_precisions

@@ -18,8 +18,8 @@ from ...layers.exact import Kernels
 from ...models.linears import dense_linears
 from ...noise import noised_norms
 from ...precisions import PRECISIONS
+from ...reading import reading
 from ...storage.quantization import check_prepared
-from ...storage.reading import reading
 from ...trl_seams import empty_cache, exchanged, llm_with
 from ..fingerprint import fingerprint
 from ..stream import PolicyWeights

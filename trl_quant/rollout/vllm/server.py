@@ -26,8 +26,8 @@ from ...models.linears import dense_linears
 from ...models.positions import why_vllm_differs
 from ...noise import noised_norms
 from ...precisions import PRECISIONS, in_vllm
+from ...reading import reading
 from ...storage.quantization import prepared_precisions
-from ...storage.reading import reading
 from ...storage.source import skeleton
 from ...trl_seams import client_built
 from ..limits import finished_within

@@ -26,7 +26,7 @@ from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig
 
-from ...storage.reading import reading
+from ...reading import reading
 from ...storage.source import skeleton
 from .engine import VLLMEngine
 

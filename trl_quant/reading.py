@@ -92,9 +92,7 @@ def _is_readable(file: Path) -> bool:
         elif file.suffix == ".json":
             found = json.loads(file.read_text("utf-8-sig"))
             if file.name == "config.json" and "auto_map" not in found:
-                from .source import skeleton_of
-
-                skeleton_of(file.parent)
+                _build(file.parent)
         elif file.suffix in (".jinja", ".txt", ".py"):
             file.read_text("utf-8")
         elif file.suffix == ".safetensors":
@@ -111,6 +109,18 @@ def _is_readable(file: Path) -> bool:
             raise
         return False
     return True
+
+
+def _build(directory: Path) -> None:
+    """Builds the model that a config.json describes, without memory, if transformers knows its class."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(directory)
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    if kind is not None:
+        with torch.device("meta"):
+            kind(config)
 
 
 def _blamed(places: tuple[str | Path, ...]) -> str:
