@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from packaging.requirements import Requirement
@@ -415,3 +417,18 @@ def test_a_live_engine(tmp_path):
         streamed.clear()
         filled.clear()
         llm.reset_prefix_cache()
+
+
+def test_the_type_of_tempered_logits():
+    """`exact_rollouts` scores them as the second model runner does: in 16 bits in 0.26, in FP32 in later versions."""
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    from trl_quant.rollout.vllm import exact
+
+    sampler = MagicMock(needs_logits_processing=np.ones(1, bool), logits_processors=[])
+    rest = list(inspect.signature(Sampler.apply_sampling_params).parameters)[2:]
+    given = dict.fromkeys(rest, MagicMock()) | {"idx_mapping_np": np.zeros(1, int), "skip_top_k_top_p": True}
+    logits = torch.zeros(1, 8, dtype=torch.bfloat16)
+    processed = Sampler.apply_sampling_params(sampler, logits, **given)
+    assert processed.dtype == (torch.bfloat16 if exact.DIVIDES_IN_16_BITS else torch.float32)
+    sampler.sampling_states.apply_temperature.assert_called_once()

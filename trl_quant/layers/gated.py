@@ -32,8 +32,7 @@ class _SiluMul(torch.autograd.Function):
 
         flat = [x.reshape(-1, x.shape[-1]) for x in (gate, up)]
         if FORMATS[format].grouped:
-            inverts = products.inverts(gate.dtype)
-            rows, columns, y = kernels.groups(flat[0], FORMATS[format].least_amax, inverts, both, flat[1])
+            rows, columns, y = kernels.groups(flat[0], FORMATS[format].least_amax, products.inverts(), both, flat[1])
         else:
             rows, y = kernels.rows(flat[0], format, True, flat[1])
             columns = rows

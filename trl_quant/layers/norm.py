@@ -29,7 +29,7 @@ class _Norm(torch.autograd.Function):
 
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        inverts = format is not None and products.inverts(dtype)
+        inverts = format is not None and products.inverts()
         y, _, codes = kernels.rms_norm(x, weight, eps, None, format, dtype, inverts)
         if codes is not None:
             remember(y, dtype, codes, None if FORMATS[format].grouped else codes)

@@ -137,16 +137,16 @@ def quantize_groups_for_both(x: Tensor, least: float, inverts: bool = False) -> 
 _engine_inverts = False  # set by `follow_groups`
 
 
-def inverts(dtype: torch.dtype) -> bool:
-    """Whether inputs of this type are quantized to "fp8_block" by a multiplication; see [`follow_groups`]."""
-    return _engine_inverts and dtype != torch.float32
+def inverts() -> bool:
+    """Whether inputs are quantized to "fp8_block" by a multiplication; see [`follow_groups`]."""
+    return _engine_inverts
 
 
 def follow_groups(quantizer: Callable[[Tensor], tuple[Tensor, Tensor]], device: torch.device) -> None:
     """
     Makes this process quantize inputs to "fp8_block" as an engine's `quantizer` on `device` does, which maps BF16
-    values (T, K) to codes (T, K) and scales (T, K / 128). vLLM 0.26 divides values by their scale. vLLM 0.33 multiplies
-    those of 16 bits by the rounded inverse of the scale. Raises `ValueError` if the quantizer follows neither rule.
+    values (T, K) to codes (T, K) and scales (T, K / 128). vLLM 0.26 divides values by their scale, and vLLM 0.33
+    multiplies them by its rounded inverse. Raises `ValueError` if the quantizer follows neither rule.
     """
     global _engine_inverts
     mantissas = 1 + torch.arange(128) / 128  # each over each: among the quotients are some between two codes
@@ -184,8 +184,8 @@ def quantize_for_both(x: Tensor, least: float = FP8Block.least_amax) -> tuple[Qu
     if has_kernels(x, "fp8_block"):
         from ..kernels import unified as kernels
 
-        return kernels.quantize_groups_for_both(x, least, inverts(x.dtype))
-    return quantize_groups_for_both(x, least, inverts(x.dtype))
+        return kernels.quantize_groups_for_both(x, least, inverts())
+    return quantize_groups_for_both(x, least, inverts())
 
 
 def quantize_gradient(dy: Tensor, scale: Tensor) -> QuantizedTensor:
@@ -404,8 +404,8 @@ def _grouped(x: Tensor, least: float) -> QuantizedTensor:
     if has_kernels(x, "fp8_block"):
         from ..kernels import unified as kernels
 
-        return kernels.quantize_groups(x, least, inverts(x.dtype))
-    return quantize_groups(x, least, inverts(x.dtype))
+        return kernels.quantize_groups(x, least, inverts())
+    return quantize_groups(x, least, inverts())
 
 
 def _exact_sums(x: Tensor, w: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ import sys
 from functools import partial
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
+from vllm import __version__
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -35,6 +37,10 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from ...layers.exact import Kernels, log_softmax
 from ...layers.norm import rms_norm
 from ...layers.packed import Packed
+
+
+# vLLM 0.26 rounds the tempered logits to the model's type again; every later version copies the logits to FP32 first
+DIVIDES_IN_16_BITS = Version(__version__) < Version("0.27")
 
 
 def exact_arguments(given: dict) -> dict:
@@ -129,10 +135,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, windo
 
 def _score(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """
-    Computes the log-probabilities of `ids` as vLLM's second model runner does, which divides the logits in place by the
-    temperature, and so rounds them again.
+    Computes the log-probabilities of `ids` as vLLM's second model runner does, which divides the logits by the
+    temperature in place.
     """
     if temperature != 1:
+        logits = logits if DIVIDES_IN_16_BITS else logits.float()
         request_of_row = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
         apply_temperature(logits, request_of_row, torch.full((1,), temperature, device=logits.device))
     return compute_token_logprobs(logits, ids.unsqueeze(1)).squeeze(1), logits
