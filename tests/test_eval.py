@@ -205,7 +205,7 @@ def test_batches_differ_in_their_random_state(argv, tmp_path):
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        (["--num_samples", "3"], "0.6 here; num_samples: None there, 3 here; top_p: 1.0 there"),
+        (["--num_samples", "3"], "0.6 here; top_p: 1.0 there, 0.95 here; num_samples: None there, 3 here"),
         (["--rollout_precision", "int8"], "rollout_precision: 'bf16' there, 'int8' here"),
         (["--num_questions", "5"], "num_questions: None there, 5 here; questions: 6 there, 5 here; questions_digest"),
         (["--seed", "1"], "(seed: 0 there, 1 here)"),

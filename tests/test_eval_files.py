@@ -109,9 +109,7 @@ def test_prompts_of_another_template_are_refused(argv, tmp_path, unloaded, monke
     monkeypatch.setattr(evaluation, "CONFIGS", ())
     with pytest.raises(pytest.fail.Exception):
         main(argv)
-    monkeypatch.setattr(
-        evaluation, "describe", lambda args, trained, questions, prompts: answers(args, trained, questions, prompts[1:])
-    )
+    monkeypatch.setattr(evaluation, "describe", lambda *given: answers(*given[:-1], given[-1][1:]))
     refused(argv, tmp_path, "(prompts_digest: '")
 
 

@@ -18,7 +18,8 @@ from trl_quant.cli import main
 from trl_quant.cli.report import mismatch_parser
 from trl_quant.corrections.diagnostics import POSITIONS
 from trl_quant.layers import EngineWeight
-from trl_quant.report.mismatch import MismatchOptions, about_operators, chart, described, measure
+from trl_quant.report.mismatch import DEFAULTS, MismatchOptions, about_operators, chart, described, measure
+from trl_quant.report.run_settings import take
 from trl_quant.report.trained import Trained, build_engine
 from trl_quant.rollout import SharedEngine, TransformersEngine
 from trl_quant.rollout.verify.activations import Comparison
@@ -192,9 +193,7 @@ def test_the_mismatch_of_tokens(tmp_path):
 
 def settings(model: str, *options: str) -> MismatchOptions:
     args = MismatchOptions(**vars(mismatch_parser().parse_args(["--mismatch", model, "--dtype", "bfloat16", *options])))
-    trained = Trained.find(model)
-    for name in ("rollout_precision", "train_precision"):
-        setattr(args, name, getattr(args, name) or trained.settings.get(name) or "bf16")
+    take(args, Trained.find(model).settings, DEFAULTS)
     return args
 
 

@@ -17,7 +17,7 @@ import trl_quant.cli.train as train
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main
 from trl_quant.report.memory import Shape
-from trl_quant.report.plan import longest_prompt, number_of_steps
+from trl_quant.report.plan import longest_prompt, memory_of_machine, number_of_steps
 
 
 # Steps and prompts
@@ -129,9 +129,10 @@ def test_no_memory_is_told_of_other_layers_than_dense_ones(options, capsys, unlo
 
 
 def test_the_card_is_the_one_that_is_named(model_dir, options, capsys, unloaded):
-    main(["plan", model_dir, *options, "--card", "0.5"])
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", model_dir, *options, "--card", "0.5"])
     told = capsys.readouterr().out
-    assert "a GPU with 0.5 GB" in told and "does not fit" in told
+    assert ended.value.code == 1 and "with 0.5 GB" in told and "does not fit" in told
     main(["plan", model_dir, *options, "--card", "80"])
     assert ": fits" in capsys.readouterr().out
     for card in ("-1", "inf", "nan"):
@@ -148,7 +149,7 @@ def test_the_model_may_be_named_as_in_training(model_dir, options, capsys, unloa
         ["--model_name_or_path", model_dir, *options],
         [*options, f"--model_name_or_path={model_dir}"],
         ["--config", str(tmp_path / "run.yaml"), *options],
-        ["--card", "80", model_dir, *options],
+        ["--card", str(memory_of_machine() / 10**9), model_dir, *options],
     ):
         main(["plan", *argv])
         assert capsys.readouterr().out == planned, argv
@@ -210,7 +211,7 @@ def test_a_plan_needs_no_server(model_dir, options, capsys, unloaded, monkeypatc
 def test_what_this_machine_lacks_ends_a_dry_run_alone(model_dir, options, capsys, unloaded):
     """A plan is for any machine, and says it; a dry run of training ends there with the same words."""
     quantized = ["--rollout_precision", "fp8", "--use_vllm", "true"]
-    main(["plan", model_dir, *options, *quantized])
+    main(["plan", model_dir, *options, *quantized, "--card", "80"])
     told = capsys.readouterr().out
     assert "vLLM in the training process" in told and "engine 24" in told
     lacking = told.partition("This machine: it cannot. ")[2].strip()

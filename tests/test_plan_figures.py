@@ -379,34 +379,69 @@ def test_costs_are_those_that_were_measured():
                 if trainer.startswith("trl") or "+" in trainer or not shape.endswith("equal"):
                     continue
                 seconds = middle(trl[shape], "step"), middle(trl[shape], "scoring"), middle(result, "step")
-                sides = map(int, shape.removesuffix(" equal").split("x"))
+                sides = [*map(int, shape.removesuffix(" equal").split("x"))]
                 adapted = content["arguments"]["lora"] > 0
-                planned = run["size"], adapted, lora_sync, train or None, rollout, how == "exact", *sides
+                micro = min(run["micro"], sides[0])
+                planned = run["size"], adapted, lora_sync, train or None, rollout, how == "exact", *sides, micro
                 step = measured.Step(*planned, *(round(value, 2) for value in seconds))
                 found.setdefault(planned, step)  # the first host's, where two hosts have the step
     assert set(measured.STEPS) == set(found.values()) and len(measured.STEPS) == len(found)
 
 
-def test_a_cost_is_told_where_it_was_measured_alone(shapes, tmp_path):
-    def cost(size: str = "7b", rank: int = 32, **settings) -> str:
-        args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **settings)
-        return measured.cost(args, shapes[size, rank])
+MEASURED = {"use_vllm": True, "vllm_mode": "colocate", "max_completion_length": 1000, "num_generations": 8}
+MEASURED |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8}
 
-    colocated = {"use_vllm": True, "vllm_mode": "colocate", "max_completion_length": 1100}
-    told = cost(rollout_precision="fp8", **colocated)
+
+@pytest.fixture
+def cost(shapes, tmp_path):
+    def of(size: str = "7b", rank: int = 32, dtype=torch.bfloat16, kind: type = QuantGRPOConfig, **settings) -> str:
+        args = kind(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **settings)
+        return measured.cost(args, shapes[size, rank], dtype)
+
+    return of
+
+
+def test_a_cost_is_told_where_it_was_measured_alone(cost):
+    told = cost(rollout_precision="fp8", **MEASURED)
     assert told.startswith("12.99 s a step against TRL's 19.89 s, 1.53x (1.30x") and "of 1024 new tokens" in told
-    assert cost(rank=0, rollout_precision="bf16", **colocated).startswith("13.99 s")
-    assert cost(rank=0, rollout_precision="fp8", **colocated).startswith("not measured")
+    assert cost(rank=0, rollout_precision="bf16", **MEASURED).startswith("13.99 s")
+    assert cost(rank=0, rollout_precision="fp8", **MEASURED).startswith("not measured")
     assert cost() == "as TRL's, which this run is"
-    ppo = QuantPPOConfig(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[])
-    assert measured.cost(ppo, shapes["7b", 32]) == "not measured with this trainer"  # TRL has no such PPO
-    told = cost("32b", rollout_precision="fp8", train_precision="fp8", lora_sync="adapter", **colocated)
+    assert cost(kind=QuantPPOConfig) == "not measured with this trainer"  # TRL has no such PPO
+    eight = MEASURED | {"max_completion_length": 512, "gradient_accumulation_steps": 1}
+    told = cost("32b", rollout_precision="fp8", train_precision="fp8", lora_sync="adapter", **eight)
     assert told.startswith("8.89 s a step against TRL's 13.95 s")
-    told = cost("32b", rollout_precision="fp8", train_precision="fp8", lora_sync="merge", **colocated)
+    told = cost("32b", rollout_precision="fp8", train_precision="fp8", lora_sync="merge", **eight)
     assert told.startswith("not measured")
     assert "embedded" in cost(rollout_precision="fp8")
-    unlimited = colocated | {"max_completion_length": None}
+    unlimited = MEASURED | {"max_completion_length": None}
     assert cost(rollout_precision="fp8", **unlimited) == "not measured without a `max_completion_length`"
     for other in ({"rollout_precision": "int8"}, {"rollout_precision": "fp8", "vllm_mode": "server"}):
-        assert cost(**colocated | other).startswith("not measured")
-    assert cost("14b", rollout_precision="fp8", **colocated).startswith("not measured")
+        assert cost(**MEASURED | other).startswith("not measured")
+    assert cost("14b", rollout_precision="fp8", **MEASURED).startswith("not measured")
+
+
+def test_a_run_with_other_settings_is_told_in_what_it_differs(cost):
+    """Each alone takes the figure away, and is named; a batch of the same size in other parts too."""
+    others = {
+        "a policy in float32 (measured: bfloat16)": {"dtype": torch.float32},
+        "8 completions a generation (measured: 64)": {"gradient_accumulation_steps": 1},
+        "300 tokens a completion": {"max_completion_length": 300},
+        "1000 tokens a micro-batch (measured: 8192)": {
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 64,
+        },
+        "2 updates a generation": {"num_iterations": 2},
+        "4 updates a generation": {"gradient_accumulation_steps": 2, "steps_per_generation": 8},
+        "no `gradient_checkpointing`": {"gradient_checkpointing": False},
+        "`use_liger_kernel`": {"use_liger_kernel": True},
+        "padded rows": {"pack_sequences": False},
+        "a reference model": {"beta": 0.04},
+        "`is_correction`='trl', which scores a generation first": {"is_correction": "trl"},
+    }
+    for words, settings in others.items():
+        told = cost(rollout_precision="fp8", **MEASURED | settings)
+        assert told.startswith("not measured for such a run. The nearest") and words in told, told
+        assert "s a step" not in told
+    told = cost(rollout_precision="fp8", **MEASURED | {"max_completion_length": 1200})  # a sixth more
+    assert told.startswith("12.99 s")

@@ -204,6 +204,12 @@ def bitsandbytes_bases() -> list[str]:
     return [name for name in frozen_bases() if FORMATS[PRECISIONS[name].format].bitsandbytes]
 
 
+def four_bits() -> list[str]:
+    """Returns the precisions whose weights have 4 bits each."""
+    formats = {name: FORMATS.get(precision.format) for name, precision in PRECISIONS.items()}
+    return [name for name, format in formats.items() if format is not None and format.bits < 8]
+
+
 def with_products() -> list[str]:
     """Returns the precisions whose codes are multiplied: those that quantize a layer's inputs too."""
     formats = {name: FORMATS[precision.format] for name, precision in PRECISIONS.items() if precision.format}

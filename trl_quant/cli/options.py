@@ -106,15 +106,24 @@ def chosen_trainer(argv: list[str], defaults: dict | None = None) -> str:
     Returns the `--trainer` of a command line, of its `--config` file, or of `defaults`, before any other option is
     read. Any other value counts as the first trainer here, and is refused later with the other options.
     """
+    name = given(argv, "trainer") or (defaults or {}).get("trainer")
+    return name if name in [*TRL_CONFIGS] else next(iter(TRL_CONFIGS))
+
+
+def given(argv: list[str], name: str):
+    """
+    Returns the value of an option on a command line, or in its `--config` file; `None` if it has none. The value is not
+    checked, and a file that cannot be read is refused later.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--trainer", nargs="?")
+    parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, nargs="?", const=True)
     parser.add_argument("--config", nargs="?")
-    given, _ = parser.parse_known_args(argv)
-    found = {}
-    with suppress(OSError, ValueError):  # a file that cannot be read is refused later
-        found = read_config(given.config)
-    name = given.trainer or found.get("trainer") or (defaults or {}).get("trainer")
-    return name if name in list(TRL_CONFIGS) else next(iter(TRL_CONFIGS))
+    found, _ = parser.parse_known_args(argv)
+    if getattr(found, name) is not None:
+        return getattr(found, name)
+    with suppress(OSError, ValueError):
+        return read_config(found.config).get(name)
+    return None
 
 
 def read_config(path: str | None) -> dict:

@@ -43,11 +43,12 @@ def mismatch_parser() -> argparse.ArgumentParser:
         description="reports where the engine's activations differ from the trainer's, and the effect on tokens",
     )
     options.add_argument("--mismatch", required=True, metavar="MODEL_OR_RUN", help="hub id, directory or run")
-    add_engine_options(options, dtype="mixed")
-    options.add_argument("--prompts", metavar="FILE.jsonl", help="column 'prompt' or 'question' (default: a few texts)")
+    add_engine_options(
+        options, {"dtype": "mixed", "max_completion_length": "128", "temperature": "1", "top_p": "all tokens"}
+    )
+    prompts = "column 'prompt' or 'question' (default: the run's data, else a few texts)"
+    options.add_argument("--prompts", metavar="FILE.jsonl", help=prompts)
     options.add_argument("--num_completions", type=int, default=8, help="how many (default: %(default)s)")
-    options.add_argument("--max_completion_length", type=int, default=128, help="tokens (default: %(default)s)")
-    options.add_argument("--temperature", type=float, default=1.0, help="of sampling (default: %(default)s)")
     options.add_argument("--output", default="report.png", help="chart, or all numbers as .json (default: %(default)s)")
     return options
 

@@ -140,10 +140,12 @@ def main(argv: list[str] | None = None, reward_funcs: list[Callable] | None = No
 def train_or_plan(script_args: TrainArguments, arguments: dict, trainer_class: type | None = None) -> None:
     """Trains as [`launch.train`] does, or with `--dry_run` prints the plan of the run."""
     if not script_args.dry_run:
-        launch.train(arguments, trainer_class or launch.TRAINERS[script_args.trainer])
+        launch.train(arguments, trainer_class or launch.TRAINERS[script_args.trainer], script_args.data_settings())
         return
     launch.checkpoint_of(arguments)
     plan = make_plan(**arguments)
     print("\n".join(plan.lines))
     if plan.refused is not None:
         raise plan.refused
+    if not plan.fits:
+        raise SystemExit(1)

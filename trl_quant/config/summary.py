@@ -1,7 +1,10 @@
 """Describes a run in one line: the source of its samples, their correction, and how an adapter reaches the sampler.
 
 Sampling: INT8, embedded (numerics only, no speed-up); correction tis, cap 2; LoRA merged
+Sampling: FP8, vLLM in the training process; correction tis, cap 2; lacks for README's speed: policy in FP32, no LoRA
 """
+
+import torch
 
 from ..precisions import with_products
 from ..rollout.spec import EngineSpec
@@ -9,6 +12,8 @@ from .fields import QuantFields
 from .hyperparameters import setting_fields
 
 
+# Completion tokens of a micro-batch from which on an update in 8 bits is the faster one, in `benchmarks/results`
+MICRO_BATCH = 4096
 NUMERICS = "(numerics only, no speed-up)"
 MULTIPLIES = "(in low precision on a GPU)"
 PLACES = {
@@ -21,13 +26,15 @@ PLACES = {
 }
 
 
-def summary(args: QuantFields, adapted: bool) -> str:
+def summary(args: QuantFields, adapted: bool, dtype: torch.dtype | None = None, on_cpu: bool | None = None) -> str:
     """
     Describes a run with these settings.
 
     Args:
         args ([`QuantFields`]): The run's settings.
         adapted (`bool`): Whether the policy has an adapter.
+        dtype (`torch.dtype`, *optional*): Type in which the policy is loaded.
+        on_cpu (`bool`, *optional*): Whether a CPU trains; by default whether `args` say so.
 
     Returns:
         `str`: One line.
@@ -43,7 +50,33 @@ def summary(args: QuantFields, adapted: bool) -> str:
         parts.append(f"UAQ, scale {args.uaq_scale:g}")
     if args.dynamic_sampling_rounds:
         parts.append(f"dynamic sampling, at most {args.dynamic_sampling_rounds} further rounds")
+    lacking = [] if on_cpu or (on_cpu is None and args.use_cpu) else lacks_for_speed(args, adapted, dtype)
+    if lacking:
+        parts.append(f"lacks for README's speed: {', '.join(lacking)}")
     return "; ".join(parts)
+
+
+def lacks_for_speed(args: QuantFields, adapted: bool, dtype: torch.dtype | None) -> list[str]:
+    """
+    Returns what README's fastest step has and a run with these settings lacks; nothing for a run that no engine makes
+    faster, which is one without vLLM. The arguments are those of [`summary`].
+    """
+    if args.rollout_precision is None or not args.use_vllm:
+        return []
+    lacking = []
+    if dtype == torch.float32:
+        lacking.append("policy in FP32 (`dtype`='bfloat16')")
+    if not adapted:
+        lacking.append("no LoRA")
+    if args.train_precision is None:
+        lacking.append("`train_precision` is not set")
+    if args.max_completion_length is not None:
+        tokens = args.per_device_train_batch_size * args.max_completion_length
+        if tokens < MICRO_BATCH:
+            lacking.append(
+                f"micro-batches of at most {tokens} tokens (`per_device_train_batch_size`), not {MICRO_BATCH}"
+            )
+    return lacking
 
 
 def title(precision: str) -> str:

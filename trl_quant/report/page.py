@@ -67,7 +67,11 @@ def page(runs: Sequence[Run]) -> str:
         *(_findings(i, group) for i, group in enumerate(groups)),
         "</div></section>",
         "<section aria-labelledby=runs><h2 id=runs>Runs</h2>",
-        _table(f"Rewards and the last KL are means over {ENDS} logged steps.", HEADER, [row(run) for run in runs]),
+        _table(
+            f"Rewards and the last KL are means over {ENDS} logged steps; over a quarter of fewer than {4 * ENDS}.",
+            HEADER,
+            [row(run) for run in runs],
+        ),
         "</section>",
     ]
     differing = differences(groups)

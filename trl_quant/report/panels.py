@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from .findings import POSITION, buckets
-from .runs import ENDS, KL, REWARD, TOKENS_PER_SECOND, Group, Run, grouped
+from .runs import KL, REWARD, TOKENS_PER_SECOND, Group, Run, grouped
 from .terminal import printable
 
 
@@ -291,7 +291,7 @@ def _draw_position(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[st
                 axis.plot(at, means, linestyle=style, label=group.name, **look)
     axis.set_xticks(range(len(metrics)), [f"{bucket}…" if bucket.endswith("-") else bucket for bucket in metrics])
     axis.set(xlabel="token of the completion", ylabel=panel.unit)
-    return {f"last {ENDS} steps": "-", f"first {ENDS}": "--"}
+    return {"last steps": "-", "first steps": "--"}
 
 
 def _draw_bars(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[str, str]:

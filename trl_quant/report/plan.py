@@ -7,6 +7,7 @@ Only the model's config and tokenizer are read. The model is built on the meta d
 """
 
 import math
+import os
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +22,9 @@ from ..config.summary import summary
 from ..policy.frozen import on_frozen_base
 from ..precisions import bitsandbytes_bases
 from ..reading import reading
+from .cures import Planned, cures
 from .measured import cost
-from .memory import BESIDE, Memory, Shape, estimate
+from .memory import BESIDE, Memory, Shape
 
 
 GB = 10**9
@@ -42,12 +44,14 @@ class Plan:
             teacher or a critic.
         steps (`int`): Optimizer steps.
         refused (`Exception` or `None`): The reason why this machine cannot start the run.
+        fits (`bool`): Whether the estimated memory is there; also `True` where it is not estimated.
     """
 
     lines: list[str]
     memory: Memory | None
     steps: int
     refused: Exception | None
+    fits: bool = True
 
 
 def make_plan(
@@ -56,6 +60,7 @@ def make_plan(
     peft_config: PeftConfig | None,
     train_dataset: Dataset,
     card: int | None = None,
+    on_cpu: bool | None = None,
     **others,
 ) -> Plan:
     """
@@ -66,7 +71,8 @@ def make_plan(
         args ([`~config.fields.QuantFields`]): The run's settings, such as a [`QuantGRPOConfig`].
         peft_config ([`~peft.PeftConfig`] or `None`): The adapter.
         train_dataset (`datasets.Dataset`): The prompts.
-        card (`int`, *optional*): Bytes of the GPU; by default this machine's, or 80 GB.
+        card (`int`, *optional*): Bytes of the GPU; by default this machine's, or 80 GB. With a CPU, of its memory.
+        on_cpu (`bool`, *optional*): Whether a CPU trains; by default whether `args` say so.
         others: The trainer's other arguments: `reward_funcs` or `teacher_model`, `eval_dataset`, `quantization_config`.
 
     Returns:
@@ -76,6 +82,7 @@ def make_plan(
         `ValueError` or `ImportError`: for options that the trainer would refuse on any machine.
     """
     args.resolve_for(adapted=peft_config is not None)
+    on_cpu = args.use_cpu if on_cpu is None else on_cpu
     refused = None
     try:
         check_machine(args)
@@ -106,7 +113,7 @@ def make_plan(
 
     adapted = f", and an adapter of {shape.adapter / 1e6:.1f} million" if shape.adapter else ""
     lines = [
-        f"{summary(args, peft_config is not None)}.",
+        f"{summary(args, peft_config is not None, dtype, on_cpu)}.",
         f"Model: {model}, {shape.parameters / 1e9:.2f} billion parameters{adapted}, loaded in {dtype}".replace(
             "torch.", ""
         ),
@@ -126,13 +133,15 @@ def make_plan(
     elif args.has_critic or not args.has_rewards:
         lines.append(f"Memory: not estimated with a {'critic' if args.has_critic else 'teacher'}")
     else:
-        if card is None:
-            card = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else CARD
-        memory = estimate(args, shape, dtype, prompt, card)
-        lines += _memory_lines(memory, card)
-    lines.append(f"Cost against BF16: {cost(args, shape)}")
+        place, card = _card(card, on_cpu)
+        planned = Planned(args, config, shape, dtype, prompt, card, on_cpu)
+        memory = planned.memory()
+        lines += _memory_lines(memory, place, card)
+        if memory.card > card:
+            lines += ["It would fit with one of these changes:", *(f"  {line}" for line in cures(planned))]
+    lines.append(f"Cost against BF16: {cost(args, shape, dtype)}")
     lines.append("This machine: " + ("no obstacle found" if refused is None else f"it cannot. {refused}"))
-    return Plan(lines, memory, total, refused)
+    return Plan(lines, memory, total, refused, memory is None or memory.card <= card)
 
 
 def number_of_steps(args: QuantFields, prompts: int) -> int:
@@ -163,9 +172,23 @@ def _dtype(given, config) -> torch.dtype:
     return getattr(torch, given) if isinstance(given, str) else given
 
 
-def _memory_lines(memory: Memory, card: int) -> list[str]:
+def _card(card: int | None, on_cpu: bool) -> tuple[str, int]:
+    """Returns what trains, in words, and the bytes of its memory; `card` if they are given."""
+    if on_cpu:
+        return "a CPU", memory_of_machine() if card is None else card
+    if card is None and torch.cuda.is_available():
+        card = torch.cuda.mem_get_info()[1]
+    return ("a GPU", card) if card is not None else ("a GPU (there is none here; `--card` says another)", CARD)
+
+
+def memory_of_machine() -> int:
+    """Returns the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _memory_lines(memory: Memory, place: str, card: int) -> list[str]:
     """Describes the memory by part."""
-    lines = [f"Memory of a GPU with {card / GB:.4g} GB, estimated, in GB:"]
+    lines = [f"Memory of {place} with {card / GB:.4g} GB, estimated, in GB:"]
     for heading, parts in (("held", memory.held), ("training", memory.training), ("sampling", memory.sampling)):
         sizes = [f"{name} {size / GB:.2f}" for name, size in parts.items() if size]
         if sizes:

@@ -26,7 +26,7 @@ from ..reading import reading
 
 
 REWARD, LOSS, KL = "reward", "loss", "mismatch/kl_k3"
-ENDS = 5  # a run's first or last value is the mean over so many logged steps
+ENDS = 5  # a run's first or last value is the mean over at most so many logged steps
 TOKENS_PER_SECOND = "tokens_per_second"  # not logged by TRL; `Run.series` computes it
 LARGEST = 1e100  # largest value that is used: squares of larger ones overflow, and axes cannot show them
 MOST_STEPS = 2**53
@@ -84,15 +84,18 @@ class Run:
         """Returns the metrics with this prefix, in the order in which they were first logged."""
         return [name for name in self._columns if name.startswith(prefix)]
 
-    def first(self, metric: str) -> float | None:
-        """Returns the mean over the first logged steps; `None` if there are none."""
-        values = self.values(metric)[:ENDS]
-        return fmean(values) if values else None
+    def first(self, metric: str, parts: int = 4) -> float | None:
+        """
+        Returns the mean over the first logged steps: `ENDS`, or one of `parts` equal parts of the run where that is
+        less, so that both ends of a short run are its ends. `None` if there are none.
+        """
+        values = self.values(metric)
+        return fmean(values[: _end(values, parts)]) if values else None
 
-    def last(self, metric: str) -> float | None:
-        """Returns the mean over the last logged steps; `None` if there are none."""
-        values = self.values(metric)[-ENDS:]
-        return fmean(values) if values else None
+    def last(self, metric: str, parts: int = 4) -> float | None:
+        """Returns the mean over the last logged steps, as many as [`first`] takes; `None` if there are none."""
+        values = self.values(metric)
+        return fmean(values[-_end(values, parts) :]) if values else None
 
     def _tokens_per_second(self) -> tuple[list[int], list[float]]:
         """
@@ -124,6 +127,10 @@ class Run:
         if self.finished or self.steps in ends:  # an end before the last step is one after which the run went on
             return "done"
         return f"at step {self.steps}" + (f" of {self.total}" if self.total else "")
+
+
+def _end(values: Sequence[float], parts: int) -> int:
+    return max(1, min(ENDS, len(values) // parts))
 
 
 def is_number(value) -> bool:

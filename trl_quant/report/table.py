@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Table
 
 from . import speed
-from .runs import ENDS, KL, REWARD, Run
+from .runs import KL, REWARD, Run
 from .terminal import plain
 
 
@@ -18,15 +18,15 @@ HEADER = ("run", "reward", "held-out", "KL mean", "last", "weight", "s", "status
 
 
 def row(run: Run) -> list[str]:
-    """Returns a run's row below `HEADER`. First and last rewards and the last KL are means over `ENDS` steps."""
-    reward, kl, weight = run.values(REWARD), run.values(KL), run.values(WEIGHT)
+    """Returns a run's row below `HEADER`. First and last rewards and the last KL are means over a few steps."""
+    kl, weight = run.values(KL), run.values(WEIGHT)
     held_out = next(filter(None, map(run.values, HELD_OUT)), [])
     seconds = run.values("train_runtime")
     cells = [
-        f"{fmean(reward[:ENDS]):.2f}→{fmean(reward[-ENDS:]):.2f}" if reward else "",
+        f"{run.first(REWARD):.2f}→{run.last(REWARD):.2f}" if run.values(REWARD) else "",
         "→".join(f"{value:.2f}" for value in (held_out[:1] + held_out[1:][-1:])),
         f"{fmean(kl):.1e}" if kl else "",
-        f"{fmean(kl[-ENDS:]):.1e}" if kl else "",
+        f"{run.last(KL):.1e}" if kl else "",
         f"{fmean(weight):.3f}" if weight else "",
         f"{seconds[-1]:.0f}" if seconds else "",
     ]

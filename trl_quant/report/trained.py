@@ -20,6 +20,7 @@ from ..policy.positions import fix_positions
 from ..policy.unified import checkpoint_dtype, unify
 from ..precisions import bitsandbytes_bases, frozen_bases, in_vllm, qat_precisions, train_precisions
 from ..reading import reading
+from ..rollout.sampling_options import BOTH, acts
 from ..rollout.spec import EngineSpec, default_lora_sync, engine_kind
 from ..rollout.vllm.support import check_device, check_engine_kwargs
 from ..storage.quantization import gathered_dtype, prepared_precisions
@@ -30,35 +31,51 @@ logger = logging.getLogger(__name__)
 
 BF16 = "bf16"
 FORWARD_TYPES = {"mixed": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}
+FORWARD_TYPES |= {"mixed_bfloat16": torch.bfloat16}  # TRL's autocast over weights that are in BF16 already
+# Sampling option -> whether a value is allowed, and the words for it
+RANGES = {
+    "temperature": (lambda value: value > 0, "> 0"),
+    "top_p": (lambda value: 0 < value <= 1, "> 0 and <= 1"),
+    "top_k": (lambda value: value >= 0, ">= 0; 0 for all tokens"),
+    "min_p": (lambda value: 0 <= value <= 1, ">= 0 and <= 1"),
+    "repetition_penalty": (lambda value: value > 0, "> 0"),
+}
 MODES = {"embedded": "embedded", "vllm": "colocate"}  # `--engine` -> what samples, as in `rollout.spec.engine_kind`
 
 
 @dataclass
 class EngineOptions:
     """
-    Options for the engine and the policy, under the names that they have on the command line.
+    Options for the engine and the policy, under the names that they have on the command line. `None` stands for the
+    run's own value, or the command's default where the model is no run ([`~report.run_settings.take`]).
 
     Attributes:
-        rollout_precision (`str` or `None`): The engine's precision; `None` for the run's, else BF16.
-        train_precision (`str` or `None`): The policy's precision; `None` for the run's, else BF16.
-        engine (`str`): Key of `MODES`.
-        vllm_engine_kwargs (`str`): Further arguments of vLLM's `LLM`, a JSON object.
+        rollout_precision (`str` or `None`): The engine's precision.
+        train_precision (`str` or `None`): The policy's precision.
+        engine (`str` or `None`): Key of `MODES`.
+        vllm_engine_kwargs (`str` or `None`): Further arguments of vLLM's `LLM`, a JSON object.
         vllm_gpu_memory_utilization (`float`): Share of the GPU's memory for vLLM.
-        dtype (`str`): Key of `FORWARD_TYPES`: types of the trainer's forward pass.
+        dtype (`str` or `None`): Key of `FORWARD_TYPES`: types of the trainer's forward pass.
         trust_remote_code (`bool`): Whether the model's own Python may run.
-        max_completion_length (`int`): Largest number of tokens of a completion.
-        temperature (`float` or `None`): Temperature of sampling.
+        max_completion_length (`int` or `None`): Largest number of tokens of a completion.
+        temperature, top_p, min_p, repetition_penalty (`float` or `None`), top_k (`int` or `None`): Of sampling.
+        generation_kwargs (`str` or `None`): Further sampling options, a JSON object.
     """
 
     rollout_precision: str | None
     train_precision: str | None
-    engine: str
-    vllm_engine_kwargs: str
+    engine: str | None
+    vllm_engine_kwargs: str | None
     vllm_gpu_memory_utilization: float
-    dtype: str
+    dtype: str | None
     trust_remote_code: bool
-    max_completion_length: int
+    max_completion_length: int | None
     temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    generation_kwargs: str | None
 
 
 @dataclass(frozen=True)
@@ -71,7 +88,9 @@ class Trained:
         base (`str`): Directory or id of the model's weights: `path`, or for an adapter its base.
         adapter (`bool`): Whether it is an adapter instead of a whole model.
         revision (`str` or `None`): Branch, tag or commit of an adapter's base on the hub.
-        settings (`dict`): The run's settings, as the checkpoint records them, TRL's among them.
+        settings (`dict`):
+            The run's settings, as the checkpoint records them, TRL's and the data's among them; `dtype` is that of the
+            policy's weights.
         trust (`bool`): Whether the model's own Python may run.
         denoises (`bool`): Whether it is a masked diffusion model.
         prepared (`bool`): Whether the base is a checkpoint of the run's precision that `trl-quant prepare` wrote.
@@ -103,6 +122,9 @@ class Trained:
             state = read_rollout_state(path)
             settings = state.get("arguments", {}) | state.get("settings", {})
             context = state.get("context")
+            settings = {key: None if value == "None" else value for key, value in settings.items()}  # as recorded
+            if "dtype" in state:
+                settings["dtype"] = state["dtype"]
             adapter = (Path(path) / "adapter_config.json").is_file()
             if adapter:
                 with reading(Path(path) / "adapter_config.json"):
@@ -134,7 +156,7 @@ class Trained:
     @property
     def template_arguments(self) -> dict:
         """The run's `chat_template_kwargs`, which a checkpoint records as Python writes them."""
-        return ast.literal_eval(self.settings.get("chat_template_kwargs") or "None") or {}
+        return ast.literal_eval(self.settings.get("chat_template_kwargs") or "{}")
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         own = (Path(self.path) / "tokenizer_config.json").is_file()
@@ -172,11 +194,26 @@ class Trained:
         return model.eval()
 
 
+def check_sampling(options: EngineOptions, instead: str = "") -> None:
+    """Raises `ValueError` for a sampling option out of its range. `instead` follows the temperature's range."""
+    for name, (is_allowed, allowed) in RANGES.items():
+        value = getattr(options, name)
+        if value is not None and not is_allowed(value):
+            told = allowed + (instead if name == "temperature" else "")
+            raise ValueError(f"`--{name}`={value:g} is out of range. It must be {told}.")
+
+
+def _json_object(options: EngineOptions, name: str) -> dict:
+    """Parses an option that is a JSON object."""
+    given = getattr(options, name)
+    try:
+        return dict(json.loads(given))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"`--{name}`={given!r} is not a JSON object: {error}.") from error
+
+
 def resolve_engine(options: EngineOptions, trained: Trained) -> dict:
-    """Fills in `options` from the run's record, checks that they fit together, and returns vLLM's arguments."""
-    for name in ("rollout_precision", "train_precision"):
-        if getattr(options, name) is None:
-            setattr(options, name, trained.settings.get(name) or BF16)
+    """Checks that the options, which are filled in, fit together, and returns vLLM's arguments."""
     if trained.prepared and options.train_precision != trained.settings["train_precision"]:
         raise ValueError(
             f"`--train_precision`={options.train_precision!r}, but the run's base {trained.base} holds its weights "
@@ -191,11 +228,8 @@ def resolve_engine(options: EngineOptions, trained: Trained) -> dict:
             f"`--train_precision`={options.train_precision!r} is bitsandbytes', which is not read here yet. Allowed: "
             f"{', '.join(map(repr, allowed))}."
         )
-    try:
-        kwargs = dict(json.loads(options.vllm_engine_kwargs))
-    except (ValueError, TypeError) as error:
-        given = options.vllm_engine_kwargs
-        raise ValueError(f"`--vllm_engine_kwargs`={given!r} is not a JSON object: {error}.") from error
+    kwargs = _json_object(options, "vllm_engine_kwargs")
+    _json_object(options, "generation_kwargs")
     if options.engine == "vllm":
         if options.rollout_precision not in in_vllm():
             raise ValueError(
@@ -236,29 +270,31 @@ def build_engine(
     num_sequences: int,
     kwargs: dict,
     schedule: dict | None = None,
-    **sampling,
 ) -> rollout.RolloutEngine:
     """
     Builds the engine of a run with these settings, and syncs the policy's weights to it.
 
     Args:
-        options ([`EngineOptions`]): The options, filled in by [`resolve_engine`].
+        options ([`EngineOptions`]): The options, filled in and checked by [`resolve_engine`].
         trained ([`Trained`]): The model or run whose policy samples.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The policy's tokenizer.
         longest_prompt (`int`): Tokens of the longest prompt.
         num_sequences (`int`): Number of sequences that vLLM may sample at a time.
         kwargs (`dict`): Further arguments of vLLM's `LLM`.
         schedule (`dict`, *optional*): How a masked diffusion model is denoised: fields of [`EngineSpec`].
-        sampling: Further arguments of the engine, such as `top_p`.
     """
     train_precision = None if options.train_precision == BF16 else options.train_precision
     mode = MODES[options.engine]
     default = default_lora_sync(mode, options.rollout_precision, train_precision)
     lora_sync = trained.settings.get("lora_sync") or default
     policy = trained.policy(options.train_precision, FORWARD_TYPES[options.dtype], lora_sync == "merge")
-    mixed = BF16 if options.dtype == "mixed" else "no"
+    mixed = BF16 if options.dtype.startswith("mixed") else "no"
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed)
-    given = {"temperature": options.temperature, "max_completion_length": options.max_completion_length} | sampling
+    given = {"temperature": options.temperature, "max_completion_length": options.max_completion_length}
+    given |= {name: getattr(options, name) for name in BOTH if acts(getattr(options, name), BOTH[name])}
+    generation_kwargs = _json_object(options, "generation_kwargs")
+    if generation_kwargs:
+        given["generation_kwargs"] = generation_kwargs
     given["trust_remote_code"] = trained.trust
     longest = context_like(trained, policy.config, longest_prompt + options.max_completion_length + 1)
     if options.engine == "vllm":
@@ -275,6 +311,7 @@ def build_engine(
         precision=options.rollout_precision,
         engine_kwargs=kwargs,
         lora_sync=lora_sync if trained.adapter else "merge",
+        cache_implementation=trained.settings.get("cache_implementation"),
         **(schedule or {}),
     )
     fix_positions(policy, longest)

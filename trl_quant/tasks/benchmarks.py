@@ -44,6 +44,7 @@ class Benchmark:
         answer (`str`): The dataset's column that is passed to the reward as `answer`.
         instruction (`str`): Text after each question.
         problems (`Callable` or `None`): Generates questions from a seed and from keywords for their difficulty.
+        config (`str` or `None`): The dataset's configuration.
     """
 
     reward: Callable[..., list[float | None]] = lenient_math_reward
@@ -52,12 +53,23 @@ class Benchmark:
     answer: str = "answer"
     instruction: str = ""
     problems: Callable[..., Iterator] | None = None
+    config: str | None = None
+
+    @property
+    def has_data(self) -> bool:
+        return self.source is not None or self.problems is not None
+
+    @property
+    def reads(self) -> dict[str, bool]:
+        """The columns of a row that the reward reads by name -> whether it needs them."""
+        parameters = inspect.signature(self.reward).parameters.values()
+        named = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in GIVEN]
+        return {p.name: p.default is p.empty for p in named}
 
     @property
     def columns(self) -> list[str]:
         """The columns of a row that the reward needs in addition to the completion."""
-        parameters = inspect.signature(self.reward).parameters.values()
-        return [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD][1:]
+        return [name for name, needed in self.reads.items() if needed]
 
     @property
     def difficulty(self) -> dict:
@@ -113,9 +125,9 @@ def generate(task: str, count: int, seed: int = 0, held_out: bool = False, **dif
     return Dataset.from_list([problem.row for problem in found])
 
 
-def check_difficulty(task: str, difficulty: dict) -> None:
+def check_difficulty(task: str, difficulty: dict, benchmark: Benchmark | None = None) -> None:
     """Raises `ValueError` for keywords that a task's generator lacks, or of the wrong type."""
-    known = BENCHMARKS[task].difficulty
+    known = (BENCHMARKS[task] if benchmark is None else benchmark).difficulty
     wrong = [name for name, value in difficulty.items() if name not in known or not _is_like(value, known[name])]
     if wrong:
         allowed = ", ".join(f"{name}={default!r}" for name, default in known.items()) or "none"
@@ -133,28 +145,30 @@ def load_questions(
     seed: int = 0,
     instruction: str | None = None,
     difficulty: dict | None = None,
+    benchmark: Benchmark | None = None,
 ) -> Dataset:
     """
     Loads a benchmark's questions as plain prompts, or as a file's own conversations, with the columns for its reward.
 
     Args:
-        task (`str`): A key of `BENCHMARKS`.
+        task (`str`): A key of `BENCHMARKS`, or the name of `benchmark`.
         data (`str`, *optional*): A file or directory to read instead, see [`load_prompts`].
         count (`int`, *optional*): Number of questions to take, from the first on.
         seed (`int`): Seed of generated questions.
         instruction (`str`, *optional*): Text after each question, in place of the benchmark's own.
         difficulty (`dict`, *optional*): Keywords of the generator.
+        benchmark ([`Benchmark`], *optional*): The task, in place of the one in `BENCHMARKS`.
 
     Raises:
         ValueError: There are no questions, or a column is missing.
     """
-    benchmark = BENCHMARKS[task]
+    benchmark = BENCHMARKS[task] if benchmark is None else benchmark
     source = data or benchmark.source
-    check_difficulty(task, difficulty or {})
+    check_difficulty(task, difficulty or {}, benchmark)
     if source is not None and difficulty:
         raise ValueError(f"`task_kwargs` act only on generated problems, but these come from {source!r}. Leave it out.")
     if source is not None:
-        dataset = load_prompts(source, benchmark.split)
+        dataset = load_prompts(source, benchmark.split, None if data else benchmark.config)
         if benchmark.answer in dataset.column_names and benchmark.answer != "answer":
             dataset = dataset.remove_columns({"answer"} & {*dataset.column_names})
             dataset = dataset.rename_column(benchmark.answer, "answer")
@@ -169,9 +183,12 @@ def load_questions(
         raise ValueError(
             f"{source!r} has the columns {dataset.column_names}; `--task {task}` needs {', '.join(map(repr, missing))}."
         )
-    known = {*inspect.signature(benchmark.reward).parameters} - {*GIVEN}  # a file may hold completions of its own
-    dataset = dataset.select_columns(["prompt", *(name for name in dataset.column_names if name in known)])
-    unanswered = benchmark.reward(completions=[""] * len(dataset), **dataset.remove_columns("prompt")[:])
+    ours = benchmark.reward in [*REWARDS.values(), lenient_math_reward]
+    known = {*benchmark.reads} if ours else {*dataset.column_names} - {*GIVEN}  # a file may hold other completions
+    dataset = dataset.select_columns(["prompt", *(name for name in dataset.column_names if name in known - {"prompt"})])
+    unanswered = (
+        benchmark.reward(completions=[""] * len(dataset), **dataset.remove_columns("prompt")[:]) if ours else []
+    )
     if None in unanswered:
         raise ValueError(f"{source!r}: row {unanswered.index(None)} has no answer to compare with.")
     instruction = benchmark.instruction if instruction is None else instruction

@@ -57,6 +57,12 @@ def load_prompts(
     return dataset if tokenizer is None else as_conversations(dataset, tokenizer)
 
 
+def reads_same_rows(name: str, split: str, other_name: str, other_split: str) -> bool:
+    """Whether two sources are the same rows of a file, which holds one split under any name."""
+    slices = [part.partition("[")[2] for part in (split, other_split)]
+    return name == other_name and name.endswith(tuple(BUILDERS)) and slices[0] == slices[1]
+
+
 def _load(name_or_path: str, config: str | None, split: str) -> Dataset:
     """Loads a dataset as it is stored."""
     path = Path(name_or_path)

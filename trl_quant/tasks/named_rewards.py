@@ -3,9 +3,9 @@
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import wraps
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, isfunction
 from numbers import Real
 
 from .rewards import REWARDS
@@ -42,6 +42,22 @@ def find_reward(name: str) -> Callable[..., list[float | None]]:
     if not callable(reward):
         raise ValueError(f"`reward_funcs`={name!r} is a {type(reward).__name__}, not a function.")
     return reward if iscoroutinefunction(reward) else _checked(reward, name)
+
+
+def name_of(reward: Callable) -> str:
+    """
+    Returns the name by which [`find_reward`] finds a reward function. The name of a function that it cannot find, such
+    as one inside another function, has a part in `<>`; a reward model has the name of its checkpoint.
+    """
+    names = {function: name for name, function in REWARDS.items()}
+    if isinstance(reward, Hashable) and reward in names:
+        return names[reward]
+    checkpoint = reward if isinstance(reward, str) else getattr(reward, "name_or_path", None)
+    if checkpoint:
+        return f"<model {checkpoint}>"
+    if not isfunction(reward):
+        return f"<{type(reward).__module__}.{type(reward).__qualname__}>"
+    return f"{reward.__module__}.{reward.__qualname__}".replace("__main__", "<script>")
 
 
 def _checked(reward: Callable, name: str) -> Callable[..., list[float | None]]:

@@ -43,6 +43,7 @@ from ..storage.run_checkpoints import (
     saved_only_model,
 )
 from ..storage.whole import is_full
+from ..tasks.named_rewards import name_of
 
 
 logger = logging.getLogger(__name__)
@@ -303,9 +304,13 @@ def recorded(trainer: Trainer) -> dict:
     """
     Returns a checkpoint's record of its run: the settings that a resumed run must share, all arguments, the names of
     runs, the policy's data type, in which an adapter is merged into its base, and the context for which its positions
-    were fixed.
+    were fixed. Among the arguments are the data, the rewards and the tools, by name.
     """
     arguments = {"model": getattr(trainer.model, "name_or_path", None)} | trainer.args.to_sanitized_dict()
+    arguments |= trainer.data | {"reward_funcs": [name_of(reward) for reward in getattr(trainer, "reward_funcs", [])]}
+    arguments["tools"] = [name_of(tool) for tool in getattr(trainer, "tools", [])]
+    rollout_func = getattr(trainer, "rollout_func", None)
+    arguments["rollout_func"] = None if rollout_func is None else name_of(rollout_func)
     dtype = str(trainer.model.dtype).removeprefix("torch.")
     found = {"settings": _settings(trainer.args), "arguments": arguments, "runs": trainer.runs, "dtype": dtype}
     return found | {"context": fixed_context(trainer.model)}

@@ -34,4 +34,4 @@ def add_to_card(trainer: Trainer) -> None:
 
 
 def _summary(trainer: Trainer) -> str:
-    return summary(trainer.args, adapted=is_peft_model(trainer.model))
+    return summary(trainer.args, is_peft_model(trainer.model), trainer.model.dtype)

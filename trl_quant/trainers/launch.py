@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, get_type_hints
 
 from datasets import Dataset
@@ -13,7 +14,7 @@ from ..config.fields import QuantFields
 from ..config.values import check_choice, check_type, listed
 from ..reading import reading
 from ..tasks import REWARDS, load_prompts
-from ..tasks.data import BUILDERS
+from ..tasks.data import reads_same_rows
 from ..tasks.named_data import NAMED_DATA
 from ..tasks.named_rewards import find_reward
 from .checkpoints import start_of
@@ -33,6 +34,9 @@ TRAINERS = {
     "diffusion": DiffusionGRPOTrainer,
 }
 DEFAULT_DATASET = "openai/gsm8k"
+# Options that say where the prompts come from
+DATA_OPTIONS = ("dataset_name", "dataset_config", "dataset_train_split", "eval_dataset_name", "dataset_test_split")
+DATA_OPTIONS += ("instruction",)
 REWARD_OPTIONS = ("reward_funcs", "overlong_punishment")  # options that a trainer without rewards refuses
 
 
@@ -94,6 +98,14 @@ class TrainArguments:
         if not 0 <= self.overlong_punishment <= 1:
             raise ValueError(f"`overlong_punishment`={self.overlong_punishment!r} must be a number from 0 to 1.")
         self.rewards = [find_reward(name) for name in self.reward_funcs]
+
+    def data_settings(self) -> dict:
+        """Returns where the prompts come from, as a checkpoint records it: files and directories by absolute paths."""
+        found = {name: getattr(self, name) for name in DATA_OPTIONS}
+        for name in ("dataset_name", "eval_dataset_name"):
+            if found[name] is not None and Path(found[name]).exists():
+                found[name] = str(Path(found[name]).resolve())
+        return found
 
 
 def trainer_arguments(
@@ -189,16 +201,26 @@ def load_data(
 
 
 def _evaluates_what_it_trains_on(script_args: TrainArguments) -> bool:
-    """Whether training and evaluation read the same rows of a file, which holds one split under any name."""
-    slices = [split.partition("[")[2] for split in (script_args.dataset_train_split, script_args.dataset_test_split)]
-    name = script_args.eval_dataset_name or script_args.dataset_name
-    return name == script_args.dataset_name and name.endswith(tuple(BUILDERS)) and slices[0] == slices[1]
+    return reads_same_rows(
+        script_args.dataset_name,
+        script_args.dataset_train_split,
+        script_args.eval_dataset_name or script_args.dataset_name,
+        script_args.dataset_test_split,
+    )
 
 
-def train(arguments: dict, trainer_class: type) -> None:
-    """Trains with these [`trainer_arguments`], or resumes the run, and saves the model and the trainer's state."""
+def train(arguments: dict, trainer_class: type, data: dict | None = None) -> None:
+    """
+    Trains with these [`trainer_arguments`], or resumes the run, and saves the model and the trainer's state.
+
+    Args:
+        arguments (`dict`): The trainer's arguments.
+        trainer_class (`type`): The trainer.
+        data (`dict`, *optional*): Where the prompts come from, for the checkpoints' record of the run.
+    """
     resume = checkpoint_of(arguments)
     trainer = trainer_class(**arguments)
+    trainer.data = data or {}
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(arguments["args"].output_dir)
     trainer.save_state()

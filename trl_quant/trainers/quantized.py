@@ -56,10 +56,12 @@ class QuantRollouts:
 
     Attributes:
         runs (`list[str]`): Names of the runs that this one continues, followed by its own.
+        data (`dict`): Where the prompts come from, as [`~trainers.launch.TrainArguments.data_settings`] returns it.
         correction_step ([`~trainers.correction_step.CorrectionStep`] or `None`): The correction of the loss.
     """
 
     runs: list[str] = []
+    data: dict = {}  # only `trl-quant train` knows it; the API gets rows
     correction_step: CorrectionStep | None = None
     _engine: RolloutEngine | None = None  # `None` where TRL itself generates
     _has_told_unused = False
@@ -394,7 +396,7 @@ class QuantRollouts:
 
     def save_model(self, output_dir=None, _internal_call=False):
         super().save_model(output_dir, _internal_call)
-        if self._engine is not None and self.args.should_save and not _internal_call:  # else `_save_checkpoint` records
+        if self.args.should_save and not _internal_call:  # else `_save_checkpoint` records
             checkpoints.write_rollout_state(output_dir or self.args.output_dir, checkpoints.recorded(self))
 
     def _save_rng_state(self, output_dir):
