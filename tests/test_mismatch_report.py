@@ -18,7 +18,7 @@ from trl_quant.cli import main
 from trl_quant.cli.report import mismatch_parser
 from trl_quant.corrections.diagnostics import POSITIONS
 from trl_quant.layers import EngineWeight
-from trl_quant.report.mismatch import DEFAULTS, MismatchOptions, about_operators, chart, described, measure
+from trl_quant.report.mismatch import OTHERWISE, MismatchOptions, about_operators, chart, described, measure
 from trl_quant.report.run_settings import take
 from trl_quant.report.trained import Trained, build_engine
 from trl_quant.rollout import SharedEngine, TransformersEngine
@@ -193,7 +193,7 @@ def test_the_mismatch_of_tokens(tmp_path):
 
 def settings(model: str, *options: str) -> MismatchOptions:
     args = MismatchOptions(**vars(mismatch_parser().parse_args(["--mismatch", model, "--dtype", "bfloat16", *options])))
-    take(args, Trained.find(model).settings, DEFAULTS)
+    take(args, Trained.find(model).settings, OTHERWISE)
     return args
 
 

@@ -16,7 +16,7 @@ from trl_quant.cli import main
 from trl_quant.report.panels import logged
 from trl_quant.report.runs import Group, Run, differences, find_runs, grouped, moving_average, named, read_run
 from trl_quant.report.speed import Speed, speed, speed_rows
-from trl_quant.report.table import table
+from trl_quant.report.table import row, table
 from trl_quant.storage.whole import write_whole
 
 
@@ -312,6 +312,18 @@ def test_a_directory_of_runs_is_reported(tmp_path, capsys, monkeypatch):
         main(["report", str(broken)])
     with pytest.raises(SystemExit, match="holds no run"):
         main(["report", str(runs / "notes")])
+
+
+def test_the_ends_of_a_short_run_are_its_ends():
+    """Means over five of seven steps would tell 0.41 to 0.56 as 0.46 to 0.51; long runs have means over five."""
+    rewards = [0.41, 0.43, 0.46, 0.48, 0.51, 0.53, 0.56]
+    short = Run("short", [{"step": i, "reward": value} for i, value in enumerate(rewards)])
+    assert row(short)[1] == "0.41→0.56"
+    for n in range(1, 60):
+        run = Run("run", [{"step": i, "reward": float(i)} for i in range(n)])
+        taken = max(1, min(5, n // 4))
+        assert run.first("reward") == (taken - 1) / 2 and run.last("reward") == n - 1 - (taken - 1) / 2
+        assert 2 * taken <= n or n == 1
 
 
 def test_real_runs_are_grouped_by_what_their_checkpoints_record(tmp_path):

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from run_logs import climbing, log, noisy
 
+from trl_quant.corrections import CORRECTIONS
+from trl_quant.precisions import PRECISIONS
 from trl_quant.report import findings
 from trl_quant.report.runs import Group, Run
 
@@ -160,6 +162,27 @@ CASES = [
 ]
 
 
+CASES += [
+    (
+        findings.left_reference,
+        [
+            {"kl": climbing(1e-4, 0.9)},  # a policy that learns leaves its reference slowly
+            {"kl": climbing(3.0, 12.0)},  # as large from the start
+            {"kl": lambda i: 0.0 if i < 30 else 0.5},
+        ],
+        {"kl": lambda i: 249.0 if i == 33 else 0.02},
+        "reached 249 at step 33, where 0.02 was usual, and passed 1 at 1 of 40 logged steps: try a lower",
+    ),
+    (findings.left_reference, [], {"kl": climbing(0.0, 60.0)}, "reached 60 at step 40"),
+    (
+        findings.gradient_exploded,
+        [{"grad_norm": noisy(0.3, 0.25)}, {"grad_norm": lambda i: 0.9 if i == 7 else 0.05}, {"grad_norm": 61.0}],
+        {"grad_norm": lambda i: 61.0 if i in (9, 12) else 1.5},
+        "reached 61 at step 9, where 1.5 was usual, and passed 15 at 2 of 40",
+    ),
+]
+
+
 @pytest.mark.parametrize(("finding", "well", "sick", "says"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_a_finding_is_there_where_it_should_be_and_only_there(finding, well, sick, says):
     assert says in finding(Run("sick", log(**sick)))
@@ -170,7 +193,40 @@ def test_a_finding_is_there_where_it_should_be_and_only_there(finding, well, sic
 
 
 def test_every_finding_has_its_case():
-    assert {case[0] for case in CASES} == set(findings.FINDINGS)
+    assert {case[0] for case in CASES} | {findings.unfit_correction} == set(findings.FINDINGS)
+
+
+def test_another_correction_is_advised_before_another_scale():
+    """For every pair of a precision of 4 bits and a correction that fails there, and for no other one."""
+    buried = log(**WEIGHTS | {"weights__codes_changed": 1e-4})
+    for precision in PRECISIONS:
+        for name, correction in CORRECTIONS.items():
+            run = Run("run", buried, settings={"rollout_precision": precision, "is_correction": name})
+            told = findings.findings(Group("run", [run]))
+            advised = any("take another correction" in line.lower() for line in told)
+            assert advised == (correction.unfit_for_few_bits and precision in ("int4", "nf4", "nvfp4", "mxfp4"))
+            assert any("`uaq_scale`" in line for line in told) != advised
+    assert [name for name, correction in CORRECTIONS.items() if correction.unfit_for_few_bits] == ["coupled"]
+    assert findings.unfit_correction(Run("run", buried, settings={"rollout_precision": "int4"})) is None
+
+
+def test_a_run_that_explodes_is_not_well():
+    """Whatever else is; its sound twin is."""
+    exploded = {"kl": lambda i: 249.0 if i > 35 else 0.02, "grad_norm": lambda i: 61.0 if i == 33 else 0.6}
+    sound = LEARNING | MISMATCH | {"kl": 0.02, "grad_norm": 0.6}
+    assert said(log(**sound)) == "All well."
+    assert [line.partition(" reached")[0] for line in said(log(**sound | exploded))] == [
+        "The KL to the reference model",
+        "The gradient norm",
+    ]
+
+
+@pytest.mark.parametrize("n", [*range(5, 15), 15, 20, 40])
+def test_no_step_is_part_of_both_ends(n):
+    """Or a change of a short run would be told as a smaller one, or not at all."""
+    half = Run("run", log(n, mismatch__kl_k3=lambda i: 1e-3 if i <= n // 2 else 1e-2))
+    assert findings.ends(half, "mismatch/kl_k3") == pytest.approx((1e-3, 1e-2) if n != 15 else (1e-3, 8.2e-3))
+    assert findings.kl_grew(half) and findings.kl_grew(Run("run", log(n, mismatch__kl_k3=1e-3))) is None
 
 
 def test_the_docs_and_findings_have_the_same_thresholds():

@@ -19,7 +19,7 @@ from trl_quant.cli import eval as eval_command
 from trl_quant.cli import main
 from trl_quant.cli.report import mismatch_parser
 from trl_quant.report import mismatch
-from trl_quant.report.run_settings import DTYPES, OF_RUN, own_reward, take
+from trl_quant.report.run_settings import OF_RUN, TYPES_OF_RUN, own_reward, take
 from trl_quant.report.trained import FORWARD_TYPES, Trained
 from trl_quant.rollout.sampling_options import FIELDS
 from trl_quant.storage.run_checkpoints import read_rollout_state
@@ -48,8 +48,8 @@ DATA = {"task", "data", "instruction", "prompts"}
 # Options of the command alone, though they have no default: how much is asked, and where the result goes
 OF_COMMAND = {"num_questions", "num_samples", "task_kwargs", "output"}
 COMMANDS = {
-    "eval": (evaluation.EvaluationOptions, eval_command.parser, ["m"], evaluation.DEFAULTS),
-    "mismatch": (mismatch.MismatchOptions, mismatch_parser, ["--mismatch", "m"], mismatch.DEFAULTS),
+    "eval": (evaluation.EvaluationOptions, eval_command.parser, ["m"], evaluation.OTHERWISE),
+    "mismatch": (mismatch.MismatchOptions, mismatch_parser, ["--mismatch", "m"], mismatch.OTHERWISE),
 }
 
 
@@ -89,22 +89,22 @@ def test_every_option_is_taken_from_the_run_unless_it_is_given(command, vllm_run
 
 def test_a_model_that_is_no_run_has_the_commands_defaults():
     options = evaluation.EvaluationOptions(**vars(eval_command.parser().parse_args(["m"])))
-    assert take(options, {}, evaluation.DEFAULTS) == []
-    assert {name: getattr(options, name) for name in OF_RUN} == evaluation.DEFAULTS
+    assert take(options, {}, evaluation.OTHERWISE) == []
+    assert {name: getattr(options, name) for name in OF_RUN} == evaluation.OTHERWISE
 
 
 def test_types_are_those_of_weights_and_autocast():
     """Each pair has types of its own; others are refused, and none is guessed."""
-    assert sorted(DTYPES.values()) == sorted(FORWARD_TYPES)
-    for (weights, mixed), name in DTYPES.items():
+    assert sorted(TYPES_OF_RUN.values()) == sorted(FORWARD_TYPES)
+    for (weights, mixed), name in TYPES_OF_RUN.items():
         options = evaluation.EvaluationOptions(**vars(eval_command.parser().parse_args(["m"])))
-        take(options, {"dtype": weights, "bf16": mixed}, evaluation.DEFAULTS)
+        take(options, {"dtype": weights, "bf16": mixed}, evaluation.OTHERWISE)
         assert options.dtype == name
         assert FORWARD_TYPES[name] == getattr(torch, weights) and name.startswith("mixed") == mixed
     for settings in ({"dtype": "float16", "bf16": False}, {"dtype": "float32", "bf16": False, "fp16": True}):
         with pytest.raises(ValueError, match="`--dtype`: the run trained weights in float"):
-            take(options_of_eval(), settings, evaluation.DEFAULTS)
-    lines = take(options_of_eval(), {"rollout_precision": "int8"}, evaluation.DEFAULTS)
+            take(options_of_eval(), settings, evaluation.OTHERWISE)
+    lines = take(options_of_eval(), {"rollout_precision": "int8"}, evaluation.OTHERWISE)
     assert "dtype: bfloat16, since the run did not record its own" in lines
 
 
@@ -115,7 +115,7 @@ def options_of_eval(*argv: str) -> evaluation.EvaluationOptions:
 def test_vllm_is_the_engine_where_it_runs(vllm_runs, monkeypatch):
     settings = {"use_vllm": True, "vllm_engine_kwargs": "{'seed': 3}"}
     options = options_of_eval()
-    take(options, settings, evaluation.DEFAULTS)
+    take(options, settings, evaluation.OTHERWISE)
     assert (options.engine, options.vllm_engine_kwargs) == ("vllm", '{"seed": 3}')
 
     def refuse(precision, otherwise):
@@ -123,11 +123,11 @@ def test_vllm_is_the_engine_where_it_runs(vllm_runs, monkeypatch):
 
     monkeypatch.setattr(run_settings, "check_device", refuse)
     options = options_of_eval()
-    lines = take(options, settings | {"rollout_precision": "fp8"}, evaluation.DEFAULTS)
+    lines = take(options, settings | {"rollout_precision": "fp8"}, evaluation.OTHERWISE)
     assert (options.engine, options.vllm_engine_kwargs) == ("embedded", "{}")
     assert "engine: embedded, though the run sampled with vLLM. no fp8 on this device." in lines
     with pytest.raises(ValueError, match="`--generation_kwargs`: the run recorded '<object>'"):
-        take(options_of_eval(), {"generation_kwargs": "<object>"}, evaluation.DEFAULTS)
+        take(options_of_eval(), {"generation_kwargs": "<object>"}, evaluation.OTHERWISE)
 
 
 # Rewards

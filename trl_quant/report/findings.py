@@ -11,6 +11,7 @@ from itertools import pairwise
 from math import inf
 from statistics import fmean, median
 
+from ..corrections import CORRECTIONS
 from ..precisions import four_bits
 from .runs import ENDS, KL, LARGEST, LOSS, REWARD, Group, Run, is_number
 
@@ -72,8 +73,16 @@ def short_number(value: float) -> str:
 
 
 def ends(run: Run, metric: str) -> tuple[float, float] | None:
-    """Returns a metric's means at the start and at the end of a run, over steps that no step belongs to both."""
-    return None if len(run.values(metric)) < ENDS else (run.first(metric, parts=2), run.last(metric, parts=2))
+    """
+    Returns the first and the last of the moving averages of [`smooth`], or, in a run so short that these have steps in
+    common, the means of its halves' ends.
+    """
+    values = smooth(run, metric)[1]
+    if not values:
+        return None
+    if len(run.values(metric)) >= 3 * ENDS:
+        return values[0], values[-1]
+    return run.first(metric, parts=2), run.last(metric, parts=2)
 
 
 # Findings
@@ -142,13 +151,12 @@ def gradient_exploded(run: Run, times: float = 10.0, floor: float = 1.0) -> str 
 def _exploded(run: Run, metric: str, name: str, times: float, floor: float, cure: str) -> str | None:
     """
     Describes a metric whose largest value is above `floor` and `times` the median of its values in the run's first
-    half. Single steps count, because one is enough to ruin a policy. Zeros do not: a KL starts with them.
+    half. Single steps count, because one is enough to ruin a policy. Zeros do not: some steps have no gradient.
     """
     steps, values = run.series(metric)
     if len(values) < ENDS:
         return None
-    above = [value for value in values if value > 0]
-    usual = median(above[: max(ENDS, len(values) // 2)]) if above else 0.0
+    usual = median([value for value in values[: max(ENDS, len(values) // 2)] if value > 0] or [0.0])
     most = max(times * usual, floor)
     over = [value for value in values if value > most]
     if not over:
@@ -298,21 +306,21 @@ def update_buried(run: Run, times: float = 100.0, moved: float = 1e-3) -> str | 
         return None
     if error < times * update and (changed is None or changed >= moved):
         return None
-    if coupled_on_few_bits(run) is not None:  # the correction comes first: scaling weights would not repair it
-        return None
+    first = "Try `uaq_scale`, or more bits." if unfit_correction(run) is None else "First take another correction."
     codes = "" if changed is None else f", and {changed:.1%} of the codes change"
     return (
         f"A sync moves the weights by {short(update)} of their size, the format rounds by {short(error)}{codes}: the "
-        "sampler hardly sees an update. Try `uaq_scale`, or more bits."
+        f"sampler hardly sees an update. {first}"
     )
 
 
-def coupled_on_few_bits(run: Run) -> str | None:
-    """The correction is `coupled`, whose weights drown in the error of 4 bits."""
-    if run.settings.get("is_correction") != "coupled" or run.settings.get("rollout_precision") not in four_bits():
+def unfit_correction(run: Run) -> str | None:
+    """The correction fails where the sampler has 4 bits, as the sampler of this run has."""
+    precision, name = run.settings.get("rollout_precision"), run.settings.get("is_correction")
+    correction = CORRECTIONS.get(name) if isinstance(name, str) else None
+    if precision not in four_bits() or correction is None or not correction.unfit_for_few_bits:
         return None
-    precision = run.settings["rollout_precision"].upper()
-    return f"`coupled` does not correct for samples in {precision}: take another correction, such as the default `tis`."
+    return f"`{name}` fails with samples in {precision.upper()}: take another correction, such as the default `tis`."
 
 
 def engine_off(run: Run) -> str | None:
@@ -338,7 +346,7 @@ FINDINGS = (
     not_a_number,
     reward_fell,
     engine_off,
-    coupled_on_few_bits,
+    unfit_correction,
     left_reference,
     gradient_exploded,
     kl_grew,

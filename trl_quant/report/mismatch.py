@@ -41,9 +41,9 @@ from .trained import EngineOptions, Trained, build_engine, check_sampling, resol
 
 PROMPT_LENGTH = 32  # tokens of each prompt, if neither `--prompts` nor the data of a run are known
 # What a run's record does not say, or what a model that is no run gets
-DEFAULTS = {"rollout_precision": BF16, "train_precision": BF16, "engine": "embedded", "vllm_engine_kwargs": "{}"}
-DEFAULTS |= {"dtype": "mixed", "max_completion_length": 128, "temperature": 1.0, "generation_kwargs": "{}"}
-DEFAULTS |= dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"))
+OTHERWISE = {"rollout_precision": BF16, "train_precision": BF16, "engine": "embedded", "vllm_engine_kwargs": "{}"}
+OTHERWISE |= {"dtype": "mixed", "max_completion_length": 128, "temperature": 1.0, "generation_kwargs": "{}"}
+OTHERWISE |= dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"))
 LOCATED = 0.9  # the summary names the layers that add this share of the error
 
 
@@ -75,7 +75,7 @@ def report_mismatch(options: MismatchOptions) -> Iterator[Table | str]:
             "own to compare. Its runs log `mismatch/*` of the one-step estimate."
         )
     check_sampling(options)
-    yield from take(options, trained.settings, DEFAULTS)
+    yield from take(options, trained.settings, OTHERWISE)
     yield from not_repeated(trained.settings)
     kwargs = resolve_engine(options, trained) | {"enforce_eager": True}  # modules inside CUDA graphs cannot be observed
     for name in ("num_completions", "max_completion_length"):

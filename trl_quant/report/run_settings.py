@@ -20,7 +20,7 @@ from ..tasks.rewards import REWARDS
 BF16 = "bf16"
 OWN_TASK = "run"  # name of the task that a run records
 # Type of the policy's weights, whether autocast was on -> key of `trained.FORWARD_TYPES`
-DTYPES = {
+TYPES_OF_RUN = {
     ("float32", True): "mixed",
     ("float32", False): "float32",
     ("bfloat16", True): "mixed_bfloat16",
@@ -59,12 +59,12 @@ def _dtype(settings: dict, options) -> str | None:
     weights, mixed = settings.get("dtype"), bool(settings.get("bf16"))
     if weights is None:
         return None
-    if settings.get("fp16") or (weights, mixed) not in DTYPES:
+    if settings.get("fp16") or (weights, mixed) not in TYPES_OF_RUN:
         raise ValueError(
             f"`--dtype`: the run trained weights in {weights} with `bf16`={mixed} and `fp16`={settings.get('fp16')}, "
             "which an evaluation cannot repeat. Name the types to evaluate it in."
         )
-    return DTYPES[weights, mixed]
+    return TYPES_OF_RUN[weights, mixed]
 
 
 def _engine(settings: dict, options) -> str | None:
