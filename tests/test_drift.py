@@ -1,10 +1,14 @@
 """What a sync measures of the weights: against definitions written out on whole matrices."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from tiny import tiny_model
 from torch import Tensor
+from training import config, dataset, make, metrics
 
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import FORMATS, quantize
 from trl_quant.rollout.drift import WeightDrift
 
@@ -68,8 +72,23 @@ def test_an_update_below_the_step_of_the_format_arrives_in_fewer_codes():
     large = after_two_syncs("mxfp4", first, moved(first, 0.3))
     assert large["weights/codes_changed"] > 0.3 and large["weights/update_cosine"] > 0.8
     still = after_two_syncs("mxfp4", first, first)
-    assert still["weights/codes_changed"] == still["weights/normalized_update"] == still["weights/update_cosine"] == 0
+    assert still["weights/codes_changed"] == still["weights/normalized_update"] == 0
     assert still["weights/normalized_total_update"] == 0
+
+
+def test_a_ratio_to_nothing_is_left_out():
+    """The cosine of an update that is none, and norms relative to weights that are all zero."""
+    start = weights()
+    zero = {name: torch.zeros_like(w) for name, w in start.items()}
+    assert "weights/update_cosine" not in after_two_syncs("int8", start, start)
+    assert after_two_syncs("int8", zero, zero) == {"weights/codes_changed": 0.0}
+    into_zero, from_zero = after_two_syncs("int8", start, zero), after_two_syncs("int8", zero, start)
+    assert into_zero.keys() == {"weights/codes_changed", "weights/update_cosine", "weights/normalized_total_update"}
+    assert "weights/normalized_total_update" not in from_zero and from_zero["weights/normalized_update"] == 1
+    lagging = after_two_syncs("int8", start, moved(start, 1e-9))  # changes weights, and no code
+    assert (
+        lagging["weights/codes_changed"] == lagging["weights/update_cosine"] == 0 < lagging["weights/normalized_update"]
+    )
 
 
 def syncs(drift: WeightDrift, *steps: dict[str, Tensor]) -> list[dict[str, float]]:
@@ -105,6 +124,90 @@ def test_a_stream_that_is_no_sync_is_not_the_start():
     drift.forget()
     (found,) = syncs(drift, {name: 1.1 * w for name, w in start.items()})
     assert found == {"weights/normalized_total_update": pytest.approx(0.1, rel=1e-5)}
+
+
+def test_an_evaluation_moves_no_start():
+    """
+    A sync of an evaluation is measured, and the next sync against the same weights as it; unless the training then
+    samples from the evaluation's weights.
+    """
+    start = weights()
+    one, two = moved(start, 0.01), moved(start, 0.03)
+    (expected,) = syncs(WeightDrift(start, "int8"), start, two)[1:]
+    for takes in (False, True):
+        drift = WeightDrift(start, "int8")
+        syncs(drift, start)
+        drift.evaluates = True
+        found = syncs(drift, one, one)
+        assert found[0] == found[1] and found[0]["weights/normalized_update"] > 0
+        held = drift.since_sync(two.items())["normalized_update"]  # against what the engine holds
+        drift.evaluates = False
+        if takes:
+            drift.take()
+        (last,) = syncs(drift, two)
+        assert (last == expected) == (not takes)
+        assert (last["weights/normalized_update"] == held) == takes
+
+
+class Watched(QuantGRPOTrainer):
+    """Notes the policy's weights at each generation of the training. Evaluates other weights than it trains."""
+
+    def _generate(self, prompts):
+        if self.model.training:
+            measured = sorted(self.vllm_generation.drift.names)
+            params = {name: param.detach().clone() for name, param in self.model.named_parameters()}
+            vars(self).setdefault("sampled_from", []).append({name: params[name] for name in measured})
+        return super()._generate(prompts)
+
+    def evaluate(self, *args, **kwargs):
+        weight = self.model.model.layers[0].mlp.up_proj.weight
+        kept = weight.detach().clone()
+        with torch.no_grad():
+            weight.mul_(1.5)
+        metrics = super().evaluate(*args, **kwargs)
+        with torch.no_grad():
+            weight.copy_(kept)
+        return metrics
+
+
+@pytest.mark.parametrize("averages", [False, True], ids=["own", "averaged"])
+@pytest.mark.parametrize("shares", [1, 2])
+def test_a_training_that_evaluates_logs_its_own_updates(tmp_path, monkeypatch, shares, averages):
+    """
+    Since its last generation, whether an evaluation synced between two generations, before the second of them, or
+    with other weights; also after a resume from a checkpoint that was saved behind an evaluation.
+    """
+    if not averages:
+        monkeypatch.delattr(Watched, "evaluate")
+    settings = {"rollout_precision": "int8", "max_steps": 6, "per_device_train_batch_size": 4, "eval_steps": 1}
+    settings |= {"eval_strategy": "steps", "steps_per_generation": shares, "generation_batch_size": None}
+    settings |= {"save_strategy": "steps", "save_steps": 2, "per_device_eval_batch_size": 4}
+    settings |= {"gradient_accumulation_steps": 1, "num_generations": 4}
+
+    def run(**given):
+        args = config(QuantGRPOConfig, tmp_path, **settings)
+        trainer = make(Watched, args, eval_dataset=dataset(2), **given)
+        return trainer
+
+    trainer = run()
+    trainer.train()
+    snapshots = [flat(snapshot) for snapshot in trainer.sampled_from]
+    logs = [entry for entry in metrics(trainer) if "weights/normalized_quantization_error" in entry]
+    assert len(snapshots) == len(logs) == 6 // shares
+    found = [log.get("weights/normalized_update") for log in logs]
+    updates = [float((now - last).norm() / now.norm()) for last, now in pairwise(snapshots)]
+    assert found[0] is None and found[1:] == pytest.approx(updates, rel=1e-3) and min(updates) > 1e-5
+    totals = [float((now - snapshots[0]).norm() / snapshots[0].norm()) for now in snapshots[1:]]
+    assert [log["weights/normalized_total_update"] for log in logs[1:]] == pytest.approx(totals, rel=1e-3)
+
+    resumed = run()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    again = [entry for entry in metrics(resumed) if "weights/normalized_quantization_error" in entry]
+    assert [values_of(log) for log in again] == [values_of(log) for log in logs]
+
+
+def values_of(log: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in log.items() if name.startswith("weights/")}
 
 
 def test_what_is_kept_of_the_start_is_the_sample(monkeypatch):

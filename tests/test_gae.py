@@ -6,7 +6,7 @@ import pytest
 import reference_ppo as slow
 import torch
 
-from trl_quant.trainers.gae import gae, moments, rewards_of, value_losses, whitened
+from trl_quant.trainers.gae import explained_variance, gae, moments, rewards_of, value_losses, whitened
 
 
 pytestmark = pytest.mark.isa
@@ -114,6 +114,39 @@ def test_whitening_of_little():
     assert torch.equal(whitened(values(), torch.zeros_like(MASK), alone), torch.zeros(MASK.shape))
     mean, variance = moments(values(), torch.zeros_like(MASK), alone)
     assert mean.isnan() and variance == 0
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("reward", [-0.3, 0.0, 1.0, 7e3])
+@pytest.mark.parametrize("length", [2, 700])
+def test_equal_returns_have_no_explained_variance(reward, scale, length):
+    """
+    Returns that are equal except for rounding, at any size of the values: the plain quotient of the variances is far
+    below -1e6. A difference between two returns that is a hundred times the rounding is a variance, and is explained.
+    """
+    generator, mask = torch.Generator().manual_seed(0), torch.ones(4, length)
+    mask[1, length // 2 :] = 0
+    old = scale * torch.randn(mask.shape, generator=generator)
+
+    def explained(scores):
+        advantages = gae(rewards_of(scores, mask), old, mask, 1.0, 1.0)
+        found = [moments(x, mask, alone) for x in (old, advantages, old + advantages)]
+        return explained_variance(*found, old.dtype), found
+
+    found, (_, advantages, returns) = explained(torch.full((4,), reward))
+    assert found is None
+    if returns.variance > 0:
+        assert 1 - advantages.variance / returns.variance < -1e6
+    scores = torch.full((4,), reward, dtype=torch.float64)
+    scores[2] += 1e-5 * (scale + abs(reward))
+    found, _ = explained(scores.float())
+    known = slow.advantages(scores.float(), old, mask, 1.0, 1.0)[mask.bool()], old.double()[mask.bool()]
+    assert 1 - found == pytest.approx((known[0].var() / sum(known).var()).item(), rel=2e-2)
+
+
+def test_no_tokens_have_no_explained_variance():
+    nothing = moments(values(), torch.zeros_like(MASK), alone)
+    assert explained_variance(nothing, nothing, nothing, torch.float32) is None
 
 
 @pytest.mark.parametrize("cliprange", [0.1, 0.5, None])

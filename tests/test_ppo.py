@@ -292,6 +292,20 @@ def test_what_is_logged_of_a_generation(tmp_path, models):
     assert list(trainer._logs["advantages"]) == pytest.approx(means, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("reward", [0.1, 3.0])
+def test_equal_rewards_explain_nothing(tmp_path, models, reward):
+    """With gamma = lam = 1 each return is the reward, up to rounding: there is no variance to explain."""
+    given = {"reward_funcs": lambda completions, **kwargs: [reward] * len(completions)}
+    settings = {"value_model_name_or_path": models["critic"], "gamma": 1.0, "lam": 1.0}
+    trainer = ppo(tmp_path, models, WithTools, given, **settings)
+    batch = scored(trainer)
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    torch.testing.assert_close(batch["returns"][mask], torch.full((mask.sum(),), reward))
+    assert batch["values"][mask].std() > 0.05
+    log = trainer._metrics["train"]
+    assert "value/explained_variance" not in log and log["value/return_mean"] == [pytest.approx(reward)]
+
+
 @pytest.mark.parametrize("prompts", [2, 8])
 def test_the_table_of_an_evaluation(tmp_path, models, prompts):
     """Of a batch smaller or larger than a generation, whose size the table has. Its last rows are the batch's."""

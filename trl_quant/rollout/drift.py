@@ -1,5 +1,6 @@
 """Metrics of a sync: how far the weights moved, how large the quantization error is, and how much of the update
-survives quantization (QuRL, 4.3 and appendix A).
+survives quantization (QuRL, 4.3 and appendix A). `t - 1` is the sync of the training's last generation: a sync for an
+evaluation is measured, and the next one is measured against the same weights.
 
 | metric | formula | paper |
 |---|---|---|
@@ -8,6 +9,8 @@ survives quantization (QuRL, 4.3 and appendix A).
 | `weights/normalized_quantization_error` | `||Q(W_t) - W_t|| / ||W_t||` | eq. 14 |
 | `weights/codes_changed` | share of the codes of `Q(W)` that differ from those of the previous sync | |
 | `weights/update_cosine` | `<dQ, dW> / (||dQ|| ||dW||)`, `dQ = Q(W_t) - Q(W_{t-1})`, `dW = W_t - W_{t-1}` | |
+
+A metric whose denominator is zero is left out, except that the cosine is 0 if the weights changed and no code did.
 """
 
 import zlib
@@ -43,7 +46,7 @@ class WeightDrift:
     The sample has about `MAX_LAYERS` trained layers, chosen by a hash of their names. A large layer contributes its
     leading rows: whole blocks of 128 rows with at most `MAX_ELEMENTS` values, but at least one block. The sampled rows
     and their codes are kept until the next sync. The total update needs one more copy of the sampled rows, taken at the
-    first sync.
+    first sync, and an evaluation one more until the next generation of the training.
 
     Each checkpoint holds both copies. For Qwen2.5-7B, a copy has 18M values, 36 MB in BF16; all weights take 15 GB.
 
@@ -53,6 +56,11 @@ class WeightDrift:
         quantizer (`Callable`, *optional*): `formats.quantize`, or a function with its signature.
 
     Attributes:
+        evaluates (`bool`):
+            Whether syncs are those of an evaluation. Later syncs are not compared with their weights, unless the
+            training samples from them ([`take`]). The trainer sets it.
+        previous, compared (`dict[str, SampledRows]`):
+            The sampled rows at the last sync, and those that the next sync is compared with.
         initial (`dict[str, Tensor]` or `None`):
             The sampled rows at the run's first sync; empty before it. If `None`, they are unknown, and the total update
             is not measured.
@@ -65,14 +73,17 @@ class WeightDrift:
         stride = max(1, len(trained) // self.MAX_LAYERS)
         self.names = {name for name in trained if zlib.crc32(name.encode()) % stride == 0}
         self.format, self.quantizer = PRECISIONS[precision].format, quantizer
-        self.previous: dict[str, SampledRows] = {}  # from the last sync
-        self.resumed: dict[str, Tensor] = {}  # the weights at a checkpoint's last sync, until the next sync
+        self.evaluates = False
+        self.previous: dict[str, SampledRows] = {}
+        self.compared: dict[str, SampledRows] = {}
+        self.resumed: dict[str, Tensor] = {}  # the weights that a checkpoint compares with, until the next sync
         self.initial: dict[str, Tensor] | None = {}
         self.forget()
 
     def forget(self) -> None:
-        """Drops the rows of the last sync, so that the next sync is not compared with it."""
+        """Drops the rows of earlier syncs, so that the next sync is not compared with them."""
         self.previous.clear()
+        self.compared.clear()
         self.resumed.clear()
         self._sums = _Sums()
 
@@ -84,17 +95,23 @@ class WeightDrift:
         """Measures a layer's weight, of shape (out, in), as it is sent to the engine."""
         current = self._sampled(self._rows(weight).clone())
         if name in self.resumed:
-            self.previous[name] = self._sampled(self.resumed.pop(name).to(weight.device))
-        self._sums.add(current, self.previous.get(name))
+            self.compared[name] = self._sampled(self.resumed.pop(name).to(weight.device))
+        self._sums.add(current, self.compared.get(name))
         if self.initial and name in self.initial:
             self.initial[name] = self.initial[name].to(weight.device)  # those of a checkpoint are on the CPU
             self._sums.add_total(current.weight, self.initial[name])
         self.previous[name] = current
+        if not self.evaluates:
+            self.compared[name] = current
+
+    def take(self) -> None:
+        """Called when the training samples from the weights of the last sync: the next is compared with them."""
+        self.compared = dict(self.previous)
 
     @property
     def synced(self) -> dict[str, Tensor]:
-        """The sampled rows at the last sync, for a checkpoint."""
-        return self.resumed | {name: rows.weight for name, rows in self.previous.items()}
+        """The sampled rows that the next sync is compared with, for a checkpoint."""
+        return self.resumed | {name: rows.weight for name, rows in self.compared.items()}
 
     def metrics(self) -> dict[str, float]:
         """Ends a sync and returns its metrics. Metrics of the update exist only if an earlier sync was measured."""
@@ -165,24 +182,25 @@ class _Sums:
         if not self.rows:
             return {}
         weight, error = torch.stack([row[:2] for row in self.rows]).sum(0).tolist()
-        return {"normalized_quantization_error": (error / max(weight, 1e-60)) ** 0.5}
+        return {"normalized_quantization_error": (error / weight) ** 0.5} if weight else {}
 
     def update(self) -> dict[str, float]:
         rows = [row for row in self.rows if len(row) > 2]
         if not rows:
             return {}
         weight, _, weight_update, quantized_update, product, changed, codes = torch.stack(rows).sum(0).tolist()
-        return {
-            "normalized_update": (weight_update / max(weight, 1e-60)) ** 0.5,
-            "codes_changed": changed / codes,
-            "update_cosine": product / max((weight_update * quantized_update) ** 0.5, 1e-60),
-        }
+        metrics = {"codes_changed": changed / codes}
+        if weight:
+            metrics["normalized_update"] = (weight_update / weight) ** 0.5
+        if weight_update:
+            metrics["update_cosine"] = product / (weight_update * quantized_update) ** 0.5 if quantized_update else 0.0
+        return metrics
 
     def total(self) -> dict[str, float]:
         if not self.totals:
             return {}
         total_update, initial = torch.stack(self.totals).sum(0).tolist()
-        return {"normalized_total_update": (total_update / max(initial, 1e-60)) ** 0.5}
+        return {"normalized_total_update": (total_update / initial) ** 0.5} if initial else {}
 
 
 def _square(x: Tensor) -> Tensor:

@@ -375,7 +375,8 @@ class RolloutEngine:
         }
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns and clears the metrics measured since the last call."""
+        """Returns and clears the metrics measured since the last call, for a generation of the training."""
+        self.drift.take()
         taken, self.sync_metrics = self.sync_metrics, {}
         return taken
 

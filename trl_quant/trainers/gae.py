@@ -41,6 +41,11 @@ class Moments(NamedTuple):
     mean: Tensor
     variance: Tensor
 
+    @property
+    def square(self) -> Tensor:
+        """The mean square, or a little more, since `variance` is divided by N - 1."""
+        return self.mean.square() + self.variance
+
 
 def rewards_of(scores: Tensor, mask: Tensor) -> Tensor:
     """
@@ -70,7 +75,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     Returns:
         `torch.Tensor` of shape `(B, T)`: `A_t`, and 0 where there is no action.
     """
-    is_action = mask.bool()
+    is_action, dtype = mask.bool(), values.dtype
+    # In float64, so that rounding does not add up along a completion
+    rewards, values = rewards.double(), values.double()
     advantages = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
@@ -79,7 +86,27 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         next_value = torch.where(is_action[:, t], values[:, t], next_value)
         next_advantage = torch.where(is_action[:, t], advantage, next_advantage)
         advantages[:, t] = torch.where(is_action[:, t], advantage, 0.0)
-    return advantages
+    return advantages.to(dtype)
+
+
+def explained_variance(values: Moments, advantages: Moments, returns: Moments, dtype: torch.dtype) -> float | None:
+    """
+    Computes the share of the returns' variance that the values explain, `1 - var(A) / var(return)`.
+
+    A return is the rounded sum of a value and a rounded advantage. With eps, the spacing of floats at 1, its error is
+    at most eps (|V| + 2 |return|) / 2. The variance of such errors is at most eps^2 (E[V^2] + 4 E[return^2]).
+
+    Args:
+        values, advantages, returns ([`Moments`]): Moments of `V_t`, `A_t` and `return_t`, over the same tokens.
+        dtype (`torch.dtype`): The type of `V_t` and `A_t`.
+
+    Returns:
+        `float` or `None`: `None` if no token counts, or if the returns do not differ by more than rounding explains.
+    """
+    rounding = torch.finfo(dtype).eps ** 2 * (values.square + 4 * returns.square)
+    if not returns.variance > rounding:
+        return None
+    return 1 - (advantages.variance / returns.variance).item()
 
 
 def moments(x: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) -> Moments:

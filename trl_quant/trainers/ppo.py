@@ -21,7 +21,7 @@ from ..config.preflight import name_of
 from ..corrections.batch import counted
 from ..storage.run_checkpoints import saved_only_model
 from .critic import Critic, CriticSteps, OwnCritic, load_critic
-from .gae import gae, moments, rewards_of, value_losses, whitened
+from .gae import explained_variance, gae, moments, rewards_of, value_losses, whitened
 from .grpo import QuantGRPOTrainer
 from .introduction import PACKAGE_TAG
 from .value_head import SharedCritic
@@ -92,14 +92,13 @@ class ValueStep:
 
     def log(self, batch: dict[str, Tensor], advantages: Tensor, mask: Tensor) -> None:
         """Logs a generation's values and returns, and the share of the returns' variance that the values explain."""
-        returns = moments(batch["returns"], mask, self.total)
-        unexplained = moments(advantages, mask, self.total).variance
-        metrics = {
-            "value/mean": moments(batch["values"], mask, self.total).mean.item(),
-            "value/return_mean": returns.mean.item(),
-        }
-        if returns.variance > 0:
-            metrics["value/explained_variance"] = 1 - (unexplained / returns.variance).item()
+        values, advantages, returns = (
+            moments(x, mask, self.total) for x in (batch["values"], advantages, batch["returns"])
+        )
+        metrics = {"value/mean": values.mean.item(), "value/return_mean": returns.mean.item()}
+        explained = explained_variance(values, advantages, returns, batch["values"].dtype)
+        if explained is not None:
+            metrics["value/explained_variance"] = explained
         trainer = self.trainer
         trainer.log_values(metrics)
         # TRL has logged what GRPO would train on: advantages within groups, and the share of groups with equal rewards

@@ -232,16 +232,17 @@ class QuantRollouts:
     def _sync(self) -> None:
         """
         Syncs the engine at each new step, as TRL does, and whenever the policy's weights have changed since the last
-        sync. A step logs the metrics of its first sync.
+        sync. A generation of the training logs how far the weights moved since the training's generation before it,
+        whatever an evaluation synced in between.
         """
+        self._engine.drift.evaluates = not self.model.training
         is_new_step = self.state.global_step != self._last_loaded_step
         if not is_new_step and not self._engine.is_stale():
             return
-        metrics = self._engine.sync_metrics
+        not_logged = self._engine.sync_metrics  # an evaluation's, whose checks the next step logs
         with profiling_context(self, "sync_weights"):
             self._engine.sync_weights()
-        if not is_new_step:
-            self._engine.sync_metrics = metrics
+        self._engine.sync_metrics = not_logged | self._engine.sync_metrics
         self._last_loaded_step = self.state.global_step
 
     def rollout_noise(self) -> RolloutNoise:
@@ -336,8 +337,7 @@ class QuantRollouts:
             if self._engine is not None:
                 self._engine.load_state_dict(state)
                 self._step = unfinished.resume(self, resume_from_checkpoint, state)
-                # The saved metrics come from an evaluation's sync at this step. The next generation logs them
-                self._last_loaded_step = state.get("global_step") if self._engine.sync_metrics else -1
+                self._last_loaded_step = -1
                 self._metrics["train"].clear()
         else:
             checkpoints.tell_another_run(self.args)
