@@ -12,6 +12,7 @@ from .dynamic_sampling import dynamically_sampled
 from .introduction import PACKAGE_TAG
 from .quantized import QuantRollouts
 from .reward_calls import limited_tool
+from .ties import tied
 
 
 class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
@@ -116,6 +117,11 @@ class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
     def _compute_loss(self, model, inputs):
         with self.correction_step.during_loss(inputs) as batch:
             return super()._compute_loss(model, batch)
+
+    def get_high_entropy_mask(self, entropies, mask, threshold):
+        if self.packs:
+            entropies = tied(entropies, mask, self.correction_step.open_batch, self.accelerator)
+        return super().get_high_entropy_mask(entropies, mask, threshold)
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         if self.correction_step.saves_pass():
