@@ -170,8 +170,7 @@ class Watched(QuantGRPOTrainer):
         return metrics
 
 
-@pytest.mark.parametrize("averages", [False, True], ids=["own", "averaged"])
-@pytest.mark.parametrize("shares", [1, 2])
+@pytest.mark.parametrize(("shares", "averages"), [(1, True), (2, False)], ids=["averaged", "between"])
 def test_a_training_that_evaluates_logs_its_own_updates(tmp_path, monkeypatch, shares, averages):
     """
     Since its last generation, whether an evaluation synced between two generations, before the second of them, or
