@@ -437,8 +437,8 @@ REFUSED_REWARDS = [
     ("gsm8k", "Pass the function `trl_quant.tasks.gsm8k_reward`."),
     (without_room, "`reward_funcs`: without_room(completions) cannot be called as a reward: got an unexpected keyword"),
     (with_answer, "`reward_funcs`: with_answer(completions, answer, **kwargs) cannot be called as a reward: missing"),
-    (None, "`reward_funcs`=None: pass a function, a model or a list of them"),
-    ([], "`reward_funcs`=[]: pass a function, a model or a list of them"),
+    (None, "No reward source provided. Pass `reward_funcs`, or an `environment_factory` whose environment defines a"),
+    ([], "`get_reward` method. `reward_funcs`=[] must be a function, a model or a list of them"),
     (os.getcwd, "`reward_funcs`: getcwd() cannot be called as a reward"),
     ([spread, os.path], "is a module. It must be a function, a model or a list"),
 ]

@@ -6,7 +6,8 @@ from tiny import save_tiny
 from training import UnevenLengths, config, make, step_and_batch
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.trainers import grpo
+from trl_quant.policy.packed import PackedRows
+from trl_quant.trainers import grpo, packing
 from trl_quant.trainers.ties import contexts, tied
 
 
@@ -103,26 +104,36 @@ def test_ties_over_all_ranks():
 
 
 class Noting(UnevenLengths, QuantGRPOTrainer):
-    """Its entropies have the rounding of packed rows on any kind of CPU. Notes those that the quantile is of."""
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        logps, entropies, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if self.packs and entropies is not None:
-            generator = torch.Generator().manual_seed(0)
-            entropies = entropies * (1 + 1e-6 * torch.rand(entropies.shape, generator=generator))
-        return logps, entropies, *others
+    """Notes the entropies that the quantile is of."""
 
     def get_high_entropy_mask(self, entropies, mask, threshold):
         self.noted = entropies[mask.bool()].sort().values.tolist()
         return super().get_high_entropy_mask(entropies, mask, threshold)
 
 
+class Rounding(PackedRows):
+    """Its entropies have the rounding of packed rows on any kind of CPU."""
+
+    def __call__(self, *args, **kwargs):
+        output = super().__call__(*args, **kwargs)
+        if output.get("entropy") is not None:
+            generator = torch.Generator().manual_seed(0)
+            output["entropy"] = output["entropy"] * (
+                1 + 1e-6 * torch.rand(output["entropy"].shape, generator=generator)
+            )
+        return output
+
+
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_quantile_at_a_tie_has_the_padded_rows_gradient(tmp_path, monkeypatch, group):
-    """The quantile lies among the four equal entropies at the start of a prompt's completions."""
+    """
+    The quantile lies among the four equal entropies at the start of a prompt's completions. With a bonus, the gradient
+    of the entropies counts too.
+    """
     model = save_tiny(tmp_path / "model", seed=3)
+    monkeypatch.setattr(packing, "PackedRows", Rounding)
     settings = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
-    settings |= {"rollout_precision": "int8", "max_steps": 1}
+    settings |= {"rollout_precision": "int8", "max_steps": 1, "entropy_coef": 0.1 * group}
 
     def step(packs: bool, share: float) -> tuple[torch.Tensor, list[float]]:
         args = config(QuantGRPOConfig, tmp_path, pack_sequences=packs, top_entropy_quantile=share, **settings)

@@ -8,6 +8,7 @@ A context restores the original when it ends:
 |---|---|---|
 | `VLLMGeneration` in the module of TRL's trainer | the construction of a trainer | TRL looks up its engine there |
 | `is_vllm_available` in the same | the same | TRL's distillation asks for vLLM, and the embedded engine needs none |
+| `create_model_from_path` in the same | the same, of a distillation | the larger of two vocabularies is cut |
 | fields of the trainer's arguments | the same | TRL corrects for its sampler only with `use_vllm` |
 | `num_generations` of a config | the checks of TRL's `GRPOConfig` | PPO needs a single completion of a prompt |
 | `vllm_generation.LLM` | the construction of an engine | TRL passes no further arguments to vLLM |
@@ -210,6 +211,19 @@ def trainer_builds(trainer_class: type, engine: Callable | None, args: Any, **fi
     ours = {} if engine is None else {"VLLMGeneration": engine, "is_vllm_available": lambda: True}
     with exchanged(module, **{name: ours[name] for name in ours if hasattr(module, name)}), exchanged(args, **fields):
         yield
+
+
+def loaded_by(trainer_class: type, finish: Callable[[str, Any], None]) -> AbstractContextManager:
+    """Context in which TRL's trainer loads models by their names, and `finish` gets the name and the loaded model."""
+    module = _module_of_engine(trainer_class)
+    load = module.create_model_from_path
+
+    def load_and_finish(name: str, **options: Any) -> Any:
+        model = load(name, **options)
+        finish(name, model)
+        return model
+
+    return exchanged(module, create_model_from_path=load_and_finish)
 
 
 def one_generation_allowed(args: Any) -> AbstractContextManager:

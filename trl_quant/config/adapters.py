@@ -6,9 +6,11 @@ from itertools import accumulate
 
 import torch
 from accelerate.utils import is_peft_model
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import check_target_module_exists
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..models.families import HEAD
 from ..models.linears import linears
 from ..policy.adapters import NOT_PLAIN
 from ..precisions import unified_flows
@@ -46,6 +48,18 @@ def check_adapter(args, config: PreTrainedConfig, model, peft_config) -> None:
         fault = adapter_fault(policy, policy.get_base_model())
         if fault is not None:
             raise ValueError(f"`rollout_precision`={args.rollout_precision!r} cannot sample from the policy: {fault}")
+
+
+def check_head(peft_config) -> None:
+    """Refuses an adapter of the output head, in TRL's words, which come only after everything is loaded."""
+    if isinstance(peft_config, PeftConfig) and getattr(peft_config, "target_modules", None):
+        for head in HEAD:
+            if check_target_module_exists(peft_config, head):
+                raise ValueError(
+                    f"Applying a PEFT adapter to `{head}` is not supported: the log-probabilities are computed from "
+                    f"`{head}.weight` directly, so the adapter would never be trained. Remove `{head!r}` from your "
+                    "`target_modules`."
+                )
 
 
 def _check_copied(args, policy: PreTrainedModel | PeftModel, copied: list[str]) -> None:

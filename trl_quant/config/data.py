@@ -87,7 +87,10 @@ def check_rewards(args, reward_funcs, train_dataset) -> None:
     are not one finite number for each reward.
     """
     if reward_funcs is None or reward_funcs == []:
-        raise ValueError(f"`reward_funcs`={reward_funcs!r}: pass a function, a model or a list of them.")
+        raise ValueError(
+            "No reward source provided. Pass `reward_funcs`, or an `environment_factory` whose environment defines a "
+            f"`get_reward` method. `reward_funcs`={reward_funcs!r} must be a function, a model or a list of them."
+        )
     columns, count = train_dataset.column_names, len(reward_funcs) if isinstance(reward_funcs, list) else 1
     weights = args.reward_weights
     is_list = isinstance(weights, list | tuple)

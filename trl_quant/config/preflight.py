@@ -32,9 +32,10 @@ from ..rollout.vllm.support import (
 from ..storage.layout import check_files
 from ..storage.quantization import check_prepared, prepared_precisions
 from . import positions
-from .adapters import check_adapter
+from .adapters import check_adapter, check_head
 from .data import check_data, check_dynamic_sampling, check_rewards, check_tokenization, check_turns, evaluated
 from .machine import check_machine
+from .teacher import check_teacher, read_teacher
 from .trained import check_stored, check_trained, check_untouched
 
 
@@ -70,12 +71,13 @@ def check_before_loading(
             check_rewards(args, reward_funcs, train_dataset)
     check_dynamic_sampling(args, train_dataset, tools, rollout_func, environments)
     check_turns(args, tools, environments)
+    check_head(peft_config)
     if here:
         check_machine(args)
     if args.has_critic:
         _check_critic(args, model, train_dataset, eval_dataset)
     if "teacher_model" in others:
-        _check_teacher(args, model, others["teacher_model"])
+        check_teacher(args, _read_config(model, args), others["teacher_model"], others.get("processing_class"))
     if isinstance(model, Module):
         check_untouched(args, model)
     if args.train_precision is not None:
@@ -127,51 +129,10 @@ def _check_correction_acts(args, rollout_func) -> None:
     )
 
 
-def _check_teacher(args, model, teacher) -> None:
-    """Refuses a teacher whose vocabulary is not the student's, or that cannot be quantized to `teacher_precision`."""
-    if teacher is None:
-        raise ValueError("`teacher_model`=None: name the model that the student learns from, or pass it.")
-    if args.teacher_precision is not None and not isinstance(teacher, str):
-        raise ValueError(
-            f"`teacher_precision`={args.teacher_precision!r} quantizes the teacher while it loads, and `teacher_model` "
-            "is loaded already. Pass its name or directory."
-        )
-    for name in ("teacher_model_revision", "teacher_model_init_kwargs"):
-        if getattr(args, name) and not isinstance(teacher, str):
-            raise ValueError(
-                f"`{name}`={getattr(args, name)!r} acts only while a teacher loads, and `teacher_model` is loaded "
-                "already. Pass its name or directory, or leave the field unset."
-            )
-    named = args.teacher_model_name_or_path
-    if named is not None and named != name_of(teacher):
-        raise ValueError(
-            f"`teacher_model_name_or_path`={named!r}, but `teacher_model` is {name_of(teacher) or 'in memory'!r}. "
-            "Leave the field unset, or name the same teacher."
-        )
-    if isinstance(teacher, str):
-        init, options = args.teacher_model_init_kwargs or {}, {}
-        revision = init.get("revision", args.teacher_model_revision)
-        if revision is not None:
-            options["revision"] = revision
-        try:
-            with reading(teacher):
-                config = AutoConfig.from_pretrained(teacher, trust_remote_code=args.trust_remote_code, **options)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"`teacher_model`={teacher!r} cannot be read: {error}") from error
-    else:
-        config = teacher.config
-    sizes = [part.get_text_config().vocab_size for part in (_read_config(model, args), config)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"The student's vocabulary has {sizes[0]} tokens and the teacher's {sizes[1]}. Distillation compares their "
-            "distributions token by token: use a teacher with the student's tokenizer."
-        )
-    experts = number_of_experts(config.to_dict())
-    if args.teacher_precision is not None and experts > 1:
-        raise ValueError(
-            f"`teacher_precision`={args.teacher_precision!r}, but the teacher is a mixture of {experts} experts, which "
-            "stay in 16 bits here. Leave it unset."
-        )
+def vocabulary_sizes(args, model, teacher) -> tuple[int, int]:
+    """Returns the rows of the student's and of the teacher's embedding, by their configs."""
+    configs = _read_config(model, args), read_teacher(args, teacher)
+    return tuple(config.get_text_config().vocab_size for config in configs)
 
 
 def _check_masked_diffusion(model, args, others: dict) -> None:

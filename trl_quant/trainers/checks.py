@@ -51,7 +51,7 @@ def check_model(trainer, engine) -> None:
     the trainer was built with.
     """
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # then `trainer.model` is a wrapper
-    if engine is not None and not sharded and trainer.model is not engine.model:
+    if not sharded and trainer.model is not engine.model:
         raise ValueError(
             "`trainer.model` is another model than the trainer was built with, and the engine samples from the first "
             "one. Load the weights into the first (`load_state_dict`), or build a trainer for the new one."

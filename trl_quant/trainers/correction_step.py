@@ -6,7 +6,7 @@ calls share.
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -17,6 +17,36 @@ from ..corrections import Correction, CorrectionOutput
 from ..corrections.acr import rescued
 from ..corrections.batch import corrected, counted, joined, sampling_metrics, write
 from ..trl_seams import exchanged
+
+
+class NoStep:
+    """
+    Stands in for a [`CorrectionStep`] and leaves everything to TRL: in a trainer without a correction, and in one that
+    was made without its constructor, as tests of single methods do.
+    """
+
+    open_batch = None
+
+    def scoring(self) -> AbstractContextManager:
+        return nullcontext()
+
+    listening = scoring
+
+    def during_loss(self, batch: dict[str, Tensor]) -> AbstractContextManager:
+        return nullcontext(batch)
+
+    def saves_pass(self) -> bool:
+        return False
+
+    def weighted(self, logps: Tensor) -> Tensor:
+        return logps
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def take_samples(self, *samples) -> None: ...
+
+    before_loss = write_into_open_batch = keep_old_logps = load_state_dict = take_samples
 
 
 class CorrectionStep:

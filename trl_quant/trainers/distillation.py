@@ -32,10 +32,11 @@ from torch import Tensor
 from trl import DistillationTrainer
 
 from ..config import QuantDistillationConfig
-from ..config.preflight import name_of
+from ..config.preflight import name_of, vocabulary_sizes
 from ..corrections.batch import counted
 from ..policy.frozen import loading_teacher
-from ..trl_seams import divergences_by, exchanged
+from ..policy.vocabulary import cut_vocabulary
+from ..trl_seams import divergences_by, exchanged, loaded_by
 from .checks import check_method
 from .hearing import HearingRollouts, HearingStep
 from .introduction import PACKAGE_TAG
@@ -148,26 +149,39 @@ class QuantDistillationTrainer(HearingRollouts, DistillationTrainer):
         check_method(self, args)
         correction = args.correction()
         self.correction_step = DistillationCorrectionStep(self, correction, level="prefix", same_bits=False)
-        self._given_teacher = teacher_model
-        super().__init__(
-            model=model,
-            teacher_model=teacher_model,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-        )
-        del self._given_teacher
+        self._given = {"student": model, "teacher": teacher_model}
+        with loaded_by(type(self), self._cut_loaded):
+            super().__init__(
+                model=model,
+                teacher_model=teacher_model,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+            )
+        del self._given
+
+    # The models, while they are loaded
 
     def fields_while_built(self, args) -> dict:
+        # Called when the arguments were checked, and before TRL's constructor
+        student, teacher = self._given.values()
+        self._shared_rows = min(vocabulary_sizes(args, student, teacher))
+        for name, given in self._given.items():
+            if not isinstance(given, str):
+                cut_vocabulary(given, self._shared_rows, name)
         if args.teacher_precision is None:
             return {}
-        return {"teacher_model_init_kwargs": loading_teacher(args, self._given_teacher)}
+        return {"teacher_model_init_kwargs": loading_teacher(args, teacher)}
+
+    def _cut_loaded(self, loaded_from: str, model) -> None:
+        """Cuts a model that TRL has loaded by its name to the rows that student and teacher share."""
+        cut_vocabulary(model, self._shared_rows, "student" if loaded_from == self._given["student"] else "teacher")
 
     # The correction in the loss. `HearingRollouts` makes the calls of `DistillationCorrectionStep` that come before it
 

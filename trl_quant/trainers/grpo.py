@@ -4,6 +4,7 @@ from trl import GRPOTrainer
 
 from ..config import AISGRPOConfig, QuantGRPOConfig
 from ..config.preflight import name_of
+from ..corrections.batch import counted
 from ..rollout.rollout_func import CheckedRollout
 from ..rollout.sampling_options import biasing_options
 from .checks import check_method
@@ -118,17 +119,15 @@ class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
         with self.correction_step.during_loss(inputs) as batch:
             return super()._compute_loss(model, batch)
 
-    def get_high_entropy_mask(self, entropies, mask, threshold):
-        if self.packs:
-            entropies = tied(entropies, mask, self.correction_step.open_batch, self.accelerator)
-        return super().get_high_entropy_mask(entropies, mask, threshold)
-
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         if self.correction_step.saves_pass():
             return self.correction_step.take_old_logps(), None, None
-        scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self.correction_step.write_into_open_batch(scored[0].detach())
-        return scored
+        logps, entropies, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self.correction_step.write_into_open_batch(logps.detach())
+        batch = self.correction_step.open_batch
+        if self.packs and batch is not None and entropies is not None and self.top_entropy_quantile < 1.0:
+            entropies = tied(entropies, counted(batch), batch, self.accelerator)
+        return logps, entropies, *others
 
 
 class AISGRPOTrainer(QuantGRPOTrainer):

@@ -93,8 +93,6 @@ class HearingRollouts(QuantRollouts):
     the order that the step's docstring lists.
     """
 
-    correction_step: HearingStep
-
     def __init__(self, **given):
         super().__init__(**given)
         if self.correction_step.correction is not None and self.use_vllm:

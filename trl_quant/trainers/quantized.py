@@ -7,7 +7,7 @@ noise before each generation, and checks rewards, steps and checkpoints.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -18,7 +18,7 @@ from trl.extras.profiling import profiling_context
 from ..config.preflight import check_before_loading
 from ..policy.adapters import leave_casts_to_autocast, name_revision
 from ..policy.frozen import on_frozen_base
-from ..policy.packed import PackedBackbone
+from ..policy.packed import PackedBackbone, PackedRows
 from ..policy.positions import release_positions
 from ..policy.unified import check_flow, flow, follow_engine, restore, train_as_sampled
 from ..reading import ANOTHER, blaming, reading
@@ -30,7 +30,7 @@ from ..storage.run_checkpoints import OPTIMIZER, RANDOM, SCALER, SCHEDULER, file
 from ..trl_seams import exchanged
 from . import checkpoints, phases, unfinished
 from .checks import check_model, check_trainable, directories_of, tell_noise
-from .correction_step import CorrectionStep
+from .correction_step import CorrectionStep, NoStep
 from .finite import FiniteSteps, check_trained
 from .introduction import add_to_card, introduce
 from .packing import packed_batches, packed_rows
@@ -57,14 +57,19 @@ class QuantRollouts:
     Attributes:
         runs (`list[str]`): Names of the runs that this one continues, followed by its own.
         data (`dict`): Where the prompts come from, as [`~trainers.launch.TrainArguments.data_settings`] returns it.
-        correction_step ([`~trainers.correction_step.CorrectionStep`] or `None`): The correction of the loss.
+        correction_step ([`~trainers.correction_step.CorrectionStep`]): The correction of the loss, if there is one.
     """
 
     runs: list[str] = []
     data: dict = {}  # only `trl-quant train` knows it; the API gets rows
-    correction_step: CorrectionStep | None = None
+    correction_step: CorrectionStep | NoStep = NoStep()
     _engine: RolloutEngine | None = None  # `None` where TRL itself generates
     _has_told_unused = False
+    # What the constructor sets. Without it, each method leaves everything to TRL's
+    _flow: set[tuple] | None = None
+    _packed_rows: Callable[..., PackedRows] | None = None
+    _reward_calls: RewardCalls | None = None
+    _finite_steps: FiniteSteps | None = None
 
     def __init__(self, *, model, args, eval_dataset=None, quantization_config=None, peft_config=None, **given):
         """Takes the arguments of TRL's trainer. `args` is a configuration with this package's fields, or `None`."""
@@ -166,10 +171,11 @@ class QuantRollouts:
     # another.
 
     def _generate(self, prompts):
-        check_flow(self, self._flow)
-        check_model(self, self._engine)
+        if self._flow is not None:
+            check_flow(self, self._flow)
         if self._engine is None:
             return super()._generate(prompts)
+        check_model(self, self._engine)
         with self.generation():
             requests = self._engine.requests()
             generated = super()._generate(prompts)
@@ -298,6 +304,8 @@ class QuantRollouts:
     # Reward: each function must return in time, and each reward must be finite
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        if self._reward_calls is None:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         with self._reward_calls.watched():
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._reward_calls.check_gathered(rewards)
@@ -307,12 +315,14 @@ class QuantRollouts:
 
     def training_step(self, model, inputs, num_items_in_batch):
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self._finite_steps.add_loss(loss)
+        if self._finite_steps is not None:
+            self._finite_steps.add_loss(loss)
         return loss
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self._finite_steps.check_and_forget(norm)
+        if self._finite_steps is not None:
+            self._finite_steps.check_and_forget(norm)
         return norm
 
     # Checkpoints: a run saves only finite weights, and resumes only from a complete checkpoint
@@ -354,16 +364,12 @@ class QuantRollouts:
         Returns the state of this rank's unfinished generation, for a checkpoint. It holds only types that
         `torch.load(weights_only=True)` accepts.
         """
-        state = {"inputs": self._buffered_inputs}
-        if self.correction_step is not None:
-            state["correction"] = self.correction_step.state_dict()
-        return state
+        return {"inputs": self._buffered_inputs, "correction": self.correction_step.state_dict()}
 
     def load_generation_state(self, state: dict) -> None:
         """Loads the result of [`generation_state`]."""
         self._buffered_inputs = state["inputs"]
-        if self.correction_step is not None:
-            self.correction_step.load_state_dict(state["correction"])
+        self.correction_step.load_state_dict(state["correction"])
 
     # What transformers reads of a checkpoint
 

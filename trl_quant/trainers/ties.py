@@ -50,7 +50,7 @@ def tied(entropies: Tensor, mask: Tensor, batch: dict[str, Tensor], accelerator:
         accelerator ([`~accelerate.Accelerator`]): Gathers the entropies of all ranks.
 
     Returns:
-        `torch.Tensor` of shape `(B, T)`, detached.
+        `torch.Tensor` of shape `(B, T)`: The equal entropies, with the gradients of `entropies`.
     """
     is_counted = mask.bool()
     own, numbers = entropies.detach()[is_counted], contexts(batch)[is_counted]
@@ -61,4 +61,4 @@ def tied(entropies: Tensor, mask: Tensor, batch: dict[str, Tensor], accelerator:
     first = accelerator.process_index * (len(every) // accelerator.num_processes)
     equal = entropies.detach().clone()
     equal[is_counted] = smallest[first : first + len(own)]
-    return equal
+    return equal + (entropies - entropies.detach())
