@@ -108,7 +108,13 @@ def with_tokens(path: str, count: int, first: str = "new") -> str:
 def test_rows_that_are_tokens_are_not_cut(tmp_path):
     """Of the student's tokenizer or of the teacher's; nor is another vocabulary taken for a padded one."""
     student, teacher = saved(tmp_path, "teacher")
-    unequal = f"The student's vocabulary has {VOCAB_SIZE} tokens and the teacher's {PADDED}, and"
+    unequal = (
+        f"The student's vocabulary has {VOCAB_SIZE} tokens and the teacher's {PADDED}. Distillation compares their "
+    )
+    unequal += (
+        "distributions token by token: use a teacher with the student's tokenizer. Only rows that are no tokens are "
+    )
+    unequal += "cut, and"
 
     def refused(says: str, **options):
         options = {"teacher_model": teacher, "processing_class": tiny_tokenizer()} | options
@@ -116,7 +122,7 @@ def test_rows_that_are_tokens_are_not_cut(tmp_path):
             distil(tmp_path, model=student, options=options)
 
     with_tokens(teacher, 1)
-    refused(f"'<new_0>', a token of the teacher's tokenizer, has the id {VOCAB_SIZE}. Distillation compares")
+    refused(f"'<new_0>', a token of the teacher's tokenizer, has the id {VOCAB_SIZE}.")
     tiny_tokenizer().save_pretrained(teacher)
     grown = tiny_tokenizer()
     grown.add_tokens(["<new_0>"])

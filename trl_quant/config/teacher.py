@@ -74,8 +74,9 @@ def _check_vocabulary(args, student, teacher, processing_class) -> None:
     fault = why_not_one_vocabulary(min(rows, other), known)
     if fault is not None:
         raise ValueError(
-            f"The student's vocabulary has {rows} tokens and the teacher's {other}, and {fault}. Distillation compares "
-            "their distributions token by token: use a teacher with the student's tokenizer."
+            f"The student's vocabulary has {rows} tokens and the teacher's {other}. Distillation compares their "
+            "distributions token by token: use a teacher with the student's tokenizer. Only rows that are no tokens are "
+            f"cut, and {fault}."
         )
     if rows > other and args.use_vllm:
         raise ValueError(
