@@ -75,8 +75,8 @@ def _check_vocabulary(args, student, teacher, processing_class) -> None:
     if fault is not None:
         raise ValueError(
             f"The student's vocabulary has {rows} tokens and the teacher's {other}. Distillation compares their "
-            "distributions token by token: use a teacher with the student's tokenizer. Only rows that are no tokens are "
-            f"cut, and {fault}."
+            "distributions token by token: use a teacher with the student's tokenizer. Only rows that are no tokens "
+            f"are cut, and {fault}."
         )
     if rows > other and args.use_vllm:
         raise ValueError(
