@@ -22,6 +22,9 @@ The command line or a YAML file, `--config`, can change every option of the reci
 the public release, unless `--model_name_or_path` is a checkpoint that `trl-quant prepare` calibrated. Table 1 uses
 GRPO: add `--loss_type grpo --dynamic_sampling_rounds 0 --overlong_punishment 0`.
 
+README forbids `coupled` with 4-bit samples of a 16-bit policy, whose numbers are far from the policy's. Here it may be
+used: sampler and policy have the same 4-bit base, so they differ mainly by the noise, which is small and deliberate.
+
 Paper and release differ in the old policy of the ratio. In the paper it is the sampler with its noise (algorithm 1,
 line 9), which is `coupled`, the recipe's default. In the release it is the trainer without noise, so the noise only
 adds exploration, and the gradient ignores it: `--is_correction none`. The release also trains the norms, and
@@ -60,7 +63,7 @@ RECIPE = {
     "noise_sigma_start": 1e-2,
     "noise_sigma_end": 5e-4,
     "noise_stages": 10,
-    "is_correction": "coupled",  # the paper's; "none" is the public release's
+    "is_correction": "coupled",  # the paper's, on a base that sampler and policy share; the public release has "none"
     # DAPO: clip-higher, a loss over tokens, no KL, groups that teach nothing sampled anew, overlong completions shaped
     "loss_type": "dapo",
     "epsilon": 0.2,

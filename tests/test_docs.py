@@ -9,6 +9,7 @@ import json
 import posixpath
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -271,6 +272,44 @@ def test_the_search_knows_the_pages(site):
         text[entry["location"].partition("#")[0]] += f"{entry['title']} {entry['text']}"
     assert "dropped_fraction" in text["metrics.html"] and "quantized rollouts need vLLM" in text["troubleshooting.html"]
     assert not [location for location in text if location.startswith("source/")]
+
+
+def searched(site: Path, *queries: str) -> dict[str, list[str]]:
+    """Query -> the places that the site's own search finds, run by node as on a page that a disk has."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    command = [node, str(ROOT / "tests/search.js"), str(site), *queries]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def test_the_search_finds_names(site):
+    """
+    Names with underscores are words of their own, also behind the slash of a metric and between the signs of code.
+    Without the separator of mkdocs.yml, those behind a slash are not found.
+    """
+    index = json.loads((site / "search/search_index.json").read_text())
+    separator = re.compile(index["config"]["separator"])
+    words = {word for entry in index["docs"] for word in separator.split(entry["title"] + " " + entry["text"])}
+    names = ["rollout_precision", "kl_k3", "ess_ratio", "explained_variance", "update_cosine", "QuantGRPOTrainer"]
+    names += [f.name for f in dataclasses.fields(QuantFields)]
+    assert not [name for name in names if name not in words]
+    assert "ess_ratio" not in re.split(r"[\s\-]+", (site / "metrics.html").read_text())
+    found = searched(site, *names, "no_such_name")
+    assert not [name for name in names if not found[name]] and found["no_such_name"] == []
+    assert found["rollout_precision"][0] == "api.html#rollout_precision"
+    assert "metrics.html#the-four-that-matter-most" in found["ess_ratio"]
+
+
+def test_the_search_starts_from_a_disk(site):
+    """Browsers read no JSON from a disk and start no worker there: the index is a script, and a frame is the worker."""
+    index = (site / "search/search_index.json").read_text()
+    assert (site / "search/search_index.js").read_text() == f"var __index = {index}"
+    for path in site.rglob("*.html"):
+        scripts = re.findall(r'<script src="([^"]+)"', path.read_text())
+        names = [posixpath.basename(script) for script in scripts]
+        bundle = next(number for number, name in enumerate(names) if name.startswith("bundle."))
+        assert names.index("iframe-worker.js") < bundle, path
 
 
 # Scripts

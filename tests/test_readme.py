@@ -52,7 +52,8 @@ SMALL = {
 }
 # Names on these pages that are neither fields, precisions nor metrics, by whose they are
 FOREIGN = {
-    "trl": {"sequence_mask", "save_model", "peft_config", "rollout_func", "environment_factory", "env_mask"},
+    "trl": {"sequence_mask", "save_model", "peft_config", "rollout_func", "environment_factory", "env_mask"}
+    | {"cispo_clip_ratio", "aux_loss"},
     "peft": {"lora_dropout", "modules_to_save"},
     "transformers": {"do_sample", "is_causal"},
     "trl_quant": {"trl_quant", "shifted_logits"},
