@@ -135,6 +135,20 @@ def test_diagnostics(name):
     assert 0 < expected["mismatch/unscored_fraction"] < 1
 
 
+@pytest.mark.parametrize("size", [1e-7, 1e-6, 1e-5])
+def test_the_kl_of_samplers_that_nearly_agree(size):
+    """It is the small number that it is, and not the rounding of the weights, which is as large as 1e-8 here."""
+    generator = torch.Generator().manual_seed(0)
+    old = -3 * torch.rand(8, 64, generator=generator)
+    rollout = old + size * torch.randn(8, 64, generator=generator)
+    found = CORRECTIONS["none"]()(CorrectionInputs(rollout, old, torch.zeros(8), torch.ones(8, 64))).metrics
+    log_w = [(a - b).item() for a, b in zip(old.flatten(), rollout.flatten(), strict=True)]
+    expected = sum(math.expm1(x) - x for x in log_w) / len(log_w)
+    assert found["mismatch/kl_k3"] == pytest.approx(expected, rel=1e-6) and expected > 0
+    by_weights = ((old - rollout).exp().double() - 1 - (old - rollout).double()).mean().item()
+    assert by_weights != pytest.approx(expected, rel=0.1)
+
+
 def test_kl_estimators_find_the_kl_of_the_behaviour_policy_to_the_proximal():
     """On tokens from a known behaviour policy, both estimators are near KL(behaviour || proximal), not the reverse."""
     g = torch.Generator().manual_seed(0)

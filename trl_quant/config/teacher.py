@@ -97,7 +97,8 @@ def _saved_tokenizer(args, config):
         return None
     options = {"revision": getattr(config, "_commit_hash", None), "trust_remote_code": args.trust_remote_code}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.name_or_path, **options)
+        with reading(config.name_or_path):
+            tokenizer = AutoTokenizer.from_pretrained(config.name_or_path, **options)
     except (OSError, ValueError):
         return None
     # Without its files, transformers makes a tokenizer of special tokens alone

@@ -126,7 +126,7 @@ def diagnose(
     w, log_w = float64(ratio.w), float64(ratio.log_w)
     quantities = {
         "k1": -log_w,
-        "k3": (w - 1) - log_w,
+        "k3": torch.expm1(log_w) - log_w,  # `w` is rounded, by more than the whole k3 of tokens that nearly agree
         "abs_logp": log_w.abs(),
         "abs_prob": (old.exp() - rollout.exp()).abs(),
         "w": w,
