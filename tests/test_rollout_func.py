@@ -48,6 +48,8 @@ BAD_ROLLOUTS = [  # what a `rollout_func` returns for its prompts, and what is s
     (lambda prompts: answer(prompts, prompt_ids=[1.5]), r"row 0 of 'prompt_ids' holds 1\.5\. It must hold integers"),
     (lambda prompts: answer(prompts, logprobs=[-1.0, 3.0]), r"'logprobs' holds 3\. .* up to 0\.001 counts as rounding"),
     (lambda prompts: answer(prompts, logprobs=[-1.0, math.inf]), "row 0 of 'logprobs' holds inf"),
+    (lambda prompts: answer(prompts, logprobs=[-1.0, -math.inf]), "row 0 of 'logprobs' holds -inf"),
+    (lambda prompts: answer(prompts, logprobs=[-math.inf, -1.0], env_mask=[1, 0]), "row 0 of 'logprobs' holds -inf"),
     (lambda prompts: answer(prompts, logprobs=[0.0011, 0.0]), r"row 0 of 'logprobs' holds 0\.0011"),
     (lambda prompts: answer(prompts, env_mask=[1, 2]), "row 0 of 'env_mask' holds 2. It must hold 1 for each token"),
     (lambda prompts: answer(prompts, env_mask=[0.5, 1]), "row 0 of 'env_mask' holds 0.5"),
@@ -69,7 +71,7 @@ def test_a_rollout_func_that_returns_something_else_is_told(tmp_path, returned, 
 
 GOOD_ROLLOUTS = [
     {"completion_ids": [0, VOCAB_SIZE - 1], "logprobs": [0.0, 9e-4], "env_mask": [0, 1]},
-    {"logprobs": [-math.inf, -1e30], "env_mask": [True, False]},
+    {"logprobs": [-1e30, -math.inf], "env_mask": [True, False]},
     {"completion_ids": np.array([65, 257]), "logprobs": np.array([-1.0, -2.0]), "env_mask": np.array([1, 0])},
     {"completion_ids": np.array([65, 257], dtype=np.uint32), "env_mask": np.array([True, False])},
     {"completion_ids": torch.tensor([65, 257]), "logprobs": torch.tensor([-1.0, -2.0]), "env_mask": torch.ones(2)},

@@ -210,17 +210,22 @@ def test_a_server_that_does_not_answer_in_time(tmp_path, server, proxy, fault, p
         (
             SAMPLES,
             changed(lambda c: c["choices"].pop()),
-            "returned 7 completions for a request of 4 for each of 2 prompts",
+            "7 completions were returned, and 8 were asked for",
         ),
         (SAMPLES, changed(lambda c: c["choices"].clear()), "(IndexError"),
-        (SAMPLES, changed(lambda c: c["choices"].reverse()), "completions of other prompts"),
-        (SAMPLES, changed(lambda c: c["choices"][3]["token_ids"].clear()), "a completion without a token"),
-        (SAMPLES, changed(lambda c: c["choices"][3]["token_ids"].pop()), "log-probabilities of different lengths"),
+        (SAMPLES, changed(lambda c: c["choices"].reverse()), "they complete other prompts"),
+        (SAMPLES, changed(lambda c: c["choices"][3]["token_ids"].clear()), "completion 3 has no token"),
+        (
+            SAMPLES,
+            changed(lambda c: c["choices"][3]["token_ids"].pop()),
+            "completions and log-probabilities have different lengths",
+        ),
         (
             SAMPLES,
             changed(lambda c: [choice.update(logprobs=None) for choice in c["choices"]]),
-            "completions without log-probabilities",
+            "they have no log-probabilities",
         ),
+        (SAMPLES, changed(lambda c: c["choices"][3].update(finish_reason="abort")), "(finish_reason 'abort')"),
         (WORKERS, without("results"), "answered a call of `set_sync_token`, but not as `vllm serve` does"),
     ],
 )

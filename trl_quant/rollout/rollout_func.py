@@ -1,13 +1,15 @@
 """Checks that the results of a `rollout_func` have the form that TRL needs."""
 
+import math
 from collections.abc import Callable
 
 import torch
 
+from .answers import fault_of_ids, fault_of_logps
+
 
 IDS = ("prompt_ids", "completion_ids")
 REQUIRED = (*IDS, "logprobs")
-ROUNDED_ZERO = 1e-3  # largest log-probability, in nats, that counts as a rounded 0
 
 
 class CheckedRollout:
@@ -51,17 +53,28 @@ def _check_output(output, count: int, needs_logprobs: bool, vocabulary: int) -> 
             )
     for name in IDS:
         for index, row in enumerate(given[name]):
-            _check_ids(f"`rollout_func`: row {index} of {name!r}", row, vocabulary)
+            _check_ids(f"`rollout_func`: row {index} of {name!r}", row)
     for index, row in enumerate(given["completion_ids"]):
         if len(row) == 0:
             raise ValueError(f"`rollout_func`: row {index} of 'completion_ids' is empty. It must hold a token or more.")
     for name in given.keys() - {*IDS}:
         for index, (row, ids) in enumerate(zip(given[name], given["completion_ids"], strict=True)):
             _check_row(name, index, row, len(ids))
+    plain = {name: [torch.as_tensor(row).tolist() for row in rows] for name, rows in given.items()}
+    faults = [fault_of_ids(name, plain[name], vocabulary) for name in IDS]
+    if "logprobs" in plain:
+        masks = plain.get("env_mask") or [[1] * len(row) for row in plain["logprobs"]]
+        scored = [  # a token that an environment wrote may be impossible for the policy
+            [0.0 if not sampled and logp == -math.inf else logp for logp, sampled in zip(*pair, strict=True)]
+            for pair in zip(plain["logprobs"], masks, strict=True)
+        ]
+        faults.append(fault_of_logps(scored, [*map(len, scored)]))
+    for fault in filter(None, faults):
+        raise ValueError(f"`rollout_func`: {fault}.")
 
 
-def _check_ids(called: str, row, vocabulary: int) -> None:
-    """Raises `ValueError` unless a row is flat and holds token ids of the model."""
+def _check_ids(called: str, row) -> None:
+    """Raises `ValueError` unless a row is flat and holds integers."""
     try:
         ids = torch.as_tensor(row)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -70,12 +83,6 @@ def _check_ids(called: str, row, vocabulary: int) -> None:
         raise ValueError(f"{called} has the shape {tuple(ids.shape)}. It must hold one integer for each token.")
     if len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool):
         raise ValueError(f"{called} holds {ids[0].item()!r}. It must hold integers.")
-    unknown = [token for token in ids.tolist() if not 0 <= token < vocabulary]
-    if unknown:
-        raise ValueError(
-            f"{called} holds {unknown[0]}, which is not a token of the model. Its tokens are at least 0 and below "
-            f"{vocabulary}."
-        )
 
 
 def _check_row(name: str, index: int, row, tokens: int) -> None:
@@ -94,11 +101,6 @@ def _check_row(name: str, index: int, row, tokens: int) -> None:
         )
     if values.isnan().any():
         raise ValueError(f"`rollout_func`: row {index} of {name!r} holds NaN.")
-    if name == "logprobs" and values.max() > ROUNDED_ZERO:
-        raise ValueError(
-            f"`rollout_func`: row {index} of 'logprobs' holds {values.max():g}. A log-probability is at most 0; up to "
-            f"{ROUNDED_ZERO:g} counts as rounding."
-        )
     if name == "env_mask" and not torch.isin(values, torch.tensor([0.0, 1.0])).all():
         raise ValueError(
             f"`rollout_func`: row {index} of 'env_mask' holds {values[(values != 0) & (values != 1)][0]:g}. It must "

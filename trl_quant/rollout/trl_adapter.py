@@ -30,6 +30,7 @@ from ..formats import QuantizedTensor
 from ..models.linears import dense_linears
 from ..noise import noised_norms, norm_noise
 from ..trl_seams import exchanged
+from .answers import fault_of_samples
 from .drift import WeightDrift
 from .engine import Engine, RolloutNoise, Samples
 from .fingerprint import fingerprint
@@ -190,6 +191,17 @@ class RolloutEngine:
         return None
 
     @property
+    def vocabulary(self) -> int:
+        """Number of the policy's tokens."""
+        return self.weights.base_model.config.get_text_config().vocab_size
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Largest number of tokens in a completion; `None` if only the model's context limits it."""
+        given = self.generation_kwargs
+        return given.get("max_tokens", given.get("max_new_tokens", self.max_completion_length))
+
+    @property
     def eos_token_ids(self) -> list[int]:
         """The tokens that end a completion: the tokenizer's, if it has one, and those that the model declares."""
         declared = id_list(self.model.generation_config.eos_token_id)
@@ -224,7 +236,7 @@ class RolloutEngine:
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """
-        Samples one turn of a generation; see TRL's `VLLMGeneration.generate`.
+        Samples one turn of a generation, and checks the samples; see TRL's `VLLMGeneration.generate`.
 
         Args:
             prompts (`list[list[int]]`): Token ids, one list for each completion.
@@ -235,8 +247,21 @@ class RolloutEngine:
         Returns:
             `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`. The last two have the shape (batch, completion
             length, 1): the log-probability, in nats, with which each token was sampled, and the token.
+
+        Raises:
+            `RuntimeError`: A policy cannot have sampled this; see [`~rollout.answers.fault_of_samples`].
         """
-        with self.generation(), profiler or nullcontext():
+        with self.generation():
+            drawn = self.draw(prompts, images, num_generations, profiler)
+        asked = {"count": len(prompts), "vocabulary": self.vocabulary, "most": self.most_tokens}
+        fault = fault_of_samples(*drawn[1:], **asked)
+        if fault is not None:
+            raise RuntimeError(f"The engine returned samples that the policy cannot have drawn: {fault}.")
+        return drawn
+
+    def draw(self, prompts, images, num_generations, profiler) -> tuple:
+        """Samples as [`generate`] does, inside of a generation, without a check."""
+        with profiler or nullcontext():
             samples = self.sample(prompts, images)
         logps = samples.logps
         if logps is None:

@@ -26,6 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..policy.positions import fixed_context
 from ..precisions import in_vllm
 from ..reading import ANOTHER, reading
+from ..rollout.address import without_password
 from ..storage.run_checkpoints import (
     GENERATION_NAME,
     ROLLOUT_STATE_NAME,
@@ -311,6 +312,8 @@ def recorded(trainer: Trainer) -> dict:
     arguments["tools"] = [name_of(tool) for tool in getattr(trainer, "tools", [])]
     rollout_func = getattr(trainer, "rollout_func", None)
     arguments["rollout_func"] = None if rollout_func is None else name_of(rollout_func)
+    if arguments.get("vllm_server_base_url"):
+        arguments["vllm_server_base_url"] = without_password(arguments["vllm_server_base_url"])
     dtype = str(trainer.model.dtype).removeprefix("torch.")
     found = {"settings": _settings(trainer.args), "arguments": arguments, "runs": trainer.runs, "dtype": dtype}
     return found | {"context": fixed_context(trainer.model)}

@@ -326,9 +326,9 @@ class VLLMBase(RolloutEngine):
             self.check_sync(quick=self.syncs_to_check > 0)
         self.lay_noise(self.noise)
 
-    def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
-        """Samples one turn of a generation with TRL's own code; see TRL's `VLLMGeneration.generate`."""
-        with self.generation(), self.sampling():
+    def draw(self, prompts, images, num_generations, profiler) -> tuple:
+        """Samples with TRL's own code; see TRL's `VLLMGeneration.generate`."""
+        with self.sampling():
             return self.trl.generate(prompts, images, num_generations, profiler)
 
     def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:

@@ -23,9 +23,12 @@ from uuid import uuid4
 import requests
 from trl.generation.vllm_client import VLLMClient
 
+from ..address import without_password
+from ..answers import fault_of_end, fault_of_samples
 from ..limits import finished_within, time_limit
 
 
+SAMPLED = ("completion_ids", "logprobs", "logprob_token_ids")
 ANSWER_SHOWN = 200  # characters of an answer that an error message shows
 # Seconds that a transfer may take beyond the limit of its requests. A request then fails first, with a better message
 TRANSFER_SLACK = 10.0
@@ -38,15 +41,23 @@ class Client(VLLMClient):
     Parameters:
         base_url (`str`): The server's address, which may end with slashes.
         seconds (`float` or `None`): Seconds that each whole request may take; `None` for no limit.
+        vocabulary (`int`): Number of the policy's tokens.
         check (`Callable`): Called with the client before it connects to the server's workers.
 
     Attributes:
         token (`str` or `None`): The token of the last sync; `None` before the first.
     """
 
-    def __init__(self, base_url: str, *, seconds: float | None, check: Callable[["Client"], None], **kwargs):
-        self.seconds, self.check, self.token = seconds, check, None
+    def __init__(
+        self, base_url: str, *, seconds: float | None, vocabulary: int, check: Callable[["Client"], None], **kwargs
+    ):
+        self.seconds, self.vocabulary, self.check, self.token = seconds, vocabulary, check, None
         super().__init__(base_url.rstrip("/"), **kwargs)
+
+    @property
+    def shown(self) -> str:
+        """The server's address for messages."""
+        return without_password(self.base_url)
 
     # Requests
 
@@ -69,24 +80,37 @@ class Client(VLLMClient):
                 answer.json()
         except requests.JSONDecodeError as error:
             raise RuntimeError(
-                f"The vLLM server at {self.base_url} answered {described} with incomplete or invalid JSON: "
+                f"The vLLM server at {self.shown} answered {described} with incomplete or invalid JSON: "
                 f"{answer.text[:ANSWER_SHOWN]!r} ({len(answer.text)} characters). Does something else listen there?"
             ) from error
         except requests.RequestException as error:
-            raise ConnectionError(f"The vLLM server at {self.base_url} did not answer {described}: {error}") from error
+            message = f"The vLLM server at {self.shown} did not answer {described}: {without_password(str(error))}"
+            raise ConnectionError(message) from error
+        return answer
+
+    def _post(self, url: str, **kwargs) -> dict:
+        """Calls TRL's method. Raises `RuntimeError` for completions that the server has dropped before their end."""
+        answer = super()._post(url, **kwargs)
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        fault = fault_of_end(choice["finish_reason"] for choice in choices or ())
+        if fault is not None:
+            raise RuntimeError(f"The vLLM server at {self.shown} returned samples that cannot be used: {fault}.")
         return answer
 
     def _timeout_message(self, described: str) -> str:
         return (
-            f"The vLLM server at {self.base_url} did not answer {described} within `vllm_request_timeout`="
+            f"The vLLM server at {self.shown} did not answer {described} within `vllm_request_timeout`="
             f"{self.seconds:g} seconds. It may be stopped or overloaded; its own output says more."
         )
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Calls TRL's method within a time limit, which it lacks. [`~server.wait_for_server`] has run before."""
         seconds = max(total_timeout, 5.0)
-        message = f"The vLLM server at {self.base_url} did not answer `GET /health` within {seconds:g} seconds."
-        finished_within(seconds, lambda: message, super().check_server, total_timeout, retry_interval)
+        message = f"The vLLM server at {self.shown} did not answer `GET /health` within {seconds:g} seconds."
+        try:
+            finished_within(seconds, lambda: message, super().check_server, total_timeout, retry_interval)
+        except ConnectionError as error:
+            raise ConnectionError(without_password(str(error))) from None
 
     def get_server_info(self) -> dict:
         """Calls TRL's method. Raises `RuntimeError` for an answer that is not vLLM's."""
@@ -100,7 +124,7 @@ class Client(VLLMClient):
             yield
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise RuntimeError(
-                f"The vLLM server at {self.base_url} answered {described}, but not as `vllm serve` does "
+                f"The vLLM server at {self.shown} answered {described}, but not as `vllm serve` does "
                 f"({type(error).__name__}: {error})."
             ) from error
 
@@ -151,7 +175,7 @@ class Client(VLLMClient):
     def _transfer(self, action: str) -> AbstractContextManager:
         def message() -> str:
             return (
-                f"The vLLM server at {self.base_url} did not {action} within `vllm_request_timeout`="
+                f"The vLLM server at {self.shown} did not {action} within `vllm_request_timeout`="
                 f"{self.seconds:g} seconds."
             )
 
@@ -169,7 +193,7 @@ class Client(VLLMClient):
             return
         if set(self.ask_workers("get_sync_token")) != {self.token}:
             raise RuntimeError(
-                f"The vLLM server at {self.base_url} no longer holds the weights of this run's last sync: it was "
+                f"The vLLM server at {self.shown} no longer holds the weights of this run's last sync: it was "
                 "restarted, or another run has sent it weights. Its samples since then are not used."
             )
 
@@ -182,20 +206,17 @@ class Client(VLLMClient):
         """
         with self._foreign_answers_explained("a request for samples"):
             samples = super().generate(prompts, *args, n=n, **kwargs)
-        completions, logps = samples["completion_ids"], samples["logprobs"]
+        given = kwargs.get("generation_kwargs") or {}
+        most = given.get("max_tokens", kwargs.get("max_tokens"))
+        asked = {"count": n * len(prompts), "vocabulary": self.vocabulary, "most": most}
         wrong = None
-        if len(completions) != n * len(prompts):
-            wrong = f"{len(completions)} completions for a request of {n} for each of {len(prompts)} prompts"
-        elif samples["prompt_ids"] != prompts and not isinstance(prompts[0], str):
-            wrong = "completions of other prompts than the requested ones"
-        elif not all(completions):
-            wrong = "a completion without a token"
-        elif logps is None and kwargs.get("logprobs", 0) is not None:
-            wrong = "completions without log-probabilities"
-        elif logps is not None and [*map(len, logps)] != [*map(len, completions)]:
-            wrong = "completions and log-probabilities of different lengths"
+        if samples["prompt_ids"] != prompts and not isinstance(prompts[0], str):
+            wrong = "they complete other prompts than the requested ones"
+        elif samples["logprobs"] is None and kwargs.get("logprobs", 0) is not None:
+            wrong = "they have no log-probabilities"
+        wrong = fault_of_samples(*map(samples.get, SAMPLED), **asked) or wrong
         if wrong is not None:
-            raise RuntimeError(f"The vLLM server at {self.base_url} returned {wrong}.")
+            raise RuntimeError(f"The vLLM server at {self.shown} returned samples that cannot be used: {wrong}.")
         self.require_token()
         return samples
 
@@ -208,7 +229,7 @@ def not_vllm(url: str, seconds: float) -> str | None:
     try:
         answer = finished_within(seconds, lambda: message, requests.get, f"{url}/v1/models", timeout=seconds)
     except (requests.RequestException, TimeoutError) as error:
-        return f"`GET /v1/models` got {error}"
+        return f"`GET /v1/models` got {without_password(str(error))}"
     source = f" from {answer.headers['Server']}" if "Server" in answer.headers else ""
     if answer.status_code != 200:
         return f"`GET /v1/models` got status {answer.status_code}{source}: {answer.text[:ANSWER_SHOWN]!r}"

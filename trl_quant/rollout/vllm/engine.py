@@ -25,7 +25,7 @@ from ..fingerprint import fingerprint
 from ..stream import PolicyWeights
 from ..verify.kv_cache import KVCache
 from .base import VLLMBase
-from .sampling import nothing_left_behind, sampling_lean
+from .sampling import nothing_left_behind, sampling_lean, whole_completions
 from .support import (
     RANK_ON_CPU,
     adapter_arguments,
@@ -356,7 +356,7 @@ class VLLMEngine(VLLMBase):
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        with nothing_left_behind(self.llm), sampling_lean(self):
+        with nothing_left_behind(self.llm), sampling_lean(self), whole_completions():
             yield
 
     def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:

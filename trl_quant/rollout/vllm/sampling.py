@@ -21,7 +21,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+from trl.generation import vllm_generation
+
 from ...trl_seams import exchanged, extracting_with
+from ..answers import fault_of_end
 
 
 # Sampling parameters that need completions as text
@@ -80,6 +83,21 @@ def nothing_left_behind(llm) -> Iterator[None]:
         core.scheduler.finished_req_ids.update(held)  # the next step tells the workers that these have ended
         llm.reset_prefix_cache()
         raise
+
+
+@contextmanager
+def whole_completions() -> Iterator[None]:
+    """Context in which `RuntimeError` is raised for completions that vLLM has dropped before their end."""
+    extract = vllm_generation.extract_logprobs
+
+    def checked(outputs):
+        fault = fault_of_end(completion.finish_reason for output in outputs for completion in output.outputs)
+        if fault is not None:
+            raise RuntimeError(f"vLLM returned samples that cannot be used: {fault}.")
+        return extract(outputs)
+
+    with extracting_with(checked):
+        yield
 
 
 class SampledLogps:

@@ -30,6 +30,7 @@ from ...reading import reading
 from ...storage.quantization import prepared_precisions
 from ...storage.source import skeleton
 from ...trl_seams import client_built
+from ..address import without_password
 from ..limits import finished_within
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .base import VLLMBase
@@ -72,7 +73,8 @@ class VLLMServerEngine(VLLMBase):
 
     def start_vllm(self) -> None:
         check_version()
-        with client_built(partial(Client, seconds=self.request_timeout, check=self._check_server)):
+        given = {"seconds": self.request_timeout, "vocabulary": self.vocabulary, "check": self._check_server}
+        with client_built(partial(Client, **given)):
             self.trl.start_vllm()
         facts = [None]
         if self.accelerator.is_main_process:
@@ -103,7 +105,7 @@ class VLLMServerEngine(VLLMBase):
                 "their code (`/init_weight_transfer_engine` unpickles what it finds at an address that the caller "
                 "names): its development endpoints ask for no key, also with `--api-key`. Let only this machine reach "
                 "the port, by a firewall or an SSH tunnel to a server with `--host 127.0.0.1`.",
-                client.base_url,
+                client.shown,
             )
         try:
             info = client.get_server_info()
@@ -127,7 +129,7 @@ class VLLMServerEngine(VLLMBase):
                 )
         if faults:
             raise ValueError(
-                f"The vLLM server at {client.base_url} was started with {'; with '.join(faults)}. Start it with:\n\n"
+                f"The vLLM server at {client.shown} was started with {'; with '.join(faults)}. Start it with:\n\n"
                 f"{command}\n"
             )
         loader = (info.get("load_config") or {}).get("model_loader_extra_config") or {}
@@ -136,7 +138,7 @@ class VLLMServerEngine(VLLMBase):
             logger.warning(
                 "The vLLM server at %s holds its norms in BF16, which rounds away noise below 4e-3: see "
                 "`noise/effective_sigma`. To keep all of the noise, start it with:\n\n%s",
-                client.base_url,
+                client.shown,
                 command,
             )
         self._cache = cache["cache_dtype"], config
@@ -260,18 +262,19 @@ def wait_for_server(args, model: str) -> None:
         `ConnectionError`: The server does not answer. The message has the command that starts it.
     """
     url, deadline = server_url(args), time.monotonic() + args.vllm_server_timeout
+    shown, seconds = without_password(url), args.vllm_server_timeout
     while (reason := _why_not_ready(url)) is not None:
         left = deadline - time.monotonic()
         if left <= 0:
             raise ConnectionError(
-                f"The vLLM server at {url} can't be reached, after `vllm_server_timeout`={args.vllm_server_timeout:g} "
-                f"seconds: {reason}. Start it with:\n\n{_command_of_run(args, model)}\n"
+                f"The vLLM server at {shown} can't be reached, after `vllm_server_timeout`={seconds:g} seconds: "
+                f"{reason}. Start it with:\n\n{_command_of_run(args, model)}\n"
             )
         time.sleep(min(2.0, left))
     foreign = not_vllm(url, PATIENCE)
     if foreign is not None:
         raise ValueError(
-            f"`vllm_server_base_url`={url!r} is not the address of a `vllm serve`: {foreign}. Give its address, or "
+            f"`vllm_server_base_url`={shown!r} is not the address of a `vllm serve`: {foreign}. Give its address, or "
             f"start it with:\n\n{_command_of_run(args, model)}\n"
         )
 
@@ -289,7 +292,8 @@ def _why_not_ready(url: str) -> str | None:
         status = finished_within(PATIENCE, lambda: "", health).status_code
     except requests.RequestException as error:
         if isinstance(error, ValueError):
-            raise ValueError(f"`vllm_server_base_url`={url!r} is not a server's address: {error}") from error
+            shown, why = map(without_password, (url, str(error)))
+            raise ValueError(f"`vllm_server_base_url`={shown!r} is not a server's address: {why}") from None
         return type(error).__name__
     except TimeoutError:
         return f"it did not answer `/health` within {PATIENCE:g} seconds"
