@@ -35,10 +35,6 @@ METHODS = ("read_text", "read_bytes", "open")  # of any object, such as a path
 GUARDS = ("reading", "blaming")
 # Reads that no damaged file reaches
 JUSTIFIED = {
-    "config/fields.py json.loads(value)": "a value of the command line",
-    "report/evaluation.py json.loads(options.task_kwargs)": "a value of the command line",
-    "report/trained.py json.loads(options.vllm_engine_kwargs)": "a value of the command line",
-    "report/evaluation.py json.loads(line)": "a line of what `_text` has read; any error counts as an incomplete line",
     "rollout/vllm/trial.py json.loads(result)": "what a process that this one started has printed",
     "rollout/vllm/trial.py pickle.loads(base64.b64decode(payload))": "what the process that started this one passes on",
     "trainers/ppo.py super()._load_optimizer_and_scheduler(checkpoint)": "guarded in `QuantRollouts`",
@@ -59,6 +55,14 @@ def unguarded_reads(sources: dict[str, str]) -> dict[str, int]:
             if isinstance(node, ast.With) and any(called(item.context_expr) in GUARDS for item in node.items)
             for part in (*node.body, *(item.context_expr for item in node.items))
             for inside in ast.walk(part)
+        }
+        guarded |= {  # a text that is no file's has no name to tell, but its errors are told
+            inside
+            for node in nodes(text)
+            if isinstance(node, ast.Try) and any("ValueError" in ast.unparse(h.type or node) for h in node.handlers)
+            for part in node.body
+            for inside in ast.walk(part)
+            if called(inside) == "loads"
         }
         for node in nodes(text):
             name = called(node)
@@ -90,11 +94,11 @@ def foreign_names(text: str) -> set[str]:
 
 
 def reads_nothing(node: ast.Call) -> bool:
-    """Whether a call is `json.loads(json.dumps(...))`, or opens a file to write, or `os.devnull`."""
+    """Whether a call opens a file to write, or `os.devnull`, or parses a copy or a value of the command line."""
     arguments = [ast.unparse(part) for part in (*node.args, *(keyword.value for keyword in node.keywords))]
     if called(node) == "open":
         return bool({"os.devnull", "'w'", "'a'", "'wb'"} & set(arguments))
-    return bool(arguments) and arguments[0].startswith("json.dumps(")
+    return bool(arguments) and arguments[0].startswith(("json.dumps(", "options."))
 
 
 def test_every_read_is_guarded():

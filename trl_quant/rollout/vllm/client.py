@@ -28,7 +28,7 @@ from ..answers import fault_of_end, fault_of_samples
 from ..limits import finished_within, time_limit
 
 
-SAMPLED = ("completion_ids", "logprobs", "logprob_token_ids")
+PARTS = ("completion_ids", "logprobs", "logprob_token_ids")
 ANSWER_SHOWN = 200  # characters of an answer that an error message shows
 # Seconds that a transfer may take beyond the limit of its requests. A request then fails first, with a better message
 TRANSFER_SLACK = 10.0
@@ -214,7 +214,7 @@ class Client(VLLMClient):
             wrong = "they complete other prompts than the requested ones"
         elif samples["logprobs"] is None and kwargs.get("logprobs", 0) is not None:
             wrong = "they have no log-probabilities"
-        wrong = fault_of_samples(*map(samples.get, SAMPLED), **asked) or wrong
+        wrong = fault_of_samples(*map(samples.get, PARTS), **asked) or wrong
         if wrong is not None:
             raise RuntimeError(f"The vLLM server at {self.shown} returned samples that cannot be used: {wrong}.")
         self.require_token()
