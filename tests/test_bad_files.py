@@ -106,7 +106,9 @@ def test_what_the_engine_starts_on(written):
 
     policy = written()
     refused(
-        lambda: check(policy, arguments("/nowhere")), "`vllm_engine_kwargs` has 'model'='/nowhere'", "cannot be read"
+        lambda: check(policy, arguments("/nowhere")),
+        "`vllm_engine_kwargs['model']`='/nowhere'",
+        "is neither",
     )
     other = written(hidden_size=256)
     refused(lambda: check(policy, arguments(other)), "another model than the policy: hidden_size (256, not 128)")

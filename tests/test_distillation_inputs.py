@@ -155,7 +155,7 @@ def test_defaults_of_the_correction():
     ("given", "settings", "says"),
     [
         ({"teacher_model": None}, {}, "`teacher_model`=None: name the model that the student learns from"),
-        ({"teacher_model": "/nowhere"}, {}, "`teacher_model`='/nowhere' cannot be read"),
+        ({"teacher_model": "/nowhere"}, {}, "`teacher_model`='/nowhere' is neither a directory here"),
         (
             {"teacher_model": "small"},
             {},

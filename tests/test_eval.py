@@ -379,7 +379,7 @@ def test_bad_models_are_refused(argv, tmp_path):
     LoraConfig(base_model_name_or_path=None).save_pretrained(tmp_path / "adapter")
     for model, says in (
         ("empty", "`MODEL`='.*empty' holds no model and no adapter"),
-        ("nowhere", "`MODEL`='.*nowhere': the config of '.*nowhere' cannot be read"),
+        ("nowhere", "`MODEL`='.*nowhere' is neither a directory here"),
         ("adapter", "`MODEL`='.*adapter': the adapter_config.json in .*adapter does not name its base"),
     ):
         argv[1] = str(tmp_path / model)

@@ -17,7 +17,7 @@ import trl_quant.cli.train as train
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main
 from trl_quant.report.memory import Shape
-from trl_quant.report.plan import longest_prompt, memory_of_machine, number_of_steps
+from trl_quant.report.plan import memory_of_machine, number_of_steps
 
 
 # Steps and prompts
@@ -40,13 +40,6 @@ def test_the_number_of_steps_is_the_trainers(tmp_path, prompts, settings):
     trainer = training.make(QuantGRPOTrainer, args, train_dataset=training.dataset(prompts))
     trainer.train()
     assert number_of_steps(args, prompts) == trainer.state.global_step > 0
-
-
-def test_the_longest_prompt_is_measured_in_tokens():
-    tokenizer, data = tiny_tokenizer(), training.dataset(8)
-    assert longest_prompt(data, tokenizer) == max(map(len, data["prompt"]))  # a token is a byte
-    chat = data.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    assert longest_prompt(chat, tokenizer) > longest_prompt(data, tokenizer)
 
 
 # The commands

@@ -344,7 +344,7 @@ def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, 
     written["quantization_config"] = {"quant_method": "fp8"}
     (quantized / "config.json").write_text(json.dumps(written))
     cases = {
-        str(tmp_path / "nowhere"): "cannot be read",
+        str(tmp_path / "nowhere"): "is neither a directory here",
         fewer: "has 300 tokens, and the policy 320",
         str(quantized): "is quantized, and the critic trains all of its weights",
         save_tiny_vision(tmp_path / "vision"): "`model_type`='blip-2', of which transformers has no token classifier",

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import yaml
 
 from ..reading import read_json, reading
+from ..renamed import earlier_name
 
 
 PROG = "trl-quant train"
@@ -137,6 +138,9 @@ def read_config(path: str | None) -> dict:
 
 def about_unknown(arguments: list[str], trainer: str) -> str:
     """Returns a message that names unknown arguments of `train`, and the option most like the first of them."""
+    earlier = earlier_name(arguments[0].partition("=")[0].lstrip("-").replace("-", "_"))
+    if earlier is not None:
+        return earlier
     known = [f"--{name}" for group in train_options(trainer).values() for name in group]
     close = get_close_matches(arguments[0], known, n=1)
     told = f"unknown arguments: {' '.join(arguments)}" + (f" (did you mean {close[0]}?)" if close else "")

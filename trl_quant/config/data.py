@@ -9,6 +9,7 @@ from transformers import AutoProcessor
 
 from ..reading import reading
 from ..rollout.tokenizer import check_tokenizer
+from ..storage.named import check_named
 from ..tasks.data import check_prompts
 from ..tasks.rewards import REWARDS, check_reward, check_truths
 from .values import is_of
@@ -56,6 +57,13 @@ def evaluated(eval_dataset) -> dict:
     return {"eval_dataset": eval_dataset}
 
 
+def read_processing_class(name: str, args):
+    """Returns the tokenizer or processor that TRL loads for a policy of this name."""
+    options = {"revision": (args.model_init_kwargs or {}).get("revision")}
+    with reading(name):
+        return AutoProcessor.from_pretrained(name, trust_remote_code=args.trust_remote_code, **options)
+
+
 def check_tokenization(config, model, args, processing_class, train_dataset) -> None:
     """
     Checks the given tokenizer; if none is given and the data has conversations, the one that TRL loads. Tokenizers of
@@ -66,9 +74,7 @@ def check_tokenization(config, model, args, processing_class, train_dataset) -> 
     """
     talks = isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), list)
     if processing_class is None and talks and isinstance(model, str):
-        options = {"revision": (args.model_init_kwargs or {}).get("revision")}
-        with reading(model):
-            processing_class = AutoProcessor.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
+        processing_class = read_processing_class(model, args)
     if processing_class is None:
         return
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -103,6 +109,8 @@ def check_rewards(args, reward_funcs, train_dataset) -> None:
                 f"`reward_funcs`={reward!r} is the command line's name of a reward, which TRL would load as a model. "
                 f"Pass the function `trl_quant.tasks.{REWARDS[reward].__name__}`."
             )
+        if isinstance(reward, str):
+            check_named("reward_funcs", reward)
         if not isinstance(reward, str | Module) and reward is not None and columns is not None:
             check_reward(reward, columns)
             if args.remove_unused_columns:

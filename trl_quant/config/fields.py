@@ -21,6 +21,7 @@ from ..corrections.base import Range
 from ..noise import SCHEDULES, sigma
 from ..noise.schedules import LEAST_STAGES
 from ..precisions import PRECISIONS, exact_flows, frozen_bases, qat_precisions, train_precisions, unified_flows
+from ..renamed import CurrentNames
 from ..rollout.spec import default_lora_sync
 from .consistency import check_consistent
 from .hyperparameters import setting_fields
@@ -276,7 +277,7 @@ SECTIONS = {
 
 
 @dataclass
-class QuantFields(*SECTIONS.values()):
+class QuantFields(CurrentNames, *SECTIONS.values()):
     """
     The fields of this package that every trainer has, and their checks.
 
@@ -486,10 +487,7 @@ class QuantFields(*SECTIONS.values()):
         return {name: value for name, value in sorted(self.to_sanitized_dict().items()) if name in names}
 
     def get_process_log_level(self) -> int:
-        """
-        Warns if TRL's own trainer got this config, since that trainer ignores our fields. Every trainer calls this
-        method first.
-        """
+        """Warns if TRL's own trainer, which ignores our fields, got this config. Every trainer calls this first."""
         if not self.is_taken and self.rollout_precision is not None:
             logger.warning(
                 "`rollout_precision`=%r acts only with `Quant%s`: this trainer samples without quantization and "

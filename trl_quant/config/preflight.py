@@ -13,7 +13,6 @@ from torch.nn import Module
 from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
-    GenerationConfig,
     PreTrainedModel,
     ProcessorMixin,
 )
@@ -30,16 +29,31 @@ from ..rollout.vllm.support import (
     differences,
 )
 from ..storage.layout import check_files
+from ..storage.named import check_named
 from ..storage.quantization import check_prepared, prepared_precisions
+from ..storage.source import skeleton
 from . import positions
 from .adapters import check_adapter, check_head
-from .data import check_data, check_dynamic_sampling, check_rewards, check_tokenization, check_turns, evaluated
+from .data import (
+    check_data,
+    check_dynamic_sampling,
+    check_rewards,
+    check_tokenization,
+    check_turns,
+    evaluated,
+    read_processing_class,
+)
+from .lengths import check_lengths, context_of, datasets_of, is_stored
 from .machine import check_machine
+from .marks import check_marks
+from .saving import check_savable, read_generation_config
 from .teacher import check_teacher, read_teacher
 from .trained import check_stored, check_trained, check_untouched
 
 
 logger = logging.getLogger(__name__)
+
+FEW_PROMPTS = 8  # whose ends are looked at
 
 
 def name_of(model) -> str:
@@ -62,6 +76,7 @@ def check_before_loading(
     `ImportError` for a missing library. With `here=False`, this machine's vLLM is not checked.
     """
     tools, rollout_func, environments = map(others.get, ("tools", "rollout_func", "environment_factory"))
+    _check_names(args, model)
     _check_correction_acts(args, rollout_func)
     if args.denoises:
         _check_masked_diffusion(model, args, others)
@@ -107,8 +122,51 @@ def check_before_loading(
     for start in (model, (args.vllm_engine_kwargs or {}).get("model")):
         if isinstance(start, str) and Path(start).is_dir():
             check_files(start)
+    if peft_config is None and (isinstance(model, str) or not is_peft_model(model)):  # else only the adapter is saved
+        check_savable("the policy", _read_config(model, args), read_generation_config(model, args))
+    served = None
     if here and args.use_vllm and args.rollout_precision is not None and args.vllm_mode == "server":
-        _wait_for_server(args, getattr(model, "name_or_path", model))
+        served = _wait_for_server(args, getattr(model, "name_or_path", model))
+    if environments is None:
+        datasets = datasets_of(train_dataset, eval_dataset)
+        _check_prompts(args, model, others | {"reward_funcs": reward_funcs}, datasets, served)
+    if here:
+        _check_attention(args, model, others.get("teacher_model"))
+
+
+def _check_names(args, model) -> None:
+    """Raises `ValueError` for a policy, or a model that vLLM starts on, that is neither on the disk nor on the hub."""
+    if isinstance(model, str):
+        check_named("model", model, (args.model_init_kwargs or {}).get("revision"))
+    for name in ("model", "tokenizer"):
+        started_on = (args.vllm_engine_kwargs or {}).get(name)
+        if started_on is not None:
+            check_named(f"vllm_engine_kwargs['{name}']", started_on)
+
+
+def _check_attention(args, model, teacher) -> None:
+    """
+    Builds the models without weights, with the attention that the config names. Raises `ImportError` if its library is
+    missing, and `ValueError` if transformers has no attention of that name.
+    """
+    named = {
+        "model_init_kwargs": (model, args.model_init_kwargs),
+        "teacher_model_init_kwargs": (teacher, getattr(args, "teacher_model_init_kwargs", None)),
+    }
+    for field, (name, options) in named.items():
+        attention = (options or {}).get("attn_implementation")
+        if attention is None or not isinstance(name, str):
+            continue
+        given = {"revision": options.get("revision"), "trust_remote_code": args.trust_remote_code}
+        try:
+            with reading(name):
+                config = AutoConfig.from_pretrained(name, attn_implementation=attention, **given)
+            skeleton(config, args.trust_remote_code)
+        except (ImportError, ValueError, OSError) as error:
+            raise type(error)(
+                f"`attn_implementation`={attention!r}, in `{field}`, does not work here. Install what is missing, or "
+                f"use 'sdpa'. transformers says: {error}"
+            ) from error
 
 
 def _check_correction_acts(args, rollout_func) -> None:
@@ -145,28 +203,32 @@ def _check_masked_diffusion(model, args, others: dict) -> None:
     config, tokenizer = _read_config(model, args), others.get("processing_class")
     check_bidirectional(config)
     if tokenizer is not None or args.mask_token_id is not None:
-        mask_token_of(args.mask_token_id, tokenizer, config, _ends(model, args, config))
+        mask_token_of(args.mask_token_id, tokenizer, config, id_list(read_generation_config(model, args).eos_token_id))
 
 
-def _ends(model, args, config) -> list[int]:
-    """Returns the ids of the tokens that end a completion by the model's generation config."""
-    if not isinstance(model, str):
-        return id_list(model.generation_config.eos_token_id)
-    try:
-        with reading(model):
-            generation = GenerationConfig.from_pretrained(
-                model, revision=(args.model_init_kwargs or {}).get("revision")
-            )
-    except OSError:  # the model has no generation config of its own
-        generation = GenerationConfig.from_model_config(config)
-    return id_list(generation.eos_token_id)
-
-
-def _wait_for_server(args, model: str) -> None:
+def _wait_for_server(args, model: str) -> int | None:
+    """Returns the server's context, on the process that talks to it."""
     from ..rollout.vllm.server import wait_for_server
 
-    if PartialState().is_main_process:  # only this process talks to the server
-        wait_for_server(args, model)
+    return wait_for_server(args, model) if PartialState().is_main_process else None
+
+
+def _check_prompts(args, model, others: dict, datasets: dict, served: int | None) -> None:
+    """Measures the prompts with the tokenizer that was given, or with the one that TRL will load."""
+    processing_class = others.get("processing_class")
+    if processing_class is None:
+        try:
+            processing_class = read_processing_class(name_of(model), args)
+        except (OSError, ValueError):  # TRL says what is wrong with it
+            return
+    rewards = others.get("reward_funcs")
+    if args.has_rewards and is_stored(datasets["train_dataset"]):
+        rewards = rewards if isinstance(rewards, list) else [rewards]
+        prompts = datasets["train_dataset"].with_format(None)[:FEW_PROMPTS]["prompt"]
+        tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        check_marks(rewards, tokenizer, prompts, args.chat_template_kwargs or {})
+    context = context_of(args, _read_config(model, args), served)
+    check_lengths(args, context, processing_class, datasets, others.get("tools"), others.get("rollout_func"))
 
 
 def _read_config(model, args):
@@ -187,8 +249,6 @@ def _read_config(model, args):
         fault = "cannot be read"
         if Path(model).is_dir() and not Path(model, "config.json").is_file():
             fault = "is a directory without a config.json"
-        elif isinstance(error, OSError) and not Path(model).is_dir():
-            fault = "is neither a directory here nor a model on the hub or in its local cache"
         raise ValueError(f"`model`={model!r} {fault}: {error}") from error
 
 
@@ -207,6 +267,7 @@ def _check_critic(args, model, train_dataset, eval_dataset) -> None:
             "The policy was built in memory, and the critic starts from a checkpoint: name one in "
             "`value_model_name_or_path`, or set `vf_share_layers=True`."
         )
+    check_named("value_model_name_or_path", name, args.critic_source.get("revision"))
     try:
         with reading(name):
             config = AutoConfig.from_pretrained(name, **args.critic_source)
@@ -223,6 +284,7 @@ def _check_critic(args, model, train_dataset, eval_dataset) -> None:
         fault = f"is a {config.architectures[0]} with {config.num_labels} labels, and a critic gives one value"
     if fault is not None:
         raise ValueError(f"The critic's {name!r} {fault}. Name another model in `value_model_name_or_path`.")
+    check_savable("the critic", config)
 
 
 def _check_kind(config, model) -> None:
@@ -268,16 +330,6 @@ def _check_policy(config, args, quantization_config, here: bool) -> None:
         raise ValueError(
             f"`rollout_precision`={args.rollout_precision!r}, but {config.model_type} is an encoder with a decoder. "
             "The engines run only decoders: train a decoder-only model."
-        )
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    length = args.max_completion_length
-    if isinstance(context, int) and length is not None and length >= context:
-        logger.warning(
-            "`max_completion_length`=%d leaves no room for a prompt in the policy's context of %d tokens "
-            "(`max_position_embeddings`): beyond it, samples are cut, or reach positions that the policy was never "
-            "trained on.",
-            length,
-            context,
         )
     if here and args.use_vllm and args.vllm_mode == "colocate":
         _check_start(config, args)

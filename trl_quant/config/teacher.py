@@ -5,6 +5,7 @@ from transformers import AutoConfig, AutoTokenizer
 from ..models.families import number_of_experts
 from ..policy.vocabulary import why_not_one_vocabulary
 from ..reading import reading
+from ..storage.named import check_named
 
 
 def check_teacher(args, student, teacher, processing_class) -> None:
@@ -53,6 +54,7 @@ def read_teacher(args, teacher):
         return teacher.config
     revision = (args.teacher_model_init_kwargs or {}).get("revision", args.teacher_model_revision)
     options = {} if revision is None else {"revision": revision}
+    check_named("teacher_model", teacher, revision)
     try:
         with reading(teacher):
             return AutoConfig.from_pretrained(teacher, trust_remote_code=args.trust_remote_code, **options)

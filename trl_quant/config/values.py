@@ -1,6 +1,8 @@
 """The first stage of validation: each field by itself. Errors name the field, its value and the allowed values."""
 
 import math
+from dataclasses import fields
+from enum import Enum
 from numbers import Integral, Real
 from typing import get_args, get_origin, get_type_hints
 
@@ -12,6 +14,7 @@ from ..corrections import ALL_CORRECTIONS
 from ..corrections.base import Range, ranges_of
 from ..noise import SCHEDULES
 from ..precisions import PRECISIONS, train_precisions
+from ..renamed import check_names
 from ..rollout.spec import VLLM_MODES
 from ..scaling import check_scale
 from .hyperparameters import setting_fields
@@ -84,6 +87,7 @@ def check_types(args, own_fields) -> None:
     counts as true. Numbers of NumPy become Python's, since a checkpoint records them as JSON.
     """
     hints = get_type_hints(type(args))
+    read_words(args, hints)
     files = {"accelerator_config", "fsdp_config", "deepspeed"}  # transformers reads a string as the name of a JSON file
     dicts = [name for name in args._VALID_DICT_FIELDS if name not in files]
     flags = [name for name, hint in hints.items() if hint in (bool, bool | None)]
@@ -93,6 +97,31 @@ def check_types(args, own_fields) -> None:
         check_type(name, value, hints[name])
         if isinstance(value, Real) and not isinstance(value, int | float):
             setattr(args, name, int(value) if isinstance(value, Integral) else float(value))
+    for name in dicts:
+        if name.endswith("model_init_kwargs"):
+            check_names(f"`{name}`", getattr(args, name) or {})
+
+
+def read_words(args, hints: dict) -> None:
+    """
+    Reads the False that YAML makes of a bare `no` as the word, where a field takes that word, such as `save_strategy`.
+    Raises `ValueError` for any other True or False in a field that takes none.
+    """
+    for field in fields(args):
+        value, kinds = getattr(args, field.name), get_args(hints[field.name]) or (hints[field.name],)
+        takes = bool in kinds or value == field.default or field.metadata.get("const") is True
+        if not isinstance(value, bool) or takes or any(value in get_args(kind) for kind in kinds):
+            continue
+        words = [word for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum) for word in kind]
+        if value is False and "no" in [word.value for word in words]:
+            setattr(args, field.name, "no")
+        elif words or str in kinds:
+            allowed = f"one of {', '.join(repr(word.value) for word in words)}" if words else "a string"
+            allowed += " or None" if type(None) in kinds else ""
+            raise ValueError(
+                f"`{field.name}`={value!r} must be {allowed}. YAML reads a bare no, off, yes or on as False or True: "
+                "put the word in quotes."
+            )
 
 
 def check_values(args) -> None:

@@ -16,6 +16,7 @@ from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer
 
 from ..config.fields import QuantFields
+from ..config.lengths import measured
 from ..config.machine import check_machine
 from ..config.preflight import check_before_loading
 from ..config.summary import summary
@@ -29,7 +30,6 @@ from .memory import BESIDE, Memory, Shape
 
 GB = 10**9
 CARD = 80 * GB  # memory of the GPU, if this machine has none
-PROMPTS = 1000  # the longest prompt is searched among the first so many
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def make_plan(
         check_before_loading(
             model=model, args=args, train_dataset=train_dataset, peft_config=peft_config, here=refused is None, **given
         )
-    except ConnectionError as error:  # of the vLLM server, which is asked after all other checks
+    except (ConnectionError, ImportError) as error:  # of the vLLM server or of attention, the last checks
         refused = error
     if args.holds_frozen_base:  # as the trainer does before it loads the base
         on_frozen_base(
@@ -108,7 +108,8 @@ def make_plan(
         tokenizer = AutoTokenizer.from_pretrained(model, **options)
     dtype = _dtype(init.get("dtype", "float32"), config)
     shape = Shape.of(config, peft_config)
-    prompt = longest_prompt(train_dataset, tokenizer)
+    lengths = measured("train_dataset", train_dataset, tokenizer, template=args.chat_template_kwargs)
+    prompt = lengths.longest
     total = number_of_steps(args, len(train_dataset))
 
     adapted = f", and an adapter of {shape.adapter / 1e6:.1f} million" if shape.adapter else ""
@@ -119,7 +120,8 @@ def make_plan(
         ),
         f"Steps: {total}, from {len(train_dataset)} prompts. A generation has {args.generation_batch_size} completions "
         f"of {args.generation_batch_size // args.num_generations} prompts, with at most {prompt} + "
-        f"{'any number of' if args.max_completion_length is None else args.max_completion_length} tokens",
+        f"{'any number of' if args.max_completion_length is None else args.max_completion_length} tokens "
+        f"({lengths.source} were measured)",
     ]
     memory = None
     if args.fsdp_version is not None or args.deepspeed_plugin is not None:
@@ -151,18 +153,6 @@ def number_of_steps(args: QuantFields, prompts: int) -> int:
     generations = prompts // (args.generation_batch_size // args.num_generations)  # an incomplete batch is dropped
     micro_batches = generations * args.steps_per_generation * args.num_iterations
     return math.ceil(args.num_train_epochs * max(math.ceil(micro_batches / args.gradient_accumulation_steps), 1))
-
-
-def longest_prompt(dataset: Dataset, tokenizer) -> int:
-    """Returns the length in tokens of the longest of the first `PROMPTS` prompts."""
-    prompts = dataset[: min(len(dataset), PROMPTS)]["prompt"]
-    texts = [
-        tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        if isinstance(prompt, list)
-        else prompt
-        for prompt in prompts
-    ]
-    return max(len(ids) for ids in tokenizer(texts)["input_ids"])
 
 
 def _dtype(given, config) -> torch.dtype:

@@ -23,6 +23,7 @@ from ..reading import reading
 from ..rollout.sampling_options import BOTH, acts
 from ..rollout.spec import EngineSpec, default_lora_sync, engine_kind
 from ..rollout.vllm.support import check_device, check_engine_kwargs
+from ..storage.named import check_named
 from ..storage.quantization import gathered_dtype, prepared_precisions
 from ..storage.run_checkpoints import how_to_go_on, last_complete_checkpoint, read_rollout_state
 
@@ -135,6 +136,8 @@ class Trained:
                 revision = None if Path(base).is_dir() else config.revision
             elif not (Path(path) / "config.json").is_file():
                 raise ValueError(f"{option}={name!r} holds no model and no adapter. {how_to_go_on(name)}")
+        named = option.strip("`") if base == path else f"base_model_name_or_path, of the adapter {path}"
+        check_named(named, base, revision)
         try:
             with reading(base):
                 config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=trust)

@@ -11,6 +11,7 @@ from ..models.linears import dense_linears, unquantized_linears
 from ..reading import reading
 from .files import Stored, check_links, read_config, read_heads, weight_files
 from .layout import CODE, FILES, INDEX, linear_layers
+from .named import check_named
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def find_source(model: str, revision: str | None, trust: bool, option: str = "--
         check_links(model)
         read_config(Path(model))
         return Source(Path(model), Path(model).resolve().name, None, trust)
+    check_named("source", model, revision)
     from huggingface_hub import snapshot_download
 
     needed = [*FILES, INDEX, "model*.safetensors", *([CODE] if trust else [])]

@@ -184,6 +184,21 @@ REWARDS = {
     "think_answer": think_answer_reward,
 }
 
+_ANSWER_TAGS = ("<answer>", "</answer>")
+_MARKED = (_ANSWER_TAGS, (r"\boxed",), ("####",))  # the markers of [`trl_quant.tasks.answers`]
+# The marks that a completion must have for a reward above 0: the marks of one of these groups, each of them. A prompt
+# that opens a mark itself, or a tokenizer that drops it, leaves a reward at 0 whatever the policy answers
+MARKS = {
+    "arithmetic": ((),),
+    "countdown": _MARKED,
+    "division": (("####", ";"),),
+    "format": _MARKED,
+    "gsm8k": ((),),
+    "strict_math": ((),),
+    "sudoku": (_ANSWER_TAGS, (r"\boxed",)),
+    "think_answer": (("<think>", "</think>", *_ANSWER_TAGS),),
+}
+
 # The arguments that TRL passes to a reward, in addition to the dataset's columns
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 

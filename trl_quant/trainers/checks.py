@@ -6,6 +6,7 @@ from pathlib import Path
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn import Dropout, Module
 
+from ..config.lengths import Context, check_fits, context_of
 from ..config.preflight import name_of
 
 
@@ -87,3 +88,29 @@ def check_trainable(model: Module) -> None:
         )
     if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
         raise ValueError("The policy's adapters are merged into it and would not be trained. Call `unmerge_adapter()`.")
+
+
+class DrawnPrompts:
+    """
+    Checks the prompts of each generation against the sampler's context: those of a stream, whose lengths are not known
+    before, and all others too, since only some of a large dataset are measured before the run.
+
+    Args:
+        trainer ([`~trainers.quantized.QuantRollouts`]): The trainer.
+        engine ([`~rollout.RolloutEngine`] or `None`): The engine that samples; `None` if TRL samples.
+    """
+
+    def __init__(self, trainer, engine):
+        self.trainer = trainer
+        self.context = context_of(trainer.args, trainer.model.config)
+        if hasattr(engine, "limits"):  # vLLM says what it takes
+            self.context = Context(engine.limits()[1], "the engine's `max_model_len`", True)
+        self.all_fitted = True
+
+    def check(self, prompts: list[list[int]]) -> None:
+        """Raises `ValueError` for a prompt that fills the context, and warns once of completions that are shortened."""
+        lengths = [len(ids) for ids in prompts]
+        if self.context is None or not (self.all_fitted or max(lengths) >= self.context.tokens):
+            return
+        where = f"The generation at step {self.trainer.state.global_step}"
+        self.all_fitted = check_fits(self.trainer.args, self.context, lengths, where)

@@ -13,6 +13,7 @@ from trl.rewards import get_soft_overlong_punishment
 from ..config.fields import QuantFields
 from ..config.values import check_choice, check_type, listed
 from ..reading import reading
+from ..storage.named import check_named
 from ..tasks import REWARDS, load_prompts
 from ..tasks.data import reads_same_rows
 from ..tasks.named_data import NAMED_DATA
@@ -177,6 +178,7 @@ def load_data(
     script_args: TrainArguments, training_args: QuantFields, model_args: ModelConfig
 ) -> dict[str, Dataset | None]:
     """Returns the trainer's `train_dataset` and, if evaluation is on, its `eval_dataset`, else `None`."""
+    check_named("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
     try:
         with reading(model_args.model_name_or_path):
             tokenizer = AutoTokenizer.from_pretrained(

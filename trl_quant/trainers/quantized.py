@@ -22,6 +22,7 @@ from ..policy.packed import PackedBackbone, PackedRows
 from ..policy.positions import release_positions
 from ..policy.unified import check_flow, flow, follow_engine, restore, train_as_sampled
 from ..reading import ANOTHER, blaming, reading
+from ..renamed import CurrentNames
 from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
 from ..rollout.engine import Engine
 from ..scaling import apply_uaq, uaq_applied
@@ -29,7 +30,7 @@ from ..storage.quantization import record_gathered_dtype
 from ..storage.run_checkpoints import OPTIMIZER, RANDOM, SCALER, SCHEDULER, files_of
 from ..trl_seams import exchanged
 from . import checkpoints, phases, unfinished
-from .checks import check_model, check_trainable, directories_of, tell_noise
+from .checks import DrawnPrompts, check_model, check_trainable, directories_of, tell_noise
 from .correction_step import CorrectionStep, NoStep
 from .finite import FiniteSteps, check_trained
 from .introduction import add_to_card, introduce
@@ -41,7 +42,7 @@ from .reward_calls import RewardCalls
 logger = logging.getLogger(__name__)
 
 
-class QuantRollouts:
+class QuantRollouts(CurrentNames):
     """
     Mixin for a trainer of TRL's that builds a `VLLMGeneration` and samples from it, such as `GRPOTrainer`,
     `RLOOTrainer` or `DistillationTrainer`. Without a `rollout_precision`, TRL generates as usual.
@@ -70,6 +71,7 @@ class QuantRollouts:
     _packed_rows: Callable[..., PackedRows] | None = None
     _reward_calls: RewardCalls | None = None
     _finite_steps: FiniteSteps | None = None
+    _drawn_prompts: DrawnPrompts | None = None
 
     def __init__(self, *, model, args, eval_dataset=None, quantization_config=None, peft_config=None, **given):
         """Takes the arguments of TRL's trainer. `args` is a configuration with this package's fields, or `None`."""
@@ -111,6 +113,7 @@ class QuantRollouts:
             tell_noise(self.model, args)
         gathered_in = self._engine.weights.gathered_dtype if args.trains_for_four_bits else None
         record_gathered_dtype(self.model.config, gathered_in)
+        self._drawn_prompts = DrawnPrompts(self, self._engine)
         self._reward_calls = RewardCalls(self)
         self._finite_steps = FiniteSteps(self)
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
@@ -212,6 +215,12 @@ class QuantRollouts:
                 turns.enter_context(self._engine.generation())
             yield
 
+    def _tokenize_prompts(self, prompts):
+        tokenized = super()._tokenize_prompts(prompts)
+        if self._drawn_prompts is not None:  # the constructor has run
+            self._drawn_prompts.check(tokenized[0])
+        return tokenized
+
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
         if self._engine is None:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
@@ -309,6 +318,8 @@ class QuantRollouts:
         with self._reward_calls.watched():
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._reward_calls.check_gathered(rewards)
+        if self.model.training:
+            self._reward_calls.tell_zeros(rewards, completions)
         return rewards
 
     # Step: the optimizer takes only finite steps

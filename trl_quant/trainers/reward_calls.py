@@ -23,6 +23,8 @@ from ..trl_seams import exchanged, is_async
 logger = logging.getLogger(__name__)
 
 LARGEST_REWARD = torch.finfo(torch.float32).max  # TRL holds rewards in float32, where a larger one becomes infinite
+# TRL's rewards that are never above 0
+PENALTIES = ("soft_overlong_punishment_reward", "repetition_penalty_reward")
 SHOWN = 80  # characters of a prompt or a completion that a message shows
 
 
@@ -33,12 +35,14 @@ class RewardCalls:
     Attributes:
         warned (`set[str]`): Functions that returned NaN and were warned about.
         running (`set[str]`): Asynchronous functions that have not returned yet.
+        is_first (`bool`): Whether no generation was scored yet.
     """
 
     def __init__(self, trainer):
         self.trainer, self.seconds = trainer, trainer.args.reward_timeout
         self.warned: set[str] = set()
         self.running: set[str] = set()
+        self.is_first = True
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -150,6 +154,31 @@ class RewardCalls:
                 f"{self.trainer.state.global_step}, returned {rewards[row, column].item()} for row {row} of all ranks' "
                 f"{len(rewards)}. A reward must be finite. {self._go_on()}"
             )
+
+    def tell_zeros(self, rewards: Tensor, completions: list) -> None:
+        """
+        Warns, after the first generation, of each function that gave 0 to all completions. It may look for something
+        that no completion of the run can have.
+
+        Args:
+            rewards (`torch.Tensor` of shape `(completions of all ranks, reward functions)`): As TRL gathers them.
+            completions (`list`): The completions of this rank.
+        """
+        if not self.is_first or not self.trainer.accelerator.is_main_process:
+            return
+        self.is_first = False
+        for name, given in zip(self.trainer.reward_func_names, rewards.unbind(1), strict=True):
+            given = given[given.isfinite()]
+            if len(given) and not given.any() and name not in PENALTIES:
+                logger.warning(
+                    "The reward function %r gave 0 to each of the %d completions of the first generation. If it can "
+                    "give nothing else, nothing is learned from it: compare what it looks for with a completion, such "
+                    "as %s. A tag that the chat template opens at the end of the prompt, and a special token, are not "
+                    "in the text.",
+                    name,
+                    len(given),
+                    _short(completions[0]),
+                )
 
 
 def limited_tool(tool: Callable, seconds: float | None) -> Callable:

@@ -238,3 +238,9 @@ def not_vllm(url: str, seconds: float) -> str | None:
     except (requests.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError):
         return f"`GET /v1/models` got no list of models{source}: {answer.text[:ANSWER_SHOWN]!r}"
     return None if owner == "vllm" else f"`GET /v1/models` got a model of {owner!r}{source}"
+
+
+def served_context(url: str, seconds: float) -> int | None:
+    """Returns the `--max-model-len` of a server that is `vllm serve`; `None` if it does not say it."""
+    answer = finished_within(seconds, lambda: url, requests.get, f"{url}/v1/models", timeout=seconds)
+    return answer.json()["data"][0].get("max_model_len")

@@ -34,7 +34,7 @@ from ..address import without_password
 from ..limits import finished_within
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .base import VLLMBase
-from .client import Client, not_vllm
+from .client import Client, not_vllm, served_context
 from .support import (
     SPECULATION,
     check_version,
@@ -253,9 +253,12 @@ def server_url(args) -> str:
     return args.vllm_server_base_url.rstrip("/")
 
 
-def wait_for_server(args, model: str) -> None:
+def wait_for_server(args, model: str) -> int | None:
     """
     Waits up to `vllm_server_timeout` seconds for the server, before the model is loaded.
+
+    Returns:
+        `int` or `None`: The longest row of prompt and completion that the server takes, if it says so.
 
     Raises:
         `ValueError`: The address is invalid, or something else answers there.
@@ -277,6 +280,7 @@ def wait_for_server(args, model: str) -> None:
             f"`vllm_server_base_url`={shown!r} is not the address of a `vllm serve`: {foreign}. Give its address, or "
             f"start it with:\n\n{_command_of_run(args, model)}\n"
         )
+    return served_context(url, PATIENCE)
 
 
 def _why_not_ready(url: str) -> str | None:
