@@ -4,9 +4,11 @@ import logging
 
 import pytest
 from datasets import Dataset
+from jinja2 import UndefinedError
 from tiny import save_tiny, tiny_tokenizer
 from tokenizers import AddedToken
 from training import config, make, spread
+from trl import chat_template_utils
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.config.marks import check_marks
@@ -52,9 +54,7 @@ def tokenizer_with(template: str = "", special: tuple[str, ...] = ()):
     if template:
         tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n", f"assistant\n{template}")
     if special:
-        tokenizer.add_special_tokens(
-            {"additional_special_tokens": [AddedToken(mark, special=True) for mark in special]}
-        )
+        tokenizer.add_tokens([AddedToken(mark, special=True) for mark in special], special_tokens=True)
     return tokenizer
 
 
@@ -75,9 +75,7 @@ def test_marks_that_decoding_drops(name):
     check_marks([spread, REWARDS["gsm8k"]], tokenizer_with(special=first), ASKED, {})
 
 
-THINKING = (
-    "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
-)
+THINKING = "{% if enable_thinking | default(true) %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
 
 
 @pytest.mark.parametrize("template", ["<think>\n", "<think>\nOkay, ", "Answer first.\n<think>", THINKING])
@@ -92,6 +90,29 @@ def test_a_template_that_opens_the_mark(template):
         check_marks([reward], tokenizer, ASKED, {"enable_thinking": False})
 
 
+def test_templates_of_models():
+    """Those that TRL ships: each that ends its prompt inside of `<think>` is refused, and no other."""
+    found = {}
+    for name, template in vars(chat_template_utils).items():
+        if not name.endswith("_chat_template") or not isinstance(template, str):
+            continue
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = template
+        try:
+            asked = tokenizer.apply_chat_template(ASKED[0], tokenize=False, add_generation_prompt=True)
+        except UndefinedError:  # it needs a token that this tokenizer lacks
+            continue
+        found[name] = "</think>" not in asked.rpartition("<think>")[2] and "<think>" in asked
+        try:
+            check_marks([REWARDS["think_answer"]], tokenizer, ASKED, {})
+        except ValueError as error:
+            assert found[name] and "opens itself" in str(error), name
+        else:
+            assert not found[name], name
+    assert found["deepseek_r1_distill_chat_template"] and not found["qwen3_chat_template"]
+    assert sum(found.values()) > 5 and len(found) - sum(found.values()) > 5
+
+
 def test_a_prompt_that_opens_the_mark():
     """A plain one by its end; one that only mentions the mark opens nothing, nor do some among others."""
     reward = REWARDS["think_answer"]
@@ -104,15 +125,7 @@ def test_a_prompt_that_opens_the_mark():
 def test_a_response_format_that_takes_the_mark():
     """TRL parses completions by it, and the reward reads what is left."""
     tokenizer = tokenizer_with()
-    tokenizer.response_schema = {
-        "x-regex": r"^(?:<think>(?P<reasoning_content>.*?)</think>)?(?P<content>.*)$",
-        "type": "object",
-        "properties": {
-            "role": {"const": "assistant"},
-            "content": {"type": "string"},
-            "reasoning_content": {"type": "string"},
-        },
-    }
+    tokenizer.response_template = chat_template_utils.qwen3_template
     with pytest.raises(ValueError, match="which decoding drops from a completion: it is a special token, or part of"):
         check_marks([REWARDS["think_answer"]], tokenizer, ASKED, {})
     check_marks([REWARDS["countdown"]], tokenizer, ASKED, {})

@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from transformers import ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
+from ..models.positions import LONGROPE, switching
 from .data import evaluated
 
 
@@ -135,6 +136,9 @@ def context_of(args, config, served: int | None = None) -> Context | None:
         return Context(served, "the server's `--max-model-len`", True)
     if args.use_vllm and args.vllm_mode == "colocate" and args.vllm_max_model_length is not None:
         return Context(args.vllm_max_model_length, "`vllm_max_model_length`", True)
+    found = switching(config)
+    if args.use_vllm and found is not None and found.rope_type in LONGROPE:  # vLLM's default
+        return Context(found.limit, "the model's `original_max_position_embeddings`", True)
     if not isinstance(positions, int):
         return None
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # each kind of layer may have its own

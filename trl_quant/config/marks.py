@@ -65,7 +65,9 @@ def _end(prompt: str | list, tokenizer, template: dict) -> str:
 
 def _opens(mark: str, end: str) -> bool:
     """Whether the end of a prompt opens a mark and does not close it. A plain prompt may mention marks."""
-    if not mark.startswith("<") or mark.startswith("</"):
+    if mark.startswith("</"):
+        return False
+    if not mark.startswith("<"):
         return end.endswith(mark)
     _, opened, after = end.rpartition(mark)
     return bool(opened) and mark.replace("<", "</") not in after
@@ -73,8 +75,7 @@ def _opens(mark: str, end: str) -> bool:
 
 def _read(ids: list[int], tokenizer, prompt: str | list, template: dict) -> str:
     """Returns the text of a completion as TRL gives it to a reward."""
-    formats = (getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
-    if isinstance(prompt, str) or not any(formats):
+    if isinstance(prompt, str) or getattr(tokenizer, "response_template", None) is None:
         return tokenizer.decode(ids, skip_special_tokens=True)
     prefix = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template)
     return message_text([parse_response(tokenizer, ids, prefix=prefix)])

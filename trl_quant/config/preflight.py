@@ -221,14 +221,14 @@ def _check_prompts(args, model, others: dict, datasets: dict, served: int | None
             processing_class = read_processing_class(name_of(model), args)
         except (OSError, ValueError):  # TRL says what is wrong with it
             return
+    context = context_of(args, _read_config(model, args), served)
+    check_lengths(args, context, processing_class, datasets, others.get("tools"), others.get("rollout_func"))
     rewards = others.get("reward_funcs")
     if args.has_rewards and is_stored(datasets["train_dataset"]):
         rewards = rewards if isinstance(rewards, list) else [rewards]
         prompts = datasets["train_dataset"].with_format(None)[:FEW_PROMPTS]["prompt"]
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         check_marks(rewards, tokenizer, prompts, args.chat_template_kwargs or {})
-    context = context_of(args, _read_config(model, args), served)
-    check_lengths(args, context, processing_class, datasets, others.get("tools"), others.get("rollout_func"))
 
 
 def _read_config(model, args):

@@ -16,10 +16,11 @@ from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer
 
 from ..config.fields import QuantFields
-from ..config.lengths import measured
+from ..config.lengths import context_of, measured
 from ..config.machine import check_machine
 from ..config.preflight import check_before_loading
 from ..config.summary import summary
+from ..models.positions import switching
 from ..policy.frozen import on_frozen_base
 from ..precisions import bitsandbytes_bases
 from ..reading import reading
@@ -123,6 +124,7 @@ def make_plan(
         f"{'any number of' if args.max_completion_length is None else args.max_completion_length} tokens "
         f"({lengths.source} were measured)",
     ]
+    lines += _position_lines(args, config, prompt)
     memory = None
     if args.fsdp_version is not None or args.deepspeed_plugin is not None:
         lines.append("Memory: not estimated where FSDP or DeepSpeed shards the weights")
@@ -160,6 +162,20 @@ def _dtype(given, config) -> torch.dtype:
     if given in ("auto", None):
         given = config.dtype or torch.float32
     return getattr(torch, given) if isinstance(given, str) else given
+
+
+def _position_lines(args, config, prompt: int) -> list[str]:
+    """Says which positions the run takes, if the model has others for long rows."""
+    found = switching(config)
+    if found is None or args.rollout_precision is None:
+        return []
+    if args.use_vllm and args.vllm_mode == "server":
+        return [f"Positions: the model has {found}. The server's context decides which the run takes"]
+    context = prompt + (args.max_completion_length or 0)
+    if args.use_vllm:
+        context = context_of(args, config).tokens
+    kind = "longer" if context > found.limit else "not"
+    return [f"Positions: the model has {found}. The run's rows have up to {context} tokens: each is one that is {kind}"]
 
 
 def _card(card: int | None, on_cpu: bool) -> tuple[str, int]:
