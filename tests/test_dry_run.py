@@ -104,7 +104,8 @@ def test_a_mistyped_name_is_found_on_the_disk(trainer, model_dir, hub, tmp_path,
         else:
             given[place] = "runs/modle"
         if trainer == "diffusion":  # would be refused before: the policy is no diffusion model
-            monkeypatch.setattr("trl_quant.config.preflight._check_masked_diffusion", lambda *given: None)
+            for name in ("check_bidirectional", "mask_token_of"):
+                monkeypatch.setattr(f"trl_quant.config.preflight.{name}", lambda *given: None)
         hub.clear()
         args = small(trainer, **settings)
         with pytest.raises(ValueError) as error:
@@ -375,7 +376,7 @@ def test_prompts_of_a_stream_are_checked_when_they_are_drawn(tmp_path, caplog):
         args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", max_steps=2)
         trainer = make(QuantGRPOTrainer, args, train_dataset=stream)
         engine = SimpleNamespace(limits=lambda limit=limit: (16, limit))
-        trainer._drawn_prompts = DrawnPrompts(trainer, engine)
+        trainer.drawn_prompts = DrawnPrompts(trainer, engine)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             if refused:

@@ -59,6 +59,7 @@ class QuantRollouts(CurrentNames):
         runs (`list[str]`): Names of the runs that this one continues, followed by its own.
         data (`dict`): Where the prompts come from, as [`~trainers.launch.TrainArguments.data_settings`] returns it.
         correction_step ([`~trainers.correction_step.CorrectionStep`]): The correction of the loss, if there is one.
+        drawn_prompts ([`~trainers.checks.DrawnPrompts`] or `None`): The check of the prompts of each generation.
     """
 
     runs: list[str] = []
@@ -71,7 +72,7 @@ class QuantRollouts(CurrentNames):
     _packed_rows: Callable[..., PackedRows] | None = None
     _reward_calls: RewardCalls | None = None
     _finite_steps: FiniteSteps | None = None
-    _drawn_prompts: DrawnPrompts | None = None
+    drawn_prompts: DrawnPrompts | None = None
 
     def __init__(self, *, model, args, eval_dataset=None, quantization_config=None, peft_config=None, **given):
         """Takes the arguments of TRL's trainer. `args` is a configuration with this package's fields, or `None`."""
@@ -113,7 +114,7 @@ class QuantRollouts(CurrentNames):
             tell_noise(self.model, args)
         gathered_in = self._engine.weights.gathered_dtype if args.trains_for_four_bits else None
         record_gathered_dtype(self.model.config, gathered_in)
-        self._drawn_prompts = DrawnPrompts(self, self._engine)
+        self.drawn_prompts = DrawnPrompts(self, self._engine)
         self._reward_calls = RewardCalls(self)
         self._finite_steps = FiniteSteps(self)
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
@@ -217,8 +218,8 @@ class QuantRollouts(CurrentNames):
 
     def _tokenize_prompts(self, prompts):
         tokenized = super()._tokenize_prompts(prompts)
-        if self._drawn_prompts is not None:  # the constructor has run
-            self._drawn_prompts.check(tokenized[0])
+        if self.drawn_prompts is not None:  # the constructor has run
+            self.drawn_prompts.check(tokenized[0])
         return tokenized
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
