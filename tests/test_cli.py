@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import trl_quant.cli.train as train
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli import COMMANDS, main
-from trl_quant.cli.options import STORED, TRL_CONFIGS, check_train, train_options
+from trl_quant.cli.options import FIRST, STORED, TRL_CONFIGS, check_train, train_options
 from trl_quant.cli.write_options import collect
 from trl_quant.report.runs import read_run
 
@@ -106,6 +107,27 @@ def test_help_and_wrong_options_need_no_heavy_library(command, wrong):
 
 def test_every_command_is_tried():
     assert {command.split()[0] for command in REQUIRED} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("trainer", TRL_CONFIGS)
+def test_help_explains_ten_options_and_names_all(trainer, capsys):
+    """The rest by groups; each is explained where its group, its name or everything is asked for."""
+
+    def told(*topic: str) -> str:
+        with pytest.raises(SystemExit, match="0"):
+            main(["train", "--trainer", trainer, "--help", *topic])
+        return capsys.readouterr().out
+
+    short, whole = told(), told("all")
+    assert len(short.splitlines()) < 150 < 1000 < len(whole.splitlines())
+    explained = re.findall(r"^  --(\w+)", short.partition("what to train on:")[0], re.MULTILINE)
+    assert explained == list(FIRST) and len(FIRST) == 10
+    for title, group in train_options(trainer).items():
+        part = told(title.split()[-1])
+        for name in group:
+            assert f"--{name}" in short and f"\n  --{name}" in whole and f"\n  --{name}" in part, name
+    assert "\n  --noise_stages" in told("noise_st") and "\n  --noise_sigma_end" not in told("noise_st")
+    assert told("nonsense").strip() == "No group and no option has the word 'nonsense'."
 
 
 def test_stored_options_are_up_to_date():

@@ -9,12 +9,13 @@
 
 import argparse
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import fill
 from typing import NamedTuple
 
 import yaml
@@ -35,6 +36,11 @@ TRL_CONFIGS = {
     "distillation": ("trainer/distillation_config.py", "DistillationConfig"),
     "diffusion": ("trainer/grpo_config.py", "GRPOConfig"),
 }
+# The options that `--help` explains, of those that a trainer has; it names all others
+FIRST = (
+    *("model_name_or_path", "dataset_name", "reward_funcs", "output_dir", "rollout_precision", "train_precision"),
+    *("use_vllm", "use_peft", "max_steps", "dry_run"),
+)
 ENUM_FILES = ("training_args.py", "trainer_utils.py")  # of transformers; they hold the enums of allowed values
 
 
@@ -85,21 +91,58 @@ def check_train(argv: list[str], prog: str = PROG, usage: str = USAGE, defaults:
         defaults (`dict`, *optional*): Defaults of options that replace the usual ones.
     """
     trainer = chosen_trainer(argv, defaults)
+    parser = partial(_parser, prog, usage, trainer, DEFAULTS | (defaults or {}))
+    helper = argparse.ArgumentParser(prog, usage, add_help=False, allow_abbrev=False)
+    helper.add_argument("-h", "--help", nargs="?", const="")
+    topic = helper.parse_known_args(argv)[0].help
+    if topic is not None:
+        print(_help(topic, trainer, parser))
+        helper.exit()
+    parser = parser(train_options(trainer))
+    _, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(about_unknown(unknown, trainer))
+
+
+def _parser(prog: str, usage: str, trainer: str, defaults: dict, groups: dict) -> argparse.ArgumentParser:
+    """Returns a parser of the options in some groups, heading -> name -> option."""
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=usage,
         description=f"Trains with quantized rollouts ({trainer}). The options may also be in a YAML file, `--config`.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        add_help=False,
     )
     parser.add_argument("--config", help=argparse.SUPPRESS)
-    for title, group in train_options(trainer).items():
+    for title, group in groups.items():
         section = parser.add_argument_group(title)
         for name, option in group.items():
             _add(section, name, option)
-    parser.set_defaults(**DEFAULTS | (defaults or {}))
-    _, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error(about_unknown(unknown, trainer))
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def _help(topic: str, trainer: str, parser: Callable[[dict], argparse.ArgumentParser]) -> str:
+    """
+    Returns the help on a topic: a word of a group or of an option, or "all". Without a topic it explains the options
+    that matter most, and names the others.
+    """
+    groups = train_options(trainer)
+    if topic:
+        chosen = {
+            title: {name: option for name, option in group.items() if topic in ("all", *title.split()) or topic in name}
+            for title, group in groups.items()
+        }
+        chosen = {title: group for title, group in chosen.items() if group}
+        return parser(chosen).format_help() if chosen else f"No group and no option has the word {topic!r}.\n"
+    every = {name: option for group in groups.values() for name, option in group.items()}
+    first = {name: every[name] for name in FIRST if name in every}
+    named = [
+        f"{title}:\n{fill(' '.join(f'--{name}' for name in group), 100, initial_indent='  ', subsequent_indent='  ')}\n"
+        for title, group in groups.items()
+    ]
+    told = "`--help WORD` explains the options of a group, or of names with the word; `--help all` explains all.\n"
+    return "\n".join([parser({"the options that matter most": first}).format_help(), *named, told])
 
 
 def chosen_trainer(argv: list[str], defaults: dict | None = None) -> str:

@@ -40,6 +40,8 @@ from .support import (
 
 logger = logging.getLogger(__name__)
 
+FASTER_START = "On a CPU most of it is compilation, which `vllm_engine_kwargs={'enforce_eager': True}` leaves out."
+
 
 class VLLMEngine(VLLMBase):
     """
@@ -105,11 +107,12 @@ class VLLMEngine(VLLMBase):
         check_device(self.precision, self.sleep_level > 0)
         if self.weights.multiplies_in(self.precision):
             multiply_as_given(self.precision)
-        from . import lifetime, one_copy, worker  # importing `worker` registers the model loader
+        from . import lifetime, one_copy, progress, worker  # importing `worker` registers the model loader
 
         arguments = self._llm_arguments()
         try:
-            with llm_with(**arguments), one_copy.lending(self._base_to_share()):
+            told = progress.starting(FASTER_START if self.on_cpu and not arguments.get("enforce_eager") else "")
+            with llm_with(**arguments), one_copy.lending(self._base_to_share()), told:
                 lifetime.start_on_a_free_port(self.trl.start_vllm)
         except (RuntimeError, ValueError, MemoryError) as error:
             raise _start_error(error, self.precision, self.model.name_or_path) from error
