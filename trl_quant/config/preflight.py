@@ -226,7 +226,7 @@ def _check_prompts(args, model, others: dict, datasets: dict, served: int | None
     rewards = others.get("reward_funcs")
     if args.has_rewards and is_stored(datasets["train_dataset"]):
         rewards = rewards if isinstance(rewards, list) else [rewards]
-        prompts = datasets["train_dataset"].with_format(None)[:FEW_PROMPTS]["prompt"]
+        prompts = datasets["train_dataset"].select_columns("prompt").with_format(None)[:FEW_PROMPTS]["prompt"]
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         check_marks(rewards, tokenizer, prompts, args.chat_template_kwargs or {})
 
