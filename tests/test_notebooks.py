@@ -1,6 +1,7 @@
 """The notebooks run from start to end, and what they claim holds."""
 
 import base64
+import copy
 import io
 import linecache
 import sys
@@ -116,4 +117,31 @@ def test_stored_outputs_are_small_and_clean(name):
     pictures = [data["image/png"] for data in shown if "image/png" in data]
     assert all(image.imread(io.BytesIO(base64.b64decode(picture))).std() > 0.01 for picture in pictures)
     assert bool(pictures) == any("plt." in cell.source or "display(" in cell.source for cell in notebook.cells)
-    assert path.stat().st_size < 300_000 and path.stat().st_size - sum(map(len, pictures)) < 50_000
+    size = path.stat().st_size
+    assert size < (2_000_000 if name == "study" else 300_000) and size - sum(map(len, pictures)) < 60_000
+
+
+def test_the_study_shows_its_results_as_they_are(in_notebooks, capsys):
+    """
+    What the notebook printed and its tables are those of the files of now; so each picture, which is of the same
+    execution, is too. The pictures are as wide as a page. A table of another accuracy is not among them.
+    """
+    notebook = nbformat.read(NOTEBOOKS / "study.ipynb", as_version=4)
+    first, drawing, last = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    namespace = {"__name__": "__main__"}
+    for cell in (first, last):
+        exec(compile(cell.source, "<study.ipynb>", "exec"), namespace)
+        assert capsys.readouterr().out == "".join(output.text for output in cell.outputs)
+    shown = [output.data for output in drawing.outputs]
+    tables = [data["text/markdown"] for data in shown if "text/markdown" in data]
+    found, questions, markdown = (namespace[name] for name in ("found", "QUESTIONS", "markdown"))
+    expected = {name: markdown(questions[name], rows) for name, (rows, _) in found.items()}
+    assert tables == [expected[name] for name in found if expected[name] in tables] and len(tables) > 10
+    sweeps = found.keys() - {name for name in found if expected[name] in tables}
+    assert all(questions[name].panels and len(row["runs"]) == 1 for name in sweeps for row in found[name][0])
+    other = copy.deepcopy(found["uaq"][0])
+    other[0]["metrics"]["accuracy"]["mean"] += 0.1
+    assert expected["uaq"] in tables and markdown(questions["uaq"], other) not in tables
+    pictures = [image.imread(io.BytesIO(base64.b64decode(data["image/png"]))) for data in shown if "image/png" in data]
+    assert len(pictures) == sum(bool(questions[name].panels) for name in found)
+    assert all(picture.shape[1] >= 900 for picture in pictures)

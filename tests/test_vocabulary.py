@@ -9,9 +9,10 @@ from distilling import distil, drawn_logps, logits_of, slow_loss, weights_of
 from peft import get_peft_model
 from tiny import VOCAB_SIZE, save_tiny, tiny_model, tiny_tokenizer
 from tokenizers import AddedToken
-from training import lora, metrics, step_and_batch
+from training import config, lora, make, metrics, step_and_batch
 from transformers import AutoModelForCausalLM
 
+from trl_quant import QuantPPOConfig, QuantPPOTrainer
 from trl_quant.layers import FrozenLinear
 
 
@@ -149,6 +150,26 @@ def test_what_cannot_be_cut_is_refused(tmp_path, monkeypatch):
         ValueError, match=f"The student's embedding has {PADDED} rows, of which {VOCAB_SIZE} are shared"
     ):
         distil(tmp_path, model=adapted, options=options, rollout_precision=None)
+
+
+# A critic
+
+
+def test_a_critic_without_the_policys_padding(tmp_path):
+    """Its embedding gets rows of zeros, and its values of tokens stay; one that lacks a token is refused."""
+    policy = save_tiny(tmp_path / "policy", vocab_size=PADDED, seed=3)
+    smaller = save_tiny(tmp_path / "smaller", seed=5)
+    args = config(QuantPPOConfig, tmp_path, value_model_name_or_path=smaller, rollout_precision="int8", max_steps=1)
+    trainer = make(QuantPPOTrainer, args, model=policy)
+    critic, original = trainer.critic.model, AutoModelForCausalLM.from_pretrained(smaller, dtype=torch.float32)
+    rows = critic.get_input_embeddings().weight
+    assert len(rows) == critic.config.vocab_size == PADDED and rows[VOCAB_SIZE:].abs().max() == 0
+    assert torch.equal(rows[:VOCAB_SIZE], original.get_input_embeddings().weight)
+    trainer.train()
+    assert metrics(trainer)[0]["value/loss"] > 0
+    with_tokens(policy, 1)
+    with pytest.raises(ValueError, match=f"has {VOCAB_SIZE} tokens, and the policy {PADDED}: '<new_0>', a token of"):
+        make(QuantPPOTrainer, args, model=policy, processing_class=None)
 
 
 # Documented pairs

@@ -19,6 +19,7 @@ from transformers import (
 
 from ..models.families import FAMILIES, family_of, number_of_experts
 from ..policy.masked import check_bidirectional, is_bidirectional, mask_token_of
+from ..policy.vocabulary import saved_tokenizer, why_not_one_vocabulary
 from ..reading import reading
 from ..rollout.tokenizer import id_list
 from ..rollout.vllm.support import (
@@ -90,7 +91,7 @@ def check_before_loading(
     if here:
         check_machine(args)
     if args.has_critic:
-        _check_critic(args, model, train_dataset, eval_dataset)
+        _check_critic(args, model, train_dataset, eval_dataset, others.get("processing_class"))
     if "teacher_model" in others:
         check_teacher(args, _read_config(model, args), others["teacher_model"], others.get("processing_class"))
     if isinstance(model, Module):
@@ -252,7 +253,7 @@ def _read_config(model, args):
         raise ValueError(f"`model`={model!r} {fault}: {error}") from error
 
 
-def _check_critic(args, model, train_dataset, eval_dataset) -> None:
+def _check_critic(args, model, train_dataset, eval_dataset, processing_class) -> None:
     """Refuses a critic that cannot be loaded, that has other tokens than the policy, or that cannot see the prompt."""
     for name, dataset in {"train_dataset": train_dataset, **evaluated(eval_dataset)}.items():
         images = {"image", "images"} & set(getattr(dataset, "column_names", None) or ())
@@ -278,13 +279,27 @@ def _check_critic(args, model, train_dataset, eval_dataset) -> None:
         fault = f"has the `model_type`={config.model_type!r}, of which transformers has no token classifier"
     elif prepared_precisions(config) is not None or getattr(config, "quantization_config", None) is not None:
         fault = "is quantized, and the critic trains all of its weights"
-    elif config.vocab_size < policy.get_text_config().vocab_size:
-        fault = f"has {config.vocab_size} tokens, and the policy {policy.get_text_config().vocab_size}"
     elif (config.architectures or [""])[0].endswith("Classification") and config.num_labels != 1:
         fault = f"is a {config.architectures[0]} with {config.num_labels} labels, and a critic gives one value"
+    elif config.vocab_size < policy.get_text_config().vocab_size:
+        fault = _why_other_tokens(config, policy, args, processing_class)
     if fault is not None:
         raise ValueError(f"The critic's {name!r} {fault}. Name another model in `value_model_name_or_path`.")
     check_savable("the critic", config)
+
+
+def _why_other_tokens(critic, policy, args, processing_class) -> str | None:
+    """Returns why a critic with a smaller embedding lacks tokens of the policy, or `None` if it lacks only padding."""
+    tokenizer = saved_tokenizer(policy, args.trust_remote_code) if processing_class is None else processing_class
+    tokenizers = {
+        "policy": getattr(tokenizer, "tokenizer", tokenizer),
+        "critic": saved_tokenizer(critic, args.trust_remote_code),
+    }
+    known = {name: tokenizer for name, tokenizer in tokenizers.items() if tokenizer is not None}
+    fault = why_not_one_vocabulary(critic.vocab_size, known)
+    if fault is None:
+        return None
+    return f"has {critic.vocab_size} tokens, and the policy {policy.get_text_config().vocab_size}: {fault}"
 
 
 def _check_kind(config, model) -> None:

@@ -1,9 +1,9 @@
 """The checks of a distillation's teacher, before it is loaded: its name, its vocabulary, its precision."""
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from ..models.families import number_of_experts
-from ..policy.vocabulary import why_not_one_vocabulary
+from ..policy.vocabulary import saved_tokenizer, why_not_one_vocabulary
 from ..reading import reading
 from ..storage.named import check_named
 
@@ -67,10 +67,10 @@ def _check_vocabulary(args, student, teacher, processing_class) -> None:
     rows, other = (config.get_text_config().vocab_size for config in (student, teacher))
     if rows == other:
         return
-    tokenizer = _saved_tokenizer(args, student) if processing_class is None else processing_class
+    tokenizer = saved_tokenizer(student, args.trust_remote_code) if processing_class is None else processing_class
     tokenizers = {
         "student": getattr(tokenizer, "tokenizer", tokenizer),
-        "teacher": _saved_tokenizer(args, teacher),
+        "teacher": saved_tokenizer(teacher, args.trust_remote_code),
     }
     known = {name: tokenizer for name, tokenizer in tokenizers.items() if tokenizer is not None}
     fault = why_not_one_vocabulary(min(rows, other), known)
@@ -91,17 +91,3 @@ def _check_vocabulary(args, student, teacher, processing_class) -> None:
 def _name_of(teacher) -> str:
     """Returns the name that a teacher is or was loaded by."""
     return teacher if isinstance(teacher, str) else getattr(teacher.config, "name_or_path", None) or ""
-
-
-def _saved_tokenizer(args, config):
-    """Returns the tokenizer that was saved with a model, or `None`."""
-    if not config.name_or_path:
-        return None
-    options = {"revision": getattr(config, "_commit_hash", None), "trust_remote_code": args.trust_remote_code}
-    try:
-        with reading(config.name_or_path):
-            tokenizer = AutoTokenizer.from_pretrained(config.name_or_path, **options)
-    except (OSError, ValueError):
-        return None
-    # Without its files, transformers makes a tokenizer of special tokens alone
-    return tokenizer if len(tokenizer) > len(tokenizer.all_special_tokens) else None

@@ -1,16 +1,20 @@
 """
-One vocabulary in two embeddings of different sizes, as distillation meets it.
+One vocabulary in two embeddings of different sizes, as distillation and PPO meet it.
 
 Checkpoints pad their embeddings: those of Qwen2.5 have 151936 rows from 0.5B to 3B and 152064 from 7B on, for one
 tokenizer with 151665 tokens. TRL compares distributions row by row and refuses such a pair. If no row beyond the
-smaller embedding is a token of either model, [`cut_vocabulary`] drops these rows from the larger one.
+smaller embedding is a token of either model, [`cut_vocabulary`] drops these rows from the larger one. A critic has no
+distribution: [`pad_vocabulary`] adds the rows that the policy has beyond its own.
 """
 
 import logging
 
+import torch
 from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..reading import reading
 
 
 logger = logging.getLogger(__name__)
@@ -38,6 +42,31 @@ def why_not_one_vocabulary(rows: int, tokenizers: dict[str, PreTrainedTokenizerB
             return f"their tokenizers give {other!r} the ids {known[other]} and {vocabulary[other]}"
         known |= vocabulary
     return None
+
+
+def saved_tokenizer(config, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """Returns the tokenizer that was saved with a model of this config, or `None`."""
+    if not config.name_or_path:
+        return None
+    options = {"revision": getattr(config, "_commit_hash", None), "trust_remote_code": trust_remote_code}
+    try:
+        with reading(config.name_or_path):
+            tokenizer = AutoTokenizer.from_pretrained(config.name_or_path, **options)
+    except (OSError, ValueError):
+        return None
+    # Without its files, transformers makes a tokenizer of special tokens alone
+    return tokenizer if len(tokenizer) > len(tokenizer.all_special_tokens) else None
+
+
+def pad_vocabulary(model: PreTrainedModel, rows: int) -> None:
+    """Adds rows of zeros to a model's embedding, up to `rows`, in place. Does nothing if the model has as many."""
+    size = model.config.get_text_config().vocab_size
+    if size >= rows:
+        return
+    with torch.random.fork_rng(devices=[]):  # transformers draws the new rows
+        embedding = model.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        embedding.weight[size:].zero_()
 
 
 def cut_vocabulary(model: PreTrainedModel, rows: int, name: str) -> None:

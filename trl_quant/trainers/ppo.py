@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 from ..config import QuantPPOConfig
 from ..config.preflight import name_of
 from ..corrections.batch import counted
+from ..policy.vocabulary import pad_vocabulary
 from ..storage.run_checkpoints import saved_only_model
 from .critic import Critic, CriticSteps, OwnCritic, load_critic
 from .gae import explained_variance, gae, moments, rewards_of, value_losses, whitened
@@ -179,7 +180,9 @@ class QuantPPOTrainer(QuantGRPOTrainer):
         if args.vf_share_layers:
             self.critic = SharedCritic(self)
         else:
-            self.critic = OwnCritic(self, load_critic(args.value_model_name_or_path or name, args))
+            critic = load_critic(args.value_model_name_or_path or name, args)
+            pad_vocabulary(critic, self.model.config.get_text_config().vocab_size)
+            self.critic = OwnCritic(self, critic)
         self.value_step = ValueStep(self, self.critic)
         self.add_callback(CriticSteps(self.critic))
 
