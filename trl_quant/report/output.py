@@ -6,7 +6,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 from rich.table import Table
+from transformers.trainer import TRAINER_STATE_NAME
 
+from ..storage.identity import MODEL_FILES
+from ..storage.manifest import matches
 from ..storage.whole import write_whole
 from .findings import findings, verdict
 from .page import page
@@ -61,6 +64,8 @@ def check_output(path: str, *others: str) -> None:
     """Raises `ValueError` for a directory, or a file whose suffix is neither a chart's nor one of `others`."""
     if Path(path).is_dir():
         raise ValueError(f"`--output`={path!r} is a directory. Name a file.")
+    if Path(path).exists() and matches(Path(path).name, (*MODEL_FILES, TRAINER_STATE_NAME)):
+        raise ValueError(f"`--output`={path!r} is a file of a model or of a run. Name another file.")
     suffix, known = Path(path).suffix.removeprefix("."), [*Figure().canvas.get_supported_filetypes(), *others]
     if suffix not in known:
         raise ValueError(f"`--output`={path!r}: charts are written as {', '.join(sorted(known))}.")

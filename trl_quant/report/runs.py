@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import fmean
 
 from ..reading import reading
+from ..storage.manifest import damage
 
 
 REWARD, LOSS, KL = "reward", "loss", "mismatch/kl_k3"
@@ -334,7 +335,11 @@ def _text(path: Path) -> str | None:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO or a device may never end
             raise ValueError(f"{path} is not a regular file.")
         with reading(path):
-            return path.read_text("utf-8-sig")
+            text = path.read_text("utf-8-sig")
+        fault = damage(path.parent, [path.name])
+        if fault is not None:
+            raise ValueError(fault)
+        return text
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -23,6 +23,9 @@ from ..reading import reading
 from ..rollout.sampling_options import BOTH, acts
 from ..rollout.spec import EngineSpec, default_lora_sync, engine_kind
 from ..rollout.vllm.support import check_device, check_engine_kwargs
+from ..storage.adapter import tell_others
+from ..storage.identity import MODEL_FILES, tell_changed
+from ..storage.manifest import check_read
 from ..storage.named import check_named
 from ..storage.quantization import gathered_dtype, prepared_precisions
 from ..storage.run_checkpoints import how_to_go_on, last_complete_checkpoint, read_rollout_state
@@ -120,6 +123,8 @@ class Trained:
         path, base, adapter, revision, settings, context = name, name, False, None, {}, None
         if Path(name).is_dir():
             path = base = last_complete_checkpoint(name) or name
+            check_read(path, MODEL_FILES, f"{option}={name!r}")
+            tell_changed(path)
             state = read_rollout_state(path)
             settings = state.get("arguments", {}) | state.get("settings", {})
             context = state.get("context")
@@ -130,6 +135,7 @@ class Trained:
             if adapter:
                 with reading(Path(path) / "adapter_config.json"):
                     config = PeftConfig.from_pretrained(path)
+                tell_others(Path(path))
                 base = config.base_model_name_or_path
                 if not base:
                     raise ValueError(f"{option}={name!r}: the adapter_config.json in {path} does not name its base.")

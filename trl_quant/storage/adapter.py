@@ -1,5 +1,6 @@
 """Merges a LoRA adapter on disk into the tensors of a checkpoint, one tensor at a time. PEFT computes BA."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,11 @@ from transformers import PreTrainedModel
 from ..models.names import clean_name
 from ..reading import read_json, reading
 from .files import Stored
+from .identity import MODEL_FILES
+from .manifest import check_read, run_of
 
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -23,6 +28,7 @@ BEYOND_A_SUM += ("layer_replication", "alora_invocation_tokens")
 # Values of `init_lora_weights` that leave the base weights unchanged
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 NAME = "default"
+REFERENCE = "ref"  # TRL's copy of an adapter as it was, for the KL term
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,25 @@ class Adapter:
                 )
 
 
+def active_adapters(model: nn.Module) -> list[str]:
+    """Returns the names of the adapters that some layer of a model computes with, in order."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    names = {name for layer in layers for name in layer.active_adapters}
+    return sorted(names | set(model.active_adapters if isinstance(model, PeftModel) else ()))
+
+
+def tell_others(path: Path) -> None:
+    """Warns of further adapters in a checkpoint that does not say which were active, because one alone is read."""
+    others = sorted(file.parent.name for file in path.glob(f"*/{CONFIG}") if file.parent.name != REFERENCE)
+    if others and run_of(path) is None:
+        logger.warning(
+            "%s holds the adapters %s beside its own, and does not say which of them were active. Its own alone is "
+            "read.",
+            path,
+            others,
+        )
+
+
 def read_adapter_config(path: Path) -> dict:
     """
     Reads the adapter_config.json of an adapter, and checks that the adapter can be merged into weights.
@@ -92,6 +117,8 @@ def read_adapter_config(path: Path) -> dict:
     config = read_json(path / CONFIG)
     if not any((path / name).is_file() for name in WEIGHTS):
         raise ValueError(f"`--adapter`: {path} has {CONFIG}, but neither {' nor '.join(WEIGHTS)}.")
+    check_read(path, MODEL_FILES, "`--adapter`")
+    tell_others(path)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ValueError(f"`--adapter`: only LoRA can be exported, and {path} holds {kind}.")

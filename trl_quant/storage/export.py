@@ -37,6 +37,7 @@ from .files import (
     unfinished,
     weight_files,
 )
+from .identity import POLICY, tell_changed
 from .layout import (
     check_target,
     dense,
@@ -198,6 +199,7 @@ def _find_policy(options: ExportOptions) -> tuple[ExportOptions, Policy]:
         ValueError: There is nothing to export, or the options do not fit the policy.
     """
     path, model, revision = _adapter_and_base(options)
+    tell_changed(path or model, but=(POLICY,) if options.adapter is not None and options.model is not None else ())
     source = find_source(model, revision, options.trust_remote_code)
     config, heads, skeleton = read_config(source.path), source.heads, source.skeleton()
     ignore, scale, stored = source.ignored(), config.get("uaq_scale"), stored_format(config)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..reading import read_json, reading
+from .lock import locked
 from .whole import told_if_full, write_whole
 
 
@@ -170,7 +171,7 @@ def unfinished(target: str | Path, settings: dict) -> Iterator[Path]:
             raise ValueError(f"target: {path} is a link, which no run leaves. Delete it.")
     with told_if_full(work):
         result.mkdir(parents=True, exist_ok=True)
-        with _alone(work):
+        with locked(work / LOCK, f"target: another process is writing {work}. Wait for it, or stop it."):
             _check_left(work, settings)
             try:
                 write_whole(work / STATE, json.dumps(settings))
@@ -216,22 +217,6 @@ def _keep_weights_alone(result: Path) -> None:
             shutil.rmtree(path)
         elif path.is_symlink() or path.suffix != ".safetensors":
             path.unlink()
-
-
-@contextmanager
-def _alone(work: Path) -> Iterator[None]:
-    """Context that locks `work` against other processes. The system frees the lock when this process dies."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    with (work / LOCK).open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"target: another process is writing {work}; wait for it, or stop it.") from None
-        yield
 
 
 def fingerprint(*sources: str | Path) -> dict[str, list[int]]:

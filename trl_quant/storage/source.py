@@ -10,7 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from ..models.linears import dense_linears, unquantized_linears
 from ..reading import reading
 from .files import Stored, check_links, read_config, read_heads, weight_files
+from .identity import MODEL_FILES
 from .layout import CODE, FILES, INDEX, linear_layers
+from .manifest import check_read
 from .named import check_named
 
 
@@ -82,6 +84,7 @@ def find_source(model: str, revision: str | None, trust: bool, option: str = "--
             raise ValueError(f"`{option}` {revision}, but {model} is a directory, which has no revisions.")
         check_links(model)
         read_config(Path(model))
+        check_read(model, MODEL_FILES, "source")
         return Source(Path(model), Path(model).resolve().name, None, trust)
     check_named("source", model, revision)
     from huggingface_hub import snapshot_download

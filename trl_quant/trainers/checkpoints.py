@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from peft import PeftConfig
 from peft.utils.constants import MIN_TARGET_MODULES_FOR_OPTIMIZATION
@@ -27,6 +28,7 @@ from ..policy.positions import fixed_context
 from ..precisions import in_vllm
 from ..reading import ANOTHER, reading
 from ..rollout.address import without_password
+from ..storage.manifest import MANIFEST, damage
 from ..storage.run_checkpoints import (
     GENERATION_NAME,
     ROLLOUT_STATE_NAME,
@@ -35,7 +37,6 @@ from ..storage.run_checkpoints import (
     how_to_go_on,
     is_whole,
     lacking,
-    last_complete_checkpoint,
     last_to_resume,
     number_of,
     read_rollout_state,
@@ -45,6 +46,8 @@ from ..storage.run_checkpoints import (
 )
 from ..storage.whole import is_full
 from ..tasks.named_rewards import name_of
+from .agreement import joined_answers, on_every_rank
+from .own_directory import beside_another_run, check_place
 
 
 logger = logging.getLogger(__name__)
@@ -85,23 +88,6 @@ def _check_one_run(output_dir: str, found: list[Path]) -> None:
         )
 
 
-def rotate(output_dir: str, step: int, limit: int | None, best: str | None, runs: list[str]) -> None:
-    """
-    Deletes the oldest checkpoints, by their steps, until `limit` are left. transformers goes by their times instead, so
-    after a clock was set back it takes new checkpoints for old ones. Checkpoints after `step` are deleted first: they
-    date from before the run resumed from an earlier one. Checkpoints of other runs are neither counted nor deleted.
-    """
-    if limit is None or limit <= 0:
-        return
-    own = [path for path in checkpoints_in(output_dir) if not runs_of(path) or runs_of(path)[-1] in runs]
-    own.sort(key=lambda path: (number_of(path) <= step, number_of(path)))
-    protected = {path for path in own if number_of(path) == step or (best and path.name == Path(best).name)}
-    surplus = max(len(own) - max(limit, len(protected)), 0)
-    deletable = [path for path in own if path not in protected]
-    for path in deletable[:surplus]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def checkpoint_to_resume(output_dir: str) -> str:
     """
     Returns the newest checkpoint that is complete on every host. Each host looks in its own `output_dir`, which they
@@ -113,15 +99,33 @@ def checkpoint_to_resume(output_dir: str) -> str:
     mine = {path.name: lacking(path) for path in checkpoints_in(output_dir) if has_whole_weights(path)}
     found = gather_object([(platform.node(), mine)])
     common = [name for name in mine if all(name in parts and not parts[name] for _, parts in found)]
-    if common:
-        with on_every_rank():
-            _check_one_run(output_dir, [Path(output_dir, name) for name in common])
-        return os.path.join(output_dir, common[-1])
-    refused = "`resume_from_checkpoint`=True, but"
+    refused, damaged = "`resume_from_checkpoint`=True, but", []
+    while common:
+        newest = os.path.join(output_dir, common[-1])
+        fault = damage_on_a_host(newest)
+        if fault is None:
+            with on_every_rank():
+                _check_one_run(output_dir, [Path(output_dir, name) for name in common])
+            return newest
+        common.pop()
+        logger.warning("%s The run resumes from the checkpoint before it, if there is one.", fault)
+        damaged.append(fault)
+    if damaged:
+        raise ValueError(f"{refused} no checkpoint in {output_dir} is as it was saved: {' '.join(damaged)}")
     if not any(not lacks for _, parts in found for lacks in parts.values()):
         raise ValueError(f"{refused} there is nothing to resume. {how_to_go_on(output_dir)}")
-    where = _joined_answers([_what_a_host_has(host, parts) for host, parts in found])
+    where = joined_answers([_what_a_host_has(host, parts) for host, parts in found])
     raise ValueError(f"{refused} no checkpoint in {output_dir} is whole on every host: {where}. {COPY_IT}")
+
+
+def damage_on_a_host(checkpoint: str) -> str | None:
+    """
+    Returns what is wrong with a checkpoint's files on some host, or `None`. One rank of each host reads them. All ranks
+    must call it.
+    """
+    reads = PartialState().is_local_main_process
+    faults = gather_object([damage(checkpoint) if reads else None])
+    return next(filter(None, faults), None)
 
 
 def _what_a_host_has(host: str, lacking_parts: dict[str, list[str]]) -> str:
@@ -151,7 +155,7 @@ def start_of(args, peft_config) -> str | None:
         resume = checkpoint_to_resume(args.output_dir)
     with on_every_rank():
         if args.should_save:
-            _check_place(args.output_dir)
+            check_place(args.output_dir)
         if resume:
             check_whole(resume)
             check_adapter(resume, peft_config)
@@ -163,63 +167,8 @@ def start_of(args, peft_config) -> str | None:
             raise ValueError(beside)
 
 
-def tell_another_run(args) -> None:
-    """Warns if a new run would save beside another run's checkpoints."""
-    beside = beside_another_run(args.output_dir)
-    if beside is not None and args.should_save:
-        logger.warning(beside)
-
-
-def beside_another_run(output_dir: str) -> str | None:
-    """Returns why a new run should not save into a directory, or `None` if it may."""
-    other = last_complete_checkpoint(output_dir)
-    if other is None:
-        return None
-    return (
-        f"`output_dir`={output_dir!r} holds the checkpoint {Path(other).name} of an earlier run. Name another "
-        "directory, or continue that run with `resume_from_checkpoint`=True."
-    )
-
-
-def _check_place(output_dir: str) -> None:
-    """Raises `ValueError` if a directory does not exist and cannot be made, or cannot be written."""
-    place = Path(output_dir).absolute()
-    found = next(path for path in (place, *place.parents) if path.exists())
-    if not found.is_dir() or not os.access(found, os.W_OK):
-        wrong = "cannot be written" if found.is_dir() else "is not a directory"
-        raise ValueError(f"`output_dir`={output_dir!r}: {found} {wrong}. Name another directory.")
-
-
-def _joined_answers(by_rank: list[str | None]) -> str:
-    """Joins the ranks' answers for a message. Equal answers appear once, with the first rank that gave them."""
-    first_rank = {}
-    for rank, answer in enumerate(by_rank):
-        if answer is not None:
-            first_rank.setdefault(answer, rank)
-    return "; ".join(f"{answer} (rank {rank})" for answer, rank in first_rank.items())
-
-
-@contextmanager
-def on_every_rank() -> Iterator[None]:
-    """
-    Context that raises one rank's `ValueError` or `OSError` on all ranks, which would otherwise wait for that rank. The
-    others raise `ValueError`. All ranks must call it.
-    """
-    fault = None
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        fault = error
-    faults = gather_object([fault and str(fault)])
-    if fault is not None:
-        raise fault
-    for rank, other in enumerate(faults):
-        if other is not None:
-            raise ValueError(f"Rank {rank}: {other}")
-
-
 def check_whole(checkpoint: str) -> None:
-    """Raises `ValueError` unless a directory to resume from is a complete checkpoint."""
+    """Raises `ValueError` unless a directory to resume from is a complete checkpoint, with the files as saved."""
     path = Path(checkpoint)
     if not is_whole(path):
         own = last_to_resume(checkpoint)
@@ -234,6 +183,12 @@ def check_whole(checkpoint: str) -> None:
         else:
             wrong = "was not written to its end"
         raise ValueError(f"`resume_from_checkpoint`={checkpoint!r} {wrong}. {how_to_go_on(os.fspath(path.parent))}")
+    fault = damage(checkpoint) if PartialState().is_local_main_process else None
+    if fault is not None:
+        raise ValueError(
+            f"`resume_from_checkpoint`={checkpoint!r}: {fault} Name the checkpoint before it. If the file was changed "
+            f"on purpose, delete {MANIFEST}."
+        )
     with reading(path / TRAINER_STATE_NAME, advice=ANOTHER):
         TrainerState.load_from_json(path / TRAINER_STATE_NAME)  # as transformers will read it
 
@@ -326,14 +281,6 @@ def _settings(args) -> dict:
     return args.training_settings() | {"config": kind.__name__}
 
 
-def begin(checkpoint: str | Path) -> None:
-    """
-    Must be called before any other file of a checkpoint is written. A run that resumed from an earlier checkpoint
-    writes over a later one, whose trainer state, left in place, would mark a mixture of both as whole.
-    """
-    Path(checkpoint, TRAINER_STATE_NAME).unlink(missing_ok=True)
-
-
 def write_rollout_state(checkpoint: str | Path, state: dict) -> None:
     """Writes the state that the engine needs to resume. Must be called before the rest of the checkpoint is written."""
     Path(checkpoint).mkdir(parents=True, exist_ok=True)
@@ -405,7 +352,7 @@ def check_same_files(checkpoint: str | Path) -> None:
     answers = []
     for host, names in found:
         answers.append(None if names == whole else f"{host} lacks {', '.join(sorted(whole - names))}")
-    faults = _joined_answers(answers)
+    faults = joined_answers(answers)
     if faults:
         raise ValueError(f"{checkpoint} is not the same on every host: {faults}. {COPY_IT}")
 

@@ -1,13 +1,12 @@
 """Checks that need the trainer or its loaded model. All others are in `config/` and run before a model is loaded."""
 
 import logging
-from pathlib import Path
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn import Dropout, Module
 
 from ..config.lengths import Context, check_fits, context_of
-from ..config.preflight import name_of
+from ..storage.adapter import NAME, active_adapters
 
 
 logger = logging.getLogger(__name__)
@@ -37,15 +36,6 @@ def check_method(trainer, args) -> None:
         )
 
 
-def directories_of(model, args, given: dict) -> list[str]:
-    """Returns the directories from which a trainer's constructor loads models and tokenizers."""
-    names = [name_of(model), (args.vllm_engine_kwargs or {}).get("model")]
-    names += [value for name, value in vars(args).items() if name.endswith("_name_or_path")]
-    for value in given.values():
-        names += value if isinstance(value, list) else [value]
-    return [name for name in names if isinstance(name, str) and Path(name).is_dir()]
-
-
 def check_model(trainer, engine) -> None:
     """
     Raises `ValueError` if `trainer.model` was replaced, because its engine and its optimizer still hold the model that
@@ -56,6 +46,17 @@ def check_model(trainer, engine) -> None:
         raise ValueError(
             "`trainer.model` is another model than the trainer was built with, and the engine samples from the first "
             "one. Load the weights into the first (`load_state_dict`), or build a trainer for the new one."
+        )
+
+
+def check_adapters(model: Module) -> None:
+    """Raises `ValueError` if a policy computes with other adapters than the one that a checkpoint is read with."""
+    active = active_adapters(model)
+    if active not in ([], [NAME]):
+        raise ValueError(
+            f"The policy computes with the adapters {active}, but is resumed, exported and evaluated with the adapter "
+            f"{NAME!r} alone. Merge the others into the base (`merge_and_unload`), save that, and train one adapter on "
+            f"it, by the name {NAME!r}."
         )
 
 

@@ -22,6 +22,7 @@ from .checkpoints import start_of
 from .diffusion import DiffusionGRPOTrainer
 from .distillation import QuantDistillationTrainer
 from .grpo import QuantGRPOTrainer
+from .own_directory import writing
 from .ppo import QuantPPOTrainer
 from .rloo import QuantRLOOTrainer
 
@@ -221,11 +222,12 @@ def train(arguments: dict, trainer_class: type, data: dict | None = None) -> Non
         data (`dict`, *optional*): Where the prompts come from, for the checkpoints' record of the run.
     """
     resume = checkpoint_of(arguments)
-    trainer = trainer_class(**arguments)
-    trainer.data = data or {}
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model(arguments["args"].output_dir)
-    trainer.save_state()
+    with writing(arguments["args"]):
+        trainer = trainer_class(**arguments)
+        trainer.data = data or {}
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(arguments["args"].output_dir)
+        trainer.save_state()
 
 
 def checkpoint_of(arguments: dict) -> str | None:

@@ -26,16 +26,19 @@ from ..renamed import CurrentNames
 from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
 from ..rollout.engine import Engine
 from ..scaling import apply_uaq, uaq_applied
+from ..storage.manifest import check_read
 from ..storage.quantization import record_gathered_dtype
 from ..storage.run_checkpoints import OPTIMIZER, RANDOM, SCALER, SCHEDULER, files_of
 from ..trl_seams import exchanged
-from . import checkpoints, phases, unfinished
-from .checks import DrawnPrompts, check_model, check_trainable, directories_of, tell_noise
+from . import checkpoints, own_directory, phases, unfinished
+from .agreement import check_same_settings, on_every_rank
+from .checks import DrawnPrompts, check_adapters, check_model, check_trainable, tell_noise
 from .correction_step import CorrectionStep, NoStep
 from .finite import FiniteSteps, check_trained
 from .introduction import add_to_card, introduce
 from .packing import packed_batches, packed_rows
 from .positions import check_rows, fix_choice, models_of
+from .record import RunRecord
 from .reward_calls import RewardCalls
 
 
@@ -83,7 +86,11 @@ class QuantRollouts(CurrentNames):
         }
         args.is_taken = True
         args.resolve_for(adapted=peft_config is not None or (not isinstance(model, str) and is_peft_model(model)))
+        check_same_settings(args, model, **given)
         check_before_loading(model=model, args=args, **given)
+        with own_directory.writing(args):
+            pass  # another run is refused now, and not when this one begins
+        self._record = RunRecord(args, model=model, **given)
         if not isinstance(model, str):
             restore(model)  # undoes what an earlier trainer did to this model
             release_positions(model)
@@ -94,7 +101,7 @@ class QuantRollouts(CurrentNames):
             fields["model_init_kwargs"] = given.pop("model_init_kwargs")
         fields |= self.fields_while_built(args)
         with (
-            blaming(*directories_of(model, args, given)),
+            blaming(*self._record.identities.directories),
             engine_of(
                 type(self),
                 args,
@@ -348,12 +355,17 @@ class QuantRollouts(CurrentNames):
             `RuntimeError`: A step or a trained weight is not finite, the engine failed, or another rank was lost.
         """
         check_trainable(self.model)
+        check_adapters(self.model)
+        with own_directory.writing(self.args):
+            return self._train(resume_from_checkpoint, *args, **kwargs)
+
+    def _train(self, resume_from_checkpoint, *args, **kwargs):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = checkpoints.checkpoint_to_resume(self.args.output_dir)
         state = {}
         if resume_from_checkpoint:  # checked here, before transformers or DeepSpeed loads it
             adapter = self.model.peft_config.get("default") if is_peft_model(self.model) else None
-            with checkpoints.on_every_rank():
+            with on_every_rank():
                 checkpoints.check_adapter(resume_from_checkpoint, adapter)
             state = checkpoints.check_resume(resume_from_checkpoint, self.args, uaq_applied(self.model))
             if self._engine is not None:
@@ -362,8 +374,10 @@ class QuantRollouts(CurrentNames):
                 self._last_loaded_step = -1
                 self._metrics["train"].clear()
         else:
-            checkpoints.tell_another_run(self.args)
+            own_directory.tell_another_run(self.args)
+        self._record.begin(self, resume_from_checkpoint or None)
         self.runs = checkpoints.new_run(state.get("runs", []))
+        self._others = own_directory.of_other_runs(self.args.output_dir, self.runs)
         self._finite_steps.begin()
         log_phases = None if self._engine is None else self.log_values
         with checkpoints.others_lost(self), phases.logged(self, log_phases):
@@ -386,10 +400,14 @@ class QuantRollouts(CurrentNames):
     # What transformers reads of a checkpoint
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        model = self.model if model is None else model
         with reading(resume_from_checkpoint, advice=ANOTHER):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if is_peft_model(model) and len(model.peft_config) > 1:  # then transformers loads the others alone
+                model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
 
     def _load_best_model(self):
+        check_read(self.state.best_model_checkpoint, ["*"], "`load_best_model_at_end`")
         with reading(self.state.best_model_checkpoint, advice=ANOTHER):
             super()._load_best_model()
 
@@ -416,11 +434,13 @@ class QuantRollouts(CurrentNames):
         super().save_model(output_dir, _internal_call)
         if self.args.should_save and not _internal_call:  # else `_save_checkpoint` records
             checkpoints.write_rollout_state(output_dir or self.args.output_dir, checkpoints.recorded(self))
+        if self.args.should_save and not _internal_call:
+            self._record.write_beside(self, output_dir or self.args.output_dir)
 
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)
         # The trainer state, which the first rank writes next, marks a checkpoint as complete: for every rank
-        self.accelerator.wait_for_everyone()
+        self._record.gather(self, output_dir)
 
     def _save_checkpoint(self, model, trial):
         check_trained(self)
@@ -429,15 +449,18 @@ class QuantRollouts(CurrentNames):
             state |= self._engine.state_dict() | unfinished.progress(self) | {"global_step": self.state.global_step}
         directory, step, limit = self._get_output_dir(trial), self.state.global_step, self.args.save_total_limit
         checkpoint = f"{directory}/{PREFIX_CHECKPOINT_DIR}-{step}"
+        with on_every_rank():
+            own_directory.check_alone(directory, self.runs, self._others)
         with checkpoints.saving(checkpoint):
             if self.args.should_save:
-                checkpoints.begin(checkpoint)
+                own_directory.begin(checkpoint)
             if self._engine is not None:
                 unfinished.save(self, checkpoint)
+            self._record.gather(self, checkpoint)
             if self.args.should_save:
                 checkpoints.write_rollout_state(checkpoint, state)
             # `rotate` deletes old checkpoints by their steps; transformers would delete them by their times
-            with exchanged(self.args, save_total_limit=None):
+            with exchanged(self.args, save_total_limit=None), self._record.finishing(self):
                 super()._save_checkpoint(model, trial)
         if self.args.should_save:
-            checkpoints.rotate(directory, step, limit, self.state.best_model_checkpoint, self.runs)
+            own_directory.rotate(directory, step, limit, self.state.best_model_checkpoint, self.runs)
