@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from ..reading import reading
+
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ def locked(file: str | Path, refusal: str) -> Iterator[None]:
 def _opened(path: Path, refusal: str) -> Iterator[None]:
     """Context that holds the lock of a file. Closing the file frees it."""
     while True:
-        with path.open("a+") as file:
+        with path.open("a") as file:
             _lock(file, refusal)
             if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 continue  # the holder before has removed this file, and the next process would open a new one
@@ -79,6 +81,6 @@ def _lock(file: IO[str], refusal: str) -> None:
         if error.errno not in TAKEN:
             logger.warning("%s cannot be locked (%s): nothing keeps a second writer away.", file.name, error)
             return
-        file.seek(0)
-        holder = file.read()
+        with reading(file.name):
+            holder = Path(file.name).read_text()
         raise ValueError(f"{refusal}{f' It is {holder}.' if holder else ''}") from None
