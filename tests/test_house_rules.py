@@ -68,7 +68,8 @@ FOREIGN = {
     "transformers/modeling_utils.py": "_supports_sdpa",
     "transformers/training_args.py": "_VALID_DICT_FIELDS",
     "transformers/trainer.py": """_get_grad_norm _get_output_dir _load_best_model _load_from_checkpoint
-        _load_optimizer_and_scheduler _load_rng_state _save_checkpoint _save_optimizer_and_scheduler _train_batch_size""",
+        _load_optimizer_and_scheduler _load_rng_state _save_checkpoint _save_optimizer_and_scheduler
+        _train_batch_size""",
     "peft/tuners/lora/config.py": "_register_custom_module",
     "peft/tuners/tuners_utils.py": "_cast_input_dtype",
     "trl/trainer/grpo_trainer.py": """_compute_loss _generate _generate_and_score_completions _generate_single_turn
