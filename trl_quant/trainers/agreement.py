@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from accelerate.utils import gather_object
 
 from ..config.preflight import name_of
+from ..rollout.address import without_password
 
 
 # Fields that may differ between the ranks of a run
@@ -60,9 +61,10 @@ def check_same_settings(args, model, peft_config=None, train_dataset=None, rewar
         for name in {**first, **other}:
             may_differ = host != other_host and name in OF_A_HOST
             if first.get(name) != other.get(name) and not may_differ:
+                told = f"{first.get(name)} on rank 0, {other.get(name)} on rank {rank}"
                 raise ValueError(
-                    f"`{name}` differs between the ranks of this run: {first.get(name)} on rank 0, {other.get(name)} "
-                    f"on rank {rank}. Start all ranks with the same settings."
+                    f"`{name}` differs between the ranks of this run: {without_password(told)}. Start all ranks with "
+                    "the same settings."
                 )
 
 
