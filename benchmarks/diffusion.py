@@ -91,6 +91,27 @@ def make_policy(size: str, tokenizer):
     return model
 
 
+def settings_of(args, precision: str, cuda: bool = CUDA) -> dict:
+    """Returns the fields of the trainer's config that its figures depend on. `cuda` says whether a GPU trains."""
+    return {
+        "bf16": cuda,
+        "rollout_precision": precision,
+        "is_correction": args.correction,
+        "use_bias_correction_kl": False,
+        "block_length": args.block,
+        "tokens_per_step": args.tokens_per_step,
+        "cache_finished_blocks": args.cache_finished_blocks,
+        "num_iterations": args.iterations,
+        "num_generations": args.generations,
+        "max_completion_length": args.new,
+        "beta": args.beta,
+        "per_device_train_batch_size": args.micro,
+        "gradient_accumulation_steps": max(args.completions) // args.micro,
+        "gradient_checkpointing": True,
+        "learning_rate": 3e-6,
+    }
+
+
 def make_trainer(args, precision: str, tokenizer):
     """Builds the trainer, for the largest batch."""
     from datasets import Dataset
@@ -105,27 +126,12 @@ def make_trainer(args, precision: str, tokenizer):
     settings = {
         "output_dir": f"{model.name_or_path}/run",
         "use_cpu": not CUDA,
-        "bf16": CUDA,
-        "rollout_precision": precision,
-        "is_correction": args.correction,
-        "use_bias_correction_kl": False,
-        "block_length": args.block,
-        "tokens_per_step": args.tokens_per_step,
-        "cache_finished_blocks": args.cache_finished_blocks,
-        "num_iterations": args.iterations,
-        "num_generations": args.generations,
-        "max_completion_length": args.new,
-        "beta": args.beta,
-        "per_device_train_batch_size": args.micro,
-        "gradient_accumulation_steps": completions // args.micro,
-        "gradient_checkpointing": True,
-        "learning_rate": 3e-6,
         "max_steps": args.steps * args.iterations,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-    }
+    } | settings_of(args, precision)
     return DiffusionGRPOTrainer(
         model=model,
         args=DiffusionGRPOConfig(**settings),
@@ -213,19 +219,19 @@ def seconds_of(runs: list[dict], shape: str, column: str) -> list[float]:
     return [sum(step[phase] for phase in PARTS.get(column, (column,))) for step in steps]
 
 
-def options() -> argparse.ArgumentParser:
+def options(cuda: bool = CUDA) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("--size", choices=SHAPES, default="8b" if CUDA else "tiny")
+    parser.add_argument("--size", choices=SHAPES, default="8b" if cuda else "tiny")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bf16", "fp8"])
-    parser.add_argument("--completions", nargs="+", type=int, default=[4, 16] if CUDA else [4], help="of a step")
+    parser.add_argument("--completions", nargs="+", type=int, default=[4, 16] if cuda else [4], help="of a step")
     parser.add_argument("--generations", type=int, default=4, help="completions of a prompt")
-    parser.add_argument("--prompt", type=int, default=256 if CUDA else 16, metavar="TOKENS")
-    parser.add_argument("--new", type=int, default=256 if CUDA else 16, metavar="TOKENS", help="of each completion")
-    parser.add_argument("--block", type=int, default=32 if CUDA else 8, help="`block_length`")
+    parser.add_argument("--prompt", type=int, default=256 if cuda else 16, metavar="TOKENS")
+    parser.add_argument("--new", type=int, default=256 if cuda else 16, metavar="TOKENS", help="of each completion")
+    parser.add_argument("--block", type=int, default=32 if cuda else 8, help="`block_length`")
     parser.add_argument("--tokens_per_step", type=int, default=2)
     parser.add_argument("--cache_finished_blocks", action="store_true")
     parser.add_argument("--iterations", type=int, default=1, help="`num_iterations`, each under its own mask")
-    parser.add_argument("--lora", type=int, default=128 if CUDA else 8, metavar="RANK")
+    parser.add_argument("--lora", type=int, default=128 if cuda else 8, metavar="RANK")
     parser.add_argument("--correction", default="ais", help="`is_correction`")
     parser.add_argument("--beta", type=float, default=0.04, help="0 for no reference")
     parser.add_argument("--micro", type=int, default=4, help="completions of a micro-batch")

@@ -297,11 +297,11 @@ def longest_kernels(profiler) -> list[tuple[str, int, float]]:
     return sorted(found, key=lambda row: -row[2])
 
 
-def engine_options(doc: str) -> argparse.ArgumentParser:
+def engine_options(doc: str, cuda: bool = CUDA) -> argparse.ArgumentParser:
     """Returns a parser with the options of every benchmark that samples."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[1])
-    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["7b"] if CUDA else ["tiny"])
-    parser.add_argument("--prompt", type=int, default=256 if CUDA else 16, metavar="TOKENS")
+    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["7b"] if cuda else ["tiny"])
+    parser.add_argument("--prompt", type=int, default=256 if cuda else 16, metavar="TOKENS")
     parser.add_argument("--generations", type=int, default=8, help="completions of a prompt")
     parser.add_argument("--lora", type=int, default=32, metavar="RANK", help="0 for full fine-tuning")
     parser.add_argument("--lora_sync", choices=["merge", "adapter"], default="merge", help="for our engines")

@@ -98,6 +98,34 @@ def packed_policy(directory: str, precision: str, words: list[int]):
     return model
 
 
+def settings_of(args, kind: str, cuda: bool = CUDA) -> dict:
+    """Returns the fields of a trainer's config that its figures depend on. `cuda` says whether a GPU trains."""
+    settings = {
+        "bf16": True,
+        "num_generations": args.generations,
+        "max_completion_length": args.new,
+        "per_device_train_batch_size": args.micro,
+        "gradient_accumulation_steps": args.batch // args.micro,
+        "gradient_checkpointing": True,
+        "use_liger_kernel": args.liger,
+    }
+    if cuda:
+        settings |= {"use_vllm": True, "vllm_mode": "colocate"}
+        # vLLM only checks at its start that so much is free, because the size of its cache is given
+        settings["vllm_gpu_memory_utilization"] = 0.05
+    if kind == "trl":
+        return settings
+    settings |= {"train_precision": kind, "rollout_precision": kind, "is_correction": args.correction}
+    return settings | ({"lora_sync": "adapter"} if cuda else {})
+
+
+def cache_of(args, length: int) -> int:
+    """Returns the bytes of vLLM's cache for a whole generation of so many tokens a sequence, and a tenth more."""
+    sizes = SHAPES[args.sizes[0]]
+    token = sizes["num_hidden_layers"] * 2 * sizes["kv_heads"] * (sizes["hidden_size"] // sizes["heads"]) * 2
+    return int(1.1 * args.batch * length * token)
+
+
 def make_trainer(args, tokenizer):
     """Builds TRL's trainer or ours, with its engine."""
     (size,), kind = args.sizes, args.one
@@ -117,35 +145,19 @@ def make_trainer(args, tokenizer):
     settings = {
         "output_dir": f"{directory}/run",
         "use_cpu": not CUDA,
-        "bf16": True,
-        "num_generations": args.generations,
-        "max_completion_length": args.new,
-        "per_device_train_batch_size": args.micro,
-        "gradient_accumulation_steps": args.batch // args.micro,
-        "gradient_checkpointing": True,
-        "use_liger_kernel": args.liger,
         "max_steps": args.steps,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-    }
+    } | settings_of(args, kind)
     engine = {}
     if CUDA:
-        head = config.hidden_size // config.num_attention_heads
-        token = config.num_hidden_layers * 2 * config.num_key_value_heads * head * 2
         engine = START | {
-            "kv_cache_memory_bytes": int(1.1 * args.batch * length * token),
+            "kv_cache_memory_bytes": cache_of(args, length),
             "compilation_config": {"cudagraph_capture_sizes": sorted({1, args.batch})},
         }
-        settings |= {
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            # vLLM only checks at its start that so much is free, because the size of its cache is given
-            "vllm_gpu_memory_utilization": 0.05,
-            "vllm_max_model_length": length + 16,
-            "generation_kwargs": {"ignore_eos": True},
-        }
+        settings |= {"vllm_max_model_length": length + 16, "generation_kwargs": {"ignore_eos": True}}
     given = {
         "model": model,
         "reward_funcs": lambda completions, **_: [generator.random() for _ in completions],
@@ -156,13 +168,7 @@ def make_trainer(args, tokenizer):
     if kind == "trl":
         with llm_with(**engine) if CUDA else nullcontext():
             return GRPOTrainer(args=GRPOConfig(**settings), **given)
-    ours = {
-        "train_precision": kind,
-        "rollout_precision": kind,
-        "is_correction": args.correction,
-    }
-    if CUDA:
-        ours |= {"lora_sync": "adapter", "sync_check_steps": 0, "vllm_engine_kwargs": engine | args.engine_kwargs}
+    ours = {"sync_check_steps": 0, "vllm_engine_kwargs": engine | args.engine_kwargs} if CUDA else {}
     return QuantGRPOTrainer(args=QuantGRPOConfig(**settings, **ours), **given)
 
 
@@ -252,17 +258,17 @@ def measure(args) -> dict:
     return result
 
 
-def main():
+def options(cuda: bool = CUDA) -> argparse.ArgumentParser:
     kinds = [name for name in frozen_bases() if name not in bitsandbytes_bases()]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["32b", "70b"] if CUDA else ["tiny"])
+    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["32b", "70b"] if cuda else ["tiny"])
     parser.add_argument("--kinds", nargs="+", choices=["trl", *kinds], default=["trl", "nvfp4"])
     parser.add_argument("--cap", type=float, metavar="GB", help="of 10^9 bytes; 0 for none")
     parser.add_argument("--batch", type=int, default=8, help="completions of a step")
     parser.add_argument("--generations", type=int, default=8, help="completions of a prompt")
-    parser.add_argument("--micro", type=int, default=1 if CUDA else 4, help="completions of a micro-batch")
-    parser.add_argument("--prompt", type=int, default=256 if CUDA else 16, metavar="TOKENS")
-    parser.add_argument("--new", type=int, default=2048 if CUDA else 16, metavar="TOKENS")
+    parser.add_argument("--micro", type=int, default=1 if cuda else 4, help="completions of a micro-batch")
+    parser.add_argument("--prompt", type=int, default=256 if cuda else 16, metavar="TOKENS")
+    parser.add_argument("--new", type=int, default=2048 if cuda else 16, metavar="TOKENS")
     parser.add_argument("--lora", type=int, default=32, metavar="RANK")
     parser.add_argument("--correction", default="ais", help="`is_correction` of ours")
     parser.add_argument("--liger", action="store_true", help="with `use_liger_kernel`")
@@ -272,7 +278,11 @@ def main():
     parser.add_argument("--timeout", type=float, default=540, help="seconds for one trainer")
     parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser
+
+
+def main():
+    args = options().parse_args()
     if args.one:
         args.cap = CAPS.get(args.sizes[0], 0.0) if args.cap is None else args.cap
         return report(measure(args))

@@ -50,7 +50,8 @@ import random
 import re
 import resource
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import step_runs
@@ -73,7 +74,7 @@ from engines import (
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
-from trl_quant.precisions import exact_flows, frozen_bases, train_precisions
+from trl_quant.precisions import exact_flows, frozen_bases, in_vllm, train_precisions
 from trl_quant.trainers.launch import TRAINERS
 
 
@@ -96,11 +97,11 @@ SHARED = ("prompt", "generations", "lora", "median", "sigma", "seed", "correctio
 SHARED += ("engine_kwargs", "trl_engine_kwargs")
 
 
-def fields_of(trainer: str) -> dict:
-    """Returns the fields of our config that the name of a trainer of ours stands for."""
+def fields_of(trainer: str, precisions: Sequence[str] = PRECISIONS) -> dict:
+    """Returns the fields of our config that the name of a trainer of ours stands for, with one of these precisions."""
     method, _ = step_runs.parts_of(trainer)
     parts = OURS.fullmatch(trainer.removeprefix(f"{method}:"))
-    if method not in METHODS or not parts or parts["rollout"] not in PRECISIONS:
+    if method not in METHODS or not parts or parts["rollout"] not in precisions:
         raise argparse.ArgumentTypeError(
             f"{trainer!r} is neither of {', '.join(TRLS)} nor a precision of this machine, for one of "
             f"{', '.join(METHODS)}."
@@ -123,9 +124,9 @@ def fields_of(trainer: str) -> dict:
     return fields
 
 
-def trainer_name(text: str) -> str:
+def trainer_name(text: str, precisions: Sequence[str] = PRECISIONS) -> str:
     if text not in TRLS:
-        fields_of(text)
+        fields_of(text, precisions)
     return text
 
 
@@ -169,6 +170,34 @@ def prescribe_lengths(llm, drawn: Iterator[list[int]]) -> None:
     llm.generate = generate_as_drawn
 
 
+def settings_of(args, trainer: str, cuda: bool = CUDA) -> dict:
+    """
+    Returns the fields of a trainer's config that its figures depend on, for the largest of `args.completions`. `cuda`
+    says whether a GPU trains.
+    """
+    completions, new, _ = map(max, zip(*args.completions, strict=True))
+    settings = {
+        "bf16": cuda,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "num_generations": args.generations,
+        "max_completion_length": new,
+        "per_device_train_batch_size": min(args.micro, completions),
+        "gradient_accumulation_steps": max(completions // args.micro, 1),
+        "gradient_checkpointing": True,
+    }
+    if not args.lora:
+        settings["optim"] = "adamw_bnb_8bit" if importlib.util.find_spec("bitsandbytes") else "sgd"
+    if trainer in TRLS:
+        return settings
+    settings |= {"is_correction": args.correction, "lora_sync": args.lora_sync}
+    settings |= fields_of(trainer, tuple(in_vllm()) if cuda else PRECISIONS)
+    if not args.lora:
+        del settings["lora_sync"]
+    return settings
+
+
 def make_trainer(args, tokenizer):
     """Builds TRL's trainer or ours, with vLLM in the same process."""
     from datasets import Dataset
@@ -195,25 +224,14 @@ def make_trainer(args, tokenizer):
     settings = {
         "output_dir": f"{directory}/run",
         "use_cpu": not CUDA,
-        "bf16": CUDA,
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "vllm_max_model_length": max(len(ids) for ids in tokenizer(prompts).input_ids) + new,
         "generation_kwargs": IGNORE_EOS,
-        "num_generations": args.generations,
-        "max_completion_length": new,
-        "per_device_train_batch_size": min(args.micro, completions),
-        "gradient_accumulation_steps": max(completions // args.micro, 1),
-        "gradient_checkpointing": True,
         "max_steps": args.steps,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-    }
-    if not args.lora:
-        settings["optim"] = "adamw_bnb_8bit" if importlib.util.find_spec("bitsandbytes") else "sgd"
+    } | settings_of(args, args.one)
     arguments = dict(START)
     if not CUDA:
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True}
@@ -229,10 +247,7 @@ def make_trainer(args, tokenizer):
         trainer, config = trls[method]
         with llm_with(**arguments | args.trl_engine_kwargs):
             return trainer(args=config(**settings | TRLS[args.one]), **given)
-    ours = {"is_correction": args.correction, "lora_sync": args.lora_sync, "sync_check_steps": 0}
-    ours |= {"vllm_engine_kwargs": arguments | args.engine_kwargs} | fields_of(args.one)
-    if not args.lora:
-        del ours["lora_sync"]
+    ours = {"sync_check_steps": 0, "vllm_engine_kwargs": arguments | args.engine_kwargs}
     if method == "ppo":
         ours["value_model_name_or_path"] = critic_directory(tokenizer)
     trainer = TRAINERS[method]
@@ -360,13 +375,13 @@ def measure(args) -> dict:
     return result
 
 
-def options() -> argparse.ArgumentParser:
-    parser = engine_options(__doc__)
+def options(cuda: bool = CUDA) -> argparse.ArgumentParser:
+    parser = engine_options(__doc__, cuda)
     parser.add_argument(
         "--trainers",
         nargs="+",
-        type=trainer_name,
-        default=["trl", "trl-control", "bf16", "fp8"] if CUDA else ["bf16", "int8"],
+        type=partial(trainer_name, precisions=tuple(in_vllm()) if cuda else PRECISIONS),
+        default=["trl", "trl-control", "bf16", "fp8"] if cuda else ["bf16", "int8"],
         metavar="TRAINER",
         help=f"{', '.join(TRLS)}, or ours: [METHOD:]ROLLOUT[/TRAIN[/exact|/adapter]][+packed|+padded|+liger]",
     )
@@ -375,14 +390,14 @@ def options() -> argparse.ArgumentParser:
         "--completions",
         nargs="+",
         type=shape_of,
-        default=[shape_of("64x1024" if CUDA else "8x16")],
+        default=[shape_of("64x1024" if cuda else "8x16")],
         metavar="NxTOKENS[:lognormal]",
         help="of a step, new tokens of each at most, and how their lengths are drawn",
     )
-    parser.add_argument("--median", type=float, default=900 if CUDA else 12, help="of lognormal lengths")
+    parser.add_argument("--median", type=float, default=900 if cuda else 12, help="of lognormal lengths")
     parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of lognormal lengths")
     parser.add_argument("--seed", type=int, default=0, help="of lognormal lengths")
-    parser.add_argument("--micro", type=int, default=16 if CUDA else 4, help="completions of a micro-batch at most")
+    parser.add_argument("--micro", type=int, default=16 if cuda else 4, help="completions of a micro-batch at most")
     parser.add_argument("--steps", type=int, default=6, help="of which the first warms up")
     parser.add_argument("--profile", action="store_true", help="keeps the kernels of the last step's update")
     parser.add_argument("--rounds", type=int, default=1, help="each second one takes the trainers in reverse")
