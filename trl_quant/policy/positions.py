@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ..models.positions import Switching, switching
 
 
-FIXED = "default"  # a `rope_type` whose frequencies no forward pass changes
+UNCHANGING = "default"  # a `rope_type` whose frequencies no forward pass changes
 
 
 class _Rope(NamedTuple):
@@ -83,7 +83,7 @@ def fix_positions(model: nn.Module, context: int) -> None:
         return
     ropes = [rope for rope in _ropes(model) if rope.own_type in ROPE_INIT_FUNCTIONS]
     for rope in ropes:
-        rope.set(FIXED, rope.frequencies(found, context))
+        rope.set(UNCHANGING, rope.frequencies(found, context))
         rope.module.fixed_context = context
     if not ropes or not all(rope.is_fixed(found.limit) for rope in ropes):
         raise ValueError(
