@@ -393,8 +393,19 @@ def test_data_for_evaluation():
     check(args=evaluating, eval_dataset=prompts("a"))
 
 
+class Environment:
+    def reset(self, **kwargs): ...
+
+
+def note() -> str:
+    """Takes a note."""
+
+
 def test_an_environment_may_own_the_prompts_and_the_reward():
-    check(train_dataset=prompts([said("user", "")]), environment_factory=object, reward_funcs=None)
+    check(train_dataset=prompts([said("user", "")]), environment_factory=Environment, reward_funcs=None)
+    without_prompts = Dataset.from_dict({"task": ["a"]})
+    check(train_dataset=without_prompts, environment_factory=Environment, reward_funcs=None)
+    refused(lambda: check(train_dataset=without_prompts), "a column 'prompt' is needed")
 
 
 def test_turns_need_a_length():
@@ -403,7 +414,7 @@ def test_turns_need_a_length():
     for precision in ({}, INT8):
         without, with_one = (build(**precision, **settings, max_completion_length=length) for length in (None, 8))
         check(model=tiny_model(), args=without)
-        for given in ({"tools": [len]}, {"environment_factory": object}):
+        for given in ({"tools": [note]}, {"environment_factory": Environment}):
             check(model=tiny_model(), args=with_one, **given)
             says = f"`{next(iter(given))}` with `max_completion_length`=None: TRL ends the turns of a completion at"
             refused(lambda args=without, given=given: check(model=tiny_model(), args=args, **given), says)

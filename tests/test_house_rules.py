@@ -53,6 +53,8 @@ LAZY = {"layers/...": ({"triton"}, ("kernels/...",))}
 # Private names of other libraries that we use, by the file that has them
 FOREIGN = {
     "os.py": "_exit",
+    "threading.py": "_register_atexit",
+    "typing.py": "_is_protocol",
     "_pytest/runner.py": "_setupstate",
     "torch/_C/__init__.pyi": "_version",
     "torch/_meta_registrations.py": "_flash_attention_backward _flash_attention_forward _int_mm",
@@ -74,7 +76,7 @@ FOREIGN = {
     "peft/tuners/tuners_utils.py": "_cast_input_dtype",
     "trl/trainer/grpo_trainer.py": """_compute_loss _generate _generate_and_score_completions _generate_single_turn
         _get_per_token_logps_and_entropies _last_loaded_step _calculate_rewards _logs _metrics _pending_extra_logs
-        _pending_metrics _step _tag_names _tokenize_prompts""",
+        _pending_metrics _step _tag_names _tool_call_loop _tokenize_prompts""",
     "trl/trainer/distillation_trainer.py": "_get_last_hidden_state",
     "trl/kernels/chunked_logprob.py": "_use_triton",
     "trl/generation/vllm_generation.py": """_dist _fix_param_name_to_vllm _init_vllm _iter_named_params

@@ -1,16 +1,17 @@
 """Limits on the time of a call: what is interrupted, what is not, and that nothing is left of them."""
 
-import logging
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextvars import ContextVar
 
 import pytest
+import torch
 
 from trl_quant.rollout import limits
-from trl_quant.rollout.limits import Interrupted, finished_within, time_limit
+from trl_quant.rollout.limits import Interrupted, called_within, finished_within, time_limit
 
 
 def message() -> str:
@@ -144,21 +145,25 @@ def test_a_users_own_handlers_stay():
         signal.signal(limits.SIGNAL, before[1])
 
 
-def test_off_the_main_thread_it_is_told(caplog):
-    raised = []
+@pytest.mark.parametrize("hangs", [sleeps, waits_for_a_lock, swallows, waits_in_its_cleanup])
+def test_off_the_main_thread_a_call_is_left(hangs):
+    """With the caller's grad mode and context variables; what it returns or raises in time is the caller's."""
+    name, found = ContextVar("name"), []
 
     def call():
-        try:
-            with time_limit(0.1, message):
-                time.sleep(0.5)
-        except TimeoutError as error:
-            raised.append(str(error))
+        name.set("mine")
+        with torch.no_grad():
+            found.append(called_within(60, message, lambda: (name.get(), torch.is_grad_enabled())))
+        for act in (hangs, lambda: 1 / 0):
+            try:
+                called_within(0.2, message, act)
+            except (TimeoutError, ZeroDivisionError) as error:
+                found.append(str(error))
 
     thread = threading.Thread(target=call)
-    with caplog.at_level(logging.ERROR):
-        thread.start()
-        thread.join()
-    assert raised == [message()] and "cannot be interrupted in this thread" in caplog.text
+    thread.start()
+    thread.join()
+    assert found == [("mine", False), message(), "division by zero"]
 
 
 def test_a_call_in_c_ends_the_process():

@@ -133,6 +133,16 @@ LASTING = {
         "the copy",
         "tests/test_transformers_engine.py::test_noise_goes_on_clean_norms_and_comes_off",
     ),
+    ("rollout/limits.py", "_register_atexit"): (
+        "Python's list of calls before it waits for threads",
+        "the process, from the first limit that was exceeded",
+        "tests/test_exit.py::test_a_process_ends_with_its_own_status",
+    ),
+    ("rollout/limits.py", "register"): (
+        "Python's list of calls at the end of the process",
+        "the end of the process, after a limit was exceeded",
+        "tests/test_exit.py::test_a_process_ends_with_its_own_status",
+    ),
     ("scaling/modifier.py", "register"): (
         "llmcompressor's table of modifiers",
         "the process",

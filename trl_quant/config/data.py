@@ -5,6 +5,7 @@ from pathlib import Path
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from torch.nn import Module
+from torch.utils.data import Dataset as TorchDataset
 from transformers import AutoProcessor
 
 from ..reading import reading
@@ -15,17 +16,29 @@ from ..tasks.rewards import REWARDS, check_reward, check_truths
 from .values import is_of
 
 
-def check_data(args, train_dataset, eval_dataset) -> None:
-    """Raises `ValueError` for data that the trainer cannot read, or with too few prompts for one generation."""
-    if train_dataset is None:
+def check_data(args, train_dataset, eval_dataset, environments=None) -> None:
+    """
+    Raises `ValueError` for data that the trainer cannot read, or with too few prompts for one generation. With
+    `environments`, prompts may come from these.
+    """
+    if train_dataset is None and environments is None:
         raise ValueError("`train_dataset` is required unless an `environment_factory` is provided.")
+    if train_dataset is not None:
+        _check_trained_on(args, train_dataset, environments)
+    if eval_dataset is None and args.eval_strategy != "no":
+        raise ValueError(f"`eval_strategy`={args.eval_strategy.value!r} needs an `eval_dataset`, and there is none.")
+    if eval_dataset is not None:
+        check_evaluated(args, eval_dataset, environments)
+
+
+def _check_trained_on(args, train_dataset, environments) -> None:
     if not isinstance(train_dataset, Dataset | IterableDataset):
         split = "; take one of its splits" if isinstance(train_dataset, dict) else ""
         raise ValueError(
             f"`train_dataset` is a {type(train_dataset).__name__}{split}. It must be a `datasets.Dataset` or "
             "`datasets.IterableDataset`."
         )
-    check_prompts("train_dataset", train_dataset)
+    _check_rows("train_dataset", args, train_dataset, environments)
     prompts = args.generation_batch_size // args.num_generations
     if isinstance(train_dataset, Dataset) and len(train_dataset) < prompts:
         raise ValueError(
@@ -33,21 +46,32 @@ def check_data(args, train_dataset, eval_dataset) -> None:
             f"(`generation_batch_size`={args.generation_batch_size} / `num_generations`={args.num_generations}): "
             "nothing would be trained. Lower `generation_batch_size`, or add prompts."
         )
-    if isinstance(train_dataset, IterableDataset) and args.accelerator_config.dispatch_batches:
-        raise ValueError(
-            "Iterable datasets require `dispatch_batches=False`, but `accelerator_config` sets it to True."
-        )
     if isinstance(train_dataset, IterableDataset) and args.max_steps <= 0:
         raise ValueError(f"`max_steps`={args.max_steps}, but a stream has no length: set the number of steps.")
-    if eval_dataset is None and args.eval_strategy != "no":
-        raise ValueError(f"`eval_strategy`={args.eval_strategy.value!r} needs an `eval_dataset`, and there is none.")
+
+
+def check_evaluated(args, eval_dataset, environments=None) -> None:
+    """Raises `ValueError` for one or several datasets that the trainer cannot evaluate on."""
+    if eval_dataset == {}:
+        raise ValueError("`eval_dataset`={} has no dataset.")
     for name, dataset in evaluated(eval_dataset).items():
-        if isinstance(dataset, list | tuple):
+        if not isinstance(dataset, TorchDataset | Dataset | IterableDataset):
             raise ValueError(
                 f"`{name}` is a {type(dataset).__name__}. It must be a `datasets.Dataset` or a dict of them."
             )
         if isinstance(dataset, Dataset | IterableDataset):
-            check_prompts(name, dataset)
+            _check_rows(name, args, dataset, environments)
+
+
+def _check_rows(name: str, args, dataset: Dataset | IterableDataset, environments) -> None:
+    if isinstance(dataset, IterableDataset) and args.accelerator_config.dispatch_batches:
+        raise ValueError(
+            "Iterable datasets require `dispatch_batches=False`, but `accelerator_config` sets it to True."
+        )
+    if environments is None:
+        check_prompts(name, dataset)
+    elif isinstance(dataset, Dataset) and not len(dataset):
+        raise ValueError(f"`{name}` is empty: it must have at least one row.")
 
 
 def evaluated(eval_dataset) -> dict:
@@ -87,17 +111,18 @@ def check_tokenization(config, model, args, processing_class, train_dataset) -> 
         )
 
 
-def check_rewards(args, reward_funcs, train_dataset) -> None:
+def check_rewards(args, reward_funcs, train_dataset, eval_dataset=None, more_columns: bool = False) -> None:
     """
     Raises `ValueError` for missing rewards, for rewards whose columns or answers the data lacks, and for weights that
-    are not one finite number for each reward.
+    are not one finite number for each reward. With `more_columns`, a `rollout_func` may add columns.
     """
     if reward_funcs is None or reward_funcs == []:
         raise ValueError(
             "No reward source provided. Pass `reward_funcs`, or an `environment_factory` whose environment defines a "
             f"`get_reward` method. `reward_funcs`={reward_funcs!r} must be a function, a model or a list of them."
         )
-    columns, count = train_dataset.column_names, len(reward_funcs) if isinstance(reward_funcs, list) else 1
+    columns = None if more_columns else train_dataset.column_names
+    count = len(reward_funcs) if isinstance(reward_funcs, list) else 1
     weights = args.reward_weights
     is_list = isinstance(weights, list | tuple)
     if weights is not None and not (is_list and len(weights) == count and all(is_of(float, one) for one in weights)):
@@ -111,7 +136,13 @@ def check_rewards(args, reward_funcs, train_dataset) -> None:
             )
         if isinstance(reward, str):
             check_named("reward_funcs", reward)
-        if not isinstance(reward, str | Module) and reward is not None and columns is not None:
+        if isinstance(reward, str | Module) or reward is None:
+            continue
+        check_reward(reward)
+        for name, dataset in evaluated(eval_dataset).items():
+            if not more_columns and isinstance(dataset, Dataset | IterableDataset):
+                check_reward(reward, dataset.column_names, name)
+        if columns is not None:
             check_reward(reward, columns)
             if args.remove_unused_columns:
                 _check_reward_of_kept(reward, columns)

@@ -142,10 +142,10 @@ class RolloutFields:
     reward_timeout: Seconds = field(
         default=1800.0,
         metadata={
-            "help": "Seconds that a call of a reward function or a tool may take. After that the run ends with an "
-            "error that names the function, and can be resumed; if it was a tool, the model is told instead. A "
-            "function that hangs in C, where Python cannot interrupt it, ends the process a minute later. If None, the "
-            "run waits for ever."
+            "help": "Seconds that a call of a reward function, a tool, an environment or a `rollout_func` may take. "
+            "After that the run ends with an error that names the function, and can be resumed; if it was a tool, the "
+            "model is told instead. A function that hangs in C, where Python cannot interrupt it, ends the process a "
+            "minute later. If None, the run waits for ever."
         },
     )
     resume_with_changes: bool = field(

@@ -37,6 +37,7 @@ from ..storage.quantization import check_prepared, prepared_precisions
 from ..storage.source import skeleton
 from . import positions
 from .adapters import check_adapter, check_head
+from .callables import check_callables
 from .data import (
     check_data,
     check_dynamic_sampling,
@@ -86,13 +87,13 @@ def check_before_loading(
     _check_correction_acts(args, rollout_func)
     if args.denoises:
         _check_masked_diffusion(model, args, others)
-    if environments is None:  # otherwise prompts and rewards may come from the environments
-        check_data(args, train_dataset, eval_dataset)
-        if rollout_func is None and args.has_rewards:
-            check_rewards(args, reward_funcs, train_dataset)
+    check_data(args, train_dataset, eval_dataset, environments)
+    if environments is None and args.has_rewards:  # otherwise rewards may come from the environments
+        check_rewards(args, reward_funcs, train_dataset, eval_dataset, more_columns=rollout_func is not None)
     check_dynamic_sampling(args, train_dataset, tools, rollout_func, environments)
     check_turns(args, tools, environments)
     check_head(peft_config)
+    check_callables(args, others, train_dataset, eval_dataset)
     if here:
         check_machine(args)
     if args.has_critic:

@@ -16,6 +16,7 @@ from .named_data import NAMED_DATA, load_named
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 SCANNED_ROWS = 1000  # rows that `check_prompts` reads at once
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}  # suffix -> builder of `datasets`
+_PROMPT = "A prompt is a text, or a list of messages {'role': ..., 'content': ...} that asks something."
 DEFAULT_CONFIGS = {"openai/gsm8k": "main"}  # hub datasets that load only with a configuration
 
 
@@ -150,10 +151,28 @@ def check_prompts(name: str, dataset: Dataset | IterableDataset) -> None:
     found = _bad_prompt(prompts)
     if found is not None:
         row, fault = found
-        raise ValueError(
-            f"`{name}`: the prompt of row {row} {fault}. A prompt is a text, or a list of messages "
-            "{'role': ..., 'content': ...} that asks something."
-        )
+        raise ValueError(f"`{name}`: the prompt of row {row} {fault}. {_PROMPT}")
+
+
+def check_row(where: str, row: dict, first: dict) -> None:
+    """Raises `ValueError` for a row that was drawn and has no prompt, or a malformed one.
+
+    Args:
+        where (`str`): what the message calls the place of the row.
+        row (`dict`): the row.
+        first (`dict`): the first row of its batch.
+    """
+    if "prompt" not in row:
+        raise ValueError(f"{where}: a row has the columns {[*row]}; a column 'prompt' is needed.")
+    fault = _fault(row["prompt"]) or _other_type(row["prompt"], first["prompt"])
+    if fault is not None:
+        raise ValueError(f"{where}: the prompt {row['prompt']!r:.80} {fault}. {_PROMPT}")
+
+
+def _other_type(prompt, first) -> str | None:
+    if type(prompt) is type(first):
+        return None
+    return f"is a {type(prompt).__name__}, and the first is a {type(first).__name__}"  # TRL takes all for the first's
 
 
 def _bad_prompt(dataset: Dataset) -> tuple[int, str] | None:
@@ -162,9 +181,7 @@ def _bad_prompt(dataset: Dataset) -> tuple[int, str] | None:
     first = None
     for index, prompt in enumerate(rows):
         first = prompt if index == 0 else first
-        fault = _fault(prompt)
-        if fault is None and type(prompt) is not type(first):  # TRL assumes that all are like the first
-            fault = f"is a {type(prompt).__name__}, and the first is a {type(first).__name__}"
+        fault = _fault(prompt) or _other_type(prompt, first)
         if fault is not None:
             return index, fault
     return None

@@ -3,10 +3,8 @@
 import importlib
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterable
-from functools import wraps
-from inspect import iscoroutinefunction, isfunction
-from numbers import Real
+from collections.abc import Callable, Hashable
+from inspect import isfunction
 
 from .rewards import REWARDS
 
@@ -20,8 +18,7 @@ def find_reward(name: str) -> Callable[..., list[float | None]]:
             directory are found as well.
 
     Returns:
-        `Callable`: The function. The user's own function is wrapped so that its results are checked, unless it is
-        asynchronous.
+        `Callable`: The function. Its results are checked by the trainer.
 
     Raises:
         `ValueError`: if there is no such function.
@@ -41,7 +38,7 @@ def find_reward(name: str) -> Callable[..., list[float | None]]:
         sys.path.remove(os.getcwd())
     if not callable(reward):
         raise ValueError(f"`reward_funcs`={name!r} is a {type(reward).__name__}, not a function.")
-    return reward if iscoroutinefunction(reward) else _checked(reward, name)
+    return reward
 
 
 def name_of(reward: Callable) -> str:
@@ -58,25 +55,3 @@ def name_of(reward: Callable) -> str:
     if not isfunction(reward):
         return f"<{type(reward).__module__}.{type(reward).__qualname__}>"
     return f"{reward.__module__}.{reward.__qualname__}".replace("__main__", "<script>")
-
-
-def _checked(reward: Callable, name: str) -> Callable[..., list[float | None]]:
-    """Wraps a reward function so that any result other than a list of rewards raises an error that names it."""
-
-    @wraps(reward)
-    def checked(*args, **kwargs):
-        rewards = reward(*args, **kwargs)
-        if isinstance(rewards, Iterable):
-            rewards = list(rewards)  # a generator can be read only once
-        if not isinstance(rewards, list) or not all(value is None or _is_number(value) for value in rewards):
-            raise ValueError(
-                f"`reward_funcs`={name!r} returned {str(rewards)[:80]}, which must be a list with a number or None for "
-                "each completion."
-            )
-        return rewards
-
-    return checked
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, Real) or getattr(value, "ndim", None) == 0

@@ -203,21 +203,25 @@ MARKS = {
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
-def check_reward(reward: Callable, columns: Sequence[str]) -> None:
+def check_reward(reward: Callable, columns: Sequence[str] | None = None, dataset: str = "train_dataset") -> None:
     """Raises `ValueError` if TRL cannot call `reward` as a reward.
 
     Args:
         reward (`Callable`): in TRL's signature.
-        columns (`Sequence[str]`): the dataset's columns, which TRL passes to the reward as well.
+        columns (`Sequence[str]`, *optional*): the dataset's columns, which TRL passes to the reward as well, if they
+            are known.
+        dataset (`str`): the dataset's name in the message.
     """
     if not callable(reward):
         raise ValueError(
             f"`reward_funcs`={reward!r} is a {type(reward).__name__}. It must be a function, a model or a list of them."
         )
+    if columns is None:
+        return
     taken = {"prompts", "completions"} & {*columns}
     if taken:
         raise ValueError(
-            f"`train_dataset` has a column {taken.pop()!r}. TRL passes that name to a reward itself: rename the column."
+            f"`{dataset}` has a column {taken.pop()!r}. TRL passes that name to a reward itself: rename the column."
         )
     name = getattr(reward, "__name__", type(reward).__name__)
     try:
@@ -229,8 +233,8 @@ def check_reward(reward: Callable, columns: Sequence[str]) -> None:
         signature.bind(**given)
     except TypeError as error:
         raise ValueError(
-            f"`reward_funcs`: {name}{signature} cannot be called as a reward: {error}. It gets {', '.join(given)}, by "
-            "name; `**kwargs` takes those that it does not use."
+            f"`reward_funcs`: {name}{signature} cannot be called as a reward: {error}. With `{dataset}` it gets "
+            f"{', '.join(given)}, by name; `**kwargs` takes those that it does not use."
         ) from error
 
 

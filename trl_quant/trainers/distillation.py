@@ -40,7 +40,6 @@ from ..trl_seams import divergences_by, exchanged, loaded_by
 from .checks import check_method
 from .hearing import HearingRollouts, HearingStep
 from .introduction import PACKAGE_TAG
-from .reward_calls import limited_tool
 
 
 class DistillationCorrectionStep(HearingStep):
@@ -144,8 +143,6 @@ class QuantDistillationTrainer(HearingRollouts, DistillationTrainer):
             args = self.config_class(f"{name.split('/')[-1]}-Distillation")
         elif not isinstance(args, QuantDistillationConfig):
             args = self.config_class.from_trl(args)
-        if tools:
-            tools = [limited_tool(tool, args.reward_timeout) for tool in tools]
         check_method(self, args)
         correction = args.correction()
         self.correction_step = DistillationCorrectionStep(self, correction, level="prefix", same_bits=False)

@@ -5,14 +5,12 @@ from trl import GRPOTrainer
 from ..config import AISGRPOConfig, QuantGRPOConfig
 from ..config.preflight import name_of
 from ..corrections.batch import counted
-from ..rollout.rollout_func import CheckedRollout
 from ..rollout.sampling_options import biasing_options
 from .checks import check_method
 from .correction_step import CorrectionStep, scores_in_one_pass
 from .dynamic_sampling import dynamically_sampled
 from .introduction import PACKAGE_TAG
 from .quantized import QuantRollouts
-from .reward_calls import limited_tool
 from .ties import tied
 
 
@@ -66,11 +64,7 @@ class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
             args = self.config_class(f"{name.split('/')[-1]}-GRPO")
         elif not isinstance(args, QuantGRPOConfig):
             args = self.config_class.from_trl(args)
-        if tools:
-            tools = [limited_tool(tool, args.reward_timeout) for tool in tools]
         check_method(self, args)
-        if rollout_func:
-            rollout_func = CheckedRollout(rollout_func)
         correction = args.correction()
         self.one_pass = scores_in_one_pass(correction, args.one_update_per_generation)
         same_bits = args.exact_rollouts and not biasing_options(args)

@@ -15,6 +15,7 @@ from accelerate.utils import is_peft_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.extras.profiling import profiling_context
 
+from ..config.data import check_evaluated
 from ..config.preflight import check_before_loading
 from ..policy.adapters import leave_casts_to_autocast, name_revision
 from ..policy.frozen import on_frozen_base
@@ -40,6 +41,8 @@ from .packing import packed_batches, packed_rows
 from .positions import check_rows, fix_choice, models_of
 from .record import RunRecord
 from .reward_calls import RewardCalls
+from .streams import DrawnRows
+from .user_calls import UserCalls
 
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ class QuantRollouts(CurrentNames):
         data (`dict`): Where the prompts come from, as [`~trainers.launch.TrainArguments.data_settings`] returns it.
         correction_step ([`~trainers.correction_step.CorrectionStep`]): The correction of the loss, if there is one.
         drawn_prompts ([`~trainers.checks.DrawnPrompts`] or `None`): The check of the prompts of each generation.
+        drawn_rows ([`~trainers.streams.DrawnRows`] or `None`): Checks the rows of each generation.
     """
 
     runs: list[str] = []
@@ -73,6 +77,8 @@ class QuantRollouts(CurrentNames):
     # What the constructor sets. Without it, each method leaves everything to TRL's
     _flow: set[tuple] | None = None
     _packed_rows: Callable[..., PackedRows] | None = None
+    drawn_rows: DrawnRows | None = None
+    _user_calls: UserCalls | None = None
     _reward_calls: RewardCalls | None = None
     _finite_steps: FiniteSteps | None = None
     drawn_prompts: DrawnPrompts | None = None
@@ -99,6 +105,8 @@ class QuantRollouts(CurrentNames):
         if args.holds_frozen_base:
             given |= on_frozen_base(model=model, args=args, **given)
             fields["model_init_kwargs"] = given.pop("model_init_kwargs")
+        self._user_calls = UserCalls(self, args)
+        given |= self._user_calls.guarded(given)
         fields |= self.fields_while_built(args)
         with (
             blaming(*self._record.identities.directories),
@@ -122,7 +130,8 @@ class QuantRollouts(CurrentNames):
         gathered_in = self._engine.weights.gathered_dtype if args.trains_for_four_bits else None
         record_gathered_dtype(self.model.config, gathered_in)
         self.drawn_prompts = DrawnPrompts(self, self._engine)
-        self._reward_calls = RewardCalls(self)
+        self.drawn_rows = DrawnRows(self, given)
+        self._reward_calls = RewardCalls(self, self._user_calls)
         self._finite_steps = FiniteSteps(self)
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
             apply_uaq(self.model, args.uaq_scale)
@@ -295,7 +304,10 @@ class QuantRollouts(CurrentNames):
         return metrics
 
     def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
+        if self.drawn_rows is not None:
+            self.drawn_rows.check(inputs)
+        with nullcontext() if self._user_calls is None else self._user_calls.watched():
+            output = super()._generate_and_score_completions(inputs)
         if self._engine is not None and self.model.training:  # an evaluation leaves its metrics for the next step
             self.log_values(self._engine.take_metrics())
         return output
@@ -382,8 +394,19 @@ class QuantRollouts(CurrentNames):
         log_phases = None if self._engine is None else self.log_values
         with checkpoints.others_lost(self), phases.logged(self, log_phases):
             output = super().train(resume_from_checkpoint, *args, **kwargs)
+            self.drawn_rows.check_trained()
             check_trained(self)
         return output
+
+    def evaluate(self, eval_dataset=None, *args, **kwargs):
+        """Evaluates as TRL's trainer does. Raises `ValueError` for a dataset without rows or with malformed ones."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):  # a name is one of `self.eval_dataset`
+            check_evaluated(self.args, eval_dataset, self.drawn_rows.environments)
+        before = self.drawn_rows.count
+        metrics = super().evaluate(eval_dataset, *args, **kwargs)
+        if self.drawn_rows.count == before:
+            raise ValueError("`eval_dataset` ended before its first row, so nothing was evaluated.")
+        return metrics
 
     def generation_state(self) -> dict:
         """

@@ -1,23 +1,23 @@
-"""Checks reward functions: a call must end in time and return one finite number for each completion.
+"""Checks what reward functions return: one finite number for each completion.
 
-TRL calls reward functions in the training process and does not check their results. A function that hangs on one rank
-stops the run on all ranks, and an infinite reward makes every weight NaN. So each function is wrapped while TRL's
-`_calculate_rewards` runs. A reward of `None` means for TRL that the function does not apply, and that the others score
-the completion. TRL takes NaN as `None`, and a warning says so once for each function. Tools have the same time limit.
+TRL does not check their results, and an infinite reward makes every weight NaN. So each function is wrapped while TRL's
+`_calculate_rewards` runs, also for its time (see [`~trainers.user_calls`]). A reward of `None` means for TRL that the
+function does not apply, and that the others score the completion. TRL takes NaN as `None`, and a warning says so once
+for each function.
 """
 
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ..rollout.limits import awaited_within, time_limit
 from ..storage.run_checkpoints import how_to_go_on
-from ..trl_seams import exchanged, is_async
+from ..trl_seams import exchanged
+from .user_calls import UserCalls
 
 
 logger = logging.getLogger(__name__)
@@ -30,78 +30,41 @@ SHOWN = 80  # characters of a prompt or a completion that a message shows
 
 class RewardCalls:
     """
-    The calls of a trainer's reward functions, with the limit `reward_timeout`.
+    The calls of a trainer's reward functions.
+
+    Args:
+        trainer: The trainer.
+        calls ([`~trainers.user_calls.UserCalls`]): Guards the calls.
 
     Attributes:
         warned (`set[str]`): Functions that returned NaN and were warned about.
-        running (`set[str]`): Asynchronous functions that have not returned yet.
         is_first (`bool`): Whether no generation was scored yet.
     """
 
-    def __init__(self, trainer):
-        self.trainer, self.seconds = trainer, trainer.args.reward_timeout
+    def __init__(self, trainer, calls: UserCalls):
+        self.trainer, self.calls = trainer, calls
         self.warned: set[str] = set()
-        self.running: set[str] = set()
         self.is_first = True
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Context in which the trainer's functions are wrapped. Reward models stay as they are."""
-        trainer, functions = self.trainer, []
-        self.running.clear()
-        for name, function in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
-            functions.append(function if isinstance(function, nn.Module) else self._wrapped(name, function))
-        # TRL awaits all asynchronous functions together. If one blocks their event loop, only a limit here can end it.
-        has_async = any(map(is_async, functions))
-        seconds = self.seconds * (len(functions) + 1) if has_async and self.seconds is not None else None
-        with exchanged(trainer, reward_funcs=functions), time_limit(seconds, self._too_long_together):
+        trainer = self.trainer
+        functions = [
+            function if isinstance(function, nn.Module) else self._wrapped(name, function)
+            for name, function in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
+        ]
+        with exchanged(trainer, reward_funcs=functions):
             yield
 
     def _wrapped(self, name: str, function: Callable) -> Callable:
-        if is_async(function):
-
-            @functools.wraps(function)
-            async def call(**arguments):
-                self.running.add(name)
-                awaited = self._awaited(name, function, arguments)
-                returned = await awaited_within(self.seconds, lambda: self._too_long(name), awaited)
-                self.running.discard(name)
-                return self._rewards(name, returned, arguments)
-        else:
-
-            @functools.wraps(function)
-            def call(**arguments):
-                with time_limit(self.seconds, lambda: self._too_long(name)), self._exit_refused(name):
-                    return self._rewards(name, function(**arguments), arguments)  # `_rewards` may run a generator
-
-        return call
-
-    async def _awaited(self, name: str, function: Callable, arguments: dict):
-        with self._exit_refused(name):
-            return await function(**arguments)
-
-    @contextmanager
-    def _exit_refused(self, name: str) -> Iterator[None]:
-        """Context that turns `sys.exit` in a reward function into an error. It would look like the end of training."""
-        try:
-            yield
-        except SystemExit as error:
-            raise RuntimeError(f"{self._at(name)} ended the process: it raised {error!r}. {self._go_on()}") from error
+        return self.calls.limited(function, f"The reward function {name!r}", partial(self._rewards, name))
 
     def _at(self, name: str) -> str:
         return f"The reward function {name!r}, at step {self.trainer.state.global_step},"
 
     def _go_on(self) -> str:
         return how_to_go_on(self.trainer.args.output_dir)
-
-    def _too_long(self, name: str) -> str:
-        return f"{self._at(name)} did not return within `reward_timeout`={self.seconds:g} seconds. {self._go_on()}"
-
-    def _too_long_together(self) -> str:
-        if self.running:
-            return self._too_long("', '".join(sorted(self.running)))
-        step = self.trainer.state.global_step
-        return f"The rewards of another rank, at step {step}, did not come in time. {self._go_on()}"
 
     def _rewards(self, name: str, returned, arguments: dict) -> list[float | None]:
         """Returns the rewards as floats. Raises `ValueError` if one is not a finite number."""
@@ -179,27 +142,6 @@ class RewardCalls:
                     len(given),
                     _short(completions[0]),
                 )
-
-
-def limited_tool(tool: Callable, seconds: float | None) -> Callable:
-    """Returns a tool whose calls fail after `seconds` (`None`: no limit). TRL passes the error on to the model."""
-
-    def message() -> str:
-        return f"The tool {tool.__name__!r} did not return within `reward_timeout`={seconds:g} seconds."
-
-    if is_async(tool):
-
-        @functools.wraps(tool)
-        async def call(*args, **kwargs):
-            return await awaited_within(seconds, message, tool(*args, **kwargs))
-    else:
-
-        @functools.wraps(tool)
-        def call(*args, **kwargs):
-            with time_limit(seconds, message):
-                return tool(*args, **kwargs)
-
-    return call
 
 
 def _listed(returned) -> list | None:

@@ -14,7 +14,7 @@ synced since has that run's token, or none if that run does not know of tokens, 
 
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from ..address import without_password
 from ..answers import fault_of_end, fault_of_samples
-from ..limits import finished_within, time_limit
+from ..limits import called_within, finished_within
 
 
 PARTS = ("completion_ids", "logprobs", "logprob_token_ids")
@@ -139,8 +139,7 @@ class Client(VLLMClient):
     def init_communicator(self, device=0) -> None:
         self.check(self)
         self._require_free_port()
-        with self._transfer("join the workers for the transfer of weights"):
-            super().init_communicator(device)
+        self._transfer("join the workers for the transfer of weights", super().init_communicator, device)
 
     def _require_free_port(self) -> None:
         """
@@ -161,25 +160,29 @@ class Client(VLLMClient):
 
     def update_named_params(self, metadata, named_params) -> None:
         self.require_token()  # a restarted server would not join the broadcast
+        send = super().update_named_params
+
+        def update() -> None:
+            # The engine would end if a request of another client ran on a model that is half loaded
+            self._post(f"{self.base_url}/pause", params={"mode": "keep"})
+            send(metadata, named_params)
+            self._post(f"{self.base_url}/resume")
+
         try:
-            with self._transfer("take the weights"):
-                # The engine would end if a request of another client ran on a model that is half loaded
-                self._post(f"{self.base_url}/pause", params={"mode": "keep"})
-                super().update_named_params(metadata, named_params)
-                self._post(f"{self.base_url}/resume")
+            self._transfer("take the weights", update)
         except Exception as error:
             raise RuntimeError(
                 f"{error} The server may wait in the middle of an update: restart it before a run uses it again."
             ) from error
 
-    def _transfer(self, action: str) -> AbstractContextManager:
+    def _transfer(self, action: str, call: Callable, *args) -> None:
         def message() -> str:
             return (
                 f"The vLLM server at {self.shown} did not {action} within `vllm_request_timeout`="
                 f"{self.seconds:g} seconds."
             )
 
-        return time_limit(None if self.seconds is None else self.seconds + TRANSFER_SLACK, message)
+        called_within(None if self.seconds is None else self.seconds + TRANSFER_SLACK, message, call, *args)
 
     def mark_sync(self) -> None:
         """Sends the workers a new token, after an update of weights."""

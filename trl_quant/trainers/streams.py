@@ -1,0 +1,93 @@
+"""Guards rows that are known only when they are drawn: those of a stream, and of a dataset that computes its rows.
+
+[`~config.preflight`] checks the rows of a `Dataset` before a model is loaded. Here each generation's rows are checked
+in the same way, and a stream that ends:
+
+| a stream ends | what happens |
+|---|---|
+| before the first step | `train` raises `ValueError`: nothing was trained |
+| after some of `max_steps` steps | transformers reads it again from its beginning, and a warning says so |
+| the same, but it gives no rows a second time | transformers ends the training and warns |
+| before an evaluation has drawn a row | `evaluate` raises `ValueError` |
+
+Rows that do not fill a generation at the end of a stream are not trained on.
+"""
+
+import logging
+
+from datasets import IterableDataset
+from torch.nn import Module
+from transformers import TrainerCallback
+
+from ..tasks.data import check_row
+from ..tasks.rewards import check_reward
+
+
+logger = logging.getLogger(__name__)
+
+
+class DrawnRows(TrainerCallback):
+    """
+    Checks the rows that a trainer draws.
+
+    Args:
+        trainer: The trainer, whose constructor has ended.
+        given (`dict`): The arguments of TRL's trainer.
+
+    Attributes:
+        environments: The `environment_factory`, from which prompts may come, or `None`.
+        more_columns (`bool`): Whether environments or a `rollout_func` may add columns that rewards read.
+        count (`int`): Generations drawn so far, in training and evaluation.
+        start (`int`): The step at which the training began.
+        passes (`int`): How often the training has begun to read its dataset.
+    """
+
+    def __init__(self, trainer, given: dict):
+        self.trainer, self.environments = trainer, given.get("environment_factory")
+        self.more_columns = self.environments is not None or given.get("rollout_func") is not None
+        self.count = self.start = self.passes = 0
+        trainer.add_callback(self)
+
+    @property
+    def is_stream(self) -> bool:
+        return isinstance(self.trainer.train_dataset, IterableDataset)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.start, self.passes = state.global_step, 0
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.passes += 1
+        if self.is_stream and self.passes == 2 and state.global_step > self.start:
+            logger.warning(
+                "The stream `train_dataset` ended after step %d of `max_steps`=%d. transformers reads it again from "
+                "its beginning. This warning comes once.",
+                state.global_step,
+                state.max_steps,
+            )
+
+    def check(self, rows: list[dict]) -> None:
+        """Raises `ValueError` for a generation's row without a prompt, or without a column that a reward reads."""
+        trainer = self.trainer
+        self.count += 1
+        name = "train_dataset" if trainer.model.training else "eval_dataset"
+        for row in rows if self.environments is None else ():
+            check_row(f"`{name}`, at step {trainer.state.global_step}", row, rows[0])
+        if self.more_columns or not trainer.args.has_rewards:
+            return
+        for reward in trainer.reward_funcs:
+            if not isinstance(reward, Module):
+                check_reward(reward, [*rows[0]], name)
+
+    def check_trained(self) -> None:
+        """Raises `ValueError` after a training that took no step, because its dataset gave no whole generation."""
+        args, state = self.trainer.args, self.trainer.state
+        if state.global_step > self.start or state.global_step >= state.max_steps or not self.is_stream:
+            return
+        prompts = args.generation_batch_size // args.num_generations
+        raise ValueError(
+            f"`train_dataset` ended before a step: the run took none of its {state.max_steps - self.start} steps, and "
+            f"nothing was trained. A generation takes {prompts} prompts (`generation_batch_size`="
+            f"{args.generation_batch_size} / `num_generations`={args.num_generations}), and a step "
+            f"`gradient_accumulation_steps`={args.gradient_accumulation_steps} micro-batches. If the stream was read "
+            "before, it may give its rows only once."
+        )
