@@ -17,7 +17,7 @@ all ranks must do together happens once, before the first turn:
                                     # on exit the engine sleeps, if sleep mode is on
 """
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -34,6 +34,7 @@ from .answers import fault_of_samples
 from .drift import WeightDrift
 from .engine import Engine, RolloutNoise, Samples
 from .fingerprint import fingerprint
+from .function import first_change, function_of
 from .spec import EngineSpec
 from .stream import PolicyWeights, fault_of
 from .tokenizer import check_tokenizer, id_list
@@ -117,6 +118,10 @@ class RolloutEngine:
             that the engine lost while it slept does not change them.
         drift ([`~rollout.drift.WeightDrift`]):
             Measures each sync.
+        ask_prompts (`Callable` or `None`):
+            Returns token ids of the run's own prompts, which a check compares. The trainer sets it.
+        checked_rows (`list[list[int]]` or `None`):
+            The rows that checks compare; `None` until some of the run's prompts are known.
     """
 
     def __init__(
@@ -150,6 +155,9 @@ class RolloutEngine:
         self.noise = RolloutNoise()
         self.multimodal_fields: dict = {}
         self.sync_metrics: dict[str, float] = {}
+        self.ask_prompts: Callable[[], list[list[int]]] | None = None
+        self.checked_rows: list[list[int]] | None = None
+        self._checked_functions: list[dict] = []
         self.is_current = False
         self.held: Hashable = None
         self.effective_sigma = 0.0
@@ -318,11 +326,29 @@ class RolloutEngine:
         on all of them if it is true on one.
 
         Hooks do not count as weights, nor do values outside of parameters and buffers, such as a norm's epsilon:
-        engines take those from the config. vLLM also computes buffers, such as rotary frequencies, from the config. The
-        self-check finds such a change if it moves log-probabilities by more than its bound.
+        engines take those from the config. See [`function_changed`].
         """
         changed = torch.tensor(float(self.held != fingerprint(self.weights.model)), device=self.accelerator.device)
         return self.accelerator.reduce(changed, "sum").item() > 0
+
+    def function_changed(self) -> bool:
+        """
+        Whether what can be seen of the policy's [`~rollout.function`] is new since the last [`mark_checked`]. All ranks
+        must call it, and it is true on all of them if it is true on one.
+        """
+        is_new = function_of(self.weights.model) not in self._checked_functions
+        changed = torch.tensor(float(is_new), device=self.accelerator.device)
+        return self.accelerator.reduce(changed, "sum").item() > 0
+
+    def changed_module(self) -> str | None:
+        """Returns the name of a module of the policy that has changed since the last [`mark_checked`], or `None`."""
+        if not self._checked_functions:
+            return None
+        return first_change(self._checked_functions[-1], function_of(self.weights.model))
+
+    def mark_checked(self) -> None:
+        """Records that the engine was found to compute the policy's function as it is now, and as it was before."""
+        self._checked_functions = [*self._checked_functions[-3:], function_of(self.weights.model)]
 
     def mark_current(self) -> None:
         """Records, at the end of a sync, that the engine holds the policy's current weights."""

@@ -5,6 +5,8 @@ Fixes the positions of a trainer's models where these depend on the longest row 
 
 import logging
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from itertools import islice
 
 from datasets import Dataset
 from torch.nn import Module
@@ -19,6 +21,7 @@ from ..rollout import RolloutEngine
 logger = logging.getLogger(__name__)
 
 ROWS_AT_ONCE = 1024  # prompts that are tokenized together
+CHECKED = 64  # prompts of the data that a check of the engine takes
 
 
 def models_of(trainer) -> list[Module]:
@@ -53,18 +56,35 @@ def own_context(trainer) -> int:
     length = trainer.args.max_completion_length
     if length is None:  # as the engine and TRL generate then
         return trainer.model.generation_config.max_length
-    return length + max((len(ids) for ids in known_prompts(trainer)), default=0)
+    return length + max((len(ids) for ids in known_prompts(trainer, ROWS_AT_ONCE)), default=0)
 
 
-def known_prompts(trainer) -> Iterator[list[int]]:
+def known_prompts(trainer, rows_at_once: int) -> Iterator[list[int]]:
     """Yields the token ids of the prompts in a trainer's data, as TRL tokenizes them."""
     if isinstance(trainer.processing_class, ProcessorMixin) or getattr(trainer, "environment_factories", None):
         return
     for dataset in (trainer.train_dataset, *evaluated(trainer.eval_dataset).values()):
         if isinstance(dataset, Dataset):
             prompts = dataset.select_columns("prompt")
-            for start in range(0, len(prompts), ROWS_AT_ONCE):
-                yield from trainer._tokenize_prompts(prompts[start : start + ROWS_AT_ONCE]["prompt"])[0]
+            for start in range(0, len(prompts), rows_at_once):
+                yield from trainer._tokenize_prompts(prompts[start : start + rows_at_once]["prompt"])[0]
+
+
+def own_prompts(trainer, prompts: list) -> list[list[int]]:
+    """
+    Returns token ids of a run's own prompts, for a check of its engine: those of a generation, and some of the data.
+
+    Args:
+        trainer: The trainer.
+        prompts (`list`): The prompts of a generation, as TRL has them; may be empty.
+    """
+    tokenizer = trainer.processing_class
+    if isinstance(tokenizer, ProcessorMixin):  # without their images, they are no prompts
+        return []
+    if tokenizer.chat_template is None and not all(isinstance(prompt, str) for prompt in prompts):
+        return []  # a `rollout_func` makes texts of them in its own way
+    given = trainer._tokenize_prompts(deepcopy(prompts))[0] if prompts else []
+    return [*given, *islice(known_prompts(trainer, CHECKED), CHECKED)]
 
 
 def check_rows(trainer, prompts: list[list[int]], completions: list[list[int]]) -> None:

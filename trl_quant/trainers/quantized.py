@@ -38,7 +38,7 @@ from .correction_step import CorrectionStep, NoStep
 from .finite import FiniteSteps, check_trained
 from .introduction import add_to_card, introduce
 from .packing import packed_batches, packed_rows
-from .positions import check_rows, fix_choice, models_of
+from .positions import check_rows, fix_choice, models_of, own_prompts
 from .record import RunRecord
 from .reward_calls import RewardCalls
 from .streams import DrawnRows
@@ -196,6 +196,7 @@ class QuantRollouts(CurrentNames):
         if self._engine is None:
             return super()._generate(prompts)
         check_model(self, self._engine)
+        self._engine.ask_prompts = partial(own_prompts, self, prompts)
         with self.generation():
             requests = self._engine.requests()
             generated = super()._generate(prompts)
@@ -298,6 +299,7 @@ class QuantRollouts(CurrentNames):
         if not hasattr(self._engine, "check_sync"):
             raise ValueError("`check_sync` checks vLLM engines: set `use_vllm=True` and a `rollout_precision`.")
         self._sync()
+        self._engine.ask_prompts = self._engine.ask_prompts or partial(own_prompts, self, [])
         metrics = self._engine.check_sync()
         if not self._engine.is_generating:  # in sleep mode, the check woke the engine
             self._engine.rest()

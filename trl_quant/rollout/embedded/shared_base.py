@@ -1,6 +1,7 @@
 """The embedded engine for a policy that already computes in the engine's precision: both share one set of weights."""
 
 import logging
+from collections.abc import Collection
 from copy import deepcopy
 from functools import partial
 
@@ -69,6 +70,12 @@ class SharedEngine(TransformersEngine):
             self.copy.get_parameter(name).copy_(policy.get_parameter(name))
         self.forget_noise()
         self.mark_current()
+
+    def copied_layers(self) -> dict[str, nn.Module]:
+        return {place: self.copy.get_submodule(place) for place in self.weights.linears()}
+
+    def replaced_layers(self) -> Collection[str]:
+        return ()  # they are the policy's own
 
     def _shares_with(self, policy: PreTrainedModel) -> bool:
         """Whether the copy still shares the policy's tensors and linear layers, which other code may have replaced."""

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import sys
 import warnings
 from collections.abc import Collection, Iterator
 
@@ -27,11 +28,12 @@ from ...models.linears import dense_linears, is_mixtures
 from ...noise import noised_norms
 from ...policy.positions import fix_positions, fixed_context, keep_cache
 from ...policy.unified import fuse
-from ..engine import Samples
+from ..engine import RolloutNoise, Samples
 from ..sampling_options import check_supported
 from ..stream import default_dtype, ties_embeddings
 from ..tokenizer import id_list
 from ..trl_adapter import RolloutEngine, count_layers
+from ..verify.copy_check import copy_check
 
 
 logger = logging.getLogger(__name__)
@@ -228,6 +230,26 @@ class TransformersEngine(RolloutEngine):
         self.sync_metrics = self.drift.metrics()
         self.forget_noise()
         self.mark_current()
+
+    def prepare(self) -> None:
+        self.ensure_ready()
+        if not isinstance(self.processing_class, ProcessorMixin) and self.function_changed():
+            self.lay_noise(RolloutNoise())
+            copy_check(self)
+            self.mark_checked()
+        self.lay_noise(self.noise)
+
+    def copied_layers(self) -> dict[str, nn.Module]:
+        """Returns the copy's quantized linear layers, by their places in the policy."""
+        return {place: self.copy.get_submodule(layer.name) for place, layer in self.weights.linears().items()}
+
+    def replaced_layers(self) -> Collection[str]:
+        """Returns the places of the policy's layers that the copy has layers of its own for."""
+        return self.weights.linears()
+
+    def longest_row(self) -> int:
+        """Returns the number of tokens of the longest row that the copy computes."""
+        return getattr(self.copy.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
     def _measured(self, linears: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Streams the policy's weights. Those of linear layers are moved to the engine's device and measured."""

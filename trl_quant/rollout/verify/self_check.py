@@ -24,13 +24,14 @@ The scales of a quantized KV cache are compared with those of a fresh engine.
 """
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
@@ -50,7 +51,7 @@ from .kv_cache import KVCache, attending_to
 SLACK = 4.0
 FLOOR = 2e-3  # nats
 SAME = 1e-7  # relative difference up to which weights count as equal
-CHECKED_TOKENS = 4  # tokens that the engine adds to each text
+CHECKED_TOKENS = 4  # tokens that the engine adds to each row
 TEXTS = (
     "To find how many apples are left, start from what was bought and take away what was eaten. Ana bought 3 bags with "
     "12 apples each, so she had 3 * 12 = 36 apples. She gave 7 to her brother and ate 2 a day for 5 days, which makes "
@@ -64,6 +65,43 @@ TEXTS = (
 )
 
 
+def rows_to_check(engine, longest: int, tokens: int) -> list[list[int]]:
+    """
+    Returns the rows on which an engine is compared with its policy: of the run's own prompts, and as long as its own
+    rows may be. If no prompt is known, they are texts, repeated to a third of `tokens`. All ranks must call it, and get
+    the same rows. A run keeps its first rows.
+
+    Args:
+        engine ([`~rollout.RolloutEngine`]): The engine.
+        longest (`int`): Tokens of a row at most.
+        tokens (`int`): Tokens of all rows, about.
+    """
+    if engine.checked_rows is None:
+        asked = [engine.ask_prompts() if engine.ask_prompts is not None and engine.accelerator.is_main_process else []]
+        (prompts,) = broadcast_object_list(asked, from_process=0)
+        if not prompts:
+            return check_sequences(engine.tokenizer, max(1, min(tokens // len(TEXTS), longest)))
+        length = tokens
+        if engine.max_completion_length is not None:
+            length = max(map(len, prompts)) + engine.max_completion_length
+        engine.checked_rows = own_rows(prompts, max(1, min(length, longest, tokens)), tokens)
+    return engine.checked_rows
+
+
+def own_rows(prompts: list[list[int]], length: int, tokens: int) -> list[list[int]]:
+    """
+    Returns rows of `length` token ids, of `tokens` in all or fewer. Each begins with another of the `prompts` and goes
+    on with those after it; further rows begin inside of prompts.
+    """
+    prompts = [list(ids) for ids in dict.fromkeys(map(tuple, prompts))]
+    stream = [token for ids in prompts for token in ids]
+    count = max(1, tokens // length)
+    starts = [sum(map(len, prompts[:number])) for number in range(len(prompts))]
+    starts += range(0, len(stream), max(1, len(stream) // count))
+    endless = stream * (length // len(stream) + 2)
+    return [endless[start : start + length] for start in list(dict.fromkeys(starts))[:count]]
+
+
 def check_sequences(tokenizer, length: int) -> list[list[int]]:
     """Returns `length` token ids of each text, repeating it if it is shorter. The result is the same on every rank."""
     sequences = []
@@ -74,14 +112,21 @@ def check_sequences(tokenizer, length: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def policy_logps(model: nn.Module, sequences: list[list[int]], device: torch.device) -> list[Tensor]:
+def policy_logps(
+    model: nn.Module,
+    sequences: list[list[int]],
+    device: torch.device,
+    arithmetic: AbstractContextManager | None = None,
+) -> list[Tensor]:
     """
-    Computes the policy's log-probability, in nats, of each token but the first, in BF16 like the engine.
+    Computes the policy's log-probability, in nats, of each token but the first.
 
     Args:
         model (`nn.Module`): The policy.
         sequences (`list[list[int]]`): Token ids, all sequences of the same length.
         device (`torch.device`): The policy's device.
+        arithmetic (`AbstractContextManager`, *optional*):
+            The context in which the engine computes; by default autocast to BF16, as vLLM computes.
 
     Returns:
         `list[torch.Tensor]`: For each sequence, a tensor of shape (length - 1,) on the CPU.
@@ -90,7 +135,7 @@ def policy_logps(model: nn.Module, sequences: list[list[int]], device: torch.dev
     model.eval()
     try:
         tokens = torch.tensor(sequences, device=device)  # one batch, so that each layer is quantized only once
-        with torch.autocast(device.type, torch.bfloat16):
+        with arithmetic or torch.autocast(device.type, torch.bfloat16):
             logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
         targets = tokens[:, 1:, None]
         return [x.float().log_softmax(-1).gather(-1, t)[:, 0].cpu() for x, t in zip(logits, targets, strict=True)]
@@ -112,8 +157,8 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
     Args:
         engine ([`VLLMEngine`]): The engine, awake and without noise.
         quick (`bool`, *optional*, defaults to `False`):
-            Whether to compare on one text with the unquantized policy instead of on all texts with the reference. The
-            bound is then twice the difference at the last full check, plus the bound of that check.
+            Whether to compare on a third of the rows with the unquantized policy instead of on all with the reference.
+            The bound is then twice the difference at the last full check, plus the bound of that check.
 
     Returns:
         `dict[str, float]`: `sync_check/logp_difference` and `sync_check/bound`, in nats.
@@ -126,9 +171,12 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
     is_stale = engine.is_stale()
     differing_weight = engine.differing_weight()
     block, longest = engine.limits()
-    # Two blocks of the prefix cache and part of a third, if the engine's sequences may be that long
-    prompts = check_sequences(engine.tokenizer, min(max(2 * block + 32, 160), longest - CHECKED_TOKENS))
-    sequences, sampled = engine.logps(prompts[:1] if quick else prompts, CHECKED_TOKENS)
+    # Three times two blocks of the prefix cache and part of a third, if the engine's sequences may be that long
+    longest -= CHECKED_TOKENS
+    prompts = rows_to_check(engine, longest, len(TEXTS) * min(max(2 * block + 32, 160), longest))
+    if quick:
+        prompts = prompts[: math.ceil(len(prompts) / len(TEXTS))]
+    sequences, sampled = engine.logps(prompts, CHECKED_TOKENS)
     unquantized_difference = None
     if engine.sleep_level:  # a quick check, when the engine wakes up, needs this difference
         unquantized_difference = mean_difference(sampled, policy_logps(engine.model, sequences, device))
@@ -201,6 +249,12 @@ def _explain_difference(
     engine, sequences: list[list[int]], sampled: list[Tensor], bound: float, last: dict | None
 ) -> str:
     """Returns the known fault that explains the engine's log-probabilities."""
+    changed = engine.changed_module()
+    if changed is not None:
+        return (
+            f"of another function: the policy's `{changed}` has changed since the last check (a forward hook, or an "
+            "attribute such as an activation or an epsilon), and vLLM computes as the model's class and config say"
+        )
     if is_peft_model(engine.model):
         base = mean_difference(sampled, Reference(engine).logps(sequences, adapted=False))
         if base <= bound:
@@ -330,7 +384,7 @@ def computing_as_the_engine(
     """
     Context in which the live policy computes as the engine does. Everything is undone on exit.
 
-    1. `stand_ins` replace the layers that they are named after.
+    1. `stand_ins` replace the layers that they are named after. The layers' own forward hooks act on them.
     2. In a sharded policy (FSDP2, ZeRO-3) the other modules run without the hooks that gather parameters, and gather
        their own parameters as a sync does. FSDP2's hooks would round them before they are quantized, and DeepSpeed's
        fail if one layer reads the weights of another.
@@ -339,6 +393,7 @@ def computing_as_the_engine(
     policy = weights.base_model
     places = [(policy.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in stand_ins]
     live = [getattr(parent, leaf) for parent, leaf in places]
+    own_hooks = [_forward_hooks_of(stand_in) for stand_in in stand_ins.values()]
     names = ("forward", "_forward_pre_hooks", "_forward_hooks")
     modules = list(weights.model.modules()) if weights.is_sharded else []
     saved_attributes = {}
@@ -349,16 +404,24 @@ def computing_as_the_engine(
             module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
             if module._parameters:
                 module.forward = partial(_gathered_call, weights, module, module.forward)
-        for (parent, leaf), stand_in in zip(places, stand_ins.values(), strict=True):
+        for (parent, leaf), layer, stand_in in zip(places, live, stand_ins.values(), strict=True):
             setattr(parent, leaf, stand_in)
+            if not weights.is_sharded:
+                vars(stand_in).update(_forward_hooks_of(layer))
         with attending_to(caches, policy.get_decoder().modules(), rounding):
             yield
     finally:
-        for (parent, leaf), layer in zip(places, live, strict=True):
+        for (parent, leaf), layer, stand_in, hooks in zip(places, live, stand_ins.values(), own_hooks, strict=True):
             setattr(parent, leaf, layer)
+            vars(stand_in).update(hooks)
         for module, attributes in saved_attributes.items():
             vars(module).pop("forward", None)
             vars(module).update(attributes)
+
+
+def _forward_hooks_of(module: nn.Module) -> dict:
+    """Returns the attributes in which a module keeps its forward hooks."""
+    return {name: hooks for name, hooks in vars(module).items() if re.fullmatch("_forward_(pre_)?hooks.*", name)}
 
 
 def _gathered_call(weights: PolicyWeights, module: nn.Module, forward: Callable, *args, **kwargs):

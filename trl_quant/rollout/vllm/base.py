@@ -315,6 +315,7 @@ class VLLMBase(RolloutEngine):
         metrics = self_check(self, quick)
         if not quick:
             self.syncs_to_check = self.sync_check_steps
+            self.mark_checked()
         self.sync_metrics = {**self.sync_metrics, **metrics}
         return metrics
 
@@ -322,8 +323,10 @@ class VLLMBase(RolloutEngine):
 
     def prepare(self) -> None:
         woken = self.ensure_ready()
-        if self.sync_check_steps and (self.syncs_to_check == 0 or woken):
-            self.check_sync(quick=self.syncs_to_check > 0)
+        if self.sync_check_steps:
+            is_due = self.syncs_to_check == 0 or self.function_changed()
+            if is_due or woken:
+                self.check_sync(quick=not is_due)
         self.lay_noise(self.noise)
 
     def draw(self, prompts, images, num_generations, profiler) -> tuple:

@@ -1,0 +1,87 @@
+"""
+Checks that an embedded engine's copy computes the policy's function.
+
+A copy is built from the policy's class and config, and gets its weights. What else acts in the policy is not copied: a
+forward hook, or an activation, a scaling or an epsilon that was changed after the policy was loaded. For one forward
+pass the policy computes with the copy's own linear layers, so that everything else in it is compared with the copy:
+
+    mean |log p_copy - log p_policy with the copy's layers| <= FLOOR
+
+Where the rest of the two computes in another arithmetic (norms in FP32, kernels that fuse norms with quantizers),
+last bits differ, and the bound is that of [`~verify.self_check`].
+"""
+
+import math
+from contextlib import ExitStack
+
+import torch
+from accelerate.utils import gather_object
+
+from ...policy.unified import flow
+from ..function import first_change, function_of
+from .self_check import FLOOR, SLACK, Rounding, computing_as_the_engine, mean_difference, policy_logps, rows_to_check
+
+
+TOKENS = 480  # of all rows that are compared
+
+
+@torch.no_grad()
+def copy_check(engine) -> dict[str, float]:
+    """
+    Compares an embedded engine's copy with the policy. All ranks must call it, and all raise if one does.
+
+    Args:
+        engine ([`~rollout.TransformersEngine`]): The engine, synced and without noise.
+
+    Returns:
+        `dict[str, float]`: `logp_difference` and `bound`, in nats.
+
+    Raises:
+        `RuntimeError`: The policy computes something that the copy does not.
+    """
+    device, layers = engine.accelerator.device, engine.copied_layers()
+    rows = rows_to_check(engine, engine.longest_row(), TOKENS)
+
+    def logps(model, rounding: Rounding | None = None) -> list[torch.Tensor]:
+        with ExitStack() as hooks:
+            for layer in layers.values() if rounding is not None else ():
+                hook = layer.register_forward_hook(lambda module, args, output: rounding(output))
+                hooks.callback(hook.remove)
+            return policy_logps(model, rows, device, engine.accelerator.autocast())
+
+    sampled = logps(engine.copy)
+    stand_ins = {place: layer for place, layer in layers.items() if place in engine.replaced_layers()}
+    with computing_as_the_engine(engine.weights, stand_ins, {}, None):
+        expected = logps(engine.model)
+    difference, bound = mean_difference(sampled, expected), FLOOR
+    if engine.multiplies_codes or engine.wide_norms or (stand_ins and flow(engine.model)):
+        bound += SLACK * mean_difference(logps(engine.copy, Rounding(device)), sampled)
+    fault = None if difference <= bound else _described(engine, difference, bound)
+    faults = [other for other in gather_object([fault]) if other]
+    if faults:
+        raise RuntimeError(faults[0])
+    return {"logp_difference": difference, "bound": bound}
+
+
+def _described(engine, difference: float, bound: float) -> str:
+    """Describes how the copy differs from the policy, and what may be changed."""
+    broken = None if math.isfinite(difference) else engine.weights.first_non_finite()
+    if broken is not None:
+        return f"The policy itself is broken, not the engine: its `{broken}` holds NaN or infinity."
+    linears = engine.weights.linears()
+    policy, copy = (
+        # The classes of linear layers differ by design, so only their hooks, which come last, are compared
+        {name: seen[-1:] if name in linears else seen for name, seen in function_of(model).items() if name}
+        for model in (engine.weights.base_model, engine.copy)
+    )
+    both = policy.keys() & copy.keys()
+    place = first_change({name: copy[name] for name in both}, {name: policy[name] for name in policy if name in both})
+    hint = "" if place is None else f" Look at `{place}`."
+    return (
+        f"The embedded {engine.precision} engine does not sample from the policy: beside its weights, the policy "
+        f"computes another function than the copy that samples. Their log-probabilities differ by {difference:.4f} "
+        f"nats a token on average, and {bound:.4f} can be explained.{hint} The copy is built from the policy's class "
+        "and config, without its forward hooks and without an activation, a scaling or an epsilon that was changed "
+        "after it was loaded. Make the change in the class or in the config, undo it, or leave `rollout_precision` "
+        "unset: then TRL samples from the policy itself."
+    )
