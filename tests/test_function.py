@@ -56,8 +56,8 @@ def epsilon(model) -> None:
 
 
 def forward_of_a_module(model) -> None:
-    norm = base(model).model.norm
-    norm.forward = lambda x, forward=norm.forward: forward(x) * 2
+    norm = base(model).model.layers[1].input_layernorm
+    norm.forward = lambda x, forward=norm.forward: forward(x).flip(-1)
 
 
 def config_that_is_read(model) -> None:
@@ -117,7 +117,8 @@ def test_a_change_before_the_first_generation(tmp_path, change, adapted):
     family = "gemma2" if change is config_that_is_read else "qwen3"
     trainer = embedded(tmp_path, tiny_model(family, seed=3), peft_config=lora() if adapted else None)
     change(trainer.model)
-    with pytest.raises(RuntimeError, match=f"another function than the copy .* and {FLOOR:.4f} can be explained"):
+    bound = "0." if change is forward_of_a_module else f"{FLOOR:.4f}"  # a module with a `forward` of its own may round
+    with pytest.raises(RuntimeError, match=f"another function than the copy .* and {bound}.* can be explained"):
         trainer.train()
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import IterableDataset
 from tiny import save_tiny, tiny_model
-from training import PROMPTS, config, dataset, make, metrics, step_and_batch
+from training import PROMPTS, UnevenLengths, config, dataset, make, metrics, step_and_batch
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantPPOTrainer
 from trl_quant.models.positions import switching, why_vllm_differs
@@ -138,6 +138,36 @@ def test_packed_rows_are_padded_ones(tmp_path, border):
     packed, padded = steps
     assert (packed - padded).norm() < 1e-4 * padded.norm()
     assert padded.norm() > 0
+
+
+class Recording(UnevenLengths, QuantGRPOTrainer):
+    """Records the log-probabilities of each row in every pass that computes them."""
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
+        found = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
+        for ids, mask, logps in zip(input_ids, attention_mask, found[0].detach(), strict=True):
+            row = tuple(ids[mask.bool()].tolist())
+            self.recorded.setdefault(row, []).append(logps[mask[-len(logps) :].bool()])
+        return found
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_scoring_and_loss_agree(tmp_path, packs, monkeypatch):
+    """Passes hold other rows, shorter and longer than the border; transformers would choose for each of them anew."""
+
+    def largest_ratio(place: str) -> float:
+        model, recorded = tiny_model("phi3", seed=3, **longrope(14)), {}
+        monkeypatch.setattr(Recording, "recorded", recorded, raising=False)
+        batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+        trained(tmp_path / place, model, Recording, pack_sequences=packs, **batches)
+        passes = [rows for rows in recorded.values() if len(rows) > 1]
+        assert len(passes) >= 8
+        return max((one - rows[0]).abs().max().item() for rows in passes for one in rows[1:])
+
+    assert largest_ratio("right") < 1e-4
+    monkeypatch.setattr(positions, "fix_positions", lambda model, context: None)
+    if packs:  # padded rows of a generation have one width
+        assert largest_ratio("wrong") > 0.1
 
 
 def test_packing_alone_is_refused(tmp_path):

@@ -60,12 +60,12 @@ def own_context(trainer) -> int:
 
 
 def known_prompts(trainer, rows_at_once: int) -> Iterator[list[int]]:
-    """Yields the token ids of the prompts in a trainer's data, as TRL tokenizes them."""
+    """Yields the token ids of the prompts in a trainer's data, as TRL tokenizes them. Computed rows are not read."""
     if isinstance(trainer.processing_class, ProcessorMixin) or getattr(trainer, "environment_factories", None):
         return
     for dataset in (trainer.train_dataset, *evaluated(trainer.eval_dataset).values()):
-        if isinstance(dataset, Dataset):
-            prompts = dataset.select_columns("prompt")
+        if isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
+            prompts = dataset.select_columns("prompt").with_format(None)
             for start in range(0, len(prompts), rows_at_once):
                 yield from trainer._tokenize_prompts(prompts[start : start + rows_at_once]["prompt"])[0]
 

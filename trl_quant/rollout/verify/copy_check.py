@@ -12,10 +12,11 @@ last bits differ, and the bound is that of [`~verify.self_check`].
 """
 
 import math
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_compiled_module
+from torch import nn
 
 from ...policy.unified import flow
 from ..function import first_change, function_of
@@ -51,16 +52,29 @@ def copy_check(engine) -> dict[str, float]:
 
     sampled = logps(engine.copy)
     stand_ins = {place: layer for place, layer in layers.items() if place in engine.replaced_layers()}
-    with computing_as_the_engine(engine.weights, stand_ins, {}, None):
+    with computing_as_the_engine(engine.weights, stand_ins, {}, None), _eager(engine.model):
         expected = logps(engine.model)
     difference, bound = mean_difference(sampled, expected), FLOOR
-    if engine.multiplies_codes or engine.wide_norms or (stand_ins and flow(engine.model)):
+    if engine.multiplies_codes or engine.wide_norms or (stand_ins and _has_other_kernels(engine)):
         bound += SLACK * mean_difference(logps(engine.copy, Rounding(device)), sampled)
     fault = None if difference <= bound else _described(engine, difference, bound)
     faults = [other for other in gather_object([fault]) if other]
     if faults:
         raise RuntimeError(faults[0])
     return {"logp_difference": difference, "bound": bound}
+
+
+def _eager(model: nn.Module) -> AbstractContextManager:
+    """Context in which a model that torch.compile has compiled, whole or in parts, computes as it was written."""
+    compiled = any(vars(module).get("_compiled_call_impl") is not None for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled or is_compiled_module(model) else nullcontext()
+
+
+def _has_other_kernels(engine) -> bool:
+    """Whether modules of the policy compute with kernels of their own: ours for low precision, or Liger's."""
+    modules = engine.weights.base_model.get_decoder().children()
+    own = (part for module in modules for part in module.modules())
+    return bool(flow(engine.model)) or any("forward" in vars(module) for module in own)
 
 
 def _described(engine, difference: float, bound: float) -> str:
