@@ -594,6 +594,7 @@ ENDING = {
     ("rollout/verify/self_check.py", "_forward_hooks"),
     ("rollout/verify/self_check.py", "_forward_pre_hooks"),
     ("rollout/verify/self_check.py", "forward"),
+    ("rollout/verify/copy_check.py", "register_forward_hook"),
     ("rollout/verify/self_check.py", "register_forward_hook"),
     ("rollout/vllm/activations.py", "register_forward_hook"),
     ("rollout/vllm/worker.py", "load_weights"),

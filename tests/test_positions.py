@@ -22,7 +22,6 @@ from trl_quant.trainers import positions
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0 + n for n in range(16)]}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-SHORT = 23  # tokens of the longest of `PROMPTS`
 BORDERS = (16, 30, 512)  # below every row, between rows, above every row
 
 
@@ -121,23 +120,27 @@ def test_sampler_and_trainer_agree(tmp_path, border, monkeypatch):
         assert mismatch(trained(tmp_path / "wrong", tiny_model("phi3", seed=3, **longrope(border)))) > 0.05
 
 
-@pytest.mark.parametrize("border", BORDERS)
-def test_packed_rows_are_padded_ones(tmp_path, border):
-    steps = []
-    for packs in (True, False):
-        args = config(
-            QuantGRPOConfig,
-            tmp_path / str(packs),
-            **{"rollout_precision": "bf16", "pack_sequences": packs, "per_device_train_batch_size": 2},
-            **{"gradient_accumulation_steps": 4, "learning_rate": 1.0, "optim": "sgd", "max_grad_norm": 0.0},
-            **{"max_steps": 1, "max_completion_length": 16},
-        )
-        run = make(QuantGRPOTrainer, args, model=tiny_model("phi3", seed=3, **longrope(border)))
-        assert run.packs == packs
-        steps.append(step_and_batch(run)[0])
-    packed, padded = steps
-    assert (packed - padded).norm() < 1e-4 * padded.norm()
-    assert padded.norm() > 0
+@pytest.mark.parametrize("border", [16, 22, 512])
+def test_packed_rows_are_padded_ones(tmp_path, border, monkeypatch):
+    """With a border of 22, the micro-batch of a short prompt has fewer tokens in a row, and its padded rows 24."""
+
+    def difference(place: str) -> float:
+        steps = []
+        for packs in (True, False):
+            batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "pack_sequences": packs}
+            optimizer = {"learning_rate": 1.0, "optim": "sgd", "max_grad_norm": 0.0, "rollout_precision": "bf16"}
+            lengths = {"max_steps": 1, "max_completion_length": 16}
+            args = config(QuantGRPOConfig, tmp_path / place / str(packs), **batches | optimizer | lengths)
+            run = make(QuantGRPOTrainer, args, model=tiny_model("phi3", seed=3, **longrope(border)))
+            assert run.packs == packs
+            steps.append(step_and_batch(run)[0])
+        packed, padded = steps
+        return ((packed - padded).norm() / padded.norm()).item()
+
+    assert difference("right") < 1e-4
+    if border == 22:
+        monkeypatch.setattr(positions, "fix_positions", lambda model, context: None)
+        assert difference("wrong") > 0.1
 
 
 class Recording(UnevenLengths, QuantGRPOTrainer):
@@ -151,23 +154,14 @@ class Recording(UnevenLengths, QuantGRPOTrainer):
         return found
 
 
-@pytest.mark.parametrize("packs", [True, False])
-def test_scoring_and_loss_agree(tmp_path, packs, monkeypatch):
-    """Passes hold other rows, shorter and longer than the border; transformers would choose for each of them anew."""
-
-    def largest_ratio(place: str) -> float:
-        model, recorded = tiny_model("phi3", seed=3, **longrope(14)), {}
-        monkeypatch.setattr(Recording, "recorded", recorded, raising=False)
-        batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
-        trained(tmp_path / place, model, Recording, pack_sequences=packs, **batches)
-        passes = [rows for rows in recorded.values() if len(rows) > 1]
-        assert len(passes) >= 8
-        return max((one - rows[0]).abs().max().item() for rows in passes for one in rows[1:])
-
-    assert largest_ratio("right") < 1e-4
-    monkeypatch.setattr(positions, "fix_positions", lambda model, context: None)
-    if packs:  # padded rows of a generation have one width
-        assert largest_ratio("wrong") > 0.1
+def test_scoring_and_loss_agree(tmp_path):
+    """Both group rows of different lengths, shorter and longer than the border, in their own ways."""
+    Recording.recorded = {}
+    batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    trained(tmp_path, tiny_model("phi3", seed=3, **longrope(14)), Recording, **batches)
+    lengths, passes = set(map(len, Recording.recorded)), [rows for rows in Recording.recorded.values() if len(rows) > 1]
+    assert min(lengths) < 14 < max(lengths) and len(passes) >= 6
+    assert max((one - rows[0]).abs().max() for rows in passes for one in rows[1:]) < 1e-4
 
 
 def test_packing_alone_is_refused(tmp_path):
