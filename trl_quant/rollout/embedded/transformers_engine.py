@@ -233,7 +233,8 @@ class TransformersEngine(RolloutEngine):
 
     def prepare(self) -> None:
         self.ensure_ready()
-        if not isinstance(self.processing_class, ProcessorMixin) and self.function_changed():
+        is_read_whole = not (self.weights.is_sharded or isinstance(self.processing_class, ProcessorMixin))
+        if is_read_whole and self.function_changed():
             self.lay_noise(RolloutNoise())
             copy_check(self)
             self.mark_checked()
