@@ -13,10 +13,10 @@ import warm
 from accelerate import PartialState
 
 from trl_quant.storage.run_checkpoints import how_to_go_on
+from trl_quant.trainers.agreement import check_same_settings, on_every_rank
 from trl_quant.trainers.checkpoints import (
     check_same_files,
     checkpoint_to_resume,
-    on_every_rank,
     precision_before,
 )
 
@@ -44,6 +44,14 @@ def fail_on_the_second(error: Exception) -> None:
             raise error
 
 
+def settings(differing: str | None) -> SimpleNamespace:
+    """A config whose fields that may differ between ranks do, and one more."""
+    rank = dist.get_rank()
+    values = {"learning_rate": 1e-3, "reward_weights": [1.0], "beta": 0.0, "local_rank": rank, "run_name": str(rank)}
+    values |= {"model_init_kwargs": {"object": object()}}  # whose address differs
+    return SimpleNamespace(to_dict=lambda: values | ({} if differing is None else {differing: rank}))
+
+
 # name -> what a rank calls in its directory
 CALLS = {
     "newest": lambda: checkpoint_to_resume("out"),
@@ -51,6 +59,11 @@ CALLS = {
     "same": lambda: check_same_files("out/checkpoint-2"),
     "wrong": lambda: fail_on_the_second(ValueError("`field`=1 is wrong.")),
     "denied": lambda: fail_on_the_second(PermissionError("out/checkpoint-2 cannot be read.")),
+    "same settings": lambda: check_same_settings(settings(None), "model", train_dataset=[1]),
+    "settings": lambda: check_same_settings(settings("beta"), "model"),
+    "a new field": lambda: check_same_settings(settings("a_new_field"), "model"),
+    "data": lambda: check_same_settings(settings(None), "model", train_dataset=[1] * (1 + dist.get_rank())),
+    "policy": lambda: check_same_settings(settings(None), f"model-{dist.get_rank()}"),
     "go on": lambda: how_to_go_on("out"),
 }
 
@@ -158,6 +171,15 @@ def test_a_precision_that_one_can_read(disks, both):
 )
 def test_what_fails_on_one_rank(disks, both, call, message):
     assert list(map(str, both(call))) == [f"Rank 1: {message}", message]
+
+
+def test_ranks_that_start_with_different_settings(both):
+    """Every field of the config is compared, and what the trainer got beside it."""
+    assert both("same settings") == [None, None]
+    names = {"settings": "beta", "a new field": "a_new_field", "data": "train_dataset", "policy": "model"}
+    for call, name in names.items():
+        for error in both(call):
+            assert isinstance(error, ValueError) and f"`{name}` differs between the ranks of this run" in str(error)
 
 
 def test_where_a_run_goes_on_by_a_host_without_checkpoints(disks, both):
