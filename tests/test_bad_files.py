@@ -136,6 +136,18 @@ def test_what_is_no_model_is_refused(tmp_path):
     refused(lambda: make(QuantGRPOTrainer, args, tmp_path), "`model`=", "must be a name, a directory or a model")
 
 
+def test_an_output_dir_that_cannot_be_written_is_told_before_a_model_is_loaded(tmp_path, monkeypatch):
+    """As on the command line; transformers would make the directory after the models are loaded."""
+    model = save_tiny(tmp_path / "model")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("trl_quant.trainers.quantized.engine_of", None)  # which would load the policy
+    for place in ("file", "file/in/it"):
+        args = config(QuantGRPOConfig, tmp_path / place, **INT8)
+        refused(lambda: make(QuantGRPOTrainer, args, model), "`output_dir`=", "file is not a directory")  # noqa: B023
+    with pytest.raises(TypeError, match="not callable"):
+        make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path / "new", **INT8), model)
+
+
 def test_nothing_is_loaded_before(tmp_path, monkeypatch):
     model = save_tiny(tmp_path / "model")
 

@@ -33,8 +33,8 @@ class SyncToken:
 
 class ReloadBracket:
     """
-    Mixin for vLLM's weight transfer engines that adds the steps of `worker.reload` to an update. The token of the last
-    sync is forgotten, because any client may send an update.
+    Mixin for vLLM's weight transfer engines that adds the steps of `worker.reload` to an update. Each step of it
+    forgets the token of the last sync, because any client may send an update.
     """
 
     def start_weight_update(self) -> None:
@@ -44,11 +44,13 @@ class ReloadBracket:
         super().start_weight_update()
 
     def receive_weights(self, update_info) -> None:
+        SyncToken.held = None  # again, as another run's sync may have begun and ended since
         with default_dtype(self.model_config.dtype):
             super().receive_weights(update_info)
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
+        SyncToken.held = None
         with default_dtype(self.model_config.dtype):
             super().finish_weight_update()
             refresh_tied_head(self.model)
