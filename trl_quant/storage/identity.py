@@ -162,5 +162,7 @@ class Identities:
 
     def all(self) -> dict[str, Identity]:
         """Returns the identities with the checksums of whole files. A model that was changed since is marked so."""
+        if self._thread is None:  # a model is saved that was not trained
+            self.begin({})
         self._thread.join()
         return self._complete

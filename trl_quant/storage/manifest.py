@@ -118,7 +118,7 @@ def damage(directory: str | Path, reads: Iterable[str] | None = None) -> str | N
     Compares a checkpoint with its manifest, if it has one.
 
     Args:
-        directory (`str` or `Path`): The checkpoint, or a directory inside it.
+        directory (`str` or `Path`): The checkpoint; with `reads` also a directory inside it, such as its critic.
         reads (`Iterable[str]`, *optional*): Patterns of the names that matter, of files that exist. If not given, all
             files must be there, and no other that a resumed run would read.
 
@@ -126,7 +126,7 @@ def damage(directory: str | Path, reads: Iterable[str] | None = None) -> str | N
         `str` or `None`: What is wrong with the first file that is not as it was saved, with its name.
     """
     root, inside = Path(directory), ""
-    if not (root / MANIFEST).is_file() and (root.parent / MANIFEST).is_file():
+    if reads is not None and not (root / MANIFEST).is_file() and (root.parent / MANIFEST).is_file():
         root, inside = root.parent, f"{root.name}/"
     try:
         manifest = read_manifest(root)

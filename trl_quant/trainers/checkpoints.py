@@ -106,9 +106,9 @@ def checkpoint_to_resume(output_dir: str) -> str:
         if fault is None:
             with on_every_rank():
                 _check_one_run(output_dir, [Path(output_dir, name) for name in common])
+            _tell_damaged(newest)
             return newest
         common.pop()
-        logger.warning("%s The run resumes from the checkpoint before it, if there is one.", fault)
         damaged.append(fault)
     if damaged:
         raise ValueError(f"{refused} no checkpoint in {output_dir} is as it was saved: {' '.join(damaged)}")
@@ -116,6 +116,14 @@ def checkpoint_to_resume(output_dir: str) -> str:
         raise ValueError(f"{refused} there is nothing to resume. {how_to_go_on(output_dir)}")
     where = joined_answers([_what_a_host_has(host, parts) for host, parts in found])
     raise ValueError(f"{refused} no checkpoint in {output_dir} is whole on every host: {where}. {COPY_IT}")
+
+
+def _tell_damaged(chosen: str) -> None:
+    """Warns of the checkpoints after the one that a run resumes from that were saved whole, and are so no longer."""
+    for path in checkpoints_in(os.path.dirname(chosen)):
+        fault = damage(path) if number_of(path) > number_of(Path(chosen)) else None
+        if fault is not None:
+            logger.warning("%s The run resumes from %s.", fault, chosen)
 
 
 def damage_on_a_host(checkpoint: str) -> str | None:
@@ -169,13 +177,19 @@ def start_of(args, peft_config) -> str | None:
 
 def check_whole(checkpoint: str) -> None:
     """Raises `ValueError` unless a directory to resume from is a complete checkpoint, with the files as saved."""
-    path = Path(checkpoint)
-    if not is_whole(path):
-        own = last_to_resume(checkpoint)
-        if own is not None:
-            raise ValueError(
-                f"`resume_from_checkpoint`={checkpoint!r} is the directory of a run. Name a checkpoint, such as {own}."
-            )
+    path, whole = Path(checkpoint), is_whole(Path(checkpoint))
+    own = None if whole else last_to_resume(checkpoint)
+    if own is not None:
+        raise ValueError(
+            f"`resume_from_checkpoint`={checkpoint!r} is the directory of a run. Name a checkpoint, such as {own}."
+        )
+    fault = damage(checkpoint) if PartialState().is_local_main_process else None
+    if fault is not None:
+        raise ValueError(
+            f"`resume_from_checkpoint`={checkpoint!r}: {fault} Name the checkpoint before it. If the file was changed "
+            f"on purpose, delete {MANIFEST}."
+        )
+    if not whole:
         if not path.is_dir():
             wrong = "is not a directory"
         elif has_whole_weights(path):
@@ -183,12 +197,6 @@ def check_whole(checkpoint: str) -> None:
         else:
             wrong = "was not written to its end"
         raise ValueError(f"`resume_from_checkpoint`={checkpoint!r} {wrong}. {how_to_go_on(os.fspath(path.parent))}")
-    fault = damage(checkpoint) if PartialState().is_local_main_process else None
-    if fault is not None:
-        raise ValueError(
-            f"`resume_from_checkpoint`={checkpoint!r}: {fault} Name the checkpoint before it. If the file was changed "
-            f"on purpose, delete {MANIFEST}."
-        )
     with reading(path / TRAINER_STATE_NAME, advice=ANOTHER):
         TrainerState.load_from_json(path / TRAINER_STATE_NAME)  # as transformers will read it
 
