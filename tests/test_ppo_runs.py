@@ -21,6 +21,7 @@ from trl import GRPOConfig
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantPPOTrainer
 from trl_quant.config.consistency import check_ppo
 from trl_quant.config.preflight import check_before_loading
+from trl_quant.storage.manifest import MANIFEST
 from trl_quant.storage.run_checkpoints import has_whole_weights, last_complete_checkpoint
 from trl_quant.trainers.critic import load_critic
 
@@ -140,6 +141,7 @@ def test_a_resume_needs_the_critic(tmp_path, policy):
     trainer = ppo(tmp_path, policy)
     trainer.train()
     saved = tmp_path / "checkpoint-8"
+    (saved / MANIFEST).unlink()  # as of an older version
     for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
         file = saved / "critic" / name
         whole = file.read_bytes()
