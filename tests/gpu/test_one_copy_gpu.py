@@ -87,10 +87,10 @@ def test_one_memory(tmp_path, precision, family, monkeypatch, caplog):
     """The engine computes what one with a base of its own does, bit for bit, and the base is what it was."""
     model = adapted(tmp_path / "policy", precision, family)
     before = {name: layer.dequantize() for name, layer in base(model).items()}
-    forward = torch.cat(logps(model, PROMPTS))
     with monkeypatch.context() as patch:
         patch.setattr(one_copy, "lent_weights", lambda: None)
         own = engine(model, precision, lora_sync="adapter")
+    forward = torch.cat(logps(model, PROMPTS))  # from the start of an engine on, inputs are quantized by its rule
     torch.cuda.synchronize()
     with caplog.at_level(logging.INFO, "trl_quant"):
         shared = engine(model, precision, lora_sync="adapter", sync_check_steps=1)
