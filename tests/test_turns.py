@@ -507,18 +507,18 @@ def test_turns_that_ranks_would_take_together_are_refused(tmp_path, monkeypatch,
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("settings", "given", "processes", "error"),
+    ("settings", "given", "processes"),
     [
-        ({}, {"tools": [note]}, 1, ValueError),
-        ({}, {"tools": []}, 2, ValueError),
-        ({"vllm_mode": "colocate"}, {"tools": [note]}, 2, ValueError),
-        ({"rollout_precision": None}, {"tools": [note]}, 2, OSError),  # as TRL says it
+        ({}, {"tools": [note]}, 1),
+        ({}, {"tools": []}, 2),
+        ({"vllm_mode": "colocate"}, {"tools": [note]}, 2),
+        ({"rollout_precision": None}, {"tools": [note]}, 2),
     ],
 )
-def test_other_turns_are_not_refused(tmp_path, monkeypatch, settings, given, processes, error):
+def test_other_turns_are_not_refused(tmp_path, monkeypatch, settings, given, processes):
     """The model is what is missing."""
     pytest.importorskip("vllm")
-    with pytest.raises(error, match=re.escape("huggingface.co")) as refusal:
+    with pytest.raises(ValueError, match=re.escape("huggingface.co")) as refusal:
         without_a_model(tmp_path, monkeypatch, settings, given, processes)
     assert "wait for each other" not in str(refusal.value)
 

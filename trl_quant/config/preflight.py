@@ -83,10 +83,7 @@ def check_before_loading(
     models = models_read(model, args, reward_funcs=reward_funcs, **others)
     check_output_dir(args, models)
     tools, rollout_func, environments = map(others.get, ("tools", "rollout_func", "environment_factory"))
-    _check_names(args, model)
     _check_correction_acts(args, rollout_func)
-    if args.denoises:
-        _check_masked_diffusion(model, args, others)
     check_data(args, train_dataset, eval_dataset, environments)
     if environments is None and args.has_rewards:  # otherwise rewards may come from the environments
         check_rewards(args, reward_funcs, train_dataset, eval_dataset, more_columns=rollout_func is not None)
@@ -94,6 +91,9 @@ def check_before_loading(
     check_turns(args, tools, environments)
     check_head(peft_config)
     check_callables(args, others, train_dataset, eval_dataset)
+    _check_names(args, model)  # this may ask the hub
+    if args.denoises:
+        _check_masked_diffusion(model, args, others)
     if here:
         check_machine(args)
     if args.has_critic:

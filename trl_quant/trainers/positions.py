@@ -25,9 +25,9 @@ CHECKED = 64  # prompts of the data that a check of the engine takes
 
 
 def models_of(trainer) -> list[Module]:
-    """Returns a trainer's policy, and its reference or teacher."""
+    """Returns a trainer's policy, and its reference or teacher, without what accelerate has put around them."""
     models = [getattr(trainer, name, None) for name in ("model", "ref_model", "teacher_model")]
-    return [model for model in models if model is not None]
+    return [trainer.accelerator.unwrap_model(model) for model in models if model is not None]
 
 
 def fix_choice(trainer, engine: RolloutEngine, models: Iterable[Module]) -> None:
