@@ -91,11 +91,11 @@ def check_before_loading(
     check_turns(args, tools, environments)
     check_head(peft_config)
     check_callables(args, others, train_dataset, eval_dataset)
+    if here:
+        check_machine(args)
     _check_names(args, model)  # this may ask the hub
     if args.denoises:
         _check_masked_diffusion(model, args, others)
-    if here:
-        check_machine(args)
     if args.has_critic:
         _check_critic(args, model, train_dataset, eval_dataset, others.get("processing_class"))
     if "teacher_model" in others:
