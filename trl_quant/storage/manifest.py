@@ -138,11 +138,10 @@ def damage(directory: str | Path, reads: Iterable[str] | None = None) -> str | N
     if reads is not None:
         files = {name: saved for name, saved in files.items() if matches(name.removeprefix(inside), reads)}
         files = {name: saved for name, saved in files.items() if (root / name).is_file()}
-    on_several_hosts = len(manifest["run"].get("ranks", {}).get("hosts", ())) > 1
-    own_of_ranks = manifest["run"].get("ranks", {}).get("files", ()) if on_several_hosts else ()
+    elsewhere = manifest["run"].get("ranks", {}).get("elsewhere", ())
     for name, (size, _) in list(files.items()):
         if not (root / name).is_file():
-            if name not in own_of_ranks:
+            if name not in elsewhere:
                 return f"{root / name} is missing."
             del files[name]
         elif (root / name).stat().st_size != size:

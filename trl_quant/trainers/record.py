@@ -8,9 +8,8 @@ trainer state, which marks a checkpoint as whole. A run that resumes compares.
 import json
 import logging
 import os
-import platform
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -48,7 +47,6 @@ class RunRecord:
         self.identities = Identities(models_read(args=args, **given))
         self.run: dict = {}
         self.of_ranks: Checksums = {}
-        self.hosts: list[str] = []
 
     def begin(self, trainer: Trainer, checkpoint: str | None) -> None:
         """
@@ -108,9 +106,7 @@ class RunRecord:
         own = ["rng_state.pth" if trainer.args.world_size == 1 else f"rng_state_{rank}.pth"]
         own.append(f"{GENERATION_NAME}{rank}.pt")
         written = described(checkpoint, [name for name in own if Path(checkpoint, name).is_file()])
-        found = gather_object([(platform.node(), written)])
-        self.hosts = sorted({host for host, _ in found})
-        self.of_ranks = {name: entry for _, files in found for name, entry in files.items()}
+        self.of_ranks = {name: entry for files in gather_object([written]) for name, entry in files.items()}
 
     @contextmanager
     def finishing(self, trainer: Trainer) -> Iterator[None]:
@@ -121,9 +117,11 @@ class RunRecord:
     def _finish(self, trainer: Trainer, json_path: str) -> None:
         checkpoint, begun = Path(json_path).parent, Path(f"{json_path}.begun")
         type(trainer.state).save_to_json(trainer.state, begun)
-        files = described(checkpoint, names_in(checkpoint)) | self.of_ranks
+        here = described(checkpoint, names_in(checkpoint))
+        elsewhere = sorted(self.of_ranks.keys() - here.keys())
+        files = here | self.of_ranks
         files[TRAINER_STATE_NAME] = files.pop(begun.name)
-        write_manifest(checkpoint, files, self.contents(trainer))
+        write_manifest(checkpoint, files, self.contents(trainer, elsewhere))
         os.replace(begun, json_path)
 
     def write_beside(self, trainer: Trainer, directory: str) -> None:
@@ -131,8 +129,9 @@ class RunRecord:
         names = [name for name in names_in(directory, MODEL_FILES) if not name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")]
         write_manifest(directory, described(directory, names), self.contents(trainer))
 
-    def contents(self, trainer: Trainer) -> dict:
-        ranks = {"processes": trainer.args.world_size, "hosts": self.hosts, "files": [*self.of_ranks]}
+    def contents(self, trainer: Trainer, elsewhere: Sequence[str] = ()) -> dict:
+        """Returns the run as the manifest tells it. Files of ranks that are `elsewhere` are on other hosts' disks."""
+        ranks = {"processes": trainer.args.world_size, "elsewhere": [*elsewhere]}
         return self.run | {"models": self.identities.all(), "ranks": ranks}
 
 
