@@ -125,12 +125,15 @@ def test_a_token_gets_the_same_bits_in_any_batch(device):
     assert kernels.rms_norm(x[:0], weight, 1e-5)[0].shape == (0, 96)
 
 
+KINDS_OF_CODES = [*((name, False) for name in (None, *unified_flows())), ("fp8_block", True)]
+
+
 @pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
-@pytest.mark.parametrize("format", [None, *unified_flows()])
-def test_reads_and_writes_16_bytes_at_once(format):
+@pytest.mark.parametrize(("format", "inverts"), KINDS_OF_CODES)
+def test_reads_and_writes_16_bytes_at_once(format, inverts):
     kind = {None: "-", "int8": "*i8"}.get(format, "*fp8e4nv")
     types = f"*bf16 *bf16 *bf16 *bf16 *bf16 {kind} {'*fp32' if format else '-'} i32 i32 fp32 fp32"
-    traits = {"GROUPED": format == "fp8_block", "INT8": format == "int8"}
+    traits = {"GROUPED": format == "fp8_block", "INT8": format == "int8", "INVERTS": inverts}
     constants = {"CODE": tl.bfloat16, **traits, "ROWS": 1, "COLS": 4096}
     code = ptx_of(kernels.norm_kernel, types, constants, num_warps=8)
     assert len(re.findall(r"ld\.global\.v4\.b32", code)) >= 6 and len(re.findall(r"st\.global\.v4\.b32", code)) >= 4
