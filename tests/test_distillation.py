@@ -141,7 +141,7 @@ def test_packed_rows_have_the_step_of_padded_ones(tmp_path):
         trainer = distil(tmp_path, Uneven, is_correction="tis", pack_sequences=packs, **SGD)
         hooks = [m.model.register_forward_pre_hook(note, with_kwargs=True) for m in (trainer.model, teacher())]
         steps[packs], _ = step_and_batch(trainer)
-        assert seen == rows
+        assert seen[-2:] == rows  # before them, the copy that samples is compared with the student
         for hook in hooks:
             hook.remove()
     assert (steps[True] - steps[False]).norm() < 5e-5 * steps[False].norm()

@@ -4,6 +4,8 @@ The embedded engine is compared with the policy at its first generation, and aga
 function changes. A sound run passes at a difference of exactly 0, in every precision and with every way to train.
 """
 
+from types import MethodType
+
 import pytest
 import torch
 from datasets import Dataset
@@ -174,6 +176,17 @@ def test_what_is_seen():
 
 
 # The rows that are compared
+
+
+def test_the_class_s_own_forward_is_no_change():
+    """accelerate stores it on a model where it takes its wrapper off; another function is a change."""
+    model = tiny_model("qwen3")
+    before = function_of(model)
+    for method in (type(model).forward, type(model).forward.__wrapped__):
+        model.forward = MethodType(method, model)
+        assert function_of(model) == before
+    model.forward = MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs), model)
+    assert function_of(model) != before
 
 
 def test_rows_are_of_the_runs_prompts_and_lengths(tmp_path):

@@ -286,7 +286,7 @@ def test_a_model_in_mixed_precision(tmp_path):
     ("options", "says"),
     [
         (["--mismatch", "{tmp}/empty"], "`--mismatch`='{tmp}/empty' holds no model and no adapter"),
-        (["--mismatch", "{tmp}/nowhere"], "`--mismatch`='{tmp}/nowhere': the config of"),
+        (["--mismatch", "{tmp}/nowhere"], "`--mismatch`='{tmp}/nowhere' is neither a directory here"),
         (["--mismatch", "{tmp}/quantized"], "is quantized already"),
         (["--mismatch", "{tmp}/model", "--max_completion_length", "0"], "`--max_completion_length`=0 is out of range"),
         (["--mismatch", "{tmp}/model", "--num_completions", "0"], "`--num_completions`=0 is out of range"),

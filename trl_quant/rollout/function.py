@@ -26,7 +26,8 @@ def function_of(model: nn.Module) -> dict[str, tuple]:
     """
     found = {}
     for name, module in model.named_modules():
-        attributes = {key: _seen(value) for key, value in vars(module).items() if _counts(key, value)}
+        counted = {key: value for key, value in vars(module).items() if _counts(key, value)}
+        attributes = {key: _seen(value) for key, value in counted.items() if not _is_of_class(module, key, value)}
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         found[name] = type(module), attributes, tuple(_seen(hook) for hook in hooks if not _is_of_transformers(hook))
     config = getattr(model, "config", None)
@@ -37,6 +38,19 @@ def function_of(model: nn.Module) -> dict[str, tuple]:
 def _is_of_transformers(hook: Callable) -> bool:
     """Whether a hook is transformers' own: those of gradient checkpointing are registered again in each step."""
     return isinstance(hook, FunctionType) and hook.__module__.startswith("transformers.")
+
+
+def _is_of_class(module: nn.Module, name: str, value: Any) -> bool:
+    """
+    Whether an attribute is the method that the module's class has under this name, or what a decorator there wraps.
+    accelerate stores it on a model when it takes its own wrapper off.
+    """
+    method = getattr(type(module), name, None)
+    while method is not None:
+        if getattr(value, "__func__", value) is method:
+            return True
+        method = getattr(method, "__wrapped__", None)
+    return False
 
 
 def _counts(name: str, value: Any) -> bool:

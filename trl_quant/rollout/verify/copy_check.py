@@ -79,9 +79,10 @@ def _has_other_kernels(engine) -> bool:
 
 def _described(engine, difference: float, bound: float) -> str:
     """Describes how the copy differs from the policy, and what may be changed."""
-    broken = None if math.isfinite(difference) else engine.weights.first_non_finite()
-    if broken is not None:
-        return f"The policy itself is broken, not the engine: its `{broken}` holds NaN or infinity."
+    if not math.isfinite(difference):
+        broken = engine.weights.first_non_finite()
+        cause = "its log-probabilities are not finite" if broken is None else f"its `{broken}` holds NaN or infinity"
+        return f"The policy itself is broken, not the engine: {cause}."
     linears = engine.weights.linears()
     policy, copy = (
         # The classes of linear layers differ by design, so only their hooks, which come last, are compared
