@@ -53,7 +53,7 @@ SMALL = {
 # Names on these pages that are neither fields, precisions nor metrics, by whose they are
 FOREIGN = {
     "trl": {"sequence_mask", "save_model", "peft_config", "rollout_func", "environment_factory", "env_mask"}
-    | {"cispo_clip_ratio", "aux_loss", "dataset_name", "dataset_test_split"},
+    | {"cispo_clip_ratio", "aux_loss", "dataset_name", "dataset_test_split", "train_dataset"},
     "peft": {"lora_dropout", "modules_to_save"},
     "transformers": {"do_sample", "is_causal", "max_position_embeddings", "attention_factor", "generation_config"}
     | {"grad_norm"},
