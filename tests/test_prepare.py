@@ -102,7 +102,8 @@ def test_what_is_no_checkpoint(tmp_path):
     assert f"{run} holds an adapter. `trl-quant export --adapter {run} --output" in refusal(run, tmp_path / "int8")
     (tmp_path / "empty").mkdir()
     assert f"{tmp_path / 'empty'} has no config.json" in refusal(tmp_path / "empty", tmp_path / "int8")
-    assert f"`source`='{tmp_path / 'nowhere'}' is neither a directory here" in refusal(tmp_path / "nowhere", tmp_path / "int8")
+    refused = refusal(tmp_path / "nowhere", tmp_path / "int8")
+    assert f"`source`='{tmp_path / 'nowhere'}' is neither a directory here" in refused
 
 
 @pytest.mark.parametrize("family", MIXTURES)
