@@ -1,7 +1,7 @@
 """What changes a policy's weights, for the tests that its sampler follows: the same sequences for every engine."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +135,11 @@ def changes(trainer, seed: int) -> Iterator[str]:
     step.
     """
     rng, model = random.Random(seed), trainer.model
+
+    def training(run) -> Callable[[], None]:
+        """A run trains the adapter that it is resumed with."""
+        return lambda: (model.set_adapter("default"), run())
+
     trainer.eval_dataset = trainer.train_dataset.select(range(2))  # one generation
     actions = {
         "edit": lambda: move(model, 0.02, rng.randrange(99)),
@@ -145,9 +150,9 @@ def changes(trainer, seed: int) -> Iterator[str]:
         "merge": lambda: model.merge_adapter(),
         "unmerge": lambda: model.unmerge_adapter(),
         "scale": lambda: scale(model, rng.random() + 0.5),
-        "train": trainer.train,
-        "interrupt": lambda: interrupt(trainer),
-        "resume": lambda: trainer.train(resume_from_checkpoint=True),
+        "train": training(trainer.train),
+        "interrupt": training(lambda: interrupt(trainer)),
+        "resume": training(lambda: trainer.train(resume_from_checkpoint=True)),
         "evaluate": trainer.evaluate,
     }
     runs, made = {"train", "interrupt", "resume"}, set()

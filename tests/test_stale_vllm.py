@@ -88,7 +88,7 @@ def test_an_adapter_follows_and_its_base_is_refused(tmp_path):
         kept = own[name].clone()
         own[name].view(-1)[3] += 0.1
         with pytest.raises(ValueError, match=f"the policy's `{name}` changed since .*lora_sync='merge'"):
-            trainer.train()
+            sampled_from(trainer)
         own[name].copy_(kept)
         assert apart(trainer, *sampled_from(trainer))[0] <= bound
     trainer.model.get_base_model().to(torch.bfloat16)  # the type that the engine holds: nothing changes there

@@ -357,7 +357,7 @@ def test_a_server_that_starts_in_time(tmp_path, monkeypatch):
     with Server({}) as url:
         args = config(QuantGRPOConfig, tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url=url)
         server.wait_for_server(args, "model")
-    assert calls == [f"{url}/health"] * 3 + [f"{url}/v1/models"]
+    assert calls == [f"{url}/health"] * 3 + [f"{url}/v1/models"] * 2  # whose it is, and its context
 
 
 @pytest.mark.vllm

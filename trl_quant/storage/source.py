@@ -106,7 +106,7 @@ def kinds(names: list[str]) -> str:
 
 def skeleton_of(path: Path, trust_remote_code: bool = False) -> PreTrainedModel:
     """Builds the model that the config.json of a directory describes, as [`skeleton`] does."""
-    with reading(path / "config.json"):
+    with reading(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         return skeleton(config, trust_remote_code)
 
