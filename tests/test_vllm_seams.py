@@ -115,6 +115,7 @@ NAMES = {
     UTILS: "marlin_utils_fp4",
     f"{UTILS}.marlin_utils_fp4": "is_fp4_marlin_supported prepare_fp4_layer_for_marlin",
     f"{UTILS}.marlin_utils_test": "get_weight_perm marlin_weights",
+    f"{UTILS}.fp8_utils": "per_token_group_quant_fp8",
     # The KV cache
     "vllm.config:CacheConfig": "block_size cache_dtype",
     "vllm.model_executor.layers.attention:Attention": "kv_cache_dtype layer_name query_quant",
