@@ -173,7 +173,7 @@ def test_what_fails_on_one_rank(disks, both, call, message):
     assert list(map(str, both(call))) == [f"Rank 1: {message}", message]
 
 
-def test_ranks_that_start_with_different_settings(both):
+def test_ranks_that_start_with_different_settings(disks, both):
     """Every field of the config is compared, and what the trainer got beside it."""
     assert both("same settings") == [None, None]
     names = {"settings": "beta", "a new field": "a_new_field", "data": "train_dataset", "policy": "model"}

@@ -13,7 +13,6 @@ from tiny import save_tiny, tiny_tokenizer
 
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli import main
-from trl_quant.trainers.launch import TrainArguments
 
 
 REFUSED_COMMANDS = [  # arguments -> exit code, what is printed
@@ -179,27 +178,3 @@ def test_a_value_of_another_type_in_a_file_is_refused(line, says, tmp_path):
     argv = ["train", "--model_name_or_path", "m", "--config", str(file), "--use_cpu", "--bf16", "false"]
     with pytest.raises(SystemExit, match=f"error: {says}"):
         main(argv)
-
-
-def test_a_reward_that_returns_something_else_is_named(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(
-        "def scalar(completions, **kwargs):\n    return 1.0\n"
-        "def words(completions, **kwargs):\n    return ['good'] * len(completions)\n"
-        "def right(completions, **kwargs):\n    return [1, None]\n"
-        "def once(completions, **kwargs):\n    return (len(text) for text in completions)\n"
-        "def wordy(completions, **kwargs):\n    return (text for text in completions)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def called(name: str):
-        (reward,) = TrainArguments(reward_funcs=[f"mine.{name}"]).rewards
-        return reward.__name__, reward(["a", "b"])
-
-    with pytest.raises(ValueError, match=r"`reward_funcs`='mine.scalar' returned 1.0"):
-        called("scalar")
-    with pytest.raises(ValueError, match=r"'mine.words' returned \['good', 'good'\]"):
-        called("words")
-    with pytest.raises(ValueError, match=r"'mine.wordy' returned \['a', 'b'\]"):
-        called("wordy")
-    assert called("right") == ("right", [1, None])
-    assert called("once") == ("once", [1, 1])

@@ -150,7 +150,8 @@ def chosen_trainer(argv: list[str], defaults: dict | None = None) -> str:
     Returns the `--trainer` of a command line, of its `--config` file, or of `defaults`, before any other option is
     read. Any other value counts as the first trainer here, and is refused later with the other options.
     """
-    name = given(argv, "trainer") or (defaults or {}).get("trainer")
+    named = given(argv, "trainer")
+    name = named if isinstance(named, str) else (defaults or {}).get("trainer")
     return name if name in [*TRL_CONFIGS] else next(iter(TRL_CONFIGS))
 
 

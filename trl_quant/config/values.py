@@ -77,6 +77,7 @@ TRL_RANGES = {
     "max_grad_norm": Range(0.0),  # a negative norm would flip the gradient's sign in PyTorch
 }
 # The losses that clip the policy ratio between two bounds. Only these have an upper bound that ACR can widen.
+TRUE_OR_FALSE_TOO = ("scale_rewards",)  # fields of words for which TRL also takes True and False
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
@@ -110,6 +111,7 @@ def read_words(args, hints: dict) -> None:
     for field in fields(args):
         value, kinds = getattr(args, field.name), get_args(hints[field.name]) or (hints[field.name],)
         takes = bool in kinds or value == field.default or field.metadata.get("const") is True
+        takes = takes or field.name in TRUE_OR_FALSE_TOO
         if not isinstance(value, bool) or takes or any(value in get_args(kind) for kind in kinds):
             continue
         words = [word for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum) for word in kind]
