@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from ..reading import reading
 from .files import CODE, INDEX, TOKENIZER, WEIGHTS
@@ -45,7 +46,10 @@ def identity(name: str, revision: str | None = None) -> Identity:
     """
     found = {"name": name, "revision": revision}
     if not Path(name).is_dir():
-        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        try:
+            cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        except HFValidationError:  # a directory that is gone
+            cached = None
         return found | {"commit": Path(cached).parent.name if isinstance(cached, str) else None}
     if Path(name).resolve().parent.name == "snapshots":  # of the hub's cache
         return found | {"commit": Path(name).resolve().name}
