@@ -23,7 +23,7 @@ from ..function import first_change, function_of
 from .self_check import FLOOR, SLACK, Rounding, computing_as_the_engine, mean_difference, policy_logps, rows_to_check
 
 
-TOKENS = 480  # of all rows that are compared
+TOKENS_COMPARED = 480  # of all rows that are compared
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def copy_check(engine) -> dict[str, float]:
         `RuntimeError`: The policy computes something that the copy does not.
     """
     device, layers = engine.accelerator.device, engine.copied_layers()
-    rows = rows_to_check(engine, engine.longest_row(), TOKENS)
+    rows = rows_to_check(engine, engine.longest_row(), TOKENS_COMPARED)
 
     def logps(model, rounding: Rounding | None = None) -> list[torch.Tensor]:
         with ExitStack() as hooks:
