@@ -251,7 +251,7 @@ def test_the_command_for_a_laptop_runs(name, arithmetic, tmp_path, monkeypatch):
 
 @every_recipe
 def test_help_shows_the_recipe(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help", "is_correction"])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     assert stop.value.code == 0
@@ -264,7 +264,7 @@ def test_help_shows_the_recipe(name, monkeypatch, capsys):
 def test_overlong_completions_are_punished(arithmetic, monkeypatch):
     """From three quarters of the length on, linearly down to -1; and by nothing where it is not asked for."""
     given = {}
-    monkeypatch.setattr(train.launch, "train", lambda arguments, trainer_class: given.update(arguments))
+    monkeypatch.setattr(train.launch, "train", lambda arguments, *others: given.update(arguments))
     argv = ["--model_name_or_path", str(arithmetic), "--dataset_name", f"{arithmetic}/train.jsonl", "--use_cpu"]
     argv += ["--bf16", "false", "--max_completion_length", "8"]
     train.main([*argv, "--overlong_punishment", "0.25"])

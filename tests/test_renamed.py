@@ -12,6 +12,7 @@ from trl import ModelConfig
 
 from trl_quant.cli import main
 from trl_quant.cli.options import about_unknown
+from trl_quant.config.values import TRUE_OR_FALSE_TOO
 from trl_quant.renamed import RENAMED
 from trl_quant.trainers.launch import TRAINERS, TrainArguments
 
@@ -84,7 +85,7 @@ def test_true_and_false_are_no_words(kind):
     for field in fields(config):
         hint = hints[field.name]
         kinds, words = get_args(hint) or (hint,), words_of(hint)
-        takes = bool in kinds or field.metadata.get("const") is True
+        takes = bool in kinds or field.metadata.get("const") is True or field.name in TRUE_OR_FALSE_TOO
         if takes or not (words or str in kinds):
             continue
         for value in (True, False):
