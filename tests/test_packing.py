@@ -263,7 +263,7 @@ def test_a_step_stays_the_same_in_other_micro_batches(tmp_path, loss_type):
     padded = trained(tmp_path, pack_sequences=False, loss_type=loss_type)
     packed = trained(tmp_path, loss_type=loss_type)
     assert apart(packed, padded) < 1e-4
-    assert sum(packed.computed) < 0.7 * sum(padded.computed)
+    assert sum(packed.computed[1:]) < 0.7 * sum(padded.computed[1:])  # the first is the check of the copy
 
 
 @pytest.mark.parametrize("options", [{"loss_type": "bnpo"}, {"entropy_coef": 0.5}])
