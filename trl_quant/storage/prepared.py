@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..precisions import PRECISIONS
-from ..reading import read_json, reading
+from ..reading import reading
 from .awq import check_awq, smooth_checkpoint
 from .card import describe, write_card
 from .files import fingerprint, read_config, unfinished
@@ -88,7 +88,9 @@ def prepare(options: PrepareOptions) -> list[str]:
                         source.path, smooth, options.format, ignore, calibration, tokenizer, trust
                     )
                     note.write_text(json.dumps(change))
-            done = _awq_rows(options, len(calibration), read_json(note))
+            with reading(note):
+                before = json.loads(note.read_text())
+            done = _awq_rows(options, len(calibration), before)
         transform = quantized(options.format, ignore, **quantizers_on(device))
         config = read_config(source.path) | {"quantization_config": scheme}
         gathered_in = gathered_dtype(config)
