@@ -272,5 +272,6 @@ def test_the_card_names_the_revision(tmp_path, monkeypatch):
     snapshot = tmp_path / "models--someone--model/snapshots/0123abc"
     save_tiny(snapshot)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: str(snapshot))
+    monkeypatch.setattr("trl_quant.storage.source.check_named", lambda *given: None)  # asks the hub
     card = (prepare("someone/model", tmp_path / "out") / "README.md").read_text()
     assert card.startswith("---\nbase_model: someone/model\n---\n# out\n\n`someone/model`, revision `0123abc`, with ")
