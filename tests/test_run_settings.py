@@ -141,7 +141,7 @@ def own_function(completions, answer, **kwargs) -> list[float]:
 def test_a_rewards_name_finds_it_again():
     for name, reward in REWARDS.items():
         assert name_of(reward) == name and find_reward(name_of(reward)) is reward
-    assert find_reward(name_of(own_function)).__wrapped__ is own_function
+    assert find_reward(name_of(own_function)) is own_function
     found = name_of(find_reward(name_of(own_function)))
     assert found == f"{__name__}.own_function"
     for unknown in (lambda completions: None, get_soft_overlong_punishment(9, 3)):
