@@ -377,7 +377,9 @@ def test_what_users_do(tmp_path, change, settings):
     after, policy = sampled_from(trainer), policy_of(trainer)
     expected = policy
     if settings == COPY:
-        expected = sampled_from(trainer_of(tmp_path, copy.deepcopy(trainer.model), **settings))
+        model = copy.deepcopy(trainer.model)
+        del model.forward  # TRL's, which stays bound to the first model and computes with its weights
+        expected = sampled_from(trainer_of(tmp_path, model, **settings))
     assert torch.equal(after, expected)
     assert not torch.equal(before, after)
     if change != "rounded" and before.shape == policy.shape:  # rounding to BF16 is less than to INT8
