@@ -351,7 +351,7 @@ def widen(model) -> None:
 
 def keep_one_layer(model) -> None:
     model.model.layers = model.model.layers[:1]
-    model.config.num_hidden_layers = 1
+    model.config.num_hidden_layers, model.config.layer_types = 1, model.config.layer_types[:1]
 
 
 def slower_rotation(model) -> None:
