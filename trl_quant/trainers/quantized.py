@@ -402,6 +402,8 @@ class QuantRollouts(CurrentNames):
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
         """Evaluates as TRL's trainer does. Raises `ValueError` for a dataset without rows or with malformed ones."""
+        if self.drawn_rows is None:  # made without the constructor
+            return super().evaluate(eval_dataset, *args, **kwargs)
         if eval_dataset is not None and not isinstance(eval_dataset, str):  # a name is one of `self.eval_dataset`
             check_evaluated(self.args, eval_dataset, self.drawn_rows.environments)
         before = self.drawn_rows.count
