@@ -1,4 +1,4 @@
-"""What a plan says where the memory is not there: it ends with an error, and every cure that it names is one."""
+"""A plan that needs too much memory ends with an error, and each change that it names makes the run fit."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is found before a model is loaded: names, lengths of prompts, attention, and what could not be saved."""
+"""Wrong names, long prompts, missing attention and unsavable models are found before a model is loaded."""
 
 import inspect
 import json

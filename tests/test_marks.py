@@ -91,7 +91,7 @@ def test_a_template_that_opens_the_mark(template):
 
 
 def test_templates_of_models():
-    """Those that TRL ships: each that ends its prompt inside of `<think>` is refused, and no other."""
+    """Of the templates that TRL ships, those whose prompts end inside of `<think>` are refused, and no others."""
     found = {}
     for name, template in vars(chat_template_utils).items():
         if not name.endswith("_chat_template") or not isinstance(template, str):

@@ -317,7 +317,7 @@ def test_columns_that_a_rollout_func_adds(tmp_path, entries):
 
 
 class Shelf(Environment):
-    """Has its methods from elsewhere, in every way."""
+    """An environment with an inherited method and a static one."""
 
     @staticmethod
     def count() -> int:

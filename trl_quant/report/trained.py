@@ -93,7 +93,7 @@ class Trained:
         adapter (`bool`): Whether it is an adapter instead of a whole model.
         revision (`str` or `None`): Branch, tag or commit of an adapter's base on the hub.
         settings (`dict`):
-            The run's settings, as the checkpoint records them, TRL's and the data's among them; `dtype` is that of the
+            The settings of the run, of TRL and of the data, as the checkpoint records them; `dtype` is that of the
             policy's weights.
         trust (`bool`): Whether the model's own Python may run.
         denoises (`bool`): Whether it is a masked diffusion model.
