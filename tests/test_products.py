@@ -6,6 +6,7 @@ CPU. Each also differs from what is nearly it.
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,6 @@ from packaging.version import Version
 from reference_formats import EPS, to
 
 from trl_quant.formats import QuantizedTensor, quantize, quantize_activation
-from trl_quant.formats.fp8 import FP8Block
 from trl_quant.layers import products
 from trl_quant.precisions import unified_flows
 
@@ -416,8 +416,12 @@ def own_rule():
 
 
 def by_rule(x, inverts):
-    q = products.quantize_groups(x, FP8Block.least_amax, inverts)
-    return q.values, q.scale
+    """The codes and scales of an engine, in NumPy."""
+    groups = x.float().unflatten(-1, (-1, 128)).numpy()
+    scale = np.maximum(np.abs(groups).max(-1, keepdims=True), np.float32(1e-10)) / np.float32(448)
+    values = groups * (np.float32(1) / scale) if inverts else groups / scale
+    codes = torch.from_numpy(values).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes.flatten(-2), torch.from_numpy(scale[..., 0])
 
 
 @pytest.mark.parametrize("inverts", [False, True])
