@@ -197,6 +197,8 @@ def test_half_written_checkpoints_are_not_resumed(copied):
     trainer = trainer_of(copied)
     refused(lambda: trainer.train(resume_from_checkpoint=True), "`resume_from_checkpoint`=True", text)
     half = str(copied / "checkpoint-2")
+    refused(lambda: trainer.train(resume_from_checkpoint=half), half, "trainer_state.json is not whole")
+    (copied / "checkpoint-2" / "manifest.json").unlink()
     refused(lambda: trainer.train(resume_from_checkpoint=half), f"{half!r} was not written to its end", text)
 
 

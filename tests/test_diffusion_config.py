@@ -133,6 +133,15 @@ def test_it_takes_what_has_no_such_effect(settings):
     build(**settings)
 
 
+def length(text: str) -> int:
+    """The length of a text.
+
+    Args:
+        text: The text.
+    """
+    return len(text)
+
+
 def causal(**settings):
     return {"model": tiny_model("llama", **settings)}
 
@@ -146,7 +155,7 @@ def causal(**settings):
         ({"given": {"processing_class": tiny_tokenizer()}}, "`mask_token_id`=None: neither the tokenizer nor"),
         ({"mask_token_id": 320}, "`mask_token_id`=320 is not a token of the model. It must be at least 0 and below 3"),
         ({"mask_token_id": 256}, "`mask_token_id`=256 is also the tokenizer's token for the end of a text"),
-        ({"given": {"tools": [len]}}, "`tools` with a masked diffusion model, whose completions have one turn"),
+        ({"given": {"tools": [length]}}, "`tools` with a masked diffusion model, whose completions have one turn"),
         ({"given": {"rollout_func": print}}, "`rollout_func` with a masked diffusion model"),
         ({"given": {"environment_factory": print}}, "`environment_factory` with a masked diffusion model"),
     ],
