@@ -199,8 +199,10 @@ def test_a_coroutine_of_a_function_that_is_none(tmp_path):
         run(tmp_path, lambda completions, **kwargs: later())
 
 
-def test_too_few_rewards_are_told_by_trl(tmp_path):
-    with pytest.raises(ValueError, match="'<lambda>' returned 3 rewards, but 8 were expected"):
+def test_too_few_rewards(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"'<lambda>', at step 0, returned 3 rewards\. It must return a list of 8 numbers"
+    ):
         run(tmp_path, lambda completions, **kwargs: [1.0, 2.0, 3.0])
 
 

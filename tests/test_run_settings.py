@@ -46,7 +46,7 @@ RECORDED = {
 # Options that are the run's by another way: its data, and how a masked diffusion model is denoised
 DATA = {"task", "data", "instruction", "prompts"}
 # Options of the command alone, though they have no default: how much is asked, and where the result goes
-OF_COMMAND = {"num_questions", "num_samples", "task_kwargs", "output"}
+OF_COMMAND = {"num_questions", "num_samples", "task_kwargs", "reward_timeout", "output"}
 COMMANDS = {
     "eval": (evaluation.EvaluationOptions, eval_command.parser, ["m"], evaluation.OTHERWISE),
     "mismatch": (mismatch.MismatchOptions, mismatch_parser, ["--mismatch", "m"], mismatch.OTHERWISE),

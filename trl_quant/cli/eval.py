@@ -30,6 +30,9 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--batch_size", type=int, default=256, help="answers sampled together (default: %(default)s)")
     options.add_argument(
+        "--reward_timeout", type=float, help="seconds that scoring them may take (default: as in training)"
+    )
+    options.add_argument(
         "--seed", type=int, default=0, help="of sampling and generated problems (default: %(default)s)"
     )
     told = {name: f"{default}; only with --num_samples" for name, default in sampling().items()}

