@@ -7,12 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
 import pytest
 import torch
 import transformers
 from datasets import Dataset, IterableDataset
 from huggingface_hub import HfApi
+from huggingface_hub.utils import httpx
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from training import config, lora, make, spread
 from transformers import AutoModelForCausalLM, GenerationConfig

@@ -1,5 +1,6 @@
 """The wheel: what is in it, and that it works installed, away from the checkout."""
 
+import ast
 import configparser
 import re
 import shutil
@@ -8,10 +9,12 @@ import sys
 import zipfile
 from email import message_from_bytes
 from email.message import Message
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 
 ROOT = Path(__file__).parents[1]
@@ -96,13 +99,74 @@ def test_plain_install_adds_little_to_trl(metadata):
     requirements = [text for text in metadata.get_all("Requires-Dist") if "extra ==" not in text]
     names = {re.match(r"[\w-]+", text).group().lower() for text in requirements}
     trls = {"torch", "trl", "transformers", "accelerate", "datasets", "peft"}
-    assert names <= trls | {"math-verify", "rich", "matplotlib"}
+    assert names <= trls | {"huggingface_hub", "math-verify", "mpmath", "rich", "matplotlib"}
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     (pin,) = re.findall(r"^trl\S+$", setup["options"]["install_requires"], re.MULTILINE)
     assert Requirement(pin) in map(Requirement, requirements)
     assert sorted(bound.operator for bound in Requirement(pin).specifier) == ["<", ">="]
     assert all("==" not in text for text in requirements)
+
+
+# Rooms -> the libraries that they are for, whose own requirements they may import
+COMPRESS = ("llmcompressor", "compressed-tensors")
+ROOMS_OF = {"rollout/vllm": ("vllm",), "scaling/modifier.py": COMPRESS, "storage/awq.py": COMPRESS}
+OPTIONAL = {"vllm", "llmcompressor", "triton"}  # imported where they are
+
+
+def required(distribution: str) -> set[str]:
+    """What a distribution requires itself, without extras."""
+    requirements = map(Requirement, requirements_of(distribution))
+    return {canonicalize_name(one.name) for one in requirements if not one.marker or one.marker.evaluate({"extra": ""})}
+
+
+def requirements_of(name: str) -> list[str]:
+    """The requirements of a distribution as it states them; none if it is not installed."""
+    for known in (name, f"{name}-cpu"):
+        try:
+            return requires(known) or []
+        except PackageNotFoundError:
+            continue
+    return []
+
+
+def imported(source: str) -> set[str]:
+    """Libraries that a file of ours imports, wherever it does."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"trl_quant"}
+
+
+def undeclared(sources: dict[str, str]) -> list[str]:
+    """Imports of what `pip install trl_quant` brings by chance: neither declared nor required by what is."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    declared = {canonicalize_name(Requirement(line).name) for line in setup["options"]["install_requires"].split()}
+    brought, packages = declared.union(*map(required, declared)), packages_distributions()
+    found = []
+    for path, source in sources.items():
+        of_room = [name for room, libraries in ROOMS_OF.items() if path.startswith(room) for name in libraries]
+        if not all(map(requirements_of, of_room)):  # the library is not installed
+            continue
+        allowed = brought.union(*map(required, of_room))
+        for library in imported(source) - OPTIONAL:
+            names = {canonicalize_name(name) for name in packages.get(library, [library])}
+            if not names & allowed:
+                found.append(f"{path} imports {library}")
+    return found
+
+
+def test_what_is_imported_is_declared():
+    package = ROOT / "trl_quant"
+    sources = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
+    assert undeclared(sources) == []
+    # what rich requires requires mdurl, as long as it does
+    made_up = {"a.py": "import mdurl", "cli/b.py": "def f():\n    from mdurl.x import y", "c.py": "import torch, tqdm"}
+    assert undeclared(made_up) == ["a.py imports mdurl", "cli/b.py imports mdurl"]
 
 
 def test_installed_package_imports_away_from_the_checkout(environment, tmp_path):

@@ -7,10 +7,9 @@ that was mistyped would be refused only after minutes, with an error about the c
 from difflib import get_close_matches
 from pathlib import Path
 
-import httpx
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import httpx, validate_repo_id  # httpx2 from version 2 on
 
 
 SECONDS_TO_ANSWER = 10.0  # seconds that the hub may take to answer
