@@ -120,9 +120,8 @@ def test_sampler_and_trainer_agree(tmp_path, border, monkeypatch):
         assert mismatch(trained(tmp_path / "wrong", tiny_model("phi3", seed=3, **longrope(border)))) > 0.05
 
 
-@pytest.mark.parametrize("border", [16, 22, 512])
-def test_packed_rows_are_padded_ones(tmp_path, border):
-    """With a border of 22, the rows of a short prompt have 20 tokens, and 24 with their padding."""
+def packed_and_padded(tmp_path, border: int) -> list[torch.Tensor]:
+    """The step of one update on packed rows, and on the same rows padded to 24 tokens."""
     steps = []
     for packs in (True, False):
         batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "pack_sequences": packs}
@@ -132,8 +131,18 @@ def test_packed_rows_are_padded_ones(tmp_path, border):
         run = make(QuantGRPOTrainer, args, model=tiny_model("phi3", seed=3, **longrope(border)))
         assert run.packs == packs
         steps.append(step_and_batch(run)[0])
-    packed, padded = steps
+    return steps
+
+
+@pytest.mark.parametrize("border", [16, 26, 512])
+def test_packed_rows_are_padded_ones(tmp_path, border, monkeypatch):
+    """With a border of 26, transformers' own choice is long for the packed row alone."""
+    packed, padded = packed_and_padded(tmp_path / "right", border)
     assert 0 < (packed - padded).norm() < 1e-4 * padded.norm()
+    if border == 26:
+        monkeypatch.setattr(positions, "fix_positions", lambda model, context: None)
+        packed, padded = packed_and_padded(tmp_path / "wrong", border)
+        assert (packed - padded).norm() > 0.1 * padded.norm()
 
 
 class Recording(UnevenLengths, QuantGRPOTrainer):
@@ -186,6 +195,23 @@ def test_prompts_that_are_drawn(tmp_path):
     assert mismatch(trained(tmp_path / "short", tiny_model("phi3", seed=3, **longrope(64)), data=stream)) < 3e-4
     with pytest.raises(ValueError, match=r"this run has chosen for at most 16.*`vllm_max_model_length` above 20"):
         trained(tmp_path / "long", tiny_model("phi3", seed=3, **longrope(20)), data=stream)
+
+
+def test_a_resume_with_another_choice(tmp_path, caplog):
+    """Rows may get longer, as long as their positions stay: the longest prompt has 23 tokens."""
+
+    def built(length: int, **changes) -> QuantGRPOTrainer:
+        settings = {"rollout_precision": "bf16", "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+        args = config(QuantGRPOConfig, tmp_path, max_completion_length=length, **settings | changes)
+        return make(QuantGRPOTrainer, args, model=tiny_model("phi3", seed=3, **longrope(36)))
+
+    built(8).train()
+    with pytest.raises(ValueError, match="chose positions for rows of up to 31 tokens, and this run for up to 39, wh"):
+        built(16, max_steps=2).train(resume_from_checkpoint=True)
+    built(10, max_steps=2).train(resume_from_checkpoint=True)
+    assert "chose positions" not in caplog.text
+    built(16, max_steps=3, resume_with_changes=True).train(resume_from_checkpoint=True)
+    assert "chose positions for rows of up to 33 tokens, and this run for up to 39" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,12 @@ class Switching(NamedTuple):
     def __str__(self) -> str:
         return f"`rope_type`={self.rope_type!r}, which changes where a row is longer than {self.limit} tokens"
 
+    def are_same(self, context: int, other: int) -> bool:
+        """Whether rows of up to `context` tokens and rows of up to `other` tokens get the same positions."""
+        if self.rope_type in LONGROPE:
+            return (context > self.limit) == (other > self.limit)
+        return max(context, self.limit) == max(other, self.limit)
+
     def attention_factors(self, is_long: bool) -> tuple[float, float]:
         """Returns the factors of cosines and sines under LongRoPE in transformers and in vLLM."""
         given, ratio = self.parameters, self.longest / self.limit

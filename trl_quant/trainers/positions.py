@@ -48,6 +48,30 @@ def fix_choice(trainer, engine: RolloutEngine, models: Iterable[Module]) -> None
         )
 
 
+def check_same_choice(trainer, checkpoint: str, before: int | None) -> None:
+    """
+    Compares the choice of positions of a checkpoint's run with this run's.
+
+    Args:
+        trainer: The trainer, whose positions are fixed.
+        checkpoint (`str`): The checkpoint, for the message.
+        before (`int` or `None`): The context for which the checkpoint's run fixed its positions, if it did.
+
+    Raises:
+        `ValueError`: They differ, without `resume_with_changes`, which logs it instead.
+    """
+    found, now = switching(trainer.model.config), fixed_context(trainer.model)
+    if found is None or before is None or now is None or found.are_same(before, now):
+        return
+    change = (
+        f"The run of {checkpoint} chose positions for rows of up to {before} tokens, and this run for up to {now}, "
+        f"which are others: the policy has {found}."
+    )
+    if not trainer.args.resume_with_changes:
+        raise ValueError(f"{change} Resume with rows as long as before, or set `resume_with_changes=True`.")
+    logger.warning(change)
+
+
 def own_context(trainer) -> int:
     """
     Returns the number of tokens in the longest prompt and completion of a run whose engine does not limit them. Prompts

@@ -38,7 +38,7 @@ from .correction_step import CorrectionStep, NoStep
 from .finite import FiniteSteps, check_trained
 from .introduction import add_to_card, introduce
 from .packing import packed_batches, packed_rows
-from .positions import check_rows, fix_choice, models_of, own_prompts
+from .positions import check_rows, check_same_choice, fix_choice, models_of, own_prompts
 from .record import RunRecord
 from .reward_calls import RewardCalls
 from .streams import DrawnRows
@@ -382,6 +382,7 @@ class QuantRollouts(CurrentNames):
             with on_every_rank():
                 checkpoints.check_adapter(resume_from_checkpoint, adapter)
             state = checkpoints.check_resume(resume_from_checkpoint, self.args, uaq_applied(self.model))
+            check_same_choice(self, resume_from_checkpoint, state.get("context"))
             if self._engine is not None:
                 self._engine.load_state_dict(state)
                 self._step = unfinished.resume(self, resume_from_checkpoint, state)
