@@ -1,6 +1,5 @@
 """Two ranks with a disk each agree on the checkpoint to resume from, or both refuse. Neither waits for the other."""
 
-import json
 import os
 import queue
 from pathlib import Path
@@ -14,28 +13,17 @@ from accelerate import PartialState
 
 from trl_quant.storage.run_checkpoints import how_to_go_on
 from trl_quant.trainers.agreement import check_same_settings, on_every_rank
-from trl_quant.trainers.checkpoints import (
-    check_same_files,
-    checkpoint_to_resume,
-    precision_before,
-)
+from trl_quant.trainers.checkpoints import check_same_files, checkpoint_to_resume
 
 
-def write(disk: Path, step: int, *files: str, whole: bool = True, precision: str | None = None) -> None:
+def write(disk: Path, step: int, *files: str, whole: bool = True) -> None:
     checkpoint = disk / "out" / f"checkpoint-{step}"
     (checkpoint / "global_step").mkdir(parents=True)
     torch.save({}, checkpoint / "rng_state_0.pth")
     for name in files:
         (checkpoint / name).touch()
-    if precision is not None:
-        state = {"settings": {"rollout_precision": precision}}
-        (checkpoint / "rollout_state.json").write_text(json.dumps(state))
     if whole:
         (checkpoint / "trainer_state.json").write_text("{}")
-
-
-def auto() -> SimpleNamespace:
-    return SimpleNamespace(rollout_precision="auto", resume_from_checkpoint="true", output_dir="out")
 
 
 def fail_on_the_second(error: Exception) -> None:
@@ -55,7 +43,6 @@ def settings(differing: str | None) -> SimpleNamespace:
 # name -> what a rank calls in its directory
 CALLS = {
     "newest": lambda: checkpoint_to_resume("out"),
-    "precision": lambda: precision_before(auto()),
     "same": lambda: check_same_files("out/checkpoint-2"),
     "wrong": lambda: fail_on_the_second(ValueError("`field`=1 is wrong.")),
     "denied": lambda: fail_on_the_second(PermissionError("out/checkpoint-2 cannot be read.")),
@@ -156,14 +143,6 @@ def test_parts_that_one_lacks(disks, both):
         assert "lacks optimizer.bin (rank 1)" in str(error)
     (disks[1] / "out/checkpoint-2/optimizer.bin").touch()
     assert both("same") == [None, None]
-
-
-def test_a_precision_that_one_can_read(disks, both):
-    write(disks[0], 2, precision="int8")
-    assert both("precision") == ["int8", "int8"]
-    write(disks[1], 2)
-    (disks[1] / "out/checkpoint-2/rollout_state.json").write_text("{")
-    assert all("is damaged or incomplete" in str(error) for error in both("precision"))
 
 
 @pytest.mark.parametrize(

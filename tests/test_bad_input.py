@@ -83,10 +83,8 @@ REFUSED_FIELDS = [  # fields -> what the message says
         {"max_completion_length": None, "loss_type": "dr_grpo"},
         "`max_completion_length`=None with `loss_type`='dr_grpo', which divides the loss by that length",
     ),
-    (
-        {**VLLM, "rollout_precision": "auto", "max_completion_length": None},
-        "`rollout_precision`='auto' measures completions of `max_completion_length` tokens, and that is None",
-    ),
+    ({"rollout_precision": "auto"}, "`trl-quant choose MODEL --config run.yaml --write run.yaml` measures"),
+    ({**VLLM, "rollout_precision": "auto"}, "name the precision that its checkpoints record"),
     ({"max_completion_length": 2.5}, "`max_completion_length`=2.5 must be an integer"),
     ({"vllm_gpu_memory_utilization": 5.0}, "`vllm_gpu_memory_utilization`=5.0 is out of range. It must be <= 1.0"),
     ({**VLLM, "vllm_model_impl": "vlm"}, "`vllm_model_impl`='vlm' is unknown. Allowed: 'vllm', 'transformers', 'auto'"),

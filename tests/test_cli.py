@@ -84,6 +84,7 @@ REQUIRED = {
     "train": ["--model_name_or_path", "m"],
     "eval": ["m", "--task", "gsm8k"],
     "plan": ["m"],
+    "choose": ["m"],
     "report": ["x"],
     "report --mismatch": ["m"],
 }

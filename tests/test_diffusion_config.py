@@ -103,7 +103,6 @@ def test_its_engine_denoises(settings, kind):
         ({"repetition_penalty": 1.3}, "`repetition_penalty`=1.3: a masked"),
         ({"temperature": 0.0}, "`temperature`=0.0 is out of range"),
         ({"sync_check_steps": 10}, "`sync_check_steps`=10 acts only with vLLM"),
-        ({"rollout_precision": "auto"}, "`rollout_precision`='auto' measures vLLM's engines"),
         (
             {"vllm_engine_kwargs": {"enforce_eager": True}},
             "`vllm_engine_kwargs`={'enforce_eager': True} acts only with vLLM",

@@ -8,15 +8,11 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
-import trl.trainer.grpo_trainer as grpo_trainer
-from accelerate import Accelerator
-from tiny import tiny_model, tiny_tokenizer
 from training import config, lora, make
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, rollout
-from trl_quant.rollout import ENGINES, EngineSpec, TransformersEngine
+from trl_quant.rollout import ENGINES, EngineSpec
 from trl_quant.rollout.spec import default_lora_sync, engine_kind
-from trl_quant.rollout.vllm import auto
 
 
 COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
@@ -32,7 +28,6 @@ MEANINGS = [
     ({"train_precision": "int8", "rollout_precision": "int8"}, {"kind": "shared"}),
     ({"train_precision": "fp8", "rollout_precision": "int8"}, {}),
     ({"rollout_precision": "int8", **COLOCATE}, {"kind": "colocate"}),
-    ({"rollout_precision": "auto", **COLOCATE}, {"kind": "colocate", "precision": "auto"}),
     ({"rollout_precision": "int8", "vllm_sleep_level": 1, **COLOCATE}, {"kind": "colocate"}),  # it never sleeps
     (
         {"rollout_precision": "int8", "vllm_enable_sleep_mode": True, **COLOCATE},
@@ -126,22 +121,3 @@ def test_the_configuration_stays_as_it_was_given(tmp_path, settings):
     assert (trainer.use_vllm, trainer.vllm_mode) == (True, "embedded")
     assert type(trainer.vllm_generation).__name__ == ENGINES[spec.kind]
     assert trainer.vllm_generation.precision == spec.precision
-
-
-def test_the_precision_that_auto_chose_is_recorded(tmp_path, monkeypatch):
-    """In the place of `"auto"`, when TRL's constructor is over and not before."""
-    seen, engines = [], []
-
-    def fastest_engine(model, accelerator, processing_class, **settings):
-        assert "precision" not in settings
-        seen.append(args.rollout_precision)
-        return TransformersEngine(model, accelerator, processing_class, precision="int8")
-
-    monkeypatch.setattr(auto, "fastest_engine", fastest_engine)
-    args = config(QuantGRPOConfig, tmp_path, rollout_precision="auto", **COLOCATE)
-    with rollout.engine_of(QuantGRPOTrainer, args, lambda: None, engines.append):
-        grpo_trainer.VLLMGeneration(
-            model=tiny_model(), accelerator=Accelerator(cpu=True), processing_class=tiny_tokenizer()
-        )
-        assert args.rollout_precision == "auto"
-    assert seen == ["auto"] and args.rollout_precision == "int8" == engines[0].precision

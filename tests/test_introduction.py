@@ -65,10 +65,9 @@ LINES = [
     ),
     ({"rollout_precision": "bf16"} | SERVER, False, "BF16, vLLM server; correction tis, cap 2"),
     (
-        {"rollout_precision": "auto", "is_correction": "trl"} | VLLM,
+        {"rollout_precision": "bf16", "is_correction": "trl"} | VLLM,
         False,
-        "the fastest precision, to be measured, vLLM in the training process; correction trl, mode sequence_mask, "
-        "clip_max 3",
+        "BF16, vLLM in the training process; correction trl, mode sequence_mask, clip_max 3",
     ),
     (
         {"train_precision": "nvfp4"},

@@ -115,7 +115,7 @@ def test_help_and_readmes_table_know_it(made_up):
     )
     environment = os.environ | {"PYTHONPATH": "tests"}
     done = warm.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment)
-    assert "or 'ternary'; or 'auto'" in done.stdout
+    assert "or 'ternary'. `trl-quant choose" in done.stdout
 
 
 def test_every_entry_names_a_format_and_every_format_has_an_entry():

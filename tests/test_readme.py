@@ -213,7 +213,7 @@ def test_values_exist():
         settings = {field: value, "use_cpu": True, "output_dir": "out"}
         if field != "rollout_precision":
             settings["rollout_precision"] = "int8"
-        if value == "auto" or field == "lora_sync":
+        if field == "lora_sync":
             settings |= {"use_vllm": True, "vllm_mode": "colocate"}
         assert getattr(QuantGRPOConfig(**settings), field) == value
     table = TEXTS["docs/corrections.md"].partition("| `is_correction` |")[2].partition("\n\n")[0]

@@ -15,7 +15,7 @@ from trl_quant.corrections import CORRECTIONS, CorrectionInputs
 from trl_quant.corrections.trl import TRL
 from trl_quant.rollout import RolloutNoise, TransformersEngine
 from trl_quant.storage.run_checkpoints import read_rollout_state
-from trl_quant.trainers.checkpoints import SAMPLED_WEIGHTS, precision_before, read_sampled_weights
+from trl_quant.trainers.checkpoints import SAMPLED_WEIGHTS, read_sampled_weights
 
 
 def build(config_class=QuantGRPOConfig, **kwargs):
@@ -462,25 +462,24 @@ def test_a_resume_with_the_same_settings_and_from_trl(tmp_path):
     assert resumed.state.global_step == 3
 
 
-def test_auto_takes_a_checkpoints_precision_only_when_it_resumes(tmp_path):
+def test_auto_is_refused_with_the_precision_of_the_checkpoint_to_resume(tmp_path):
+    """Earlier versions chose it when the run began, and recorded the choice. A run of that name resumes."""
     run_to_step_2(tmp_path)
-    state = tmp_path / "checkpoint-2/rollout_state.json"
+    generic = r"`trl-quant choose MODEL .*, name the precision that its checkpoints record"
+    for resume in (None, False, "false", str(tmp_path / "nowhere")):
+        with pytest.raises(ValueError, match=generic):
+            config(QuantGRPOConfig, tmp_path, rollout_precision="auto", resume_from_checkpoint=resume)
+    for resume, step in ((True, 2), ("true", 2), (str(tmp_path / "checkpoint-1"), 1)):
+        named = rf"`trl-quant choose MODEL .* To resume .*checkpoint-{step}, set `rollout_precision`='int4'"
+        with pytest.raises(ValueError, match=named):
+            config(QuantGRPOConfig, tmp_path, rollout_precision="auto", resume_from_checkpoint=resume)
+    (tmp_path / "checkpoint-2/rollout_state.json").write_text("{")
+    with pytest.raises(ValueError, match=generic):
+        config(QuantGRPOConfig, tmp_path, rollout_precision="auto", resume_from_checkpoint=True)
     args = config(QuantGRPOConfig, tmp_path)
     args.rollout_precision = "auto"
-    assert precision_before(args) == "auto"  # nobody asked to resume
-    args.resume_from_checkpoint = "true"
-    with pytest.raises(ValueError, match=r"'auto'.*'int4', which vLLM does not run"):
-        precision_before(args)
-    recorded = json.loads(state.read_text())
-    recorded["settings"]["rollout_precision"] = "fp8"
-    state.write_text(json.dumps(recorded))
-    assert precision_before(args) == "fp8"
-    args.rollout_precision = "int8"
-    assert precision_before(args) == "int8"
-    args.rollout_precision = "auto"
-    args.resume_from_checkpoint = str(tmp_path / "checkpoint-1")
-    with pytest.raises(ValueError, match="'int4'"):
-        precision_before(args)
+    with pytest.raises(ValueError, match=generic):
+        make(QuantGRPOTrainer, args)
     assert read_rollout_state(tmp_path / "nothing") == {}
 
 

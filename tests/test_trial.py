@@ -1,4 +1,4 @@
-"""What `rollout_precision="auto"` measures: an engine with the run's own arguments, weights and way of syncing."""
+"""What `trl-quant choose` measures: an engine with the run's own arguments, weights and way of syncing."""
 
 import base64
 import os
@@ -25,8 +25,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import LLM
 from vllm_engines import GPU, SMALL, keep
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.rollout.vllm import auto, trial
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, choose_precision
+from trl_quant.rollout.vllm import choice, trial
 
 
 pytestmark = pytest.mark.vllm
@@ -97,9 +97,13 @@ def test_the_engine_on_trial_is_the_runs(name, model, tmp_path, monkeypatch):
         trials.append(asked)
         return trial.Speed(1.0, 1.0) if precision == "int8" else "not now"
 
-    monkeypatch.setattr(auto, "measure", remember)
+    monkeypatch.setattr(choice, "measure", remember)
     options, others = RUNS[name]
-    args = config(QuantGRPOConfig, tmp_path, rollout_precision="auto", **COLOCATE | options)
+    args = config(QuantGRPOConfig, tmp_path, rollout_precision="bf16", **COLOCATE | options)
+    given = {key: value() for key, value in others.items()}
+    assert choose_precision(QuantGRPOTrainer, model, args, **given).precision == "int8"
+    assert not recorder.engines
+    args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", **COLOCATE | options)
     trainer = make(QuantGRPOTrainer, args, model, **{key: value() for key, value in others.items()})
     run = trainer.vllm_generation
     keep(run)
@@ -178,7 +182,7 @@ def test_a_large_policy_takes_little_memory(model):
 
 @pytest.mark.slow
 def test_two_ranks_of_their_own(model, tmp_path, monkeypatch):
-    """They find a speed, or say in one line why there is none, and leave no files; `test_auto` has it for one."""
+    """They find a speed, or say in one line why there is none, and leave no files; `test_choose` has it for one."""
     if torch.cuda.device_count() == 1:
         pytest.skip("needs two GPUs")
     monkeypatch.chdir(tmp_path)

@@ -25,6 +25,7 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
 from trl_quant import QuantDistillationTrainer, QuantGRPOTrainer, QuantRLOOTrainer
 from trl_quant.config.values import CLIPPED_LOSSES
+from trl_quant.trl_seams import configured_for
 
 
 LOW, HIGH = 0.2, 0.28
@@ -337,3 +338,13 @@ def test_streamed_parameters_are_the_models(build):
     streamed = dict(engine._iter_named_params())
     assert streamed.keys() == dict(trainer.model.named_parameters()).keys()
     assert all(torch.equal(streamed[name], param) for name, param in trainer.model.named_parameters())
+
+
+def test_a_config_for_several_processes(tmp_path):
+    """TRL divides a generation by the processes that transformers counts; afterwards they are counted again."""
+    given = {"per_device_train_batch_size": 2, "num_generations": 4, "generation_batch_size": 16}
+    with configured_for(4):
+        of_four = config(GRPOConfig, tmp_path, **given)
+        assert of_four.world_size == 4
+    of_one = config(GRPOConfig, tmp_path, **given)
+    assert (of_four.steps_per_generation, of_one.steps_per_generation) == (2, 8) and of_four.world_size == 1

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
-from tiny import save_tiny, tiny_model
+from tiny import save_tiny
 from training import config, dataset, make
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -102,19 +101,18 @@ def colocated(checkpoint, trust, tmp_path, monkeypatch):
     keep(train(checkpoint, trust, tmp_path, **options))
 
 
-def auto(checkpoint, trust, tmp_path, monkeypatch):
+def choose(checkpoint, trust, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
-    from trl_quant.rollout.vllm import auto, trial
+    from trl_quant.rollout.vllm import choice, trial
 
     def measure(run, precision):
         trial.policy_like(run)
         return trial.Speed(step=1.0, sync=1.0)
 
-    monkeypatch.setattr(auto, "measure", measure)
-    policy = tiny_model()
-    policy.name_or_path = checkpoint.path
-    settings = {"trust_remote_code": trust, "max_num_seqs": 8, "max_completion_length": 8}
-    assert auto.choose_precision(policy, Accelerator(cpu=True), settings) == "bf16"
+    monkeypatch.setattr(choice, "measure", measure)
+    options = {"use_cpu": "true", "bf16": "false", "gradient_checkpointing": "false", "num_generations": 4}
+    options |= {"per_device_train_batch_size": 4, "max_completion_length": 8, "trust_remote_code": trust}
+    command(["choose", checkpoint.path, *(str(part) for name in options for part in (f"--{name}", options[name]))])
 
 
 def prepare(checkpoint, trust, tmp_path, monkeypatch):
@@ -171,7 +169,7 @@ def asked(argv: list[str], trust: bool, monkeypatch):
         assert not questions
 
 
-ENTRIES = [embedded, colocated, auto, prepare, server, command_line, evaluate, mismatch]
+ENTRIES = [embedded, colocated, choose, prepare, server, command_line, evaluate, mismatch]
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -186,7 +184,7 @@ def test_trusted_code_runs(known, entry, tmp_path, monkeypatch):
     assert known.ran()
 
 
-@pytest.mark.parametrize("entry", [embedded, colocated, auto, prepare, command_line, evaluate, mismatch])
+@pytest.mark.parametrize("entry", [embedded, colocated, choose, prepare, command_line, evaluate, mismatch])
 def test_an_unknown_model_is_refused(unknown, entry, tmp_path, monkeypatch, capsys):
     with pytest.raises((ValueError, SystemExit), match="trust_remote_code"):
         entry(unknown, False, tmp_path, monkeypatch)

@@ -182,10 +182,6 @@ def test_noise_and_other_samplers(tmp_path):
     ("options", "message"),
     [
         (
-            {"rollout_precision": "auto", "use_vllm": True, "vllm_mode": "colocate"},
-            "the sampler would no longer compute what is trained",
-        ),
-        (
             {"precision": "fp8_block", "use_vllm": True, "vllm_mode": "server"},
             "VLLM_USE_DEEP_GEMM_E8M0=0, which cannot be seen",
         ),

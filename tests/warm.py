@@ -5,7 +5,7 @@ Python processes that begin with everything imported: forks of one that imports 
 with processes of its own is theirs to import torch, TRL and vLLM, ten seconds each. torch's launcher in such a process
 forks its ranks too. Each has a memory and an environment of its own and can be killed. What forks cannot show is that
 a new interpreter gets to the same point, and that no order depends on the seed of its hashes, which forks share:
-test_auto, test_examples and test_package start new ones.
+test_choose, test_examples and test_package start new ones.
 """
 
 import os

@@ -19,6 +19,7 @@ _PUBLIC = {
     "QuantPPOTrainer": ".trainers.ppo",
     "QuantRLOOConfig": ".config",
     "QuantRLOOTrainer": ".trainers.rloo",
+    "choose_precision": ".trainers.choice",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

@@ -2,9 +2,9 @@
 THE table of precisions in which a policy can be sampled or trained, from the nearest to BF16 to the farthest.
 
 A precision is a number format (`trl_quant.formats`) together with the way an engine computes in it. Everything that
-needs to know the precisions reads this table: the config's choices and help, the engines, `"auto"`, the command line,
-and the table in docs/precisions.md, which `python -m trl_quant.precisions` prints. The entries are ordered by the error
-in a linear layer's output.
+needs to know the precisions reads this table: the config's choices and help, the engines, the command line, and the
+table in docs/precisions.md, which `python -m trl_quant.precisions` prints. The entries are ordered by the error in a
+linear layer's output.
 """
 
 from dataclasses import dataclass, field

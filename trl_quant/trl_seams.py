@@ -11,6 +11,7 @@ A context restores the original when it ends:
 | `create_model_from_path` in the same | the same, of a distillation | the larger of two vocabularies is cut |
 | fields of the trainer's arguments | the same | TRL corrects for its sampler only with `use_vllm` |
 | `num_generations` of a config | the checks of TRL's `GRPOConfig` | PPO needs a single completion of a prompt |
+| `TrainingArguments.world_size` | the construction of a config | `trl-quant choose` is one process for several |
 | `vllm_generation.LLM` | the construction of an engine | TRL passes no further arguments to vLLM |
 | `vllm_generation.VLLMClient` | the same | our client checks the server and its answers |
 | `shuffle_sequence_dict` in the module of TRL's trainer | a generation | packed rows are arranged after it |
@@ -35,6 +36,7 @@ import trl.extras.profiling as profiling
 import trl.generation.vllm_generation as vllm_generation
 import trl.trainer.utils as trl_utils
 from torch import Tensor
+from transformers import TrainingArguments
 from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_divergence import VOCAB_CHUNK_SIZE
 
@@ -241,6 +243,11 @@ def one_generation_allowed(args: Any) -> AbstractContextManager:
     Context of `GRPOConfig`'s checks in which one generation per prompt is allowed. GRPO needs two to compare them.
     """
     return exchanged(args, num_generations=_Enough(args.num_generations))
+
+
+def configured_for(processes: int) -> AbstractContextManager:
+    """Context in which configs are built as they are in a run of so many processes."""
+    return exchanged(TrainingArguments, world_size=property(lambda args: processes))
 
 
 class _Enough(int):

@@ -23,6 +23,7 @@ COMMANDS = {
     "prepare": "write a quantized copy of a checkpoint, for vLLM servers in INT8, NVFP4 or MXFP4",
     "export": "merge an adapter, or undo UAQ, for serving; in 16 bits or quantized",
     "plan": "check a training run and show its steps, memory and cost, without loading the model",
+    "choose": "measure how fast vLLM samples in each precision here, and name the one to train with",
     "train": "train with quantized rollouts: GRPO, PPO, RLOO, distillation, diffusion (also: examples/train_grpo.py)",
     "eval": "answer benchmarks and score them: greedy, avg@k, pass@k; resumable",
     "report": "show training runs as one HTML page; with --mismatch, where trainer and engine differ",

@@ -155,6 +155,15 @@ def chosen_trainer(argv: list[str], defaults: dict | None = None) -> str:
     return name if name in [*TRL_CONFIGS] else next(iter(TRL_CONFIGS))
 
 
+def with_model(parser: argparse.ArgumentParser, options: list[str]) -> list[str]:
+    """Returns options of `train` in which a MODEL that stands before them has its name, `--model_name_or_path`."""
+    if not options or options[0].startswith("-"):
+        return options
+    if any(part.partition("=")[0] == "--model_name_or_path" for part in options):
+        parser.error(f"MODEL ({options[0]}) and --model_name_or_path both name the model: leave one of them out")
+    return ["--model_name_or_path", *options]
+
+
 def given(argv: list[str], name: str):
     """
     Returns the value of an option on a command line, or in its `--config` file; `None` if it has none. The value is not

@@ -11,7 +11,7 @@ true` fails if the run would.
 import argparse
 
 from . import plain_errors
-from .options import check_train, given
+from .options import check_train, given, with_model
 
 
 LARGEST_CARD = 1e9  # GB
@@ -36,10 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     args, options = parser.parse_known_args(argv)
     if args.card is not None and not 0 < args.card <= LARGEST_CARD:
         raise ValueError(f"`--card`={args.card:g} is out of range. It must be > 0 and <= {LARGEST_CARD:g}.")
-    if options and not options[0].startswith("-"):
-        if any(part.partition("=")[0] == "--model_name_or_path" for part in options):
-            parser.error(f"MODEL ({options[0]}) and --model_name_or_path both name the model: leave one of them out")
-        options = ["--model_name_or_path", *options]
+    options = with_model(parser, options)
     check_train(options, parser.prog, parser.usage)
 
     import torch

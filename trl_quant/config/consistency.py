@@ -307,23 +307,7 @@ def _check_rollout(args):
             "`use_transformers_continuous_batching=True`, which samples from the full-precision policy and returns "
             "no log-probabilities. Unset one of the two."
         )
-    if args.rollout_precision == "auto" and not (args.use_vllm and args.vllm_mode == "colocate"):
-        raise ValueError(
-            "`rollout_precision`='auto' measures vLLM's engines: set `use_vllm=True` and `vllm_mode='colocate'` (a "
-            "server runs in the precision that it was started in), or name a precision."
-        )
-    if args.rollout_precision == "auto" and args.max_completion_length is None:
-        raise ValueError(
-            "`rollout_precision`='auto' measures completions of `max_completion_length` tokens, and that is None. Set "
-            "it, or name a precision."
-        )
-    if args.rollout_precision == "auto" and args.train_precision is not None and not args.holds_frozen_base:
-        raise ValueError(
-            f"`rollout_precision`='auto' may choose another precision than `train_precision`={args.train_precision!r}, "
-            "and the sampler would no longer compute what is trained. Leave `rollout_precision` unset to sample in the "
-            "`train_precision`, or name a precision."
-        )
-    if args.use_vllm and args.rollout_precision not in (*in_vllm(), "auto"):
+    if args.use_vllm and args.rollout_precision not in in_vllm():
         raise ValueError(
             f"`rollout_precision`={args.rollout_precision!r} is not available with `use_vllm=True`. Allowed there: "
             f"{listed(in_vllm())}. With `use_vllm=False` it runs in the embedded engine."

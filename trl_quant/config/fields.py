@@ -93,10 +93,9 @@ class RolloutFields:
     rollout_precision: str | None = field(
         default=None,
         metadata={
-            "help": f"Number format of the copy of the policy that samples completions: {listed(PRECISIONS)}; or "
-            "'auto', with vLLM in colocate mode, which measures each precision that vLLM runs here and takes the "
-            "fastest (of those within 5 percent, the most exact). A resumed run keeps the precision of its checkpoint. "
-            "If not set, that of `train_precision`; without one, TRL generates as usual."
+            "help": f"Number format of the copy of the policy that samples completions: {listed(PRECISIONS)}. "
+            "`trl-quant choose MODEL` measures those that vLLM runs here, and names the fastest (of those within 5 "
+            "percent, the most exact). If not set, that of `train_precision`; without one, TRL generates as usual."
         },
     )
     vllm_engine_kwargs: dict | str | None = field(

@@ -389,8 +389,7 @@ def _check_start(config, args) -> None:
             "Name a checkpoint of the policy."
         )
     check_architecture(engine, args.vllm_model_impl)
-    if args.rollout_precision != "auto":
-        check_prepared(engine, args.rollout_precision)
+    check_prepared(engine, args.rollout_precision)
 
 
 def why_not_packed(args, config, processing_class, whose: str = "policy") -> str | None:

@@ -98,12 +98,10 @@ def _sampling(args) -> str:
     engine = engine_name(args)
     if args.rollout_precision is None:
         return f"not quantized, {'the policy itself' if engine is None else PLACES[engine]}, by TRL"
-    precision = args.rollout_precision
-    precision = "the fastest precision, to be measured" if precision == "auto" else title(precision)
     place = PLACES[engine]
     if args.denoises and args.rollout_precision in with_products():
         place = place.replace(NUMERICS, MULTIPLIES)
-    return f"{precision}, {place}"
+    return f"{title(args.rollout_precision)}, {place}"
 
 
 def _correction(args) -> str:

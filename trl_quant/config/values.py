@@ -17,6 +17,7 @@ from ..precisions import PRECISIONS, train_precisions
 from ..renamed import check_names
 from ..rollout.spec import VLLM_MODES
 from ..scaling import check_scale
+from .auto import refuse_auto
 from .hyperparameters import setting_fields
 
 
@@ -128,8 +129,9 @@ def read_words(args, hints: dict) -> None:
 
 def check_values(args) -> None:
     """Raises `ValueError` if a field's value is unknown or out of range. The checks are the same on any machine."""
+    refuse_auto(args)
     check_choice("train_precision", args.train_precision, train_precisions())
-    check_choice("rollout_precision", args.rollout_precision, (*PRECISIONS, "auto"))
+    check_choice("rollout_precision", args.rollout_precision, PRECISIONS)
     check_choice("lora_sync", args.lora_sync, ("merge", "adapter"))
     check_choice("vllm_sleep_level", args.vllm_sleep_level, (1, 2))
     check_choice("is_correction", args.is_correction, ALL_CORRECTIONS)

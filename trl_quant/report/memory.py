@@ -252,7 +252,7 @@ def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> t
     if name == "diffusion" and args.rollout_precision in with_products():  # only codes, as on a GPU
         return _in_bits(shape.linear, args.rollout_precision) + shape.other * dtype.itemsize, cache
     mixed = args.bf16 or dtype == torch.bfloat16
-    format = FORMATS.get(PRECISIONS[args.rollout_precision].format) if args.rollout_precision != "auto" else None
+    format = FORMATS.get(PRECISIONS[args.rollout_precision].format)
     in_groups = format is not None and format.activations is not None and format.grouped
     linear = FP32_BYTES if in_groups or not mixed else BF16_BYTES
     return shape.linear * linear + shape.other * dtype.itemsize, cache
@@ -273,7 +273,7 @@ def _vllm(args, shape: Shape, card: int) -> int:
     shares = args.holds_frozen_base and args.samples_as_trained and args.lora_sync == "adapter"
     if shares:
         weights = BF16_BYTES * (shape.other - shape.embeddings)
-    elif args.rollout_precision in (None, "auto"):
+    elif args.rollout_precision is None:
         weights = BF16_BYTES * shape.parameters
     else:
         weights = _in_bits(shape.linear, args.rollout_precision) + BF16_BYTES * shape.other

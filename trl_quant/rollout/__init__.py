@@ -22,7 +22,6 @@ _PUBLIC = {
     "VLLMBase": ".vllm.base",
     "VLLMEngine": ".vllm.engine",
     "VLLMServerEngine": ".vllm.server",
-    "fastest_engine": ".vllm.auto",
 }
 
 __all__ = ["ENGINES", "EngineSpec", *_PUBLIC, "build_engine", "engine_of"]
@@ -36,7 +35,7 @@ def __getattr__(name: str):
 
 def build_engine(spec: EngineSpec, model, accelerator, processing_class, **settings):
     """
-    Builds the engine that `spec` describes. A precision of `"auto"` is chosen first, by measuring each candidate.
+    Builds the engine that `spec` describes.
 
     Args:
         spec ([`EngineSpec`]): The engine.
@@ -49,9 +48,6 @@ def build_engine(spec: EngineSpec, model, accelerator, processing_class, **setti
         [`RolloutEngine`]: The engine.
     """
     options = settings | spec.options()
-    if spec.precision == "auto":
-        del options["precision"]
-        return __getattr__("fastest_engine")(model, accelerator, processing_class, **options)
     return __getattr__(ENGINES[spec.kind])(model, accelerator, processing_class, **options)
 
 
@@ -71,8 +67,7 @@ def engine_of(
     TRL builds its engine after it has loaded the models and before it shards the reference model. At that point this
     context calls `models_loaded`, then `build`, then `engine_built` with the built engine.
 
-    Inside the context, `args` has the given `fields`. On exit its own values are restored, except that
-    `rollout_precision="auto"` becomes the precision that was chosen.
+    Inside the context, `args` has the given `fields`. On exit its own values are restored.
 
     Args:
         trainer_class (`type`): The trainer's class.
@@ -87,19 +82,15 @@ def engine_of(
     from .trl_adapter import adapted
 
     spec = EngineSpec.from_config(args)
-    engines = []
 
     def build_for_trl(**given):
         models_loaded()
         given["logprobs"] = 0  # vLLM then returns the drawn token's alone; TRL's RLOO requests none
         engine = adapted(build(spec, **given), spec, **given)
         engine_built(engine)
-        engines.append(engine)
         return engine
 
     if spec is not None:
         fields |= spec.fields_for_trl()
     with trainer_builds(trainer_class, None if spec is None else build_for_trl, args, **fields):
         yield
-    if engines and args.rollout_precision == "auto":
-        args.rollout_precision = engines[0].precision

@@ -10,7 +10,7 @@
 | for masked diffusion: a quantized copy of the policy | `"diffusion"` | `DiffusionEngine` |
 | the same with the policy's own layers, as for `"shared"` | `"shared_diffusion"` | `SharedDiffusionEngine` |
 
-Trainers, `rollout_precision="auto"`, `trl-quant report --mismatch` and the benchmarks all build their engine from an
+Trainers, `trl-quant choose`, `trl-quant report --mismatch` and the benchmarks all build their engine from an
 [`EngineSpec`] with [`~rollout.build_engine`].
 """
 
@@ -57,8 +57,7 @@ class EngineSpec:
         kind (`str`):
             Key of [`ENGINES`].
         precision (`str`):
-            Key of [`~precisions.PRECISIONS`], or `"auto"`, which is replaced by the fastest one when the engine is
-            built.
+            Key of [`~precisions.PRECISIONS`].
         wide_norms (`bool`, *optional*, defaults to `False`):
             Whether the engine holds the norms that get noise in FP32.
         uaq_scale (`float`, *optional*, defaults to `1.0`):

@@ -448,7 +448,6 @@ class AdaptedEngine(RolloutEngine):
 
     def __init__(self, engine: Engine, spec: EngineSpec, *args, **kwargs):
         unsupported = {
-            "`rollout_precision`='auto'": spec.precision == "auto",
             "`noise_schedule`": spec.wide_norms,
             "`exact_rollouts`": spec.exact,
         }

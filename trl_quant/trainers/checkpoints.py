@@ -25,7 +25,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..policy.positions import fixed_context
-from ..precisions import in_vllm
 from ..reading import ANOTHER, reading
 from ..rollout.address import without_password
 from ..storage.manifest import MANIFEST, damage
@@ -167,7 +166,7 @@ def start_of(args, peft_config) -> str | None:
         if resume:
             check_whole(resume)
             check_adapter(resume, peft_config)
-            if args.rollout_precision != "auto" and not args.resume_with_changes:
+            if not args.resume_with_changes:
                 _check_same_settings(resume, read_rollout_state(resume), args)
             return resume
         beside = beside_another_run(args.output_dir)
@@ -239,29 +238,6 @@ def saving(checkpoint: str) -> Iterator[None]:
             f"No space left while saving {checkpoint}: {free / 2**20:.1f} MiB are free in {directory}. Delete that "
             f"checkpoint and make room, or set `save_total_limit`. {how_to_go_on(str(directory))}",
         ) from error
-
-
-def precision_before(args) -> str | None:
-    """
-    Returns a run's `rollout_precision`. If it is `"auto"` and the run resumes, returns the checkpoint's precision. A
-    host without the checkpoint takes the precision that another host has read. All ranks must call it.
-
-    Raises:
-        `ValueError`: vLLM does not run that precision.
-    """
-    resume = args.resume_from_checkpoint
-    if args.rollout_precision != "auto" or not resume or str(resume).lower() == "false":
-        return args.rollout_precision
-    checkpoint = last_to_resume(args.output_dir) if str(resume).lower() == "true" else resume
-    with on_every_rank():
-        mine = read_rollout_state(checkpoint or "").get("settings", {}).get("rollout_precision")
-    precision = next(filter(None, gather_object([mine])), None)
-    if precision is not None and precision not in in_vllm():
-        raise ValueError(
-            f"`rollout_precision`='auto' takes the precision of the checkpoint {checkpoint}, {precision!r}, which vLLM "
-            f"does not run. Allowed: {', '.join(map(repr, in_vllm()))}; or set `use_vllm=False` and name it."
-        )
-    return precision or args.rollout_precision
 
 
 def recorded(trainer: Trainer) -> dict:

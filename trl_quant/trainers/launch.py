@@ -159,6 +159,11 @@ def trainer_arguments(
     else:
         goal = {"teacher_model": training_args.teacher_model_name_or_path}
     datasets = load_data(script_args, training_args, model_args)
+    return {**model_arguments(training_args, model_args), **goal, **datasets}
+
+
+def model_arguments(training_args: QuantFields, model_args: ModelConfig) -> dict:
+    """Returns those arguments of the trainer that concern neither data nor rewards, as [`trainer_arguments`] does."""
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -167,11 +172,9 @@ def trainer_arguments(
     }
     return {
         "model": model_args.model_name_or_path,
-        **goal,
         "args": training_args,
         "quantization_config": get_quantization_config(model_args),
         "peft_config": get_peft_config(model_args),
-        **datasets,
     }
 
 

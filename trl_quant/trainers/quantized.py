@@ -100,7 +100,6 @@ class QuantRollouts(CurrentNames):
         if not isinstance(model, str):
             restore(model)  # undoes what an earlier trainer did to this model
             release_positions(model)
-        args.rollout_precision = checkpoints.precision_before(args)
         fields = {"model_init_kwargs": args.model_init_kwargs}
         if args.holds_frozen_base:
             given |= on_frozen_base(model=model, args=args, **given)

@@ -98,6 +98,29 @@ def check_version() -> None:
         )
 
 
+def runnable_precisions() -> list[str]:
+    """
+    Returns the precisions that vLLM runs on this device, from the nearest to the policy to the farthest.
+
+    Raises:
+        `ImportError`: vLLM is missing, or its version was not tested.
+        `ValueError`: vLLM does not run here.
+    """
+    instead = "The embedded engine (`use_vllm=False`) computes any precision here, and is equally slow in all."
+    if not is_vllm_available():
+        raise ImportError(
+            "vLLM is not installed, and only its engines sample faster in some precisions than in others. Install "
+            f"`trl_quant[vllm]` (CUDA) or `trl_quant[cpu]`. {instead}"
+        )
+    check_version()
+    reasons = supported_precisions()
+    runnable = [name for name, missing in reasons.items() if missing is None]
+    if not runnable:
+        missing = "; ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
+        raise ValueError(f"vLLM runs no precision on this machine ({missing}). {instead}")
+    return runnable
+
+
 # Seen with n-gram speculation in vLLM 0.31 on a CPU at temperature 1; tests/test_vllm_sampling.py repeats it
 SPECULATION = (
     "speculative decoding returns NaN, or values that are nats away, for the log-probabilities of many sampled tokens, "
@@ -207,7 +230,7 @@ def check_device(precision: str, sleeping: bool = False, otherwise: str = "use_v
     from vllm.platforms import current_platform
 
     reasons = supported_precisions()
-    if reasons.get(precision) is not None:  # "auto" has no entry
+    if reasons.get(precision) is not None:
         runnable = ", ".join(repr(name) for name, reason in reasons.items() if reason is None)
         raise ValueError(
             f"`rollout_precision`={precision!r} does not run in vLLM on this device: {reasons[precision]}. Here "
