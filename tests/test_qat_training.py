@@ -318,7 +318,7 @@ def test_a_later_run_forgets_how_weights_were_gathered(tmp_path, settings):
         ({"train_precision": "int4", "use_vllm": True}, "`rollout_precision`='int4' is not available with `use_vllm"),
         ({"train_precision": "int4", "peft": True}, "'int4' trains all weights, and the policy has an adapter"),
         ({"model_init_kwargs": {"quantization_config": {}}}, "trains 16- or 32-bit weights, which a `quantization_con"),
-        ({"sharding": "1"}, "`train_precision`='nvfp4' with FSDP1, which shards weights that must be quantized whole"),
+        ({"sharding": "1"}, "`rollout_precision`='nvfp4' with FSDP1, which joins the weights of many layers"),
     ],
 )
 def test_refused(tmp_path, monkeypatch, options, message):

@@ -466,16 +466,16 @@ def test_auto_is_refused_with_the_precision_of_the_checkpoint_to_resume(tmp_path
     """Earlier versions chose it when the run began, and recorded the choice. A run of that name resumes."""
     run_to_step_2(tmp_path)
     generic = r"`trl-quant choose MODEL .*, name the precision that its checkpoints record"
-    for resume in (None, False, "false", str(tmp_path / "nowhere")):
+    for resume in (None, "false", str(tmp_path / "nowhere")):
         with pytest.raises(ValueError, match=generic):
             config(QuantGRPOConfig, tmp_path, rollout_precision="auto", resume_from_checkpoint=resume)
-    for resume, step in ((True, 2), ("true", 2), (str(tmp_path / "checkpoint-1"), 1)):
+    for resume, step in (("true", 2), ("True", 2), (str(tmp_path / "checkpoint-1"), 1)):
         named = rf"`trl-quant choose MODEL .* To resume .*checkpoint-{step}, set `rollout_precision`='int4'"
         with pytest.raises(ValueError, match=named):
             config(QuantGRPOConfig, tmp_path, rollout_precision="auto", resume_from_checkpoint=resume)
     (tmp_path / "checkpoint-2/rollout_state.json").write_text("{")
     with pytest.raises(ValueError, match=generic):
-        config(QuantGRPOConfig, tmp_path, rollout_precision="auto", resume_from_checkpoint=True)
+        config(QuantGRPOConfig, tmp_path, rollout_precision="auto", resume_from_checkpoint="true")
     args = config(QuantGRPOConfig, tmp_path)
     args.rollout_precision = "auto"
     with pytest.raises(ValueError, match=generic):

@@ -65,7 +65,6 @@ SIGNATURES = [
     (VLLMGeneration.sync_weights, ""),
     (VLLMGeneration.generate, "prompts images num_generations profiler"),
     (VLLMGeneration._iter_named_params, ""),
-    (VLLMGeneration._fix_param_name_to_vllm, "name extra_prefixes"),
     (VLLMClient.check_server, "total_timeout retry_interval"),
     (VLLMClient.init_communicator, "device"),
     (VLLMClient.update_named_params, "metadata named_params"),
@@ -326,18 +325,6 @@ def test_loss_reads_the_old_log_probabilities(build):
     still = trainer._compute_loss(trainer.model, batch)
     torch.testing.assert_close(still, expected, rtol=1e-4, atol=1e-6)
     assert still.item() != pytest.approx(moved, rel=1e-2)
-
-
-def test_streamed_parameters_are_the_models(build):
-    """`_iter_named_params`, which our engines take from TRL for policies without adapters."""
-    trainer = build(model=tiny_model(tied=False))
-    engine = object.__new__(VLLMGeneration)
-    engine.model, engine.accelerator = trainer.model, trainer.accelerator
-    engine._dist = vllm_generation.DistributedBackend(trainer.accelerator)
-    assert engine._dist.fsdp_version not in (1, 2)
-    streamed = dict(engine._iter_named_params())
-    assert streamed.keys() == dict(trainer.model.named_parameters()).keys()
-    assert all(torch.equal(streamed[name], param) for name, param in trainer.model.named_parameters())
 
 
 def test_a_config_for_several_processes(tmp_path):

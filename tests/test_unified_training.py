@@ -9,7 +9,7 @@ import torch
 from tiny import save_tiny, tiny_model
 from training import assert_same_run, config, lora, make, metrics, parameters
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantRLOOConfig
 from trl_quant.formats import quantize
 from trl_quant.layers import UnifiedLinear
 from trl_quant.precisions import PRECISIONS, in_vllm, train_precisions, unified_flows
@@ -229,9 +229,7 @@ def test_an_environment_in_which_vllm_changes_the_weights(monkeypatch):
         multiply_as_given("fp8_block")
 
 
-@pytest.mark.parametrize(
-    ("precision", "sharding"), [("fp8", "FSDP1"), ("nvfp4", "FSDP1"), ("nvfp4", "FSDP2"), ("fp8", "ZeRO-3")]
-)
+@pytest.mark.parametrize(("precision", "sharding"), [("nvfp4", "FSDP2"), ("nvfp4", "ZeRO-3"), ("fp8", "ZeRO-3")])
 def test_sharded_weights_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch, precision, sharding):
     args = config(QuantGRPOConfig, tmp_path, train_precision=precision)
     source = save_tiny(tmp_path / "model")
@@ -240,9 +238,26 @@ def test_sharded_weights_are_refused_before_a_model_is_loaded(tmp_path, monkeypa
         args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
     else:  # as accelerate's launcher says it
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-        monkeypatch.setenv("FSDP_VERSION", sharding[-1])
+        monkeypatch.setenv("FSDP_VERSION", "2")
     with pytest.raises(ValueError, match=f"`train_precision`='{precision}' with {sharding}, which shards weights"):
         make(QuantGRPOTrainer, args, model=source, peft_config=lora())
+
+
+@pytest.mark.parametrize(
+    "precisions", [{"rollout_precision": "int8"}, {"train_precision": "fp8"}, {"train_precision": "nvfp4"}]
+)
+@pytest.mark.parametrize("config_class", [QuantGRPOConfig, QuantRLOOConfig, QuantPPOConfig])
+def test_fsdp1_is_refused_by_its_name(tmp_path, monkeypatch, precisions, config_class):
+    """However it is asked for, when the config is built. FSDP2 is not, nor is a run of TRL's own."""
+    refused = pytest.raises(ValueError, match=r"with FSDP1.*Use FSDP2 \(`fsdp_version: 2` in accelerate's config")
+    with refused:
+        config(config_class, tmp_path, fsdp=True, fsdp_config={"version": 1}, **precisions)
+    config(config_class, tmp_path, fsdp=True, fsdp_config={"version": 2}, **precisions)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with refused:
+        config(config_class, tmp_path, **precisions)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert config(config_class, tmp_path, **precisions).fsdp_version == 2
 
 
 def test_fsdp_as_given_or_launched(tmp_path, monkeypatch):

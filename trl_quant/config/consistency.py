@@ -300,7 +300,12 @@ def _check_no_rollout(args):
 
 
 def _check_rollout(args):
-    """Refuses a `rollout_precision` that the chosen sampler does not have, or that is not the one that is trained."""
+    """Refuses a `rollout_precision` that the chosen sampler, or the sharding, does not have."""
+    if args.fsdp_version == 1:
+        raise ValueError(
+            f"`rollout_precision`={args.rollout_precision!r} with FSDP1, which joins the weights of many layers into "
+            "one. Use FSDP2 (`fsdp_version: 2` in accelerate's config file, `version: 2` in `fsdp_config`)."
+        )
     if args.use_transformers_continuous_batching:
         raise ValueError(
             f"`rollout_precision`={args.rollout_precision!r} cannot be combined with "

@@ -72,8 +72,8 @@ def check_trained(args, model, peft_config, quantization_config) -> None:
             f"out, or freeze the base in {listed(frozen_bases())}."
         )
     is_zero3 = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
-    if is_zero3 or args.fsdp_version == 1 or (frozen and args.fsdp_version is not None):
-        sharding = "ZeRO-3" if is_zero3 else f"FSDP{args.fsdp_version}"
+    if is_zero3 or (frozen and args.fsdp_version is not None):
+        sharding = "ZeRO-3" if is_zero3 else "FSDP2"
         if frozen:
             share = FORMATS[PRECISIONS[precision].format].bits / 16
             advice = f"held whole. Use DDP or ZeRO-2: each GPU holds the base in {share:.0%} of its size in 16 bits."

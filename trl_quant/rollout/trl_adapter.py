@@ -42,7 +42,7 @@ from .tokenizer import check_tokenizer, id_list
 
 class TRLGeneration(VLLMGeneration):
     """
-    TRL's part of an engine: TRL's settings, its stream of the weights under FSDP1, and its use of vLLM.
+    TRL's part of an engine: TRL's settings, and its use of vLLM.
 
     The constructor does not start vLLM. An engine calls [`start_vllm`] after its own constructor has set everything up.
 
@@ -74,9 +74,7 @@ class TRLGeneration(VLLMGeneration):
         ]
 
     def _iter_named_params(self):
-        """Streams the policy's weights through [`PolicyWeights`], or under FSDP1 through TRL's own code."""
-        if self.policy_weights.sharding.fsdp_version == 1:
-            return super()._iter_named_params()
+        """Streams the policy's weights through [`PolicyWeights`]."""
         return iter(self.policy_weights)
 
 

@@ -171,8 +171,6 @@ class VLLMBase(RolloutEngine):
     def _model_traits(self) -> set:
         """Returns the traits of the policy that vLLM's model is built for: parameter names and vocabulary size."""
         vocabulary = f"a vocabulary of {self.weights.base_model.config.get_text_config().vocab_size}"
-        if self.weights.sharding.fsdp_version == 1:  # FSDP1 flattens parameters into one
-            return {vocabulary}
         return {vocabulary, *dict(self.weights.outside_base())}
 
     def _require_same_model(self) -> None:
