@@ -13,7 +13,8 @@ import warm
 import yaml
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from training import config, lora, make
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -147,6 +148,7 @@ class Measuring:
 
     def __call__(self, run, precision):
         self.trials[precision] = run
+        self.placed = TrainingArguments.place_model_on_device.fget(None)  # what transformers is told now
         return self.speeds.get(precision, ALIKE)
 
 
@@ -283,6 +285,31 @@ def test_each_precision_has_its_own_settings(tmp_path, monkeypatch):
     assert measuring.trials["int8"].settings["lora_sync"] == "adapter"
     assert "`lora_sync`='adapter' leaves vLLM's base in 'bf16'" in found.measured["bf16"]
     assert found.uncounted == ["reading prompts", "dequantizing the policy's base"]
+    options = {"train_precision": "int8", "lora_sync": "adapter", "use_peft": True, "lora_target_modules": "all-linear"}
+    path = run_file(tmp_path, rollout_precision="auto", dtype="bfloat16", **options)
+    measuring.trials.clear()
+    command(["choose", str(model), "--write", str(path)])
+    assert [*measuring.trials] == ["int8"] and yaml.safe_load(path.read_text())["rollout_precision"] == "int8"
+
+
+SHARDED = {"fsdp": True, "fsdp_config": {"version": 2}}, {"deepspeed": {"zero_optimization": {"stage": 3}}}
+
+
+@pytest.mark.parametrize("sharding", SHARDED, ids=["FSDP2", "ZeRO-3"])
+def test_a_sharded_run_is_measured_in_one_process(tmp_path, monkeypatch, sharding):
+    """The policy stays where the run has it when it starts: not on the GPU. The run's settings stay too."""
+    if "deepspeed" in sharding:
+        pytest.importorskip("deepspeed")
+    measuring = Measuring(monkeypatch)
+    model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
+    found = choose_precision(QuantGRPOTrainer, model, settings(tmp_path))
+    assert measuring.placed is None and found.uncounted == ["reading prompts"]  # where the run computes
+    args = settings(tmp_path, **sharding)
+    found = choose_precision(QuantGRPOTrainer, model, args)
+    assert measuring.placed is False and found.uncounted == ["reading prompts", "gathering the sharded policy"]
+    assert [*measuring.trials] == HERE and measuring.trials["bf16"].dtype == torch.float32
+    assert is_deepspeed_zero3_enabled() == ("deepspeed" in sharding) and args.fsdp == sharding.get("fsdp")
+    unset_hf_deepspeed_config()
 
 
 def test_some_precisions_are_measured(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import trl.generation.vllm_generation as vllm_generation
 import trl.trainer.grpo_trainer as grpo_trainer
 from packaging.requirements import Requirement
 from packaging.version import Version
-from tiny import tiny_model
+from tiny import tiny_model, tiny_tokenizer
 from training import config, dataset, make
 from trl import DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.generation.vllm_client import VLLMClient
@@ -25,7 +25,7 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
 from trl_quant import QuantDistillationTrainer, QuantGRPOTrainer, QuantRLOOTrainer
 from trl_quant.config.values import CLIPPED_LOSSES
-from trl_quant.trl_seams import configured_for
+from trl_quant.trl_seams import configured_for, unsharded
 
 
 LOW, HIGH = 0.2, 0.28
@@ -335,3 +335,18 @@ def test_a_config_for_several_processes(tmp_path):
         assert of_four.world_size == 4
     of_one = config(GRPOConfig, tmp_path, **given)
     assert (of_four.steps_per_generation, of_one.steps_per_generation) == (2, 8) and of_four.world_size == 1
+
+
+def test_a_trainer_of_a_sharded_run_in_one_process(tmp_path):
+    """Without this context transformers refuses it; with it the policy stays on the host."""
+    given = config(GRPOConfig, tmp_path, fsdp=True, fsdp_config={"version": 2})
+    plugin = given.fsdp_plugin_args
+    with pytest.raises(ValueError, match="fsdp only works in distributed"):
+        GRPOTrainer(tiny_model(), len, given, train_dataset=dataset(), processing_class=tiny_tokenizer())
+    with unsharded(given):
+        trainer = GRPOTrainer(tiny_model(), len, given, train_dataset=dataset(), processing_class=tiny_tokenizer())
+        assert trainer.place_model_on_device is False
+    assert given.fsdp is True and given.fsdp_plugin_args is plugin and given.place_model_on_device is None
+    plain = config(GRPOConfig, tmp_path)
+    with unsharded(plain):
+        assert plain.place_model_on_device is None  # a run that shards nothing has its policy on its device

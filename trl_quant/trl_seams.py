@@ -12,6 +12,8 @@ A context restores the original when it ends:
 | fields of the trainer's arguments | the same | TRL corrects for its sampler only with `use_vllm` |
 | `num_generations` of a config | the checks of TRL's `GRPOConfig` | PPO needs a single completion of a prompt |
 | `TrainingArguments.world_size` | the construction of a config | `trl-quant choose` is one process for several |
+| `TrainingArguments.place_model_on_device` | `trl-quant choose` builds a trainer | it may be too large for a GPU |
+| the arguments' `fsdp` and `deepspeed` | the same | transformers shards nothing in one process |
 | `vllm_generation.LLM` | the construction of an engine | TRL passes no further arguments to vLLM |
 | `vllm_generation.VLLMClient` | the same | our client checks the server and its answers |
 | `shuffle_sequence_dict` in the module of TRL's trainer | a generation | packed rows are arranged after it |
@@ -37,6 +39,7 @@ import trl.generation.vllm_generation as vllm_generation
 import trl.trainer.utils as trl_utils
 from torch import Tensor
 from transformers import TrainingArguments
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_divergence import VOCAB_CHUNK_SIZE
 
@@ -248,6 +251,26 @@ def one_generation_allowed(args: Any) -> AbstractContextManager:
 def configured_for(processes: int) -> AbstractContextManager:
     """Context in which configs are built as they are in a run of so many processes."""
     return exchanged(TrainingArguments, world_size=property(lambda args: processes))
+
+
+@contextmanager
+def unsharded(args: Any) -> Iterator[None]:
+    """
+    Context in which one process builds the trainer of a run that FSDP or DeepSpeed shards. The policy stays in the
+    host's memory, as it does there until a training begins.
+    """
+    given = {name: getattr(args, name) for name in ("fsdp", "fsdp_plugin_args", "deepspeed", "deepspeed_plugin")}
+    if not any(given.values()):
+        yield
+        return
+    unset_hf_deepspeed_config()  # with it transformers would load the model in shards
+    on_host = exchanged(TrainingArguments, place_model_on_device=property(lambda args: False))
+    try:
+        with on_host, exchanged(args, **dict.fromkeys(given)):
+            yield
+    finally:
+        if args.deepspeed:
+            set_hf_deepspeed_config(args.hf_deepspeed_config)
 
 
 class _Enough(int):

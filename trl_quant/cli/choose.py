@@ -52,10 +52,11 @@ def main(argv: list[str] | None = None) -> None:
         check_setting(args.write, "rollout_precision")
     if not torch.accelerator.is_available() and given(options, "use_cpu") is None:
         options = ["--use_cpu", "true", *options]  # without it transformers refuses BF16 where there is no GPU
-    stand_in = next(iter(in_vllm()))  # the config is checked with a precision, and `choose_precision` exchanges it
+    # A config is checked with a precision, which `choose_precision` exchanges
+    stand_in = given(options, "train_precision") or next(iter(in_vllm()))
     with configured_for(args.processes):
         defaults = {} if config is not None else {"use_vllm": True}
-        script_args, training_args, model_args = parse_args([*options, "--rollout_precision", stand_in], defaults)
+        script_args, training_args, model_args = parse_args([*options, "--rollout_precision", str(stand_in)], defaults)
     choice = choose_precision(TRAINERS[script_args.trainer], **model_arguments(training_args, model_args))
     choice.print()
     if args.write is not None:

@@ -24,6 +24,7 @@ from ..rollout.vllm.support import runnable_precisions
 from ..rollout.vllm.trial import Trial
 from ..storage.named import check_named
 from ..storage.quantization import prepared_precisions
+from ..trl_seams import unsharded
 from .quantized import QuantRollouts
 
 
@@ -81,7 +82,8 @@ def choose_precision(
         first = next(config for config in configs.values() if isinstance(config, QuantFields))
         given = _stand_ins(args) | given
         try:
-            _measuring(trainer_class, configs)(model=model, args=first, peft_config=peft_config, **given)
+            with unsharded(first):
+                _measuring(trainer_class, configs, args)(model=model, args=first, peft_config=peft_config, **given)
         except _Measured as ended:
             return ended.choice
     raise RuntimeError(f"{trainer_class.__name__} builds no engine with these settings.")
@@ -176,8 +178,13 @@ def _no_reward(completions, **others) -> list[float]:
     return [0.0] * len(completions)
 
 
-def _measuring(trainer_class: type[QuantRollouts], configs: dict[str, QuantFields | str]) -> type[QuantRollouts]:
-    """Returns a trainer that measures its engines instead of building one, and then ends with [`_Measured`]."""
+def _measuring(
+    trainer_class: type[QuantRollouts], configs: dict[str, QuantFields | str], args: QuantFields
+) -> type[QuantRollouts]:
+    """
+    Returns a trainer that measures its engines instead of building one, and then ends with [`_Measured`]. `configs` are
+    the run's settings `args` with each precision, as [`_configs`] returns them.
+    """
 
     class Measuring(trainer_class):
         def build_engine(self, spec, model, accelerator, processing_class, **settings):
@@ -189,7 +196,7 @@ def _measuring(trainer_class: type[QuantRollouts], configs: dict[str, QuantField
                     options = EngineSpec.from_config(config).options()
                     del options["precision"]
                     trials[name] = Trial.of(model, accelerator, settings | options)
-            raise _Measured(choose(trials, uncounted(model, self.args)))
+            raise _Measured(choose(trials, uncounted(model, args)))
 
     return Measuring
 
