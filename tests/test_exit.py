@@ -159,10 +159,16 @@ def test_a_run_whose_judge_hangs(tmp_path):
     }
     commands["command"] += ["--reward_funcs", "judges.judge_later"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", tmp_path)))}
-    for name, command in commands.items():
-        done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
-        printed = done.stdout + done.stderr
-        assert done.returncode == 1, printed
+    # All at once, since they mostly wait
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, *command], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for name, command in commands.items()
+    }
+    for name, process in running.items():
+        printed = process.communicate()[0].decode()
+        assert process.returncode == 1, printed
         judge = "judge_later" if name == "command" else "judge"
         assert f"The reward function '{judge}', at step 1, did not return within" in printed, printed
         assert f"The last whole checkpoint is {name}/checkpoint-1" in printed and LEFT in printed, printed

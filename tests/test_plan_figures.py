@@ -294,13 +294,13 @@ class Live(TorchDispatchMode):
 def test_memory_of_denoising(tmp_path, monkeypatch, rows, wide, vocabulary):
     """Against the tensors that live while a small model samples, whether its MLP or its logits take most."""
     sizes = {"hidden_size": 256, "intermediate_size": wide, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config, prompt, length, block = denoiser(vocab_size=vocabulary, **sizes), 32, 64, 16
+    config, prompt, length, block = denoiser(vocab_size=vocabulary, **sizes), 16, 32, 8
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     prompts = torch.randint(5, vocabulary, (rows, prompt))
     live = Live()
     live.sizes |= {parameter.untyped_storage().data_ptr(): 0 for parameter in model.parameters()}
     with live:
-        denoise(model, prompts, torch.ones_like(prompts), Schedule(length, block, 8, 1.0), 4, [3])
+        denoise(model, prompts, torch.ones_like(prompts), Schedule(length, block, 4, 1.0), 4, [3])
     settings = {"rollout_precision": "bf16", "max_completion_length": length, "block_length": block}
     found = while_denoising(tmp_path, config, prompt, rows, num_generations=rows, **settings)
     assert found.sampling["denoising"] == pytest.approx(live.peak, rel=0.02)

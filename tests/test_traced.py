@@ -281,9 +281,14 @@ def test_inductor_keeps_the_bits_if_it_keeps_the_roundings():
             torch.compiler.reset()
 
 
-@pytest.mark.parametrize("of", ["model", "each layer"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("precision", "kind"), [*((name, kind) for name in FLOWS for kind in ("lora", "full")), ("nvfp4", "full")]
+    ("precision", "kind", "of"),
+    [
+        *((name, kind, "each layer") for name in FLOWS for kind in ("lora", "full")),
+        ("nvfp4", "full", "each layer"),
+        *(("fp8", "lora", "model"), ("fp8_block", "full", "model"), ("nvfp4", "full", "model")),
+    ],
 )
 def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of):
     used, products = ("product", 4) if precision in FLOWS else ("frozen_product", 7)  # of a decoder layer
