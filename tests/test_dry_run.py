@@ -13,6 +13,7 @@ import transformers
 from datasets import Dataset, IterableDataset
 from huggingface_hub import HfApi
 from huggingface_hub.utils import httpx
+from packaging.version import Version
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from training import config, lora, make, spread
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -157,6 +158,7 @@ def test_no_one_is_asked_of_what_is_here(model_dir, hub, tmp_path, monkeypatch):
 # What could not be saved
 
 
+SAVES_ALL = Version(transformers.__version__) >= Version("5.24")
 SAVED = {  # generation config -> whether transformers saves it: asked below, so that a version that changes is found
     "temperature": {"temperature": 0.7},
     "top_p": {"top_p": 0.9},
@@ -196,9 +198,11 @@ def test_what_cannot_be_saved_is_refused(file, tmp_path):
         else:
             check(directory, small(), processing_class=tiny_tokenizer())
             found.append(name)
-    assert {"sampling", "greedy", "nothing"} <= {*found} and len(found) < len(SAVED) - 2
+    assert {"sampling", "greedy", "nothing"} <= {*found}
+    assert len(found) == len(SAVED) if SAVES_ALL else len(found) < len(SAVED) - 2
 
 
+@pytest.mark.skipif(SAVES_ALL, reason="transformers saves it")
 def test_the_run_and_its_dry_run_refuse_it(tmp_path, monkeypatch):
     """Before weights are read."""
     directory = with_generation(tmp_path / "model", "generation_config.json", temperature=0.7)
