@@ -44,14 +44,15 @@ def _with_setting(path: str | Path, name: str, value: str) -> str:
         line_end = "\r\n" if "\r\n" in text else "\n"
         gap = line_end if text and not text.endswith("\n") else ""
         changed = f"{text}{gap}{name}: {value}{line_end}"
-    if _loaded(changed) != (before or {}) | {name: value}:
+    if _loaded(path, changed) != (before or {}) | {name: value}:
         raise ValueError(f"{path} is written in a way that takes no further line. Add `{name}: {value}` by hand.")
     return changed
 
 
-def _loaded(text: str):
-    """Returns what a YAML file of this text holds; `None` if it is not YAML."""
+def _loaded(path: str | Path, text: str):
+    """Returns what a YAML file of this text would hold; `None` if it is not YAML."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        with reading(path):
+            return yaml.safe_load(text)
+    except ValueError:
         return None
