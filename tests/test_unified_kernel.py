@@ -100,7 +100,8 @@ def test_gradients(kind, device):
     ("kind", "least"), [*((kind, FP8Block.least_amax) for kind in KINDS), ("small", products.LEAST_GRADIENT)]
 )
 def test_groups(kind, least, device):
-    rules, shapes = ((False, True), SHAPES) if kind == "random" else ((False,), SHAPES[:-1])  # the interpreter is slow
+    # The interpreter is slow, so the widest rows are of the random kind alone there
+    rules, shapes = ((False, True), SHAPES) if kind == "random" else ((False,), SHAPES[: -1 if INTERPRETED else None])
     for dtype, shape, inverts in product(DTYPES, shapes, rules):
         x = inputs(kind, dtype, shape).to(device)
         rows, columns = products.quantize_groups_for_both(x, least, inverts)

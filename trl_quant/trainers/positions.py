@@ -65,7 +65,7 @@ def check_same_choice(trainer, checkpoint: str, before: int | None) -> None:
         return
     change = (
         f"The run of {checkpoint} chose positions for rows of up to {before} tokens, and this run for up to {now}, "
-        f"which are others: the policy has {found}."
+        f"which changes the positions of every row: the policy has {found}."
     )
     if not trainer.args.resume_with_changes:
         raise ValueError(f"{change} Resume with rows as long as before, or set `resume_with_changes=True`.")
