@@ -276,7 +276,7 @@ def test_a_file_to_write_is_what_is_measured(tmp_path, monkeypatch, capsys):
 
 
 def test_each_precision_has_its_own_settings(tmp_path, monkeypatch):
-    """An engine is measured as the run would build it: it takes an adapter only if it has the frozen base's precision."""
+    """An engine is measured as the run would build it. It takes an adapter only in the precision of the frozen base."""
     measuring = Measuring(monkeypatch)
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
     args = settings(tmp_path, train_precision="int8", rollout_precision="int8", lora_sync="adapter")
