@@ -149,6 +149,8 @@ NAMES = {
     f"{LINEAR}:ReplicatedLinear": "input_size output_partition_sizes weight_loader",
     "vllm.lora.request": "LoRARequest",  # of vLLM's own adapters, which ours are compared with
     # A server's workers
+    "vllm.distributed.device_communicators.pynccl": "PyNcclCommunicator",
+    "vllm.distributed.utils": "StatelessProcessGroup",
     f"{TRANSFER}.factory": "WeightTransferEngineFactory",
     f"{TRANSFER}.nccl_engine:NCCLWeightTransferEngine": "model model_config",
     f"{TRANSFER}.nccl_engine:NCCLWeightTransferUpdateInfo": "dtype_names names shapes",

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +121,7 @@ def servers(model, int8_model):
 def files_in_place_of_nccl(monkeypatch):
     def join(self, device):
         self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": NO_GROUP})
+        self.communicator = SimpleNamespace(disabled=False)
 
     monkeypatch.setattr(vllm_server, "BACKEND", "files")
     monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", join)

@@ -26,6 +26,7 @@ from trl.generation.vllm_client import VLLMClient
 from ..address import without_password
 from ..answers import fault_of_end, fault_of_samples
 from ..limits import called_within, finished_within
+from .support import require_nccl
 
 
 PARTS = ("completion_ids", "logprobs", "logprob_token_ids")
@@ -140,6 +141,7 @@ class Client(VLLMClient):
         self.check(self)
         self._require_free_port()
         self._transfer("join the workers for the transfer of weights", super().init_communicator, device)
+        require_nccl(self.communicator, "in the trainer's process")
 
     def _require_free_port(self) -> None:
         """

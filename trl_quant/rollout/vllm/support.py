@@ -80,6 +80,28 @@ SET_BY_TRL = {
 }
 
 
+def require_nccl(communicator, process: str) -> None:
+    """
+    Checks one end of the transfer of weights to a server.
+
+    vLLM disables a communicator for which it finds no NCCL, or an older one than it needs (0.33: 2.29.7), and says
+    nothing. Both ends then skip every broadcast, and the server fills its model with empty memory.
+
+    Args:
+        communicator ([`~vllm.distributed.device_communicators.pynccl.PyNcclCommunicator`]): What vLLM built there.
+        process (`str`): Where that is, for the message.
+
+    Raises:
+        `RuntimeError`: vLLM has disabled the communicator.
+    """
+    if communicator.disabled:
+        raise RuntimeError(
+            f"vLLM cannot send weights over NCCL: it has disabled its communicator {process}. It does so if "
+            "`VLLM_DISABLE_PYNCCL` is set, or if the NCCL that it finds is older than it needs (vLLM 0.33 needs "
+            "2.29.7). Install the `nvidia-nccl` package that this vLLM's torch requires, or set `VLLM_NCCL_SO_PATH`."
+        )
+
+
 def check_version() -> None:
     """Raises `ImportError` if vLLM is missing or its version was not tested."""
     if not is_vllm_available():

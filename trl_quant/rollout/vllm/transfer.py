@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from ..stream import default_dtype
+from .support import require_nccl
 from .worker import (
     keep_onednn_scales,
     kv_caches,
@@ -59,6 +60,10 @@ class ReloadBracket:
 
 class NCCLTransfer(ReloadBracket, NCCLWeightTransferEngine):
     """vLLM's transfer over NCCL with the steps of [`ReloadBracket`]."""
+
+    def init_transfer_engine(self, init_info) -> None:
+        super().init_transfer_engine(init_info)
+        require_nccl(self.model_update_group, "in the server's worker")
 
 
 class WorkerExtension:
