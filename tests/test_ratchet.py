@@ -25,6 +25,8 @@ STORED = Path(__file__).with_name("violators.json")
 TRLS = ("trainers/", "runs/", "config/", "rollout/trl_face.py", "rollout/vllm/server.py", "trl_seams.py", "cli/")
 # Rooms that may take a trainer
 ABOVE = ("trainers/", "runs/", "cli/")
+HOME = "run_spec.py"  # of each default that follows from other fields
+DERIVED = {"lora_sync", "sleep_level", "vllm_sleep_level"}
 VAGUE = {"of", "beside", "part", "unread"}  # a parameter is a noun
 DISGUISES = {"__class__", "__getattr__", "__setattr__"}  # of an object that poses as another
 
@@ -97,6 +99,40 @@ def disguises(path: str, tree: ast.Module) -> Found:
                 yield node
 
 
+def is_literal(node: ast.AST | None) -> bool:
+    """Whether an expression is a value, or one of two values."""
+    if isinstance(node, ast.IfExp):
+        return is_literal(node.body) and is_literal(node.orelse)
+    return isinstance(node, ast.Constant) and node.value is not None
+
+
+def homes_of_a_default(path: str, tree: ast.Module) -> Found:
+    """A default that follows from other fields has one home, `run_spec.py`."""
+    for node in ast.walk(tree) if path != HOME else ():
+        pairs = []
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            pairs = [(target, node.value) for target in getattr(node, "targets", None) or [node.target]]
+        elif isinstance(node, ast.Dict):
+            pairs = list(zip(node.keys, node.values, strict=True))
+        elif isinstance(node, ast.FunctionDef):
+            named = [*node.args.posonlyargs, *node.args.args]
+            pairs = list(zip(reversed(named), reversed(node.args.defaults), strict=False))
+            pairs += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+        for name, value in pairs:
+            called_so = {getattr(name, field, None) for field in ("attr", "id", "arg", "value")}
+            if is_literal(value) and any(isinstance(text, str) and text in DERIVED for text in called_so):
+                yield node
+
+
+def exchanges_of_ours(path: str, tree: ast.Module) -> Found:
+    """`exchanged` acts on what belongs to a host library, never on an object of ours."""
+    for node in ast.walk(tree):
+        owner = node.args[0] if called(node) == "exchanged" and node.args else None
+        is_own = isinstance(owner, ast.Attribute) and getattr(owner.value, "id", None) == "self"
+        if getattr(owner, "id", None) == "self" or (is_own and owner.attr not in ("args", "trainer")):
+            yield node
+
+
 def vague_parameters(path: str, tree: ast.Module) -> Found:
     """No parameter is a preposition, or has three meanings."""
     for node in ast.walk(tree):
@@ -120,7 +156,7 @@ RULES: dict[str, Callable[[str, ast.Module], Found]] = {
     rule.__name__: rule
     for rule in (
         *(imports_of_trl, trainers_taken, writes_to_args, names_of_the_precision),
-        *(disguises, vague_parameters, riddles),
+        *(disguises, homes_of_a_default, exchanges_of_ours, vague_parameters, riddles),
     )
 }
 
@@ -173,6 +209,22 @@ MADE_UP = {
     "disguises": (
         {"a.py": "def __getattr__(name): ...\nclass A:\n    def __setattr__(self, n, v): ...\n"},
         {"a.py": 1},
+    ),
+    "homes_of_a_default": (
+        {
+            "a.py": "class A:\n    lora_sync: str = 'merge'\n    sleep_level: int = field(default=2)\n"
+            "def f(a, lora_sync='merge', *, sleep_level=1): ...\nd = {'lora_sync': 'merge', 'x': 1}\n"
+            "self.vllm_sleep_level = 1 if a else 2\nlora_sync = None\nlora_sync = spec.lora_sync\n",
+            "run_spec.py": "lora_sync = 'merge'\n",
+        },
+        {"a.py": 5},
+    ),
+    "exchanges_of_ours": (
+        {
+            "a.py": "exchanged(self, x=1)\nexchanged(self.weights, x=1)\nexchanged(self.args, x=1)\n"
+            "exchanged(self.trainer, x=1)\nexchanged(trainer, x=1)\nexchanged(self.trainer.state, x=1)\n"
+        },
+        {"a.py": 2},
     ),
     "vague_parameters": ({"a.py": "def f(of, *, part=1): ...\ndef g(rows): ...\nlambda beside: 1\n"}, {"a.py": 3}),
     "riddles": (
