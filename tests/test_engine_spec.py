@@ -12,7 +12,7 @@ from training import config, lora, make
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, rollout
 from trl_quant.rollout import ENGINES, EngineSpec
-from trl_quant.rollout.spec import default_lora_sync, engine_kind
+from trl_quant.run_spec import default_lora_sync, engine_kind
 
 
 COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
@@ -89,7 +89,7 @@ def test_a_spec_is_decided_once():
 
 
 def test_a_spec_loads_neither_a_trainer_nor_vllm():
-    code = "import json, sys\nfrom trl_quant.rollout.spec import EngineSpec\nprint(json.dumps(list(sys.modules)))"
+    code = "import json, sys\nfrom trl_quant.run_spec import EngineSpec\nprint(json.dumps(list(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
     )

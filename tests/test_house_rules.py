@@ -39,7 +39,7 @@ PURE = {
     "models/...": ({"torch"}, ("models/...",)),
     "precisions.py": ({"torch"}, ("formats/...",)),
     "rollout/engine.py": (set(), ()),
-    "rollout/spec.py": (set(), ("precisions.py",)),
+    "run_spec.py": (set(), ("precisions.py",)),
     "layers/...": ({"torch"}, ("layers/...", "formats/...", "precisions.py")),
     "kernels/...": ({"torch", "triton"}, ("kernels/...", "formats/...")),
 }

@@ -22,7 +22,7 @@ from ..noise import SCHEDULES, sigma
 from ..noise.schedules import LEAST_STAGES
 from ..precisions import PRECISIONS, exact_flows, frozen_bases, qat_precisions, train_precisions, unified_flows
 from ..renamed import CurrentNames
-from ..rollout.spec import default_lora_sync
+from ..run_spec import default_lora_sync
 from .consistency import check_consistent
 from .hyperparameters import setting_fields
 from .values import check_types, check_values, listed

@@ -7,7 +7,7 @@ Sampling: FP8, vLLM in the training process; correction tis, cap 2; lacks for RE
 import torch
 
 from ..precisions import with_products
-from ..rollout.spec import EngineSpec
+from ..run_spec import EngineSpec
 from .fields import QuantFields
 from .hyperparameters import setting_fields
 

@@ -15,7 +15,7 @@ from ..corrections.base import Range, ranges_of
 from ..noise import SCHEDULES
 from ..precisions import PRECISIONS, train_precisions
 from ..renamed import check_names
-from ..rollout.spec import VLLM_MODES
+from ..run_spec import VLLM_MODES
 from ..scaling import check_scale
 from .auto import refuse_auto
 from .hyperparameters import setting_fields

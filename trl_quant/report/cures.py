@@ -13,7 +13,7 @@ from peft import LoraConfig
 from transformers import PreTrainedConfig
 
 from ..config.summary import engine_name
-from ..rollout.spec import default_lora_sync
+from ..run_spec import default_lora_sync
 from .memory import Memory, Shape, estimate
 
 

@@ -21,8 +21,8 @@ from ..policy.unified import checkpoint_dtype, unify
 from ..precisions import bitsandbytes_bases, frozen_bases, in_vllm, qat_precisions, train_precisions
 from ..reading import reading
 from ..rollout.sampling_options import BOTH, acts
-from ..rollout.spec import EngineSpec, default_lora_sync, engine_kind
 from ..rollout.vllm.support import check_device, check_engine_kwargs
+from ..run_spec import EngineSpec, default_lora_sync, engine_kind
 from ..storage.adapter import tell_others
 from ..storage.identity import MODEL_FILES, tell_changed
 from ..storage.manifest import check_read
@@ -44,7 +44,7 @@ RANGES = {
     "min_p": (lambda value: 0 <= value <= 1, ">= 0 and <= 1"),
     "repetition_penalty": (lambda value: value > 0, "> 0"),
 }
-MODES = {"embedded": "embedded", "vllm": "colocate"}  # `--engine` -> what samples, as in `rollout.spec.engine_kind`
+MODES = {"embedded": "embedded", "vllm": "colocate"}  # `--engine` -> what samples, as in `run_spec.engine_kind`
 
 
 @dataclass

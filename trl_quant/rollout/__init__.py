@@ -7,8 +7,8 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ..run_spec import ENGINES, EngineSpec
 from .engine import Engine
-from .spec import ENGINES, EngineSpec
 
 
 # public name -> the module that defines it

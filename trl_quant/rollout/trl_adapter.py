@@ -29,13 +29,13 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..formats import QuantizedTensor
 from ..models.linears import dense_linears
 from ..noise import noised_norms, norm_noise
+from ..run_spec import EngineSpec
 from ..trl_seams import exchanged
 from .answers import fault_of_samples
 from .drift import WeightDrift
 from .engine import Engine, RolloutNoise, Samples
 from .fingerprint import fingerprint
 from .function import first_change, function_of
-from .spec import EngineSpec
 from .stream import PolicyWeights, fault_of
 from .tokenizer import check_tokenizer, id_list
 

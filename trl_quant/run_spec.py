@@ -17,7 +17,7 @@ Trainers, `trl-quant choose`, `trl-quant report --mismatch` and the benchmarks a
 from dataclasses import dataclass
 from typing import Any
 
-from ..precisions import frozen_bases
+from .precisions import frozen_bases
 
 
 # kind -> name of the class in `trl_quant.rollout`
