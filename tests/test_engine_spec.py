@@ -12,7 +12,7 @@ from training import config, lora, make
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, rollout
 from trl_quant.rollout import ENGINES, EngineSpec
-from trl_quant.run_spec import default_lora_sync, engine_kind
+from trl_quant.run_spec import RunSpec, Training, default_lora_sync, engine_kind
 
 
 COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
@@ -81,6 +81,60 @@ def test_only_a_frozen_base_in_the_engines_precision_is_left_where_it_is():
     others = [("server", "nvfp4", "nvfp4"), ("embedded", "nvfp4", "nvfp4"), ("colocate", "int8", "int8")]
     others += [("colocate", "int8", "nvfp4"), ("colocate", None, None)]
     assert {default_lora_sync(*each) for each in others} == {"merge"}
+
+
+# settings, whether the policy has an adapter -> what it computes with
+TRAININGS = [
+    ({}, True, "none"),
+    ({"rollout_precision": "int8"}, False, "none"),
+    ({"train_precision": "nvfp4"}, True, "frozen"),
+    ({"train_precision": "nvfp4"}, False, "qat"),
+    ({"train_precision": "nf4"}, True, "frozen"),
+    ({"train_precision": "int4"}, False, "qat"),
+    ({"train_precision": "fp8"}, True, "unified"),
+    ({"train_precision": "fp8"}, False, "unified"),
+    ({"train_precision": "fp8", "lora_sync": "adapter", **COLOCATE}, True, "frozen"),
+    ({"train_precision": "fp8", "lora_sync": "adapter", **COLOCATE}, False, "unified"),
+]
+
+
+@pytest.mark.parametrize(("settings", "adapted", "kind"), TRAININGS)
+def test_what_the_policy_computes_with(tmp_path, settings, adapted, kind):
+    args = config(QuantGRPOConfig, tmp_path, **settings)
+    args.resolve_for(adapted=adapted)
+    assert args.spec.training == Training(kind, settings.get("train_precision"))
+    assert (args.spec.adapter is not None) == adapted
+
+
+# settings -> what samples, whether its log-probabilities may differ from the policy's, whether rows are packed
+SOURCES = [
+    ({}, None, False, False),
+    (COLOCATE, "colocate", True, False),  # by TRL
+    (SERVER, "server", True, False),
+    ({"pack_sequences": True}, None, False, True),
+    ({"rollout_precision": "bf16"}, "embedded", True, None),
+    ({"rollout_precision": "int8", "pack_sequences": False}, "embedded", True, False),
+    ({"train_precision": "int8"}, "shared", True, None),
+    ({"rollout_precision": "int8", **SERVER}, "server", True, None),
+]
+
+
+@pytest.mark.parametrize(("settings", "source", "has_sampler", "packs"), SOURCES)
+def test_what_samples_and_what_is_packed(tmp_path, settings, source, has_sampler, packs):
+    spec = config(QuantGRPOConfig, tmp_path, **settings).spec
+    assert (spec.source, spec.has_sampler, spec.packs) == (source, has_sampler, packs)
+    assert (spec.sampler is None) == (not settings.keys() & {"rollout_precision", "train_precision"})
+
+
+def test_a_trainer_keeps_the_description_that_it_was_built_with(tmp_path):
+    """TRL's constructor must see `use_vllm`, and the arguments may be assigned to later; the description stays."""
+    args = config(QuantGRPOConfig, tmp_path / "out", rollout_precision="int8")
+    args.resolve_for(adapted=False)
+    expected = args.spec
+    trainer = make(QuantGRPOTrainer, args)
+    assert trainer.spec == expected == RunSpec.from_config(args)
+    trainer.args.pack_sequences = False
+    assert trainer.spec == expected != trainer.args.spec
 
 
 def test_a_spec_is_decided_once():

@@ -273,11 +273,11 @@ def test_a_prepared_checkpoint_is_held_as_it_is(tmp_path, precision):
 def test_when_a_base_is_held_in_codes(tmp_path):
     """Only under an adapter that stays beside it, and not under FSDP, which shards 16-bit weights."""
     colocated = COLOCATED | {"train_precision": "fp8"}
-    assert config(QuantGRPOConfig, tmp_path / "a", **colocated, lora_sync="adapter").holds_frozen_base
-    assert not config(QuantGRPOConfig, tmp_path / "b", **colocated).holds_frozen_base
+    assert config(QuantGRPOConfig, tmp_path / "a", **colocated, lora_sync="adapter").spec.training.kind == "frozen"
+    assert config(QuantGRPOConfig, tmp_path / "b", **colocated).spec.training.kind == "unified"
     sharded = {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2}}
     args = config(QuantGRPOConfig, tmp_path / "c", **colocated, lora_sync="adapter", **sharded)
-    assert not args.holds_frozen_base
+    assert args.spec.training.kind == "unified"
     args = config(QuantGRPOConfig, tmp_path / "d", **colocated, lora_sync="adapter")
     args.resolve_for(adapted=False)
-    assert not args.holds_frozen_base
+    assert args.spec.training.kind == "unified"

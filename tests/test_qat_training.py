@@ -270,11 +270,11 @@ def test_an_adapter_still_freezes_the_base(tmp_path):
 def test_defaults_that_depend_on_the_adapter(tmp_path):
     settings = {"train_precision": "nvfp4", "use_vllm": True, "vllm_mode": "colocate"}
     args = config(QuantGRPOConfig, tmp_path, **settings)
-    assert (args.lora_sync, args.vllm_sleep_level, args.holds_frozen_base) == ("adapter", 1, True)
+    assert (args.lora_sync, args.vllm_sleep_level, args.spec.training.kind) == ("adapter", 1, "frozen")
     args.resolve_for(adapted=False)
-    assert (args.lora_sync, args.vllm_sleep_level, args.holds_frozen_base) == ("merge", 2, False)
+    assert (args.lora_sync, args.vllm_sleep_level, args.spec.training.kind) == ("merge", 2, "qat")
     args.resolve_for(adapted=True)
-    assert (args.lora_sync, args.vllm_sleep_level, args.holds_frozen_base) == ("adapter", 1, True)
+    assert (args.lora_sync, args.vllm_sleep_level, args.spec.training.kind) == ("adapter", 1, "frozen")
     given = config(QuantGRPOConfig, tmp_path, **settings, vllm_sleep_level=1)
     given.resolve_for(adapted=False)
     assert (given.lora_sync, given.vllm_sleep_level) == ("merge", 1)

@@ -1,8 +1,17 @@
-"""Decides which engine a configuration describes, before a model, vLLM or a trainer is loaded.
+"""The one description of a run, made from its configuration before a model, vLLM or a trainer is loaded.
+
+| part | answers | values |
+|---|---|---|
+| `training` | what does the policy compute with? | [`Training`], in one of four kinds |
+| `sampler` | what samples? | an [`EngineSpec`]; `None` if TRL generates |
+| `correction` | what weighs the loss? | a key of [`~corrections.ALL_CORRECTIONS`] |
+| `adapter` | how does a LoRA adapter reach the sampler? | `"merge"`, `"adapter"`; `None` if there is no adapter |
+| `packs` | does the policy compute rows without padding? | yes, no; `None` for "where it can" |
+
+Every default that follows from other fields has its home here. An [`EngineSpec`] says which engine samples:
 
 | source of the samples | `kind` | class |
 |---|---|---|
-| TRL's own generation | no `EngineSpec` | |
 | a quantized copy of the policy in transformers | `"embedded"` | `TransformersEngine` |
 | the policy's own layers, if they already compute in that precision | `"shared"` | `SharedEngine` |
 | vLLM in the trainer's process | `"colocate"` | `VLLMEngine` |
@@ -10,14 +19,14 @@
 | for masked diffusion: a quantized copy of the policy | `"diffusion"` | `DiffusionEngine` |
 | the same with the policy's own layers, as for `"shared"` | `"shared_diffusion"` | `SharedDiffusionEngine` |
 
-Trainers, `trl-quant choose`, `trl-quant report --mismatch` and the benchmarks all build their engine from an
-[`EngineSpec`] with [`~rollout.build_engine`].
+Trainers, `trl-quant choose`, `trl-quant report --mismatch` and the benchmarks all build their engine from one with
+[`~rollout.build_engine`].
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from .precisions import frozen_bases
+from .precisions import frozen_bases, qat_precisions, unified_flows
 
 
 # kind -> name of the class in `trl_quant.rollout`
@@ -30,6 +39,7 @@ ENGINES = {
     "shared_diffusion": "SharedDiffusionEngine",
 }
 VLLM_MODES = ("colocate", "server")  # the kinds that are values of TRL's `vllm_mode`
+DISCARDS = 2  # vLLM's sleep level that gives all memory back
 
 # kind of an embedded engine -> the kind that denoises instead of sampling from left to right
 _DENOISING = {"embedded": "diffusion", "shared": "shared_diffusion"}
@@ -154,6 +164,10 @@ class EngineSpec:
         return {} if self.is_vllm else {"use_vllm": True, "vllm_mode": "embedded"}
 
 
+# Fields that have a default of their own where no other field decides it
+PLAIN = {"lora_sync": EngineSpec.lora_sync, "vllm_sleep_level": DISCARDS}
+
+
 def engine_kind(
     mode: str, precision: str, train_precision: str | None, is_sharded: bool = False, denoises: bool = False
 ) -> str:
@@ -172,10 +186,118 @@ def engine_kind(
     return _DENOISING[kind] if denoises else kind
 
 
-def default_lora_sync(mode: str, precision: str | None, train_precision: str | None) -> str:
+def default_lora_sync(mode: str, precision: str | None, training: str | None) -> str:
     """
-    Returns the default of `lora_sync`: `"adapter"` in colocate mode if trainer and engine hold the same frozen 4-bit
-    base, else `"merge"`.
+    Returns the default of `lora_sync`: `"adapter"` if vLLM in this process samples from the same frozen 4-bit base that
+    is trained, else `"merge"`.
+
+    Args:
+        mode (`str`): `"embedded"`, or one of [`VLLM_MODES`].
+        precision (`str` or `None`): The `rollout_precision`.
+        training (`str` or `None`): The `train_precision` of a policy with an adapter.
     """
-    holds_same_base = train_precision in frozen_bases() and precision == train_precision
-    return "adapter" if mode == "colocate" and holds_same_base else "merge"
+    holds_same_base = training in frozen_bases() and precision == training
+    return "adapter" if mode == "colocate" and holds_same_base else EngineSpec.lora_sync
+
+
+def default_sleep_level(lora_sync: str) -> int:
+    """Returns the default of `vllm_sleep_level`: 1 keeps the base, which no sync of an adapter alone brings back."""
+    return 1 if lora_sync == "adapter" else DISCARDS
+
+
+@dataclass(frozen=True)
+class Training:
+    """
+    What the policy computes with.
+
+    Parameters:
+        kind (`str`, *optional*, defaults to `"none"`):
+            One of four:
+
+            | `kind` | weights | products |
+            |---|---|---|
+            | `"none"` | as loaded | of BF16 or FP32 |
+            | `"frozen"` | an adapter over a base in codes alone | of the precision; of BF16 for 4 bits |
+            | `"unified"` | of 16 or 32 bits, also with an adapter merged in | of the sampler's numbers |
+            | `"qat"` | of 16 or 32 bits, all trained for 4 bits | of the 4-bit weights |
+        precision (`str`, *optional*):
+            The `train_precision`, a key of [`~precisions.PRECISIONS`]; `None` for the kind `"none"`.
+    """
+
+    kind: str = "none"
+    precision: str | None = None
+
+    @classmethod
+    def from_config(cls, config) -> "Training":
+        """
+        Returns what a [`QuantGRPOConfig`] describes. Until the policy is known, it counts as one with an adapter. FSDP2
+        shards only weights of 16 or 32 bits, so a base in codes of 8 bits is not held under it.
+        """
+        precision = config.train_precision
+        kind = "none"
+        if precision in unified_flows():
+            is_held = config.is_adapted and config.lora_sync == "adapter" and config.fsdp_version is None
+            kind = "frozen" if is_held else "unified"
+        elif precision in qat_precisions() and not (config.is_adapted and precision in frozen_bases()):
+            kind = "qat"
+        elif precision in frozen_bases():
+            kind = "frozen"
+        return cls(kind, precision)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """
+    The description of a run.
+
+    Parameters:
+        training ([`Training`]):
+            What the policy computes with.
+        sampler ([`EngineSpec`] or `None`):
+            The engine that samples; `None` if TRL generates.
+        trls_sampler (`str` or `None`):
+            The vLLM that TRL itself samples from, one of [`VLLM_MODES`]; `None` if there is an engine of ours, or the
+            policy itself samples.
+        correction (`str`):
+            Key of [`~corrections.ALL_CORRECTIONS`].
+        adapter (`str` or `None`):
+            How a LoRA adapter reaches the sampler; `None` if the policy has none.
+        packs (`bool` or `None`):
+            Whether rows are computed without padding; `None` where the models allow it.
+    """
+
+    training: Training
+    sampler: EngineSpec | None
+    trls_sampler: str | None
+    correction: str
+    adapter: str | None
+    packs: bool | None
+
+    @classmethod
+    def from_config(cls, config) -> "RunSpec":
+        """Returns the run that a [`QuantGRPOConfig`] describes."""
+        sampler = EngineSpec.from_config(config)
+        packs = config.pack_sequences
+        return cls(
+            training=Training.from_config(config),
+            sampler=sampler,
+            trls_sampler=config.vllm_mode if sampler is None and config.use_vllm else None,
+            correction=config.is_correction,
+            adapter=config.lora_sync if config.is_adapted else None,
+            packs=False if packs is None and sampler is None else packs,
+        )
+
+    @property
+    def source(self) -> str | None:
+        """What samples: a key of [`ENGINES`], also where TRL drives vLLM; `None` if the policy itself samples."""
+        return self.trls_sampler if self.sampler is None else self.sampler.kind
+
+    @property
+    def has_sampler(self) -> bool:
+        """Whether anything but the policy itself samples, so that log-probabilities of the two may differ."""
+        return self.source is not None
+
+    @property
+    def samples_as_trained(self) -> bool:
+        """Whether sampler and policy compute in the same precision."""
+        return self.sampler is not None and self.sampler.precision == self.training.precision

@@ -38,7 +38,7 @@ def check_adapter(args, config: PreTrainedConfig, model, peft_config) -> None:
     further |= not isinstance(peft_config, LoraConfig | None)
     if further and args.train_precision in unified_flows() and args.lora_sync == "merge":
         raise ValueError(f"`train_precision`={args.train_precision!r}: the adapter of `peft_config` is {NOT_PLAIN}")
-    if args.holds_frozen_base:
+    if args.spec.training.kind == "frozen":
         configs = [peft_config] if peft_config is not None else model.peft_config.values()
         copied = [name for adapter in configs for name in getattr(adapter, "modules_to_save", None) or ()]
         if copied:

@@ -19,6 +19,7 @@ from ..rollout.sampling_options import (
 )
 from ..rollout.verify.kv_cache import UNQUANTIZED
 from ..rollout.vllm.support import check_engine_kwargs, check_sampling_parameters
+from ..run_spec import PLAIN
 from .hyperparameters import setting_fields
 from .values import CLIPPED_LOSSES, TRL_RANGES, check_choice, check_range, check_type, listed
 
@@ -64,7 +65,7 @@ def check_consistent(args) -> None:
             "weights with the reference model's unscaled ones. Unset one of the two."
         )
     _check_generation_kwargs(args)
-    if args.use_vllm or args.rollout_precision is not None:
+    if args.spec.has_sampler:
         _warn_of_sampler(args)
 
 
@@ -86,8 +87,7 @@ def check_grpo(args) -> None:
     if not args.correction_class.applied_by_trl:
         _check_trl_correction(args)
         return
-    has_sampler = args.use_vllm or args.rollout_precision is not None
-    corrects = has_sampler and args.vllm_importance_sampling_correction
+    corrects = args.spec.has_sampler and args.vllm_importance_sampling_correction
     if args.loss_type == "vespo" and corrects and not args.vllm_importance_sampling_mode.startswith("token_"):
         raise ValueError(
             f"`vllm_importance_sampling_mode`={args.vllm_importance_sampling_mode!r} with `loss_type`='vespo', for "
@@ -317,7 +317,7 @@ def _check_rollout(args):
             f"`rollout_precision`={args.rollout_precision!r} is not available with `use_vllm=True`. Allowed there: "
             f"{listed(in_vllm())}. With `use_vllm=False` it runs in the embedded engine."
         )
-    behind_server = args.samples_as_trained and args.use_vllm and args.vllm_mode == "server"
+    behind_server = args.spec.samples_as_trained and args.spec.source == "server"
     settings = in_vllm()[args.rollout_precision].as_given if behind_server else {}
     if settings:
         needed = " ".join(f"{name}={value}" for name, value in settings.items())
@@ -346,7 +346,7 @@ def _check_vllm(args):
     if args.vllm_mode == "server":
         instead = "`vllm_mode='colocate'`: a server takes its arguments when it is started, and merged weights"
         _refuse_set(args, COLOCATED_FIELDS, instead)
-    if args.lora_sync == "adapter" and args.train_precision is not None and not args.samples_as_trained:
+    if args.lora_sync == "adapter" and args.train_precision is not None and not args.spec.samples_as_trained:
         raise ValueError(
             f"`lora_sync`='adapter' leaves vLLM's base in {args.rollout_precision!r} (`rollout_precision`), and the "
             f"adapter is trained on a base in {args.train_precision!r} (`train_precision`). Use one precision for "
@@ -366,7 +366,7 @@ def _check_exact(args):
     """
     needed = {
         f"`train_precision` {listed(exact_flows())}": args.train_precision in exact_flows(),
-        "sampling in the `train_precision` (`rollout_precision` unset)": args.samples_as_trained,
+        "sampling in the `train_precision` (`rollout_precision` unset)": args.spec.samples_as_trained,
         "`use_vllm=True`": args.use_vllm,
         "`vllm_mode='colocate'`": args.vllm_mode == "colocate",
         "`vllm_tensor_parallel_size=1`, since ranks add up in another order": args.vllm_tensor_parallel_size == 1,
@@ -406,7 +406,7 @@ def _check_exact(args):
 
 def _refuse_set(args, names, reason: str):
     """Raises `ValueError` for fields that were set but cannot act. Never names a field that the user left open."""
-    default = {f.name: f.default for f in fields(args)} | {"lora_sync": "merge", "vllm_sleep_level": 2}
+    default = {f.name: f.default for f in fields(args)} | PLAIN
     is_set = [name for name in names if name not in args.left_open and getattr(args, name) not in (default[name], {})]
     given = [f"`{name}`={getattr(args, name)!r}" for name in is_set]
     if given:
@@ -455,7 +455,7 @@ def _check_vespo(args):
 
 def _check_trl_correction(args):
     """Refuses our corrections if TRL does not compare sampler and trainer; warns of TRL's fields without effect."""
-    has_sampler = args.use_vllm or args.rollout_precision is not None
+    has_sampler = args.spec.has_sampler
     if has_sampler and not args.vllm_importance_sampling_correction:
         why = (
             f"`is_correction`={args.is_correction!r} compares the sampler with the trainer, which "

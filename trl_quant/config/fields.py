@@ -22,7 +22,7 @@ from ..noise import SCHEDULES, sigma
 from ..noise.schedules import LEAST_STAGES
 from ..precisions import PRECISIONS, exact_flows, frozen_bases, qat_precisions, train_precisions, unified_flows
 from ..renamed import CurrentNames
-from ..run_spec import default_lora_sync
+from ..run_spec import PLAIN, RunSpec, default_lora_sync, default_sleep_level
 from .consistency import check_consistent
 from .hyperparameters import setting_fields
 from .values import check_types, check_values, listed
@@ -347,10 +347,10 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
             self.rollout_precision = self.train_precision
         if self.lora_sync is None:
             mode = self.vllm_mode if self.use_vllm else "embedded"
-            frozen = self.train_precision if self.holds_frozen_base else None
-            self.lora_sync = default_lora_sync(mode, self.rollout_precision, frozen)
+            training = self.train_precision if self.is_adapted else None
+            self.lora_sync = default_lora_sync(mode, self.rollout_precision, training)
         if self.vllm_sleep_level is None:
-            self.vllm_sleep_level = 1 if self.lora_sync == "adapter" else 2
+            self.vllm_sleep_level = default_sleep_level(self.lora_sync)
         if self.is_correction is None:
             self.is_correction = self._default_correction()
         if self.use_liger_kernel and self.train_precision in unified_flows():  # ours quantize in the same pass
@@ -412,21 +412,9 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
         return [f.name for section in (QuantFields, *cls.further_sections.values()) for f in fields(section)]
 
     @property
-    def samples_as_trained(self) -> bool:
-        """Whether sampler and trainer compute in the same precision."""
-        return self.train_precision is not None and self.rollout_precision == self.train_precision
-
-    @property
-    def holds_frozen_base(self) -> bool:
-        """Whether the policy's base is held only in codes, under an adapter. FSDP2 shards only 16-bit weights."""
-        if self.train_precision in unified_flows():
-            return self.is_adapted and self.lora_sync == "adapter" and self.fsdp_version is None
-        return self.train_precision in frozen_bases() and not self.trains_for_four_bits
-
-    @property
-    def trains_for_four_bits(self) -> bool:
-        """Whether all weights of a policy without an adapter are trained in 4 bits."""
-        return self.train_precision in qat_precisions() and not self.is_adapted
+    def spec(self) -> RunSpec:
+        """The run that the fields describe, as they are now. A trainer keeps the one that it was built with."""
+        return RunSpec.from_config(self)
 
     @property
     def fsdp_version(self) -> int | None:
@@ -476,7 +464,7 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
     @classmethod
     def plain_settings(cls) -> dict:
         """Returns the [`~QuantFields.training_settings`] that describe a run of TRL's own trainer."""
-        defaults = {f.name: f.default for f in fields(cls)} | {"is_correction": "trl", "lora_sync": "merge"}
+        defaults = {f.name: f.default for f in fields(cls)} | PLAIN | {"is_correction": "trl"}
         return {name: defaults[name] for name in sorted({*cls.own_fields()} - {*OPERATIONAL})}
 
     def inherited_settings(self) -> dict:

@@ -23,7 +23,8 @@ def check_machine(args) -> None:
         raise ImportError(f"`report_to`={args.report_to!r}: {named} cannot be imported. Install it, or leave it out.")
     if args.use_liger_kernel and not is_liger_kernel_available():
         raise ImportError("`use_liger_kernel`=True needs Liger's kernels. Install them: `pip install liger-kernel`.")
-    if args.use_vllm and args.rollout_precision is not None:
+    sampler = args.spec.sampler
+    if sampler is not None and sampler.is_vllm:
         check_version()
-        if args.vllm_mode == "colocate":
-            check_device(args.rollout_precision, args.vllm_enable_sleep_mode)
+        if sampler.kind == "colocate":
+            check_device(sampler.precision, args.vllm_enable_sleep_mode)

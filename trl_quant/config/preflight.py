@@ -113,7 +113,7 @@ def check_before_loading(
             _check_policy(config, args, others["quantization_config"], here)
             positions.check_positions(config, args)
             check_adapter(args, config, model, peft_config)
-            if args.trains_for_four_bits:
+            if args.spec.training.kind == "qat":
                 check_stored(config, model, args)
         if args.noise_schedule is not None or args.uaq_scale is not None:
             _check_norms(config, model, args, peft_config)
@@ -133,7 +133,7 @@ def check_before_loading(
     if peft_config is None and (isinstance(model, str) or not is_peft_model(model)):  # else only the adapter is saved
         check_savable("the policy", _read_config(model, args), read_generation_config(model, args))
     served = None
-    if here and args.use_vllm and args.rollout_precision is not None and args.vllm_mode == "server":
+    if here and args.spec.sampler is not None and args.spec.source == "server":
         served = _wait_for_server(args, getattr(model, "name_or_path", model))
     if environments is None:
         datasets = datasets_of(train_dataset, eval_dataset)
@@ -180,8 +180,7 @@ def _check_attention(args, model, teacher) -> None:
 def _check_correction_acts(args, rollout_func) -> None:
     """Refuses a correction that TRL's loss would ignore, and warns of one that has nothing to correct."""
     correction = args.correction_class
-    has_sampler = args.use_vllm or args.rollout_precision is not None
-    if correction.applied_by_trl or correction.ignores_sampler or has_sampler:
+    if correction.applied_by_trl or correction.ignores_sampler or args.spec.has_sampler:
         return
     if rollout_func is not None:
         raise ValueError(
@@ -335,7 +334,7 @@ def _check_direction(config, args) -> None:
 def _check_policy(config, args, quantization_config, here: bool) -> None:
     """Refuses policies that no engine can sample from."""
     quantization_config = quantization_config or (args.model_init_kwargs or {}).get("quantization_config")
-    is_trainable = args.holds_frozen_base or getattr(quantization_config, "dequantize", False)
+    is_trainable = args.spec.training.kind == "frozen" or getattr(quantization_config, "dequantize", False)
     if prepared_precisions(config) is not None and not is_trainable:
         raise ValueError(
             f"The policy {config.name_or_path!r} is quantized already (`quantization_config` in config.json). Train "

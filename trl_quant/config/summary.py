@@ -7,7 +7,6 @@ Sampling: FP8, vLLM in the training process; correction tis, cap 2; lacks for RE
 import torch
 
 from ..precisions import with_products
-from ..run_spec import EngineSpec
 from .fields import QuantFields
 from .hyperparameters import setting_fields
 
@@ -85,17 +84,9 @@ def title(precision: str) -> str:
     return f"{format.upper()}-{scales}" if scales else format.upper()
 
 
-def engine_name(args: QuantFields) -> str | None:
-    """Returns the engine that samples, a key of [`PLACES`]; `None` if the policy itself samples."""
-    spec = EngineSpec.from_config(args)
-    if spec is not None:
-        return spec.kind
-    return args.vllm_mode if args.use_vllm else None
-
-
 def _sampling(args) -> str:
     """Describes the sampler: its precision and its place."""
-    engine = engine_name(args)
+    engine = args.spec.source
     if args.rollout_precision is None:
         return f"not quantized, {'the policy itself' if engine is None else PLACES[engine]}, by TRL"
     place = PLACES[engine]
@@ -106,10 +97,9 @@ def _sampling(args) -> str:
 
 def _correction(args) -> str:
     """Describes the correction and its hyperparameters."""
-    has_sampler = args.rollout_precision is not None or args.use_vllm
     corrects = args.has_correction and not args.correction_class.applied_by_trl
     compares_sampler = getattr(args, "vllm_importance_sampling_correction", corrects)  # only GRPO's config has it
-    if not has_sampler or not compares_sampler or args.correction_class.ignores_sampler:
+    if not args.spec.has_sampler or not compares_sampler or args.correction_class.ignores_sampler:
         return "no correction"
     correction = args.correction()  # `None` if TRL corrects for its own sampler
     parts = [f"correction {args.is_correction}"]
@@ -128,15 +118,17 @@ def _adapter(args) -> str:
     """Describes how the sampler holds the adapter."""
     if args.rollout_precision is None:
         return "LoRA merged" if args.use_vllm else "LoRA beside the base"
-    beside = args.lora_sync == "adapter" or (args.holds_frozen_base and args.samples_as_trained)
+    is_held = args.spec.training.kind == "frozen" and args.spec.samples_as_trained
+    beside = args.lora_sync == "adapter" or is_held
     return "LoRA beside the base" if beside else "LoRA merged"
 
 
 def _training(args) -> str:
     """Describes the precision that the policy is trained in."""
-    if args.holds_frozen_base:
+    kind = args.spec.training.kind
+    if kind == "frozen":
         return f"training on a frozen {title(args.train_precision)} base"
-    if args.trains_for_four_bits:
+    if kind == "qat":
         return f"training all weights in {title(args.train_precision)}"
     kernels = ", with the engine's own kernels" if args.exact_rollouts else ""
     return f"training in {title(args.train_precision)}{kernels}"

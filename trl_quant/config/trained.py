@@ -15,7 +15,7 @@ from .values import listed
 def check_untouched(args, model) -> None:
     """Raises `ValueError` for a model that an earlier trainer put into codes, or onto an engine's kernels."""
     packed = {module.precision for module in model.modules() if isinstance(module, FrozenLinear)}
-    if packed and not args.holds_frozen_base:
+    if packed and args.spec.training.kind != "frozen":
         raise ValueError(
             f"`train_precision`={args.train_precision!r}, but the policy's base is held in "
             f"{', '.join(map(repr, sorted(packed)))}, and its 16-bit weights are gone. Train an adapter with that "
@@ -47,7 +47,8 @@ def _is_compiled(module: Module) -> bool:
 
 def check_trained(args, model, peft_config, quantization_config) -> None:
     """Raises `ValueError` for a `train_precision` that the model, its adapter or the sharding contradicts."""
-    precision, frozen = args.train_precision, args.holds_frozen_base
+    kind, precision = args.spec.training.kind, args.train_precision
+    frozen = kind == "frozen"
     if not frozen and (quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {})):
         raise ValueError(
             f"`train_precision`={precision!r} trains 16- or 32-bit weights, which a `quantization_config` replaces. "
@@ -64,13 +65,13 @@ def check_trained(args, model, peft_config, quantization_config) -> None:
             f"{precision!r} has none. Scale and save the model first (`trl_quant.scaling.apply_uaq`), or unset one of "
             "the two."
         )
-    if args.trains_for_four_bits:
+    if kind == "qat":
+        if args.is_adapted:
+            raise ValueError(
+                f"`train_precision`={precision!r} trains all weights, and the policy has an adapter. Leave the adapter "
+                f"out, or freeze the base in {listed(frozen_bases())}."
+            )
         _check_four_bits(args)
-    elif precision in qat_precisions() and not frozen:
-        raise ValueError(
-            f"`train_precision`={precision!r} trains all weights, and the policy has an adapter. Leave the adapter "
-            f"out, or freeze the base in {listed(frozen_bases())}."
-        )
     is_zero3 = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
     if is_zero3 or (frozen and args.fsdp_version is not None):
         sharding = "ZeRO-3" if is_zero3 else "FSDP2"

@@ -229,7 +229,8 @@ def train_as_sampled(trainer) -> None:
     args, reference = trainer.args, getattr(trainer, "ref_model", None)
     if reference is not None and args.fsdp_version == 2:
         hand_out(reference, trainer.accelerator.device)  # accelerate does so for the policy only
-    if args.train_precision in (None, *frozen_bases()) and not args.trains_for_four_bits:
+    kind = trainer.spec.training.kind
+    if kind == "none" or (kind == "frozen" and args.train_precision in frozen_bases()):
         return  # a frozen 4-bit base computes by itself
     merged, rounds_to = args.lora_sync == "merge", None
     if not merged:

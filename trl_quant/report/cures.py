@@ -12,7 +12,6 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedConfig
 
-from ..config.summary import engine_name
 from ..run_spec import default_lora_sync
 from .memory import Memory, Shape, estimate
 
@@ -83,14 +82,14 @@ def checkpointing(run: Planned) -> Iterator[tuple[str, Planned]]:
 
 
 def asleep(run: Planned) -> Iterator[tuple[str, Planned]]:
-    if engine_name(run.args) == "colocate" and not run.on_cpu and not run.args.vllm_enable_sleep_mode:
+    if run.args.spec.source == "colocate" and not run.on_cpu and not run.args.vllm_enable_sleep_mode:
         yield "`vllm_enable_sleep_mode`=True", run.having(vllm_enable_sleep_mode=True)
 
 
 def smaller_share(run: Planned) -> Iterator[tuple[str, Planned]]:
     """vLLM's share must still hold its weights and the keys and values of one completion."""
     args = run.args
-    if engine_name(args) != "colocate" or "kv_cache_memory_bytes" in (args.vllm_engine_kwargs or {}):
+    if args.spec.source != "colocate" or "kv_cache_memory_bytes" in (args.vllm_engine_kwargs or {}):
         return
     one = 2 * run.shape.token * (run.prompt + args.max_completion_length)
     weights = _engine_bytes(run.having(vllm_gpu_memory_utilization=0.0))
@@ -118,14 +117,14 @@ def smaller_micro_batch(run: Planned) -> Iterator[tuple[str, Planned]]:
 
 
 def new_adapter(run: Planned) -> Iterator[tuple[str, Planned]]:
-    if not run.shape.adapter and not run.args.trains_for_four_bits:
+    if not run.shape.adapter and run.args.spec.training.kind != "qat":
         shape = Shape.of(run.config, LoraConfig(r=RANK, target_modules="all-linear"))
         yield f"`use_peft`=True (LoRA of rank {RANK})", replace(run.having(is_adapted=True), shape=shape)
 
 
 def four_bit_base(run: Planned) -> Iterator[tuple[str, Planned]]:
     args = run.args
-    if args.holds_frozen_base or not args.has_rewards:
+    if args.spec.training.kind == "frozen" or not args.has_rewards:
         return
     told, changed = "", run
     for words, adapted in new_adapter(run):
@@ -142,7 +141,7 @@ def four_bit_base(run: Planned) -> Iterator[tuple[str, Planned]]:
 
 
 def more_gpus(run: Planned) -> Iterator[tuple[str, Planned]]:
-    if not run.on_cpu and not run.args.holds_frozen_base and run.args.world_size == 1:
+    if not run.on_cpu and run.args.spec.training.kind != "frozen" and run.args.world_size == 1:
         for gpus in GPUS:
             yield f"{gpus} GPUs with FSDP2 (`--fsdp full_shard`, `fsdp_version` 2)", replace(run, gpus=gpus)
 

@@ -11,7 +11,6 @@ import torch
 
 from ..config import QuantGRPOConfig
 from ..config.fields import QuantFields
-from ..config.summary import engine_name
 from ..precisions import with_products
 from .memory import Shape
 
@@ -81,7 +80,7 @@ def cost(args: QuantFields, shape: Shape, dtype: torch.dtype) -> str:
     Describes a run's cost against TRL's in BF16, by a measured step that is like its own, or says in what the most
     similar one differs. `dtype` is the type in which the policy is loaded.
     """
-    engine = engine_name(args)
+    engine = args.spec.source
     if args.rollout_precision is None and not args.has_critic:  # TRL has no such PPO
         return "as TRL's, which this run is"
     if not isinstance(args, QuantGRPOConfig) or args.has_critic:

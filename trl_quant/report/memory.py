@@ -33,7 +33,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..config import QuantGRPOConfig
-from ..config.summary import engine_name
 from ..formats import FORMATS
 from ..models.linears import linears
 from ..precisions import PRECISIONS, unified_flows, with_products
@@ -211,10 +210,11 @@ def _held(args, shape: Shape, dtype: torch.dtype) -> dict[str, int]:
     size, adapted = dtype.itemsize, shape.adapter > 0
     trained = shape.adapter if adapted else shape.parameters
     policy = size * shape.parameters
-    if args.holds_frozen_base:
+    is_frozen = args.spec.training.kind == "frozen"
+    if is_frozen:
         policy = _in_bits(shape.linear, args.train_precision) + size * shape.other
     held = {"policy": policy}
-    if args.train_precision is not None and not args.holds_frozen_base:
+    if args.train_precision is not None and not is_frozen:
         held["codes"] = _in_bits(shape.linear, args.train_precision)
     if adapted:
         held["adapter"] = FP32_BYTES * shape.adapter  # PEFT holds it in FP32, whatever the policy's type
@@ -237,7 +237,7 @@ def _state(optimizer: str, size: int) -> int:
 
 def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> tuple[int, int]:
     """Returns the engine's bytes beside the policy, and those of a cache that it holds only while it samples."""
-    name = engine_name(args)
+    name = args.spec.source
     if name == "server":
         return 0, 0
     completions = args.generation_batch_size // args.world_size  # of this GPU
@@ -270,7 +270,7 @@ def _denoising(args, shape: Shape, prompt: int) -> int:
 
 def _vllm(args, shape: Shape, card: int) -> int:
     """Returns vLLM's bytes: its share of the card, at least its weights; or its weights and a cache of a given size."""
-    shares = args.holds_frozen_base and args.samples_as_trained and args.lora_sync == "adapter"
+    shares = args.spec.training.kind == "frozen" and args.spec.samples_as_trained and args.lora_sync == "adapter"
     if shares:
         weights = BF16_BYTES * (shape.other - shape.embeddings)
     elif args.rollout_precision is None:
@@ -309,6 +309,6 @@ def _kind(args, adapted: bool) -> str:
     if args.train_precision in unified_flows():
         grouped = FORMATS[PRECISIONS[args.train_precision].format].grouped
         return "unified in groups" if grouped else "unified"
-    if args.holds_frozen_base:
+    if args.spec.training.kind == "frozen":
         return "frozen"
     return "adapter" if adapted else "weights"

@@ -319,7 +319,7 @@ def build_engine(
         kind=engine_kind(mode, options.rollout_precision, train_precision, denoises=trained.denoises),
         precision=options.rollout_precision,
         engine_kwargs=kwargs,
-        lora_sync=lora_sync if trained.adapter else "merge",
+        lora_sync=lora_sync if trained.adapter else EngineSpec.lora_sync,
         cache_implementation=trained.settings.get("cache_implementation"),
         **(schedule or {}),
     )

@@ -42,8 +42,7 @@ def packed_rows(trainer) -> Callable[..., PackedRows] | None:
     Raises:
         `ValueError`: if `pack_sequences=True`, and the trainer cannot compute packed rows.
     """
-    args = trainer.args
-    if args.pack_sequences is False or (args.pack_sequences is None and args.rollout_precision is None):
+    if trainer.spec.packs is False:
         return None
     named = {
         "policy": trainer.model,

@@ -26,6 +26,7 @@ from ..reading import ANOTHER, blaming, reading
 from ..renamed import CurrentNames
 from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
 from ..rollout.engine import Engine
+from ..run_spec import RunSpec
 from ..scaling import apply_uaq, uaq_applied
 from ..storage.manifest import check_read
 from ..storage.quantization import record_gathered_dtype
@@ -64,6 +65,7 @@ class QuantRollouts(CurrentNames):
     Attributes:
         runs (`list[str]`): Names of the runs that this one continues, followed by its own.
         data (`dict`): Where the prompts come from, as [`~trainers.launch.TrainArguments.data_settings`] returns it.
+        spec ([`~run_spec.RunSpec`]): What the run computes with, samples from and corrects by; fixed when it was built.
         correction_step ([`~trainers.correction_step.CorrectionStep`]): The correction of the loss, if there is one.
         drawn_prompts ([`~trainers.checks.DrawnPrompts`] or `None`): The check of the prompts of each generation.
         drawn_rows ([`~trainers.streams.DrawnRows`] or `None`): Checks the rows of each generation.
@@ -75,6 +77,7 @@ class QuantRollouts(CurrentNames):
     _engine: RolloutEngine | None = None  # `None` where TRL itself generates
     _has_told_unused = False
     # What the constructor sets. Without it, each method leaves everything to TRL's
+    spec: RunSpec | None = None
     _flow: set[tuple] | None = None
     _packed_rows: Callable[..., PackedRows] | None = None
     drawn_rows: DrawnRows | None = None
@@ -94,6 +97,7 @@ class QuantRollouts(CurrentNames):
         args.resolve_for(adapted=peft_config is not None or (not isinstance(model, str) and is_peft_model(model)))
         check_same_settings(args, model, **given)
         check_before_loading(model=model, args=args, **given)
+        self.spec = args.spec
         with own_directory.writing(args):
             pass  # another run is refused now, and not when this one begins
         self._record = RunRecord(args, model=model, **given)
@@ -101,7 +105,7 @@ class QuantRollouts(CurrentNames):
             restore(model)  # undoes what an earlier trainer did to this model
             release_positions(model)
         fields = {"model_init_kwargs": args.model_init_kwargs}
-        if args.holds_frozen_base:
+        if self.spec.training.kind == "frozen":
             given |= on_frozen_base(model=model, args=args, **given)
             fields["model_init_kwargs"] = given.pop("model_init_kwargs")
         self._user_calls = UserCalls(self, args)
@@ -126,7 +130,7 @@ class QuantRollouts(CurrentNames):
         if self._engine is not None:
             leave_casts_to_autocast(self.model)
             tell_noise(self.model, args)
-        gathered_in = self._engine.weights.gathered_dtype if args.trains_for_four_bits else None
+        gathered_in = self._engine.weights.gathered_dtype if self.spec.training.kind == "qat" else None
         record_gathered_dtype(self.model.config, gathered_in)
         self.drawn_prompts = DrawnPrompts(self, self._engine)
         self.drawn_rows = DrawnRows(self, given)

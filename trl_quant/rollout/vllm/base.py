@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from ...formats import QuantizedTensor
 from ...models.linears import dense_linears, unquantized_linears
 from ...precisions import PRECISIONS
+from ...run_spec import EngineSpec
 from ...storage.layout import checkpoint_stream, checkpoint_tensors, quantizers_on
 from ...storage.quantization import brings_cache_scales
 from ...trl_seams import exchanged
@@ -52,8 +53,8 @@ class VLLMBase(RolloutEngine):
     def __init__(self, *args, sync_check_steps: int = 50, **kwargs):
         super().__init__(*args, **kwargs)
         self.sync_check_steps = sync_check_steps
-        self.lora_sync = "merge"
-        self.sleep_level = 0
+        self.lora_sync = EngineSpec.lora_sync
+        self.sleep_level = EngineSpec.sleep_level
         self.checkpoint_dtype: torch.dtype | None = None
         self.ignore: list[str] = []
         self.travels_quantized = False

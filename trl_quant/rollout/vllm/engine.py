@@ -19,6 +19,7 @@ from ...models.linears import dense_linears
 from ...noise import noised_norms
 from ...precisions import PRECISIONS
 from ...reading import reading
+from ...run_spec import DISCARDS, EngineSpec
 from ...storage.quantization import check_prepared
 from ...trl_seams import empty_cache, exchanged, llm_with
 from ..fingerprint import fingerprint
@@ -76,8 +77,8 @@ class VLLMEngine(VLLMBase):
         self,
         *args,
         engine_kwargs: dict | None = None,
-        lora_sync: str = "merge",
-        sleep_level: int = 2,
+        lora_sync: str = EngineSpec.lora_sync,
+        sleep_level: int = DISCARDS,
         exact: bool = False,
         enable_sleep_mode: bool = False,
         **kwargs,
