@@ -298,6 +298,11 @@ class RunSpec:
         return self.source is not None
 
     @property
+    def sampled_in(self) -> str | None:
+        """The precision of the engine that samples, a key of [`~precisions.PRECISIONS`]; `None` if TRL generates."""
+        return None if self.sampler is None else self.sampler.precision
+
+    @property
     def samples_as_trained(self) -> bool:
-        """Whether sampler and policy compute in the same precision."""
+        """Whether an engine samples in the precision that the policy computes in."""
         return self.sampler is not None and self.sampler.precision == self.training.precision

@@ -132,7 +132,7 @@ def four_bit_base(run: Planned) -> Iterator[tuple[str, Planned]]:
     if not changed.shape.adapter:
         return
     fields, words = {"train_precision": BASE, "exact_rollouts": False}, f"`train_precision`='{BASE}'"
-    if args.rollout_precision is not None:
+    if args.spec.sampler is not None:
         fields["rollout_precision"] = BASE
         words = f"`rollout_precision`='{BASE}' and {words}"
     mode = args.vllm_mode if args.use_vllm else "embedded"

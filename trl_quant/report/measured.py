@@ -81,13 +81,13 @@ def cost(args: QuantFields, shape: Shape, dtype: torch.dtype) -> str:
     similar one differs. `dtype` is the type in which the policy is loaded.
     """
     engine = args.spec.source
-    if args.rollout_precision is None and not args.has_critic:  # TRL has no such PPO
+    if args.spec.sampled_in is None and not args.has_critic:  # TRL has no such PPO
         return "as TRL's, which this run is"
     if not isinstance(args, QuantGRPOConfig) or args.has_critic:
         return "not measured with this trainer"
     if args.max_completion_length is None:
         return "not measured without a `max_completion_length`"
-    if engine in ("embedded", "shared") or (args.denoises and args.rollout_precision not in with_products()):
+    if engine in ("embedded", "shared") or (args.denoises and args.spec.sampled_in not in with_products()):
         return "not measured; the embedded engine computes in low precision and is not made to be fast"
     found = [step for step in STEPS if _is_like(step, args, shape)] if engine == "colocate" else []
     if not found:
@@ -140,7 +140,7 @@ def _scores_first(args) -> bool:
 def _is_like(step: Step, args, shape: Shape) -> bool:
     near = abs(shape.parameters / SIZES[step.size] - 1) <= NEAR
     adapted = shape.adapter > 0
-    planned = args.train_precision, args.rollout_precision, args.exact_rollouts
+    planned = args.train_precision, args.spec.sampled_in, args.exact_rollouts
     alike = adapted == step.adapted and (not adapted or args.lora_sync == step.lora_sync)
     return near and alike and planned == (step.train, step.rollout, step.exact)
 

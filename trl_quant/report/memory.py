@@ -249,10 +249,10 @@ def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> t
         cache = 0
     if name not in ("embedded", "diffusion"):
         return 0, cache
-    if name == "diffusion" and args.rollout_precision in with_products():  # only codes, as on a GPU
-        return _in_bits(shape.linear, args.rollout_precision) + shape.other * dtype.itemsize, cache
+    if name == "diffusion" and args.spec.sampled_in in with_products():  # only codes, as on a GPU
+        return _in_bits(shape.linear, args.spec.sampled_in) + shape.other * dtype.itemsize, cache
     mixed = args.bf16 or dtype == torch.bfloat16
-    format = FORMATS.get(PRECISIONS[args.rollout_precision].format)
+    format = FORMATS.get(PRECISIONS[args.spec.sampled_in].format)
     in_groups = format is not None and format.activations is not None and format.grouped
     linear = FP32_BYTES if in_groups or not mixed else BF16_BYTES
     return shape.linear * linear + shape.other * dtype.itemsize, cache
@@ -273,10 +273,10 @@ def _vllm(args, shape: Shape, card: int) -> int:
     shares = args.spec.training.kind == "frozen" and args.spec.samples_as_trained and args.lora_sync == "adapter"
     if shares:
         weights = BF16_BYTES * (shape.other - shape.embeddings)
-    elif args.rollout_precision is None:
+    elif args.spec.sampled_in is None:
         weights = BF16_BYTES * shape.parameters
     else:
-        weights = _in_bits(shape.linear, args.rollout_precision) + BF16_BYTES * shape.other
+        weights = _in_bits(shape.linear, args.spec.sampled_in) + BF16_BYTES * shape.other
     adapter = BF16_BYTES * shape.adapter if args.lora_sync == "adapter" else 0
     least = (weights + adapter) // args.vllm_tensor_parallel_size
     cache = (args.vllm_engine_kwargs or {}).get("kv_cache_memory_bytes")

@@ -167,7 +167,7 @@ def _dtype(given, config) -> torch.dtype:
 def _position_lines(args, config, prompt: int) -> list[str]:
     """Says which positions the run takes, if the model has others for long rows."""
     found = switching(config)
-    if found is None or args.rollout_precision is None:
+    if found is None or args.spec.sampler is None:
         return []
     if args.use_vllm and args.vllm_mode == "server":
         return [f"Positions: the model has {found}. The server's context decides which the run takes"]

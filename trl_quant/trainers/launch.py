@@ -149,7 +149,7 @@ def trainer_arguments(
     told = list(script_args.defaults_told)
     if training_args.eval_strategy != "no" and _evaluates_what_it_trains_on(script_args):
         told.append("No `eval_dataset_name`: the run is evaluated on the prompts that it trains on.")
-    if training_args.rollout_precision is None:
+    if training_args.spec.sampler is None:
         told.append("No `rollout_precision` and no `train_precision`: nothing is quantized.")
     if training_args.process_index == 0:
         print("\n".join(told), end="\n" if told else "")

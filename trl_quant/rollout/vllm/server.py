@@ -311,7 +311,7 @@ def _command_of_run(args, model: str) -> str:
     if config is not None and config.get_text_config() is not config:  # the model reads more than text
         policy = skeleton(config, args.trust_remote_code)
         options["outside"] = outside_decoder(policy, config.architectures or [], "auto")
-    return serve_command(model, args.rollout_precision, server_url(args), **options)
+    return serve_command(model, args.spec.sampled_in, server_url(args), **options)
 
 
 def is_exposed(url: str) -> bool:
