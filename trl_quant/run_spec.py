@@ -164,8 +164,8 @@ class EngineSpec:
         return {} if self.is_vllm else {"use_vllm": True, "vllm_mode": "embedded"}
 
 
-# Fields that have a default of their own where no other field decides it
-PLAIN = {"lora_sync": EngineSpec.lora_sync, "vllm_sleep_level": DISCARDS}
+# Defaults of fields where no other field decides
+INDEPENDENT = {"lora_sync": EngineSpec.lora_sync, "vllm_sleep_level": DISCARDS}
 
 
 def engine_kind(

@@ -19,7 +19,7 @@ from ..rollout.sampling_options import (
 )
 from ..rollout.verify.kv_cache import UNQUANTIZED
 from ..rollout.vllm.support import check_engine_kwargs, check_sampling_parameters
-from ..run_spec import PLAIN
+from ..run_spec import INDEPENDENT
 from .hyperparameters import setting_fields
 from .values import CLIPPED_LOSSES, TRL_RANGES, check_choice, check_range, check_type, listed
 
@@ -406,7 +406,7 @@ def _check_exact(args):
 
 def _refuse_set(args, names, reason: str):
     """Raises `ValueError` for fields that were set but cannot act. Never names a field that the user left open."""
-    default = {f.name: f.default for f in fields(args)} | PLAIN
+    default = {f.name: f.default for f in fields(args)} | INDEPENDENT
     is_set = [name for name in names if name not in args.left_open and getattr(args, name) not in (default[name], {})]
     given = [f"`{name}`={getattr(args, name)!r}" for name in is_set]
     if given:

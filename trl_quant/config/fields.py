@@ -22,7 +22,7 @@ from ..noise import SCHEDULES, sigma
 from ..noise.schedules import LEAST_STAGES
 from ..precisions import PRECISIONS, exact_flows, frozen_bases, qat_precisions, train_precisions, unified_flows
 from ..renamed import CurrentNames
-from ..run_spec import PLAIN, RunSpec, default_lora_sync, default_sleep_level
+from ..run_spec import INDEPENDENT, RunSpec, default_lora_sync, default_sleep_level
 from .consistency import check_consistent
 from .hyperparameters import setting_fields
 from .values import check_types, check_values, listed
@@ -464,7 +464,7 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
     @classmethod
     def plain_settings(cls) -> dict:
         """Returns the [`~QuantFields.training_settings`] that describe a run of TRL's own trainer."""
-        defaults = {f.name: f.default for f in fields(cls)} | PLAIN | {"is_correction": "trl"}
+        defaults = {f.name: f.default for f in fields(cls)} | INDEPENDENT | {"is_correction": "trl"}
         return {name: defaults[name] for name in sorted({*cls.own_fields()} - {*OPERATIONAL})}
 
     def inherited_settings(self) -> dict:

@@ -10,15 +10,13 @@ embeddings and the head keep their precision, and all trained and saved weights 
 these weights like any others; each rank quantizes the weights that it gathers.
 """
 
-import logging
 from collections.abc import Iterator
 from types import MethodType
 
 import torch
-from accelerate.utils import broadcast
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
-from transformers import AutoConfig, TrainerCallback
+from transformers import AutoConfig
 from transformers.activations import SiLUActivation
 
 from ..formats import FORMATS
@@ -26,17 +24,13 @@ from ..layers import FrozenUnifiedLinear, SampledLinear, UnifiedLinear, share_sc
 from ..layers.gated import silu_mul
 from ..layers.joint import Joint
 from ..layers.norm import FusedRMSNorm
-from ..layers.products import multiplies
 from ..models.classes import is_gated_mlp, is_rms_norm
 from ..models.linears import LinearLayer, dense_linears
 from ..models.names import clean_name
-from ..precisions import PRECISIONS, frozen_bases, qat_precisions, unified_flows
+from ..precisions import PRECISIONS, qat_precisions, unified_flows
 from ..reading import reading
 from .adapters import NOT_PLAIN, UnifiedLoraLinear
-from .exact import compute_exactly
 
-
-logger = logging.getLogger(__name__)
 
 MULTIPLIES_CODES = UnifiedLinear | FrozenUnifiedLinear | SampledLinear
 
@@ -130,15 +124,6 @@ def flow(model: nn.Module) -> set[tuple]:
     return layers | {("adapter", m.merges) for m in model.modules() if isinstance(m, UnifiedLoraLinear)}
 
 
-def check_flow(trainer, before: set[tuple]) -> None:
-    """Raises `ValueError` if another trainer changed how the policy computes: `before` is what [`flow`] returned."""
-    if flow(trainer.model) != before:
-        raise ValueError(
-            f"`train_precision`={trainer.args.train_precision!r}, but a trainer that was built later on the same model "
-            "changed how it computes. Build this trainer again, or load a model for each of the two."
-        )
-
-
 def _fuse_norms(model: nn.Module, layers: dict[str, LinearLayer]) -> None:
     """Replaces each norm of Llama's kind by a [`~layers.norm.FusedRMSNorm`], which gets the layer that it feeds."""
     fed: dict[str, str] = {}  # norm -> the first of the layers that it feeds
@@ -201,61 +186,3 @@ def checkpoint_dtype(name: str, trust_remote_code: bool = False) -> torch.dtype:
     """Returns the type of a checkpoint's weights, which an engine quantizes even if the trainer loads another type."""
     with reading(name):
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).dtype or torch.bfloat16
-
-
-class WeightsMoved(TrainerCallback):
-    """Makes the layers quantize their weights again after each optimizer step, however the optimizer wrote them."""
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.layers = unified_layers(model)
-        self.merged = {m.base_layer for m in model.modules() if isinstance(m, UnifiedLoraLinear) and m.merges}
-        for layer in self.layers:
-            layer.forget()
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        for layer in self.layers:
-            if layer.weight.requires_grad or layer in self.merged:
-                layer.forget()
-
-
-def hand_out(model: nn.Module, device: torch.device) -> None:
-    """Sends a model's weights from the first rank, which alone has them under `cpu_ram_efficient_loading`, to all."""
-    for param in model.parameters():
-        param.data = broadcast(param.data.to(device)).to(param.device)
-
-
-def train_as_sampled(trainer) -> None:
-    """Switches the loaded policy and reference of a trainer to its `train_precision`."""
-    args, reference = trainer.args, getattr(trainer, "ref_model", None)
-    if reference is not None and args.fsdp_version == 2:
-        hand_out(reference, trainer.accelerator.device)  # accelerate does so for the policy only
-    kind = trainer.spec.training.kind
-    if kind == "none" or (kind == "frozen" and args.train_precision in frozen_bases()):
-        return  # a frozen 4-bit base computes by itself
-    merged, rounds_to = args.lora_sync == "merge", None
-    if not merged:
-        start = (args.vllm_engine_kwargs or {}).get("model", trainer.model.name_or_path)
-        rounds_to = checkpoint_dtype(start, args.trust_remote_code)
-    device = trainer.accelerator.device
-    has_products = args.train_precision in unified_flows()
-    if has_products and device.type == "cuda" and not multiplies(PRECISIONS[args.train_precision].format, device):
-        logger.warning(
-            "This device does not multiply in `train_precision`=%r, so the policy's layers multiply the rounded values "
-            "in BF16. That is slower than without `train_precision`, and differs from what vLLM computes.",
-            args.train_precision,
-        )
-    unify(trainer.model, args.train_precision, merged, rounds_to)
-    trainer.add_callback(WeightsMoved())
-    if reference is not None:
-        unify(reference, args.train_precision)
-        for layer in unified_layers(reference):
-            layer.moves_unseen = args.sync_ref_model
-
-
-def follow_engine(trainer, engine) -> None:
-    """Under `exact_rollouts`, makes a trainer's policy and reference compute with its engine's kernels, in BF16."""
-    if trainer.args.exact_rollouts:
-        for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
-            if not trainer.args.bf16 and next(model.parameters()).dtype != engine.kernels.dtype:
-                raise ValueError("`exact_rollouts`=True computes in BF16: set `bf16=True`, or load the model in BF16.")
-            compute_exactly(model, engine.kernels)

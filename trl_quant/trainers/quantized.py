@@ -21,7 +21,7 @@ from ..policy.adapters import leave_casts_to_autocast, name_revision
 from ..policy.frozen import on_frozen_base
 from ..policy.packed import PackedBackbone, PackedRows
 from ..policy.positions import release_positions
-from ..policy.unified import check_flow, flow, follow_engine, restore, train_as_sampled
+from ..policy.unified import flow, restore
 from ..reading import ANOTHER, blaming, reading
 from ..renamed import CurrentNames
 from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
@@ -40,6 +40,7 @@ from .finite import FiniteSteps, check_trained
 from .introduction import add_to_card, introduce
 from .packing import packed_batches, packed_rows
 from .positions import check_rows, check_same_choice, fix_choice, models_of, own_prompts
+from .precision import check_flow, follow_engine, train_as_sampled
 from .record import RunRecord
 from .reward_calls import RewardCalls
 from .streams import DrawnRows

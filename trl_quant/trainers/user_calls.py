@@ -8,7 +8,7 @@ TRL calls them in the training process. One that hangs on one rank stops the run
 | a reward, `get_reward` of an environment | the run ends | by [`~trainers.reward_calls`] |
 | a tool, a method of an environment | the model is told, as TRL tells it of any error | no coroutine, no generator |
 | `environment_factory`, `reset` of an environment | the run ends | an observation: `None`, a text or content blocks |
-| `rollout_func` | the run ends | by [`~rollout.rollout_func`] |
+| `rollout_func` | the run ends | by [`~trainers.rollout_func`] |
 
 It makes no difference whether a function is asynchronous, nor in which thread the trainer runs. What else a trainer
 takes has no such limit: callbacks, optimizers and datasets belong to the training loop, and saving, uploading or
@@ -22,9 +22,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ..rollout.limits import CoroutineThread, called_within
-from ..rollout.rollout_func import CheckedRollout
 from ..storage.run_checkpoints import how_to_go_on
 from ..trl_seams import exchanged, is_async
+from .rollout_func import CheckedRollout
 
 
 class UserCalls:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from .answers import fault_of_ids, fault_of_logps
+from ..rollout.answers import fault_of_ids, fault_of_logps
 
 
 IDS = ("prompt_ids", "completion_ids")
