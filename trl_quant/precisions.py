@@ -244,7 +244,8 @@ def markdown() -> str:
         if vllm is not None:
             gpu = f"{vllm.capability[0]}.{vllm.capability[1]}"
             gpu += f" to below {vllm.below[0]}.{vllm.below[1]}" if vllm.below else " or newer"
-            cpu = ("with AMX" if vllm.amx else "yes") if vllm.cpu else "no"
+            if vllm.cpu:
+                cpu = "with AMX" if vllm.amx else "yes"
         mismatch = "" if precision.mismatch is None else f"{precision.mismatch:.1e}".replace("e-0", "e-")
         cells = (f"`{name}`", precision.summary, f"{bits:g}", gpu, cpu, mismatch)
         lines.append("| " + " | ".join(cells) + " |")

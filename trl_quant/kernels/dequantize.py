@@ -173,7 +173,9 @@ def _weight(q: QuantizedTensor) -> tuple[tuple, dict]:
         )
     if not q.values.is_cuda and not INTERPRETED:
         raise ValueError(f"q: on {q.device}, but a kernel needs a CUDA device. Use `QuantizedTensor.dequantize`.")
-    codes = "integers" if fmt.integers else "e2m1" if fmt.table is None else "table"
+    codes = "e2m1" if fmt.table is None else "table"
+    if fmt.integers:
+        codes = "integers"
     scale = q.scale
     # Some GPUs cannot read E4M3, and the interpreter cannot read BF16
     if scale.dtype in (torch.float8_e4m3fn, torch.bfloat16):
@@ -232,7 +234,9 @@ def matmul(
         raise ValueError(f"x: dtype {x.dtype} has no kernel; allowed: {', '.join(map(str, INPUTS))}.")
     tensors, constants = _weight(q)
     (rows, cols), tokens, x = q.shape, len(x), x.contiguous()
-    y = x.new_empty(tokens, rows if transposed else cols) if out is None else out
+    y = out
+    if y is None:
+        y = x.new_empty(tokens, rows if transposed else cols)
     if tokens == 0:
         return y
 

@@ -89,9 +89,9 @@ class QATLinear(UnifiedLinear):
         """Returns the precisions of such layers."""
         return qat_precisions()
 
-    def codes(self, delta: Callable[[], Tensor] | None = None, *of) -> QuantizedTensor:
+    def codes(self, delta: Callable[[], Tensor] | None = None, *sources) -> QuantizedTensor:
         """As [`UnifiedLinear.codes`]. The weights of the layers in `fused` are sources of the codes, too."""
-        return super().codes(delta, *of, *(layer.weight for layer in self.fused))
+        return super().codes(delta, *sources, *(layer.weight for layer in self.fused))
 
     def shared_scale(self, weight: Tensor) -> Tensor | None:
         """

@@ -141,7 +141,7 @@ class QuantizedLinear(nn.Module):
 
 
 def vllm_linear(
-    x: Tensor, weights: Sequence[Tensor], part: int, precision: str, bias: Tensor | None = None, wide: bool = False
+    x: Tensor, weights: Sequence[Tensor], index: int, precision: str, bias: Tensor | None = None, wide: bool = False
 ) -> Tensor:
     """
     Computes one part of a fused layer as vLLM does: inputs and outputs in BF16, scales of inputs in FP32.
@@ -149,9 +149,9 @@ def vllm_linear(
     Args:
         x (`torch.Tensor`): Inputs (..., in).
         weights (`Sequence[torch.Tensor]`): Weights (out, in) that are quantized together, in vLLM's order.
-        part (`int`): Index of the weight to multiply with.
+        index (`int`): Index of the weight to multiply with.
         precision (`str`): Key of `PRECISIONS`, one that vLLM runs.
-        bias (`torch.Tensor`, *optional*): The bias of that part, (out,).
+        bias (`torch.Tensor`, *optional*): The bias of that weight, (out,).
         wide (`bool`, *optional*, defaults to `False`):
             Whether vLLM quantizes the weights itself. It then rounds them to BF16 first, and computes scales in FP32.
 
@@ -162,8 +162,8 @@ def vllm_linear(
     if wide:
         weights = [weight.to(torch.bfloat16).float() for weight in weights]
     whole, _ = engine_weight(torch.cat(weights) if len(weights) > 1 else weights[0], entry.format, torch.bfloat16)
-    first = sum(len(weight) for weight in weights[:part])
-    weight = whole.rows(slice(first, first + len(weights[part])))
+    first = sum(len(weight) for weight in weights[:index])
+    weight = whole.rows(slice(first, first + len(weights[index])))
     return _as_vllm(x, weight, precision, bias)
 
 

@@ -104,18 +104,18 @@ class UnifiedLinear(Numbered, nn.Linear):
         linear.weight, linear.bias = self.weight, self.bias
         return linear.train(self.training)
 
-    def codes(self, delta: Callable[[], Tensor] | None = None, *of) -> QuantizedTensor:
+    def codes(self, delta: Callable[[], Tensor] | None = None, *sources) -> QuantizedTensor:
         """
         Returns the quantized weight. It is computed once, and again after a write to one of its sources.
 
         Args:
             delta (`Callable`, *optional*): Returns a tensor (out, in) that is added to the weight first.
-            of: The sources of `delta`: tensors and numbers.
+            sources: The sources of `delta`: tensors and numbers.
 
         Raises:
             ValueError: As [`trl_quant.formats.quantize`].
         """
-        made_of = tuple(state_of(x) if isinstance(x, Tensor) else x for x in (self.weight, *of))
+        made_of = tuple(state_of(x) if isinstance(x, Tensor) else x for x in (self.weight, *sources))
         if self._codes is None or made_of != self._made_of or self.moves_unseen:
             UnifiedLinear.forget(self)  # frees the old codes before the new ones take memory
             with torch.no_grad(), torch.autocast(self.weight.device.type, enabled=False):

@@ -152,7 +152,9 @@ def described(comparison: Comparison) -> dict:
     """Returns a comparison's figures by point and by layer, and the operators that could not be compared."""
     points, layers = list(comparison.points.values()), []
     for layer, group in groupby(points, key=lambda point: point.layer):
-        name = ("head" if layers else "embedding") if layer is None else f"layers.{layer}"
+        name = f"layers.{layer}"
+        if layer is None:
+            name = "head" if layers else "embedding"
         layers.append({"layer": name} | row(list(group), layers[-1]["error"] if layers else 0.0))
     listed = [
         {"name": p.name, "layer": p.layer, "error": p.total.error, "same": p.total.same}

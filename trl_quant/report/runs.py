@@ -230,7 +230,10 @@ def _search(directory: Path) -> tuple[list[Path], list[Path]]:
     for path in sorted(directory.iterdir()):
         if not path.is_dir() or path.name.startswith("."):
             continue
-        found, empty = ([path] if _is_run(path) else [], []) if path.is_symlink() else _search(path)
+        if path.is_symlink():  # it may lead back up
+            runs += [path] if _is_run(path) else []
+            continue
+        found, empty = _search(path)
         runs += found
         without += empty
     return runs, without if runs else [directory]
@@ -305,8 +308,11 @@ def _whole_object(path: Path) -> dict:
 
 
 def _is_deep(value, levels: int = DEEPEST) -> bool:
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return bool(inside) and (levels == 0 or any(_is_deep(part, levels - 1) for part in inside))
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list) or not value:
+        return False
+    return levels == 0 or any(_is_deep(part, levels - 1) for part in value)
 
 
 def _object(path: Path) -> dict | None:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 GRACE = 60.0  # seconds from the limit to the end of a process that cannot be interrupted
 REPEAT = 1.0  # seconds from one signal to the next
 # A signal that nobody else uses: math-verify takes SIGALRM, and job schedulers send SIGUSR1 and SIGUSR2
-SIGNAL = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
+SIGNAL = next((getattr(signal, name) for name in ("SIGRTMAX", "SIGUSR2") if hasattr(signal, name)), None)
 # Files whose code must not be interrupted: an exception raised there could bypass the context that must catch it
 UNINTERRUPTED_FILES = (__file__, contextlib.__file__)
 

@@ -201,7 +201,8 @@ def _canonical(match: re.Match) -> str | None:
     sign = "-" if "-" in (match["sign"] or "") else ""
     if match["numerator"]:
         top, bottom = (int(match[part].replace(",", "")) for part in ("numerator", "denominator"))
-        return f"{sign}{top}/{bottom}" + ("%" if match["percent"] else "") if bottom else None
+        percent = "%" if match["percent"] else ""
+        return f"{sign}{top}/{bottom}{percent}" if bottom else None
     exponent = (match["exponent"] or "e0").lower()
     if abs(int(exponent[1:])) > MAX_EXPONENT:
         return None

@@ -201,7 +201,8 @@ def _fault(prompt) -> str | None:
     # Messages of other roles may be empty: a system prompt, a call of a tool, the result of a tool
     asked = [message for message in prompt if message["role"] == "user"] or prompt
     silent = [not _has_content(message.get("content")) for message in asked]
-    return "has a message without content" if (any(silent) if asked is not prompt else all(silent)) else None
+    is_silent = all(silent) if asked is prompt else any(silent)
+    return "has a message without content" if is_silent else None
 
 
 def _has_content(content: str | list[dict] | None) -> bool:

@@ -179,10 +179,13 @@ def _parts(text: str) -> tuple[str, list[str]]:
     return "", []
 
 
-def _signed(part: str) -> list[str]:
+def _signed(text: str) -> list[str]:
     """Splits `3\\pm x` into `3+x` and `3-x`."""
-    before, sign, after = part.partition("\\pm")
-    return [f"{before}+{after.strip()}" if before else after.strip(), f"{before}-{after.strip()}"] if sign else [part]
+    before, sign, after = text.partition("\\pm")
+    if not sign:
+        return [text]
+    after = after.strip()
+    return [f"{before}+{after}" if before else after, f"{before}-{after}"]
 
 
 def _depths(text: str) -> Iterator[int]:

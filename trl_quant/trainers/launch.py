@@ -265,8 +265,8 @@ def _check_answers(reward_funcs: list[str], dataset_name: str, columns: Sequence
         )
 
 
-def _overlong_punishment(part: float, length: int | None) -> list[Callable[..., list[float]]]:
-    """Returns TRL's punishment of completions near their maximum length (DAPO eq. 13) if `part` is above 0."""
-    if part and length is None:
-        raise ValueError(f"`overlong_punishment`={part!r} needs a `max_completion_length`, which is None.")
-    return [get_soft_overlong_punishment(length, round(part * length))] if part else []
+def _overlong_punishment(share: float, length: int | None) -> list[Callable[..., list[float]]]:
+    """Returns TRL's punishment of completions near their maximum length (DAPO eq. 13) if `share` is above 0."""
+    if share and length is None:
+        raise ValueError(f"`overlong_punishment`={share!r} needs a `max_completion_length`, which is None.")
+    return [get_soft_overlong_punishment(length, round(share * length))] if share else []

@@ -333,23 +333,23 @@ class EngineLayer(nn.Module):
     Parameters:
         engine ([`VLLMBase`]): The engine.
         group (`list[nn.Module]`): The layers that the engine quantizes as one matrix, with the adapters that it merges.
-        part (`int`): Index of this layer in the group.
+        index (`int`): Index of this layer in the group.
         rounding ([`Rounding`] or `None`): Adds a random error to the outputs, if given.
     """
 
-    def __init__(self, engine, group: list[nn.Module], part: int, rounding: "Rounding | None"):
+    def __init__(self, engine, group: list[nn.Module], index: int, rounding: "Rounding | None"):
         super().__init__()
         # In a tuple, so that the policy's layers do not become this module's children
-        self.setup = (engine, group, part, rounding)
+        self.setup = (engine, group, index, rounding)
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         """Maps (..., in) to (..., out) in BF16."""
-        engine, group, part, rounding = self.setup
-        base, bias = base_layer(group[part]), None
+        engine, group, index, rounding = self.setup
+        base, bias = base_layer(group[index]), None
         if base.bias is not None:
             with engine.weights.gathered([base.bias]):
                 bias = engine.weights.full(base.bias).clone()
-        layer = group[part]
+        layer = group[index]
         if isinstance(layer, FrozenUnifiedLinear) and layer.precision == engine.precision:
             y = held_vllm_linear(x, layer.codes(), engine.precision, bias)  # the engine holds the same frozen base
             return y if rounding is None else rounding(y, engine.product_errors.get(base.in_features, 0.0))
@@ -360,7 +360,7 @@ class EngineLayer(nn.Module):
         weights = [engine.weights.of_linear(layer) for layer in group]
         if engine.travels_quantized and engine.lora_sync == "adapter":
             weights = [weight.to(engine.checkpoint_dtype) for weight in weights]  # the engine keeps the loaded base
-        y = vllm_linear(x, weights, part, engine.precision, bias, wide=not engine.travels_quantized)
+        y = vllm_linear(x, weights, index, engine.precision, bias, wide=not engine.travels_quantized)
         return y if rounding is None else rounding(y, engine.product_errors.get(base.in_features, 0.0))
 
 
