@@ -147,10 +147,12 @@ def main():
     print(
         f"{'sampler/policy':<22}{'KL k3':>10}{'same bits':>11}{'largest':>10}{'tok/s':>9}  KL by position", flush=True
     )
+    arguments = {name: str(value) for name, value in vars(args).items() if name not in ("one", "output", "model")}
     results = {}
     for pair in pairs:
         given = [a for i, a in enumerate(sys.argv[1:]) if a != "--model" and sys.argv[i] != "--model"]
         found = results[pair] = in_own_process([*given, "--model", str(args.model), "--one", pair], args.timeout)
+        save("unified-mismatch", {"arguments": arguments, "results": results}, args.output)
         if "error" in found:
             print(f"{pair:<22}{found['error']}", flush=True)
             continue
@@ -162,8 +164,6 @@ def main():
             f"{found['largest difference']:>10.1e}{found['tokens/s']:>9.0f}  {positions}",
             flush=True,
         )
-    arguments = {name: str(value) for name, value in vars(args).items() if name not in ("one", "output", "model")}
-    save("unified-mismatch", {"arguments": arguments, "results": results}, args.output)
 
 
 if __name__ == "__main__":

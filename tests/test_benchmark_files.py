@@ -10,7 +10,7 @@ import pytest
 from tiny import save_words
 
 
-@pytest.mark.parametrize("name", ["update", "sync", "rollout", "memory"])
+@pytest.mark.parametrize("name", ["update", "sync", "rollout", "memory", "unified_mismatch"])
 def test_a_benchmark_that_is_cut_off_keeps_what_it_measured(monkeypatch, tmp_path, name):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     benchmark, asked = importlib.import_module(name), []
@@ -23,6 +23,10 @@ def test_a_benchmark_that_is_cut_off_keeps_what_it_measured(monkeypatch, tmp_pat
 
     monkeypatch.setattr(benchmark, "in_own_process", measured)
     words = ["--output", str(tmp_path / "new")]
+    if name == "unified_mismatch":
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model/model.safetensors").touch()
+        words += ["--data", str(tmp_path / "none.jsonl"), "--model", str(tmp_path / "model")]
     if name in ("rollout", "memory"):
         words += ["--tokenizer", str(save_words(tmp_path / "tokenizer.json"))]
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
