@@ -407,7 +407,7 @@ def _check_exact(args):
 def _refuse_set(args, names, reason: str):
     """Raises `ValueError` for fields that were set but cannot act. Never names a field that the user left open."""
     default = {f.name: f.default for f in fields(args)} | INDEPENDENT
-    is_set = [name for name in names if name not in args.left_open and getattr(args, name) not in (default[name], {})]
+    is_set = [name for name in names if name not in args.derived and getattr(args, name) not in (default[name], {})]
     given = [f"`{name}`={getattr(args, name)!r}" for name in is_set]
     if given:
         raise ValueError(f"{' and '.join(given)} acts only with {reason}.")

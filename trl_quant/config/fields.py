@@ -342,7 +342,6 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
 
     def _resolve(self):
         """Sets the fields whose default depends on other fields."""
-        self.left_open = [name for name in ("lora_sync", "vllm_sleep_level") if getattr(self, name) is None]
         if self.rollout_precision is None:
             self.rollout_precision = self.train_precision
         if self.lora_sync is None:
