@@ -1,4 +1,5 @@
-# Two commands: `make demo` trains, `make test` tests. Each sets up a virtual environment first.
+# Three commands: `make demo` trains, `make test` tests, `make quick` runs the quick tests alone. Each sets up a virtual
+# environment first.
 #
 # Five sets of versions are tested, each in an environment of its own; requirements/<set>.txt names its versions:
 #   make test         the default set, what CI runs (.venv)
@@ -29,12 +30,17 @@ INSTALL := $(PIP) $(QUICKLY) -c requirements/$(SET).txt
 CUDA := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 VLLM := $(if $(shell grep '^vllm' requirements/$(SET).txt),$(if $(CUDA),vllm,cpu))
 
-.PHONY: demo test test-oldest test-newest test-isa test-gpu suite docs lint format coverage wheel clean
+.PHONY: demo test quick test-oldest test-newest test-isa test-gpu suite docs lint format coverage wheel clean
 
 demo: $(VENV)/.base
 	$(PY) examples/demo.py $(DEMO_ARGS)
 
 test: lint suite
+
+# `tests/conftest.py` says which tests are quick. It prints those that took longer than two seconds.
+quick: $(VENV)/.test
+	$(PY) -m pytest --quick -m "not (gpu or isa or vllm or slow)" -n 2 --dist loadfile --no-loadscope-reorder \
+	  --durations=10 --durations-min=2 $(TEST_ARGS)
 
 test-oldest:
 	$(MAKE) suite SET=oldest

@@ -2,11 +2,13 @@
 
 import gc
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zlib
 from collections import Counter
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -32,6 +34,35 @@ def code_directory() -> str:
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", code_directory())
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+# Modules that train, start an engine or a process, or run a kernel in Triton's interpreter
+COSTLY = {"training", "vllm_engines", "warm", "subprocess", "multiprocessing", "interpreter"}
+
+
+@cache
+def is_costly(file: Path) -> bool:
+    """Whether a file of the tests imports one of `COSTLY`, also in a function or through another of their files."""
+    names = set(re.findall(r"^\s*(?:from|import) (?:torch\.)?(\w+)", file.read_text(), re.MULTILINE))
+    helpers = [path for name in names - {file.stem} if (path := file.with_name(f"{name}.py")).is_file()]
+    return not names.isdisjoint(COSTLY) or any(map(is_costly, helpers))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--quick", action="store_true", help="leave out files that train or start processes, and slow tests"
+    )
+
+
+def pytest_ignore_collect(collection_path, config):
+    """
+    Which tests are quick: those of files that are not costly, less those marked `slow`, `gpu`, `isa` or `vllm`.
+
+    A new file that trains is left out by what it imports. A quick test that takes longer than two seconds shows among
+    the durations that `make quick` prints, and wants the mark `slow`.
+    """
+    quick, name = config.getoption("quick"), collection_path.name
+    return True if quick and name.startswith("test_") and is_costly(collection_path) else None
 
 
 def pytest_collection_modifyitems(items):

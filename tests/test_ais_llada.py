@@ -65,6 +65,7 @@ def taught(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_teaching_teaches(taught):
     """After 40 steps it knows what every answer begins with, and still attends in both directions."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(taught), AutoTokenizer.from_pretrained(taught)
@@ -90,6 +91,7 @@ def test_teaching_stops_once_a_third_is_right(tmp_path, monkeypatch, right, step
     assert (tmp_path / "model.safetensors").is_file() and (tmp_path / "eval.jsonl").is_file()
 
 
+@pytest.mark.slow
 def test_the_study_judges_by_denoising(taught):
     """It returns the share of right sums. Each seed draws other answers, and the global random state stays as it is."""
     model, settings = AutoModelForCausalLM.from_pretrained(taught), Cell("", trainer="diffusion").settings()
@@ -110,6 +112,7 @@ def test_the_study_judges_by_denoising(taught):
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+@pytest.mark.slow
 def test_the_recipe_trains_the_small_model(taught, tmp_path):
     options = {"model_name_or_path": taught, "dataset_name": taught / "train.jsonl", "output_dir": tmp_path}
     options |= {
@@ -125,6 +128,7 @@ def test_the_recipe_trains_the_small_model(taught, tmp_path):
     assert (tmp_path / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_dry_run_plans(taught, tmp_path, capsys, monkeypatch):
     """Nothing is trained. The copy's weights are counted: 32 bits each, or codes where a GPU multiplies them."""
     plans = []

@@ -34,7 +34,9 @@ WAYS_TO_ANSWER = (
 )
 
 
-@pytest.mark.parametrize("split", ["excerpt", "train", "test"])
+@pytest.mark.parametrize(
+    "split", ["excerpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("train", "test"))]
+)
 def test_gold_solutions(split):
     """Each is right for its own question and wrong for one with another answer; so is its final number alone."""
     if split != "excerpt" and GSM8K is None:
@@ -61,6 +63,7 @@ def test_gold_solutions(split):
     assert gsm8k_reward(*zip(*different)) == [0.0] * len(different)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GSM8K is None, reason="needs GSM8K in shared/data/gsm8k")
 def test_what_copying_the_end_of_the_question_is_worth():
     """The figure in gsm8k_reward's docstring; copying the whole question is worth nothing."""
@@ -71,6 +74,7 @@ def test_what_copying_the_end_of_the_question_is_worth():
     assert sum(gsm8k_reward(questions, answers, prompts=questions)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GSM8K is None, reason="needs GSM8K in shared/data/gsm8k")
 def test_what_a_quotient_of_the_questions_numbers_would_be_worth():
     """The figure in gsm8k_reward's docstring. A policy that boxes the right quotient of each question gets nothing."""

@@ -8,7 +8,6 @@ import ast
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -348,30 +347,6 @@ def test_rules_are_of_files_that_exist(sources):
     rooms = [pattern for _, allowed in [*PURE.values(), *LAZY.values()] for pattern in allowed]
     patterns = [*PURE, *LAZY, *LISTS_OF_PRECISIONS, *rooms, *(p for allowed in RESTRICTED.values() for p in allowed)]
     none(sorted({p for p in patterns if not any(matches(module, [p]) for module in modules(sources))}))
-
-
-def test_what_an_import_loads():
-    """
-    What is said to be pure torch works where only torch is installed, and a config is parsed without an engine or a
-    trainer, both of which take seconds to load: TRL's trainer loads vLLM where it is installed.
-    """
-    steps = {
-        "trl_quant": ({"trl_quant"}, {"triton", "trl", "vllm"}),
-        "trl_quant.formats, trl_quant.corrections, trl_quant.noise, trl_quant.models.norms, trl_quant.precisions, "
-        "trl_quant.layers": ({"torch"}, {"transformers", "trl", "trl_quant.kernels", "vllm"}),
-        "trl_quant.config": ({"trl", "transformers"}, {"trl.trainer.grpo_trainer", "trl_quant.trainers", "vllm"}),
-        "trl_quant.config.preflight": (
-            {"trl_quant.storage"},
-            {"trl.trainer.grpo_trainer", "trl_quant.trainers", "vllm"},
-        ),
-    }
-    code = "import json, sys\n" + "".join(f"import {names}\nprint(json.dumps(list(sys.modules)))\n" for names in steps)
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for (names, (needed, forbidden)), line in zip(steps.items(), done.stdout.splitlines(), strict=True):
-        loaded = set(json.loads(line))
-        assert needed <= loaded, f"this test would not see what `import {names}` loads"
-        none([f"`import {names}` loads {name}" for name in sorted(forbidden & loaded)])
 
 
 # Private names

@@ -1,6 +1,7 @@
 """Attention to a quantized KV cache, against vLLM's own kernel and against attention written out in loops."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -66,13 +67,17 @@ def slow(caches):
                 return x
             return rounded(x.bfloat16().float(), held.format, held.scales[name])
 
-        for b, h, t in torch.cartesian_prod(*map(torch.arange, query.shape[:3])).tolist():
+        held_keys, held_values = (
+            {place: vector(x[place], name) for place in product(*map(range, x.shape[:3]))}
+            for x, name in ((key, "_k_scale"), (value, "_v_scale"))
+        )
+        for b, h, t in product(*map(range, query.shape[:3])):
             seen = [s for s in range(t + 1) if t - s < window]
             q = vector(query[b, h, t], "_q_scale")
-            scores = torch.stack([q @ vector(key[b, h // group, s], "_k_scale") for s in seen]) * scaling
+            scores = torch.stack([q @ held_keys[b, h // group, s] for s in seen]) * scaling
             if softcap is not None:
                 scores = (scores / softcap).tanh() * softcap
-            seen_values = torch.stack([vector(value[b, h // group, s], "_v_scale") for s in seen])
+            seen_values = torch.stack([held_values[b, h // group, s] for s in seen])
             output[b, h, t] = scores.softmax(-1) @ seen_values
         return output.transpose(1, 2), None
 

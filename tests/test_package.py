@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import json
 import re
 import shutil
 import subprocess
@@ -185,6 +186,30 @@ def test_installed_package_imports_away_from_the_checkout(environment, tmp_path)
 def test_installed_command(environment, tmp_path):
     text = run(environment / "trl-quant", "--help", cwd=tmp_path)
     assert all(command in text for command in ("prepare", "train", "report"))
+
+
+def test_what_an_import_loads():
+    """
+    What is said to be pure torch works where only torch is installed, and a config is parsed without an engine or a
+    trainer, both of which take seconds to load: TRL's trainer loads vLLM where it is installed.
+    """
+    steps = {
+        "trl_quant": ({"trl_quant"}, {"triton", "trl", "vllm"}),
+        "trl_quant.formats, trl_quant.corrections, trl_quant.noise, trl_quant.models.norms, trl_quant.precisions, "
+        "trl_quant.layers": ({"torch"}, {"transformers", "trl", "trl_quant.kernels", "vllm"}),
+        "trl_quant.config": ({"trl", "transformers"}, {"trl.trainer.grpo_trainer", "trl_quant.trainers", "vllm"}),
+        "trl_quant.config.preflight": (
+            {"trl_quant.storage"},
+            {"trl.trainer.grpo_trainer", "trl_quant.trainers", "vllm"},
+        ),
+    }
+    code = "import json, sys\n" + "".join(f"import {names}\nprint(json.dumps(list(sys.modules)))\n" for names in steps)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for (names, (needed, forbidden)), line in zip(steps.items(), done.stdout.splitlines(), strict=True):
+        loaded = set(json.loads(line))
+        assert needed <= loaded, f"this test would not see what `import {names}` loads"
+        assert not forbidden & loaded, f"`import {names}` loads {sorted(forbidden & loaded)}"
 
 
 def test_earlier_paths_lead_to_the_same_classes():

@@ -91,6 +91,7 @@ def test_updates_against_loops(limits, precision, rate, lora):
     assert given != pytest.approx(limits.update_limit("7b", H200, precision, PROMPT, 1, LENGTHS, lora), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_measured_phases_are_above_their_limits(monkeypatch):
     """Of each run with drawn lengths; the H200 and the H100 differ in memory alone."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -246,6 +246,7 @@ def while_denoising(path: Path, config: LlamaConfig, prompt: int, rows: int, ran
     return estimate(args, Shape.of(config, adapter), torch.bfloat16, prompt, CARDS["H100"])
 
 
+@pytest.mark.slow
 def test_memory_of_masked_diffusion_steps(tmp_path):
     errors = []
     for path in sorted(RESULTS.glob("diffusion-8b-*.json")):
@@ -290,6 +291,7 @@ class Live(TorchDispatchMode):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "wide", "vocabulary"), [(16, 2048, 64), (64, 768, 64), (16, 768, 8192)])
 def test_memory_of_denoising(tmp_path, monkeypatch, rows, wide, vocabulary):
     """Against the tensors that live while a small model samples, whether its MLP or its logits take most."""

@@ -100,6 +100,7 @@ def plain() -> float:
     return mismatch(sampled())["mismatch/abs_logp_diff"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TRANSFORMERS if name != "forced_bos_token_id"] + ["temperature"])
 def test_each_option_biases_the_ratio_of_the_embedded_engine(name, plain):
     field = name in BOTH
@@ -264,6 +265,7 @@ def drawn(generation_kwargs: dict) -> list[list[int]]:
     return completions
 
 
+@pytest.mark.slow
 def test_special_tokens_in_generation_kwargs():
     """Another end token cuts completions that have it and changes no others. Padding is part of no completion."""
     plain = drawn({})
