@@ -39,8 +39,8 @@ test: lint suite
 
 # `tests/conftest.py` says which tests are quick. It prints those that took longer than two seconds.
 quick: $(VENV)/.test
-	$(PY) -m pytest --quick -m "not (gpu or isa or vllm or slow)" -n 2 --dist loadfile --no-loadscope-reorder \
-	  --durations=10 --durations-min=2 $(TEST_ARGS)
+	$(PY) -m pytest --quick --ignore tests/gpu -m "not (gpu or isa or vllm or slow)" -n 2 --dist loadfile \
+	  --no-loadscope-reorder --durations=10 --durations-min=2 $(TEST_ARGS)
 
 test-oldest:
 	$(MAKE) suite SET=oldest

@@ -33,7 +33,8 @@ def code_directory() -> str:
 
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", code_directory())
-sys.path.insert(0, str(Path(__file__).parent))
+TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS))
 
 
 # Modules that train, start an engine or a process, or run a kernel in Triton's interpreter
@@ -44,7 +45,7 @@ COSTLY = {"training", "vllm_engines", "warm", "subprocess", "multiprocessing", "
 def is_costly(file: Path) -> bool:
     """Whether a file of the tests imports one of `COSTLY`, also in a function or through another of their files."""
     names = set(re.findall(r"^\s*(?:from|import) (?:torch\.)?(\w+)", file.read_text(), re.MULTILINE))
-    helpers = [path for name in names - {file.stem} if (path := file.with_name(f"{name}.py")).is_file()]
+    helpers = [path for name in names - {file.stem} if (path := TESTS / f"{name}.py").is_file()]
     return not names.isdisjoint(COSTLY) or any(map(is_costly, helpers))
 
 
