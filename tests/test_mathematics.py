@@ -89,6 +89,7 @@ sums = st.recursive(
 expressions = st.one_of(sums, st.tuples(sums, st.integers(2, 3)).map(lambda two: two[0] ** two[1]))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(expressions, expressions)
 def test_expressions_are_compared_as_sympy_does(one, other):

@@ -192,6 +192,7 @@ def examples(draw, right: str, wrong: str) -> list[dict]:
     return [message for asked, told in turns for message in (said("user", asked), said("assistant", told))]
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.data(), st.sampled_from([*TASKS]), st.sampled_from(MARKERS))
 def test_examples_in_a_prompt_change_no_score(data, task, marker):

@@ -6,6 +6,8 @@ import re
 import stat
 from pathlib import Path
 
+import pytest
+
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,6 +24,7 @@ def guessable_names(sources: dict[str, str]) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_no_guessable_temporary_names():
     folders = ("trl_quant", "benchmarks", "examples", "tests")
     paths = {path for folder in folders for path in (ROOT / folder).rglob("*.py")} - {Path(__file__)}
