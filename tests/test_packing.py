@@ -208,22 +208,29 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize(("precision", "shares"), WITHIN)
-@pytest.mark.parametrize("adapted", [False, True])
-def test_every_training_precision(tmp_path, monkeypatch, precision, shares, adapted):
-    """
-    Packed attention sums in another order, which may move an activation to the next code of FP8: in one model of four,
-    and the versions and the CPU decide in which. An error of the packing would show in all three models.
-    """
+def packed_from_padded(tmp_path, monkeypatch, precision: str, shares: bool, adapted: bool, seed: int = 3) -> float:
+    """How far the gradients of packed rows are from those of padded ones, in a `train_precision`."""
     if not shares:
         monkeypatch.setattr(packing, "SHARING", ())
+    with sdpa_kernel(SDPBackend.MATH):  # flash attention on a CPU with AVX2 alone moves codes of FP8 too
+        return worst(both(tmp_path, train_precision=precision, peft_config=lora() if adapted else None, seed=seed))
 
-    def apart_in(seed: int) -> float:
-        peft_config = lora() if adapted else None
-        return worst(both(tmp_path, train_precision=precision, peft_config=peft_config, seed=seed))
 
-    with sdpa_kernel(SDPBackend.MATH):  # flash attention on a CPU with AVX2 alone moves codes too
-        assert any(apart_in(seed) < WITHIN[precision, shares] for seed in (3, 1, 2))
+@pytest.mark.parametrize(("precision", "shares"), [case for case in WITHIN if case != ("fp8", False)])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_every_training_precision(tmp_path, monkeypatch, precision, shares, adapted):
+    """Another attention kernel may move an activation to the next code."""
+    assert packed_from_padded(tmp_path, monkeypatch, precision, shares, adapted) < WITHIN[precision, shares]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_fp8_without_shared_prompts(tmp_path, monkeypatch, adapted):
+    """
+    Products and sums of packed rows have other shapes, which changes last bits. Such a bit moves a value to the next
+    code of FP8 in some models, and the versions and the CPU decide in which. A fault of the packing would be in all.
+    """
+    found = [packed_from_padded(tmp_path, monkeypatch, "fp8", False, adapted, seed) for seed in (3, 1, 2)]
+    assert min(found) < WITHIN["fp8", False] and max(found) < WITHIN["fp8", True]
 
 
 @pytest.mark.parametrize("precision", frozen_bases())

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.vllm
 
 
 def test_a_disabled_communicator_sends_nothing(monkeypatch):
-    """What the check is for: vLLM raises no error, and the receiver keeps what its memory held."""
+    """vLLM raises no error, and the receiver keeps what its memory held. The check finds that."""
     monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
     store = torch.distributed.HashStore()
     sender, receiver = (PyNcclCommunicator(StatelessProcessGroup(rank, 2, store), "cpu") for rank in range(2))

@@ -8,7 +8,8 @@
 | `adapter` | how does a LoRA adapter reach the sampler? | `"merge"`, `"adapter"`; `None` if there is no adapter |
 | `packs` | does the policy compute rows without padding? | yes, no; `None` for "where it can" |
 
-Every default that follows from other fields has its home here. An [`EngineSpec`] says which engine samples:
+The defaults of `lora_sync` and `vllm_sleep_level`, which follow from other fields, have their home here. An
+[`EngineSpec`] says which engine samples:
 
 | source of the samples | `kind` | class |
 |---|---|---|
@@ -263,7 +264,7 @@ class RunSpec:
         adapter (`str` or `None`):
             How a LoRA adapter reaches the sampler; `None` if the policy has none.
         packs (`bool` or `None`):
-            Whether rows are computed without padding; `None` where the models allow it.
+            Whether rows are computed without padding; `None` if they are wherever the models allow it.
     """
 
     training: Training

@@ -1,6 +1,6 @@
 """
-Makes a trainer's models compute in its `train_precision`, as the engine does that samples from them. How a model does
-so is in `policy/`, which knows no trainer.
+Makes a trainer's models compute in its `train_precision`, as the engine that samples from them does. `policy/`, which
+knows no trainer, changes the models.
 """
 
 import logging
