@@ -75,8 +75,8 @@ ACCEPTED_POLICIES = [
 
 @pytest.mark.parametrize(("settings", "model", "says"), REFUSED_POLICIES, ids=range(len(REFUSED_POLICIES)))
 def test_a_policy_that_no_engine_samples_from_is_refused(settings, model, says, written, monkeypatch):
-    monkeypatch.setattr("trl_quant.config.machine.check_version", lambda: None)
-    monkeypatch.setattr("trl_quant.config.machine.check_device", lambda *args: None)
+    monkeypatch.setattr("trl_quant.config.checks.machine.check_version", lambda: None)
+    monkeypatch.setattr("trl_quant.config.checks.machine.check_device", lambda *args: None)
     with pytest.raises(ValueError) as error:
         check(written(**model), build(**settings, num_generations=4, per_device_train_batch_size=4))
     message = str(error.value)

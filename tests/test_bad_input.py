@@ -11,7 +11,7 @@ from training import dataset, spread
 from trl import GRPOConfig, SFTConfig
 
 from trl_quant import QuantDistillationConfig, QuantGRPOConfig, QuantRLOOConfig
-from trl_quant.config.preflight import check_before_loading
+from trl_quant.config.before_loading import check_before_loading
 from trl_quant.tasks import REWARDS
 
 

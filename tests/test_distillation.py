@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from trl import DistillationConfig, DistillationTrainer
 
 from trl_quant import QuantDistillationConfig, QuantDistillationTrainer
+from trl_quant.config.checks import RULES
 from trl_quant.corrections import CORRECTIONS, CorrectionInputs
 from trl_quant.layers import FrozenLinear
 from trl_quant.rollout import TransformersEngine
@@ -277,7 +278,7 @@ def test_trls_own_sampler_can_be_corrected_too(tmp_path, monkeypatch):
     """TRL asks for no log-probabilities; a run with a correction does."""
     monkeypatch.setattr(distillation_trainer, "VLLMGeneration", MadeUpSampler)
     monkeypatch.setattr(distillation_trainer, "is_vllm_available", lambda: True)
-    monkeypatch.setattr("trl_quant.config.preflight.check_machine", lambda args: None)
+    monkeypatch.setitem(RULES, "machine", ())
     ends = {}
     for correction in (None, "none", "tis"):
         trainer = distil(tmp_path, use_vllm=True, rollout_precision=None, is_correction=correction)
@@ -297,7 +298,7 @@ def test_the_embedded_engine_needs_no_vllm(tmp_path, monkeypatch):
     trainer.train()
     assert isinstance(trainer.vllm_generation, TransformersEngine) and "mismatch/kl_k1" in metrics(trainer)[0]
     assert not distillation_trainer.is_vllm_available()
-    monkeypatch.setattr("trl_quant.config.preflight.check_machine", lambda args: None)
+    monkeypatch.setitem(RULES, "machine", ())
     with pytest.raises(ImportError, match="vLLM is not available"):
         distil(tmp_path, use_vllm=True, rollout_precision=None)
 

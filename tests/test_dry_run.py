@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main
 from trl_quant.config import lengths
+from trl_quant.config.before_loading import check_before_loading
+from trl_quant.config.checks import RULES
 from trl_quant.config.lengths import Context, context_of, measured
-from trl_quant.config.preflight import check_before_loading
 from trl_quant.config.saving import check_savable, read_generation_config
 from trl_quant.trainers.checks import DrawnPrompts
 from trl_quant.trainers.launch import TRAINERS
@@ -87,7 +88,7 @@ def places_of_names(trainer: str) -> list[str]:
 def test_a_mistyped_name_is_found_on_the_disk(trainer, model_dir, hub, tmp_path, monkeypatch):
     """In every place where a run names a model: after one question to the hub, with the directory that was meant."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trl_quant.config.preflight.check_machine", lambda args: None)
+    monkeypatch.setitem(RULES, "machine", ())
     Path("runs/model").mkdir(parents=True)
     places = places_of_names(trainer)
     assert len(places) >= 2
@@ -106,7 +107,7 @@ def test_a_mistyped_name_is_found_on_the_disk(trainer, model_dir, hub, tmp_path,
             given[place] = "runs/modle"
         if trainer == "diffusion":  # would be refused before: the policy is no diffusion model
             for name in ("check_bidirectional", "mask_token_of"):
-                monkeypatch.setattr(f"trl_quant.config.preflight.{name}", lambda *given: None)
+                monkeypatch.setattr(f"trl_quant.config.checks.diffusion.{name}", lambda *given: None)
         hub.clear()
         args = small(trainer, **settings)
         with pytest.raises(ValueError) as error:
@@ -233,7 +234,7 @@ def test_a_critic_is_saved_too(model_dir, tmp_path, monkeypatch):
             raise ValueError(f"{whose}: {type(configs[0]).__name__}")
         own(whose, *configs)
 
-    monkeypatch.setattr("trl_quant.config.preflight.check_savable", broken)
+    monkeypatch.setattr("trl_quant.config.checks.critic.check_savable", broken)
     with pytest.raises(ValueError, match="the critic: Qwen3Config"):
         check(model_dir, args, processing_class=tiny_tokenizer())
 
@@ -335,7 +336,7 @@ def test_a_template_that_refuses_a_prompt_is_told():
 @pytest.mark.parametrize("trainer", ["grpo", "rloo", "ppo", "distillation"])
 def test_a_prompt_beyond_the_context_is_refused(trainer, model_dir, caplog, monkeypatch):
     """In the training data and in each evaluation set; one that fits but leaves too little room is told."""
-    monkeypatch.setattr("trl_quant.config.preflight.check_machine", lambda args: None)
+    monkeypatch.setitem(RULES, "machine", ())
     sampler = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64}
     args = small(trainer, **sampler)
     given = {"processing_class": tiny_tokenizer()}

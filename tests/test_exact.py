@@ -397,8 +397,8 @@ def test_a_trainer_follows_its_engine(tmp_path, monkeypatch):
     from training import config, make, metrics
     from vllm_engines import SMALL, keep
 
-    import trl_quant.config.preflight as checks
     from trl_quant import QuantGRPOTrainer
+    from trl_quant.config.checks import exact as checks
     from trl_quant.rollout.vllm import exact
 
     monkeypatch.setattr(checks, "check_exact", lambda config: None)

@@ -14,7 +14,7 @@ from tiny import EOS, FAMILIES, MIXTURES, PAD, save_tiny, tiny_model, tiny_token
 from training import config, dataset, lora, make
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.config.preflight import check_before_loading
+from trl_quant.config.before_loading import check_before_loading
 from trl_quant.models import families
 from trl_quant.rollout.stream import PolicyWeights, default_dtype
 

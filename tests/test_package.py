@@ -198,7 +198,7 @@ def test_what_an_import_loads():
         "trl_quant.formats, trl_quant.corrections, trl_quant.noise, trl_quant.models.norms, trl_quant.precisions, "
         "trl_quant.layers": ({"torch"}, {"transformers", "trl", "trl_quant.kernels", "vllm"}),
         "trl_quant.config": ({"trl", "transformers"}, {"trl.trainer.grpo_trainer", "trl_quant.trainers", "vllm"}),
-        "trl_quant.config.preflight": (
+        "trl_quant.config.before_loading": (
             {"trl_quant.storage"},
             {"trl.trainer.grpo_trainer", "trl_quant.trainers", "vllm"},
         ),

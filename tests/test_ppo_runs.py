@@ -19,8 +19,9 @@ from transformers import (
 from trl import GRPOConfig
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantPPOTrainer
-from trl_quant.config.consistency import check_ppo
-from trl_quant.config.preflight import check_before_loading
+from trl_quant.config.before_loading import check_before_loading
+from trl_quant.config.checks import check_what
+from trl_quant.config.given import Given
 from trl_quant.storage.manifest import MANIFEST
 from trl_quant.storage.run_checkpoints import has_whole_weights, last_complete_checkpoint
 from trl_quant.trainers.critic import load_critic
@@ -311,7 +312,7 @@ def test_a_config_refuses_other_ways_to_shard(tmp_path, monkeypatch, name, says)
     if name == "deepspeed":
         built.deepspeed_plugin = object()
     with pytest.raises(ValueError, match=f"PPO's critic cannot be trained with {says}"):
-        config(QuantPPOConfig, tmp_path, num_generations=1) if built is None else check_ppo(built)
+        config(QuantPPOConfig, tmp_path, num_generations=1) if built is None else check_what("fields", Given(built))
 
 
 def test_a_schedule_that_knows_one_optimizer_is_refused(tmp_path, policy):

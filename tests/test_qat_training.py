@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main as command
+from trl_quant.config.checks import RULES
 from trl_quant.formats import QuantizedTensor
 from trl_quant.layers import FrozenLinear, QATLinear
 from trl_quant.policy.frozen import FrozenBaseConfig, freeze
@@ -322,7 +323,7 @@ def test_a_later_run_forgets_how_weights_were_gathered(tmp_path, settings):
     ],
 )
 def test_refused(tmp_path, monkeypatch, options, message):
-    monkeypatch.setattr("trl_quant.config.preflight.check_machine", lambda args: None)
+    monkeypatch.setitem(RULES, "machine", ())
     source = save_tiny(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"")
     options = {"train_precision": "nvfp4"} | options

@@ -150,7 +150,7 @@ def test_several_micro_batches_and_checkpointing_change_nothing(tmp_path):
 def test_liger_replaces_no_layer_that_quantizes(tmp_path, monkeypatch, precision, given, replaced):
     """Its norms and MLPs, unless they are asked for; without a precision all are TRL's choice."""
     asked = []
-    installed = "trl_quant.config.machine.is_liger_kernel_available"
+    installed = "trl_quant.config.checks.machine.is_liger_kernel_available"
     monkeypatch.setattr(installed, lambda: False)
     with pytest.raises(ImportError, match="`use_liger_kernel`=True needs Liger's kernels"):
         trainer_of(tmp_path, precision, use_liger_kernel=True, model="there is none")

@@ -13,6 +13,7 @@ from training import config, lora, make, metrics, step_and_batch
 from transformers import AutoModelForCausalLM
 
 from trl_quant import QuantPPOConfig, QuantPPOTrainer
+from trl_quant.config.checks import RULES
 from trl_quant.layers import FrozenLinear
 
 
@@ -139,7 +140,7 @@ def test_rows_that_are_tokens_are_not_cut(tmp_path):
 
 def test_what_cannot_be_cut_is_refused(tmp_path, monkeypatch):
     """vLLM starts on a checkpoint that has the rows; an adapter of the embedding has them too."""
-    monkeypatch.setattr("trl_quant.config.preflight.check_machine", lambda args: None)
+    monkeypatch.setitem(RULES, "machine", ())
     student, teacher = saved(tmp_path, "student")
     options = {"teacher_model": teacher}
     says = "but `use_vllm`=True starts vLLM on a checkpoint that has them. Cut and save the student first"

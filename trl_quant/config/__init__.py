@@ -1,8 +1,8 @@
 """The configurations, and all checks that run before a model is loaded.
 
 The checks come in three stages. When a configuration is built, each value is checked by itself (`values`), then the
-fields against each other (`consistency`). When a trainer is built, its arguments and this machine are checked before a
-model is loaded (`preflight`). Importing the configurations loads neither engines nor trainers.
+fields against each other by rules (`checks`). When a trainer is built, its arguments and this machine are checked
+before a model is loaded (`before_loading`). Importing the configurations loads neither engines nor trainers.
 """
 
 from .diffusion import DiffusionGRPOConfig

@@ -1,4 +1,4 @@
-"""The checks of [`preflight`] on tools, environments and `rollout_func`. Those on rewards are in [`data`]."""
+"""The checks of [`before_loading`] on tools, environments and `rollout_func`. Those on rewards are in [`data`]."""
 
 import inspect
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The checks of [`preflight`] on the data, the rewards and the turns of a conversation."""
+"""The checks of [`before_loading`] on the data, the rewards and the turns of a conversation."""
 
 from pathlib import Path
 
@@ -157,6 +157,14 @@ def _check_reward_of_kept(reward, columns) -> None:
         check_reward(reward, kept)
     except ValueError as error:
         raise ValueError(f"`remove_unused_columns`=True removes a column that a reward reads. {error}") from error
+
+
+def check_texts(train_dataset, eval_dataset) -> None:
+    """Raises `ValueError` for data with images, which a critic does not read."""
+    for name, dataset in {"train_dataset": train_dataset, **evaluated(eval_dataset)}.items():
+        images = {"image", "images"} & set(getattr(dataset, "column_names", None) or ())
+        if images:
+            raise ValueError(f"`{name}` has a column {images.pop()!r}, and the critic reads only text. Remove it.")
 
 
 def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, environment_factory=None) -> None:

@@ -4,10 +4,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from ..corrections.base import Range
-from .denoising import check_denoising
 from .documentation import documentation
 from .grpo import QuantGRPOConfig
-from .values import check_values
 
 
 @dataclass
@@ -78,11 +76,6 @@ class DiffusionGRPOConfig(DenoisingFields, QuantGRPOConfig):
         if self.pack_sequences is None:
             self.pack_sequences = False
         super()._resolve()
-
-    def _check(self):
-        check_values(self)
-        check_denoising(self)  # first, because other checks would recommend settings that it refuses
-        super()._check()
 
     @property
     def mask_draws(self) -> int:

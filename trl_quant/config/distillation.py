@@ -6,7 +6,6 @@ from typing import ClassVar
 from trl import DistillationConfig
 
 from ..precisions import frozen_bases
-from .consistency import check_distillation
 from .documentation import documentation
 from .fields import QuantFields
 from .values import check_choice, listed
@@ -69,7 +68,6 @@ class QuantDistillationConfig(TeacherFields, QuantFields, DistillationConfig):
     def _check(self):
         check_choice("teacher_precision", self.teacher_precision, frozen_bases())
         super()._check()
-        check_distillation(self)
 
 
 QuantDistillationConfig.__doc__ = (QuantDistillationConfig.__doc__ or "") + documentation(TEACHING)

@@ -23,7 +23,8 @@ from ..noise.schedules import LEAST_STAGES
 from ..precisions import PRECISIONS, exact_flows, frozen_bases, qat_precisions, train_precisions, unified_flows
 from ..renamed import CurrentNames
 from ..run_spec import INDEPENDENT, RunSpec, default_lora_sync, default_sleep_level
-from .consistency import check_consistent
+from .checks import check_what
+from .given import Given
 from .hyperparameters import setting_fields
 from .values import check_types, check_values, listed
 
@@ -296,6 +297,8 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
     trl_config: ClassVar[type[TrainingArguments]]  # TRL's config, with all other fields
     further_sections: ClassVar[dict[str, type]] = {}  # sections that only this config adds, in the form of `SECTIONS`
     has_correction: ClassVar[bool] = False  # whether the trainer's loss takes the weights of a correction
+    corrected_by_trl: ClassVar[bool] = False  # whether TRL's trainer has a correction of its own
+    clips_completions: ClassVar[bool] = False  # whether the loss clips one ratio for a whole completion
     has_dynamic_sampling: ClassVar[bool] = False  # whether the trainer replaces groups that teach nothing
     has_critic: ClassVar[bool] = False  # whether a critic gives each token an advantage
     has_rewards: ClassVar[bool] = True  # whether reward functions score the completions
@@ -384,7 +387,7 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
     def _check(self):
         """Checks each value, then the fields against each other."""
         check_values(self)
-        check_consistent(self)
+        check_what("fields", Given(self))
         self.checked = {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod

@@ -7,7 +7,6 @@ from typing import ClassVar
 from trl import GRPOConfig
 
 from ..corrections import ALL_CORRECTIONS, Correction
-from .consistency import check_grpo
 from .documentation import documentation
 from .fields import QuantFields
 from .values import CLIPPED_LOSSES, check_choice, check_type
@@ -35,6 +34,7 @@ class QuantGRPOConfig(QuantFields, GRPOConfig):
 
     trl_config: ClassVar[type] = GRPOConfig
     has_correction: ClassVar[bool] = True
+    corrected_by_trl: ClassVar[bool] = True
     has_dynamic_sampling: ClassVar[bool] = True
 
     scale_rewards: str | None = field(
@@ -65,7 +65,6 @@ class QuantGRPOConfig(QuantFields, GRPOConfig):
             check_type(name, getattr(self, name), str)
             check_choice(name, getattr(self, name), allowed)
         super()._check()
-        check_grpo(self)
 
     @classmethod
     def from_trl(cls, args: GRPOConfig) -> "QuantGRPOConfig":

@@ -1,4 +1,4 @@
-"""The checks of [`preflight`] on the lengths of prompts, against the context in which the sampler completes them.
+"""The checks of [`before_loading`] on the lengths of prompts, against the context in which the sampler completes them.
 
 vLLM refuses a prompt that fills its context, which ends the run at the step that draws the prompt. A prompt that leaves
 less room than `max_completion_length` shortens its completions, and nothing says so. Both are found before a model is

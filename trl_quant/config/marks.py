@@ -1,4 +1,4 @@
-"""The checks of [`preflight`] on marks such as `<think>`: whether completions can have those that a reward needs.
+"""The checks of [`before_loading`] on marks such as `<think>`: whether completions can have those that a reward needs.
 
 A reward reads the text that TRL decodes from a completion. Two things keep a mark out of it. A chat template may open
 the mark at the end of the prompt, so that the completion only closes it. And decoding drops special tokens.

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from ..corrections.base import Range
-from .consistency import check_ppo
 from .documentation import documentation
 from .grpo import QuantGRPOConfig
 from .values import check_range
@@ -97,10 +96,6 @@ class QuantPPOConfig(CriticFields, QuantGRPOConfig):
 
     def _method_settings(self) -> dict[str, str]:
         return super()._method_settings() | {"scale_rewards": "none"}
-
-    def _check(self):
-        super()._check()
-        check_ppo(self)
 
     @property
     def critic_source(self) -> dict:

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from trl import RLOOConfig
 
-from .consistency import check_rloo
 from .documentation import documentation
 from .fields import QuantFields
 from .values import check_choice
@@ -42,11 +41,11 @@ class QuantRLOOConfig(LevelFields, QuantFields, RLOOConfig):
     trl_config: ClassVar[type] = RLOOConfig
     further_sections: ClassVar[dict[str, type]] = WEIGHING
     has_correction: ClassVar[bool] = True
+    clips_completions: ClassVar[bool] = True
 
     def _check(self):
         check_choice("importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
         super()._check()
-        check_rloo(self)
 
 
 QuantRLOOConfig.__doc__ = (QuantRLOOConfig.__doc__ or "") + documentation(WEIGHING)

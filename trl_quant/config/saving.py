@@ -1,4 +1,4 @@
-"""The checks of [`preflight`] on what a run saves: transformers refuses to save some configs that it loads."""
+"""The checks of [`before_loading`] on what a run saves: transformers refuses to save some configs that it loads."""
 
 import copy
 from tempfile import TemporaryDirectory

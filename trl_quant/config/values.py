@@ -15,6 +15,7 @@ from ..corrections.base import Range, ranges_of
 from ..noise import SCHEDULES
 from ..precisions import PRECISIONS, train_precisions
 from ..renamed import check_names
+from ..rollout.sampling_options import FIELDS
 from ..run_spec import VLLM_MODES
 from ..scaling import check_scale
 from .auto import refuse_auto
@@ -141,10 +142,23 @@ def check_values(args) -> None:
         check_range(name, getattr(args, name), allowed)
     if args.max_steps == 0:
         raise ValueError("`max_steps`=0 would still train one step. Set the number of steps, or -1 for whole epochs.")
+    _check_generation_kwargs(args)
     _check_by_library(args)
     _check_hyperparameters(args)
     if args.uaq_scale is not None:
         check_scale(args.uaq_scale, "uaq_scale")
+
+
+def _check_generation_kwargs(args) -> None:
+    """Checks those of the `generation_kwargs` that override a field, as that field's value."""
+    for name, value in (args.generation_kwargs or {}).items():
+        if name not in FIELDS or value is None:
+            continue
+        called = f"generation_kwargs[{name!r}]"
+        check_type(called, value, int if name == "top_k" else float)
+        is_greedy = name == "temperature" and value == 0
+        if name in TRL_RANGES and not is_greedy:
+            check_range(called, value, TRL_RANGES[name])
 
 
 def _check_by_library(args) -> None:

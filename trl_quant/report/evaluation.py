@@ -36,7 +36,7 @@ from rich.table import Table
 from transformers import AutoConfig, PreTrainedTokenizerBase, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..config.denoising import check_schedule
+from ..config.checks.diffusion import check_schedule
 from ..config.diffusion import DenoisingFields
 from ..config.fields import QuantFields
 from ..reading import read_json, reading

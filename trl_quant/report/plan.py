@@ -15,10 +15,11 @@ from datasets import Dataset
 from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer
 
+from ..config.before_loading import check_before_loading
+from ..config.checks import check_what
 from ..config.fields import QuantFields
+from ..config.given import Given
 from ..config.lengths import context_of, measured
-from ..config.machine import check_machine
-from ..config.preflight import check_before_loading
 from ..config.summary import summary
 from ..models.positions import switching
 from ..policy.frozen import on_frozen_base
@@ -86,7 +87,7 @@ def make_plan(
     on_cpu = args.use_cpu if on_cpu is None else on_cpu
     refused = None
     try:
-        check_machine(args)
+        check_what("machine", Given(args))
     except (ImportError, ValueError) as error:
         refused = error
     given = {"processing_class": None, "tools": None, "rollout_func": None, "environment_factory": None}

@@ -12,6 +12,7 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from .. import rollout
+from ..config.checks.vllm import check_engine_kwargs
 from ..models.positions import LONGROPE, switching, why_vllm_differs
 from ..policy.adapters import with_frozen_layers
 from ..policy.frozen import freeze, packed_while_loading
@@ -21,7 +22,7 @@ from ..policy.unified import checkpoint_dtype, unify
 from ..precisions import bitsandbytes_bases, frozen_bases, in_vllm, qat_precisions, train_precisions
 from ..reading import reading
 from ..rollout.sampling_options import BOTH, acts
-from ..rollout.vllm.support import check_device, check_engine_kwargs
+from ..rollout.vllm.support import check_device
 from ..run_spec import EngineSpec, default_lora_sync, engine_kind
 from ..storage.adapter import tell_others
 from ..storage.identity import MODEL_FILES, tell_changed

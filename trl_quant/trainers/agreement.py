@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from accelerate.utils import gather_object
 
-from ..config.preflight import name_of
+from ..config.given import name_of
 from ..rollout.address import without_password
 
 

@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import AutoConfig
 
 from ..config.fields import QuantFields
-from ..config.preflight import name_of
+from ..config.given import name_of
 from ..precisions import in_vllm
 from ..reading import reading
 from ..rollout import EngineSpec

@@ -32,7 +32,7 @@ from torch import Tensor
 from trl import DistillationTrainer
 
 from ..config import QuantDistillationConfig
-from ..config.preflight import name_of, vocabulary_sizes
+from ..config.given import name_of, vocabulary_sizes
 from ..corrections.batch import counted
 from ..policy.frozen import loading_teacher
 from ..policy.vocabulary import cut_vocabulary

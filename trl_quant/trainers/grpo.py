@@ -3,7 +3,7 @@
 from trl import GRPOTrainer
 
 from ..config import AISGRPOConfig, QuantGRPOConfig
-from ..config.preflight import name_of
+from ..config.given import name_of
 from ..corrections.batch import counted
 from ..rollout.sampling_options import biasing_options
 from .checks import check_method

@@ -23,7 +23,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 from torch.nn import Module
 
-from ..config.preflight import why_not_packed
+from ..config.packed import why_not_packed
 from ..policy.packed import SHARING, PackedRows, accept_packed_rows, attention_of
 from ..trl_seams import shuffled_by
 

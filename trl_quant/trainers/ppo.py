@@ -17,7 +17,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from ..config import QuantPPOConfig
-from ..config.preflight import name_of
+from ..config.given import name_of
 from ..corrections.batch import counted
 from ..policy.vocabulary import pad_vocabulary
 from ..storage.run_checkpoints import saved_only_model

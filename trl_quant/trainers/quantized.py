@@ -15,8 +15,8 @@ from accelerate.utils import is_peft_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.extras.profiling import profiling_context
 
+from ..config.before_loading import check_before_loading
 from ..config.data import check_evaluated
-from ..config.preflight import check_before_loading
 from ..policy.adapters import leave_casts_to_autocast, name_revision
 from ..policy.frozen import on_frozen_base
 from ..policy.packed import PackedBackbone, PackedRows

@@ -26,7 +26,7 @@ from torch import Tensor
 from trl import RLOOTrainer
 
 from ..config import QuantRLOOConfig
-from ..config.preflight import name_of
+from ..config.given import name_of
 from ..rollout.sampling_options import biasing_options
 from ..trl_seams import exchanged
 from .checks import check_method

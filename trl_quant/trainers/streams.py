@@ -1,7 +1,7 @@
 """Guards rows that are known only when they are drawn: those of a stream, and of a dataset that computes its rows.
 
-[`~config.preflight`] checks the rows of a `Dataset` before a model is loaded. Here each generation's rows are checked
-in the same way, and a stream that ends:
+[`~config.before_loading`] checks the rows of a `Dataset` before a model is loaded. Here each generation's rows are
+checked in the same way, and a stream that ends:
 
 | a stream ends | what happens |
 |---|---|

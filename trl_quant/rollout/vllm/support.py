@@ -21,8 +21,6 @@ from ...models.linears import dense_linears, unquantized_linears
 from ...models.names import clean_name
 from ...precisions import PRECISIONS, InVLLM, in_vllm
 from ...storage.layout import quantization_config
-from ..sampling_options import not_taken
-from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED
 
 
 logger = logging.getLogger(__name__)
@@ -78,6 +76,13 @@ SET_BY_TRL = {
     "n": "TRL samples `num_generations` completions of each prompt",
     "logprobs": "the trainer needs only the log-probability of the drawn token",
 }
+
+
+# Seen with n-gram speculation in vLLM 0.31 on a CPU at temperature 1; tests/test_vllm_sampling.py repeats it
+SPECULATION = (
+    "speculative decoding returns NaN, or values that are nats away, for the log-probabilities of many sampled tokens, "
+    "and corrections and metrics need them"
+)
 
 
 def require_nccl(communicator, process: str) -> None:
@@ -143,60 +148,19 @@ def runnable_precisions() -> list[str]:
     return runnable
 
 
-# Seen with n-gram speculation in vLLM 0.31 on a CPU at temperature 1; tests/test_vllm_sampling.py repeats it
-SPECULATION = (
-    "speculative decoding returns NaN, or values that are nats away, for the log-probabilities of many sampled tokens, "
-    "and corrections and metrics need them"
-)
+def engine_arguments() -> set[str]:
+    """Returns the names of vLLM's arguments; empty if vLLM is not installed."""
+    if not is_vllm_available():
+        return set()
+    from vllm import EngineArgs
+
+    return {field.name for field in dataclasses.fields(EngineArgs)}
 
 
-def check_engine_kwargs(kwargs: dict) -> None:
-    """Raises `ValueError` for `vllm_engine_kwargs` that vLLM lacks, that are set elsewhere, or that break the check."""
-    reserved = [f"{name!r} (set by {RESERVED[name]})" for name in kwargs if name in RESERVED]
-    if reserved:
-        raise ValueError(f"`vllm_engine_kwargs` must not hold {', '.join(reserved)}.")
-    if kwargs.get("calculate_kv_scales"):
-        raise ValueError(
-            "`vllm_engine_kwargs` has 'calculate_kv_scales'=True: vLLM would take the scales of its KV cache from its "
-            "first batch and keep them, so they would be stale after the first sync. Leave it out: the scales are "
-            "then 1, or those of the checkpoint."
-        )
-    if kwargs.get("speculative_config"):
-        raise ValueError(
-            f"`vllm_engine_kwargs` has 'speculative_config'={kwargs['speculative_config']!r}: {SPECULATION}. Leave it "
-            "out."
-        )
-    cache = kwargs.get("kv_cache_dtype", "auto")
-    allowed = (*UNQUANTIZED, *CACHE_FORMATS)
-    if cache not in allowed:
-        raise ValueError(
-            f"`vllm_engine_kwargs` has 'kv_cache_dtype'={cache!r}, which the self-check cannot compute. Allowed are "
-            f"{', '.join(map(repr, allowed))}."
-        )
-    if kwargs and is_vllm_available():
-        from vllm import EngineArgs
-
-        known = {field.name for field in dataclasses.fields(EngineArgs)}
-        unknown = [name for name in kwargs if name not in known]
-        if unknown:
-            raise ValueError(
-                f"`vllm_engine_kwargs` has {unknown}, which vLLM does not take. Allowed are the fields of "
-                f"`vllm.EngineArgs`: {', '.join(sorted(known - RESERVED.keys()))}."
-            )
-
-
-def check_sampling_parameters(generation_kwargs: dict, mode: str, max_tokens: int) -> None:
-    """Raises `ValueError` if `generation_kwargs` has a name that vLLM lacks or TRL sets, or an impossible value."""
-    for name, instead in SET_BY_TRL.items():
-        if name in generation_kwargs:
-            raise ValueError(f"`generation_kwargs` must not hold {name!r}: {instead}.")
-    if "seed" in generation_kwargs and mode == "colocate":
-        raise ValueError(
-            f"`generation_kwargs` has 'seed'={generation_kwargs['seed']!r}, with which vLLM samples all completions of "
-            "a prompt from the same random numbers, so that a group would be one completion. Set the run's `seed`."
-        )
-    if not generation_kwargs or not is_vllm_available():
-        return
+def sampling_parameters(mode: str) -> set[str]:
+    """Returns the names that `generation_kwargs` may have in a mode of vLLM; empty if vLLM is not installed."""
+    if not is_vllm_available():
+        return set()
     from vllm import SamplingParams
 
     known = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - SET_BY_TRL.keys()
@@ -204,15 +168,22 @@ def check_sampling_parameters(generation_kwargs: dict, mode: str, max_tokens: in
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
         known = (known & CompletionRequest.model_fields.keys()) | {"vllm_xargs"}
-    unknown = [name for name in generation_kwargs if name not in known]
-    if unknown:
-        raise ValueError(not_taken(f"vLLM in `vllm_mode`={mode!r}", unknown, known))
+    return known
+
+
+def refused_by_vllm(generation_kwargs: dict, max_tokens: int) -> str | None:
+    """Returns why vLLM does not sample with these parameters; `None` if it does, or if vLLM is not installed."""
+    if not generation_kwargs or not is_vllm_available():
+        return None
+    from vllm import SamplingParams
+
     converted = ("structured_outputs", "vllm_xargs")  # TRL and the server turn these into objects first
     plain = {name: value for name, value in generation_kwargs.items() if name not in converted}
     try:
         SamplingParams(**{"max_tokens": max_tokens} | plain)
     except Exception as error:  # vLLM raises exceptions of its own classes
-        raise ValueError(f"`generation_kwargs`={generation_kwargs!r} are refused by vLLM: {error}") from error
+        return str(error)
+    return None
 
 
 def supported_precisions() -> dict[str, str | None]:

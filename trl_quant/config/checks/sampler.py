@@ -1,0 +1,170 @@
+"""Rules of sampling: where samples come from, in which precision, with which options and noise."""
+
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
+
+from ...models.families import number_of_experts
+from ...policy.masked import is_bidirectional
+from ...precisions import in_vllm
+from ...rollout.sampling_options import (
+    UNSUPPORTED_GENERATION_KWARGS,
+    biasing_options,
+    check_option_types,
+    check_supported,
+    not_taken,
+)
+from ..given import Given
+from ..values import check_choice, listed
+from .rule import Rule, acts_only, refusal
+
+
+def _samples(run: Given) -> bool:
+    """Whether an engine of ours samples."""
+    return run.spec.sampler is not None
+
+
+def _samples_without_vllm(run: Given) -> bool:
+    return _samples(run) and not run.args.use_vllm
+
+
+def given_options(run: Given) -> dict:
+    """Returns the `generation_kwargs` that are not `None`."""
+    return {name: value for name, value in (run.args.generation_kwargs or {}).items() if value is not None}
+
+
+def _unknown_options(run: Given) -> str | None:
+    """Returns why transformers' `generate` does not take the `generation_kwargs`."""
+    if run.args.use_vllm:
+        return None
+    given = given_options(run)
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    if _samples(run):
+        known -= UNSUPPORTED_GENERATION_KWARGS.keys() - given.keys()
+    unknown = [name for name in given if name not in known]
+    return not_taken("transformers' `generate`, which samples without vLLM,", unknown, known) if unknown else None
+
+
+def _unknown_cache(run: Given) -> str | None:
+    cache = given_options(run).get("cache_implementation", run.args.cache_implementation)
+    return refusal(check_choice, "cache_implementation", cache, ALL_CACHE_IMPLEMENTATIONS)
+
+
+def _bias(run: Given) -> str:
+    """Lists the sampling options that bias the ratio of a sampler and its trainer."""
+    biasing = biasing_options(run.args) if run.spec.has_sampler else {}
+    return " and ".join(f"`{name}`={value!r}" for name, value in biasing.items())
+
+
+def _why_not_generating(run: Given) -> str | None:
+    """Returns the class of a policy without a head that predicts the next token."""
+    model_class = run.model_class
+    return model_class.__name__ if model_class is not None and not model_class.can_generate() else None
+
+
+def _experts(run: Given) -> int:
+    """Returns the number of the policy's experts; 0 for a dense one."""
+    experts = number_of_experts(run.config.to_dict())
+    return experts if experts > 1 else 0
+
+
+RULES = (
+    Rule(
+        ("rollout_precision",),
+        when=lambda run: _samples(run) and run.args.fsdp_version == 1,
+        message="`rollout_precision`={args.rollout_precision!r} with FSDP1, which joins the weights of many layers "
+        "into one. Use FSDP2 (`fsdp_version: 2` in accelerate's config file, `version: 2` in `fsdp_config`).",
+    ),
+    Rule(
+        ("rollout_precision", "use_transformers_continuous_batching"),
+        when=lambda run: _samples(run) and run.args.use_transformers_continuous_batching,
+        message="`rollout_precision`={args.rollout_precision!r} cannot be combined with "
+        "`use_transformers_continuous_batching=True`, which samples from the full-precision policy and returns no "
+        "log-probabilities. Unset one of the two.",
+    ),
+    Rule(
+        ("rollout_precision", "use_vllm"),
+        when=lambda run: _samples(run) and run.args.use_vllm and run.spec.sampled_in not in in_vllm(),
+        message="`rollout_precision`={args.rollout_precision!r} is not available with `use_vllm=True`. Allowed there: "
+        f"{listed(in_vllm())}. With `use_vllm=False` it runs in the embedded engine.",
+    ),
+    acts_only(
+        ("transformers_continuous_batching_config",),
+        "`use_transformers_continuous_batching=True`",
+        where=lambda run: run.args.use_transformers_continuous_batching,
+    ),
+    acts_only(
+        ("dynamic_sampling_rounds",),
+        "a trainer that has dynamic sampling, such as QuantGRPOTrainer",
+        where=lambda run: run.args.has_dynamic_sampling,
+    ),
+    Rule(
+        ("noise_sigma_start", "noise_sigma_end"),
+        when=lambda run: not run.args.noise_sigma_start >= run.args.noise_sigma_end,
+        message="`noise_sigma_start`={args.noise_sigma_start!r} is below `noise_sigma_end`={args.noise_sigma_end!r}. "
+        "The noise decays: it must start at least as large as it ends.",
+    ),
+    Rule(
+        ("noise_schedule", "rollout_precision"),
+        when=lambda run: run.args.noise_schedule is not None and not _samples(run),
+        message="`noise_schedule`={args.noise_schedule!r} needs a copy of the policy to add noise to, but "
+        "`rollout_precision` is not set. Set `rollout_precision='bf16'` for noise without quantization.",
+    ),
+    acts_only(
+        ("noise_sigma_start", "noise_sigma_end", "noise_stages"),
+        "a `noise_schedule`",
+        where=lambda run: run.args.noise_schedule is not None,
+    ),
+    Rule(
+        ("generation_kwargs",),
+        when=lambda run: _samples_without_vllm(run) and refusal(check_supported, given_options(run)),
+        message="{found}",
+    ),
+    Rule(
+        ("cache_implementation",),
+        when=lambda run: _samples_without_vllm(run) and _unknown_cache(run),
+        message="{found}",
+    ),
+    Rule(("generation_kwargs",), when=_unknown_options, message="{found}"),
+    Rule(
+        ("generation_kwargs",),
+        when=lambda run: not run.args.use_vllm and refusal(check_option_types, given_options(run)),
+        message="{found}",
+    ),
+    Rule(
+        ("temperature", "generation_kwargs"),
+        when=_bias,
+        message="{found}: the sampler draws from another distribution than the trainer scores with, and returns "
+        "log-probabilities under its own. Part of `mismatch/*`, and of what the correction acts on, then comes from "
+        "the sampling options and not from `rollout_precision`. Without any quantization, the mean weight is 0.9 with "
+        "top_p=0.9, and the mean size of log w is 0.02 with repetition_penalty=1.3.",
+        error=None,
+    ),
+    Rule(
+        ("rollout_precision",),
+        when=lambda run: _samples(run) and _why_not_generating(run),
+        message="The policy is a {found}, which generates no text. Load it with `AutoModelForCausalLM`, or train "
+        "another checkpoint.",
+        needs="model",
+    ),
+    Rule(
+        ("rollout_precision",),
+        when=lambda run: _samples(run) and not run.args.denoises and is_bidirectional(run.config),
+        message="The policy attends in both directions (`is_causal=False` in its config), so it is a masked diffusion "
+        "model. Train it with `DiffusionGRPOTrainer`; examples/ais_llada.py has a command line for it.",
+        needs="model",
+    ),
+    Rule(
+        ("rollout_precision",),
+        when=lambda run: _samples(run) and _experts(run),
+        message="`rollout_precision`={args.rollout_precision!r}, but the policy is a mixture of {found} experts, which "
+        "no engine here samples from. Leave `rollout_precision` unset: TRL generates.",
+        needs="model",
+    ),
+    Rule(
+        ("rollout_precision",),
+        when=lambda run: _samples(run) and run.config.is_encoder_decoder,
+        message="`rollout_precision`={args.rollout_precision!r}, but {run.config.model_type} is an encoder with a "
+        "decoder. The engines run only decoders: train a decoder-only model.",
+        needs="model",
+    ),
+)

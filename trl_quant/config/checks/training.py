@@ -1,0 +1,198 @@
+"""Rules of what is trained: its precision, its sharding, its reference model, and the scale of UAQ."""
+
+from ...formats import FORMATS
+from ...models.families import family_of
+from ...models.linears import linears
+from ...precisions import PRECISIONS, frozen_bases, qat_precisions, unified_flows
+from ...storage.layout import check_groups
+from ...storage.quantization import prepared_precisions
+from ..given import Given, name_of
+from ..packed import why_not_packed
+from ..values import listed
+from .rule import Rule, acts_only, refusal
+
+
+def _trains(run: Given, kind: str) -> bool:
+    return run.spec.training.kind == kind
+
+
+def _replaces_weights(run: Given) -> bool:
+    """Whether transformers would quantize weights that a `train_precision` needs in 16 or 32 bits."""
+    return run.spec.training.kind in ("unified", "qat") and run.quantization_config is not None
+
+
+def _sharded_bases(run: Given) -> str | None:
+    """Returns the sharding under which a policy's base cannot be held in codes."""
+    if _is_zero3(run):
+        return "ZeRO-3"
+    return None if run.args.fsdp_version is None else "FSDP2"
+
+
+def _is_zero3(run: Given) -> bool:
+    plugin = run.args.deepspeed_plugin
+    return plugin is not None and plugin.zero_stage == 3
+
+
+def _bits(run: Given) -> str:
+    """Returns the size of a base in codes, as a share of its size in 16 bits."""
+    return f"{FORMATS[PRECISIONS[run.args.train_precision].format].bits / 16:.0%}"
+
+
+def _uneven_groups(run: Given) -> str | None:
+    """Returns which weight has a shape that no 4-bit checkpoint can hold."""
+    format = PRECISIONS[run.args.train_precision].format
+    for layer in linears(run.policy).values():
+        fault = refusal(check_groups, f"{layer.name}.weight", layer.shape[-1], format)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _is_quantized(run: Given) -> bool:
+    """Whether the policy is a quantized checkpoint that is not trained as one."""
+    is_trainable = _trains(run, "frozen") or getattr(run.quantization_config, "dequantize", False)
+    return not is_trainable and prepared_precisions(run.config) is not None
+
+
+def _scales_again(run: Given) -> float | None:
+    """Returns the other factor by which UAQ has scaled the model already."""
+    applied = getattr(run.config, "uaq_scale", None)
+    return applied if applied != run.args.uaq_scale else None
+
+
+def _is_unscaled(run: Given) -> bool:
+    return run.args.uaq_scale is not None and getattr(run.config, "uaq_scale", None) is None
+
+
+RULES = (
+    Rule(
+        ("sync_ref_model", "beta"),
+        when=lambda run: run.args.sync_ref_model and not run.args.needs_reference,
+        message="`sync_ref_model`=True with `beta`={args.beta!r}: without a KL term there is no reference model to "
+        "sync. Unset `sync_ref_model`, or set a `beta` above 0.",
+    ),
+    *(
+        acts_only((name,), "`sync_ref_model=True`", where=lambda run: run.args.sync_ref_model)
+        for name in ("ref_model_mixup_alpha", "ref_model_sync_steps")
+    ),
+    Rule(
+        ("uaq_scale", "sync_ref_model"),
+        when=lambda run: run.args.uaq_scale is not None and run.args.sync_ref_model,
+        message="`uaq_scale`={args.uaq_scale!r} cannot be combined with `sync_ref_model=True`, which would mix scaled "
+        "weights with the reference model's unscaled ones. Unset one of the two.",
+    ),
+    Rule(
+        ("max_completion_length", "loss_type"),
+        when=lambda run: run.args.loss_type == "dr_grpo" and run.args.max_completion_length is None,
+        message="`max_completion_length`=None with `loss_type`='dr_grpo', which divides the loss by that length. Set "
+        "it, or use another `loss_type`.",
+    ),
+    Rule(
+        ("train_precision",),
+        when=_replaces_weights,
+        message="`train_precision`={args.train_precision!r} trains 16- or 32-bit weights, which a "
+        "`quantization_config` replaces. Unset one of the two.",
+        needs="arguments",
+    ),
+    Rule(
+        ("train_precision",),
+        when=lambda run: _trains(run, "frozen") and not run.has_adapter,
+        message="`train_precision`={args.train_precision!r} freezes the policy's base, and there is no adapter to "
+        f"train: pass a `peft_config`, or train all weights in {listed([*qat_precisions(), *unified_flows()])}.",
+        needs="arguments",
+    ),
+    Rule(
+        ("train_precision", "uaq_scale"),
+        when=lambda run: _trains(run, "frozen") and run.args.uaq_scale is not None,
+        message="`uaq_scale`={args.uaq_scale!r} scales 16-bit weights, and a base that is frozen in `train_precision`="
+        "{args.train_precision!r} has none. Scale and save the model first (`trl_quant.scaling.apply_uaq`), or unset "
+        "one of the two.",
+        needs="arguments",
+    ),
+    Rule(
+        ("train_precision",),
+        when=lambda run: _trains(run, "qat") and run.args.is_adapted,
+        message="`train_precision`={args.train_precision!r} trains all weights, and the policy has an adapter. Leave "
+        f"the adapter out, or freeze the base in {listed(frozen_bases())}.",
+        needs="arguments",
+    ),
+    Rule(
+        ("train_precision", "rollout_precision"),
+        when=lambda run: _trains(run, "qat") and not run.spec.samples_as_trained,
+        message="`rollout_precision`={args.rollout_precision!r} with `train_precision`={args.train_precision!r} and no "
+        "adapter: the policy is its 4-bit weights, and that sampler would quantize the 16- or 32-bit weights behind "
+        "them. Leave `rollout_precision` unset.",
+        needs="arguments",
+    ),
+    Rule(
+        ("train_precision", "lora_sync"),
+        when=lambda run: _trains(run, "qat") and run.args.lora_sync == "adapter",
+        message="`lora_sync`='adapter' with `train_precision`={args.train_precision!r} and no adapter: all weights are "
+        "trained, and each sync sends all of them. Leave `lora_sync` unset, or pass a `peft_config`.",
+        needs="arguments",
+    ),
+    Rule(
+        ("train_precision",),
+        when=lambda run: _trains(run, "frozen") and _sharded_bases(run) and (_sharded_bases(run), _bits(run)),
+        message="`train_precision`={args.train_precision!r} with {found[0]}, which shards weights that must be held "
+        "whole. Use DDP or ZeRO-2: each GPU holds the base in {found[1]} of its size in 16 bits.",
+        needs="arguments",
+    ),
+    Rule(
+        ("train_precision",),
+        when=lambda run: run.args.train_precision is not None and _is_zero3(run),
+        message="`train_precision`={args.train_precision!r} with ZeRO-3, which shards weights that must be quantized "
+        "whole. Use FSDP2 (`fsdp_version: 2`), DDP or ZeRO-2.",
+        needs="arguments",
+    ),
+    Rule(
+        ("rollout_precision",),
+        when=lambda run: run.spec.sampler is not None and _is_quantized(run),
+        message="The policy {run.config.name_or_path!r} is quantized already (`quantization_config` in config.json). "
+        "Train the 16-bit checkpoint, or this one under LoRA with `train_precision`; vLLM may start on this one, with "
+        "`vllm_engine_kwargs={{'model': ...}}`.",
+        needs="model",
+    ),
+    Rule(
+        ("train_precision",),
+        when=lambda run: _trains(run, "qat") and _uneven_groups(run),
+        message="`train_precision`={args.train_precision!r} trains for a checkpoint in 4 bits. {found} Set another "
+        "`train_precision`, or leave it unset.",
+        needs="model",
+    ),
+    Rule(
+        ("noise_schedule", "uaq_scale"),
+        when=lambda run: (
+            (run.args.noise_schedule is not None or run.args.uaq_scale is not None)
+            and refusal(family_of, run.config.get_text_config().model_type)
+        ),
+        message="{found}",
+        needs="model",
+    ),
+    Rule(
+        ("uaq_scale",),
+        when=lambda run: run.args.uaq_scale is not None and not _is_unscaled(run) and _scales_again(run),
+        message="`uaq_scale`={args.uaq_scale}, but the model was already scaled by {found}. Use that factor.",
+        needs="model",
+    ),
+    Rule(
+        ("uaq_scale",),
+        when=lambda run: run.args.uaq_scale is not None and run.has_adapter and _is_unscaled(run),
+        message="`uaq_scale`={args.uaq_scale} scales the base model, which a saved adapter does not contain. Scale the "
+        "base once with `trl_quant.scaling.apply_uaq`, save it, and train the adapter on that.",
+        needs="model",
+    ),
+    Rule(
+        ("pack_sequences",),
+        when=lambda run: run.args.pack_sequences and why_not_packed(run.args, run.config, run.processing_class),
+        message="`pack_sequences`=True cannot act: {found}.",
+        needs="model",
+    ),
+    Rule(
+        ("beta",),
+        when=lambda run: run.args.needs_reference and not run.has_adapter and not name_of(run.model),
+        message="`beta`={args.beta} needs a reference model, which TRL loads from the policy's path, but this policy "
+        "was built in memory. Save it and pass the directory, or set `beta=0`.",
+        needs="model",
+    ),
+)
