@@ -113,7 +113,7 @@ REFUSED = [name for name in CORRECTIONS if name not in ("none", "decoupled", "ti
         ),
         (
             {"rollout_precision": "int8", "is_correction": "trl"},
-            "`is_correction`='trl' is TRL's own, and TRL's distillation has none. Use 'none'",
+            "`is_correction`='trl' is TRL's own, and TRL's DistillationTrainer has none. Use 'none'",
         ),
         ({"teacher_precision": "fp8"}, "`teacher_precision`='fp8' is unknown. Allowed: 'nf4', 'nvfp4', 'mxfp4'."),
         (

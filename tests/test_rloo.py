@@ -431,7 +431,10 @@ def test_vllm_ends_as_a_fresh_engine(tmp_path):
             "`is_correction`='acr' moves the upper clip bound of a token, and RLOO clips the ratio of a whole "
             "completion. Use 'none', 'coupled'",
         ),
-        ({"rollout_precision": "int8", "is_correction": "trl"}, "`is_correction`='trl' is TRL's own, and TRL's RLOO"),
+        (
+            {"rollout_precision": "int8", "is_correction": "trl"},
+            "`is_correction`='trl' is TRL's own, and TRL's RLOOTrainer",
+        ),
         (
             {"rollout_precision": "int8", "importance_sampling_level": "word"},
             "`importance_sampling_level`='word' is unknown. Allowed: 'token', 'sequence'",

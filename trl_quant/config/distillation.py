@@ -43,6 +43,7 @@ class QuantDistillationConfig(TeacherFields, QuantFields, DistillationConfig):
     trl_config: ClassVar[type] = DistillationConfig
     further_sections: ClassVar[dict[str, type]] = TEACHING
     has_correction: ClassVar[bool] = True
+    corrected_by_trl: ClassVar[bool] = False
     has_rewards: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False  # here `beta` chooses the divergence
 

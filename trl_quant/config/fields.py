@@ -297,7 +297,7 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
     trl_config: ClassVar[type[TrainingArguments]]  # TRL's config, with all other fields
     further_sections: ClassVar[dict[str, type]] = {}  # sections that only this config adds, in the form of `SECTIONS`
     has_correction: ClassVar[bool] = False  # whether the trainer's loss takes the weights of a correction
-    corrected_by_trl: ClassVar[bool] = False  # whether TRL's trainer has a correction of its own
+    corrected_by_trl: ClassVar[bool] = True  # whether TRL's trainer has a correction of its own
     clips_completions: ClassVar[bool] = False  # whether the loss clips one ratio for a whole completion
     has_dynamic_sampling: ClassVar[bool] = False  # whether the trainer replaces groups that teach nothing
     has_critic: ClassVar[bool] = False  # whether a critic gives each token an advantage
@@ -335,6 +335,14 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
         left_open = [f.name for f in fields(self) if getattr(self, f.name) is None]
         self._resolve()
         self.derived = {name: value for name in left_open if (value := getattr(self, name)) is not None}
+
+    def having(self, **values) -> "QuantFields":
+        """Returns a copy with other values, and with the defaults that follow from them. The copy is not checked."""
+        config = copy.copy(self)
+        vars(config).update(values)
+        config.derived = {name: value for name, value in self.derived.items() if name not in values}
+        config._settle()
+        return config
 
     def check_assigned(self) -> None:
         """Checks fields that were assigned after the config was built, and sets the defaults that follow from them."""

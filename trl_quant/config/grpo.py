@@ -34,7 +34,6 @@ class QuantGRPOConfig(QuantFields, GRPOConfig):
 
     trl_config: ClassVar[type] = GRPOConfig
     has_correction: ClassVar[bool] = True
-    corrected_by_trl: ClassVar[bool] = True
     has_dynamic_sampling: ClassVar[bool] = True
 
     scale_rewards: str | None = field(

@@ -41,6 +41,7 @@ class QuantRLOOConfig(LevelFields, QuantFields, RLOOConfig):
     trl_config: ClassVar[type] = RLOOConfig
     further_sections: ClassVar[dict[str, type]] = WEIGHING
     has_correction: ClassVar[bool] = True
+    corrected_by_trl: ClassVar[bool] = False
     clips_completions: ClassVar[bool] = True
 
     def _check(self):

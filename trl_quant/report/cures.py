@@ -4,7 +4,6 @@ Each change has one or more variants, from the mildest on. A change that is enou
 variant that is enough. If none is, changes are combined.
 """
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -62,10 +61,7 @@ class Planned:
 
     def having(self, **fields) -> "Planned":
         """Returns the run with other values of its settings."""
-        args = copy.copy(self.args)
-        for name, value in fields.items():
-            setattr(args, name, value)
-        return replace(self, args=args)
+        return replace(self, args=self.args.having(**fields))
 
 
 # Changes: from a run to its variants, each with its words

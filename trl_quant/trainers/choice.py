@@ -77,7 +77,7 @@ def choose_precision(
     args.resolve_for(adapted=peft_config is not None or (not isinstance(model, str) and is_peft_model(model)))
     _check_run(args)
     with tempfile.TemporaryDirectory() as directory:
-        vars(args).update(output_dir=directory, report_to=[], push_to_hub=False)  # of the copy: nobody else is told
+        args = args.having(output_dir=directory, report_to=[], push_to_hub=False)  # so that nobody else is told
         configs = _configs(args, _of_checkpoint(model, args, measured))
         first = next(config for config in configs.values() if isinstance(config, QuantFields))
         given = _stand_ins(args) | given
@@ -151,8 +151,7 @@ def _configs(args: QuantFields, precisions: list[str]) -> dict[str, QuantFields 
     """Returns the run's settings with each precision, or the reason why they cannot have it. At least one can."""
     configs = {}
     for name in precisions:
-        config = copy.copy(args)
-        config.rollout_precision = name
+        config = args.having(rollout_precision=name)
         try:
             config.check_assigned()
             configs[name] = config

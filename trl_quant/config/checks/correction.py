@@ -38,12 +38,12 @@ def _without_correction(run: Given) -> str | None:
     return listed(_usable(args))
 
 
-def _without_trls(run: Given) -> str | None:
-    """Returns the usable corrections, where TRL's own is asked for and TRL's trainer has none."""
+def _without_trls(run: Given) -> tuple[str, str] | None:
+    """Returns the method and the usable corrections, where TRL's own is asked for and TRL's trainer has none."""
     args = run.args
     if args.corrected_by_trl or not args.correction_class.applied_by_trl or _is_plain(run):
         return None
-    return listed(_usable(args))
+    return args.trl_config.__name__.replace("Config", "Trainer"), listed(_usable(args))
 
 
 def _of_completions(run: Given) -> str | None:
@@ -129,8 +129,8 @@ RULES = (
     Rule(
         ("is_correction",),
         when=_without_trls,
-        message="`is_correction`={args.is_correction!r} is TRL's own, and the trainer that it would act in has none. "
-        "Use {found}.",
+        message="`is_correction`={args.is_correction!r} is TRL's own, and TRL's {found[0]} has none. "
+        "Use {found[1]}.",
     ),
     Rule(("is_correction",), when=_of_others, message="{found}"),
     Rule(

@@ -54,7 +54,7 @@ def _reserved_arguments(run: Given) -> str:
 
 def _unknown_arguments(run: Given) -> tuple[list[str], str] | None:
     """Returns the arguments that vLLM does not take, and those that it takes; `None` if vLLM is not installed."""
-    known = engine_arguments()
+    known = engine_arguments() if _arguments(run) else set()  # to know them, vLLM is loaded
     unknown = [name for name in _arguments(run) if known and name not in known]
     return (unknown, ", ".join(sorted(known - RESERVED.keys()))) if unknown else None
 
@@ -72,7 +72,8 @@ def _no_room(run: Given) -> bool:
 
 
 def _unknown_parameters(run: Given) -> str | None:
-    given, known = given_options(run), sampling_parameters(run.args.vllm_mode)
+    given = given_options(run)
+    known = sampling_parameters(run.args.vllm_mode) if given else set()
     unknown = [name for name in given if known and name not in known]
     return not_taken(f"vLLM in `vllm_mode`={run.args.vllm_mode!r}", unknown, known) if unknown else None
 
