@@ -1,31 +1,28 @@
 """The config of the distillation trainer: TRL's `DistillationConfig` with the fields of this package."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from trl import DistillationConfig
 
 from ..precisions import frozen_bases
-from .documentation import documentation
+from .documentation import documentation, explain
 from .fields import QuantFields
-from .values import check_choice, listed
+from .values import check_choice
 
 
 @dataclass
 class TeacherFields:
     """The teacher's precision."""
 
-    teacher_precision: str | None = field(
-        default=None,
-        metadata={
-            "help": f"Number format of the teacher's decoder: {listed(frozen_bases())}. The teacher is quantized while "
-            "it loads, so it must be given by its name. The student then learns from the quantized teacher. If "
-            "not set, the teacher computes as it is loaded."
-        },
-    )
+    teacher_precision: str | None = None
+    """Number format of the teacher's decoder: {frozen_bases}. The teacher is quantized while it loads, so it must be
+    given by its name. The student then learns from the quantized teacher. If not set, the teacher computes as it is
+    loaded.
+    """
 
 
-TEACHING = {"the teacher": TeacherFields}
+TEACHING = {"the teacher": explain(TeacherFields)}
 
 
 @dataclass

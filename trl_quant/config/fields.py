@@ -1,14 +1,14 @@
 """The fields that every trainer of this package adds to its TRL config.
 
-Each section of fields is a small dataclass, and [`QuantFields`] joins them. The help of a field is its documentation:
-`trl-quant train --help` prints it, and `help(QuantGRPOConfig)` shows it through [`documentation`].
+Each section of fields is a small dataclass, and [`QuantFields`] joins them. The text below a field is its meaning:
+`trl-quant train --help` prints it, and `help(QuantGRPOConfig)` shows it (see [`~config.documentation`]).
 """
 
 import copy
 import json
 import logging
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from threading import TIMEOUT_MAX
 from typing import Annotated, ClassVar
 
@@ -16,17 +16,18 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
-from ..corrections import ACR, AIS, ALL_CORRECTIONS, CORRECTIONS, DPPO, TIS, TRM, Correction, Geometric, IcePop
+from ..corrections import AIS, ALL_CORRECTIONS, DPPO, TRM, Correction, Geometric, IcePop
 from ..corrections.base import Range
-from ..noise import SCHEDULES, sigma
+from ..noise import sigma
 from ..noise.schedules import LEAST_STAGES
-from ..precisions import PRECISIONS, exact_flows, frozen_bases, qat_precisions, train_precisions, unified_flows
+from ..precisions import frozen_bases, unified_flows
 from ..renamed import CurrentNames
 from ..run_spec import INDEPENDENT, RunSpec, default_lora_sync, default_sleep_level
 from .checks import check_what
+from .documentation import explain
 from .given import Given
 from .hyperparameters import setting_fields
-from .values import check_types, check_values, listed
+from .values import check_types, check_values
 
 
 logger = logging.getLogger(__name__)
@@ -55,224 +56,170 @@ Seconds = Annotated[float | None, Range(0.0, TIMEOUT_MAX, open_low=True)]
 class PolicyFields:
     """The policy's precision."""
 
-    train_precision: str | None = field(
-        default=None,
-        metadata={
-            "help": f"Number format that the policy is trained in: {listed(train_precisions())}. Under a LoRA adapter, "
-            f"{listed(frozen_bases())} (QeRL, QLoRA) freeze the base, so that the policy is Q(W) + BA; the base is "
-            "quantized while it loads, or comes from a checkpoint that `trl-quant prepare` wrote. Without an adapter, "
-            f"{listed(qat_precisions())} train all weights for 4 bits (quantization-aware training): each forward pass "
-            "computes with Q(W), and the gradients go to W, which stays in 16 or 32 bits. With "
-            f"{listed(unified_flows())} (Jet-RL) the decoder's linear layers compute what the engine computes in this "
-            "precision, on weights that stay in 16 or 32 bits. A LoRA adapter is merged before these are quantized; "
-            "with `lora_sync='adapter'` it stays beside a base in codes. If not set, the policy computes as loaded."
-        },
-    )
-    exact_rollouts: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether scoring and training use the vLLM engine's own kernels between the linear layers too "
-            "(norms, rotary embeddings, attention, log-probabilities), so that trainer and sampler get the same bits. "
-            "vLLM then computes each token independently of the rest of the batch, which makes sampling slower. Needs "
-            f"`train_precision` {listed(exact_flows())}, vLLM in colocate mode, and a Hopper GPU."
-        },
-    )
-    pack_sequences: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether scoring and training compute the sequences of a micro-batch in one row without padding. "
-            "The loss stays the same, up to the rounding of sums. `True` raises an error where that is not possible; "
-            "if not set, runs with a `rollout_precision` pack where it is."
-        },
-    )
+    train_precision: str | None = None
+    """Number format that the policy is trained in: {train_precisions}. Under a LoRA adapter, {frozen_bases} (QeRL,
+    QLoRA) freeze the base, so that the policy is Q(W) + BA; the base is quantized while it loads, or comes from a
+    checkpoint that `trl-quant prepare` wrote. Without an adapter, {qat_precisions} train all weights for 4 bits
+    (quantization-aware training): each forward pass computes with Q(W), and the gradients go to W, which stays in 16 or
+    32 bits. With {unified_flows} (Jet-RL) the decoder's linear layers compute what the engine computes in this
+    precision, on weights that stay in 16 or 32 bits. A LoRA adapter is merged before these are quantized; with
+    `lora_sync='adapter'` it stays beside a base in codes. If not set, the policy computes as loaded.
+    """
+
+    exact_rollouts: bool = False
+    """Whether scoring and training use the vLLM engine's own kernels between the linear layers too (norms, rotary
+    embeddings, attention, log-probabilities), so that trainer and sampler get the same bits. vLLM then computes each
+    token independently of the rest of the batch, which makes sampling slower. Needs `train_precision` {exact_flows},
+    vLLM in colocate mode, and a Hopper GPU.
+    """
+
+    pack_sequences: bool | None = None
+    """Whether scoring and training compute the sequences of a micro-batch in one row without padding. The loss stays
+    the same, up to the rounding of sums. `True` raises an error where that is not possible; if not set, runs with a
+    `rollout_precision` pack where it is.
+    """
 
 
 @dataclass
 class RolloutFields:
     """The rollout copy."""
 
-    rollout_precision: str | None = field(
-        default=None,
-        metadata={
-            "help": f"Number format of the copy of the policy that samples completions: {listed(PRECISIONS)}. "
-            "`trl-quant choose MODEL` measures those that vLLM runs here, and names the fastest (of those within 5 "
-            "percent, the most exact). If not set, that of `train_precision`; without one, TRL generates as usual."
-        },
-    )
-    vllm_engine_kwargs: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "Further arguments of vLLM's `LLM` in colocate mode, as a dict or a JSON string: fields of "
-            "`vllm.EngineArgs`, such as {'kv_cache_dtype': 'fp8'}, or {'model': 'my-model-int8'} to start on a "
-            "checkpoint that `trl-quant prepare` wrote. Arguments that have a field here are refused."
-        },
-    )
-    vllm_sleep_level: int | None = field(
-        default=None,
-        metadata={
-            "help": "What vLLM does with its weights while it sleeps (`vllm_enable_sleep_mode`): 2 discards them, 1 "
-            "keeps them in host memory. `lora_sync='adapter'` needs 1, because no sync brings the base back; a base "
-            "that vLLM shares with the trainer stays in place. If not set, 1 with `lora_sync='adapter'`, else 2."
-        },
-    )
-    lora_sync: str | None = field(
-        default=None,
-        metadata={
-            "help": "How a LoRA adapter reaches vLLM: 'merge' streams the base with the adapter merged in and "
-            "quantizes the sum; 'adapter' sends only A and B and leaves the quantized base as it was loaded. If not "
-            "set, 'adapter' in colocate mode where the policy's base is frozen in the `rollout_precision`, else "
-            "'merge'."
-        },
-    )
-    sync_check_steps: Annotated[int, Range(0)] = field(
-        default=50,
-        metadata={
-            "help": "Number of weight syncs from one self-check of the vLLM engine to the next. Engine and policy "
-            "score a few prompts; training stops if they disagree by more than the format explains. 0: no checks."
-        },
-    )
-    vllm_request_timeout: Seconds = field(
-        default=1800.0,
-        metadata={
-            "help": "Seconds that the vLLM server may take to answer a request of a run with a `rollout_precision`, or "
-            "to take new weights. After that the run ends with an error that names the request, and can be resumed. If "
-            "None, the run waits for ever."
-        },
-    )
-    reward_timeout: Seconds = field(
-        default=1800.0,
-        metadata={
-            "help": "Seconds that a call of a reward function, a tool, an environment or a `rollout_func` may take. "
-            "After that the run ends with an error that names the function, and can be resumed; if it was a tool, the "
-            "model is told instead. A function that hangs in C, where Python cannot interrupt it, ends the process a "
-            "minute later. If None, the run waits for ever."
-        },
-    )
-    resume_with_changes: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether a run may resume from a checkpoint that was trained with other settings of the rollout "
-            "copy, its correction or its noise. Each difference is logged. By default the resume is refused."
-        },
-    )
+    rollout_precision: str | None = None
+    """Number format of the copy of the policy that samples completions: {precisions}. `trl-quant choose MODEL` measures
+    those that vLLM runs here, and names the fastest (of those within 5 percent, the most exact). If not set, that of
+    `train_precision`; without one, TRL generates as usual.
+    """
+
+    vllm_engine_kwargs: dict | str | None = None
+    """Further arguments of vLLM's `LLM` in colocate mode, as a dict or a JSON string: fields of `vllm.EngineArgs`, such
+    as {'kv_cache_dtype': 'fp8'}, or {'model': 'my-model-int8'} to start on a checkpoint that `trl-quant prepare`
+    wrote. Arguments that have a field here are refused.
+    """
+
+    vllm_sleep_level: int | None = None
+    """What vLLM does with its weights while it sleeps (`vllm_enable_sleep_mode`): 2 discards them, 1 keeps them in host
+    memory. `lora_sync='adapter'` needs 1, because no sync brings the base back; a base that vLLM shares with the
+    trainer stays in place. If not set, 1 with `lora_sync='adapter'`, else 2.
+    """
+
+    lora_sync: str | None = None
+    """How a LoRA adapter reaches vLLM: 'merge' streams the base with the adapter merged in and quantizes the sum;
+    'adapter' sends only A and B and leaves the quantized base as it was loaded. If not set, 'adapter' in colocate mode
+    where the policy's base is frozen in the `rollout_precision`, else 'merge'.
+    """
+
+    sync_check_steps: Annotated[int, Range(0)] = 50
+    """Number of weight syncs from one self-check of the vLLM engine to the next. Engine and policy score a few prompts;
+    training stops if they disagree by more than the format explains. 0: no checks.
+    """
+
+    vllm_request_timeout: Seconds = 1800.0
+    """Seconds that the vLLM server may take to answer a request of a run with a `rollout_precision`, or to take new
+    weights. After that the run ends with an error that names the request, and can be resumed. If None, the run waits
+    for ever.
+    """
+
+    reward_timeout: Seconds = 1800.0
+    """Seconds that a call of a reward function, a tool, an environment or a `rollout_func` may take. After that the run
+    ends with an error that names the function, and can be resumed; if it was a tool, the model is told instead. A
+    function that hangs in C, where Python cannot interrupt it, ends the process a minute later. If None, the run waits
+    for ever.
+    """
+
+    resume_with_changes: bool = False
+    """Whether a run may resume from a checkpoint that was trained with other settings of the rollout copy, its
+    correction or its noise. Each difference is logged. By default the resume is refused.
+    """
 
 
 @dataclass
 class CorrectionFields:
     """The correction of the mismatch between sampler and trainer."""
 
-    is_correction: str | None = field(
-        default=None,
-        metadata={
-            "help": "Correction of the mismatch between sampler and trainer: 'trl' (TRL's own importance sampling, set "
-            f"by its `vllm_importance_sampling_*` fields), {listed(CORRECTIONS)}. If not set, 'trl' without a "
-            "`rollout_precision`, and with one 'tis', or 'none' in distillation."
-        },
-    )
-    is_cap: float | None = field(
-        default=None,
-        metadata={
-            "help": "Cap C >= 1 on the ratio w = exp(old_logps - rollout_logps), for 'tis', 'acr', 'ais' and 'dppo'. "
-            f"If not set, {TIS.cap:g} for 'tis', {ACR.cap:g} for 'acr', {AIS.cap:g} for 'ais', {DPPO.cap:g} for 'dppo'."
-        },
-    )
-    ais_delta: float = field(
-        default=AIS.delta,
-        metadata={"help": "Mean |old_logps - rollout_logps|, in nats, at which AIS applies its full correction."},
-    )
-    ais_gamma: float = field(
-        default=AIS.gamma,
-        metadata={"help": "Ratio of weighted to unweighted standard deviation of advantages that AIS tolerates."},
-    )
-    ais_beta_var: float = field(
-        default=AIS.beta_var, metadata={"help": "Strength of AIS's penalty on growth beyond `ais_gamma`."}
-    )
-    icepop_low: float = field(
-        default=IcePop.low, metadata={"help": "Ratio w, from 0 to 1, below which IcePop drops a token."}
-    )
-    icepop_high: float = field(
-        default=IcePop.high, metadata={"help": "Ratio w, at least 1, above which IcePop drops a token."}
-    )
-    geometric_epsilon: float = field(
-        default=Geometric.epsilon,
-        metadata={
-            "help": "Distance from 1, at most 1, that the geometric mean of w may have before 'geometric' drops the "
-            "sequence."
-        },
-    )
-    trm_delta: float = field(
-        default=TRM.delta,
-        metadata={"help": "Largest (log w)^2 / 2 of a token, in nats, that trust region masking keeps in a sequence."},
-    )
-    dppo_delta: float = field(
-        default=DPPO.delta,
-        metadata={"help": "Probability, at most 1, by which DPPO lets a token move away from the sampler."},
-    )
+    is_correction: str | None = None
+    """Correction of the mismatch between sampler and trainer: 'trl' (TRL's own importance sampling, set by its
+    `vllm_importance_sampling_*` fields), {corrections}. If not set, 'trl' without a `rollout_precision`, and with one
+    'tis', or 'none' in distillation.
+    """
+
+    is_cap: float | None = None
+    """Cap C >= 1 on the ratio w = exp(old_logps - rollout_logps), for 'tis', 'acr', 'ais' and 'dppo'. If not set,
+    {tis_cap} for 'tis', {acr_cap} for 'acr', {ais_cap} for 'ais', {dppo_cap} for 'dppo'.
+    """
+
+    ais_delta: float = AIS.delta
+    """Mean |old_logps - rollout_logps|, in nats, at which AIS applies its full correction."""
+
+    ais_gamma: float = AIS.gamma
+    """Ratio of weighted to unweighted standard deviation of advantages that AIS tolerates."""
+
+    ais_beta_var: float = AIS.beta_var
+    """Strength of AIS's penalty on growth beyond `ais_gamma`."""
+
+    icepop_low: float = IcePop.low
+    """Ratio w, from 0 to 1, below which IcePop drops a token."""
+
+    icepop_high: float = IcePop.high
+    """Ratio w, at least 1, above which IcePop drops a token."""
+
+    geometric_epsilon: float = Geometric.epsilon
+    """Distance from 1, at most 1, that the geometric mean of w may have before 'geometric' drops the sequence."""
+
+    trm_delta: float = TRM.delta
+    """Largest (log w)^2 / 2 of a token, in nats, that trust region masking keeps in a sequence."""
+
+    dppo_delta: float = DPPO.delta
+    """Probability, at most 1, by which DPPO lets a token move away from the sampler."""
 
 
 @dataclass
 class NoiseFields:
     """Adaptive quantization noise (AQN)."""
 
-    noise_schedule: str | None = field(
-        default=None,
-        metadata={
-            "help": f"How the noise on the sampler's norm weights decays: {listed(SCHEDULES)}. Needs a "
-            "`rollout_precision` ('bf16' for noise without quantization). If not set, there is no noise."
-        },
-    )
-    noise_sigma_start: float = field(
-        default=1e-2, metadata={"help": "Standard deviation of the noise in the first noisy stage."}
-    )
-    noise_sigma_end: Annotated[float, Range(0.0, open_low=True)] = field(
-        default=5e-4,
-        metadata={"help": "Standard deviation of the noise in the last stage, at most `noise_sigma_start`."},
-    )
-    noise_stages: Annotated[int, Range(LEAST_STAGES)] = field(
-        default=10,
-        metadata={
-            "help": f"Number of equal stages, at least {LEAST_STAGES}, that training is divided into. The first stage "
-            "has no noise."
-        },
-    )
+    noise_schedule: str | None = None
+    """How the noise on the sampler's norm weights decays: {schedules}. Needs a `rollout_precision` ('bf16' for noise
+    without quantization). If not set, there is no noise.
+    """
+
+    noise_sigma_start: float = 1e-2
+    """Standard deviation of the noise in the first noisy stage."""
+
+    noise_sigma_end: Annotated[float, Range(0.0, open_low=True)] = 5e-4
+    """Standard deviation of the noise in the last stage, at most `noise_sigma_start`."""
+
+    noise_stages: Annotated[int, Range(LEAST_STAGES)] = 10
+    """Number of equal stages, at least {least_stages}, that training is divided into. The first stage has no noise."""
 
 
 @dataclass
 class DynamicSamplingFields:
     """Dynamic sampling (DAPO)."""
 
-    dynamic_sampling_rounds: Annotated[int, Range(0)] = field(
-        default=0,
-        metadata={
-            "help": "Further rounds of sampling, at most, in which a generation replaces groups whose rewards do not "
-            "differ, and which therefore teach nothing, by groups of fresh prompts. A group that still has no "
-            "replacement then stays, with advantages of 0. 0 switches this off."
-        },
-    )
+    dynamic_sampling_rounds: Annotated[int, Range(0)] = 0
+    """Further rounds of sampling, at most, in which a generation replaces groups whose rewards do not differ, and which
+    therefore teach nothing, by groups of fresh prompts. A group that still has no replacement then stays, with
+    advantages of 0. 0 switches this off.
+    """
 
 
 @dataclass
 class ScalingFields:
     """Update-aware quantization (UAQ)."""
 
-    uaq_scale: float | None = field(
-        default=None,
-        metadata={
-            "help": "Factor s > 0 of the invariant scaling that is applied once before training: each norm weight is "
-            "multiplied by s, and the linear layers that it feeds are divided by s. QuRL uses 1.5 for INT8 and FP8. If "
-            "not set, nothing is scaled."
-        },
-    )
+    uaq_scale: float | None = None
+    """Factor s > 0 of the invariant scaling that is applied once before training: each norm weight is multiplied by s,
+    and the linear layers that it feeds are divided by s. QuRL uses 1.5 for INT8 and FP8. If not set, nothing is scaled.
+    """
 
 
 # What the fields of a section control -> the section, in the order of the help
 SECTIONS = {
-    "what the policy computes in": PolicyFields,
-    "the rollout copy": RolloutFields,
-    "the correction of the mismatch between sampler and trainer": CorrectionFields,
-    "adaptive quantization noise (AQN)": NoiseFields,
-    "dynamic sampling (DAPO)": DynamicSamplingFields,
-    "update-aware quantization (UAQ)": ScalingFields,
+    "what the policy computes in": explain(PolicyFields),
+    "the rollout copy": explain(RolloutFields),
+    "the correction of the mismatch between sampler and trainer": explain(CorrectionFields),
+    "adaptive quantization noise (AQN)": explain(NoiseFields),
+    "dynamic sampling (DAPO)": explain(DynamicSamplingFields),
+    "update-aware quantization (UAQ)": explain(ScalingFields),
 }
 
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 from trl import GRPOConfig
 
 from ..corrections import ALL_CORRECTIONS, Correction
-from .documentation import documentation
-from .fields import QuantFields
+from .documentation import documentation, explain
+from .fields import SECTIONS, QuantFields
 from .values import CLIPPED_LOSSES, check_choice, check_type
 
 
@@ -36,14 +36,11 @@ class QuantGRPOConfig(QuantFields, GRPOConfig):
     has_correction: ClassVar[bool] = True
     has_dynamic_sampling: ClassVar[bool] = True
 
-    scale_rewards: str | None = field(
-        default=None,
-        metadata={"help": "As in TRL. If not set, 'none' with `is_correction` 'ais', else TRL's default, 'group'."},
-    )
-    loss_type: str | None = field(
-        default=None,
-        metadata={"help": "As in TRL. If not set, 'grpo' with `is_correction` 'ais', else TRL's default, 'dapo'."},
-    )
+    scale_rewards: str | None = None
+    """As in TRL. If not set, 'none' with `is_correction` 'ais', else TRL's default, 'group'."""
+
+    loss_type: str | None = None
+    """As in TRL. If not set, 'grpo' with `is_correction` 'ais', else TRL's default, 'dapo'."""
 
     def _resolve(self):
         super()._resolve()
@@ -96,7 +93,8 @@ class QuantGRPOConfig(QuantFields, GRPOConfig):
         return super().correction()
 
 
-QuantGRPOConfig.__doc__ = (QuantGRPOConfig.__doc__ or "") + documentation()
+explain(QuantGRPOConfig)
+QuantGRPOConfig.__doc__ = (QuantGRPOConfig.__doc__ or "") + documentation(SECTIONS)
 
 
 @dataclass

@@ -1,10 +1,10 @@
 """The config of the PPO trainer: the config of GRPO, with the fields of the critic."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from ..corrections.base import Range
-from .documentation import documentation
+from .documentation import documentation, explain
 from .grpo import QuantGRPOConfig
 from .values import check_range
 
@@ -13,59 +13,45 @@ from .values import check_range
 class CriticFields:
     """The critic, and the advantages that it gives."""
 
-    num_generations: Annotated[int, Range(1)] = field(
-        default=1,
-        metadata={
-            "help": "Completions of a prompt in a generation. PPO does not compare them, so one is enough. The "
-            "generation batch must be divisible by it."
-        },
-    )
-    vf_share_layers: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether the critic is a value head on the policy's layers, which the value loss then trains too. "
-            "If not, the critic is a model of its own."
-        },
-    )
-    vf_coef: Annotated[float, Range(0.0, open_low=True)] = field(
-        default=0.1,
-        metadata={"help": "Factor of the value loss in the sum of both losses. It acts only with `vf_share_layers`."},
-    )
-    value_model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Model that the critic starts from, a hub id or a directory: a language model, a reward model, or "
-            "the `critic` of an earlier run's checkpoint. It must have the policy's tokens. If not set, the policy's "
-            "own checkpoint. A value head that the model does not have starts at zero."
-        },
-    )
-    value_learning_rate: Annotated[float, Range(0.0)] = field(
-        default=1e-5,
-        metadata={
-            "help": "Learning rate of the critic; with `vf_share_layers`, of the value head. The schedule has the "
-            "shape of the policy's, and the optimizer has the policy's other settings."
-        },
-    )
-    gamma: Annotated[float, Range(0.0, 1.0)] = field(
-        default=1.0, metadata={"help": "Discount factor per token of the rewards that come later."}
-    )
-    lam: Annotated[float, Range(0.0, 1.0)] = field(
-        default=1.0,
-        metadata={
-            "help": "Lambda of generalized advantage estimation (GAE): 1 compares a token's value with the reward that "
-            "the completion gets, 0 with the critic's value of the next token."
-        },
-    )
-    cliprange_value: Annotated[float | None, Range(0.0, open_low=True)] = field(
-        default=0.5,
-        metadata={
-            "help": "How far a value may move from the one at generation time before the critic's loss clips it. If "
-            "None, nothing is clipped."
-        },
-    )
+    num_generations: Annotated[int, Range(1)] = 1
+    """Completions of a prompt in a generation. PPO does not compare them, so one is enough. The generation batch must
+    be divisible by it.
+    """
+
+    vf_share_layers: bool = False
+    """Whether the critic is a value head on the policy's layers, which the value loss then trains too. If not, the
+    critic is a model of its own.
+    """
+
+    vf_coef: Annotated[float, Range(0.0, open_low=True)] = 0.1
+    """Factor of the value loss in the sum of both losses. It acts only with `vf_share_layers`."""
+
+    value_model_name_or_path: str | None = None
+    """Model that the critic starts from, a hub id or a directory: a language model, a reward model, or the `critic` of
+    an earlier run's checkpoint. It must have the policy's tokens. If not set, the policy's own checkpoint. A value head
+    that the model does not have starts at zero.
+    """
+
+    value_learning_rate: Annotated[float, Range(0.0)] = 1e-5
+    """Learning rate of the critic; with `vf_share_layers`, of the value head. The schedule has the shape of the
+    policy's, and the optimizer has the policy's other settings.
+    """
+
+    gamma: Annotated[float, Range(0.0, 1.0)] = 1.0
+    """Discount factor per token of the rewards that come later."""
+
+    lam: Annotated[float, Range(0.0, 1.0)] = 1.0
+    """Lambda of generalized advantage estimation (GAE): 1 compares a token's value with the reward that the completion
+    gets, 0 with the critic's value of the next token.
+    """
+
+    cliprange_value: Annotated[float | None, Range(0.0, open_low=True)] = 0.5
+    """How far a value may move from the one at generation time before the critic's loss clips it. If None, nothing is
+    clipped.
+    """
 
 
-CRITICIZING = {"the critic, and the advantages that it gives": CriticFields}
+CRITICIZING = {"the critic, and the advantages that it gives": explain(CriticFields)}
 
 
 @dataclass

@@ -1,11 +1,11 @@
 """The config of the RLOO trainer: TRL's `RLOOConfig` with the fields of this package, and the level of the weights."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from trl import RLOOConfig
 
-from .documentation import documentation
+from .documentation import documentation, explain
 from .fields import QuantFields
 from .values import check_choice
 
@@ -14,17 +14,14 @@ from .values import check_choice
 class LevelFields:
     """The unit that a correction weighs."""
 
-    importance_sampling_level: str = field(
-        default="token",
-        metadata={
-            "help": "What the correction weighs: 'token' gives each token the weight of its own ratio w, 'sequence' "
-            "gives all tokens of a completion the weight of their product. The policy ratio, which is clipped, is that "
-            "of the whole completion in both cases, as RLOO defines it."
-        },
-    )
+    importance_sampling_level: str = "token"
+    """What the correction weighs: 'token' gives each token the weight of its own ratio w, 'sequence' gives all tokens
+    of a completion the weight of their product. The policy ratio, which is clipped, is that of the whole completion in
+    both cases, as RLOO defines it.
+    """
 
 
-WEIGHING = {"the unit that a correction weighs": LevelFields}
+WEIGHING = {"the unit that a correction weighs": explain(LevelFields)}
 
 
 @dataclass

@@ -129,8 +129,7 @@ RULES = (
     Rule(
         ("is_correction",),
         when=_without_trls,
-        message="`is_correction`={args.is_correction!r} is TRL's own, and TRL's {found[0]} has none. "
-        "Use {found[1]}.",
+        message="`is_correction`={args.is_correction!r} is TRL's own, and TRL's {found[0]} has none. Use {found[1]}.",
     ),
     Rule(("is_correction",), when=_of_others, message="{found}"),
     Rule(
