@@ -10,12 +10,12 @@ the rounds, with new memory for the results each time, as in a sync. `nvfp4 give
 """
 
 import argparse
-import json
 import platform
 from pathlib import Path
 
 import torch
 from engines import seconds
+from raw_results import write_results
 
 from trl_quant import formats
 
@@ -86,9 +86,8 @@ def main():
         results["formats"][label] = row
         print(line(label, row, copy_rate))
     if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        path = args.output / f"quantize-{machine.replace(' ', '-')}.json"
-        path.write_text(json.dumps(results, indent=2) + "\n")
+        path = args.output / f"quantize-{machine.replace(' ', '-')}.json.xz"
+        write_results(path, results, indent=2)
         print(f"wrote {path}")
 
 

@@ -1,6 +1,5 @@
 """The figures of README, the docs and the benchmarks' page are those of the raw files in `benchmarks/results`."""
 
-import json
 import re
 import sys
 from statistics import fmean, median
@@ -21,6 +20,7 @@ from figures import (
     times,
 )
 from pages import README, ROOT
+from raw_results import read_results
 
 from trl_quant.formats import FORMATS
 from trl_quant.precisions import PRECISIONS, markdown
@@ -34,8 +34,8 @@ def test_the_table_of_precisions_is_the_generated_one():
 
 
 def test_mismatches_are_those_that_were_measured():
-    (path,) = RESULTS.glob("mismatch-float32-*.json")
-    result = json.loads(path.read_text())
+    (path,) = RESULTS.glob("mismatch-float32-*.json.xz")
+    result = read_results(path)
     stated = {name for name, precision in PRECISIONS.items() if precision.mismatch is not None}
     assert result["arguments"]["policy"] == "float32" and set(result["results"]) == stated
     for name, seeds in result["results"].items():

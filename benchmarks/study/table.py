@@ -17,6 +17,7 @@ seeds: one of 14 cells does so by chance (of two times three normal values).
 
 import io
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
@@ -31,6 +32,11 @@ from trl_quant.report.panels import SERIES, TOPICS, draw
 from trl_quant.report.runs import KL, REWARD, Group, Run, differences, grouped, read_run
 from trl_quant.storage.whole import write_whole
 from trl_quant.tasks.estimates import bootstrap
+
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from raw_results import read_results, write_results
 
 
 ACCURACY = "eval_accuracy"
@@ -201,7 +207,7 @@ def read(question: Question, directory: Path) -> list[Group]:
 
 
 def write(name: str, directory: Path, results: Path) -> str:
-    """Writes `name`.json, .md and .png into `results`; returns the table."""
+    """Writes `name`.json.xz, .md and .png into `results`; returns the table."""
     question = QUESTIONS[name]
     if not (groups := read(question, directory)):
         return f"{directory} holds no finished run."
@@ -218,7 +224,7 @@ def write(name: str, directory: Path, results: Path) -> str:
             for run in group.runs
         ]
     text, picture = markdown(question, rows), io.BytesIO()
-    write_whole(results / f"{name}.json", json.dumps({"asks": question.asks, "cells": rows}).encode())
+    write_results(results / f"{name}.json.xz", {"asks": question.asks, "cells": rows})
     write_whole(results / f"{name}.md", text.encode())
     if question.panels:
         figure(question, groups).savefig(picture, format="png", dpi=100)
@@ -228,7 +234,7 @@ def write(name: str, directory: Path, results: Path) -> str:
 
 def stored(path: Path) -> tuple[list[dict], list[Group]]:
     """The rows of a file that `write` wrote, and the runs behind them as far as it holds their logs."""
-    rows = json.loads(path.read_text())["cells"]
+    rows = read_results(path)["cells"]
     return rows, [Group(row["name"], [_stored_run(row, run) for run in row["runs"]]) for row in rows]
 
 
