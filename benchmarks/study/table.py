@@ -15,7 +15,6 @@ seeds: one of 14 cells does so by chance (of two times three normal values).
 | nats | KL of a token times tokens: how far sampler and policy are apart on a completion |
 """
 
-import io
 import json
 import sys
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ from trl_quant.tasks.estimates import bootstrap
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from palette import save_picture
 from raw_results import read_results, write_results
 
 
@@ -223,12 +223,11 @@ def write(name: str, directory: Path, results: Path) -> str:
             }
             for run in group.runs
         ]
-    text, picture = markdown(question, rows), io.BytesIO()
+    text = markdown(question, rows)
     write_results(results / f"{name}.json.xz", {"asks": question.asks, "cells": rows})
     write_whole(results / f"{name}.md", text.encode())
     if question.panels:
-        figure(question, groups).savefig(picture, format="png", dpi=100)
-        write_whole(results / f"{name}.png", picture.getvalue())
+        save_picture(figure(question, groups), results / f"{name}.png")
     return text
 
 

@@ -1,0 +1,80 @@
+"""The pictures of the pages: few colours, none that no page shows, and drawn from the raw results as they are."""
+
+import base64
+import io
+import json
+import posixpath
+import re
+import sys
+
+import numpy as np
+from matplotlib.figure import Figure
+from pages import ROOT, TEXTS
+from PIL import Image
+
+
+sys.path.append(str(ROOT / "benchmarks"))
+import palette
+
+
+STORED = {path.relative_to(ROOT).as_posix() for top in ("docs", "benchmarks") for path in (ROOT / top).rglob("*.png")}
+
+
+def shares_apart(one: Image.Image, other: Image.Image) -> float:
+    """The share of pixels that look different."""
+    distance = np.asarray(one.convert("RGB"), int) - np.asarray(other.convert("RGB"), int)
+    return float((np.abs(distance).max(2) > 24).mean())
+
+
+def test_every_picture_is_shown_by_a_page_and_has_a_palette():
+    shown = set()
+    for name, text in TEXTS.items():
+        folder = posixpath.dirname(name)
+        shown |= {
+            posixpath.normpath(posixpath.join(folder, link)) for link in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+        }
+    assert shown == STORED
+    for name in STORED:
+        with Image.open(ROOT / name) as picture:
+            assert picture.mode == "P" and len(picture.getcolors()) <= 64, name
+
+
+COLORS = ("#4124df", "#e06314", "#1e8f5d")
+
+
+def drawn(*colors: str) -> Image.Image:
+    figure = Figure(figsize=(6, 3))
+    axis = figure.subplots()
+    for i, color in enumerate(colors):
+        axis.fill_between([0, 1], [i, i], [i + 1, i + 2], color=color, alpha=0.16)
+        axis.plot([0, 1], [i, i + 1], color=color)
+    axis.set_title("a title")
+    figure.savefig(file := io.BytesIO())
+    return Image.open(file)
+
+
+def test_a_palette_changes_no_look_and_saves_bytes():
+    """Bands keep their tints, which a palette of the farthest colours loses."""
+    picture = drawn(*COLORS)
+    few = Image.open(io.BytesIO(palette.with_palette(picture)))
+    assert shares_apart(few, picture) < 0.005 < shares_apart(few, drawn(*COLORS[::-1]))
+    picture.save(file := io.BytesIO(), format="PNG")
+    assert 2 * len(palette.with_palette(picture)) < len(file.getvalue())
+    farthest = picture.convert("RGB").quantize(8, Image.Quantize.MAXCOVERAGE)
+    assert shares_apart(farthest, picture) > 0.02
+
+
+def test_a_notebooks_pictures_get_a_palette_and_its_text_stays(monkeypatch, tmp_path):
+    drawn(*COLORS).save(file := io.BytesIO(), format="PNG")
+    output = {"data": {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": ["<é>"]}}
+    notebook = {"cells": [{"source": ["a\n"]}, {"outputs": [{"text": ["b"]}, output]}], "nbformat": 4}
+    path = tmp_path / "x.ipynb"
+    path.write_text(json.dumps(notebook))
+    monkeypatch.setattr(sys, "argv", ["palette.py", str(path)])
+    palette.main()
+    found = json.loads(path.read_text())
+    picture = found["cells"][1]["outputs"][1]["data"].pop("image/png")
+    output["data"].pop("image/png")
+    assert found == notebook
+    few = Image.open(io.BytesIO(base64.b64decode(picture)))
+    assert few.mode == "P" and shares_apart(few, drawn(*COLORS)) < 0.005
