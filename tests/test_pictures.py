@@ -6,15 +6,18 @@ import json
 import posixpath
 import re
 import sys
+from statistics import fmean
 
 import numpy as np
+from figures import H200, middle, read
 from matplotlib.figure import Figure
 from pages import ROOT, TEXTS
 from PIL import Image
 
 
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "docs")]
 import palette
+import pictures
 
 
 STORED = {path.relative_to(ROOT).as_posix() for top in ("docs", "benchmarks") for path in (ROOT / top).rglob("*.png")}
@@ -78,3 +81,52 @@ def test_a_notebooks_pictures_get_a_palette_and_its_text_stays(monkeypatch, tmp_
     assert found == notebook
     few = Image.open(io.BytesIO(base64.b64decode(picture)))
     assert few.mode == "P" and shares_apart(few, drawn(*COLORS)) < 0.005
+
+
+# What they show
+
+
+def stored(name: str) -> Image.Image:
+    return Image.open(ROOT / f"docs/{name}.png")
+
+
+def redrawn(figure: Figure) -> Image.Image:
+    figure.savefig(file := io.BytesIO(), dpi=100)
+    return Image.open(file)
+
+
+def test_the_seconds_of_a_step():
+    """Bars and labels are the medians of the raw file, and the stored picture has them."""
+    runs = {run["trainer"]: run["results"]["64x4096 lognormal"] for run in read(f"step-7b-all-{H200}")["runs"]}
+    figure = pictures.draw_seconds(pictures.seconds_by_phase())
+    (axis,) = figure.axes
+    texts = [text.get_text() for text in axis.texts]
+    trainers = ("trl", "trl-control", "bf16", "fp8/fp8")
+    for i, trainer in enumerate(trainers):
+        bars = [bar for bar in axis.patches if round(bar.get_y() + bar.get_height() / 2) == i]
+        whole = middle(runs[trainer], "step")
+        for bar, phase in zip(bars, ("sampling", "scoring", "update")):
+            assert bar.get_width() == middle(runs[trainer], phase)
+        assert len(bars) == 4 and abs(sum(bar.get_width() for bar in bars) - whole) < 0.05 * whole
+        gain = "" if i == 0 else f"  ({middle(runs['trl'], 'step') / whole:.2f}x)"
+        assert f"{whole:.1f} s{gain}" in texts
+    assert shares_apart(stored("seconds"), redrawn(figure)) < 0.005
+    slower = pictures.seconds_by_phase()
+    slower["fp8/fp8"]["sampling"] += 3
+    assert shares_apart(stored("seconds"), redrawn(pictures.draw_seconds(slower))) > 0.005
+
+
+def test_what_is_learned():
+    figure = pictures.draw_learning(pictures.accuracies())
+    (axis,) = figure.axes
+    cells = {row["name"]: row["runs"] for row in read("study/corrections")["cells"]}
+    names = ("full precision", "int4 tis", "int4 coupled")
+    assert len(axis.lines) == len(names) and all(len(cells[name]) == 3 for name in names)
+    for line, name in zip(axis.lines, names, strict=True):
+        logs = [run["log"]["eval_accuracy"] for run in cells[name]]
+        assert [*line.get_xdata()] == [int(step) for step in logs[0]]
+        assert [*line.get_ydata()] == [fmean(log[step] for log in logs) for step in logs[0]]
+    assert shares_apart(stored("learning"), redrawn(figure)) < 0.005
+    other = pictures.accuracies()
+    other["int4 coupled"] = {step: [a + 0.1 for a in seeds] for step, seeds in other["int4 coupled"].items()}
+    assert shares_apart(stored("learning"), redrawn(pictures.draw_learning(other))) > 0.005
