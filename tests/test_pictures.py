@@ -1,5 +1,6 @@
 """The pictures of the pages: few colours, none that no page shows, and drawn from the raw results as they are."""
 
+import ast
 import base64
 import io
 import json
@@ -130,3 +131,36 @@ def test_what_is_learned():
     other = pictures.accuracies()
     other["int4 coupled"] = {step: [a + 0.1 for a in seeds] for step, seeds in other["int4 coupled"].items()}
     assert shares_apart(stored("learning"), redrawn(pictures.draw_learning(other))) > 0.005
+
+
+def test_the_house_stands():
+    """Its rooms are the package's, and each imports only rooms on floors below its own."""
+    package = ROOT / "trl_quant"
+    floors = {room: floor for floor, rooms in enumerate(pictures.HOUSE) for room in rooms}
+    assert set(floors) == {path.name for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    upwards, downwards = set(), set()
+    for path in package.rglob("*.py"):
+        room = path.relative_to(package).parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if room in floors and isinstance(node, ast.ImportFrom):
+                inside = [*path.relative_to(package).parts[:-1]]
+                inside = inside[: len(inside) - node.level + 1] if node.level else []
+                absolute = (node.module or "").removeprefix("trl_quant.").split(".") if node.module else []
+                if node.level or (node.module or "").startswith("trl_quant."):
+                    names = [[*inside, *absolute]] if node.module else [[*inside, alias.name] for alias in node.names]
+                    for other in {name[0] for name in names} & floors.keys() - {room}:
+                        (downwards if floors[other] > floors[room] else upwards).add((room, other))
+    assert len(downwards) > 20 and not upwards
+
+
+def test_the_stages_go_around():
+    """As its page tells them, in this order, each beside the one before; the picture is the script's."""
+    places = list(pictures.STAGES)
+    for place, after in zip(places, [*places[1:], places[0]], strict=True):
+        assert abs(place[0] - after[0]) + abs(place[1] - after[1]) == 1
+    stages = re.findall(r"^\| (\d)\. (\w+) \|", TEXTS["docs/one_step.md"], re.MULTILINE)
+    assert [f"{number} {name}" for number, name in stages] == [title for title, _, _ in pictures.STAGES.values()]
+    for name, draw in (("one_step", pictures.draw_step), ("house", pictures.draw_house)):
+        picture = stored(name)
+        blank = Figure(figsize=[pixels / 100 for pixels in picture.size])
+        assert shares_apart(picture, redrawn(draw())) < 0.005 < shares_apart(picture, redrawn(blank))
