@@ -46,7 +46,7 @@ def main():
     parser.add_argument("--formats", nargs="+", choices=list(formats.FORMATS), default=list(formats.FORMATS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-torch", action="store_true", help="leave out the torch code, which is slow")
-    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     args = parser.parse_args()
 
     cuda = args.device.startswith("cuda")
