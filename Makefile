@@ -30,7 +30,7 @@ INSTALL := $(PIP) $(QUICKLY) -c requirements/$(SET).txt
 CUDA := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 VLLM := $(if $(shell grep '^vllm' requirements/$(SET).txt),$(if $(CUDA),vllm,cpu))
 
-.PHONY: demo test quick test-oldest test-newest test-isa test-gpu suite docs lint format coverage wheel clean
+.PHONY: demo test quick test-oldest test-newest test-isa test-gpu suite docs lint format coverage wheel release clean
 
 demo: $(VENV)/.base
 	$(PY) examples/demo.py $(DEMO_ARGS)
@@ -86,6 +86,14 @@ coverage:
 wheel:
 	rm -rf build/lib
 	$(PYTHON) -m pip wheel -q --no-deps -w dist .
+
+# The wheel of the package's version, and what CHANGELOG says of that version as the notes of its release.
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' trl_quant/__init__.py)
+NOTES := dist/trl_quant-$(VERSION).md
+
+release: wheel
+	sed -n '/^## \[$(VERSION)\]/,/^## \[/{/^## \[/!p}' CHANGELOG.md > $(NOTES)
+	test -s $(NOTES) || { echo "CHANGELOG.md does not have version $(VERSION)."; rm $(NOTES); exit 1; }
 
 clean:
 	rm -rf .venv .venv-* runs build dist site *.egg-info .coverage coverage.xml

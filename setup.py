@@ -12,17 +12,19 @@ ROOT = Path(__file__).parent
 
 def description(readme: str, url: str) -> str:
     """
-    README as PyPI shows it, where no file stands beside it: links to files lead to the repository at `url`. Without an
-    address they become the files' names.
+    README as PyPI shows it, where no file stands beside it: links to files lead to the repository at `url`, and
+    pictures are shown from there. Without an address links become the files' names, and pictures are left out.
     """
 
     def replaced(link: re.Match) -> str:
-        words, target = link.groups()
+        picture, words, target = link.groups()
+        if picture:
+            return f"![{words}]({url}/raw/main/{target})" if url else ""
         if url:
             return f"[{words}]({url}/blob/main/{target})"
         return words if words == target else f"{words} (`{target}`)"
 
-    return re.sub(r"\[([^\]]+)\]\((?!\w+:|#)([^)\s]+)\)", replaced, readme)
+    return re.sub(r"(!?)\[([^\]]+)\]\((?!\w+:|#)([^)\s]+)\)", replaced, readme)
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def main():
     parser.add_argument("--cache_bytes", type=int, default=2 << 30 if CUDA else 64 << 20)
     parser.add_argument("--timeout", type=float, default=540, help="seconds for all kinds together")
     parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git")
-    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:

@@ -239,7 +239,7 @@ def options(cuda: bool = CUDA) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=1, help="each second one takes the precisions in reverse")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; by default litellm's, if it is installed")
     parser.add_argument("--timeout", type=float, default=540, help="seconds for one precision")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file, to which runs are added")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file, or .json.xz, to which runs are added")
     parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git")
     parser.add_argument("--show", nargs="+", type=Path, metavar="FILE", help="prints the runs of these files")
     parser.add_argument("--one", help=argparse.SUPPRESS)

@@ -21,10 +21,10 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from raw_results import write_results
 
 from trl_quant import __version__
 from trl_quant.precisions import in_vllm
-from trl_quant.storage.whole import write_whole
 
 
 SHAPES = {  # Qwen2.5; 70b is Llama 3's, with Qwen2.5's vocabulary
@@ -345,5 +345,4 @@ def save(name: str, results: dict, directory: Path | None) -> None:
     """Writes results to `directory`, if there is one. Called after each, so that a run that is cut off keeps them."""
     if directory is not None:
         content = {"machine": machine(), "versions": versions(), "commit": commit(), **results}
-        path = directory / f"{name}-{machine().replace(' ', '-')}.json"
-        write_whole(path, json.dumps(content, indent=2, default=str) + "\n")
+        write_results(directory / f"{name}-{machine().replace(' ', '-')}.json.xz", content, indent=2, default=str)

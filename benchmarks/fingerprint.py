@@ -55,7 +55,7 @@ def main():
     parser.add_argument("--size", choices=SHAPES, default="7b" if CUDA else "tiny")
     parser.add_argument("--ranks", type=int, nargs="+", default=[0, 32], help="of LoRA; 0 for all weights")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     args = parser.parse_args()
     results = []
     print(f"{machine()}, Qwen2.5 {args.size}\nrank  parameters  fingerprint ms    host  values    TB/s", flush=True)

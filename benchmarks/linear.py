@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=FrozenLinear.precisions(), default="nvfp4")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=80, help="after which no more is measured")
-    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark measures Triton kernels against cuBLAS: it needs a CUDA device.")

@@ -276,7 +276,7 @@ def options(cuda: bool = CUDA) -> argparse.ArgumentParser:
     parser.add_argument("--engine_kwargs", type=json.loads, default={}, metavar="JSON", help="for vLLM in our trainer")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; by default litellm's, if it is installed")
     parser.add_argument("--timeout", type=float, default=540, help="seconds for one trainer")
-    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser
 

@@ -87,7 +87,7 @@ def main():
     parser.add_argument("--policy", choices=POLICIES, default="float32", help="types that the trainer computes in")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=2, help=f"generations of {BATCH} completions for each seed")
-    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     args = parser.parse_args()
     quiet()
     if args.model is None:

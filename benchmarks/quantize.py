@@ -10,12 +10,12 @@ the rounds, with new memory for the results each time, as in a sync. `nvfp4 give
 """
 
 import argparse
-import json
 import platform
 from pathlib import Path
 
 import torch
 from engines import seconds
+from raw_results import write_results
 
 from trl_quant import formats
 
@@ -46,7 +46,7 @@ def main():
     parser.add_argument("--formats", nargs="+", choices=list(formats.FORMATS), default=list(formats.FORMATS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-torch", action="store_true", help="leave out the torch code, which is slow")
-    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     args = parser.parse_args()
 
     cuda = args.device.startswith("cuda")
@@ -86,9 +86,8 @@ def main():
         results["formats"][label] = row
         print(line(label, row, copy_rate))
     if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        path = args.output / f"quantize-{machine.replace(' ', '-')}.json"
-        path.write_text(json.dumps(results, indent=2) + "\n")
+        path = args.output / f"quantize-{machine.replace(' ', '-')}.json.xz"
+        write_results(path, results, indent=2)
         print(f"wrote {path}")
 
 

@@ -153,7 +153,7 @@ def main():
     parser.add_argument("--enforce_eager", action="store_true")
     parser.add_argument("--profile", action="store_true", help="shows where the time goes")
     parser.add_argument("--plain", action="store_true", help="our engines sample as vLLM does by itself, text included")
-    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     args = parser.parse_args()
     if args.one:
         return report(measure(args.one, args))

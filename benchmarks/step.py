@@ -402,7 +402,7 @@ def options(cuda: bool = CUDA) -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="keeps the kernels of the last step's update")
     parser.add_argument("--rounds", type=int, default=1, help="each second one takes the trainers in reverse")
     parser.add_argument("--vllm_gpu_memory_utilization", type=float, default=0.3)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file, to which runs are added")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file, or .json.xz, to which runs are added")
     parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git")
     parser.add_argument("--show", nargs="+", type=Path, metavar="FILE", help="prints the runs of these files")
     return parser

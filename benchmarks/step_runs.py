@@ -12,7 +12,6 @@ A shape is named "64x4096 lognormal": completions of a step, most tokens of each
 has `warm_up` and `steps`, seconds by phase, and the peak of memory.
 """
 
-import json
 import os
 import statistics
 import sys
@@ -22,8 +21,7 @@ from pathlib import Path
 
 from engines import BANDWIDTH, in_own_process, machine, versions
 from limits import sampling_limit, update_limit
-
-from trl_quant.storage.whole import write_whole
+from raw_results import read_results, write_results
 
 
 PHASES = ("sampling", "sync", "scoring", "update", "rest")
@@ -112,7 +110,7 @@ def merged(found: dict, more: dict) -> dict:
 
 def read(*paths: Path) -> dict:
     """Returns the runs of these files together."""
-    first, *others = [json.loads(path.read_text()) for path in paths]
+    first, *others = map(read_results, paths)
     for other in others:
         first = merged(first, other)
     return first
@@ -120,7 +118,7 @@ def read(*paths: Path) -> dict:
 
 def write(found: dict, path: Path | None) -> None:
     if path is not None:
-        write_whole(path, json.dumps(found) + "\n")
+        write_results(path, found)
 
 
 def print_tables(found: dict) -> None:

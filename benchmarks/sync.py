@@ -65,7 +65,7 @@ def main():
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="an adapter of this rank to merge")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one engine")
-    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:

@@ -325,7 +325,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["layers", "parts"])
     parser.add_argument("--seconds", type=float, default=80, help="after which no more is measured")
-    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     args = parser.parse_args()
 
     start, results = time.perf_counter(), {}

@@ -129,7 +129,7 @@ def main():
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; by default litellm's, if it is installed")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one pair")
     parser.add_argument("--pairs", nargs="+", metavar="SAMPLER/POLICY", help="by default all of `--precisions`")
-    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:

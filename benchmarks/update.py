@@ -212,7 +212,7 @@ def main():
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git")
     parser.add_argument("--timeout", type=float, default=540, help="seconds for one trainer")
-    parser.add_argument("--output", type=Path, help="directory for a JSON file named after the machine")
+    parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.regional and args.compile is None:

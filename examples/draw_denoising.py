@@ -5,6 +5,7 @@ python examples/draw_denoising.py runs/masked docs/denoising.png
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from matplotlib.colors import to_hex
@@ -13,6 +14,11 @@ from matplotlib.patches import Rectangle
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_quant.rollout.embedded.diffusion import Schedule, denoise
+
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from palette import save_picture
 
 
 SCHEDULE = Schedule(length=8, block_length=8, tokens_per_step=1, temperature=0.0)
@@ -55,4 +61,4 @@ if __name__ == "__main__":
     source, target = sys.argv[1:]
     texts = AutoTokenizer.from_pretrained(source)
     found = canvases(AutoModelForCausalLM.from_pretrained(source), texts)
-    draw(found, texts.mask_token, texts.eos_token).savefig(target, dpi=110)
+    save_picture(draw(found, texts.mask_token, texts.eos_token), Path(target), dpi=110)

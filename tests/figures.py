@@ -1,10 +1,14 @@
 """The raw results of `benchmarks/results`, and the tables of the pages that tell them."""
 
-import json
 import re
+import sys
 from statistics import median
 
 from pages import ROOT, TEXTS
+
+
+sys.path.append(str(ROOT / "benchmarks"))
+from raw_results import read_results
 
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -16,7 +20,7 @@ H200, H100 = "NVIDIA-H200", "NVIDIA-H100"
 
 
 def read(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    return read_results(RESULTS / f"{name}.json.xz")
 
 
 def cells_of(text: str, start: str, after: str = "") -> list[str]:

@@ -2,11 +2,14 @@
 
 import importlib
 import json
+import lzma
 import resource
 import sys
 from pathlib import Path
 
 import pytest
+from figures import RESULTS
+from raw_results import read_results, write_results
 from tiny import save_words
 
 
@@ -33,7 +36,7 @@ def test_a_benchmark_that_is_cut_off_keeps_what_it_measured(monkeypatch, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         benchmark.main()
     (path,) = (tmp_path / "new").iterdir()
-    found = json.loads(path.read_text())
+    found = read_results(path)
     results = found["results"].get("tiny", found["results"])  # by size, if the benchmark takes several
     assert len(asked) == 2 and results[asked[0]] == {"error": "out of memory"} and asked[1] not in results
     assert found["commit"] and found["versions"]["torch"] and found["machine"]
@@ -48,7 +51,7 @@ def test_a_full_disk_leaves_what_was_measured_before(monkeypatch, tmp_path, name
         if name == "engines":
             benchmark.save("figures", {"runs": runs}, tmp_path)
         else:
-            benchmark.write({"runs": runs}, tmp_path / "figures.json")
+            benchmark.write({"runs": runs}, tmp_path / "figures.json.xz")
 
     write(["first"])
     (path,) = tmp_path.iterdir()
@@ -59,4 +62,22 @@ def test_a_full_disk_leaves_what_was_measured_before(monkeypatch, tmp_path, name
             write(["first", "second"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert json.loads(path.read_text())["runs"] == ["first"] and [*tmp_path.iterdir()] == [path]
+    assert read_results(path)["runs"] == ["first"] and [*tmp_path.iterdir()] == [path]
+
+
+def test_raw_results_are_compressed_by_name_and_always_alike(tmp_path):
+    results = {"runs": [{"step": 0.1, "trainer": "fp8/fp8", "é": None}] * 100}
+    plain, compressed, again = (tmp_path / name for name in ("runs.json", "runs.json.xz", "other name.json.xz"))
+    for path in (plain, compressed, again):
+        write_results(path, results, indent=2)
+        assert read_results(path) == results
+    assert json.loads(plain.read_text()) == results and again.read_bytes() == compressed.read_bytes()
+    shown = lzma.LZMADecompressor(lzma.FORMAT_XZ).decompress(compressed.read_bytes())  # as `xz -dc` does
+    assert shown == plain.read_bytes() and 10 * compressed.stat().st_size < len(shown)
+
+
+def test_every_raw_result_is_stored_compressed():
+    files = [path for path in RESULTS.rglob("*") if ".json" in path.suffixes]
+    assert len(files) > 70 and {"".join(path.suffixes[-2:]) for path in files} == {".json.xz"}
+    for path in files:
+        assert read_results(path)

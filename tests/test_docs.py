@@ -107,6 +107,8 @@ def test_the_description_on_pypi_has_no_links_to_files():
     address = "https://example.org/trl_quant"
     readme = "[Memory](docs/memory.md#a-b), [b.md](b.md), [c](https://c), [d](#d), `e`"
     assert description(readme, "") == "Memory (`docs/memory.md#a-b`), b.md, [c](https://c), [d](#d), `e`"
+    assert description("a ![b c](docs/b.png).", "") == "a ."
+    assert description("![b c](docs/b.png)", address) == f"![b c]({address}/raw/main/docs/b.png)"
     absolute = f"[Memory]({address}/blob/main/docs/memory.md#a-b), [b.md]({address}/blob/main/b.md)"
     assert description(readme, address) == f"{absolute}, [c](https://c), [d](#d), `e`"
     assert not [link for link in links(description(TEXTS["README.md"], "")) if "://" not in link]

@@ -17,6 +17,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import trl_quant
+
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("trl_quant", "benchmarks", "configs", "examples", "tests")  # the wheel must hold the first alone
@@ -77,6 +79,27 @@ def test_wheel_holds_the_package_and_nothing_else(contents):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in contents)
 
 
+def test_a_release_has_the_notes_of_its_version(tmp_path):
+    """What CHANGELOG says of the package's version, and of no other; and no release without it."""
+    version = trl_quant.__version__
+    for name in ("Makefile", "CHANGELOG.md", "requirements/default.txt", "trl_quant/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "dist").mkdir()
+    release = ["make", "-C", tmp_path, "--old-file", "wheel", "release"]  # the wheel has tests of its own
+    run(*release)
+    notes = (tmp_path / f"dist/trl_quant-{version}.md").read_text()
+    _, after = (ROOT / "CHANGELOG.md").read_text().split(f"## [{version}]\n")
+    section, _, earlier = after.partition("\n## [")
+    assert notes.strip() == section.strip() and earlier.startswith("0.1.0]")
+    assert len([line for line in notes.splitlines() if line]) <= 45  # what a reader takes in
+    source = tmp_path / "trl_quant/__init__.py"
+    source.write_text(source.read_text().replace(version, "9.9.9"))
+    failed = subprocess.run(release, capture_output=True, text=True)
+    assert failed.returncode and "CHANGELOG.md does not have version 9.9.9." in failed.stdout
+    assert not (tmp_path / "dist/trl_quant-9.9.9.md").exists()
+
+
 def test_every_folder_with_modules_is_a_package():
     """`find:` leaves out the others in silence."""
     folders = {path.parent for path in (ROOT / "trl_quant").rglob("*.py")}
@@ -84,8 +107,6 @@ def test_every_folder_with_modules_is_a_package():
 
 
 def test_metadata(metadata):
-    import trl_quant
-
     assert metadata["Name"] == "trl_quant" and metadata["Version"] == trl_quant.__version__
     assert metadata["License-Expression"] == "Apache-2.0" and metadata["Requires-Python"] == ">=3.11"
     assert set(metadata.get_all("Provides-Extra")) >= EXTRAS

@@ -1,6 +1,5 @@
 """`benchmarks/limits.py`: the least seconds of a step's phases, against loops over tokens."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -95,13 +94,14 @@ def test_updates_against_loops(limits, precision, rate, lora):
 def test_measured_phases_are_above_their_limits(monkeypatch):
     """Of each run with drawn lengths; the H200 and the H100 differ in memory alone."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import raw_results
     import step_runs
 
     names = ("lognormal", "all", "another-host", "weights")
-    files = [path for name in names for path in BENCHMARKS.glob(f"results/step-7b-{name}-*.json")]
+    files = [path for name in names for path in BENCHMARKS.glob(f"results/step-7b-{name}-*.json.xz")]
     assert len(files) == 6
     for path in files:
-        found = json.loads(path.read_text())
+        found = raw_results.read_results(path)
         for run in found["runs"]:
             for shape, result in run["results"].items():
                 steps, lengths = result["steps"], found["lengths"][shape]

@@ -1,13 +1,12 @@
 """A plan's memory and costs, against what was measured."""
 
-import json
 import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
-from figures import MEMORY, cells_of, middle
+from figures import H200, MEMORY, RESULTS, cells_of, middle, read
+from pages import ROOT
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
@@ -18,20 +17,15 @@ from trl_quant.report.memory import Shape, estimate
 from trl_quant.rollout.embedded.diffusion import Schedule, denoise
 
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 sys.path.append(str(ROOT / "benchmarks"))
-from diffusion import SHAPES as DIFFUSION_SHAPES  # noqa: E402
-from engines import SHAPES  # noqa: E402
+from diffusion import SHAPES as DIFFUSION_SHAPES
+from engines import SHAPES
+from raw_results import read_results
 
 
 CARDS = {"H200": 143_771 << 20, "H100": 81_559 << 20}  # bytes, as nvidia-smi tells them
 PROMPT = 256  # tokens, in every benchmark
 WITHIN = 0.10
-
-
-def read(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}-NVIDIA-H200.json").read_text())
 
 
 def shape_of(size: str, rank: int) -> Shape:
@@ -107,7 +101,7 @@ def test_memory_of_whole_steps_on_a_frozen_base(shapes, estimated, size):
     Every figure of `benchmarks/memory.py`, but for what torch reserved before the first step: it kept blocks that it
     had freed, up to the cap of the run, which no model's shape tells.
     """
-    result = read("memory-32b-70b")
+    result = read(f"memory-32b-70b-{H200}")
     given, row = result["arguments"], result["results"][size]["nvfp4"]
     tokens = given["batch"] * (given["prompt"] + given["new"])
     cache = int(1.1 * tokens * 2 * shapes[size, 32].token)
@@ -134,7 +128,7 @@ def test_memory_of_whole_steps_on_a_frozen_base(shapes, estimated, size):
 
 @pytest.mark.parametrize("name", ["3b", "7b", "14b", "32b"])
 def test_memory_of_an_update(estimated, name):
-    for size, kinds in read(f"update-{name}")["results"].items():
+    for size, kinds in read(f"update-{name}-{H200}")["results"].items():
         for kind, rows in kinds.items():
             for tokens, row in rows.items():
                 sequences = int(tokens) // 2048
@@ -156,8 +150,8 @@ def runs_of_steps() -> list:
     memory is not estimated.
     """
     found = []
-    for path in sorted(RESULTS.glob("step-*.json")):
-        content = json.loads(path.read_text())
+    for path in sorted(RESULTS.glob("step-*.json.xz")):
+        content = read_results(path)
         for run in content["runs"]:
             method, _, name = run["trainer"].partition("+")[0].removesuffix("/exact").rpartition(":")
             if method == "ppo":
@@ -215,7 +209,7 @@ def is_plain(run) -> bool:
     return "lognormal" not in run[6] and run[1].get("method") != "rloo"
 
 
-@pytest.mark.parametrize("run", runs_of_steps(), ids=lambda run: f"{run[0].removesuffix('.json')} {run[5]} {run[6]}")
+@pytest.mark.parametrize("run", runs_of_steps(), ids=lambda run: f"{run[0].removesuffix('.json.xz')} {run[5]} {run[6]}")
 def test_memory_of_a_step(estimated, run):
     assert near(estimate_of_step(estimated, run), run[-1])
 
@@ -230,7 +224,7 @@ def denoiser(**sizes) -> LlamaConfig:
     return LlamaConfig(is_causal=False, architectures=["LlamaForCausalLM"], **sizes)
 
 
-def while_denoising(path: Path, config: LlamaConfig, prompt: int, rows: int, rank: int = 0, **settings):
+def while_denoising(path, config: LlamaConfig, prompt: int, rows: int, rank: int = 0, **settings):
     adapter = LoraConfig(r=rank, target_modules="all-linear") if rank else None
     micro = settings.setdefault("per_device_train_batch_size", rows)
     args = DiffusionGRPOConfig(
@@ -249,8 +243,8 @@ def while_denoising(path: Path, config: LlamaConfig, prompt: int, rows: int, ran
 @pytest.mark.slow
 def test_memory_of_masked_diffusion_steps(tmp_path):
     errors = []
-    for path in sorted(RESULTS.glob("diffusion-8b-*.json")):
-        found = json.loads(path.read_text())
+    for path in sorted(RESULTS.glob("diffusion-8b-*.json.xz")):
+        found = read_results(path)
         given, config = found["arguments"], denoiser(vocab_size=128832, **DIFFUSION_SHAPES["8b"])  # the tokenizer's
         measured = [(run, *item) for run in found["runs"] for item in run["results"].items()]
         for run, shape, result in measured:
@@ -370,7 +364,7 @@ def test_costs_are_those_that_were_measured():
     """Each line of the table is a step in the raw files, and none of these is left out."""
     found: dict[tuple, measured.Step] = {}
     for name in ("step-7b-all", "step-7b-another-host", "step-7b-weights", "step-7b-nvfp4", "step-32b"):
-        content = read(name)
+        content = read(f"{name}-{H200}")
         runs = {run["trainer"]: run for run in content["runs"]}
         trl = runs["trl"]["results"]
         for trainer, run in runs.items():

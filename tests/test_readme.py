@@ -259,6 +259,56 @@ def test_what_is_said_of_versions():
     assert set(families) == {name.removesuffix("_text") for name in FAMILIES}
 
 
+# What works with what
+
+COLUMNS = {
+    "GRPO": QuantGRPOConfig,
+    "PPO": QuantPPOConfig,
+    "RLOO": QuantRLOOConfig,
+    "distillation": QuantDistillationConfig,
+    "masked diffusion": DiffusionGRPOConfig,
+}
+COLOCATED = {"use_vllm": True, "vllm_mode": "colocate"}
+# The row that starts so -> what a configuration is given, every one of which it must take
+FEATURES = {
+    "vLLM samples": [COLOCATED, {"use_vllm": True, "vllm_mode": "server"}],
+    "the embedded engine": [{}],
+    "[trained]": [{"train_precision": "int8"}, {"rollout_precision": "nvfp4", "train_precision": "nvfp4"}],
+    "`exact_rollouts`": [{**COLOCATED, "train_precision": "int8", "exact_rollouts": True}],
+    "`pack_sequences`": [{"pack_sequences": True}],
+    '`lora_sync="adapter"`': [{**COLOCATED, "lora_sync": "adapter"}],
+    "`dynamic_sampling_rounds`": [{"dynamic_sampling_rounds": 2}],
+}
+
+
+def takes(config: type, settings: dict) -> bool:
+    try:
+        config(**{"rollout_precision": "int8", "use_cpu": True, "bf16": False, "output_dir": "out"} | settings)
+    except ValueError:
+        return False
+    return True
+
+
+def test_what_works_with_what():
+    rows = [row.split(" | ") for row in README.partition("| | GRPO |")[2].partition("\n\n")[0].splitlines()[2:]]
+    told = {row[0].removeprefix("| "): [cell.rstrip(" |") for cell in row[1:]] for row in rows}
+    assert README.count(f"| | {' | '.join(COLUMNS)} |") == 1 and len(told) == len(FEATURES) + 1
+    for start, all_settings in FEATURES.items():
+        (row,) = [cells for name, cells in told.items() if name.startswith(start)]
+        found = [all(takes(config, settings) for settings in all_settings) for config in COLUMNS.values()]
+        assert row == ["yes" if works else "no" for works in found], start
+    (counts,) = [cells for name, cells in told.items() if name.startswith("[corrections]")]
+    taken = [sum(takes(config, {"is_correction": name}) for name in CORRECTIONS) for config in COLUMNS.values()]
+    assert counts == [str(count) for count in taken] and len(CORRECTIONS) == 10
+
+
+def test_models_that_are_named():
+    table = README.partition("| model | `rollout_precision` |")[2].partition("\n\n")[0]
+    (first,) = [row for row in table.splitlines() if row.endswith("| yes, tested | yes |")]
+    names = first.strip("| ").partition(" | ")[0].replace("Gemma 2 and 3", "Gemma 2, Gemma 3").split(", ")
+    assert {re.sub(r"[\W_]", "", name).lower() for name in names} == {name.removesuffix("_text") for name in FAMILIES}
+
+
 # Commands
 
 

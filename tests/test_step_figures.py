@@ -193,13 +193,13 @@ def test_steps_of_32b(monkeypatch):
             cells.append(f"{result['peak_bytes'] / 2**30:.0f} GiB")
             row = cells_of(MEASURED, f"{start} | {completions} |", "| 32B | completions |")
             assert row[2:] == cells
-    for name, start in (
-        ("fp8/fp8/adapter", "Step of a 32B LoRA policy on an FP8 base"),
-        ("nvfp4/nvfp4", "The same on an"),
+    words = (" TRL's", " without its scoring pass")
+    for name, page, start in (
+        ("fp8/fp8/adapter", README, "Step of a 32B LoRA policy on an FP8 base"),
+        ("nvfp4/nvfp4", MEASURED, "Step of a 32B LoRA policy on an NVFP4 base"),
     ):
         told = [" / ".join(each) for each in zip(*gains[name], strict=True)]
-        words = (" TRL's", " without its scoring pass") if name.startswith("fp8") else ("", "")
-        row = cells_of(README, start, "| what | result | repeat it |")
+        row = cells_of(page, start, "| what | result | repeat it |")
         assert row[1] == "; ".join(each + word for each, word in zip(told, words))
     for name, (_, start) in names.items():
         cells = []
@@ -278,7 +278,7 @@ def test_longer_steps_on_an_h100():
         cells = [f"{own:.2f}", f"{min(steps):.2f}, {max(steps):.2f}", *gains, *phases]
         cells.append(f"{run['peak_bytes'] / 2**30:.0f}")
         assert cells_of(BENCHMARKS, benchmark)[1:] == cells
-    told = cells_of(README, "The first on an H100")[1]
+    told = cells_of(MEASURED, "README's first step on an H100")[1]
     assert told == f"{gains[0]} TRL's; {gains[1]} without TRL's scoring pass"
 
 
@@ -360,7 +360,7 @@ def test_other_trainers(name, baseline, rows):
         told = f"compute {positions:.2f} of TRL's positions; they take {scoring:.2f} and {update:.2f} of its time"
         assert told in text
         told = f"{gain:.2f}x TRL's; {precision:.2f}x ours in BF16, whose prompts are computed once too"
-        assert cells_of(README, "Step of RLOO, sampled and trained in FP8")[1] == told
+        assert cells_of(MEASURED, "Step of RLOO, sampled and trained in FP8")[1] == told
 
 
 def test_differences_of_log_probabilities_in_those_steps():

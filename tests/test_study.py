@@ -181,7 +181,7 @@ def study(tmp_path, monkeypatch) -> Path:
 
 def test_a_cell_is_the_mean_and_the_spread_of_its_seeds(study):
     text = table.write("made up", study, study.parent)
-    rows = {row["name"]: row for row in json.loads((study.parent / "made up.json").read_text())["cells"]}
+    rows = {row["name"]: row for row in table.read_results(study.parent / "made up.json.xz")["cells"]}
     assert list(rows) == ["full precision", "near", "far", "few", "alone"]
     reward = rows["full precision"]["metrics"]["reward"]
     assert rows["far"]["metrics"]["accuracy"]["mean"] == pytest.approx(0.45)
@@ -236,7 +236,7 @@ def test_the_markdown_table(study):
 
 def test_stored_results_give_the_same_table_and_figure(study):
     text = table.write("made up", study, study.parent)
-    question, (rows, groups) = QUESTIONS["made up"], table.stored(study.parent / "made up.json")
+    question, (rows, groups) = QUESTIONS["made up"], table.stored(study.parent / "made up.json.xz")
     assert table.markdown(question, rows) == text
     assert table.markdown(question, table.cells_of(groups, table.METRICS)) == text
     (drawn, again) = (table.figure(question, found).axes for found in (table.read(question, study), groups))
@@ -285,7 +285,7 @@ def test_vllm_is_told_the_same_in_every_cell(cell, tmp_path, monkeypatch):
 def test_a_question_without_panels_has_no_figure(study, monkeypatch):
     monkeypatch.setitem(QUESTIONS, "made up", replace(QUESTIONS["made up"], panels=()))
     text = table.write("made up", study, study.parent)
-    assert "| near | 3 |" in text and sorted(path.suffix for path in study.parent.glob("made up.*")) == [".json", ".md"]
+    assert "| near | 3 |" in text and sorted(path.suffix for path in study.parent.glob("made up.*")) == [".md", ".xz"]
 
 
 def test_the_figure_has_full_precision_beside_each_precision(study):

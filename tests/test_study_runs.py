@@ -22,6 +22,7 @@ import build_masked_model as masked_building  # noqa: E402
 import run as runner  # noqa: E402
 import trial  # noqa: E402
 from cells import QUESTIONS, Cell, Question  # noqa: E402
+from raw_results import read_results  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 
@@ -234,7 +235,7 @@ def test_the_command_trains_and_writes_what_the_report_reads(built, monkeypatch,
     assert found.status == "done" and found.steps == 2 and len(found.values("eval_accuracy")) == 3
     assert found.settings["rollout_precision"] == "mxfp4" and found.settings["seed"] == 3
     assert found.values("mismatch/kl_k3")[0] > 0
-    raw = json.loads((built / "corrections.json").read_text())["cells"][0]["runs"][0]
+    raw = read_results(built / "corrections.json.xz")["cells"][0]["runs"][0]
     assert raw["seed"] == 3 and raw["machine"] and raw["commit"] and raw["trl"]
     assert (built / "corrections.png").read_bytes()[:4] == b"\x89PNG"
     monkeypatch.setattr(trial, "train", None)  # nothing is left to do

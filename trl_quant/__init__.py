@@ -3,7 +3,7 @@
 import importlib
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # name -> module. Loaded on first use: TRL loads vLLM where it is installed, and `formats` needs only torch
 _PUBLIC = {

@@ -15,8 +15,8 @@ seeds: one of 14 cells does so by chance (of two times three normal values).
 | nats | KL of a token times tokens: how far sampler and policy are apart on a completion |
 """
 
-import io
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
@@ -31,6 +31,12 @@ from trl_quant.report.panels import SERIES, TOPICS, draw
 from trl_quant.report.runs import KL, REWARD, Group, Run, differences, grouped, read_run
 from trl_quant.storage.whole import write_whole
 from trl_quant.tasks.estimates import bootstrap
+
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from palette import save_picture
+from raw_results import read_results, write_results
 
 
 ACCURACY = "eval_accuracy"
@@ -201,7 +207,7 @@ def read(question: Question, directory: Path) -> list[Group]:
 
 
 def write(name: str, directory: Path, results: Path) -> str:
-    """Writes `name`.json, .md and .png into `results`; returns the table."""
+    """Writes `name`.json.xz, .md and .png into `results`; returns the table."""
     question = QUESTIONS[name]
     if not (groups := read(question, directory)):
         return f"{directory} holds no finished run."
@@ -217,18 +223,17 @@ def write(name: str, directory: Path, results: Path) -> str:
             }
             for run in group.runs
         ]
-    text, picture = markdown(question, rows), io.BytesIO()
-    write_whole(results / f"{name}.json", json.dumps({"asks": question.asks, "cells": rows}).encode())
+    text = markdown(question, rows)
+    write_results(results / f"{name}.json.xz", {"asks": question.asks, "cells": rows})
     write_whole(results / f"{name}.md", text.encode())
     if question.panels:
-        figure(question, groups).savefig(picture, format="png", dpi=100)
-        write_whole(results / f"{name}.png", picture.getvalue())
+        save_picture(figure(question, groups), results / f"{name}.png")
     return text
 
 
 def stored(path: Path) -> tuple[list[dict], list[Group]]:
     """The rows of a file that `write` wrote, and the runs behind them as far as it holds their logs."""
-    rows = json.loads(path.read_text())["cells"]
+    rows = read_results(path)["cells"]
     return rows, [Group(row["name"], [_stored_run(row, run) for run in row["runs"]]) for row in rows]
 
 
