@@ -78,7 +78,7 @@ FOREIGN = {
         _pending_metrics _step _tag_names _tool_call_loop _tokenize_prompts""",
     "trl/trainer/distillation_trainer.py": "_get_last_hidden_state",
     "trl/kernels/chunked_logprob.py": "_use_triton",
-    "trl/generation/vllm_generation.py": "_init_vllm _iter_named_params _weight_metadata",
+    "trl/generation/vllm_generation.py": "_init_vllm",
     "trl/generation/vllm_client.py": "_post",
     "vllm/_custom_ops.py": "_C _custom_ops",
     "vllm/model_executor/layers/attention/attention.py": """_k_scale _k_scale_float _q_scale _q_scale_float _v_scale

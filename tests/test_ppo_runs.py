@@ -506,4 +506,4 @@ def test_vllm_ends_as_a_fresh_engine(tmp_path, options, adapted):
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same(resumed, trainer)
     trainer.check_sync()
-    assert_live_equals_fresh(trainer.vllm_generation, trainer.model, "int8", tmp_path)
+    assert_live_equals_fresh(trainer.vllm_generation.engine, trainer.model, "int8", tmp_path)

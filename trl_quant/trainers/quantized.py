@@ -26,6 +26,7 @@ from ..reading import ANOTHER, blaming, reading
 from ..renamed import CurrentNames
 from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
 from ..rollout.engine import Engine
+from ..rollout.trl_face import QuantGeneration
 from ..run_spec import RunSpec
 from ..scaling import apply_uaq, uaq_applied
 from ..storage.manifest import check_read
@@ -126,8 +127,8 @@ class QuantRollouts(CurrentNames):
             super().__init__(model=model, args=args, **given)
         if peft_config is not None and isinstance(model, str):
             name_revision(self.model, (args.model_init_kwargs or {}).get("revision"))
-        engine = getattr(self, "vllm_generation", None)
-        self._engine = engine if isinstance(engine, RolloutEngine) else None
+        generation = getattr(self, "vllm_generation", None)
+        self._engine = generation.sampler if isinstance(generation, QuantGeneration) else None
         if self._engine is not None:
             leave_casts_to_autocast(self.model)
             tell_noise(self.model, args)
@@ -159,7 +160,7 @@ class QuantRollouts(CurrentNames):
             model (`nn.Module`): The policy.
             accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator.
             processing_class: The tokenizer or processor.
-            settings: The arguments of TRL's own engine: lengths, sampling options and the like.
+            settings: The fields of `SamplingSettings` and of `VLLMSettings`, see [`~rollout.settings`].
         """
         return build_engine(spec, model, accelerator, processing_class, **settings)
 
@@ -231,6 +232,7 @@ class QuantRollouts(CurrentNames):
         need not sync, and a `rollout_func` may call the engine directly.
         """
         self._engine.noise = self.rollout_noise()
+        self.vllm_generation.begin()
         with ExitStack() as turns:
             with self._engine_errors_explained():
                 self._sync()
@@ -278,7 +280,7 @@ class QuantRollouts(CurrentNames):
             return
         not_logged = self._engine.sync_metrics  # an evaluation's, whose checks the next step logs
         with profiling_context(self, "sync_weights"):
-            self._engine.sync_weights()
+            self.vllm_generation.sync_weights()
         self._engine.sync_metrics = not_logged | self._engine.sync_metrics
         self._last_loaded_step = self.state.global_step
 
