@@ -19,7 +19,7 @@ from trl_quant import QuantDistillationConfig, QuantDistillationTrainer
 from trl_quant.corrections import CORRECTIONS, CorrectionInputs
 from trl_quant.layers import FrozenLinear
 from trl_quant.rollout import TransformersEngine
-from trl_quant.trainers.quantized import QuantRollouts
+from trl_quant.trainers.sampling import QuantSampling
 
 
 pytestmark = pytest.mark.isa
@@ -115,7 +115,7 @@ def test_the_gradient_is_the_weighted_one(tmp_path, monkeypatch, correction, bet
 def test_weights_of_one_change_no_bit(tmp_path):
     """The loss equals that of the mixin alone, with `none` and with samples of the student itself."""
 
-    class Uncorrected(QuantRollouts, DistillationTrainer):
+    class Uncorrected(QuantSampling, DistillationTrainer):
         """Quantized rollouts alone, on padded rows."""
 
     path, ends = save_tiny(tmp_path / "model", seed=3), []

@@ -338,7 +338,7 @@ def test_refused(tmp_path, monkeypatch, options, message):
 @pytest.mark.parametrize(("precision", "inputs", "group"), [("nvfp4", 264, 16), ("mxfp4", 272, 32), ("int4", 200, 128)])
 def test_shapes_that_no_checkpoint_holds(tmp_path, monkeypatch, precision, inputs, group, loaded):
     """Refused before the weights are read, where `trl-quant prepare` would refuse what was trained."""
-    monkeypatch.setattr("trl_quant.trainers.quantized.engine_of", None)  # which would load the policy
+    monkeypatch.setattr("trl_quant.trainers.sampling.engine_of", None)  # which would load the policy
     source = save_tiny(tmp_path / "model", intermediate_size=inputs)
     says = f"mlp.down_proj.weight: {inputs} inputs, but '{precision}' is stored for multiples of {group} only"
     with pytest.raises(ValueError, match=f"`train_precision`='{precision}' trains for a checkpoint in 4 bits.*{says}"):

@@ -21,7 +21,7 @@ from trl_quant import QuantRLOOConfig, QuantRLOOTrainer
 from trl_quant.corrections import CORRECTIONS
 from trl_quant.rollout import TransformersEngine
 from trl_quant.rollout.engine import Samples
-from trl_quant.trainers.quantized import QuantRollouts
+from trl_quant.trainers.sampling import QuantSampling
 
 
 pytestmark = pytest.mark.isa
@@ -163,7 +163,7 @@ def test_weights_move_with_their_rows(tmp_path):
 def test_without_a_mismatch_nothing_is_weighted(tmp_path):
     """Weights of 1 leave every bit where it was: `none` trains as the mixin without any correction."""
 
-    class Uncorrected(QuantRollouts, RLOOTrainer):
+    class Uncorrected(QuantSampling, RLOOTrainer):
         """Quantized rollouts alone."""
 
     path = save_tiny(tmp_path / "model", seed=3)
@@ -499,12 +499,12 @@ def test_its_rewards_must_be_finite(tmp_path):
 
 
 def test_a_class_without_an_engine_is_refused():
-    """`QuantRollouts` needs a trainer of TRL's beside it."""
+    """`QuantSampling` needs a trainer of TRL's beside it."""
     from transformers import Trainer
 
     from trl_quant.trl_seams import trainer_builds
 
-    class Plain(QuantRollouts, Trainer): ...
+    class Plain(QuantSampling, Trainer): ...
 
     with pytest.raises(TypeError, match="Plain inherits from no trainer"), trainer_builds(Plain, None, None):
         pass

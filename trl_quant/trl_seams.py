@@ -214,6 +214,11 @@ def divergences_by(
     return exchanged(module, ChunkedDivergenceFunction=Weighed)
 
 
+def arguments_seen(args: Any, **fields: Any) -> AbstractContextManager:
+    """Context in which the constructor of TRL's trainer finds `fields` in `args`."""
+    return exchanged(args, **fields)
+
+
 @contextmanager
 def trainer_builds(trainer_class: type, engine: Callable | None, args: Any, **fields: Any) -> Iterator[None]:
     """
@@ -222,7 +227,8 @@ def trainer_builds(trainer_class: type, engine: Callable | None, args: Any, **fi
     """
     module = _module_of_engine(trainer_class)
     ours = {} if engine is None else {"VLLMGeneration": engine, "is_vllm_available": lambda: True}
-    with exchanged(module, **{name: ours[name] for name in ours if hasattr(module, name)}), exchanged(args, **fields):
+    ours = {name: value for name, value in ours.items() if hasattr(module, name)}
+    with exchanged(module, **ours), arguments_seen(args, **fields):
         yield
 
 

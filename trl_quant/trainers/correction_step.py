@@ -25,7 +25,7 @@ class NoStep:
     was made without its constructor, as tests of single methods do.
     """
 
-    open_batch = None
+    correction = open_batch = None
 
     def scoring(self) -> AbstractContextManager:
         return nullcontext()
@@ -85,7 +85,7 @@ class CorrectionStep:
     A loss never changes the batch that TRL buffers, so a second update reads the same batch.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]): The trainer, with `one_pass` and the methods of [`~trainers.quantized`].
+        trainer ([`~trl.GRPOTrainer`]): The trainer, with `one_pass` and the methods of [`~trainers.sampling`].
         correction ([`~corrections.traits.Correction`] or `None`): `None` leaves everything to TRL.
         level (`str`): `importance_sampling_level`, `"token"` or `"sequence"`.
         same_bits (`bool`): Whether the sampler's log-probabilities equal the trainer's bit for bit.

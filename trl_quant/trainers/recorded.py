@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from ..rollout.trl_face import Turn, recording
 from ..trl_seams import generation_derived
 from .correction_step import CorrectionStep
-from .quantized import QuantRollouts
+from .sampling import QuantSampling
 
 
 def logps_of_turns(
@@ -64,9 +64,9 @@ class RecordedStep(CorrectionStep):
             self.refuse_missing_logps()
 
 
-class RecordedRollouts(QuantRollouts):
+class RecordedRollouts(QuantSampling):
     """
-    [`~trainers.quantized.QuantRollouts`] for these trainers. It makes the calls of a [`RecordedStep`] up to the loss,
+    [`~trainers.sampling.QuantSampling`] for these trainers. It makes the calls of a [`RecordedStep`] up to the loss,
     in the order that the step's docstring lists.
     """
 
