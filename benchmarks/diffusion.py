@@ -154,7 +154,7 @@ class DenoisingSteps(Steps):
         policy = lambda: not (torch.is_grad_enabled() or adapted.disable_adapters)  # noqa: E731
         reference = lambda: not torch.is_grad_enabled() and adapted.disable_adapters  # noqa: E731
         self.clock.watch(diffusion, "denoise", "sampling")
-        self.clock.watch(trainer.vllm_generation, "estimate", "estimate")
+        self.clock.watch(trainer.vllm_generation.engine, "estimate", "estimate")
         self.clock.watch(trainer.vllm_generation, "sync_weights", "sync")
         self.clock.watch(trainer, "_get_per_token_logps_and_entropies", "scoring", policy)
         self.clock.watch(trainer, "_get_per_token_logps_and_entropies", "reference", reference)

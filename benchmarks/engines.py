@@ -194,6 +194,7 @@ def build(
     from trl.generation.vllm_generation import VLLMGeneration
 
     from trl_quant.rollout import EngineSpec, build_engine
+    from trl_quant.rollout.trl_face import QuantGeneration
     from trl_quant.trl_seams import llm_with
 
     arguments = START | {"disable_log_stats": True} | arguments
@@ -212,7 +213,8 @@ def build(
         with llm_with(**arguments):
             return VLLMGeneration(model, accelerator, tokenizer, **settings)
     spec = EngineSpec("colocate", kind, engine_kwargs=arguments, lora_sync=lora_sync)
-    return build_engine(spec, model, accelerator, tokenizer, **settings)
+    engine = build_engine(spec, model, accelerator, tokenizer, **settings)
+    return QuantGeneration(engine, model, accelerator, tokenizer, **settings)
 
 
 def wait() -> None:

@@ -13,7 +13,7 @@ trainer, a real tokenizer, and vLLM's defaults for torch.compile and CUDA graphs
 memory's limit (its time for reading the weights and the cached keys and values once) and the GPU's part. Then the parts
 of the GPU's time: products and attention in the layers, the layers' other kernels, the head, and all that follows it
 (sampling and log-probabilities). Then the host's parts: the scheduler (`schedule` includes `allocate`), the output
-processor, the model runner (waiting included), `extract`, TRL's conversion of the log-probabilities, and garbage
+processor, the model runner (waiting included), `extract`, the conversion of the log-probabilities, and garbage
 collection, which the others include. The file of `--output` also has each kernel.
 """
 
@@ -75,7 +75,7 @@ def measure(kind: str, args) -> dict:
     model = policy(path, args.lora, words)
     engine = build(kind, model, max(batches), args.new, length, args.lora_sync, tokenizer, **arguments)
     if args.plain:
-        engine.sampling = nullcontext
+        engine.engine.sampling = partial(nullcontext, {})
 
     def sample(prompts: list[list[int]], new: int) -> list[list[int]]:
         engine.max_completion_length = new
@@ -124,15 +124,15 @@ def host_clock(engine, lean: bool) -> Clock:
     """
     from trl.generation import vllm_generation
 
+    from trl_quant.rollout.vllm import engine as ours
     from trl_quant.rollout.vllm import sampling
 
     places = {name: (attrgetter(place)(engine.llm), method) for name, (place, method) in HOST.items()}
-    places["extract"] = vllm_generation, "extract_logprobs"
+    places["extract"] = (ours, "read") if hasattr(engine, "sampler") else (vllm_generation, "extract_logprobs")
     if lean:
         places["allocate"] = sampling.BlocksWithRoom, "allocate"
         places["update"] = sampling, "update_with_float_logps"
         places["outputs"] = sampling.HeldOutputs, "__call__"
-        places["extract"] = sampling, "extract_logprobs"
     clock = Clock()
     for name, (owner, method) in places.items():
         with suppress(AttributeError):

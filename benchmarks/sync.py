@@ -46,14 +46,14 @@ def measure(kind: str, size: str, lora: int, rounds: int) -> dict:
         extra = torch.cuda.max_memory_allocated() - before
     result = {"first": first, "sync": statistics.median(times), "extra_bytes": extra}
     if kind != "trl":
-        consume = lambda: [None for _ in engine.stream()]  # noqa: E731
+        consume = lambda: [None for _ in engine.engine.stream()]  # noqa: E731
         result["stream"] = min(seconds(consume) for _ in range(3))
         result["fingerprint"] = min(seconds(partial(fingerprint, model)) for _ in range(3))
         if not CUDA:  # dummy weights bypass our loader, which INT8 needs on CPUs without AMX
             return result
         engine.check_sync()
         result["check"] = min(seconds(engine.check_sync) for _ in range(3))
-        engine.drift.measures = lambda name: False
+        engine.engine.drift.measures = lambda name: False
         result["sync_without_metrics"] = statistics.median(seconds(engine.sync_weights) for _ in range(rounds))
     return result
 

@@ -105,7 +105,7 @@ def codes(trainer, precision: str) -> dict:
             return function(x, w, *args)
 
         setattr(joint, name, multiply)
-    engine = trainer.vllm_generation
+    engine = trainer.vllm_generation.engine
     layers = engine.weights.unified(precision)
     trainer.model.train()
     logits = trainer.model(input_ids=torch.arange(8).view(1, -1), use_cache=False).logits
@@ -115,7 +115,7 @@ def codes(trainer, precision: str) -> dict:
     for name, function in products.items():
         setattr(joint, name, function)
     after = sum(w() is not None for w in alive)
-    sent = dict(engine.quantized_as_trained(engine._iter_named_params()))
+    sent = dict(engine.quantized_as_trained(engine.policy_stream()))
     sent = [sent[f"{name}.weight"] for name in layers]
     computed, used = [], 0
     while len(computed) < len(sent):  # what follows is computed again, by checkpoints

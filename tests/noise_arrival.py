@@ -50,7 +50,7 @@ def exact_logps(model, sequences: list[list[int]]) -> torch.Tensor:
 def sampler_of(tmp_path, precision: str, wide_norms: bool, device: str, **model_settings):
     model = policy(tmp_path / f"{precision}-{wide_norms}", **model_settings).to(device)
     sampler = engine(model, precision, wide_norms=wide_norms)
-    sampler.sync_weights()
+    sampler.sync()
     return sampler
 
 

@@ -12,9 +12,10 @@ class Fixed:
 
     def sync(self): ...
 
-    def sample(self, prompts, images=None):
+    def sample(self, requests):
         from trl_quant.rollout.engine import Samples
 
+        prompts = [request.prompt for request in requests]
         ids = [[(sum(prompt) * (i + 3) + len(prompt)) % 256 for i in range(2 + len(prompt) % 5)] for prompt in prompts]
         return Samples(ids, [[-4.0 - token % 3 for token in row] for row in ids])
 

@@ -71,8 +71,8 @@ def codes(trainer, precision: str, end: dict[str, Tensor]) -> dict:
 
 def codes_sent(trainer, precision: str) -> dict[str, tuple]:
     """Layer -> the bytes of the codes and scales that its engine gets. Collective."""
-    engine = trainer.vllm_generation
-    sent = dict(engine.quantized_as_trained(engine._iter_named_params()))
+    engine = trainer.vllm_generation.engine
+    sent = dict(engine.quantized_as_trained(engine.policy_stream()))
     found = {name: sent[f"{name}.weight"] for name in engine.weights.unified(precision)}
     return {name: bytes_of(q.values, q.scale, q.global_scale) for name, q in found.items()}
 

@@ -180,7 +180,7 @@ def train_masked(precision: str, tuning: str, path: Path) -> dict:
         made.train()
     rows = {"copy": Counter(), "policy": Counter()}
     for model, draw, row in seen:
-        rows["copy" if model is made.vllm_generation.copy else "policy"][str((draw, row))] += 1
+        rows["copy" if model is made.vllm_generation.engine.copy else "policy"][str((draw, row))] += 1
     sums = {name: value.double().sum().item() for name, value in parameters(made).items()}
     return {"rows": rows, "log": [log for log in metrics(made) if "loss" in log], "weights": sums}
 

@@ -317,7 +317,7 @@ def test_a_run_has_the_same_bits_with_fewer_conversions(tmp_path, monkeypatch):
             trainer.train()
         counts.append(conversions.count)
         runs.append(trainer)
-        monkeypatch.setattr("trl_quant.trainers.quantized.leave_casts_to_autocast", lambda model: None)
+        monkeypatch.setattr("trl_quant.trainers.sampling.leave_casts_to_autocast", lambda model: None)
     assert_same_run(*runs)
     assert counts[0] < counts[1]
 

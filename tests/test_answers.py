@@ -75,7 +75,7 @@ def test_samples_that_no_policy_has_drawn(case):
 
 
 def test_no_engine_passes_the_check_by():
-    """Of all classes in the sources, `generate`, which checks, is the base's alone."""
+    """Of all classes in the sources, `draw`, which checks, is the base's alone."""
     own, bases = {}, {}
     for path in (ROOT / PACKAGE / "rollout").rglob("*.py"):
         for node in nodes(path.read_text()):
@@ -86,8 +86,8 @@ def test_no_engine_passes_the_check_by():
     while grown := {name for name, of in bases.items() if of & ours} - ours:
         ours |= grown
     assert {"VLLMEngine", "VLLMServerEngine", "TransformersEngine", "AdaptedEngine"} <= ours
-    assert [name for name in sorted(ours) if "generate" in own[name]] == ["RolloutEngine"]
-    assert "fault_of_samples" in map(called, ast.walk(own["RolloutEngine"]["generate"]))
+    assert [name for name in sorted(ours) if "draw" in own[name]] == ["RolloutEngine"]
+    assert "fault_of_samples" in map(called, ast.walk(own["RolloutEngine"]["draw"]))
 
 
 class SpoilingEmbedded(QuantGRPOTrainer):
@@ -103,8 +103,8 @@ class SpoilingEmbedded(QuantGRPOTrainer):
     def made(self, *args, **kwargs):
         return super().build_engine(*args, **kwargs)
 
-    def spoilt_samples(self, prompts, images=None) -> Samples:
-        ids, logps, _ = spoilt(self.change, len(prompts))
+    def spoilt_samples(self, requests) -> Samples:
+        ids, logps, _ = spoilt(self.change, len(requests))
         return Samples(ids, [[value for (value,) in row] for row in logps])
 
 

@@ -140,7 +140,7 @@ def test_an_output_dir_that_cannot_be_written_is_told_before_a_model_is_loaded(t
     """As on the command line; transformers would make the directory after the models are loaded."""
     model = save_tiny(tmp_path / "model")
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("trl_quant.trainers.quantized.engine_of", None)  # which would load the policy
+    monkeypatch.setattr("trl_quant.trainers.sampling.engine_of", None)  # which would load the policy
     for place in ("file", "file/in/it"):
         args = config(QuantGRPOConfig, tmp_path / place, **INT8)
         refused(lambda: make(QuantGRPOTrainer, args, model), "`output_dir`=", "file is not a directory")  # noqa: B023

@@ -202,7 +202,7 @@ def test_the_fastest_is_written_and_trains(tmp_path, monkeypatch, capfd):
     monkeypatch.undo()
     (trainer,) = built
     keep(trainer)
-    assert trainer.args.rollout_precision == trainer.vllm_generation.precision == chosen
+    assert trainer.args.rollout_precision == trainer.vllm_generation.engine.precision == chosen
     trainer.train()
     assert trainer.state.global_step == 2
 

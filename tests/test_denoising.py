@@ -22,6 +22,7 @@ from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows, with_products
 from trl_quant.rollout import DiffusionEngine, SharedDiffusionEngine
 from trl_quant.rollout.embedded.diffusion import CHUNK, Schedule, denoise, sampled, surest
+from trl_quant.rollout.engine import requests_for
 
 
 PROMPTS = [[72, 101, 108], [49, 43, 49, 61, 32], [120]]
@@ -163,10 +164,10 @@ def test_an_engine_caches_where_it_is_told_to(tmp_path):
     found = {}
     for cached in (False, True):
         made = trainer(tmp_path, rollout_precision="int4", cache_finished_blocks=cached, tokens_per_step=1)
-        engine = made.vllm_generation
+        engine = made.vllm_generation.engine
         engine.sync()
         torch.manual_seed(0)
-        found[cached] = engine.sample(PROMPTS)
+        found[cached] = engine.sample(requests_for(PROMPTS))
         assert found[cached].logps == engine.estimate(PROMPTS, found[cached].token_ids)
     assert found[True].token_ids != found[False].token_ids
 
@@ -178,21 +179,21 @@ def test_an_engine_caches_where_it_is_told_to(tmp_path):
 def run(tmp_path):
     """A trainer whose engine is synced."""
     made = trainer(tmp_path, rollout_precision="int4", temperature=0.7)
-    made.vllm_generation.sync()
+    made.vllm_generation.engine.sync()
     return made
 
 
 def test_it_ends_completions_at_the_first_end_and_scores_what_is_left(run):
     """The scores are estimates in the copy's own numbers, and the policy's differ."""
-    engine = run.vllm_generation
+    engine = run.vllm_generation.engine
     assert type(engine) is DiffusionEngine
     torch.manual_seed(1)
-    canvas = engine.sample(PROMPTS).token_ids
+    canvas = engine.sample(requests_for(PROMPTS)).token_ids
     assert [len(ids) for ids in canvas] == [LENGTH] * 3
     end = canvas[0][3]
     run.model.generation_config.eos_token_id = end
     torch.manual_seed(1)
-    samples = engine.sample(PROMPTS)
+    samples = engine.sample(requests_for(PROMPTS))
     for ids, whole, logps in zip(samples.token_ids, canvas, samples.logps, strict=True):
         length = whole.index(end) + 1 if end in whole else LENGTH
         assert ids == whole[:length] and len(logps) == length
@@ -208,7 +209,7 @@ def test_it_ends_completions_at_the_first_end_and_scores_what_is_left(run):
 
 
 def test_estimates_are_the_same_in_batches_of_any_size(run):
-    engine, (prompts, completions) = run.vllm_generation, uneven_rows()
+    engine, (prompts, completions) = run.vllm_generation.engine, uneven_rows()
     whole = engine.estimate(prompts, completions, draw=1)
     for rows in (1, 2, 5):
         engine.rows_at_once = rows
@@ -223,20 +224,20 @@ def test_estimates_are_the_same_in_batches_of_any_size(run):
 
 def test_a_batch_of_any_size_is_denoised_in_parts(run, monkeypatch):
     """No forward pass has more than the bound; each part's completions are those that it would get by itself."""
-    engine, widths = run.vllm_generation, []
+    engine, widths = run.vllm_generation.engine, []
     prompts = [PROMPTS[0]] * 3 + PROMPTS * 2
     engine.schedule = replace(engine.schedule, temperature=0.0)
-    whole = engine.sample(prompts)
+    whole = engine.sample(requests_for(prompts))
     monkeypatch.setattr("trl_quant.rollout.embedded.diffusion.TOKENS_AT_ONCE", 4 * (5 + LENGTH) + 1)
     engine.copy.get_input_embeddings().register_forward_pre_hook(lambda module, args: widths.append(args[0].shape))
-    parts = engine.sample(prompts)
+    parts = engine.sample(requests_for(prompts))
     assert parts.token_ids == whole.token_ids
     for one, other in zip(parts.logps, whole.logps, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
     steps = LENGTH // 2
     assert [rows for rows, _ in widths] == [4] * steps + [4] * steps + [1] * steps + [4, 4, 1]
     monkeypatch.setattr("trl_quant.rollout.embedded.diffusion.TOKENS_AT_ONCE", 1)
-    assert engine.sample(prompts).token_ids == whole.token_ids  # a row at least
+    assert engine.sample(requests_for(prompts)).token_ids == whole.token_ids  # a row at least
 
 
 class Bar(tqdm):
@@ -256,15 +257,15 @@ def test_the_steps_are_shown(tmp_path, monkeypatch):
     monkeypatch.setattr("trl_quant.rollout.embedded.diffusion.TOKENS_AT_ONCE", 1)
     monkeypatch.setattr(Bar, "made", [])
     for settings, shown in [({"disable_tqdm": False}, True), ({"disable_tqdm": True}, False)]:
-        engine = trainer(tmp_path, rollout_precision="int4", **settings).vllm_generation
+        engine = trainer(tmp_path, rollout_precision="int4", **settings).vllm_generation.engine
         engine.sync()
-        engine.sample(PROMPTS)
+        engine.sample(requests_for(PROMPTS))
         bar = Bar.made.pop()
         assert bar.given is (None if shown else True) and bar.total == 3 * LENGTH // 2
         assert bar.n == (bar.total if shown else 0)
         with monkeypatch.context() as other_rank:
             other_rank.setattr(type(engine.accelerator), "is_main_process", False)
-            engine.sample(PROMPTS[:1])
+            engine.sample(requests_for(PROMPTS[:1]))
         assert Bar.made.pop().given is True
 
 
@@ -274,11 +275,11 @@ def test_where_a_gpu_multiplies_codes_the_copy_does_too(tmp_path, monkeypatch, p
     Here with the products' reference in torch. The copy holds codes alone, and a layer's output is their product. It
     samples and scores as a policy that is trained in that precision does.
     """
-    plain = trainer(tmp_path, rollout_precision=precision).vllm_generation
+    plain = trainer(tmp_path, rollout_precision=precision).vllm_generation.engine
     assert not any(isinstance(layer, SampledLinear) for layer in plain.copy.modules())
     monkeypatch.setattr("trl_quant.rollout.embedded.diffusion.multiplies", lambda format, device: True)
     made = trainer(tmp_path, rollout_precision=precision)
-    engine, policy_layers, seen = made.vllm_generation, dict(made.model.named_modules()), []
+    engine, policy_layers, seen = made.vllm_generation.engine, dict(made.model.named_modules()), []
     engine.sync()
     layers = {name: layer for name, layer in engine.copy.named_modules() if isinstance(layer, SampledLinear)}
     assert len(layers) == len(dense_linears(made.model)) and all(l.weight.values.itemsize == 1 for l in layers.values())
@@ -305,14 +306,14 @@ def test_where_a_gpu_multiplies_codes_the_copy_does_too(tmp_path, monkeypatch, p
         expected = one_step_logps(trained, prompt, is_masked, ids, LENGTH, MASK_ID)
         assert torch.allclose(torch.tensor(logps), expected.detach(), atol=1e-4)
     seen.clear()
-    engine.sample(prompts)
+    engine.sample(requests_for(prompts))
     assert len(seen) == len(layers) * (LENGTH // 2 + 1)  # two tokens a step, and the scoring pass
 
 
 def test_a_policy_in_the_engines_precision_is_shared(tmp_path):
     made = trainer(tmp_path, train_precision="int8")
-    assert type(made.vllm_generation) is SharedDiffusionEngine
-    assert made.vllm_generation.mask_token_id == tokenizer().mask_token_id == MASK_ID
+    assert type(made.vllm_generation.engine) is SharedDiffusionEngine
+    assert made.vllm_generation.engine.mask_token_id == tokenizer().mask_token_id == MASK_ID
 
 
 @pytest.mark.parametrize("family", FAMILIES)

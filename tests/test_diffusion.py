@@ -134,8 +134,8 @@ def runs_of(tmp_path, **settings):
     made = ending(tmp_path, rollout_precision="int4", **settings)
     with canvases() as seen:
         made.train()
-    of_copy = Counter((row, draw) for model, draw, row in seen if model is made.vllm_generation.copy)
-    of_policy = Counter((row, draw) for model, draw, row in seen if model is not made.vllm_generation.copy)
+    of_copy = Counter((row, draw) for model, draw, row in seen if model is made.vllm_generation.engine.copy)
+    of_policy = Counter((row, draw) for model, draw, row in seen if model is not made.vllm_generation.engine.copy)
     return made, of_copy, of_policy
 
 
@@ -174,8 +174,8 @@ def test_dynamic_sampling_keeps_the_masks(tmp_path):
     made = ending(tmp_path, given=given, **settings)
     with canvases() as seen:
         made.train()
-    of_copy = {(row, draw) for model, draw, row in seen if model is made.vllm_generation.copy}
-    of_policy = {(row, draw) for model, draw, row in seen if model is not made.vllm_generation.copy}
+    of_copy = {(row, draw) for model, draw, row in seen if model is made.vllm_generation.engine.copy}
+    of_policy = {(row, draw) for model, draw, row in seen if model is not made.vllm_generation.engine.copy}
     assert of_policy <= of_copy and len(of_policy) > 8
     assert all("dynamic_sampling/rounds" in entry for entry in metrics(made)[:1])
 
@@ -309,7 +309,7 @@ def expected_loss(made, batch, old, draw, name, draws):
     logps = estimates(made.model, batch, masks, draw)
     with torch.no_grad():
         before = [estimates(old, batch, masks, each) for each in range(draws)]
-        sampler = [estimates(made.vllm_generation.copy, batch, masks, each) for each in range(draws)]
+        sampler = [estimates(made.vllm_generation.engine.copy, batch, masks, each) for each in range(draws)]
     given = {"cap": 1.1} if name in ("tis", "acr") else {}
     if name != "ais":
         return -OBJECTIVES[name](logps, before[draw], sampler[draw], advantages, mask, *clip, **given)

@@ -20,7 +20,7 @@ from trl_quant.config.checks import RULES
 from trl_quant.corrections import CORRECTIONS, CorrectionInputs
 from trl_quant.layers import FrozenLinear
 from trl_quant.rollout import TransformersEngine
-from trl_quant.trainers.quantized import QuantRollouts
+from trl_quant.trainers.sampling import QuantSampling
 
 
 pytestmark = pytest.mark.isa
@@ -116,7 +116,7 @@ def test_the_gradient_is_the_weighted_one(tmp_path, monkeypatch, correction, bet
 def test_weights_of_one_change_no_bit(tmp_path):
     """The loss equals that of the mixin alone, with `none` and with samples of the student itself."""
 
-    class Uncorrected(QuantRollouts, DistillationTrainer):
+    class Uncorrected(QuantSampling, DistillationTrainer):
         """Quantized rollouts alone, on padded rows."""
 
     path, ends = save_tiny(tmp_path / "model", seed=3), []
@@ -156,9 +156,10 @@ def test_tokens_that_the_sampler_did_not_score_weigh_one(tmp_path):
     generate = trainer.vllm_generation.generate
 
     def holes(*args, **kwargs):
-        prompts, completions, logprobs, tokens = generate(*args, **kwargs)
-        logprobs[0][1], logprobs[1][0] = [None], [float("-inf")]
-        return prompts, completions, logprobs, tokens
+        samples = generate(*args, **kwargs)
+        (turn,) = trainer.vllm_generation.turns
+        turn.logps[0][1], turn.logps[1][0] = None, float("-inf")
+        return samples
 
     trainer.vllm_generation.generate = holes
     step, batch = step_and_batch(trainer)
@@ -282,7 +283,7 @@ def test_trls_own_sampler_can_be_corrected_too(tmp_path, monkeypatch):
     ends = {}
     for correction in (None, "none", "tis"):
         trainer = distil(tmp_path, use_vllm=True, rollout_precision=None, is_correction=correction)
-        assert trainer.vllm_generation.asked_when_built is None
+        assert trainer.vllm_generation.asked_when_built == (None if correction is None else 0)
         assert trainer.vllm_generation.logprobs == (None if correction is None else 0)
         trainer.train()
         assert ("mismatch/kl_k1" in metrics(trainer)[0]) == (correction is not None)
@@ -296,7 +297,7 @@ def test_the_embedded_engine_needs_no_vllm(tmp_path, monkeypatch):
     monkeypatch.setattr(distillation_trainer, "is_vllm_available", lambda: False)
     trainer = distil(tmp_path)
     trainer.train()
-    assert isinstance(trainer.vllm_generation, TransformersEngine) and "mismatch/kl_k1" in metrics(trainer)[0]
+    assert isinstance(trainer.vllm_generation.engine, TransformersEngine) and "mismatch/kl_k1" in metrics(trainer)[0]
     assert not distillation_trainer.is_vllm_available()
     monkeypatch.setitem(RULES, "machine", ())
     with pytest.raises(ImportError, match="vLLM is not available"):
@@ -330,7 +331,8 @@ def test_it_samples_from_the_embedded_copy(tmp_path):
     for precision in ("bf16", "int4"):
         trainer = distil(tmp_path / precision, rollout_precision=precision, max_steps=1)
         assert (
-            isinstance(trainer.vllm_generation, TransformersEngine) and trainer.vllm_generation.precision == precision
+            isinstance(trainer.vllm_generation.engine, TransformersEngine)
+            and trainer.vllm_generation.engine.precision == precision
         )
         trainer.train()
         losses.append(metrics(trainer)[0]["loss"])

@@ -16,7 +16,8 @@ from trl import GRPOConfig
 
 from trl_quant import QuantDistillationConfig, QuantDistillationTrainer
 from trl_quant.corrections import CORRECTIONS
-from trl_quant.trainers.hearing import HearingStep
+from trl_quant.rollout.trl_face import Turn
+from trl_quant.trainers.recorded import logps_of_turns
 
 
 pytestmark = pytest.mark.isa
@@ -71,13 +72,12 @@ def test_each_turn_is_heard(tmp_path):
 
 def test_rows_that_went_on_get_their_turns():
     """Two rows with the same prompt, and one that ended; TRL has cut the last turn of the second."""
-    step = HearingStep(trainer=None, correction=None, level="prefix", same_bits=False)
     prompts, tool = [[1, 2], [1, 2], [3]], [8, 9]
-    step.hear(prompts, [[-0.1, -0.2], [-0.3, -0.4], [-0.5]])
+    turns = [Turn(prompts, [[-0.1, -0.2], [-0.3, -0.4], [-0.5]])]
     first = [[4, 5], [4, 5], [6]]
-    step.hear([prompts[row] + first[row] + tool for row in (0, 1)], [[-1.0], [-2.0, -2.5, -2.7]])
-    step.take_samples(prompts, [[4, 5, 8, 9, 7], [4, 5, 8, 9, 7, 7], [6]])
-    assert step.samples == [[-0.1, -0.2, None, None, -1.0], [-0.3, -0.4, None, None, -2.0, -2.5], [-0.5]]
+    turns.append(Turn([prompts[row] + first[row] + tool for row in (0, 1)], [[-1.0], [-2.0, -2.5, -2.7]]))
+    found = logps_of_turns(turns, prompts, [[4, 5, 8, 9, 7], [4, 5, 8, 9, 7, 7], [6]])
+    assert found == [[-0.1, -0.2, None, None, -1.0], [-0.3, -0.4, None, None, -2.0, -2.5], [-0.5]]
 
 
 def test_a_tool_must_answer_in_time(tmp_path):

@@ -92,7 +92,7 @@ def test_the_estimate_stands_one_place_before(converted, tmp_path):
     """In trainer and copy: the prompt's last place predicts the completion's first token."""
     path, tensors, config = converted
     made = trainer(tmp_path / "run", model=str(path), rollout_precision="int4", is_correction="ais", max_steps=1)
-    engine, (prompts, completions) = made.vllm_generation, uneven_rows()
+    engine, (prompts, completions) = made.vllm_generation.engine, uneven_rows()
     engine.sync()
     width, length = max(map(len, prompts)), max(map(len, completions))
     ids, mask = [], []

@@ -154,7 +154,7 @@ class Watched(QuantGRPOTrainer):
 
     def _generate(self, prompts):
         if self.model.training:
-            measured = sorted(self.vllm_generation.drift.names)
+            measured = sorted(self.vllm_generation.engine.drift.names)
             params = {name: param.detach().clone() for name, param in self.model.named_parameters()}
             vars(self).setdefault("sampled_from", []).append({name: params[name] for name in measured})
         return super()._generate(prompts)

@@ -2,13 +2,16 @@
 
 import ast
 import copy
+import inspect
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
+from drawing import generated
 from tiny import tiny_model, tiny_tokenizer
 from training import config, make, metrics
 from trl.generation.vllm_generation import VLLMGeneration
@@ -16,8 +19,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 import trl_quant
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, rollout
 from trl_quant.rollout import ENGINES, RolloutEngine, TransformersEngine
-from trl_quant.rollout.engine import Samples
-from trl_quant.rollout.trl_adapter import AdaptedEngine, TRLGeneration
+from trl_quant.rollout.base import AdaptedEngine
+from trl_quant.rollout.engine import Request, Samples, requests_for
+from trl_quant.rollout.settings import SAMPLING, SamplingSettings, VLLMSettings
+from trl_quant.rollout.trl_face import QuantGeneration, recording
 
 
 class MadeUp:
@@ -29,8 +34,8 @@ class MadeUp:
     def sync(self):
         self.syncs += 1
 
-    def sample(self, prompts, images=None):
-        ids = torch.randint(64, 90, (len(prompts), 5), generator=self.random).tolist()
+    def sample(self, requests):
+        ids = torch.randint(64, 90, (len(requests), 5), generator=self.random).tolist()
         return Samples(ids, [[-3.25] * 5 for _ in ids])
 
 
@@ -51,9 +56,9 @@ def test_a_trainer_learns_from_a_made_up_engine(tmp_path):
     assert trainer.seen[0].kind == "embedded" and trainer.seen[1:] == (trainer.model, 8)
     before = copy.deepcopy(trainer.model.state_dict())
     trainer.train()
-    engine = trainer.vllm_generation
-    assert isinstance(engine, AdaptedEngine) and isinstance(engine.engine, MadeUp)
-    assert engine.engine.syncs == 4  # once a step, since the optimizer moved the policy in between
+    generation = trainer.vllm_generation
+    assert isinstance(generation.sampler, AdaptedEngine) and isinstance(generation.engine, MadeUp)
+    assert generation.engine.syncs == 4  # once a step, since the optimizer moved the policy in between
     logs = [log for log in metrics(trainer) if "loss" in log]
     assert len(logs) == 4 and all(log["completions/mean_length"] == 5 for log in logs)
     assert any(not torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
@@ -79,7 +84,7 @@ def test_its_samples_are_those_that_the_trainer_scores(tmp_path):
 def test_an_engine_that_knows_no_log_probabilities(tmp_path):
     """Its tokens are not corrected: TRL takes `None` for unknown."""
     trainer = trainer_of(tmp_path)
-    trainer.vllm_generation.engine.sample = lambda prompts, images: Samples([[70, 71] for _ in prompts])
+    trainer.vllm_generation.engine.sample = lambda requests: Samples([[70, 71] for _ in requests])
     assert trainer.vllm_generation.generate([[5], [6]], None, 1) == (
         [[5], [6]],
         [[70, 71], [70, 71]],
@@ -113,7 +118,7 @@ def subclasses_of_trls_generation(sources: dict[str, str]) -> list[str]:
 def test_one_class_inherits_from_trls_generation():
     package = Path(trl_quant.__file__).parent
     sources = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
-    assert subclasses_of_trls_generation(sources) == ["rollout/trl_adapter.py: TRLGeneration"]
+    assert subclasses_of_trls_generation(sources) == ["rollout/trl_face.py: QuantGeneration"]
     made_up = {"a.py": "class A(t.VLLMGeneration): ...", "b.py": "class B(A): ..."}
     assert subclasses_of_trls_generation(made_up) == ["a.py: A"]
 
@@ -127,32 +132,81 @@ def test_the_protocol_loads_no_host_library():
     assert done.stdout == "[]\n"
 
 
-# TRL's attributes
+# What TRL and users see
 
 
 def engine(**options) -> TransformersEngine:
     return TransformersEngine(tiny_model(), Accelerator(cpu=True), tiny_tokenizer(), precision="int8", **options)
 
 
-def test_what_is_trls_stands_with_trl_alone():
-    built = engine(temperature=0.5, generation_kwargs={"seed": None, "stop_strings": "x"})
-    assert isinstance(built.trl, TRLGeneration) and isinstance(built.trl, VLLMGeneration)
-    assert built.temperature == 0.5 and built.generation_kwargs == {"stop_strings": "x"}
-    built.max_completion_length = 3
-    assert built.trl.max_completion_length == 3 and "max_completion_length" not in vars(built)
-    assert not set(vars(built)) & set(vars(built.trl))
-    built.noise = rollout.RolloutNoise(0.1)
-    assert "noise" not in vars(built.trl)
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        _ = built.no_such_thing
+def shown(built: RolloutEngine, **given) -> QuantGeneration:
+    return QuantGeneration(built, built.model, built.accelerator, built.processing_class, **given)
 
 
-def test_whoever_asks_gets_trls_class_too():
-    """And what inspects, copies or names the engine gets its own."""
+def test_it_is_trls_class_and_has_an_engine():
     built = engine()
-    assert isinstance(built, VLLMGeneration) and isinstance(built, TransformersEngine)
-    assert not isinstance(built, rollout.SharedEngine) and not issubclass(TransformersEngine, VLLMGeneration)
-    assert type(built) is TransformersEngine is type(copy.copy(built))
+    generation = shown(built, temperature=0.5, generation_kwargs={"seed": None, "stop_strings": "x"})
+    assert isinstance(generation, VLLMGeneration) and generation.engine is built
+    assert not isinstance(generation, RolloutEngine) and not isinstance(built, VLLMGeneration)
+    assert generation.mode == "colocate" and generation.temperature == 0.5
+    assert generation.settings == SamplingSettings(temperature=0.5, generation_kwargs={"stop_strings": "x"})
+    for name in ("noise", "llm", "vllm_client", "no_such_thing"):  # of an engine, or of vLLM alone
+        with pytest.raises(AttributeError, match=name):
+            getattr(generation, name)
+
+
+def test_a_generation_is_sampled_with_the_attributes_of_its_time():
+    """And its turns are recorded: all of a generation, in the order in which they were asked for."""
+    built = engine(max_completion_length=6)
+    built.sync()
+    generation = shown(built, max_completion_length=6)
+    (longer,) = generation.generate([[5, 6, 7]], None, 1)[1]
+    generation.max_completion_length, generation.temperature = 3, 0
+    (short,) = generation.generate([[5, 6, 7]], None, 1)[1]
+    assert len(longer) == 6 and len(short) == 3 and built.settings.most_tokens == 3
+    (likeliest,) = built.score([[5, 6, 7, *short]])
+    copy = built.copy(torch.tensor([[5, 6, 7, *short]])).logits[0, 2:-1]
+    assert short == copy.argmax(-1).tolist() and len(likeliest) == 5
+    assert [turn.prompts for turn in generation.turns] == [[[5, 6, 7]]]  # each call was a generation of its own
+    with built.generation():
+        generation.turns.clear()
+        drawn = [generation.generate([ids], None, 1) for ids in ([5], [6, 7])]
+    assert [turn.prompts for turn in generation.turns] == [[[5]], [[6, 7]]]
+    assert [turn.logps for turn in generation.turns] == [[[logp for (logp,) in row] for row in d[2]] for d in drawn]
+
+
+def test_trls_own_sampler_records_its_turns_too():
+    """It is asked for the log-probabilities of drawn tokens, whatever the trainer asks for."""
+
+    class TRLs:
+        def __init__(self, logprobs):
+            self.logprobs = logprobs
+
+        def generate(self, prompts, images, num_generations):
+            return prompts, [[7, 8]], [[[-1.0], [None]]], [[[7], [8]]]
+
+    built = recording(TRLs)(logprobs=None)
+    assert isinstance(built, TRLs) and built.logprobs == 0 and built.turns == []
+    assert built.generate([[5]], None, 1) == ([[5]], [[7, 8]], [[[-1.0], [None]]], [[[7], [8]]])
+    assert built.turns == [([[5]], [[-1.0, None]])]
+
+
+def test_the_settings_are_trls():
+    """The same names with the same defaults, but for the log-probabilities: engines return the drawn tokens'."""
+    theirs = dict(list(inspect.signature(VLLMGeneration.__init__).parameters.items())[4:])
+    ours = vars(SamplingSettings()) | vars(VLLMSettings())
+    assert ours.keys() == theirs.keys() - {"logprobs"} and vars(SamplingSettings()).keys() == SAMPLING
+    defaults = {name: parameter.default for name, parameter in theirs.items()}
+    assert all(ours[name] == (defaults[name] or ours[name]) for name in ours) and ours["generation_kwargs"] == {}
+    assert [name for name in ours if defaults[name] is not None and ours[name] != defaults[name]] == []
+
+
+def test_settings_are_frozen():
+    for settings in (SamplingSettings(), VLLMSettings(), Request([1])):
+        with pytest.raises(FrozenInstanceError):
+            settings.temperature = 2.0
+    assert SamplingSettings(generation_kwargs={"max_tokens": 5}).most_tokens == 5
+    assert VLLMSettings(server_host="a", server_port=1).server_url == "http://a:1"
 
 
 def test_an_option_that_trl_does_not_know_is_refused():
@@ -160,18 +214,17 @@ def test_an_option_that_trl_does_not_know_is_refused():
         engine(no_such_option=1)
 
 
-def test_trls_generation_starts_nothing_by_itself():
+def test_nothing_is_started():
     """Also in colocate mode, TRL's default, and without vLLM."""
-    built = engine()
-    assert built.mode == "colocate" and not hasattr(built, "llm")
+    assert not hasattr(shown(engine()), "llm")
 
 
 def test_both_names_of_a_sync_are_one():
     """TRL calls `sync_weights`, another trainer `sync`."""
-    for name in ("sync", "sync_weights"):
+    for sync in (lambda built: built.sync(), lambda built: shown(built).sync_weights()):
         built = engine()
         assert not built.is_current
-        getattr(built, name)()
+        sync(built)
         assert built.is_current and built.sync_metrics
 
 
@@ -180,7 +233,7 @@ def test_an_embedded_engine_scores_what_it_drew():
     built, prompt = engine(max_completion_length=6), [5, 6, 7]
     torch.manual_seed(0)
     built.sync()
-    samples = built.sample([prompt])
+    samples = built.sample(requests_for([prompt]))
     (ids,), (logps,) = samples.token_ids, samples.logps
     (scored,) = built.score([prompt + ids])
     assert len(scored) == len(prompt + ids) - 1
@@ -195,9 +248,9 @@ def test_both_names_of_sampling_are_one():
     built = engine(max_completion_length=6)
     built.sync()
     torch.manual_seed(0)
-    samples = built.sample([[5, 6, 7], [8]])
+    samples = built.sample(requests_for([[5, 6, 7], [8]]))
     torch.manual_seed(0)
-    prompts, ids, logprobs, tokens = built.generate([[5, 6, 7], [8]], None, 1)
+    prompts, ids, logprobs, tokens = generated(built, [[5, 6, 7], [8]])
     assert prompts == [[5, 6, 7], [8]] and ids == samples.token_ids
     assert [[logp for (logp,) in row] for row in logprobs] == samples.logps
     assert [[token for (token,) in row] for row in tokens] == ids

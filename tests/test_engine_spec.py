@@ -173,5 +173,5 @@ def test_the_configuration_stays_as_it_was_given(tmp_path, settings):
     assert trainer.args is args and EngineSpec.from_config(args) == spec
     assert (args.use_vllm, args.vllm_mode) == (False, config(QuantGRPOConfig, tmp_path).vllm_mode)
     assert (trainer.use_vllm, trainer.vllm_mode) == (True, "embedded")
-    assert type(trainer.vllm_generation).__name__ == ENGINES[spec.kind]
-    assert trainer.vllm_generation.precision == spec.precision
+    assert type(trainer.vllm_generation.engine).__name__ == ENGINES[spec.kind]
+    assert trainer.vllm_generation.engine.precision == spec.precision

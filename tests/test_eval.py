@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
+from drawing import generated
 from known_model import CHANCES, QUESTIONS, command, result, rows, save_known, write
 from peft import LoraConfig, get_peft_model
 from tiny import save_tiny, tiny_tokenizer
@@ -16,6 +17,7 @@ import trl_quant.report.evaluation as evaluation
 from trl_quant.cli import main
 from trl_quant.report.trained import Trained
 from trl_quant.rollout import TransformersEngine
+from trl_quant.rollout.engine import Samples
 from trl_quant.storage.layout import quantize_checkpoint
 from trl_quant.tasks.benchmarks import BENCHMARKS, BOXED, load_questions
 from trl_quant.tasks.estimates import estimates, wilson
@@ -122,14 +124,14 @@ def test_greedy_is_that_of_transformers(tmp_path):
         model, Accelerator(cpu=True), tokenizer, precision="bf16", temperature=0, max_completion_length=12
     )
     prompts = [[72, 101, 108], [50, 43, 50, 61, 32, 7], [9]]
-    _, found, logps, _ = engine.generate(prompts, None, 1)
+    _, found, logps, _ = generated(engine, prompts)
     for prompt, ids in zip(prompts, found, strict=True):
         expected = engine.copy.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=256)
         assert ids == expected[0, len(prompt) :].tolist()[: len(ids)]
     assert {logp for row in logps for (logp,) in row} == {0.0}  # what is certain has probability 1
     with torch.no_grad():
         engine.copy.lm_head.weight.zero_()
-    assert engine.generate(prompts, None, 1)[1] == [[0] * 12] * 3
+    assert generated(engine, prompts)[1] == [[0] * 12] * 3
 
 
 def test_sampling(argv, tmp_path):
@@ -165,15 +167,15 @@ def test_a_killed_evaluation_goes_on(argv, tmp_path, monkeypatch, tail):
     argv = [*argv, "--num_samples", "5", "--batch_size", "7"]
     whole = [*argv, "--output", str(tmp_path / "whole.json")]
     main(whole)
-    generate, asked = TransformersEngine.generate, []
+    draw, asked = TransformersEngine.draw, []
 
-    def until_killed(self, prompts, *args):
-        asked.append(len(prompts))
+    def until_killed(self, requests):
+        asked.append(len(requests))
         if len(asked) == 3:
             raise Killed
-        return generate(self, prompts, *args)
+        return draw(self, requests)
 
-    monkeypatch.setattr(TransformersEngine, "generate", until_killed)
+    monkeypatch.setattr(TransformersEngine, "draw", until_killed)
     with pytest.raises(Killed):
         main(argv)
     assert len(rows(tmp_path)) == 14 and not (tmp_path / "out.json").exists()
@@ -242,13 +244,11 @@ def test_other_questions_weights_and_files_are_refused(argv, tmp_path):
 def test_what_the_model_is_asked(argv, tmp_path, monkeypatch, chat):
     """The question, then the instruction; in the model's chat template, if it has one."""
     argv[1] = save_known(tmp_path / "model", chat)
-    generate, asked = TransformersEngine.generate, []
-    monkeypatch.setattr(
-        TransformersEngine, "generate", lambda self, ids, *args: asked.extend(ids) or generate(self, ids, *args)
-    )
+    draw, asked = TransformersEngine.draw, []
+    monkeypatch.setattr(TransformersEngine, "draw", lambda self, asking: asked.extend(asking) or draw(self, asking))
     main([*argv, "--instruction", "Be a", "--num_questions", "1"])
     turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n" if chat else "{}"
-    assert tiny_tokenizer().decode(asked[0]) == turn.format("0a\n\nBe a")
+    assert tiny_tokenizer().decode(asked[0].prompt) == turn.format("0a\n\nBe a")
 
 
 def test_a_run_is_evaluated_in_its_precision(argv, tmp_path):
@@ -454,11 +454,10 @@ def test_finite_weights_that_compute_nan_have_no_score(argv, tmp_path, samples):
     assert not (tmp_path / "out.json").exists() and rows(tmp_path) == []
 
 
-@pytest.mark.parametrize("logps", [[[[None]]], [[[math.nan]]], [[[-math.inf]]]])
-def test_an_engine_that_tells_no_number_has_no_score(argv, tmp_path, monkeypatch, logps):
+@pytest.mark.parametrize("logp", [None, math.nan, -math.inf])
+def test_an_engine_that_tells_no_number_has_no_score(argv, tmp_path, monkeypatch, logp):
     """As vLLM's does of NaN."""
-    monkeypatch.setattr(
-        TransformersEngine, "generate", lambda self, prompts, *args: (prompts, [[1]] * len(prompts), logps, None)
-    )
+    silent = Samples([[1]] * 3, [[logp]] * 3)
+    monkeypatch.setattr(TransformersEngine, "draw", lambda self, requests: silent)
     with pytest.raises(SystemExit, match="`MODEL` computes log-probabilities that are not finite"):
         main(argv)

@@ -11,6 +11,7 @@ from tiny import save_tiny
 from transformers import TrainingArguments
 
 from trl_quant.cli import main
+from trl_quant.rollout.engine import requests_for
 
 
 QUESTIONS = ["1+1=", "What is 7 times 6?"]
@@ -89,10 +90,10 @@ def test_a_run_is_evaluated_as_it_was_trained(argv, tmp_path):
     found = result(tmp_path)["settings"]
     names = ("block_length", "tokens_per_step", "cache_finished_blocks", "max_completion_length", "rollout_precision")
     assert tuple(found[name] for name in names) == (4, 1, True, 8, "int4")
-    engine = made.vllm_generation
+    engine = made.vllm_generation.engine
     engine.sync()
     engine.schedule = replace(engine.schedule, temperature=0.0)
-    ids = engine.sample(tokenizer()(QUESTIONS)["input_ids"]).token_ids
+    ids = engine.sample(requests_for(tokenizer()(QUESTIONS)["input_ids"])).token_ids
     texts = [tokenizer().decode(row, skip_special_tokens=True) for row in ids]
     assert [row["completion"] for row in rows(tmp_path)] == texts
 
@@ -100,7 +101,7 @@ def test_a_run_is_evaluated_as_it_was_trained(argv, tmp_path):
     main(switched_off)
     assert result(tmp_path, "uncached")["settings"]["cache_finished_blocks"] is False
     engine.schedule = replace(engine.schedule, cache_finished_blocks=False)
-    ids = engine.sample(tokenizer()(QUESTIONS)["input_ids"]).token_ids
+    ids = engine.sample(requests_for(tokenizer()(QUESTIONS)["input_ids"])).token_ids
     uncached = [tokenizer().decode(row, skip_special_tokens=True) for row in ids]
     assert [row["completion"] for row in rows(tmp_path, "uncached")] == uncached != texts
     at_once = ["--tokens_per_step", "4", "--output", str(tmp_path / "at_once.json")]

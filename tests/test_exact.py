@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from drawing import generated
 from frozen_layers import gradients
 from tiny import save_tiny, tiny_model
 from training import config, make
@@ -370,10 +371,10 @@ def test_vllm_gets_the_norm(tmp_path, monkeypatch):
     assert sampler.kernels.dtype == torch.bfloat16 and sampler.kernels.rotated == 32
     with pytest.raises(ValueError, match="needs FlashAttention 3"):
         sampler.llm.collective_rpc(one_part)
-    sampler.sync_weights()
+    sampler.sync()
     seen = []
     monkeypatch.setattr(exact, "rms_norm", lambda *args: seen.append(rms_norm(*args)) or seen[-1])
-    sampler.generate(PROMPTS, None, 1)
+    generated(sampler, PROMPTS)
     forwards, layers = len(seen) / (4 * model.config.num_hidden_layers + 1), model.config.num_hidden_layers
     assert layers and forwards == int(forwards) > 1  # two a layer, q's and k's, and the last
     (module,) = sampler.llm.apply_model(lambda vllms: vllms.model.norm)

@@ -209,7 +209,7 @@ def test_the_sum_has_the_type_in_which_the_run_loaded_the_policy(dtype, tmp_path
     same = {name: all(torch.equal(found[code], tensors[code]) for code in codes) for name, tensors in summed.items()}
     assert len(codes) == 14 and same == {"bfloat16": dtype == "bfloat16", "float32": dtype == "float32"}
     trainer.vllm_generation.sync_weights()
-    layers = dict(trainer.vllm_generation.copy.named_modules())
+    layers = dict(trainer.vllm_generation.engine.copy.named_modules())
     for code in codes:  # and they are the codes that the engine samples from
         held = layers[code.removesuffix(".weight")].weight
         assert torch.equal(held.values.float(), found[code].float()), code

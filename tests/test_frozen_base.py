@@ -168,16 +168,16 @@ def test_the_copy_holds_nothing_but_norms_of_its_own(path, tmp_path):
     trainer = trainer_of(path, tmp_path, noise_schedule="exponential", noise_stages=3, noise_sigma_start=0.5)
     trainer.train()
     theirs = dict(trainer.model.get_base_model().named_parameters())
-    own = {name for name, p in trainer.vllm_generation.copy.named_parameters() if p is not theirs[name]}
+    own = {name for name, p in trainer.vllm_generation.engine.copy.named_parameters() if p is not theirs[name]}
     assert own == {f"model.layers.{i}.{name}.weight" for i in (0, 1) for name in NORMS}
     noised = [entry for entry in metrics(trainer) if entry.get("noise/sigma")]
     assert noised and all(
         entry["noise/effective_sigma"] == pytest.approx(entry["noise/sigma"], rel=0.1) for entry in noised
     )
     assert all(torch.equal(theirs[name], wide) for name, wide in tiny_norms().items())
-    engine = trainer.vllm_generation
+    engine = trainer.vllm_generation.engine
     assert not any(torch.equal(engine.copy.get_parameter(name), theirs[name]) for name in own)
-    engine.sync_weights()  # clean ones come back, lest noise lie on noise
+    engine.sync()  # clean ones come back, lest noise lie on noise
     assert all(torch.equal(engine.copy.get_parameter(name), theirs[name]) for name in own)
 
 
@@ -246,7 +246,7 @@ def test_nf4_is_bitsandbytes(path, tmp_path):
     trainer.train()
     layers = [m for m in trainer.model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
     assert len(layers) == 14 and {layer.weight.quant_type for layer in layers} == {"nf4"}
-    shared = trainer.vllm_generation.copy.modules()
+    shared = trainer.vllm_generation.engine.copy.modules()
     assert {id(m) for m in layers} <= {id(m) for m in shared}
 
 
@@ -259,7 +259,7 @@ def test_another_precision_samples_the_sum(path, tmp_path):
     assert all(1e-6 < value < 1e-2 for value in kl)
     layer = trainer.model.get_base_model().model.layers[0].mlp.up_proj
     merged = layer.base_layer.dequantize().float() + layer.get_delta_weight("default")
-    held = trainer.vllm_generation.copy.model.layers[0].mlp.up_proj
+    held = trainer.vllm_generation.engine.copy.model.layers[0].mlp.up_proj
     trainer.vllm_generation.sync_weights()
     x = torch.eye(128)
     assert (held(x) - x @ merged.t()).norm() < 0.02 * merged.norm()

@@ -156,7 +156,7 @@ def test_a_change_without_effect(tmp_path, checks):
 def test_a_copy_with_other_weights(tmp_path):
     """A broken engine is found by the same check."""
     trainer = embedded(tmp_path)
-    engine = trainer.vllm_generation
+    engine = trainer.vllm_generation.engine
     engine.sync()
     engine.ask_prompts = lambda: [[70, 71, 72, 73]]
     assert copy_check(engine)["logp_difference"] == 0
@@ -192,7 +192,7 @@ def test_the_class_s_own_forward_is_no_change():
 def test_rows_are_of_the_runs_prompts_and_lengths(tmp_path):
     trainer = embedded(tmp_path, max_completion_length=12)
     trainer.train()
-    rows, tokenizer = trainer.vllm_generation.checked_rows, trainer.processing_class
+    rows, tokenizer = trainer.vllm_generation.engine.checked_rows, trainer.processing_class
     prompts = [tokenizer(prompt)["input_ids"] for prompt in dataset()["prompt"]]
     longest = max(map(len, prompts)) + 12
     assert {len(row) for row in rows} == {longest} and 300 < longest * len(rows) <= 480
@@ -235,7 +235,7 @@ def test_a_vocabulary_of_words(tmp_path, precision):
     data = Dataset.from_dict({"prompt": prompts})
     trainer = make(QuantGRPOTrainer, args, model=str(path), train_dataset=data, processing_class=tokenizer)
     trainer.train()
-    rows = trainer.vllm_generation.checked_rows
+    rows = trainer.vllm_generation.engine.checked_rows
     assert len({token for row in rows for token in row}) > 30 and {len(row) for row in rows} == {11 + 8}
     found = trainer.check_sync()
     assert found["sync_check/logp_difference"] < 0.75 * found["sync_check/bound"]

@@ -78,7 +78,7 @@ FOREIGN = {
         _pending_metrics _step _tag_names _tool_call_loop _tokenize_prompts""",
     "trl/trainer/distillation_trainer.py": "_get_last_hidden_state",
     "trl/kernels/chunked_logprob.py": "_use_triton",
-    "trl/generation/vllm_generation.py": "_init_vllm _iter_named_params _weight_metadata",
+    "trl/generation/vllm_generation.py": "_init_vllm",
     "trl/generation/vllm_client.py": "_post",
     "vllm/_custom_ops.py": "_C _custom_ops",
     "vllm/model_executor/layers/attention/attention.py": """_k_scale _k_scale_float _q_scale _q_scale_float _v_scale
@@ -406,7 +406,8 @@ def crossing_names(sources: Sources, foreign: dict[str, str]) -> Violations:
 def inherited_libraries(sources: Sources) -> dict[str, set[str]]:
     """
     Class of the package -> top-level packages of the classes that it inherits from, also through others of ours. A
-    mixin, which stands before a class of a library among the bases of another, has that one's library too.
+    mixin, which stands before a class of a library among the bases of another, has that one's library too, and so have
+    the mixin's own bases.
     """
     bases, libraries, mixed_with = {}, {}, {}
     for text in modules(sources).values():
@@ -425,6 +426,14 @@ def inherited_libraries(sources: Sources) -> dict[str, set[str]]:
                 for position, name in enumerate(names):
                     after = {origin[other[0]] for other in names[position + 1 :] if other[0] in origin}
                     mixed_with.setdefault(name[-1], set()).update(after)
+
+    def spread(mixin: str, found: set[str]) -> None:
+        for base in bases.get(mixin, ()):
+            mixed_with.setdefault(base, set()).update(found)
+            spread(base, found)
+
+    for mixin, found in [*mixed_with.items()]:
+        spread(mixin, found)
 
     def inherited(name: str) -> set[str]:
         own = libraries.get(name, set()) | mixed_with.get(name, set())
@@ -488,13 +497,13 @@ def test_foreign_names_are_foreign(sources):
         "trl_quant/a.py": "import trl.trainer as t\nclass A(t.Base):\n    def _generate(self):\n        self._gone()\n",
         "trl_quant/b.py": "from .a import A\nclass B(A):\n    def __init__(self):\n        self._metrics = 1\n"
         "class C:\n    def _generate(self): ...\ndef _helper(): ...\n",
-        "trl_quant/c.py": "import trl.trainer as t\nclass Mixin:\n    def _generate(self): ...\n"
-        "class Last:\n    def _generate(self): ...\nclass D(Mixin, t.Base, Last): ...\n",
+        "trl_quant/c.py": "import trl.trainer as t\nclass Below:\n    def _generate(self): ...\nclass Mixin(Below):\n"
+        "    def _generate(self): ...\nclass Last:\n    def _generate(self): ...\nclass D(Mixin, t.Base, Last): ...\n",
     }
     assert own_names_called_foreign(made_up, names) == [
         "trl_quant/b.py:5 defines _generate, which is said to be trl's",
         "trl_quant/b.py:7 defines _helper, which is said to be trl's",
-        "trl_quant/c.py:4 defines _generate, which is said to be trl's",
+        "trl_quant/c.py:6 defines _generate, which is said to be trl's",
     ]
     assert stale_foreign_names(made_up, names) == [
         "_exit of os.py is not used",

@@ -50,7 +50,7 @@ def held(sampler) -> dict[str, torch.Tensor]:
 def test_as_a_reload(tmp_path, monkeypatch, family, tied, with_lora):
     model = policy(tmp_path / "policy", with_lora, family=family, tied=tied)
     sampler = engine(model, "int8")
-    sampler.sync_weights()
+    sampler.sync()
     views, metrics = sampler.destinations, sampler.sync_metrics
     assert views and "weights/normalized_update" not in metrics
     reloads = []
@@ -58,7 +58,7 @@ def test_as_a_reload(tmp_path, monkeypatch, family, tied, with_lora):
     monkeypatch.setattr(worker, "reload", lambda *args, **kwargs: reloads.append(1) or reload(*args, **kwargs))
     before, pointers = held(sampler), {name: view.data_ptr() for name, view in views.items()}
     update(model, seed=0)
-    sampler.sync_weights()
+    sampler.sync()
     assert sampler.sync_metrics.keys() > metrics.keys() and sampler.sync_metrics["weights/normalized_update"] > 0
     assert not reloads
     sampler.llm.apply_model(pack_head)
@@ -66,7 +66,7 @@ def test_as_a_reload(tmp_path, monkeypatch, family, tied, with_lora):
 
     sampler.destinations = None
     sampler.llm.apply_model(lambda m: [p.data.zero_() for p in m.parameters() if p.numel() > 1])
-    sampler.sync_weights()
+    sampler.sync()
     assert {name: view.data_ptr() for name, view in sampler.destinations.items()} == pointers
     reloaded = held(sampler)
     assert reloads
@@ -80,7 +80,7 @@ def test_layouts_that_are_reloaded(tmp_path, monkeypatch):
     """Kernels that may store codes otherwise, and models that hold a weight which the policy does not send."""
     model = policy(tmp_path / "policy", family="qwen2", tied=False)
     sampler = engine(model, "int8")
-    sampler.sync_weights()
+    sampler.sync()
     shapes = {name: view.shape for name, view in sampler.destinations.items()}
     find = lambda shapes: sampler.llm.apply_model(lambda m: in_place.destinations(m, shapes))[0]  # noqa: E731
     assert find(shapes).keys() == shapes.keys()
@@ -123,5 +123,5 @@ def test_a_kernel_that_orders_rows_otherwise_is_reloaded(tmp_path, monkeypatch):
     sampler = engine(model, "int8")
     for seed in range(2):
         update(model, seed=seed)
-        sampler.sync_weights()
+        sampler.sync()
         assert sampler.destinations == {}

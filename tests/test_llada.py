@@ -149,7 +149,7 @@ def test_the_result_is_trained(tmp_path):
     plain.mask_token = None
     settings = {"rollout_precision": "int4", "is_correction": "ais", "max_steps": 1}
     made = trainer(tmp_path / "run", model=str(tmp_path / "llama"), given={"processing_class": plain}, **settings)
-    assert made.vllm_generation.mask_token_id == MASK_ID
+    assert made.vllm_generation.engine.mask_token_id == MASK_ID
     made.train()
     assert made.state.log_history[0]["mismatch/kl_k3"] > 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from drawing import generated
 from matplotlib import image
 from peft import PeftModel, get_peft_model
 from tiny import save_tiny, tiny_tokenizer
@@ -45,7 +46,7 @@ def loaded(path, family: str = "qwen3", dtype: torch.dtype = torch.bfloat16, **k
 
 def engine(policy, precision: str = "bf16", **kwargs) -> TransformersEngine:
     built = TransformersEngine(policy, Accelerator(cpu=True), tiny_tokenizer(), precision=precision, **kwargs)
-    built.sync_weights()
+    built.sync()
     return built
 
 
@@ -165,7 +166,7 @@ def test_the_mismatch_of_tokens(tmp_path):
     torch.manual_seed(3)
     result = measure(sampler, PROMPTS, 1.5)
     torch.manual_seed(3)
-    _, completions, logprobs, _ = sampler.generate(PROMPTS, None, 1)
+    _, completions, logprobs, _ = generated(sampler, PROMPTS)
     k1, k3 = [], defaultdict(list)
     for prompt, completion, sampled in zip(PROMPTS, completions, logprobs, strict=True):
         ids = torch.tensor([[*prompt, *completion]])
@@ -357,7 +358,7 @@ def test_vllm(tmp_path, family):
     model = policy(tmp_path / "policy", family=family)
     eager = {name: value for name, value in SMALL.items() if name != "compilation_config"} | {"enforce_eager": True}
     sampler = vllm_engine(model, "bf16", engine_kwargs=eager)
-    sampler.sync_weights()
+    sampler.sync()
     same = compared(sampler)
     assert not same.missing and len(same.points) > 2 * 13
     assert same.points["model.embed_tokens"].total.same == 1

@@ -72,7 +72,7 @@ def test_one_memory(tmp_path, precision, family, monkeypatch, caplog):
         shared = engine(model, precision, lora_sync="adapter", sync_check_steps=1)
     assert "hold one copy" in caplog.text and "each" not in caplog.text
     for sampler in (own, shared):
-        sampler.sync_weights()
+        sampler.sync()
     assert greedy(shared.llm) == greedy(own.llm)
     assert shared.check_sync()
 
@@ -171,7 +171,7 @@ def test_two_copies(tmp_path, why, monkeypatch, caplog):
     }
     assert "GiB more" in caplog.text and expected[why] in caplog.text
     assert all(layer.weight_packed.dtype == torch.uint8 for layer in layers(model).values())
-    sampler.sync_weights()
+    sampler.sync()
     assert sampler.check_sync()
 
 
@@ -179,12 +179,12 @@ def test_a_second_engine(tmp_path, caplog):
     """Another engine on the same policy has a copy of its own, and neither disturbs the other."""
     model = adapted(tmp_path / "policy", "nvfp4")
     first = engine(model, "nvfp4", lora_sync="adapter")
-    first.sync_weights()
+    first.sync()
     seen = greedy(first.llm)
     with caplog.at_level(logging.WARNING, "trl_quant"):
         second = engine(model, "nvfp4", lora_sync="adapter", sync_check_steps=1)
     assert "shares its base with another engine already" in caplog.text
-    second.sync_weights()
+    second.sync()
     assert second.check_sync() and greedy(second.llm) == seen == greedy(first.llm)
 
 

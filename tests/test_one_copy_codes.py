@@ -68,7 +68,7 @@ def test_one_memory(tmp_path, family, monkeypatch, caplog):
         shared = engine(model, "int8", lora_sync="adapter", sync_check_steps=1)
     assert "hold one copy" in caplog.text and "each" not in caplog.text
     for sampler in (own, shared):
-        sampler.sync_weights()
+        sampler.sync()
     assert greedy(shared.llm) == greedy(own.llm)
     assert shared.check_sync()
 
@@ -112,7 +112,7 @@ def test_what_does_not_fill_tiles_is_held_twice(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "trl_quant"):
         sampler = engine(model, "int8", lora_sync="adapter", sync_check_steps=1)
     assert "GiB more" in caplog.text and "does not fill the tiles" in caplog.text
-    sampler.sync_weights()
+    sampler.sync()
     assert sampler.check_sync()
     assert not storages(x.weight_packed for x in layers(model).values()) & storages(parameters_of(sampler).values())
 
@@ -127,7 +127,7 @@ def test_a_run(tmp_path):
     keep(trainer)
     base = {name: layer.dequantize() for name, layer in layers(trainer.model).items()}
     assert base and storages(x.weight_packed for x in layers(trainer.model).values()) <= storages(
-        parameters_of(trainer.vllm_generation).values()
+        parameters_of(trainer.vllm_generation.engine).values()
     )
     start = parameters(trainer)
     trainer.train()
@@ -149,8 +149,8 @@ def test_a_run(tmp_path):
     resumed, trained = parameters(again), parameters(trainer)
     assert all(torch.equal(resumed[name], trained[name]) for name in moved)
     assert not any(torch.equal(resumed[name], fresh_adapter[name]) for name in moved)
-    for sampler in (trainer.vllm_generation, again.vllm_generation):
-        sampler.sync_weights()
+    for sampler in (trainer.vllm_generation.engine, again.vllm_generation.engine):
+        sampler.sync()
         sampler.lay_noise(RolloutNoise())
         sampler.llm.reset_prefix_cache()
     assert greedy(again.vllm_generation.llm) == greedy(trainer.vllm_generation.llm)

@@ -19,7 +19,7 @@ from trl_quant.report.output import check_output
 from trl_quant.storage.identity import MODEL_FILES
 from trl_quant.storage.lock import OUTPUT_LOCK
 from trl_quant.storage.run_checkpoints import read_rollout_state
-from trl_quant.trainers import quantized
+from trl_quant.trainers import precision, sampling
 from trl_quant.trainers.launch import TRAINERS
 
 
@@ -51,8 +51,8 @@ def arguments(config_class, output, **settings):
 
 @every_trainer
 def test_a_second_run_is_refused_before_a_model_is_loaded(held, trainer_class, model, monkeypatch):
-    monkeypatch.setattr(quantized, "check_before_loading", lambda **given: None)
-    monkeypatch.setattr(quantized, "engine_of", None)  # with which loading begins
+    monkeypatch.setattr(precision, "check_before_loading", lambda **given: None)
+    monkeypatch.setattr(sampling, "engine_of", None)  # with which loading begins
     args, names = arguments(trainer_class.config_class, held), signature(trainer_class.__init__).parameters
     given = {"train_dataset": dataset()} | {name: None for name in ("reward_funcs", "teacher_model") if name in names}
     with pytest.raises(ValueError, match=r"`output_dir`=.*another run writes there\. .* It is process \d+ on"):

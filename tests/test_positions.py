@@ -111,7 +111,7 @@ def test_sampler_and_trainer_agree(tmp_path, border, monkeypatch):
     run = trained(tmp_path / "right", model, save_strategy="steps", save_steps=2)
     assert mismatch(run) < 3e-4
     context = max(map(len, PROMPTS)) + 16
-    assert fixed_context(run.model) == fixed_context(run.vllm_generation.copy) == context
+    assert fixed_context(run.model) == fixed_context(run.vllm_generation.engine.copy) == context
     said = json.loads(Path(tmp_path, "right", "checkpoint-2", "config.json").read_text())
     assert said["rope_parameters"]["rope_type"] == "longrope"
     assert said["original_max_position_embeddings"] == border

@@ -345,7 +345,7 @@ def test_a_trainer_takes_its_own_config(tmp_path, policy):
 
 
 def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, policy, monkeypatch):
-    monkeypatch.setattr("trl_quant.trainers.quantized.engine_of", None)  # which would load the policy
+    monkeypatch.setattr("trl_quant.trainers.sampling.engine_of", None)  # which would load the policy
     fewer = save_tiny(tmp_path / "fewer", vocab_size=300)
     quantized = shutil.copytree(policy, tmp_path / "quantized")
     written = json.loads((quantized / "config.json").read_text())
@@ -507,4 +507,4 @@ def test_vllm_ends_as_a_fresh_engine(tmp_path, options, adapted):
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same(resumed, trainer)
     trainer.check_sync()
-    assert_live_equals_fresh(trainer.vllm_generation, trainer.model, "int8", tmp_path)
+    assert_live_equals_fresh(trainer.vllm_generation.engine, trainer.model, "int8", tmp_path)

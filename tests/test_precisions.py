@@ -10,6 +10,7 @@ import pytest
 import torch
 import warm
 from accelerate import Accelerator
+from drawing import generated
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch import Tensor
@@ -71,7 +72,7 @@ def test_config_does_not_know_it_without_the_table():
 def test_embedded_engine_samples_in_it(made_up):
     model = tiny_model(seed=3)
     engine = TransformersEngine(model, Accelerator(cpu=True), tiny_tokenizer(), precision="ternary")
-    _, completions, logps, _ = engine.generate([[65, 66, 67]], None, 1)
+    _, completions, logps, _ = generated(engine, [[65, 66, 67]])
     assert len(completions[0]) == len(logps[0]) > 0
     weight = model.model.layers[0].mlp.up_proj.weight.detach()
     layer = engine.copy.model.layers[0].mlp.up_proj

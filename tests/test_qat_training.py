@@ -66,7 +66,7 @@ class Compare(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         expected, seen = stored(self.trainer), {}
-        copies = dict(self.trainer.vllm_generation.copy.named_modules())
+        copies = dict(self.trainer.vllm_generation.engine.copy.named_modules())
         for name, layer in layers_of(self.trainer.model).items():
             assert copies[name] is layer  # the sampler multiplies with the trainer's own layer
             for part, tensor in checkpoint_tensors(f"{name}.weight", layer.codes()).items():
@@ -90,7 +90,7 @@ def test_trainer_and_sampler_hold_the_same_codes_at_every_step(tmp_path, precisi
 def test_mismatch_as_on_a_frozen_base(tmp_path, precision):
     """Only the order of sums differs. A policy in FP32 lies ten million times further from the same sampler."""
     ours = trainer_of(tmp_path / "ours", precision, max_completion_length=32)
-    assert isinstance(ours.vllm_generation, SharedEngine) and ours.args.rollout_precision == precision
+    assert isinstance(ours.vllm_generation.engine, SharedEngine) and ours.args.rollout_precision == precision
     before = parameters(ours)
     ours.train()
     after = parameters(ours)
@@ -114,11 +114,11 @@ def test_live_equals_fresh(tmp_path, precision):
     scores = []
     for run in (live, fresh):
         run.vllm_generation.sync_weights()
-        scores.append(run.vllm_generation.score([IDS])[0])
+        scores.append(run.vllm_generation.engine.score([IDS])[0])
     assert scores[0] == scores[1]
     plain = trainer_of(tmp_path / "plain", None, model=str(tmp_path / "saved"), rollout_precision="bf16")
     plain.vllm_generation.sync_weights()
-    other = torch.tensor(plain.vllm_generation.score([IDS])[0])
+    other = torch.tensor(plain.vllm_generation.engine.score([IDS])[0])
     assert (other - torch.tensor(scores[0])).abs().mean() > 0.05
 
 
@@ -127,12 +127,12 @@ def test_a_copy_that_is_given_the_codes(tmp_path, precision):
     """As under FSDP2: the copy holds the trainer's codes and computes the same bits."""
     trainer = trainer_of(tmp_path, precision)
     trainer.train()
-    shared = trainer.vllm_generation
+    shared = trainer.vllm_generation.engine
     copied = TransformersEngine(
         trainer.model, trainer.accelerator, trainer.processing_class, precision=precision, max_completion_length=8
     )
-    copied.sync_weights()
-    shared.sync_weights()
+    copied.sync()
+    shared.sync()
     held = dict(copied.copy.named_modules())
     for name, layer in layers_of(trainer.model).items():
         assert isinstance(held[name].weight, QuantizedTensor) and same_codes(held[name].weight, layer.codes())
@@ -339,7 +339,7 @@ def test_refused(tmp_path, monkeypatch, options, message):
 @pytest.mark.parametrize(("precision", "inputs", "group"), [("nvfp4", 264, 16), ("mxfp4", 272, 32), ("int4", 200, 128)])
 def test_shapes_that_no_checkpoint_holds(tmp_path, monkeypatch, precision, inputs, group, loaded):
     """Refused before the weights are read, where `trl-quant prepare` would refuse what was trained."""
-    monkeypatch.setattr("trl_quant.trainers.quantized.engine_of", None)  # which would load the policy
+    monkeypatch.setattr("trl_quant.trainers.sampling.engine_of", None)  # which would load the policy
     source = save_tiny(tmp_path / "model", intermediate_size=inputs)
     says = f"mlp.down_proj.weight: {inputs} inputs, but '{precision}' is stored for multiples of {group} only"
     with pytest.raises(ValueError, match=f"`train_precision`='{precision}' trains for a checkpoint in 4 bits.*{says}"):

@@ -52,7 +52,7 @@ def test_the_trainers_codes_are_sent(tmp_path, precision):
     model = trained(tmp_path / "policy", precision, dtype=torch.float32)
     sampler = engine(model, precision)
     update(model, seed=0)
-    sampler.sync_weights()
+    sampler.sync()
     sent = dict(sampler.stream())
     expected = dict(checkpoint_stream([(n, p.detach()) for n, p in model.named_parameters()], precision))
     for name, layer in sampler.weights.unified(precision).items():

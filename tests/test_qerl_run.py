@@ -234,7 +234,7 @@ def run(model: str, output: str, how: str) -> None:
         trainer.add_callback(Killed())
     trainer.train(resume_from_checkpoint=how == "resume" or None)
     policy = dict(trainer.model.get_base_model().named_parameters())
-    sampler = trainer.vllm_generation.copy.named_parameters()
+    sampler = trainer.vllm_generation.engine.copy.named_parameters()
     found = {
         "before": before,
         "after": parameters(trainer),

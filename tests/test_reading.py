@@ -37,8 +37,8 @@ GUARDS = ("reading", "blaming")
 JUSTIFIED = {
     "rollout/vllm/trial.py json.loads(result)": "what a process that this one started has printed",
     "rollout/vllm/trial.py pickle.loads(base64.b64decode(payload))": "what the process that started this one passes on",
-    "trainers/ppo.py super()._load_optimizer_and_scheduler(checkpoint)": "guarded in `QuantRollouts`",
-    "trainers/ppo.py super()._load_best_model()": "guarded in `QuantRollouts`",
+    "trainers/ppo.py super()._load_optimizer_and_scheduler(checkpoint)": "guarded in `QuantPrecision`",
+    "trainers/ppo.py super()._load_best_model()": "guarded in `QuantPrecision`",
 }
 
 

@@ -190,14 +190,14 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
 
 def test_a_crash_of_the_engine_leaves_the_last_checkpoint_and_names_the_step(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path, save_steps=2)
-    generate = trainer.vllm_generation.copy.generate
+    generate = trainer.vllm_generation.engine.copy.generate
 
     def crash(*args, **kwargs):
         if trainer.state.global_step == 3:
             raise RuntimeError("device lost")
         return generate(*args, **kwargs)
 
-    monkeypatch.setattr(trainer.vllm_generation.copy, "generate", crash)
+    monkeypatch.setattr(trainer.vllm_generation.engine.copy, "generate", crash)
     with pytest.raises(RuntimeError, match=r"step 3.*checkpoint-2.*device lost"):
         trainer.train()
     resumed = trainer_of(tmp_path, save_steps=2)

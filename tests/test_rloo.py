@@ -22,7 +22,7 @@ from trl_quant.config.checks import RULES
 from trl_quant.corrections import CORRECTIONS
 from trl_quant.rollout import TransformersEngine
 from trl_quant.rollout.engine import Samples
-from trl_quant.trainers.quantized import QuantRollouts
+from trl_quant.trainers.sampling import QuantSampling
 
 
 pytestmark = pytest.mark.isa
@@ -164,7 +164,7 @@ def test_weights_move_with_their_rows(tmp_path):
 def test_without_a_mismatch_nothing_is_weighted(tmp_path):
     """Weights of 1 leave every bit where it was: `none` trains as the mixin without any correction."""
 
-    class Uncorrected(QuantRollouts, RLOOTrainer):
+    class Uncorrected(QuantSampling, RLOOTrainer):
         """Quantized rollouts alone."""
 
     path = save_tiny(tmp_path / "model", seed=3)
@@ -185,9 +185,10 @@ def test_tokens_that_the_sampler_did_not_score_weigh_one(tmp_path):
     generate = trainer.vllm_generation.generate
 
     def holes(*args, **kwargs):
-        prompts, completions, logprobs, tokens = generate(*args, **kwargs)
-        logprobs[0][1], logprobs[1][0] = [None], [float("-inf")]
-        return prompts, completions, logprobs, tokens
+        samples = generate(*args, **kwargs)
+        (turn,) = trainer.vllm_generation.turns
+        turn.logps[0][1], turn.logps[1][0] = None, float("-inf")
+        return samples
 
     trainer.vllm_generation.generate = holes
     trainer.model.train()
@@ -201,8 +202,8 @@ def test_tokens_that_the_sampler_did_not_score_weigh_one(tmp_path):
     class Silent:
         def sync(self): ...
 
-        def sample(self, prompts, images=None):
-            return Samples([[70, 71, 72] for _ in prompts])
+        def sample(self, requests):
+            return Samples([[70, 71, 72] for _ in requests])
 
     class FromSilence(QuantRLOOTrainer):
         def build_engine(self, *args, **settings):
@@ -309,7 +310,7 @@ def test_trls_own_sampler_can_be_corrected_too(tmp_path, monkeypatch):
     for correction in (None, "none", "tis"):
         args = config(QuantRLOOConfig, tmp_path, use_vllm=True, is_correction=correction, max_steps=2, beta=0.0)
         trainer = make(QuantRLOOTrainer, args)
-        assert trainer.vllm_generation.asked_when_built is None
+        assert trainer.vllm_generation.asked_when_built == (None if correction is None else 0)
         assert trainer.vllm_generation.logprobs == (None if correction is None else 0)
         trainer.train()
         assert ("mismatch/kl_k1" in metrics(trainer)[0]) == (correction is not None)
@@ -392,7 +393,7 @@ def test_it_samples_from_the_embedded_copy(tmp_path):
     rewards = []
     for precision in ("bf16", "int4"):
         trainer = quantized(tmp_path / precision, rollout_precision=precision, max_steps=1)
-        engine = trainer.vllm_generation
+        engine = trainer.vllm_generation.engine
         assert isinstance(engine, TransformersEngine) and engine.precision == precision
         trainer.train()
         rewards.append(metrics(trainer)[0]["reward"])
@@ -502,12 +503,12 @@ def test_its_rewards_must_be_finite(tmp_path):
 
 
 def test_a_class_without_an_engine_is_refused():
-    """`QuantRollouts` needs a trainer of TRL's beside it."""
+    """`QuantSampling` needs a trainer of TRL's beside it."""
     from transformers import Trainer
 
     from trl_quant.trl_seams import trainer_builds
 
-    class Plain(QuantRollouts, Trainer): ...
+    class Plain(QuantSampling, Trainer): ...
 
     with pytest.raises(TypeError, match="Plain inherits from no trainer"), trainer_builds(Plain, None, None):
         pass

@@ -7,6 +7,7 @@ import textwrap
 import pytest
 import torch
 from accelerate import Accelerator
+from drawing import generated
 from tiny import tiny_model, tiny_tokenizer
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
@@ -79,7 +80,7 @@ def sampled(generation_kwargs: dict | None = None, batch: int = 64, **fields) ->
     model = policy()
     engine = TransformersEngine(model, Accelerator(cpu=True), tiny_tokenizer(), precision="bf16", **options)
     torch.manual_seed(0)
-    _, completions, logprobs, _ = engine.generate([PROMPT] * batch, None, 1)
+    _, completions, logprobs, _ = generated(engine, [PROMPT] * batch)
     rollout, old, mask = torch.zeros(3, batch, LENGTH)
     for row, (ids, logps) in enumerate(zip(completions, logprobs)):
         with torch.no_grad():
@@ -260,7 +261,7 @@ def drawn(generation_kwargs: dict) -> list[list[int]]:
         generation_kwargs=generation_kwargs,
     )
     torch.manual_seed(0)
-    _, completions, logps, _ = engine.generate([PROMPT] * 64, None, 1)
+    _, completions, logps, _ = generated(engine, [PROMPT] * 64)
     assert [len(ids) for ids in completions] == [len(row) for row in logps]
     return completions
 

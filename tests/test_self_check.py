@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from drawing import generated
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -36,10 +37,10 @@ def synced(tmp_path_factory):
             options = {"engine_kwargs": SMALL | {"kv_cache_dtype": cache}, "sync_check_steps": 50}
             built[key] = engine(model, precision, lora_sync=lora_sync or "merge", **options)
         sampler = built[key]
-        sampler.sync_weights()
+        sampler.sync()
         sampler.check_sync()
         update(sampler.model, seed=1, size=0.005)
-        sampler.sync_weights()
+        sampler.sync()
         return sampler
 
     return get
@@ -83,7 +84,7 @@ def test_a_quantized_cache(synced, cache, precision, family):
     assert sorted(sampler.caches) == [0, 1] and sampler.caches[1].format == cache
     for step in range(3):
         update(sampler.model, seed=step, size=0.005)
-        sampler.sync_weights()
+        sampler.sync()
         found = sampler.check_sync()
         assert found["sync_check/logp_difference"] < (0.2 if precision == "bf16" else 0.7) * found["sync_check/bound"]
     if precision == "bf16":
@@ -107,7 +108,7 @@ def test_a_scale_of_the_cache_that_is_stale(synced, precision, lora_sync, name):
     stale = f"stale: in layer 1 the KV cache's `{name}` is 4, a fresh engine's 1"
     with pytest.raises(RuntimeError, match=stale):
         sampler.check_sync()
-    sampler.sync_weights()
+    sampler.sync()
     if precision == "int8":
         with pytest.raises(RuntimeError, match=stale):
             sampler.check_sync()
@@ -137,7 +138,7 @@ def test_stale_weights_under_a_quantized_cache(synced):
     update(sampler.model, seed=2, size=1e-3)
     with pytest.raises(RuntimeError, match="stale: the policy has moved"):
         sampler.check_sync()
-    sampler.sync_weights()
+    sampler.sync()
     sampler.llm.apply_model(lambda model: model.model.layers[1].post_attention_layernorm.weight.data.zero_())
     sampler.llm.reset_prefix_cache()
     with pytest.raises(RuntimeError, match="corrupted"):
@@ -162,7 +163,7 @@ def test_scales_of_the_checkpoint(tmp_path):
     sampler = engine(model, "int8", engine_kwargs=SMALL | {"model": str(prepared)})
     for step in range(2):
         update(model, seed=step, size=0.005)
-        sampler.sync_weights()
+        sampler.sync()
         found = sampler.check_sync()
     held = [sampler.caches[i].scales["_v_scale_float"] for i in (0, 1)]
     assert held == pytest.approx([100, 101])
@@ -182,7 +183,7 @@ def test_skipped_sync(synced):
     update(sampler.model, seed=2, size=1e-3)  # far below the format's resolution
     with pytest.raises(RuntimeError, match="stale: the policy has moved"):
         sampler.check_sync()
-    sampler.sync_weights()
+    sampler.sync()
     sampler.check_sync()
 
 
@@ -191,7 +192,7 @@ def test_skipped_adapter(synced):
     update(sampler.model, seed=2, size=1e-3)
     with pytest.raises(RuntimeError, match="stale: the policy has moved"):
         sampler.check_sync()
-    sampler.sync_weights()
+    sampler.sync()
     sampler.check_sync()
 
 
@@ -228,7 +229,7 @@ def passes_without(sampler, monkeypatch) -> bool:
 
 @pytest.mark.parametrize("name", [NORM, EMBEDDINGS])
 def test_a_small_edit_in_the_engine(noised, monkeypatch, name):
-    noised.sync_weights()
+    noised.sync()
     noised.check_sync()
     (held,) = noised.llm.apply_model(partial(worker.parameters, names=[name]))
     noised.llm.apply_model(partial(worker.write_parameters, values={name: nudged(held[name])}))
@@ -236,14 +237,14 @@ def test_a_small_edit_in_the_engine(noised, monkeypatch, name):
     assert passes_without(noised, monkeypatch)
     with pytest.raises(RuntimeError, match=f"corrupted: the engine holds another `{name}` than the policy"):
         noised.check_sync()
-    noised.sync_weights()
+    noised.sync()
     noised.check_sync()
 
 
 @pytest.mark.parametrize("name", [NORM, EMBEDDINGS])
 @pytest.mark.parametrize("data", [False, True], ids=["counted", "data"])
 def test_a_small_edit_in_the_policy(noised, monkeypatch, name, data):
-    noised.sync_weights()
+    noised.sync()
     param = noised.model.get_parameter(name)
     before = param.detach().clone()
     with torch.no_grad():
@@ -260,14 +261,14 @@ def test_a_small_edit_in_the_policy(noised, monkeypatch, name, data):
 def test_a_stream_that_brings_an_old_weight(noised, monkeypatch, name):
     old = noised.model.get_parameter(name).detach().clone()
     update(noised.model, seed=4, size=1e-3)
-    stream = noised._iter_named_params
+    stream = noised.policy_stream
     with monkeypatch.context() as patched:
-        patched.setattr(noised, "_iter_named_params", lambda: ((n, old if n == name else t) for n, t in stream()))
-        noised.sync_weights()
+        patched.setattr(noised, "policy_stream", lambda *_: ((n, old if n == name else t) for n, t in stream()))
+        noised.sync()
     assert passes_without(noised, monkeypatch)
     with pytest.raises(RuntimeError, match=f"corrupted: the engine holds another `{name}` than the policy"):
         noised.check_sync()
-    noised.sync_weights()
+    noised.sync()
     noised.check_sync()
 
 
@@ -277,7 +278,7 @@ def test_all_that_is_not_quantized_is_compared(tmp_path, family, tied):
     model = policy(tmp_path, family=family, tied=tied, dtype=torch.float32)
     sampler = engine(model, "int8")
     update(model, seed=1)
-    sampler.sync_weights()
+    sampler.sync()
     assert sampler.differing_weight() is None
     own = dict(model.named_parameters())
     (names,) = sampler.llm.apply_model(worker.parameter_names)
@@ -310,9 +311,9 @@ def test_a_small_edit_beside_an_adapter(synced, name):
     with pytest.raises(RuntimeError, match="stale: the policy's weights or adapters have changed"):
         sampler.check_sync()
     with pytest.raises(ValueError, match=f"`lora_sync`='adapter' sends only the adapter, but the policy's `{name}`"):
-        sampler.sync_weights()
+        sampler.sync()
     param.data.copy_(before)
-    sampler.sync_weights()
+    sampler.sync()
     sampler.check_sync()
 
 
@@ -321,11 +322,11 @@ def test_a_small_edit_beside_an_adapter(synced, name):
 
 def test_weights_of_the_last_step(synced, monkeypatch):
     sampler = synced()
-    old = [(name, tensor.clone()) for name, tensor in sampler._iter_named_params()]
+    old = [(name, tensor.clone()) for name, tensor in sampler.policy_stream()]
     update(sampler.model, seed=2, size=1e-3)
     with monkeypatch.context() as patched:
-        patched.setattr(sampler, "_iter_named_params", lambda: iter(old))
-        sampler.sync_weights()
+        patched.setattr(sampler, "policy_stream", lambda *_: iter(old))
+        sampler.sync()
     with pytest.raises(RuntimeError, match="stale: the policy has moved"):
         sampler.check_sync()
 
@@ -336,7 +337,7 @@ def test_reload_that_changes_nothing(synced, monkeypatch):
     update(sampler.model, seed=2, size=0.1)
     with monkeypatch.context() as patched:
         patched.setattr(sampler.llm, "collective_rpc", lambda function, kwargs: list(kwargs["stream"]))
-        sampler.sync_weights()
+        sampler.sync()
     with pytest.raises(RuntimeError, match="stale: the engine computes the same as before"):
         sampler.check_sync()
 
@@ -377,14 +378,14 @@ def test_a_policy_that_is_no_number_is_not_the_engines_fault(synced):
     clean = weight.data.clone()
     try:
         weight.data[2] = float("nan")
-        sampler.sync_weights()
+        sampler.sync()
         with pytest.raises(
             RuntimeError, match=r"The policy itself is broken, not the engine: its `model\.layers\.1\.post_a"
         ):
             sampler.check_sync()
     finally:
         weight.data.copy_(clean)
-    sampler.sync_weights()
+    sampler.sync()
     sampler.check_sync()
 
 
@@ -405,7 +406,7 @@ def test_adapter_not_merged(synced, monkeypatch):
     sampler = synced(lora_sync="merge")
     with monkeypatch.context() as patched:
         patched.setattr(sampler.weights, "merged", lambda layer: dict(layer.get_base_layer().named_parameters()))
-        sampler.sync_weights()
+        sampler.sync()
         sampler.drift.forget()  # its bookkeeping would also notice
     with pytest.raises(RuntimeError, match="base-only"):
         sampler.check_sync()
@@ -416,7 +417,7 @@ def test_wrong_adapter(synced, monkeypatch):
     right = sampler.weights.adapter
     with monkeypatch.context() as patched:
         patched.setattr(sampler.weights, "adapter", lambda: {name: t.flip(0) for name, t in right().items()})
-        sampler.sync_weights()
+        sampler.sync()
     sampler.pushed = right()
     with pytest.raises(RuntimeError, match="corrupted"):
         sampler.check_sync()
@@ -428,7 +429,7 @@ def test_prefix_cache_not_reset(synced, monkeypatch):
     update(sampler.model, seed=2, size=1e-3)
     with monkeypatch.context() as patched:
         patched.setattr(sampler.llm, "reset_prefix_cache", lambda: True)
-        sampler.sync_weights()
+        sampler.sync()
     with pytest.raises(RuntimeError, match="stale: the prefix cache"):
         sampler.check_sync()
 
@@ -441,14 +442,14 @@ def test_when_it_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(sampler, "check_sync", lambda quick=False: quick_or_not.append(quick) or check(quick))
     seen = []
     for _ in range(7):
-        sampler.sync_weights()
+        sampler.sync()
         for _ in range(2):
-            sampler.generate([[1, 2, 3]], None, 1)
+            generated(sampler, [[1, 2, 3]])
         seen.append(len(quick_or_not))
     assert seen == [1, 1, 1, 2, 2, 2, 3]
     sampler.sync_check_steps = 0
-    sampler.sync_weights()
-    sampler.generate([[1, 2, 3]], None, 1)
+    sampler.sync()
+    generated(sampler, [[1, 2, 3]])
     assert len(quick_or_not) == 3 and not any(quick_or_not)
 
 

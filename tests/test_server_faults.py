@@ -328,7 +328,7 @@ def test_a_server_that_started_again_is_not_sampled_from(tmp_path, server, monke
     assert "failed at step 2" in str(error.value) and "checkpoint-2; continue with" in str(error.value)
     assert len([log for log in metrics(trainer) if "loss" in log]) == 2  # nothing was trained on its samples
     with pytest.raises(RuntimeError, match="no longer holds the weights"):
-        trainer.vllm_generation.write_norms({})  # nor does anything reach it but a whole sync
+        trainer.vllm_generation.engine.write_norms({})  # nor does anything reach it but a whole sync
     monkeypatch.setattr(Client, "require_token", lambda self: None)
     with pytest.raises(RuntimeError, match="does not sample from the policy"):
         trainer.vllm_generation.check_sync()
@@ -360,9 +360,9 @@ def test_a_failed_update_of_norms(tmp_path, server, proxy):
     trainer = trainer_of(tmp_path, proxy, server.model, "bf16")
     trainer.check_sync()
     client, Proxy.faults = trainer.vllm_generation.vllm_client, {"/finish_weight_update": silent}
-    client.seconds, trainer.vllm_generation.noise = 5 * LIMIT, RolloutNoise(sigma=0.5)
+    client.seconds, trainer.vllm_generation.engine.noise = 5 * LIMIT, RolloutNoise(sigma=0.5)
     with pytest.raises(RuntimeError, match="in the middle of an update: restart it"):
-        trainer.vllm_generation.prepare()
+        trainer.vllm_generation.engine.prepare()
     client.seconds, Proxy.faults = 60.0, {}
     requests.post(f"{server.url}/resume").raise_for_status()
     with pytest.raises(RuntimeError, match="no longer holds the weights"):

@@ -364,7 +364,7 @@ def test_noise_arrives_in_a_bf16_copy(family, sigma):
         model = tiny_model(family, dtype=torch.bfloat16)
         options = {"precision": "bf16", "wide_norms": wide, "max_completion_length": 4}
         engine = TransformersEngine(model, Accelerator(cpu=True), tiny_tokenizer(), **options)
-        engine.sync_weights()
+        engine.sync()
         tokens = torch.arange(3, 120)[None]
         clean = engine.copy(tokens).logits
         engine.lay_noise(RolloutNoise(sigma, 3, 7))
@@ -386,8 +386,8 @@ def test_noise_is_relative_to_the_scaled_norm(tmp_path):
             QuantGRPOConfig, tmp_path, uaq_scale=scale, noise_sigma_start=0.1, noise_sigma_end=0.1, **settings
         )
         trainer = make(QuantGRPOTrainer, args)
-        engine = trainer.vllm_generation
-        engine.sync_weights()
+        engine = trainer.vllm_generation.engine
+        engine.sync()
         clean = engine.read_norms()
         engine.lay_noise(RolloutNoise(0.1, 3, 7))
         noised = engine.read_norms()
@@ -491,7 +491,7 @@ def test_what_a_checkpoint_records(tmp_path):
     recorded = trainer.args.training_settings() | {"config": "QuantGRPOConfig"}
     assert state["settings"] == json.loads(json.dumps(recorded))
     initial, synced = (read_sampled_weights(tmp_path / "out/checkpoint-2", name) for name in SAMPLED_WEIGHTS)
-    start, last = dict(tiny_model().named_parameters()), trainer.vllm_generation.drift.previous
+    start, last = dict(tiny_model().named_parameters()), trainer.vllm_generation.engine.drift.previous
     assert initial and all(torch.equal(rows, start[name][: len(rows)]) for name, rows in initial.items())
     assert synced.keys() == initial.keys() and all(torch.equal(rows, last[n].weight) for n, rows in synced.items())
     assert not all(torch.equal(rows, initial[name]) for name, rows in synced.items())

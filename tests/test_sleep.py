@@ -21,7 +21,7 @@ def test_a_check_between_generations_ends_asleep(tmp_path, monkeypatch, level):
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
     settings = {"use_vllm": True, "vllm_mode": "colocate", "rollout_precision": "bf16", "vllm_engine_kwargs": SMALL}
     trainer = make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path / "out", **settings), model=str(model))
-    engine, memory = trainer.vllm_generation, {"weights", "kv_cache"}
+    engine, memory = trainer.vllm_generation.engine, {"weights", "kv_cache"}
     asleep: set[str] = set()
     monkeypatch.setattr(engine, "sleep_level", level)
     monkeypatch.setattr(engine.llm, "sleep", lambda level: asleep.update(memory))

@@ -49,7 +49,7 @@ def trainer_of(path, model, **settings) -> QuantGRPOTrainer:
 def sampled_from(trainer) -> torch.Tensor:
     """The log-probabilities of the engine that a generation would sample from."""
     with torch.no_grad(), trainer.generation():
-        return trainer.vllm_generation.copy(IDS).logits.log_softmax(-1)
+        return trainer.vllm_generation.engine.copy(IDS).logits.log_softmax(-1)
 
 
 def policy_of(trainer) -> torch.Tensor:
@@ -63,11 +63,11 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def of_fresh_engine(trainer) -> torch.Tensor:
     """Those of an engine of its own that is synced with the policy for the first time."""
-    engine = trainer.vllm_generation
+    engine = trainer.vllm_generation.engine
     fresh = copy.copy(engine)
     fresh.copy = fresh.build_copy(engine.weights.base_model)
     fresh.drift = copy.deepcopy(engine.drift)
-    fresh.sync_weights()
+    fresh.sync()
     with torch.no_grad():
         return fresh.copy(IDS).logits.log_softmax(-1)
 
@@ -115,8 +115,8 @@ def test_between_two_steps(tmp_path, change):
 
 def test_nothing_is_sent_where_nothing_changed(tmp_path, monkeypatch):
     trainer, syncs = trainer_of(tmp_path, tiny_model(seed=3)), []
-    sync = TransformersEngine.sync_weights
-    monkeypatch.setattr(TransformersEngine, "sync_weights", lambda self: (syncs.append(1), sync(self)))
+    sync = TransformersEngine.sync
+    monkeypatch.setattr(TransformersEngine, "sync", lambda self: (syncs.append(1), sync(self)))
     for _ in range(3):
         sampled_from(trainer)
     trainer.model.train().eval()
@@ -194,16 +194,16 @@ def test_an_interrupted_sync_is_made_again(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path, tiny_model(seed=3))
     sampled_from(trainer)
     move(trainer.model)
-    stream = PolicyWeights.__iter__
+    stream = PolicyWeights.stream
 
-    def interrupted(self):
-        for count, item in enumerate(stream(self)):
+    def interrupted(self, *names):
+        for count, item in enumerate(stream(self, *names)):
             if count == 3:
                 raise KeyboardInterrupt
             yield item
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(PolicyWeights, "__iter__", interrupted)
+        patch.setattr(PolicyWeights, "stream", interrupted)
         sampled_from(trainer)
     assert torch.equal(sampled_from(trainer), of_fresh_engine(trainer))
 
@@ -466,7 +466,7 @@ class Writer(TrainerCallback):
         for seed in range(2):
             self.trainer.evaluate(self.trainer.train_dataset.select(range(2)))
             self.seen.append(
-                (self.trainer.vllm_generation.copy(IDS).logits.log_softmax(-1), of_fresh_engine(self.trainer))
+                (self.trainer.vllm_generation.engine.copy(IDS).logits.log_softmax(-1), of_fresh_engine(self.trainer))
             )
             move(model, 0.02, seed, data=True)
 

@@ -53,12 +53,12 @@ def adapted(path, seed: int = 1, dtype: torch.dtype = torch.float32):
 def sampled_from(trainer) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Sequences and their log-probabilities in the engine that a generation would sample from."""
     with trainer.generation():
-        return trainer.vllm_generation.logps(check_sequences(trainer.vllm_generation.tokenizer, 160), 4)
+        return trainer.vllm_generation.engine.logps(check_sequences(trainer.vllm_generation.engine.tokenizer, 160), 4)
 
 
 def apart(trainer, sequences, sampled) -> tuple[float, float]:
     """How far log-probabilities are from those of the policy in the engine's format, and the check's bound on that."""
-    reference = Reference(trainer.vllm_generation)
+    reference = Reference(trainer.vllm_generation.engine)
     expected = reference.logps(sequences)
     jittered = reference.logps(sequences, jitter=True)
     return mean_difference(sampled, expected), SLACK * mean_difference(jittered, expected) + FLOOR
@@ -82,7 +82,7 @@ def test_an_adapter_follows_and_its_base_is_refused(tmp_path):
         difference, bound = apart(trainer, *now)
         assert difference <= bound < apart(trainer, *before)[0]
         before = now
-    own = dict(trainer.vllm_generation.weights.outside_base())
+    own = dict(trainer.vllm_generation.engine.weights.outside_base())
     for name in ("layers.1.mlp.down_proj", "layers.0.self_attn.q_proj", "layers.1.input_layernorm", "embed_tokens"):
         name = f"model.{name}.weight"
         kept = own[name].clone()
@@ -167,7 +167,7 @@ def test_a_policy_trained_as_sampled(tmp_path, data, tuning):
         model = adapted(tmp_path / "model", dtype=torch.bfloat16)
     lora_sync = "adapter" if tuning == "adapter" else "merge"
     trainer = trainer_of(tmp_path, model, train_precision="int8", lora_sync=lora_sync)
-    engine, seen = trainer.vllm_generation, []
+    engine, seen = trainer.vllm_generation.engine, []
     for seed in range(2):
         adapter_alone = [param for name, param in model.named_parameters() if "lora_" in name]
         move(nn.ParameterList(adapter_alone) if tuning == "adapter" else model, 0.05, seed, data, keep=0.7)

@@ -250,8 +250,8 @@ def test_noise_follows_its_schedule_and_spares_evaluation(tmp_path):
         max_steps=6,
     )
     seen = []
-    engine = trainer.vllm_generation
-    original = engine.generate
+    engine = trainer.vllm_generation.engine
+    original = engine.draw
     norm = "model.layers.0.input_layernorm.weight"
 
     def spy(*args, **kwargs):
@@ -262,7 +262,7 @@ def test_noise_follows_its_schedule_and_spares_evaluation(tmp_path):
     def norm_of(trainer):
         return trainer.model.get_parameter(norm).detach().clone()
 
-    engine.generate = spy
+    engine.draw = spy
     trainer.train()
     assert [noise.step for noise, _, _ in seen if noise.sigma] == [2, 3, 4, 5]
     for step, (noise, used, clean) in enumerate(seen):
@@ -352,7 +352,7 @@ def test_each_generation_of_a_step_has_its_own_noise(tmp_path):
     for run in "ab":
         trainer = quantized(QuantGRPOTrainer, tmp_path / run, noise_schedule="linear", **settings)
         trainer.args.noise_sigma = lambda step, steps: 0.1
-        engine = trainer.vllm_generation
+        engine = trainer.vllm_generation.engine
         lay, noises = engine.lay_noise, []
 
         def laid(noise, engine=engine, lay=lay, noises=noises):

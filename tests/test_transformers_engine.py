@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from drawing import generated
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model, tiny_tokenizer
 from training import lora
@@ -13,8 +14,9 @@ from trl_quant.formats import FORMATS, fake_quantize_activation, quantize
 from trl_quant.layers import QuantizedLinear
 from trl_quant.noise import norm_noise
 from trl_quant.rollout import RolloutNoise, TransformersEngine
+from trl_quant.rollout.base import WeightDrift
+from trl_quant.rollout.engine import requests_for
 from trl_quant.rollout.stream import PolicyWeights
-from trl_quant.rollout.trl_adapter import WeightDrift
 
 
 pytestmark = pytest.mark.isa
@@ -67,7 +69,7 @@ def test_the_cache_is_the_given_one():
             lambda module, args, inputs, caches=caches: caches.add(type(inputs["past_key_values"])), with_kwargs=True
         )
         torch.manual_seed(0)
-        samples[name] = made.sample(PROMPTS)
+        samples[name] = made.sample(requests_for(PROMPTS))
         assert caches == {kind}
     assert samples["static"].token_ids == samples[None].token_ids
     for mine, expected in zip(samples["static"].logps, samples[None].logps, strict=True):
@@ -80,7 +82,7 @@ def test_logps_are_those_of_the_quantized_policy(precision):
     copy = engine(policy, precision)
     torch.manual_seed(0)
     # one prompt at a time: fp8_tensor has one scale for all tokens in a batch
-    outputs = [copy.generate([prompt], None, 1) for prompt in PROMPTS]
+    outputs = [generated(copy, [prompt]) for prompt in PROMPTS]
     prompt_ids, completions, logprobs, tokens = ([rows[0] for rows in parts] for parts in zip(*outputs))
     assert prompt_ids == PROMPTS
     quantized, clean = reference(tiny_model(seed=1), precision), tiny_model(seed=1)
@@ -101,7 +103,7 @@ def test_mismatch_grows_as_bits_fall():
     for precision in ("bf16", "int8", "int4"):
         copy = engine(policy, precision, max_completion_length=24)
         torch.manual_seed(0)
-        _, completions, logprobs, _ = copy.generate(PROMPTS * 8, None, 1)
+        _, completions, logprobs, _ = generated(copy, PROMPTS * 8)
         differences = [
             (torch.tensor([x[0] for x in row]) - logps_of(policy, p, ids)[range(len(ids)), ids]).abs().mean()
             for p, ids, row in zip(PROMPTS * 8, completions, logprobs)
@@ -126,7 +128,7 @@ def test_logps_follow_temperature_and_truncation(sampling):
     copy = engine(policy, "int4", max_completion_length=1, **sampling)
     torch.manual_seed(0)
     n = 4000
-    _, completions, logprobs, _ = copy.generate([PROMPTS[0]] * n, None, 1)
+    _, completions, logprobs, _ = generated(copy, [PROMPTS[0]] * n)
     logits = copy.copy(torch.tensor([PROMPTS[0]])).logits[0, -1].float() / sampling.get("temperature", 1.0)
     order = logits.argsort(descending=True)
     probs = logits.softmax(-1)[order]
@@ -156,7 +158,7 @@ def test_completions_end_at_eos_and_padding_changes_nothing():
     policy.generation_config.eos_token_id = [257, 100]
     copy = engine(policy, "int8", max_completion_length=30)
     torch.manual_seed(0)
-    _, completions, logprobs, _ = copy.generate(PROMPTS * 20, None, 1)
+    _, completions, logprobs, _ = generated(copy, PROMPTS * 20)
     ended = 0
     for ids, row in zip(completions, logprobs):
         assert len(ids) == len(row)
@@ -170,7 +172,7 @@ def test_completions_end_at_eos_and_padding_changes_nothing():
 def test_sync_follows_the_policy_and_equals_a_fresh_copy(precision):
     policy = tiny_model(seed=1)
     copy = engine(policy, precision)
-    copy.sync_weights()
+    copy.sync()
     ids = torch.tensor([PROMPTS[1]])
     before = copy.copy(ids).logits
     for step in range(3):
@@ -178,12 +180,12 @@ def test_sync_follows_the_policy_and_equals_a_fresh_copy(precision):
             for param in policy.parameters():
                 param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(step)), alpha=0.02)
         stale = copy.copy(ids).logits
-        copy.sync_weights()
+        copy.sync()
         fresh = engine(policy, precision)
-        fresh.sync_weights()
+        fresh.sync()
         assert torch.equal(copy.copy(ids).logits, fresh.copy(ids).logits)
         assert not torch.equal(stale, copy.copy(ids).logits)
-    copy.sync_weights()
+    copy.sync()
     assert copy.sync_metrics["weights/normalized_update"] == 0.0
     assert not torch.equal(before, copy.copy(ids).logits)
 
@@ -191,14 +193,14 @@ def test_sync_follows_the_policy_and_equals_a_fresh_copy(precision):
 def test_sync_metrics_are_the_papers_norms():
     policy = tiny_model(seed=1)
     copy = engine(policy, "int4")
-    copy.sync_weights()
+    copy.sync()
     assert "weights/normalized_update" not in copy.sync_metrics
     names = [n for n, _ in policy.named_parameters() if n.endswith("proj.weight")]
     old = {n: policy.get_parameter(n).detach().clone() for n in names}
     with torch.no_grad():
         for n in names:
             policy.get_parameter(n).add_(torch.randn_like(old[n]), alpha=1e-3)
-    copy.sync_weights()
+    copy.sync()
     new = {n: policy.get_parameter(n).detach() for n in names}
     norm = sum(w.square().sum() for w in new.values()).sqrt()
     update = sum((new[n] - old[n]).square().sum() for n in names).sqrt() / norm
@@ -216,9 +218,9 @@ def test_adapters_are_merged_out_of_place(dtype):
     )
     frozen = {n: p.detach().clone() for n, p in model.named_parameters()}
     copy = engine(model, "int8")
-    copy.sync_weights()
+    copy.sync()
     for _ in range(3):
-        copy.sync_weights()
+        copy.sync()
     assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters())
     assert not any(module.merged for module in model.modules() if hasattr(module, "merged_adapters"))
     merged = get_peft_model(
@@ -227,9 +229,9 @@ def test_adapters_are_merged_out_of_place(dtype):
     )
     merged.load_state_dict(model.state_dict())
     fresh = engine(merged.merge_and_unload(), "int8")
-    fresh.sync_weights()
+    fresh.sync()
     base_only = engine(tiny_model(seed=1, dtype=dtype), "int8")
-    base_only.sync_weights()
+    base_only.sync()
     ids = torch.tensor([PROMPTS[1]])
     assert torch.equal(copy.copy(ids).logits, fresh.copy(ids).logits)
     assert not torch.equal(copy.copy(ids).logits, base_only.copy(ids).logits)
@@ -252,9 +254,9 @@ def test_only_some_layers_adapted_and_a_saved_head():
     )
     model = get_peft_model(tiny_model(seed=1, tied=False), config)
     copy = engine(model, "int4")
-    copy.sync_weights()
+    copy.sync()
     expected = engine(model.merge_and_unload(), "int4")
-    expected.sync_weights()
+    expected.sync()
     ids = torch.tensor([PROMPTS[1]])
     assert torch.equal(copy.copy(ids).logits, expected.copy(ids).logits)
 
@@ -263,13 +265,13 @@ def test_noise_goes_on_clean_norms_and_comes_off():
     policy = tiny_model(seed=1)
     copy = engine(policy, "bf16")
     torch.manual_seed(0)
-    clean = copy.generate(PROMPTS, None, 1)
+    clean = generated(copy, PROMPTS)
     norms = {n: p.detach().clone() for n, p in copy.copy.named_parameters() if "norm" in n}
     noise = RolloutNoise(0.05, seed=3, step=7)
     for _ in range(2):  # the second time like the first: noise does not accumulate
         copy.noise = noise
         torch.manual_seed(0)
-        noisy = copy.generate(PROMPTS, None, 1)
+        noisy = generated(copy, PROMPTS)
         for name, param in copy.copy.named_parameters():
             if name not in norms:
                 continue
@@ -277,17 +279,17 @@ def test_noise_goes_on_clean_norms_and_comes_off():
             expected = norm_noise(norms[name], 0.05, 3, 7, name) if feeds else norms[name]
             assert torch.equal(param, expected) and feeds != torch.equal(param, norms[name])
         copy.noise = RolloutNoise(0.05, seed=3, step=8)
-        copy.generate(PROMPTS, None, 1)
+        generated(copy, PROMPTS)
     assert noisy[1:3] != clean[1:3]
     copy.noise = RolloutNoise()
     torch.manual_seed(0)
-    assert copy.generate(PROMPTS, None, 1) == clean
+    assert generated(copy, PROMPTS) == clean
     assert all(torch.equal(p, norms[n]) for n, p in copy.copy.named_parameters() if n in norms)
     copy.noise = noise
-    copy.sync_weights()
+    copy.sync()
     assert all(torch.equal(p, norms[n]) for n, p in copy.copy.named_parameters() if n in norms)
     torch.manual_seed(0)
-    assert copy.generate(PROMPTS, None, 1) == noisy
+    assert generated(copy, PROMPTS) == noisy
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "gemma3", "phi3"])
@@ -295,7 +297,7 @@ def test_other_families(name):
     policy = tiny_model(name, seed=1)
     copy = engine(policy, "int8")
     torch.manual_seed(0)
-    _, completions, logprobs, _ = copy.generate(PROMPTS, None, 1)
+    _, completions, logprobs, _ = generated(copy, PROMPTS)
     quantized = reference(tiny_model(name, seed=1), "int8")
     for prompt, ids, row in zip(PROMPTS, completions, logprobs):
         expected = logps_of(quantized, prompt, ids)[range(len(ids)), ids]
@@ -308,11 +310,11 @@ def test_refusals():
         with pytest.raises(ValueError, match=next(iter(kwargs))):
             engine(policy, "int8", generation_kwargs=kwargs)
     with pytest.raises(ValueError, match="images"):
-        engine(policy, "int8").generate(PROMPTS, [[object()], None, None], 1)
+        generated(engine(policy, "int8"), PROMPTS, images=[[object()], None, None])
     broken = tiny_model(seed=1)
     broken.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight"):
-        engine(broken, "int8").sync_weights()
+        engine(broken, "int8").sync()
 
 
 def test_products_are_exact_under_autocast():
@@ -354,12 +356,12 @@ def test_the_only_adapted_layer_is_measured():
     config = LoraConfig(r=2, target_modules=[skipped], init_lora_weights=False)
     model = get_peft_model(policy, config)
     sampler = engine(model, "int8")
-    sampler.sync_weights()
+    sampler.sync()
     layer = model.base_model.model.get_submodule(skipped)
     with torch.no_grad():
         layer.lora_B["default"].weight.mul_(1.5)
     moved = layer.get_delta_weight("default") * (1 - 1 / 1.5)
     weight = layer.base_layer.weight + layer.get_delta_weight("default")
-    sampler.sync_weights()
+    sampler.sync()
     expected = (moved.norm() / weight.norm()).item()
     assert expected > 1e-3 and sampler.sync_metrics["weights/normalized_update"] == pytest.approx(expected, rel=1e-3)

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import trl.generation.vllm_generation as vllm_generation
 import warm
 from accelerate import Accelerator
 from tiny import save_tiny, tiny_tokenizer
@@ -22,10 +21,12 @@ from transformers import AutoModelForCausalLM
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+import vllm
 from vllm import LLM
 from vllm_engines import GPU, SMALL, keep
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, choose_precision
+from trl_quant.rollout.settings import SamplingSettings
 from trl_quant.rollout.vllm import choice, trial
 
 
@@ -69,7 +70,7 @@ class Recorder:
             self.samplings.append(sampling_params)
             return generate(llm, prompts, sampling_params, **kwargs)
 
-        monkeypatch.setattr(vllm_generation, "LLM", build)
+        monkeypatch.setattr(vllm, "LLM", build)
         monkeypatch.setattr(LLM, "generate", sample)
 
     def take(self) -> tuple[dict, list[dict]]:
@@ -105,9 +106,9 @@ def test_the_engine_on_trial_is_the_runs(name, model, tmp_path, monkeypatch):
     assert not recorder.engines
     args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", **COLOCATE | options)
     trainer = make(QuantGRPOTrainer, args, model, **{key: value() for key, value in others.items()})
-    run = trainer.vllm_generation
+    run = trainer.vllm_generation.engine
     keep(run)
-    run.generate([[5, 6, 7]] * 8, None, 4)
+    trainer.vllm_generation.generate([[5, 6, 7]] * 8, None, 4)
     engine, (sampling,) = recorder.take()
 
     tried = trial.build(trials[0], "int8")
@@ -140,16 +141,17 @@ def test_speed_is_of_one_token_and_one_sync(monkeypatch):
     clock, firsts = [0.0], {"sync": 7.0, "generate": 5.0}
     prompts = []
 
-    def sync_weights():
+    def sync():
         clock[0] += 2.0 + firsts.pop("sync", 0.0)
 
-    def generate(mine, images, num_generations):
-        prompts.append(mine)
-        clock[0] += 0.5 + 0.25 * engine.max_completion_length + firsts.pop("generate", 0.0)
+    def draw(requests):
+        prompts.append([request.prompt for request in requests])
+        clock[0] += 0.5 + 0.25 * engine.settings.max_completion_length + firsts.pop("generate", 0.0)
 
     engine = SimpleNamespace(
-        sync_weights=sync_weights,
-        generate=generate,
+        sync=sync,
+        draw=draw,
+        settings=SamplingSettings(),
         limits=lambda: (16, 2048),
         accelerator=SimpleNamespace(process_index=0),
     )

@@ -64,7 +64,6 @@ SIGNATURES = [
     (VLLMGeneration._init_vllm, ""),
     (VLLMGeneration.sync_weights, ""),
     (VLLMGeneration.generate, "prompts images num_generations profiler"),
-    (VLLMGeneration._iter_named_params, ""),
     (VLLMClient.check_server, "total_timeout retry_interval"),
     (VLLMClient.init_communicator, "device"),
     (VLLMClient.update_named_params, "metadata named_params"),
@@ -170,6 +169,7 @@ def test_engine_is_looked_up_when_the_trainer_is_built(build):
 
 @pytest.mark.vllm
 def test_vllm_is_looked_up_when_the_engine_is_built():
+    """TRL's own, to which benchmarks give further arguments."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     for name in ("LLM", "empty_cache"):
         assert name in VLLMGeneration._init_vllm.__globals__ and hasattr(vllm_generation, name)
@@ -307,11 +307,6 @@ def test_loss_is_scored_before_it_is_weighted(build):
     mask, advantages = batch["completion_mask"], batch["advantages"][:, None]
     expected = -(3 * torch.tensor(1.0).exp() * advantages * mask).sum() / mask.sum()  # exp(1) is beyond 1 + HIGH
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_log_probabilities_are_extracted_by_name():
-    assert "extract_logprobs" in VLLMGeneration.generate.__code__.co_names
-    assert VLLMGeneration.generate.__globals__["extract_logprobs"] is vllm_generation.extract_logprobs
 
 
 def test_loss_reads_the_old_log_probabilities(build):

@@ -102,9 +102,9 @@ def in_vllm() -> dict:
     return VLLM | {"vllm_engine_kwargs": SMALL}
 
 
-def noted(sampler) -> tuple[list[str], list[float]]:
+def noted(generation) -> tuple[list[str], list[float]]:
     """What an engine does from now on, in order, and the sum of the norms that each turn samples with."""
-    events, norms = [], []
+    sampler, events, norms = generation.engine, [], []
 
     def noting(name: str, call):
         def noted(*args, **kwargs):
@@ -113,15 +113,15 @@ def noted(sampler) -> tuple[list[str], list[float]]:
 
         return noted
 
-    generate = sampler.generate
+    generate = generation.generate
 
     def turn(*args, **kwargs):
         output = generate(*args, **kwargs)
         norms.append(sum(norm.double().sum().item() for norm in sampler.read_norms().values()))
         return output
 
-    sampler.generate = noting("turn", turn)
-    sampler.sync_weights = noting("sync", sampler.sync_weights)
+    generation.generate = noting("turn", turn)
+    sampler.sync = noting("sync", sampler.sync)
     sampler.write_norms = noting("noise", sampler.write_norms)
     return events, norms
 
@@ -225,7 +225,7 @@ def test_vllm_is_prepared_once(tmp_path, monkeypatch, level):
     events, norms = noted(trainer.vllm_generation)
     note_checks(monkeypatch, events)
     if level:
-        put_to_sleep(trainer.vllm_generation, level, events)
+        put_to_sleep(trainer.vllm_generation.engine, level, events)
     trainer.train()
 
     turns = ["turn"] * 3
@@ -267,7 +267,7 @@ def test_a_rollout_func_finds_the_engine_ready(tmp_path, monkeypatch):
     expected = greedy(trainer.vllm_generation.llm, n=4)
     events, _ = noted(trainer.vllm_generation)
     note_checks(monkeypatch, events)
-    put_to_sleep(trainer.vllm_generation, 2, events)
+    put_to_sleep(trainer.vllm_generation.engine, 2, events)
     assert greedy(trainer.vllm_generation.llm, n=4) != expected  # the stand-in takes the weights away
     trainer.train()
     once = ["sync", "wake weights", "wake kv_cache", "check", "sleep"]
@@ -305,7 +305,7 @@ def test_a_sync_that_brings_weights_back_is_not_logged(tmp_path):
         keep(trainer)
         events, _ = noted(trainer.vllm_generation)
         if level:
-            put_to_sleep(trainer.vllm_generation, level, events)
+            put_to_sleep(trainer.vllm_generation.engine, level, events)
         trainer.train()
         logs = [{k: v for k, v in log.items() if "sync_check/" not in k} for log in metrics(trainer)]
         runs[level] = events, logs, parameters(trainer)

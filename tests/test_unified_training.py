@@ -46,7 +46,7 @@ def test_trainer_and_sampler_agree(tmp_path, precision, peft):
     """What is left between them are last bits that move a code to the next one; a plain trainer is far from both."""
     ours = trainer_of(tmp_path / "ours", precision, peft=peft, max_completion_length=32)
     plain = trainer_of(tmp_path / "plain", None, peft=peft, rollout_precision=precision, max_completion_length=32)
-    assert isinstance(ours.vllm_generation, SharedEngine)
+    assert isinstance(ours.vllm_generation.engine, SharedEngine)
     before = parameters(ours)
     ours.train()
     plain.train()
@@ -119,9 +119,12 @@ def test_weights_that_an_optimizer_writes_past_torch(tmp_path, peft):
         runs.append(trainer)
     assert_same_run(*runs)
     start = trainer_of(tmp_path / "start", model=tiny_model(seed=3), peft=peft)
-    codes, first = runs[1].vllm_generation.weights.unified("fp8"), start.vllm_generation.weights.unified("fp8")
+    codes, first = (
+        runs[1].vllm_generation.engine.weights.unified("fp8"),
+        start.vllm_generation.engine.weights.unified("fp8"),
+    )
     for name, layer in codes.items():
-        whole = runs[1].vllm_generation.weights.of_linear(layer)
+        whole = runs[1].vllm_generation.engine.weights.of_linear(layer)
         assert torch.equal(layer.codes().values.view(torch.uint8), quantize(whole, "fp8").values.view(torch.uint8))
         assert not torch.equal(layer.codes().scale, first[name].codes().scale)
 

@@ -37,7 +37,7 @@ def test_the_trainers_codes(tmp_path, tuning):
     assert len(layers) == 7 * model.config.num_hidden_layers
     for seed in range(2):
         update(model, seed=seed)
-        sampler.sync_weights()
+        sampler.sync()
         seen.append(greedy(sampler.llm))
         if tuning != "adapter":
             assert seen[-1] == greedy(fresh(model, "int8", tmp_path / f"checkpoint-{seed}"))
@@ -75,7 +75,7 @@ def test_an_adapter_beside_a_policy_in_fp32(tmp_path):
     trainer = make(QuantGRPOTrainer, args, model=model, peft_config=lora())
     keep(trainer)
     checkpoint = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
-    layers = dict(trainer.vllm_generation.weights.frozen())
+    layers = dict(trainer.vllm_generation.engine.weights.frozen())
     assert len(layers) == 7 * trainer.model.config.num_hidden_layers
     for name, layer in layers.items():
         stored = quantize(checkpoint[f"{name}.weight"].bfloat16(), "int8")

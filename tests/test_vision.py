@@ -58,7 +58,7 @@ def test_the_language_model_alone_is_quantized(tmp_path, model, precision):
 
     before, tower_before = greedy(sampler.llm, PROMPTS, n=4), in_tower(sampler.llm)
     update(model, seed=1)
-    sampler.sync_weights()
+    sampler.sync()
     after = greedy(sampler.llm, PROMPTS, n=4)
     AutoProcessor.from_pretrained(model.name_or_path).save_pretrained(tmp_path)
     model.save_pretrained(tmp_path)

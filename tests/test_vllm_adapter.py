@@ -64,7 +64,7 @@ def test_it_equals_vllms_adapter_from_files(tmp_path):
     scores = []
     for step in range(3):
         update(model, seed=step)
-        sampler.sync_weights()
+        sampler.sync()
         model.save_pretrained(tmp_path / f"adapter-{step}")
         options = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": LINEARS}
         base = fresh(model.get_base_model(), "bf16", tmp_path / "base", **options)
@@ -90,21 +90,21 @@ def test_pushes_leave_nothing_behind(tmp_path, precision, tied, monkeypatch):
     seen = []
     for seed in (0, 1):
         update(model, seed=seed)
-        sampler.sync_weights()
+        sampler.sync()
         seen.append(greedy(sampler.llm))
         started = engine(model, precision, lora_sync="adapter")
-        started.sync_weights()
+        started.sync()
         assert seen[-1] == greedy(started.llm)
         if seed == 0:
             first = {name: param.clone() for name, param in model.named_parameters() if "lora_" in name}
     model.load_state_dict(first, strict=False)
-    sampler.sync_weights()
+    sampler.sync()
     assert greedy(sampler.llm) == seen[0] != seen[1]
 
     base = greedy(fresh(model.get_base_model(), precision, tmp_path / "base"))
     assert base not in seen
     set_b(model, 0)
-    sampler.sync_weights()
+    sampler.sync()
     assert greedy(sampler.llm) == base
 
 
@@ -119,7 +119,7 @@ def test_a_reload_of_the_base_leaves_it(tmp_path, precision):
     """As if both were new: nothing looks for the adapter in the stream, and none of it is lost."""
     model = adapted(tmp_path / "policy")
     sampler = engine(model, precision, lora_sync="adapter")
-    sampler.sync_weights()
+    sampler.sync()
     before = greedy(sampler.llm)
     for change, same in ((0.5, False), (2.0, True)):
         model.get_base_model().model.layers[1].mlp.down_proj.base_layer.weight.data *= change
@@ -148,11 +148,11 @@ def test_ranks_scales_and_targets(tmp_path, settings):
     """As the merged policy, which half of the adapter is far from."""
     model = adapted(tmp_path / "policy", **settings)
     sampler = engine(model, "bf16", lora_sync="adapter")
-    sampler.sync_weights()
+    sampler.sync()
     merged = score(fresh(model, "bf16", tmp_path / "merged"))
     ours = score(sampler.llm)
     set_b(model, 0.5)
-    sampler.sync_weights()
+    sampler.sync()
     error, other = distance(ours, merged), distance(score(sampler.llm), merged)
     print(f"error {error:.4f}, of half the adapter {other:.4f}")
     assert error < 0.04 < 0.2 < other
@@ -175,7 +175,7 @@ def test_families(tmp_path, family):
     """The self-check finds the engine near the policy, and far from the policy of half the adapter."""
     model = adapted(tmp_path / "policy", family)
     sampler = engine(model, "bf16", lora_sync="adapter", sync_check_steps=1)
-    sampler.sync_weights()
+    sampler.sync()
     found = sampler.check_sync()
     set_b(model, 0.5)
     sampler.pushed = sampler.weights.adapter()  # its bookkeeping would notice too
@@ -298,10 +298,10 @@ def test_dummy_weights(tmp_path, wide_norms):
     base = greedy(sampler.llm)
     assert base != greedy(fresh(model.get_base_model(), "bf16", tmp_path / "base"))
     set_b(model, 1000)  # dummy weights are small, and what they multiply smaller
-    sampler.sync_weights()
+    sampler.sync()
     assert greedy(sampler.llm) != base
     set_b(model, 0)
-    sampler.sync_weights()
+    sampler.sync()
     assert greedy(sampler.llm) == base
 
 
@@ -372,7 +372,7 @@ def main(case: str, path: Path) -> None:
     keep(sampler)
     for seed in (0, 1):
         update(model, seed=seed)
-        sampler.sync_weights()
+        sampler.sync()
         sampler.check_sync()
         scores.append(score(sampler.llm))
     torch.save(scores, path / f"{case}-{os.environ.get('RANK', 0)}.pt")
@@ -390,7 +390,7 @@ def test_elsewhere(tmp_path, case):
     expected = [score(sampler.llm)] if case == "compiled" else []
     for seed in (0, 1):
         update(model, seed=seed)
-        sampler.sync_weights()
+        sampler.sync()
         expected.append(score(sampler.llm))
     for (i, ours), (j, theirs) in product(enumerate(found), enumerate(expected)):
         assert distance(ours, theirs) < 0.03 if i == j else distance(ours, theirs) > 0.3

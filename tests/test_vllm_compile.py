@@ -32,7 +32,7 @@ def compiled(path: Path) -> None:
     before = greedy(sampler.llm)
     for seed in range(2):
         update(model, seed)
-        sampler.sync_weights()
+        sampler.sync()
     sampler.check_sync()
     ours, theirs = greedy(sampler.llm), greedy(fresh(model, "int8", path / "fresh", enforce_eager=False))
     print("same" if ours == theirs != before else f"{ours} {theirs}", flush=True)

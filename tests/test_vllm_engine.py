@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
+from drawing import generated
 from tiny import tiny_tokenizer
 
 
@@ -36,7 +37,7 @@ def test_every_sync_equals_a_fresh_engine(tmp_path, precision, tied, with_lora, 
     seen = []
     for step in range(3):
         update(model, seed=step)
-        sampler.sync_weights()
+        sampler.sync()
         seen.append(greedy(sampler.llm))
         assert seen[-1] == greedy(fresh(model, precision, tmp_path / f"step-{step}"))
     assert seen[0] != seen[1] != seen[2]
@@ -45,7 +46,7 @@ def test_every_sync_equals_a_fresh_engine(tmp_path, precision, tied, with_lora, 
 def test_noise_equals_the_embedded_engines_and_comes_off(tmp_path):
     model = policy(tmp_path / "policy", tied=False)
     sampler = engine(model, "bf16")
-    sampler.sync_weights()
+    sampler.sync()
     clean = greedy(sampler.llm)
 
     noise = RolloutNoise(sigma=0.05, seed=3, step=7)
@@ -56,19 +57,19 @@ def test_noise_equals_the_embedded_engines_and_comes_off(tmp_path):
     expected = greedy(fresh(noised, "bf16", tmp_path / "noised"))
     for _ in range(2):  # noise does not accumulate
         sampler.noise = noise
-        sampler.generate([[1, 2, 3]], None, 1)
+        generated(sampler, [[1, 2, 3]])
         assert greedy(sampler.llm) == expected != clean
     sampler.noise = RolloutNoise(sigma=0.05, seed=3, step=8)
-    sampler.generate([[1, 2, 3]], None, 1)
+    generated(sampler, [[1, 2, 3]])
     assert greedy(sampler.llm) != expected
     sampler.noise = RolloutNoise()
-    sampler.generate([[1, 2, 3]], None, 1)
+    generated(sampler, [[1, 2, 3]])
     assert greedy(sampler.llm) == clean
     sampler.noise = noise
-    sampler.generate([[1, 2, 3]], None, 1)
-    sampler.sync_weights()  # a sync brings clean weights; noise returns before the next samples
+    generated(sampler, [[1, 2, 3]])
+    sampler.sync()  # a sync brings clean weights; noise returns before the next samples
     assert greedy(sampler.llm) == clean
-    sampler.generate([[1, 2, 3]], None, 1)
+    generated(sampler, [[1, 2, 3]])
     assert greedy(sampler.llm) == expected
 
 
@@ -76,9 +77,9 @@ def test_noise_counts_its_norms(tmp_path, monkeypatch):
     sampler = engine(policy(tmp_path / "policy"), "bf16")
     sampler.noise = RolloutNoise(sigma=0.05)
     few = [f"model.layers.0.{n}.weight" for n in NORMS]
-    monkeypatch.setattr("trl_quant.rollout.trl_adapter.noised_norms", lambda model_type, names: few)
+    monkeypatch.setattr("trl_quant.rollout.base.noised_norms", lambda model_type, names: few)
     with pytest.raises(ValueError, match=r"zip\(\) argument"):
-        sampler.generate([[1, 2, 3]], None, 1)
+        generated(sampler, [[1, 2, 3]])
 
 
 def test_onednn_keeps_the_scales_it_points_to(tmp_path, monkeypatch):
@@ -92,7 +93,7 @@ def test_onednn_keeps_the_scales_it_points_to(tmp_path, monkeypatch):
     for step in range(2):
         update(model, seed=step)
         given.clear()
-        sampler.sync_weights()
+        sampler.sync()
         kept = sampler.llm.apply_model(
             lambda m: [x.scheme.kernel.kept_scale.data_ptr() for x in linear_layers(m).values()]
         )
@@ -115,7 +116,7 @@ def test_tensors_beside_the_parameters_stay_where_they_are(tmp_path, monkeypatch
     for layer in layers:
         layer.locks = torch.ones(4)
     locks = [layer.locks for layer in layers]
-    sampler.sync_weights()
+    sampler.sync()
     assert all(layer.locks is lock for layer, lock in zip(layers, locks, strict=True))
     assert not torch.stack(locks).any()
 
@@ -129,7 +130,7 @@ def test_metrics_equal_the_embedded_engines(tmp_path):
     for step in range(2):
         update(model, seed=step)
         for sampler in engines:
-            sampler.sync_weights()
+            sampler.sync()
         ours, theirs = (sampler.sync_metrics for sampler in engines)
         assert ours == pytest.approx(theirs) and len(ours) == (1, 5)[step]
         assert 0.003 < ours["weights/normalized_quantization_error"] < 0.02
@@ -139,16 +140,16 @@ def test_metrics_equal_the_embedded_engines(tmp_path):
 def test_failed_reload_names_the_tensor_and_ends_the_engine(tmp_path, precision, monkeypatch):
     model = policy(tmp_path / "policy")
     sampler = engine(model, precision)
-    sampler.sync_weights()
+    sampler.sync()
     weight = model.model.layers[1].mlp.up_proj.weight
     weight.data[3, 4] = float("nan")
     if precision == "bf16":  # BF16 accepts any number
-        monkeypatch.setattr(sampler, "_iter_named_params", lambda: broken(model))
+        monkeypatch.setattr(sampler, "policy_stream", lambda *_: broken(model))
     with pytest.raises(RuntimeError, match=r"failed at `model.layers.1.mlp.up_proj.weight`.*cannot be used any more"):
-        sampler.sync_weights()
+        sampler.sync()
     weight.data[3, 4] = 0.0
     monkeypatch.undo()
-    for use in (sampler.sync_weights, sampler.check_sync, lambda: sampler.generate([[1, 2, 3]], None, 1)):
+    for use in (sampler.sync, sampler.check_sync, lambda: generated(sampler, [[1, 2, 3]])):
         with pytest.raises(RuntimeError, match="cannot be used any more"):
             use()
 
@@ -158,12 +159,12 @@ def test_nonfinite_weights_are_reported_after_the_reload(tmp_path, monkeypatch):
     monkeypatch.setattr(VLLMEngine, "on_cpu", False)
     model = policy(tmp_path / "policy")
     sampler = engine(model, "int8")
-    sampler.sync_weights()
+    sampler.sync()
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("inf")
     with pytest.raises(RuntimeError, match=r"failed at `model.layers.1.mlp.up_proj.weight`: it holds NaN or infinity"):
-        sampler.sync_weights()
+        sampler.sync()
     with pytest.raises(RuntimeError, match="cannot be used any more"):
-        sampler.generate([[1, 2, 3]], None, 1)
+        generated(sampler, [[1, 2, 3]])
 
 
 def broken(model):
@@ -179,9 +180,9 @@ def test_incomplete_stream(tmp_path, monkeypatch):
     model = policy(tmp_path / "policy")
     sampler = engine(model, "int8")
     names = [(n, p.data) for n, p in model.named_parameters() if "layers.1.post_attention_layernorm" not in n]
-    monkeypatch.setattr(sampler, "_iter_named_params", lambda: iter(names))
+    monkeypatch.setattr(sampler, "policy_stream", lambda *_: iter(names))
     with pytest.raises(RuntimeError, match=r"no weights for model.layers.1.post_attention_layernorm"):
-        sampler.sync_weights()
+        sampler.sync()
 
 
 def test_prepared_checkpoint_is_used_as_it_is(tmp_path):
@@ -192,7 +193,7 @@ def test_prepared_checkpoint_is_used_as_it_is(tmp_path):
     sampler = engine(model, "int8")
     assert greedy(sampler.llm) == expected  # before any sync
     update(model, seed=0)
-    sampler.sync_weights()
+    sampler.sync()
     assert greedy(sampler.llm) == greedy(fresh(model, "int8", tmp_path / "updated"))
     with pytest.raises(ValueError, match=r"rollout_precision.*'bf16'.*quantized to 'int8'"):
         engine(model, "bf16")

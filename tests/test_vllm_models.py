@@ -3,6 +3,7 @@
 import peft
 import pytest
 import torch
+from drawing import generated
 from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, save_tiny, tiny_tokenizer
 from training import config, lora, make
@@ -30,7 +31,7 @@ def assert_samples_from(model, precision: str, path, **options) -> None:
     sampler = engine(model, precision, **options)
     for seed in (1, 2):
         update(model, seed, size=0.05)
-        sampler.sync_weights()
+        sampler.sync()
         metrics = sampler.check_sync()
         assert metrics["sync_check/logp_difference"] < metrics["sync_check/bound"]
     assert greedy(sampler.llm) == greedy(fresh(model, precision, path / "fresh"))
@@ -79,7 +80,7 @@ def test_the_second_adapter_beside_the_base(tmp_path):
     model.set_adapter("other")
     sampler = engine(model, "int8", lora_sync="adapter")
     update(model, seed=1)
-    sampler.sync_weights()
+    sampler.sync()
     metrics = sampler.check_sync()
     assert metrics["sync_check/logp_difference"] < metrics["sync_check/bound"]
 
@@ -197,7 +198,7 @@ def test_every_end_of_a_completion_ends_it(tmp_path):
     prompts = [[5, 6, 7]] * 32
     for generation_kwargs, ends in (({}, True), ({"stop_token_ids": [201]}, True), ({"ignore_eos": True}, False)):
         sampler = engine(model, "bf16", generation_kwargs=generation_kwargs)
-        sampler.sync_weights()
-        _, completions, *_ = sampler.generate(prompts, None, 1)
+        sampler.sync()
+        _, completions, *_ = generated(sampler, prompts)
         assert all(token >= 200 for ids in completions for token in ids[:-1]) == ends
         assert ({len(ids) for ids in completions} == {8}) != ends

@@ -18,7 +18,7 @@ def test_noise_arrives(tmp_path, family):
     for sigma, (effective, slope) in zip(SIGMAS, arrivals(sampler, SIGMAS), strict=True):
         assert effective == pytest.approx(sigma, rel=0.05)
         assert 0.7 < slope < 1.3
-    sampler.sync_weights()
+    sampler.sync()
     assert sampler.effective_sigma == 0
     sampler.check_sync()
 

@@ -2,11 +2,12 @@
 
 import gc
 import math
-from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from drawing import generated, set_options
 from tiny import save_tiny
 from training import config, lora, make, metrics
 
@@ -14,12 +15,13 @@ from training import config, lora, make, metrics
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import SamplingParams
 from vllm_engines import SMALL, engine, fresh, keep, policy, update
-from vllm_sampling import PLACES, PROMPTS, broken_off, cached, is_lean, reasons, sampled
+from vllm_sampling import PLACES, PROMPTS, broken_off, cached, is_lean, plainly, reasons, sampled
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.rollout.engine import Samples
 from trl_quant.rollout.sampling_options import VLLM
 from trl_quant.rollout.vllm import worker
-from trl_quant.rollout.vllm.sampling import BlocksWithRoom, extract_logprobs
+from trl_quant.rollout.vllm.sampling import BlocksWithRoom, read
 
 
 pytestmark = pytest.mark.vllm
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(scope="module")
 def sampler(tmp_path_factory):
     built = engine(policy(tmp_path_factory.mktemp("policy")), "int8", max_completion_length=140, max_num_seqs=16)
-    built.sync_weights()
+    built.sync()
     return built
 
 
@@ -96,7 +98,7 @@ def test_options_that_are_said_to_bias_the_ratio_do(tmp_path):
     products are far off on a CPU without VNNI.
     """
     sampler = engine(policy(tmp_path / "policy"), "bf16", max_completion_length=140, max_num_seqs=12)
-    sampler.sync_weights()
+    sampler.sync()
     plain = distance(sampler)
     found = {name: distance(sampler, **options) for name, options in BIASING.items()}
     assert BIASING.keys() <= {*VLLM, "temperature"}
@@ -128,10 +130,10 @@ def test_a_full_cache(tmp_path):
 def test_with_an_adapter_and_after_a_sync(tmp_path):
     model = policy(tmp_path / "policy", with_lora=True)
     sampler = engine(model, "int8", lora_sync="adapter")
-    sampler.sync_weights()
+    sampler.sync()
     before, _ = sampled(sampler)
     update(model, seed=0, size=0.1)
-    sampler.sync_weights()
+    sampler.sync()
     lean, _ = sampled(sampler)
     assert lean == sampled(sampler, plain=True)[0] and lean != before
 
@@ -180,19 +182,23 @@ def test_text_is_made_where_it_is_needed(sampler, case):
         assert all(set(completion.text[-3:]) <= set("ab") for completion in completions)
 
 
-def test_further_tokens_of_a_position_are_refused(sampler):
+def test_of_further_tokens_of_a_position_the_drawn_ones_count(sampler):
     """TRL would train on the likeliest one's log-probability. A run cannot ask for them; see `SET_BY_TRL`."""
-    with pytest.raises(RuntimeError, match="a token has log-probabilities other than one"):
-        sampled(sampler, PROMPTS[:4], logprobs=3)
+    found, [(params, outputs)] = sampled(sampler, PROMPTS[:4], logprobs=3)
+    assert params.logprobs == 3 and found == sampled(sampler, PROMPTS[:4])[0]
+    likeliest = [max(step.values(), key=lambda one: one.logprob).logprob for step in outputs[0].outputs[0].logprobs]
+    assert likeliest != [logp for (logp,) in found[2][0]]
 
 
 def test_a_regex_needs_text(sampler):
-    sampler.structured_outputs_regex = "[ab]{3}"
+    plain = sampler.settings
+    sampler.settings = replace(plain, structured_outputs_regex="[ab]{3}")
     try:
-        _, [(params, _)] = sampled(sampler, PROMPTS[:4])
+        _, [(params, outputs)] = sampled(sampler, PROMPTS[:4])
     finally:
-        sampler.structured_outputs_regex = None
-    assert params.detokenize
+        sampler.settings = plain
+    texts = [output.outputs[0].text for output in outputs]
+    assert params.detokenize and all(set(text[-3:]) <= set("ab") for text in texts)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -200,8 +206,8 @@ def test_the_engine_is_as_before(sampler, monkeypatch, fails):
     """After a generation, and after one that failed."""
     core = sampler.llm.llm_engine.engine_core.engine_core
     places = [(core.scheduler.kv_cache_manager, name) for name in ("allocate_slots", "cache_blocks")]
-    places += [(sampler.llm.llm_engine.output_processor, "process_outputs"), (sampler, "generation_kwargs")]
-    sampler.generation_kwargs = {}
+    places += [(sampler.llm.llm_engine.output_processor, "process_outputs"), (sampler, "settings")]
+    set_options(sampler)
     before = [getattr(place, name) for place, name in places]
     inside = []
 
@@ -215,9 +221,9 @@ def test_the_engine_is_as_before(sampler, monkeypatch, fails):
     monkeypatch.setattr(sampler.llm, "generate", look)
     if fails:
         with pytest.raises(RuntimeError, match="device lost"):
-            sampler.generate(PROMPTS, None, 4)
+            generated(sampler, PROMPTS, copies=4)
     else:
-        sampler.generate(PROMPTS, None, 4)
+        generated(sampler, PROMPTS, copies=4)
     assert inside == [(False, False)]
     assert gc.isenabled() and [getattr(place, name) for place, name in places] == before
 
@@ -229,18 +235,18 @@ def test_the_engine_is_as_before(sampler, monkeypatch, fails):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_generation_that_breaks_off(sampler, monkeypatch, place, error):
     """The next generation has no completion of it, and is that of an engine in which nothing failed."""
-    sampler.generation_kwargs = {}
+    set_options(sampler)
     others = [[(11 * i + 5) % 250 for i in range(n)] for n in (200, 126, 3) for _ in range(4)]
     torch.manual_seed(5)
     sampler.llm.reset_prefix_cache()
-    whole = sampler.generate(others, None, 4)
+    whole = generated(sampler, others, copies=4)
     sampler.llm.reset_prefix_cache()
-    sampler.generate(PROMPTS, None, 4)  # overwrites the keys and values of `others`
+    generated(sampler, PROMPTS, copies=4)  # overwrites the keys and values of `others`
     sampler.llm.reset_prefix_cache()
     with broken_off(sampler, monkeypatch, place, error):
-        sampler.generate(others, None, 4)
+        generated(sampler, others, copies=4)
     torch.manual_seed(5)
-    assert sampler.generate(others, None, 4) == whole and len(whole[1]) == len(others)
+    assert generated(sampler, others, copies=4) == whole and len(whole[1]) == len(others)
     (held,) = sampler.llm.collective_rpc(worker.forget_step)
     assert len(held) <= len(others), "the worker still holds requests of an earlier generation"
 
@@ -278,8 +284,8 @@ def test_statistics_are_of_each_token(tmp_path, monkeypatch, statistics):
 
 
 def test_unscored_tokens():
-    completion = SimpleNamespace(token_ids=[4, 5], logprobs=[math.nan, -1.0])
-    assert extract_logprobs([SimpleNamespace(outputs=[completion])]) == ([[[None], [-1.0]]], [[[4], [5]]])
+    completion = SimpleNamespace(token_ids=[4, 5], logprobs=[math.nan, -1.0], finish_reason="stop")
+    assert read([SimpleNamespace(outputs=[completion])]) == Samples([[4, 5]], [[None, -1.0]])
 
 
 @pytest.mark.parametrize("lora_sync", ["merge", "adapter"])
@@ -294,7 +300,7 @@ def test_through_the_trainer(tmp_path, lora_sync):
         trainer = make(QuantGRPOTrainer, args, model=model, peft_config=lora())
         keep(trainer)
         if plain:
-            trainer.vllm_generation.sampling = nullcontext
+            trainer.vllm_generation.engine.sampling = plainly
         trainer.train()
         logs.append(metrics(trainer)[:2])
     assert logs[0] == logs[1] and logs[0][0]["mismatch/kl_k3"] > 0

@@ -50,6 +50,7 @@ NAMES = {
     "vllm:ModelRegistry": "get_supported_archs",
     "vllm:SamplingParams": """__struct_fields__ detokenize ignore_eos logprobs max_tokens prompt_logprobs
         skip_reading_prefix_cache temperature""",
+    "vllm.sampling_params": "StructuredOutputsParams",
     "vllm.engine.arg_utils": "AsyncEngineArgs",
     "vllm.model_executor.kernels": "linear",
     "vllm.model_executor.kernels.linear": "_POSSIBLE_INT8_KERNELS",

@@ -257,7 +257,7 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     options = {"sync_check_steps": 1, "max_steps": 3, "peft_config": peft_config, **noise}
     trainer = trainer_of(tmp_path, servers[precision], model, precision, **options)
     (products,) = fresh(trainer.model, precision, tmp_path / "before").apply_model(vllm_worker.int8_errors)
-    trainer.vllm_generation.product_errors = products  # of this CPU; a server cannot be asked for them
+    trainer.vllm_generation.engine.product_errors = products  # of this CPU; a server cannot be asked for them
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert all(log["sync_check/logp_difference"] < log["sync_check/bound"] for log in logs)
@@ -265,7 +265,7 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     assert [log["noise/effective_sigma"] for log in logs] == pytest.approx([0, 0.5, last_sigma], rel=0.1)
     assert logs[1]["mismatch/kl_k3"] > 5 * logs[0]["mismatch/kl_k3"]
     trainer.check_sync()
-    caches = trainer.vllm_generation.caches
+    caches = trainer.vllm_generation.engine.caches
     assert sorted(caches) == ([0, 1] if precision == "int8" and FP8_CACHE else [])
     if caches:
         caches[1].scales["_v_scale"] = 0.5

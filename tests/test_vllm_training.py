@@ -153,8 +153,8 @@ def test_crash_while_sampling_keeps_the_checkpoint(tmp_path, monkeypatch):
 
 def test_a_stale_engine_stops_the_run(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path, sync_check_steps=1)
-    engine, sync = trainer.vllm_generation, trainer.vllm_generation.sync_weights
-    monkeypatch.setattr(engine, "sync_weights", lambda: sync() if trainer.state.global_step < 2 else forget(engine))
+    engine, sync = trainer.vllm_generation.engine, trainer.vllm_generation.engine.sync
+    monkeypatch.setattr(engine, "sync", lambda: sync() if trainer.state.global_step < 2 else forget(engine))
     with pytest.raises(RuntimeError, match=r"failed at step 2.*stale: the policy has moved"):
         trainer.train()
 

@@ -57,7 +57,7 @@ def train(precision: str, engine: str, path: Path) -> dict:
         if GPU:
             note_sleep(trainer.vllm_generation.llm, events)
         else:
-            put_to_sleep(trainer.vllm_generation, level, events)
+            put_to_sleep(trainer.vllm_generation.engine, level, events)
     trainer.train()
 
     logs = [log for log in trainer.state.log_history if "tools/call_frequency" in log]

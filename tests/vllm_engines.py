@@ -166,7 +166,7 @@ def assert_live_equals_fresh(sampler: VLLMEngine, model, precision: str, path) -
     seen = []
     for seed in range(2):
         update(model, seed=seed)
-        sampler.sync_weights()
+        sampler.sync()
         seen.append(greedy(sampler.llm))
         assert seen[-1] == greedy(fresh(model, precision, path / f"checkpoint-{seed}"))
     assert seen[0] != seen[1]

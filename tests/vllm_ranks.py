@@ -83,7 +83,7 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
         return train_exactly(trainer, path)
     before = greedy(trainer.vllm_generation.llm)  # the checkpoint's, as vLLM loads it
     trainer.train()
-    update = trainer.vllm_generation.update_since_sync()
+    update = trainer.vllm_generation.engine.update_since_sync()
     trainer.check_sync()
     ours = greedy(trainer.vllm_generation.llm)
     trainer.save_model(path / "trained")
@@ -116,7 +116,7 @@ def beside(trainer, precision: str, before, ours, path: Path) -> dict:
     model = AutoModelForCausalLM.from_pretrained(path.parent / "model", dtype="auto")
     model = PeftModel.from_pretrained(model, path / "trained")
     other = engine(model, precision, lora_sync="adapter")
-    other.sync_weights()
+    other.sync()
     theirs = greedy(other.llm)
     checks = [log["sync_check/logp_difference"] for log in trainer.state.log_history if "sync_check/bound" in log]
     norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
@@ -136,7 +136,7 @@ def train_exactly(trainer, path: Path) -> dict:
     return {
         "same": [log["mismatch/same_fraction"] for log in logged],
         "largest_difference": max(log["sampling/sampling_logp_difference/max"] for log in logged),
-        "update_of_last_step": trainer.vllm_generation.update_since_sync(),
+        "update_of_last_step": trainer.vllm_generation.engine.update_since_sync(),
     }
 
 

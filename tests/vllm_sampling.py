@@ -4,10 +4,16 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from drawing import generated, set_options
 
 
 # Of 200, 126 and 3 tokens, each four times: past, up to and before the end of a cache block of 128
 PROMPTS = [[(7 * i + 3) % 250 for i in range(n)] for n in (200, 126, 3) for _ in range(4)]
+
+
+def plainly() -> nullcontext:
+    """In place of an engine's `sampling`: vLLM samples as it does by itself."""
+    return nullcontext({})
 
 
 def sampled(sampler, prompts=PROMPTS, plain=False, torch_seed=5, **generation_kwargs):
@@ -20,12 +26,12 @@ def sampled(sampler, prompts=PROMPTS, plain=False, torch_seed=5, **generation_kw
         return outputs
 
     torch.manual_seed(torch_seed)
-    sampler.generation_kwargs = generation_kwargs
+    set_options(sampler, **generation_kwargs)
     sampler.llm.generate = spy
-    own, sampler.sampling = sampler.sampling, nullcontext if plain else sampler.sampling
+    own, sampler.sampling = sampler.sampling, plainly if plain else sampler.sampling
     try:
         sampler.llm.reset_prefix_cache()
-        found = sampler.generate(prompts, None, 4)
+        found = generated(sampler, prompts, copies=4)
     finally:
         sampler.llm.generate, sampler.sampling = generate, own
     return found, seen

@@ -14,12 +14,10 @@ A context restores the original when it ends:
 | `TrainingArguments.world_size` | the construction of a config | `trl-quant choose` is one process for several |
 | `TrainingArguments.place_model_on_device` | `trl-quant choose` builds a trainer | it may be too large for a GPU |
 | the arguments' `fsdp` and `deepspeed` | the same | transformers shards nothing in one process |
-| `vllm_generation.LLM` | the construction of an engine | TRL passes no further arguments to vLLM |
-| `vllm_generation.VLLMClient` | the same | our client checks the server and its answers |
+| `vllm_generation.LLM` | the construction of TRL's own engine in benchmarks | TRL passes no further arguments to vLLM |
 | `shuffle_sequence_dict` in the module of TRL's trainer | a generation | packed rows are arranged after it |
 | `ChunkedDivergenceFunction` in the module of TRL's trainer | a loss of distillation | divergences get weights |
 | `profiling.ProfilingContext` | a training | TRL reports its times only to trackers |
-| `vllm_generation.extract_logprobs` | a generation | vLLM then returns log-probabilities as floats, not as objects |
 | `utils._ChunkedLogProbFunction` | a forward pass | it must return the engine's log-probabilities |
 
 vLLM's own names are listed in `rollout/vllm/seams.py`. Layers that `nn.Module.set_submodule` puts into a model are not
@@ -216,6 +214,11 @@ def divergences_by(
     return exchanged(module, ChunkedDivergenceFunction=Weighed)
 
 
+def arguments_seen(args: Any, **fields: Any) -> AbstractContextManager:
+    """Context in which the constructor of TRL's trainer finds `fields` in `args`."""
+    return exchanged(args, **fields)
+
+
 @contextmanager
 def trainer_builds(trainer_class: type, engine: Callable | None, args: Any, **fields: Any) -> Iterator[None]:
     """
@@ -224,8 +227,15 @@ def trainer_builds(trainer_class: type, engine: Callable | None, args: Any, **fi
     """
     module = _module_of_engine(trainer_class)
     ours = {} if engine is None else {"VLLMGeneration": engine, "is_vllm_available": lambda: True}
-    with exchanged(module, **{name: ours[name] for name in ours if hasattr(module, name)}), exchanged(args, **fields):
+    ours = {name: value for name, value in ours.items() if hasattr(module, name)}
+    with exchanged(module, **ours), arguments_seen(args, **fields):
         yield
+
+
+def generation_derived(trainer_class: type, derive: Callable[[type], type]) -> AbstractContextManager:
+    """Context in which TRL's trainer builds the class that `derive` makes of its own `VLLMGeneration`."""
+    module = _module_of_engine(trainer_class)
+    return exchanged(module, VLLMGeneration=derive(module.VLLMGeneration))
 
 
 def loaded_by(trainer_class: type, finish: Callable[[str, Any], None]) -> AbstractContextManager:
@@ -298,16 +308,6 @@ def llm_with(**arguments: Any) -> Iterator[None]:
         yield
 
 
-def client_built(client: Callable) -> AbstractContextManager:
-    """Context in which TRL builds `client` instead of its own client of a server."""
-    return exchanged(vllm_generation, VLLMClient=client)
-
-
-def extracting_with(extract: Callable) -> AbstractContextManager:
-    """Context in which TRL reads log-probabilities and their token ids out of vLLM's outputs with `extract`."""
-    return exchanged(vllm_generation, extract_logprobs=extract)
-
-
 def exact_log_probs(score: Callable) -> type:
     """
     Returns TRL's fused head with the log-probabilities of [`~layers.exact.frozen_head`], which also computes gradients
@@ -356,6 +356,11 @@ def phases_timed(add: Callable[[str, float], None]) -> Iterator[None]:
 
     with exchanged(profiling, ProfilingContext=Timed):
         yield
+
+
+def choose_port() -> None:
+    """Sets `MASTER_ADDR` and `MASTER_PORT`, unless they are set, to this host and a free port, as TRL does."""
+    trl_utils.ensure_master_addr_port()
 
 
 def empty_cache() -> None:

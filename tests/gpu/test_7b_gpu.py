@@ -73,8 +73,8 @@ def test_live_equals_fresh(tmp_path, name):
     peft_config = lora(r=32, lora_alpha=64) if adapted else None
     trainer = make(kind, args, model=policy, train_dataset=dataset(16), reward_funcs=reward, peft_config=peft_config)
     keep(trainer)
-    sampler = trainer.vllm_generation
-    sampler.sync_weights()
+    sampler = trainer.vllm_generation.engine
+    sampler.sync()
     first = greedy(sampler.llm)
     trainer.train()
 

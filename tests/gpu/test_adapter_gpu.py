@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+from drawing import generated
 from vllm_engines import GPU_MODEL, SLEEPING, SMALL, engine, fresh, greedy, policy, score, update
 
 from trl_quant.precisions import in_vllm
@@ -52,20 +53,20 @@ def test_pushes_under_cuda_graphs(tmp_path, precision):
     for seed in range(2):
         update(model, seed=seed)
         start = time.perf_counter()
-        sampler.sync_weights()
+        sampler.sync()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         print(f"{precision:>10} push {1e3 * seconds:.1f} ms, {sampler.check_sync()}")
         seen.append(greedy(sampler.llm))
         first = first or {n: p.clone() for n, p in model.named_parameters() if "lora_" in n}
         started = engine(model, precision, lora_sync="adapter")
-        started.sync_weights()
+        started.sync()
         assert seen[-1] == greedy(started.llm)
     model.load_state_dict(first, strict=False)
-    sampler.sync_weights()
+    sampler.sync()
     assert greedy(sampler.llm) == seen[0] != seen[1]
     without_b(model)
-    sampler.sync_weights()
+    sampler.sync()
     assert greedy(sampler.llm) == greedy(fresh(model.get_base_model(), precision, tmp_path / "base")) != seen[0]
 
 
@@ -83,7 +84,7 @@ def distances(model, samplers, before):
     for seed in range(2):
         update(model, seed=seed, size=0.05)
         for each in samplers:
-            each.sync_weights()
+            each.sync()
         scores = [score(each.llm) for each in samplers]
         yield scores, apart(scores[0], before)
         before = scores[0]
@@ -128,9 +129,9 @@ def test_asleep(tmp_path, precision):
     seen = []
     for seed in range(2):
         update(model, seed=seed)
-        sampler.sync_weights()
+        sampler.sync()
         for _ in range(2):
             sampler.ensure_ready()
             seen.append(greedy(sampler.llm))
-            sampler.generate([[1, 2, 3]], None, 1)  # after which it sleeps
+            generated(sampler, [[1, 2, 3]])  # after which it sleeps
     assert seen[0] == seen[1] != seen[2] == seen[3]

@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+from drawing import generated
 from test_exact import EXACT_FAMILIES, batch
 from test_one_copy_gpu import LORA
 from torch.nn.utils.rnn import pad_sequence
@@ -79,7 +80,7 @@ def compare(sampler, models: dict, lengths=(3, 30, 130, 700)) -> dict[str, tuple
     name begins with "packed" get packed rows. Each prompt has two completions in a batch.
     """
     prompts = [[(7 * i + 3 * n + j % 2) % 250 for i in range(n)] for n in lengths for j in range(4)]
-    _, completions, found, _ = sampler.generate(prompts, None, 1)
+    _, completions, found, _ = generated(sampler, prompts)
     theirs = [torch.tensor(each).flatten() for each in found]
     result = {}
     for name, model in models.items():
@@ -106,7 +107,7 @@ def assert_same_bits(model, precision, steps=2, **options):
         if step:
             update(model, seed=step)
             update(plain, seed=step)
-        sampler.sync_weights()
+        sampler.sync()
         result = compare(sampler, {"same kernels": model, "packed": model, "same format": plain})
         print(f"\n{precision:>10}", {name: f"{same:.2%}, KL {kl:.1e}" for name, (same, kl) in result.items()})
         assert result["same kernels"] == result["packed"] == (1.0, 0.0)

@@ -63,7 +63,7 @@ def test_every_sync_is_checked(tmp_path, precision):
         print(f"{precision:>5} step {log['step']}: difference {difference:.5f}, bound {bound:.5f}")
     assert len(checks) == 20
 
-    sampler, found = trainer.vllm_generation, trainer.check_sync()
+    sampler, found = trainer.vllm_generation.engine, trainer.check_sync()
     cache, without = sampler.caches[1], unrounded(sampler)
     backend = sampler.llm.apply_model(lambda model: str(model.model.layers[1].self_attn.attn))
     print(f"{precision:>5} {cache}, {backend}")

@@ -34,7 +34,7 @@ def test_noise_arrives(tmp_path, precision):
     sampler.lay_noise(RolloutNoise())
     before = greedy(sampler.llm)
     update(sampler.model, seed=1)
-    sampler.sync_weights()  # a reload keeps the norms in FP32
+    sampler.sync()  # a reload keeps the norms in FP32
     assert greedy(sampler.llm) != before
     effective, slope, _ = arrival(tmp_path, precision, True, SIGMAS[0], "cuda", sampler, family="qwen2", **GPU_MODEL)
     print(f"{precision:>10} after a sync: effective {effective:.2e}, slope {slope:.2f}")

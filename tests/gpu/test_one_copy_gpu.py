@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+from drawing import generated
 from safetensors.torch import load_file
 from tiny import save_tiny
 from training import config, dataset, make, parameters
@@ -69,7 +70,7 @@ def logps(model, sequences: list[list[int]]) -> list[torch.Tensor]:
 
 def sampled(sampler, count: int = 16) -> tuple[list[list[int]], list[list[int]], list[torch.Tensor]]:
     """`(prompts, completions, log-probabilities)` of one generation."""
-    prompts, completions, found, _ = sampler.generate(PROMPTS * count, None, 1)
+    prompts, completions, found, _ = generated(sampler, PROMPTS * count)
     return prompts, completions, [torch.tensor(each).flatten() for each in found]
 
 
@@ -98,7 +99,7 @@ def test_one_memory(tmp_path, precision, family, monkeypatch, caplog):
     for seed in range(2):
         update(model, seed=seed)
         for sampler in (own, shared):
-            sampler.sync_weights()
+            sampler.sync()
         assert greedy(shared.llm) == greedy(own.llm)
     print(f"\n{precision:>10} {family}: {shared.check_sync()}")
     parameters = dict(shared.llm.apply_model(lambda model: dict(model.named_parameters()))[0])
@@ -117,14 +118,14 @@ def test_mismatch_like_bf16s(tmp_path, precision):
     model = adapted(tmp_path / "policy", precision)
     options = {"max_completion_length": 128, "max_num_seqs": 64}
     shared = engine(model, precision, lora_sync="adapter", **options)
-    shared.sync_weights()
+    shared.sync()
     found = mismatch(shared, model)
     plain = adapted(tmp_path / "plain", None)
     bf16 = engine(plain, "bf16", **options)
-    bf16.sync_weights()
+    bf16.sync()
     reference = mismatch(bf16, plain)
     merged = engine(plain, precision, **options)
-    merged.sync_weights()
+    merged.sync()
     apart = mismatch(merged, plain)
     print(f"\n{precision:>10}: KL of the shared base {found:.2e}, of BF16 {reference:.2e}, of Q(W + BA) {apart:.2e}")
     assert 0 < found < 1.5 * reference < 0.1 * apart
@@ -135,7 +136,7 @@ def test_noise_on_the_shared_base(tmp_path, precision):
     """It arrives, raises the sampler's entropy, leaves the trainer alone, and goes again."""
     model = adapted(tmp_path / "policy", precision)
     shared = engine(model, precision, lora_sync="adapter", wide_norms=True, max_completion_length=64, max_num_seqs=64)
-    shared.sync_weights()
+    shared.sync()
     norms = shared.read_norms()
     clean, forward, surprise = greedy(shared.llm), torch.cat(logps(model, PROMPTS)), {}
     for sigma in (0.0, 5e-4, 1e-2, 1e-1, 0.0):
@@ -174,19 +175,19 @@ def test_asleep(tmp_path, precision):
     model = adapted(tmp_path / "policy", precision)
     sleep = {"enable_sleep_mode": True, "sleep_level": 1, "engine_kwargs": SLEEPING}
     sampler = engine(model, precision, lora_sync="adapter", **sleep)
-    sampler.sync_weights()
+    sampler.sync()
     sampler.ensure_ready()
     awake = memory_of_this_process()
     seen, forward = greedy(sampler.llm), torch.cat(logps(model, PROMPTS))
-    sampler.generate([[1, 2, 3]], None, 1)  # after which it sleeps
+    generated(sampler, [[1, 2, 3]])  # after which it sleeps
     assert awake - memory_of_this_process() > SLEEPING["kv_cache_memory_bytes"] / 2
     assert torch.equal(torch.cat(logps(model, PROMPTS)), forward)
     update(model, seed=0)
-    sampler.sync_weights()
+    sampler.sync()
     sampler.ensure_ready()
     assert greedy(sampler.llm) != seen
     update(model, seed=0, size=-0.02)
-    sampler.sync_weights()
+    sampler.sync()
     assert (torch.cat(logps(model, PROMPTS)) - forward).abs().mean() < 0.1 * forward.std()
 
 
@@ -225,8 +226,8 @@ def test_a_run_on_a_prepared_checkpoint(tmp_path, precision, monkeypatch, caplog
         trainer = make(QuantGRPOTrainer, args, model=str(prepared), **options)
     keep(trainer)
     assert "hold one copy" in caplog.text
-    sampler, start = trainer.vllm_generation, parameters(trainer)
-    sampler.sync_weights()
+    sampler, start = trainer.vllm_generation.engine, parameters(trainer)
+    sampler.sync()
     first = greedy(sampler.llm)
     trainer.train()
 
@@ -243,5 +244,5 @@ def test_a_run_on_a_prepared_checkpoint(tmp_path, precision, monkeypatch, caplog
     with monkeypatch.context() as patch:
         patch.setattr(one_copy, "lent_weights", lambda: None)
         own = engine(trainer.model, precision, lora_sync="adapter")
-    own.sync_weights()
+    own.sync()
     assert greedy(sampler.llm) == greedy(own.llm) != first

@@ -47,7 +47,7 @@ def test_mismatch_like_bf16s(tmp_path, precision):
     found = []
     for policy_model, format in ((model, precision), (plain, "bf16"), (plain, precision)):
         sampler = engine(policy_model, format, **options)
-        sampler.sync_weights()
+        sampler.sync()
         found.append(mismatch(sampler, policy_model))
     ours, bf16, apart = found
     print(f"\n{precision:>10}: KL of trained weights {ours:.2e}, of BF16 {bf16:.2e}, of a BF16 policy {apart:.2e}")

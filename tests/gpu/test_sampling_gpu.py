@@ -8,6 +8,7 @@ ones and those of a seed of each request.
 
 import pytest
 import torch
+from drawing import generated, set_options
 from vllm_engines import GPU_MODEL, engine, policy
 from vllm_sampling import PLACES, PROMPTS, broken_off, cached, is_lean, reasons, sampled
 
@@ -23,7 +24,7 @@ def sampler(tmp_path_factory):
     model = policy(tmp_path_factory.mktemp("policy"), **GPU_MODEL).cuda()
     built = engine(model, "fp8", max_completion_length=140, max_num_seqs=len(PROMPTS))
     assert built.llm.llm_engine.engine_core.engine_core.batch_queue is not None
-    built.sync_weights()
+    built.sync()
     return built
 
 
@@ -74,10 +75,10 @@ def test_completions_that_end_early(sampler):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_generation_that_breaks_off(sampler, monkeypatch, place):
     """Steps of it may still be under way on the GPU; the next generation has its own completions alone."""
-    sampler.generation_kwargs = {"temperature": 0, "ignore_eos": True}
+    set_options(sampler, temperature=0, ignore_eos=True)
     sampler.llm.reset_prefix_cache()
-    whole = sampler.generate(APART, None, 4)
+    whole = generated(sampler, APART, copies=4)
     sampler.llm.reset_prefix_cache()
     with broken_off(sampler, monkeypatch, place, KeyboardInterrupt):
-        sampler.generate(APART, None, 4)
-    assert sampler.generate(APART, None, 4) == whole and len(whole[1]) == len(APART)
+        generated(sampler, APART, copies=4)
+    assert generated(sampler, APART, copies=4) == whole and len(whole[1]) == len(APART)

@@ -63,7 +63,7 @@ def test_trainer_and_engine_compute_the_same(tmp_path, precision, lora):
         if step:
             update(model, seed=step)
             update(plain, seed=step)
-        sampler.sync_weights()
+        sampler.sync()
         layers = dict(sampler.weights.frozen()) if lora == "frozen" else sampler.weights.unified(precision)
         own = {name: layer.codes().values for name, layer in layers.items()}
         held = codes_of(sampler)
@@ -105,7 +105,7 @@ def test_rotary_embedding_by_liger(tmp_path):
 def test_bf16_for_comparison(tmp_path):
     model = policy(tmp_path / "policy", tied=False, **GPU_MODEL).cuda()
     sampler = engine(model, "bf16", **OPTIONS)
-    sampler.sync_weights()
+    sampler.sync()
     kl, equal = apart(sampled(sampler), model)
     print(f"\n      bf16 KL {kl:.2e} ({equal:.1%} bit-equal)")
     assert 0 < kl < 0.1

@@ -46,7 +46,7 @@ class SleepLevel(TrainerCallback):
     """Sleeps at level 2 after the first steps and at level 1 after the others."""
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.trainer.vllm_generation.sleep_level = 2 if state.global_step < 2 else 1
+        self.trainer.vllm_generation.engine.sleep_level = 2 if state.global_step < 2 else 1
 
 
 def trained(tmp_path, precision, sleeping, steps=4, **kwargs):
@@ -86,7 +86,7 @@ def awake(trainer):
     """The engine with the policy's weights of now."""
     trainer.vllm_generation.sync_weights()
     trainer.vllm_generation.check_sync()  # the engine's own, after which it stays awake
-    return trainer.vllm_generation
+    return trainer.vllm_generation.engine
 
 
 @pytest.mark.parametrize("sleeping", [False, True], ids=["awake", "sleeping"])
@@ -113,7 +113,7 @@ def test_adapter_sync(tmp_path, precision, sleeping):
     sampler = awake(trainer)
     before = score(sampler.llm)
     update(trainer.model, seed=0, size=0.05)
-    sampler.sync_weights()
+    sampler.sync()
     sampler.check_sync()
     ours = score(sampler.llm)
     trainer.model.save_pretrained(tmp_path / "adapter")
@@ -197,7 +197,7 @@ def test_faults_are_found(tmp_path, precision):
     update(model, seed=0, size=1e-3)
     with pytest.raises(RuntimeError, match="stale"):
         sampler.check_sync()
-    sampler.sync_weights()
+    sampler.sync()
     sampler.check_sync()
     sampler.llm.apply_model(lambda m: m.model.layers[3].post_attention_layernorm.weight.data.zero_())
     sampler.llm.reset_prefix_cache()

@@ -41,6 +41,7 @@ from ..config.diffusion import DenoisingFields
 from ..config.fields import QuantFields
 from ..reading import read_json, reading
 from ..rollout import RolloutEngine
+from ..rollout.engine import requests_for
 from ..storage.files import TOKENIZER
 from ..storage.identity import CONFIGS, MODEL_FILES
 from ..storage.lock import OUTPUT_LOCK, locked
@@ -401,8 +402,9 @@ def answer(
         for number, batch in answers.waiting():
             set_seed(zlib.crc32(f"{options.seed} {number}".encode()))
             with _nan_told():
-                _, ids, logps, _ = engine.generate([prompts[question] for question, _ in batch], None, 1)
-            if not all(logp is not None and math.isfinite(logp) for row in logps for (logp, *_) in row):
+                samples = engine.draw(requests_for([prompts[question] for question, _ in batch]))
+            ids = samples.token_ids
+            if not all(logp is not None and math.isfinite(logp) for row in samples.logps for logp in row):
                 raise ValueError(NOT_FINITE)
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
             columns = questions.select([question for question, _ in batch])[:]

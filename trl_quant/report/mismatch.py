@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from ..corrections import CorrectionInputs
 from ..corrections.diagnostics import diagnose, rollout_ratio
 from ..rollout import RolloutEngine
+from ..rollout.engine import requests_for
 from ..rollout.verify.activations import Comparison, Point
 from ..rollout.verify.self_check import check_sequences
 from ..storage.whole import write_whole
@@ -129,12 +130,12 @@ def _prompts(options: MismatchOptions, tokenizer: PreTrainedTokenizerBase, train
 def measure(engine: RolloutEngine, prompts: list[list[int]], temperature: float) -> dict:
     """Samples completions of the prompts, compares engine and policy on them, and returns the figures for JSON."""
     comparison, scored = Comparison(engine), []
-    _, completions, sampled, _ = engine.generate(prompts, None, 1)
-    for prompt, completion, logps in zip(prompts, completions, sampled, strict=True):
+    samples = engine.draw(requests_for(prompts))
+    for prompt, completion, logps in zip(prompts, samples.token_ids, samples.logps, strict=True):
         ids = torch.tensor(completion)
         logits = [rows[len(prompt) - 1 : -1].cpu().float() for rows in comparison.add([*prompt, *completion])]
         trainer, whole = (_log_probs(rows, ids, temperature) for rows in logits)
-        own = torch.tensor([float("nan") if logp is None else logp for (logp, *_) in logps])
+        own = torch.tensor([float("nan") if logp is None else logp for logp in logps])
         scored.append((own, whole, trainer))
     own, whole, trainer = zip(*scored, strict=True)
     result = {"sampled": token_metrics(own, trainer), "one_pass": token_metrics(whole, trainer)}

@@ -326,5 +326,5 @@ def build_engine(
     )
     fix_positions(policy, longest)
     engine = rollout.build_engine(spec, policy.to(accelerator.device), accelerator, tokenizer, **given)
-    engine.sync_weights()
+    engine.sync()
     return engine

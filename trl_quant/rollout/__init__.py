@@ -1,6 +1,6 @@
 """Engines: quantized copies of the policy that sample completions for TRL's trainers.
 
-The class of an engine is imported on first use: it imports TRL's trainers, and with them vLLM where that is installed.
+The class of an engine is imported on first use: it imports transformers, and with it much else.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from .engine import Engine
 # public name -> the module that defines it
 _PUBLIC = {
     "DiffusionEngine": ".embedded.diffusion",
-    "RolloutEngine": ".trl_adapter",
+    "RolloutEngine": ".base",
     "RolloutNoise": ".engine",
     "SharedDiffusionEngine": ".embedded.diffusion",
     "SharedEngine": ".embedded.shared_base",
@@ -42,7 +42,7 @@ def build_engine(spec: EngineSpec, model, accelerator, processing_class, **setti
         model (`nn.Module`): The policy.
         accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator.
         processing_class: The tokenizer or processor.
-        settings: The arguments of TRL's own engine: lengths, sampling options and the like.
+        settings: The fields of [`~rollout.settings.SamplingSettings`] and of [`~rollout.settings.VLLMSettings`].
 
     Returns:
         [`RolloutEngine`]: The engine.
@@ -61,8 +61,8 @@ def engine_of(
     **fields,
 ) -> Iterator[None]:
     """
-    Context in which the constructor of TRL's trainer builds the engine that `args` describe. Without a
-    `rollout_precision`, TRL builds its own.
+    Context in which the constructor of TRL's trainer gets the engine that `args` describe, as a
+    [`~rollout.trl_face.QuantGeneration`]. Without a `rollout_precision`, TRL builds its own.
 
     TRL builds its engine after it has loaded the models and before it shards the reference model. At that point this
     context calls `models_loaded`, then `build`, then `engine_built` with the built engine.
@@ -79,16 +79,16 @@ def engine_of(
         fields: Fields of `args`, with the values that TRL's constructor must find.
     """
     from ..trl_seams import trainer_builds
-    from .trl_adapter import adapted
+    from .trl_face import presented
 
     spec = EngineSpec.from_config(args)
 
     def build_for_trl(**given):
         models_loaded()
-        given["logprobs"] = 0  # vLLM then returns the drawn token's alone; TRL's RLOO requests none
-        engine = adapted(build(spec, **given), spec, **given)
-        engine_built(engine)
-        return engine
+        given.pop("logprobs", None)  # engines return those of the drawn tokens, and no others
+        generation = presented(build(spec, **given), spec, **given)
+        engine_built(generation.sampler)
+        return generation
 
     if spec is not None:
         fields |= spec.fields_for_trl()

@@ -6,11 +6,11 @@ completions from it with `sample`:
     class Shouting:
         def sync(self) -> None: ...
 
-        def sample(self, prompts, images=None) -> Samples:
-            return Samples([[33] for _ in prompts], [[0.0] for _ in prompts])
+        def sample(self, requests) -> Samples:
+            return Samples([[33] for _ in requests], [[0.0] for _ in requests])
 
-`trl_adapter` presents an engine to TRL's trainers. The engines of this package add noise, metrics and checkpoints to
-this protocol; they inherit from [`~rollout.trl_adapter.RolloutEngine`].
+`trl_face` presents an engine to TRL's trainers. The engines of this package add noise, metrics and checkpoints to this
+protocol; they inherit from [`~rollout.base.RolloutEngine`].
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,39 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
+class Request:
+    """
+    A request for one completion.
+
+    Parameters:
+        prompt (`list[int]`): Token ids of the prompt.
+        images (`list`, *optional*): The images of the prompt, for a vision-language model.
+        copies (`int`, *optional*, defaults to `1`):
+            Number of consecutive requests, over all ranks, that have this prompt. A server samples them together.
+    """
+
+    prompt: list[int]
+    images: list | None = None
+    copies: int = 1
+
+
+def requests_for(prompts: list[list[int]], images: list | None = None, copies: int = 1) -> list[Request]:
+    """
+    Returns a request for each prompt.
+
+    Args:
+        prompts (`list[list[int]]`): Token ids, one list for each completion.
+        images (`list`, *optional*): The images of each prompt.
+        copies (`int`, *optional*, defaults to `1`): Number of consecutive copies of each prompt.
+    """
+    rows = [None] * len(prompts) if images is None else images
+    return [Request(prompt, row, copies) for prompt, row in zip(prompts, rows, strict=True)]
+
+
+@dataclass(frozen=True)
 class Samples:
     """
-    One completion for each prompt.
+    One completion for each request.
 
     Parameters:
         token_ids (`list[list[int]]`):
@@ -40,14 +70,8 @@ class Engine(Protocol):
     def sync(self) -> None:
         """Copies the policy's weights into the engine, in the engine's own format. Trainers call it on all ranks."""
 
-    def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
-        """
-        Samples one completion for each prompt.
-
-        Args:
-            prompts (`list[list[int]]`): Token ids of each prompt.
-            images (`list`, *optional*): The images of each prompt, for a vision-language model.
-        """
+    def sample(self, requests: list[Request]) -> Samples:
+        """Samples one completion for each request, in their order. It holds nothing between two calls."""
 
 
 class ScoringEngine(Engine, Protocol):

@@ -7,7 +7,7 @@ read the same weights in the same order. Nothing here writes to the policy.
 
 import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -47,22 +47,24 @@ class PolicyWeights:
         sharding ([`~trl.distributed.DistributedBackend`]): How the policy is sharded.
         gathered_dtype (`torch.dtype` or `None`): The type that FSDP2 rounds weights to when it gathers them.
         has_adapters (`bool`): Whether PEFT wraps the policy.
-        unread (`set[str]`):
-            Names of weights whose values the consumer does not read. For these the stream yields a placeholder: the
-            base weight without its adapters, sharded under FSDP2.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator):
         self.model, self.device = model, accelerator.device
-        self.sharding = DistributedBackend(accelerator)
-        self.gathered_dtype = None
+        self.sharding, self.gathered_dtype = DistributedBackend(accelerator), None
         if self.sharding.fsdp_version == 2:
             mixed_precision = accelerator.state.fsdp_plugin.mixed_precision_policy
             self.gathered_dtype = mixed_precision.param_dtype if mixed_precision else None
-        self.unread: set[str] = set()
         self.has_adapters = is_peft_model(model)  # stored, since this takes 5 ms and is needed for every parameter
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.stream()
+
+    def stream(self, placeholders: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        """
+        Yields all parameters. Those named in `placeholders`, whose values nobody reads, are stood in for by the base
+        weight without its adapters, sharded under FSDP2.
+        """
         seen = set()
         for path, module in outer_modules(self.model):
             if isinstance(module, ModulesToSaveWrapper) and module.disable_adapters:
@@ -71,8 +73,8 @@ class PolicyWeights:
                     "engines sample only from the trained module. Enable the adapters before you sample."
                 )
             if isinstance(module, BaseTunerLayer):
-                is_unread = clean_name(f"{path}.weight") in self.unread
-                tensors = self._unmerged(module) if is_unread else self.merged(module)
+                is_read = clean_name(f"{path}.weight") not in placeholders
+                tensors = self.merged(module) if is_read else self._unmerged(module)
                 for leaf, tensor in tensors.items():
                     yield clean_name(f"{path}.{leaf}"), tensor
                 continue
@@ -87,10 +89,10 @@ class PolicyWeights:
                 seen.add(id(param))
                 name = clean_name(name)
                 with self.gathered([param]):
-                    yield name, param.data if name in self.unread else self.dense(module, param)
+                    yield name, param.data if name in placeholders else self.dense(module, param)
 
     def _unmerged(self, layer: BaseTunerLayer) -> dict[str, Tensor]:
-        """Returns the parameters of an adapted layer's base. The weight is a placeholder, see `unread`."""
+        """Returns the parameters of an adapted layer's base. The weight is a placeholder, see [`stream`]."""
         own = layer.get_base_layer().named_parameters()
         return {name: param.data if name == "weight" else self.full(param) for name, param in own}
 

@@ -25,7 +25,7 @@ from ..rollout.vllm.trial import Trial
 from ..storage.named import check_named
 from ..storage.quantization import prepared_precisions
 from ..trl_seams import unsharded
-from .quantized import QuantRollouts
+from .sampling import QuantSampling
 
 
 class _Measured(BaseException):
@@ -37,7 +37,7 @@ class _Measured(BaseException):
 
 
 def choose_precision(
-    trainer_class: type[QuantRollouts],
+    trainer_class: type[QuantSampling],
     model,
     args: QuantFields,
     peft_config=None,
@@ -178,8 +178,8 @@ def _no_reward(completions, **others) -> list[float]:
 
 
 def _measuring(
-    trainer_class: type[QuantRollouts], configs: dict[str, QuantFields | str], args: QuantFields
-) -> type[QuantRollouts]:
+    trainer_class: type[QuantSampling], configs: dict[str, QuantFields | str], args: QuantFields
+) -> type[QuantSampling]:
     """
     Returns a trainer that measures its engines instead of building one, and then ends with [`_Measured`]. `configs` are
     the run's settings `args` with each precision, as [`_configs`] returns them.

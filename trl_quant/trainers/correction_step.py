@@ -25,12 +25,10 @@ class NoStep:
     was made without its constructor, as tests of single methods do.
     """
 
-    open_batch = None
+    correction = open_batch = None
 
     def scoring(self) -> AbstractContextManager:
         return nullcontext()
-
-    listening = scoring
 
     def during_loss(self, batch: dict[str, Tensor]) -> AbstractContextManager:
         return nullcontext(batch)
@@ -46,7 +44,7 @@ class NoStep:
 
     def take_samples(self, *samples) -> None: ...
 
-    before_loss = write_into_open_batch = keep_old_logps = load_state_dict = take_samples
+    take_turns = before_loss = write_into_open_batch = keep_old_logps = load_state_dict = take_samples
 
 
 class CorrectionStep:
@@ -87,7 +85,7 @@ class CorrectionStep:
     A loss never changes the batch that TRL buffers, so a second update reads the same batch.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]): The trainer, with `one_pass` and the methods of [`~trainers.quantized`].
+        trainer ([`~trl.GRPOTrainer`]): The trainer, with `one_pass` and the methods of [`~trainers.sampling`].
         correction ([`~corrections.traits.Correction`] or `None`): `None` leaves everything to TRL.
         level (`str`): `importance_sampling_level`, `"token"` or `"sequence"`.
         same_bits (`bool`): Whether the sampler's log-probabilities equal the trainer's bit for bit.
@@ -127,11 +125,17 @@ class CorrectionStep:
     def scoring(self) -> Iterator[None]:
         """Context of TRL's `_generate_and_score_completions`. First drops the micro-batches of the last generation."""
         self.forget_last()
-        with (
-            exchanged(self.trainer, vllm_importance_sampling_correction=self.trl_scores),
-            exchanged(self, samples=None),
-        ):
+        with self.sampled(), exchanged(self.trainer, vllm_importance_sampling_correction=self.trl_scores):
             yield
+
+    @contextmanager
+    def sampled(self) -> Iterator[None]:
+        """Context of one generation, which begins and ends without samples."""
+        self.samples = None
+        try:
+            yield
+        finally:
+            self.samples = None
 
     def forget_last(self) -> None:
         """Drops the micro-batches of the last generation, and metrics of it that have not been logged."""
@@ -217,9 +221,20 @@ class CorrectionStep:
         """Context of TRL's `_compute_loss`, which must be given the copy of `batch` that this yields."""
         trainer = self.trainer
         # `write_into_open_batch` may set other bounds inside the context. Its exit restores these.
-        bounds = exchanged(trainer, epsilon_low=trainer.epsilon_low, epsilon_high=trainer.epsilon_high)
-        with bounds, exchanged(self, open_batch=dict(batch)):
+        with (
+            exchanged(trainer, epsilon_low=trainer.epsilon_low, epsilon_high=trainer.epsilon_high),
+            self.opened(batch) as open_batch,
+        ):
+            yield open_batch
+
+    @contextmanager
+    def opened(self, batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Context in which a copy of `batch`, which it yields, is the open micro-batch."""
+        self.open_batch = dict(batch)
+        try:
             yield self.open_batch
+        finally:
+            self.open_batch = None
 
     def write_into_open_batch(self, logps: Tensor) -> None:
         """

@@ -16,7 +16,6 @@ from torch import Tensor
 from ..config import DiffusionGRPOConfig
 from ..policy.masked import MaskedRows, PromptMasks
 from ..rollout.embedded.diffusion import Denoising
-from ..trl_seams import exchanged
 from .grpo import QuantGRPOTrainer
 
 
@@ -83,7 +82,7 @@ class MaskDraws:
 
     def begin(self) -> None:
         """Chooses the masks of the next generation, and passes them to the engine."""
-        trainer, engine, self.kept = self.trainer, self.trainer.vllm_generation, []
+        trainer, engine, self.kept = self.trainer, self.trainer.vllm_generation.engine, []
         args, place = trainer.args, trainer.rollout_noise()
         masks = PromptMasks(args.prompt_mask_probability, place.seed, place.step, place.draw)
         self.masks[self.mode] = engine.masks = masks
@@ -92,7 +91,7 @@ class MaskDraws:
 
     def masked(self, model, prompt: int, draw: int) -> MaskedRows:
         """Returns the stand-in for `model` with which TRL scores rows whose first `prompt` columns are prompts."""
-        engine, length = self.trainer.vllm_generation, self.trainer.args.max_completion_length
+        engine, length = self.trainer.vllm_generation.engine, self.trainer.args.max_completion_length
         return MaskedRows(model, prompt, length, engine.mask_token_id, self.masks[self.mode], draw, engine.shift)
 
     def keep(self, estimates: list[Tensor]) -> None:
@@ -124,7 +123,7 @@ class MaskDraws:
         estimates = [first]
         for draw in range(1, self.number):
             other = torch.zeros_like(first)
-            for row, logps in enumerate(self.trainer.vllm_generation.estimate(*lists, draw)):
+            for row, logps in enumerate(self.trainer.vllm_generation.engine.estimate(*lists, draw)):
                 other[row, : len(logps)] = torch.tensor(logps)
             estimates.append(other)
         return estimates
@@ -142,8 +141,11 @@ class MaskDraws:
         if self.mode == "train":
             draw = trainer.iteration % self.number
         picked = {name: value[:, draw] if name in PER_DRAW else value for name, value in batch.items()}
-        with exchanged(self, in_loss=draw):
+        self.in_loss = draw
+        try:
             yield picked
+        finally:
+            self.in_loss = None
 
 
 class DiffusionGRPOTrainer(QuantGRPOTrainer):
@@ -172,9 +174,10 @@ class DiffusionGRPOTrainer(QuantGRPOTrainer):
     def __init__(self, *args, **kwargs):
         self.prompt_masks = MaskDraws(self)
         super().__init__(*args, **kwargs)
-        if not isinstance(self.vllm_generation, Denoising):
+        engine = self.vllm_generation.engine
+        if not isinstance(engine, Denoising):
             raise ValueError(
-                f"`build_engine` returned a {type(self.vllm_generation).__name__}. A masked diffusion model needs an "
+                f"`build_engine` returned a {type(engine).__name__}. A masked diffusion model needs an "
                 "engine that estimates log-probabilities under the trainer's masks: a `DiffusionEngine`."
             )
 

@@ -36,13 +36,13 @@ from ..config.given import name_of, vocabulary_sizes
 from ..corrections.batch import counted
 from ..policy.frozen import loading_teacher
 from ..policy.vocabulary import cut_vocabulary
-from ..trl_seams import divergences_by, exchanged, loaded_by
+from ..trl_seams import divergences_by, loaded_by
 from .checks import check_method
-from .hearing import HearingRollouts, HearingStep
 from .introduction import PACKAGE_TAG
+from .recorded import RecordedRollouts, RecordedStep
 
 
-class DistillationCorrectionStep(HearingStep):
+class DistillationCorrectionStep(RecordedStep):
     """
     The correction of a distillation trainer, and its state between two calls of TRL. Without a correction it does
     nothing.
@@ -53,9 +53,8 @@ class DistillationCorrectionStep(HearingStep):
     The calls in their order, with what is read and written at each:
 
     1. `_generate_and_score_completions` begins. [`scoring`] drops the state of the last generation.
-    2. TRL samples, in one or more turns. [`listening`] wraps the engine and records the log-probabilities that it
-       returns.
-    3. `_generate` ends. [`take_samples`] keeps them for the tokens of the completions.
+    2. TRL samples, in one or more turns, and `vllm_generation` records the log-probabilities.
+    3. `_generate` ends. [`take_turns`] keeps them for the tokens of the completions.
     4. `_generate_and_score_completions` ends. [`before_loss`] adds `sampling_per_token_logps` to the batch.
     5. TRL shuffles the batch, including the tensors written so far, and splits it into micro-batches.
     6. `_compute_loss` begins, for each micro-batch. [`during_loss`] opens a copy of the micro-batch.
@@ -76,8 +75,8 @@ class DistillationCorrectionStep(HearingStep):
         if "sampling_per_token_logps" not in batch:
             yield batch
             return
-        with exchanged(self, open_batch=dict(batch)), divergences_by(type(self.trainer), self.weighted):
-            yield self.open_batch
+        with self.opened(batch) as open_batch, divergences_by(type(self.trainer), self.weighted):
+            yield open_batch
 
     def weighted(self, divergences: Tensor, score: Callable[[Tensor], Tensor]) -> Tensor:
         """
@@ -99,7 +98,7 @@ class DistillationCorrectionStep(HearingStep):
         return divergences * batch["importance_sampling_ratio"][places]
 
 
-class QuantDistillationTrainer(HearingRollouts, DistillationTrainer):
+class QuantDistillationTrainer(RecordedRollouts, DistillationTrainer):
     """
     TRL's [`~trl.DistillationTrainer`] with quantized rollouts, weights that correct its loss for them, and a teacher
     that may be quantized. It takes the arguments of `DistillationTrainer`. With [`QuantDistillationConfig`]'s defaults,
@@ -180,7 +179,7 @@ class QuantDistillationTrainer(HearingRollouts, DistillationTrainer):
         """Cuts a model that TRL has loaded by its name to the rows that student and teacher share."""
         cut_vocabulary(model, self._shared_rows, "student" if loaded_from == self._given["student"] else "teacher")
 
-    # The correction in the loss. `HearingRollouts` makes the calls of `DistillationCorrectionStep` that come before it
+    # The correction in the loss. `RecordedRollouts` makes the calls of `DistillationCorrectionStep` that come before it
 
     def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
         with self.correction_step.during_loss(inputs) as batch:

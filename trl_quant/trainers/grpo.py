@@ -10,11 +10,11 @@ from .checks import check_method
 from .correction_step import CorrectionStep, scores_in_one_pass
 from .dynamic_sampling import dynamically_sampled
 from .introduction import PACKAGE_TAG
-from .quantized import QuantRollouts
+from .sampling import QuantSampling
 from .ties import tied
 
 
-class QuantGRPOTrainer(QuantRollouts, GRPOTrainer):
+class QuantGRPOTrainer(QuantSampling, GRPOTrainer):
     """
     TRL's [`~trl.GRPOTrainer`] with quantized rollouts and a correction for them. It takes the arguments of
     `GRPOTrainer`. With [`QuantGRPOConfig`]'s defaults, a plain [`~trl.GRPOConfig`] or `args=None` it is `GRPOTrainer`.

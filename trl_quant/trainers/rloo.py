@@ -28,14 +28,13 @@ from trl import RLOOTrainer
 from ..config import QuantRLOOConfig
 from ..config.given import name_of
 from ..rollout.sampling_options import biasing_options
-from ..trl_seams import exchanged
 from .checks import check_method
 from .correction_step import scores_in_one_pass
-from .hearing import HearingRollouts, HearingStep
 from .introduction import PACKAGE_TAG
+from .recorded import RecordedRollouts, RecordedStep
 
 
-class RLOOCorrectionStep(HearingStep):
+class RLOOCorrectionStep(RecordedStep):
     """
     The correction of an RLOO trainer, and its state between two calls of TRL. Without a correction it does nothing.
 
@@ -46,8 +45,8 @@ class RLOOCorrectionStep(HearingStep):
     The calls in their order, with what is read and written at each:
 
     1. `_generate_and_score_completions` begins. [`scoring`] drops the state of the last generation.
-    2. TRL samples. [`listening`] wraps the engine and records the log-probabilities that it returns.
-    3. `_generate` ends. [`take_samples`] keeps them for the tokens of the completions.
+    2. TRL samples, and `vllm_generation` records the log-probabilities.
+    3. `_generate` ends. [`take_turns`] keeps them for the tokens of the completions.
     4. TRL scores the old policy. [`saves_pass`] says whether [`take_old_logps`] replaces that pass, and
        [`keep_old_logps`] keeps the result. The next pass, if there is one, is the reference's.
     5. `_generate_and_score_completions` ends. [`before_loss`] adds `sampling_per_token_logps` and
@@ -59,7 +58,7 @@ class RLOOCorrectionStep(HearingStep):
     9. `_compute_loss` ends, and the copy is dropped.
 
     Attributes:
-        old_logps (`torch.Tensor` or `None`): The old policy's log-probabilities `(B, T)` of the current generation.
+        old_logps (`torch.Tensor` or `None`): The old policy's log-probabilities `(B, T)` of the newest generation.
     """
 
     old_logps: Tensor | None = None
@@ -70,7 +69,8 @@ class RLOOCorrectionStep(HearingStep):
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        with super().scoring(), exchanged(self, old_logps=None):
+        self.old_logps = None
+        with super().scoring():
             yield
 
     def saves_pass(self) -> bool:
@@ -120,7 +120,7 @@ class RLOOCorrectionStep(HearingStep):
         return value + batch["importance_sampling_ratio"].to(value.dtype) * (logps - value)
 
 
-class QuantRLOOTrainer(HearingRollouts, RLOOTrainer):
+class QuantRLOOTrainer(RecordedRollouts, RLOOTrainer):
     """
     TRL's [`~trl.RLOOTrainer`] with quantized rollouts and a correction for them. It takes the arguments of
     `RLOOTrainer`. With [`QuantRLOOConfig`]'s defaults, a plain [`~trl.RLOOConfig`] or `args=None` it is `RLOOTrainer`.
@@ -184,7 +184,7 @@ class QuantRLOOTrainer(HearingRollouts, RLOOTrainer):
             peft_config=peft_config,
         )
 
-    # The correction in the loss. `HearingRollouts` makes the calls of `RLOOCorrectionStep` that come before it
+    # The correction in the loss. `RecordedRollouts` makes the calls of `RLOOCorrectionStep` that come before it
 
     def _compute_loss(self, model, inputs):
         with self.correction_step.during_loss(inputs) as batch:

@@ -23,7 +23,7 @@ from typing import Any
 
 from ..rollout.limits import CoroutineThread, called_within
 from ..storage.run_checkpoints import how_to_go_on
-from ..trl_seams import exchanged, is_async
+from ..trl_seams import is_async
 from .rollout_func import CheckedRollout
 
 
@@ -120,7 +120,9 @@ class UserCalls:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Context in which TRL samples and scores a generation."""
-        with ExitStack() as stack, exchanged(self, _covered=stack):
+        before = self._covered
+        with ExitStack() as self._covered:
+            self._covered.callback(setattr, self, "_covered", before)
             for kind in self._kinds:
                 self._cover(kind)
             yield

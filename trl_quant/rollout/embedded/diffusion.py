@@ -49,7 +49,7 @@ from trl.trainer.utils import add_fused_lm_head
 from ...layers.products import multiplies
 from ...policy.masked import IGNORED, MaskedRows, PromptMasks, mask_token_of, shift_of
 from ...precisions import PRECISIONS, with_products
-from ..engine import Samples
+from ..engine import Request, Samples
 from .shared_base import SharedEngine
 from .transformers_engine import TransformersEngine, lengths_to_end
 
@@ -207,8 +207,8 @@ class Denoising:
         self.wide_head = wide_head  # read while the copy is built
         super().__init__(*args, **kwargs)
         config = self.weights.base_model.config
-        lengths = self.max_completion_length, block_length, tokens_per_step
-        self.schedule = Schedule(*lengths, self.temperature, cache_finished_blocks)
+        lengths = self.settings.max_completion_length, block_length, tokens_per_step
+        self.schedule = Schedule(*lengths, self.settings.temperature, cache_finished_blocks)
         self.mask_token_id = mask_token_of(mask_token_id, self.tokenizer, config, self.eos_token_ids)
         self.shift = shift_of(config)
         self.masks = PromptMasks()
@@ -219,23 +219,20 @@ class Denoising:
         """Builds the model that samples, with the fused head that the trainer also scores tokens with."""
         model = super().build_copy(policy)
         # Greedy completions, which are not trained on, are scored at temperature 1
-        add_fused_lm_head(model, temperature=self.temperature or 1.0, cast_lm_head_to_fp32=self.wide_head)
+        add_fused_lm_head(model, temperature=self.settings.temperature or 1.0, cast_lm_head_to_fp32=self.wide_head)
         return model
 
     @torch.no_grad()
-    def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
+    def sample(self, requests: list[Request]) -> Samples:
         """
-        Samples one completion for each prompt. A batch of any size is denoised in parts of at most `TOKENS_AT_ONCE`
-        tokens, one after the other, so that memory is bounded.
-
-        Args:
-            prompts (`list[list[int]]`): Token ids, one list for each completion.
-            images (`list`, *optional*): Must be `None`: only text is denoised.
+        Samples one completion for each request, of text alone. A batch of any size is denoised in parts of at most
+        `TOKENS_AT_ONCE` tokens, one after the other, so that memory is bounded.
 
         Returns:
             [`Samples`]: The completions, each up to its first end token, with the one-step estimates of their tokens
             under the first mask of each row.
         """
+        prompts = [request.prompt for request in requests]
         prompt_ids, prompt_mask = self._padded(prompts, "left")
         parts = self._parts(prompt_ids)
         with self.accelerator.autocast(), self._progress(len(parts) * self.schedule.steps) as bar:

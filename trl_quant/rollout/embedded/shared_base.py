@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from ...models.linears import dense_linears
 from ...noise import noised_norms
 from ...policy.positions import fixed_context, keep_cache
+from ..base import count_layers
 from ..fingerprint import ADAPTED
-from ..trl_adapter import count_layers
 from .transformers_engine import TransformersEngine
 
 

@@ -28,11 +28,11 @@ from ...models.linears import dense_linears, is_mixtures
 from ...noise import noised_norms
 from ...policy.positions import fix_positions, fixed_context, keep_cache
 from ...policy.unified import fuse
-from ..engine import RolloutNoise, Samples
+from ..base import RolloutEngine, count_layers
+from ..engine import Request, RolloutNoise, Samples
 from ..sampling_options import check_supported
 from ..stream import default_dtype, ties_embeddings
 from ..tokenizer import id_list
-from ..trl_adapter import RolloutEngine, count_layers
 from ..verify.copy_check import copy_check
 
 
@@ -91,8 +91,6 @@ class TransformersEngine(RolloutEngine):
 
     Every rank holds a copy and samples its own prompts, from its own global random state.
 
-    It takes the arguments of [`~rollout.RolloutEngine`], and:
-
     Parameters:
         cache_implementation (`str`, *optional*):
             The class of KV cache, by transformers' name, such as `"static"`.
@@ -109,30 +107,29 @@ class TransformersEngine(RolloutEngine):
     def __init__(self, *args, cache_implementation: str | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.cache_implementation = cache_implementation
-        policy = self.weights.base_model
-        self._options = self._generation_options()
-        if isinstance(self.processing_class, ProcessorMixin):
-            # No image would belong to an image token that is sampled
-            self._options.setdefault("suppress_tokens", [policy.config.image_token_id])
-        self.copy = self.build_copy(policy)
+        check_supported(self.settings.generation_kwargs)
+        self.copy = self.build_copy(self.weights.base_model)
 
     def _generation_options(self) -> dict:
-        """Returns TRL's sampling arguments by `GenerationConfig`'s names; `generation_kwargs` override them."""
-        trl = self.trl
-        check_supported(trl.generation_kwargs)
-        length = {"max_new_tokens": trl.max_completion_length}
-        if trl.max_completion_length is None:  # the model's limit, as in TRL; transformers' default is 20 tokens
-            length = {"max_length": trl.model.generation_config.max_length}
-        return {
-            "temperature": trl.temperature,
-            "top_k": trl.top_k,
-            "top_p": trl.top_p,
-            "min_p": trl.min_p,
-            "repetition_penalty": trl.repetition_penalty,
+        """Returns the settings by `GenerationConfig`'s names; `generation_kwargs` override them."""
+        settings = self.settings
+        length = {"max_new_tokens": settings.max_completion_length}
+        if settings.max_completion_length is None:  # the model's limit, as in TRL; transformers' default is 20 tokens
+            length = {"max_length": self.model.generation_config.max_length}
+        options = {
+            "temperature": settings.temperature,
+            "top_k": settings.top_k,
+            "top_p": settings.top_p,
+            "min_p": settings.min_p,
+            "repetition_penalty": settings.repetition_penalty,
             **length,
             "cache_implementation": self.cache_implementation,
-            **trl.generation_kwargs,
+            **settings.generation_kwargs,
         }
+        if isinstance(self.processing_class, ProcessorMixin):
+            # No image would belong to an image token that is sampled
+            options.setdefault("suppress_tokens", [self.weights.base_model.config.image_token_id])
+        return options
 
     def _traits(self, policy: PreTrainedModel) -> tuple:
         """
@@ -254,7 +251,7 @@ class TransformersEngine(RolloutEngine):
 
     def _measured(self, linears: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Streams the policy's weights. Those of linear layers are moved to the engine's device and measured."""
-        for name, tensor in self._iter_named_params():
+        for name, tensor in self.policy_stream(self.quantized_in_training()):
             if name in linears:
                 tensor = tensor.to(self.accelerator.device)
                 if self.drift.measures(name):
@@ -278,21 +275,18 @@ class TransformersEngine(RolloutEngine):
             params[name].data.copy_(value)
 
     @torch.no_grad()
-    def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
+    def sample(self, requests: list[Request]) -> Samples:
         """
-        Samples one completion for each prompt from the quantized copy.
-
-        Args:
-            prompts (`list[list[int]]`): Token ids, one list for each completion.
-            images (`list`, *optional*): The images of each prompt. The trainer sets the processor's results for them as
-                `multimodal_fields`.
+        Samples one completion for each request from the quantized copy. The trainer sets the processor's results for
+        their images as `multimodal_fields`.
 
         Returns:
             [`Samples`]: The completions, with the log-probability, in nats, with which each token was sampled: after
             temperature, top-k, top-p and min-p.
         """
-        self._check_prompts(prompts, images)
-        device, tokenizer, options = self.accelerator.device, self.tokenizer, dict(self._options)
+        self._check_prompts(requests)
+        prompts = [request.prompt for request in requests]
+        device, tokenizer, options = self.accelerator.device, self.tokenizer, self._generation_options()
         sampled = _SampledLogps()
         processors = _warpers(options, device)
         processors.append(sampled)
@@ -339,15 +333,15 @@ class TransformersEngine(RolloutEngine):
         logps = [row[:length] for row, length in zip(logps, lengths, strict=True)]
         return Samples(token_ids, logps)
 
-    def _check_prompts(self, prompts: list[list[int]], images: list | None) -> None:
+    def _check_prompts(self, requests: list[Request]) -> None:
         """Raises `ValueError` for images that the processor has not prepared, and for tokens that the model lacks."""
-        if images is not None and any(images) and not self.multimodal_fields:
+        if any(request.images for request in requests) and not self.multimodal_fields:
             raise ValueError(
                 "The embedded rollout engine got `images` without the processor's `multimodal_fields`. A tool that "
                 "returns images causes this. Use `use_vllm=True`."
             )
         known = self.copy.config.get_text_config().vocab_size
-        largest = max(map(max, prompts))
+        largest = max(max(request.prompt) for request in requests)
         if largest >= known:
             raise ValueError(f"A prompt has the token {largest}, but the model embeds only {known} tokens.")
 

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from ...layers import QuantizedLinear
 from ...models.names import clean_name
+from ..base import RolloutEngine
 from ..stream import outer_modules
-from ..trl_adapter import RolloutEngine
 
 
 LOGITS, INPUT = "logits", ".input"

@@ -82,8 +82,8 @@ def rows_to_check(engine, longest: int, tokens: int) -> list[list[int]]:
         if not prompts:
             return check_sequences(engine.tokenizer, max(1, min(tokens // len(TEXTS), longest)))
         length = tokens
-        if engine.max_completion_length is not None:
-            length = max(map(len, prompts)) + engine.max_completion_length
+        if engine.settings.max_completion_length is not None:
+            length = max(map(len, prompts)) + engine.settings.max_completion_length
         engine.checked_rows = own_rows(prompts, max(1, min(length, longest, tokens)), tokens)
     return engine.checked_rows
 

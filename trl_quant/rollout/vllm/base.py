@@ -1,11 +1,10 @@
 """The common part of the two vLLM engines, the one in the trainer's process and the one behind a server.
 
 A sync streams the policy into the engine. Before the engine samples, noise is added to its norms, and at intervals the
-self-check compares it with the policy. TRL's own code starts vLLM and samples from it ([`TRLGeneration`]).
+self-check compares it with the policy.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -19,10 +18,9 @@ from ...precisions import PRECISIONS
 from ...run_spec import EngineSpec
 from ...storage.layout import checkpoint_stream, checkpoint_tensors, quantizers_on
 from ...storage.quantization import brings_cache_scales
-from ...trl_seams import exchanged
-from ..engine import RolloutNoise, Samples
+from ..base import RolloutEngine, count_layers
+from ..engine import RolloutNoise
 from ..stream import ties_embeddings
-from ..trl_adapter import RolloutEngine, count_layers
 from ..verify.kv_cache import UNQUANTIZED, KVCache
 from .support import quantize_as_vllm
 
@@ -70,15 +68,31 @@ class VLLMBase(RolloutEngine):
         self._started_model: set = set()  # `_model_traits` when the engine started
 
     def start(self) -> None:
-        """Starts vLLM, adds the policy's stop tokens, and records the model that the engine was started for."""
+        """Starts vLLM, or connects to its server, and records the model that the engine was started for."""
         self.start_vllm()
+        self.accelerator.wait_for_everyone()  # vLLM takes longer on some ranks, and DeepSpeed would not wait
         if not self.on_cpu and self.weights.multiplies_in(self.precision):
             quantize_as_vllm(self.precision, self.accelerator.device)
-        if not self.generation_kwargs.get("ignore_eos"):  # by default vLLM stops only at its checkpoint's stop tokens
-            given = self.generation_kwargs.get("stop_token_ids") or []
-            self.generation_kwargs = self.generation_kwargs | {"stop_token_ids": [*given, *self.eos_token_ids]}
         self.drift.quantizer = self.quantizers["quantizer"]
         self._started_model = self._model_traits()
+
+    def further_options(self) -> dict:
+        """Returns the `generation_kwargs`, with the policy's end tokens: vLLM knows only its checkpoint's."""
+        given = self.settings.generation_kwargs
+        if given.get("ignore_eos"):
+            return given
+        return given | {"stop_token_ids": [*(given.get("stop_token_ids") or []), *self.eos_token_ids]}
+
+    def tempering(self) -> dict:
+        """Returns the settings that change the distribution of tokens, by vLLM's names."""
+        settings = self.settings
+        return {
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k,
+            "min_p": settings.min_p or 0.0,
+            "repetition_penalty": settings.repetition_penalty,
+        }
 
     # Methods that a vLLM engine implements, in addition to `read_norms` and `write_norms`
 
@@ -186,12 +200,13 @@ class VLLMBase(RolloutEngine):
                 "the changed model and start from that, or sample with `use_vllm=False`."
             )
 
-    def stream(self) -> Iterator[tuple[str, Tensor]]:
+    def stream(self, measured: bool = True) -> Iterator[tuple[str, Tensor]]:
         """
         Streams the policy's weights under the names and in the layout that the engine loads. All ranks must iterate
-        over it.
+        over it. `measured` says whether the drift is measured on the way.
         """
-        weights = self._watched(self._iter_named_params())
+        placeholders = self.quantized_in_training(measured) if self.travels_quantized else ()
+        weights = self._watched(self.policy_stream(placeholders), measured)
         if not self.travels_quantized:
             return weights
         if self.on_cpu:
@@ -230,12 +245,12 @@ class VLLMBase(RolloutEngine):
             self.streaming = next(f"`{name}`" for name, flag in flags.items() if flag)
             raise ValueError("it holds NaN or infinity")
 
-    def _watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _watched(self, weights: Iterable[tuple[str, Tensor]], measured: bool) -> Iterator[tuple[str, Tensor]]:
         """Moves `weights` to the engine's device, records the current name for errors, and measures the weights."""
         for name, tensor in weights:
             self.streaming = f"`{name}`"
             tensor = tensor.to(self.accelerator.device)
-            if self.drift.measures(name):
+            if measured and self.drift.measures(name):
                 self.drift.add(name, tensor)
             yield name, tensor
 
@@ -244,7 +259,7 @@ class VLLMBase(RolloutEngine):
         Returns the norm of the policy's update since the last sync, relative to the policy's norm. All ranks must call
         it.
         """
-        return self.drift.since_sync(self._iter_named_params()).get("normalized_update", 0.0)
+        return self.drift.since_sync(self.policy_stream()).get("normalized_update", 0.0)
 
     def unquantized(self) -> Iterator[tuple[str, Tensor]]:
         """
@@ -252,10 +267,9 @@ class VLLMBase(RolloutEngine):
         iterate over it.
         """
         layers = {f"{layer.name}.weight" for layer in dense_linears(self.weights.base_model).values()}
-        with exchanged(self.weights, unread=layers):
-            for name, tensor in self._iter_named_params():
-                if name not in layers:
-                    yield name, tensor
+        for name, tensor in self.policy_stream(layers):
+            if name not in layers:
+                yield name, tensor
 
     def differing_weight(self) -> str | None:
         """
@@ -327,16 +341,3 @@ class VLLMBase(RolloutEngine):
             if is_due or woken:
                 self.check_sync(quick=not is_due)
         self.lay_noise(self.noise)
-
-    def draw(self, prompts, images, num_generations, profiler) -> tuple:
-        """Samples with TRL's own code; see TRL's `VLLMGeneration.generate`."""
-        with self.sampling():
-            return self.trl.generate(prompts, images, num_generations, profiler)
-
-    def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
-        _, token_ids, logprobs, _ = self.generate(prompts, images, 1)
-        return Samples(token_ids, [[drawn for drawn, *_ in row] for row in logprobs])
-
-    def sampling(self) -> AbstractContextManager:
-        """Context in which TRL samples from vLLM. A subclass may change vLLM in it; this one changes nothing."""
-        return nullcontext()

@@ -1,15 +1,15 @@
 """The vLLM engine in the trainer's process.
 
-TRL builds vLLM's `LLM` and samples from it. This class adds the arguments for the precision, and handles sync, noise
-and sleep itself. Functions import vLLM when they need it, so that this package imports without it.
+Functions import vLLM when they need it, so that this package imports without it.
 """
 
 import logging
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
+from accelerate.utils import is_peft_model
 from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import AutoConfig
@@ -21,12 +21,13 @@ from ...precisions import PRECISIONS
 from ...reading import reading
 from ...run_spec import DISCARDS, EngineSpec
 from ...storage.quantization import check_prepared
-from ...trl_seams import empty_cache, exchanged, llm_with
+from ...trl_seams import empty_cache
+from ..engine import Request, Samples
 from ..fingerprint import fingerprint
 from ..stream import PolicyWeights
 from ..verify.kv_cache import KVCache
 from .base import VLLMBase
-from .sampling import nothing_left_behind, sampling_lean, whole_completions
+from .sampling import nothing_left_behind, parameters, read, sampling_lean, vllm_prompt
 from .support import (
     RANK_ON_CPU,
     adapter_arguments,
@@ -59,7 +60,7 @@ class VLLMEngine(VLLMBase):
             Further arguments of vLLM's `LLM`. vLLM starts on the `model` among them, such as a prepared checkpoint, or
             else on the policy's own.
         lora_sync (`str`, *optional*, defaults to `"merge"`): How an adapter reaches the engine: `"merge"`, `"adapter"`.
-        sleep_level (`int`, *optional*, defaults to `2`): vLLM's sleep level if TRL's `enable_sleep_mode` is set.
+        sleep_level (`int`, *optional*, defaults to `2`): vLLM's sleep level if `enable_sleep_mode` is set.
         exact (`bool`, *optional*, defaults to `False`):
             Whether the results for a token must not depend on the other tokens of its batch; see [`exact`].
 
@@ -80,22 +81,20 @@ class VLLMEngine(VLLMBase):
         lora_sync: str = EngineSpec.lora_sync,
         sleep_level: int = DISCARDS,
         exact: bool = False,
-        enable_sleep_mode: bool = False,
         **kwargs,
     ):
-        # TRL knows only sleep level 2, which would discard the base under an adapter. So this class handles sleep
-        # itself
-        super().__init__(*args, enable_sleep_mode=False, **kwargs)
+        super().__init__(*args, **kwargs)
         self.engine_kwargs = dict(engine_kwargs or {})
         self.lora_sync = lora_sync
         self.exact = exact
-        self.sleep_level = sleep_level if enable_sleep_mode else 0
+        self.sleep_level = sleep_level if self.vllm.enable_sleep_mode else 0
         self.pushed: dict[str, Tensor] = {}
         self._adapter_ranks: dict[str, int] = {}  # of the adapter's layers, as the engine holds them
         self._fitting: PeftConfig | None = None  # of the last adapter that was found to fit
         self.kernels: Kernels | None = None
         self.destinations: dict[str, Tensor] | None = None
         self._asleep: set[str] = set()  # vLLM's tags of the memory that sleeps
+        self._group = None  # of the ranks that form one engine
         # With `lora_sync="adapter"`, fingerprints of the base's parameters when the engine started ...
         self._base_at_start: dict[str, Hashable] = {}
         # ... and of the whole base when it was last found to be unchanged
@@ -108,13 +107,16 @@ class VLLMEngine(VLLMBase):
         check_device(self.precision, self.sleep_level > 0)
         if self.weights.multiplies_in(self.precision):
             multiply_as_given(self.precision)
+        from vllm import LLM
+
         from . import lifetime, one_copy, progress, worker  # importing `worker` registers the model loader
 
-        arguments = self._llm_arguments()
+        self._group = self._ranks_of_engine()
+        arguments = self._start_arguments() | self._llm_arguments()
         try:
             told = progress.starting(FASTER_START if self.on_cpu and not arguments.get("enforce_eager") else "")
-            with llm_with(**arguments), one_copy.lending(self._base_to_share()), told:
-                lifetime.start_on_a_free_port(self.trl.start_vllm)
+            with one_copy.lending(self._base_to_share()), told:
+                self.llm = lifetime.start_on_a_free_port(partial(LLM, **arguments), self.accelerator)
         except (RuntimeError, ValueError, MemoryError) as error:
             raise _start_error(error, self.precision, self.model.name_or_path) from error
         lifetime.ends_with(self, self.llm)
@@ -161,16 +163,46 @@ class VLLMEngine(VLLMBase):
         warn_of_two_copies(self.own_base_bytes(), reason)
         return None
 
+    def _ranks_of_engine(self):
+        """
+        Divides the ranks into groups that each form one engine, in their order. Returns this rank's; `None` if each
+        rank has an engine of its own.
+        """
+        size, ranks = self.vllm.tensor_parallel_size, self.accelerator.num_processes
+        if ranks % size:
+            raise ValueError(f"tensor_parallel_size ({size}) must divide world size ({ranks}) evenly.")
+        if size == 1:
+            return None
+        groups = [list(range(first, first + size)) for first in range(0, ranks, size)]
+        return torch.distributed.new_subgroups_by_enumeration(groups)[0]
+
+    def _start_arguments(self) -> dict:
+        """Returns the arguments of `LLM` with which TRL starts it too."""
+        size = self.vllm.tensor_parallel_size
+        return {
+            "model": self.model.name_or_path,
+            "tensor_parallel_size": size,
+            "gpu_memory_utilization": self.vllm.gpu_memory_utilization,
+            "max_model_len": self.vllm.max_model_length,
+            "max_num_seqs": self.vllm.max_num_seqs,
+            "model_impl": self.vllm.model_impl,
+            "trust_remote_code": self.vllm.trust_remote_code,
+            "distributed_executor_backend": "external_launcher",
+            "seed": self.accelerator.process_index // size,  # the ranks of an engine must sample the same tokens
+            "max_num_batched_tokens": 4096,  # vLLM's own number may be too large for it to find the memory
+            "logprobs_mode": "processed_logprobs",
+        }
+
     def _llm_arguments(self) -> dict:
-        """Returns the arguments of `LLM` that are added to TRL's, or replace them."""
+        """Returns the arguments of `LLM` that are added to those of [`_start_arguments`], or replace them."""
         arguments = dict(self.engine_kwargs)
         commit = getattr(self.model.config, "_commit_hash", None)  # the hub's revision that the policy was loaded from
         if "model" not in arguments and commit:
             arguments.setdefault("revision", commit)
         start, revision = arguments.get("model", self.model.name_or_path), arguments.get("revision")
         with reading(start):
-            config = AutoConfig.from_pretrained(start, revision=revision, trust_remote_code=self.trl.trust_remote_code)
-        check_architecture(config, self.trl.model_impl)
+            config = AutoConfig.from_pretrained(start, revision=revision, trust_remote_code=self.vllm.trust_remote_code)
+        check_architecture(config, self.vllm.model_impl)
         self.checkpoint_dtype = config.dtype or torch.bfloat16
         prepared = check_prepared(config, self.precision)
         # A policy that trains in this precision sends its own codes and scales; vLLM would compute other scales, in
@@ -179,8 +211,8 @@ class VLLMEngine(VLLMBase):
         entry = PRECISIONS[self.precision]
         arguments = {"dtype": "bfloat16", "quantization": entry.vllm.online, **arguments}
         arguments["enable_sleep_mode"] = self.sleep_level > 0
-        outside = outside_decoder(self.weights.base_model, config.architectures or [], self.trl.model_impl)
-        if self.on_cpu and self.trl.tensor_parallel_size > 1:
+        outside = outside_decoder(self.weights.base_model, config.architectures or [], self.vllm.model_impl)
+        if self.on_cpu and self.vllm.tensor_parallel_size > 1:
             arguments.setdefault("worker_cls", RANK_ON_CPU)
         if self.travels_quantized:
             device = self.accelerator.device
@@ -287,8 +319,8 @@ class VLLMEngine(VLLMBase):
         self.llm.collective_rpc(worker.reload, kwargs={"stream": seen(self.stream())})
         if self.destinations is None and self.travels_quantized and not self.on_cpu:  # CPUs pack weights
             (found,) = self.llm.apply_model(partial(in_place.destinations, shapes=shapes))
-            with exchanged(self.drift, measures=lambda name: False):  # the sync's metrics are those of the first stream
-                self.destinations = found if found and in_place.holds(found, self.stream()) else {}
+            # The sync's metrics are those of the first stream
+            self.destinations = found if found and in_place.holds(found, self.stream(measured=False)) else {}
 
     def _push_adapter(self):
         """Writes the policy's A and B into the engine."""
@@ -358,10 +390,38 @@ class VLLMEngine(VLLMBase):
         """Also counts requests to vLLM itself (`llm.generate`, `llm.chat`)."""
         return super().requests() + self.llm.request_counter.counter
 
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        with nothing_left_behind(self.llm), sampling_lean(self), whole_completions():
-            yield
+    def sampling(self) -> AbstractContextManager[dict]:
+        """Context of each generation in vLLM. It yields further fields of vLLM's `SamplingParams`."""
+        return sampling_lean(self.llm, self.settings)
+
+    def sample(self, requests: list[Request]) -> Samples:
+        """
+        Samples one completion for each request. The ranks of one engine, which must call it together, sample the
+        requests of all of them, and each returns its own.
+
+        Raises:
+            `RuntimeError`: vLLM has dropped a completion before its end.
+        """
+        everyones, start = self._gathered(requests)
+        if self._group is not None and is_peft_model(self.model):
+            # On some hardware vLLM's first collective hangs while NCCL still cleans up after that of small gradients
+            torch.distributed.barrier(device_ids=[self.accelerator.local_process_index])
+        prompts = [vllm_prompt(request) for request in everyones]
+        with nothing_left_behind(self.llm), self.sampling() as further:
+            options = self.tempering() | {"n": 1, "max_tokens": self.settings.max_completion_length, "logprobs": 0}
+            asked = parameters(options | self.further_options() | further, self.settings.structured_outputs_regex)
+            samples = read(self.llm.generate(prompts, sampling_params=asked, use_tqdm=False))
+        end = start + len(requests)
+        return Samples(samples.token_ids[start:end], samples.logps[start:end])
+
+    def _gathered(self, requests: list[Request]) -> tuple[list[Request], int]:
+        """Returns the requests of all ranks that form this engine, and the place of this rank's first among them."""
+        if self._group is None:
+            return requests, 0
+        by_rank = [None] * self.vllm.tensor_parallel_size
+        torch.distributed.all_gather_object(by_rank, requests, group=self._group)
+        before = by_rank[: torch.distributed.get_rank(group=self._group)]
+        return [request for rows in by_rank for request in rows], sum(map(len, before))
 
     def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
         from vllm import SamplingParams

@@ -3,8 +3,8 @@ Lets a process start one vLLM engine after another, as a notebook does when a ce
 
 Two effects of the first engine would break the second trainer:
 
-- TRL sets `RANK`, `WORLD_SIZE` and similar variables for vLLM, as a launcher does. A later trainer would then believe
-  that it is one rank of several. Here the variables are set only while an engine starts.
+- vLLM reads `RANK`, `WORLD_SIZE` and similar variables, which a launcher sets. If they stayed, a later trainer would
+  believe that it is one rank of several. Here they are set only while an engine starts.
 - All engines of a process share torch's process group and the groups that vLLM derives from it. vLLM destroys them when
   the first engine ends, which may be long after its trainer was replaced. Here the groups stay, and an engine frees its
   memory when nothing refers to its trainer any more (`del trainer; gc.collect()`).
@@ -16,8 +16,11 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from typing import Any
 
-from ...trl_seams import empty_cache
+from accelerate import Accelerator
+
+from ...trl_seams import choose_port, empty_cache
 
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -26,17 +29,25 @@ PORT_TAKEN = "EADDRINUSE"  # in the message of PyTorch's error
 _ended: list = []  # vLLM's clients of engines that have ended. If they were collected, they would destroy the groups
 
 
-def start_on_a_free_port(start: Callable[[], None]) -> None:
+def start_on_a_free_port(start: Callable[[], Any], accelerator: Accelerator) -> Any:
     """
-    Calls `start`, which starts an engine, and calls it again if another process has taken its port.
+    Calls `start`, which starts an engine, with the variables that a launcher sets, and returns the engine. Calls it
+    again if another process has taken its port.
 
-    TRL looks for a free port before vLLM listens on it, so another run on the same host may take it meanwhile. With
-    `MASTER_PORT` set, TRL looks for none, and the error is the user's.
+    A port is looked for before vLLM listens on it, so another run on the same host may take it meanwhile. With
+    `MASTER_PORT` set, none is looked for, and the error is the user's.
     """
+    ranks = {
+        "RANK": accelerator.process_index,
+        "LOCAL_RANK": accelerator.local_process_index,
+        "WORLD_SIZE": accelerator.num_processes,
+    }
     attempts = 1 if "MASTER_PORT" in os.environ else START_ATTEMPTS
     for attempt in range(1, attempts + 1):
         try:
             with starting():
+                os.environ.update({name: str(value) for name, value in ranks.items()})
+                choose_port()
                 return start()
         except RuntimeError as error:
             if attempt == attempts or PORT_TAKEN not in str(error):

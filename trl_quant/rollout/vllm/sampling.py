@@ -1,12 +1,12 @@
-"""Skips work of vLLM on the host, while it samples, whose results nobody reads: TRL decodes tokens itself, and reads
-completions only when all of them have ended.
+"""Samples from vLLM in this process, and skips work of vLLM on the host whose results nobody reads: TRL decodes tokens
+itself, and reads completions only when all of them have ended.
 
 With 256 completions of a 7B model, a decode step takes 8 ms on an H200 and 12 to 15 ms in Python. This module skips:
 
-| work of vLLM, or of TRL after it | here |
+| work of vLLM | here |
 |---|---|
 | text for every token and its log-probability | no text, unless something needs it |
-| arrays and an object for each log-probability, which TRL reads | one float |
+| arrays and an object for each log-probability | one float |
 | an update of each completion's state at every token | one update, when the completion ends |
 | a search for cache blocks at every token | only when the last block is full |
 | garbage collection of these objects | after the generation |
@@ -16,16 +16,19 @@ rows, a function replaces a method of the live engine for one generation, and ca
 """
 
 import gc
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from trl.generation import vllm_generation
-
-from ...trl_seams import exchanged, extracting_with
+from ...trl_seams import exchanged
 from ..answers import fault_of_end
+from ..engine import Request, Samples
+from ..settings import SamplingSettings
 
+
+logger = logging.getLogger(__name__)
 
 # Sampling parameters that need completions as text
 NEED_TEXT = ("stop", "structured_outputs", "detokenize")
@@ -33,22 +36,78 @@ NEED_TEXT = ("stop", "structured_outputs", "detokenize")
 NEED_OUTPUTS = ("logprobs", "prompt_logprobs", "n", "output_kind", "flat_logprobs", "extra_args")
 
 
+def parameters(options: dict, regex: str | None):
+    """
+    Returns vLLM's `SamplingParams`.
+
+    Args:
+        options (`dict`): Their fields. `structured_outputs` may be a dict.
+        regex (`str` or `None`): The regular expression that completions match.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    structured = options.get("structured_outputs")
+    if regex is not None:
+        if structured is not None:
+            logger.warning(
+                "Both `structured_outputs_regex` and `generation_kwargs['structured_outputs']` are set; "
+                "`structured_outputs_regex` takes precedence."
+            )
+        structured = StructuredOutputsParams(regex=regex)
+    elif isinstance(structured, dict):
+        structured = StructuredOutputsParams(**structured)
+    return SamplingParams(**options | {"structured_outputs": structured})
+
+
+def vllm_prompt(request: Request) -> dict:
+    """Returns a request's prompt as vLLM takes it."""
+    prompt = {"prompt_token_ids": request.prompt}
+    if request.images is not None:
+        prompt["multi_modal_data"] = {"image": request.images if len(request.images) > 1 else request.images[0]}
+    return prompt
+
+
+def read(outputs) -> Samples:
+    """
+    Returns the samples in vLLM's outputs, each with one completion.
+
+    Raises:
+        `RuntimeError`: vLLM has dropped a completion before its end.
+    """
+    completions = [completion for output in outputs for completion in output.outputs]
+    fault = fault_of_end(completion.finish_reason for completion in completions)
+    if fault is not None:
+        raise RuntimeError(f"vLLM returned samples that cannot be used: {fault}.")
+    return Samples([list(each.token_ids) for each in completions], [logps_of(each) for each in completions])
+
+
+def logps_of(completion) -> list[float | None]:
+    """
+    Returns the log-probabilities, in nats, of a completion's tokens; `None` for NaN. They are floats where the lean
+    sampling has collected them, and else vLLM's objects by their tokens.
+    """
+    values = [
+        value if isinstance(value, float) else value[token].logprob
+        for token, value in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+    return [None if math.isnan(value) else value for value in values]
+
+
 @contextmanager
-def sampling_lean(engine) -> Iterator[None]:
+def sampling_lean(llm, settings: SamplingSettings) -> Iterator[dict]:
     """
-    Context in which `engine` ([`~rollout.vllm.engine.VLLMEngine`]) only samples token ids and log-probabilities. Work
-    that the run's sampling parameters need is not skipped.
+    Context in which vLLM's `llm` only samples token ids and log-probabilities. Work that the `settings` need is not
+    skipped. It yields further fields of vLLM's `SamplingParams`.
     """
-    given = engine.generation_kwargs
-    if engine.structured_outputs_regex is not None or any(given.get(name) for name in NEED_TEXT):
-        yield
+    given = settings.generation_kwargs
+    if settings.structured_outputs_regex is not None or any(given.get(name) for name in NEED_TEXT):
+        yield {}
         return
     with ExitStack() as stack:
-        stack.enter_context(exchanged(engine, generation_kwargs=given | {"detokenize": False}))
-        vllm = engine.llm.llm_engine
+        vllm = llm.llm_engine
         # vLLM's statistics need each token
         if not vllm.log_stats and not any(name in given for name in NEED_OUTPUTS):
-            stack.enter_context(extracting_with(extract_logprobs))
             outputs, scheduler = vllm.output_processor, vllm.engine_core.engine_core.scheduler
             manager = scheduler.kv_cache_manager
             blocks = BlocksWithRoom(manager, scheduler.block_size)
@@ -59,7 +118,7 @@ def sampling_lean(engine) -> Iterator[None]:
         if gc.isenabled():
             stack.callback(gc.enable)
             gc.disable()
-        yield
+        yield {"detokenize": False}
 
 
 @contextmanager
@@ -83,21 +142,6 @@ def nothing_left_behind(llm) -> Iterator[None]:
         core.scheduler.finished_req_ids.update(held)  # the next step tells the workers that these have ended
         llm.reset_prefix_cache()
         raise
-
-
-@contextmanager
-def whole_completions() -> Iterator[None]:
-    """Context in which `RuntimeError` is raised for completions that vLLM has dropped before their end."""
-    extract = vllm_generation.extract_logprobs
-
-    def checked(outputs):
-        fault = fault_of_end(completion.finish_reason for output in outputs for completion in output.outputs)
-        if fault is not None:
-            raise RuntimeError(f"vLLM returned samples that cannot be used: {fault}.")
-        return extract(outputs)
-
-    with extracting_with(checked):
-        yield
 
 
 class SampledLogps:
@@ -182,15 +226,3 @@ class BlocksWithRoom:
         """Calls vLLM's `cache_blocks` when a block is complete."""
         if num_computed_tokens % self.block_size == 0:
             self.cache_blocks(request, num_computed_tokens)
-
-
-def extract_logprobs(outputs) -> tuple[list[list[list[float | None]]], list[list[list[int]]]]:
-    """
-    Replaces TRL's function of this name, for completions whose log-probabilities are floats.
-
-    Returns:
-        `(list, list)`: Log-probabilities (`None` for NaN) and token ids, each of shape (completions, tokens, 1).
-    """
-    completions = [completion for output in outputs for completion in output.outputs]
-    logps = [[[None if math.isnan(logp) else logp] for logp in completion.logprobs] for completion in completions]
-    return logps, [[[token] for token in completion.token_ids] for completion in completions]

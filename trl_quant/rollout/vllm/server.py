@@ -13,12 +13,13 @@ from collections.abc import Iterable
 from functools import partial
 from importlib import metadata
 from ipaddress import ip_address
+from itertools import groupby
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import requests
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -29,8 +30,8 @@ from ...precisions import PRECISIONS, in_vllm
 from ...reading import reading
 from ...storage.quantization import prepared_precisions
 from ...storage.source import skeleton
-from ...trl_seams import client_built
 from ..address import without_password
+from ..engine import Request, Samples
 from ..limits import finished_within
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .base import VLLMBase
@@ -69,13 +70,16 @@ class VLLMServerEngine(VLLMBase):
         self._limits = (0, 0)
         self._prepared = False
         self._norm_dtype = torch.bfloat16
+        self._announced: list[tuple] | None = None  # name, type and shape of each tensor that a sync sends
         self.start()
 
     def start_vllm(self) -> None:
         check_version()
         given = {"seconds": self.request_timeout, "vocabulary": self.vocabulary, "check": self._check_server}
-        with client_built(partial(Client, **given)):
-            self.trl.start_vllm()
+        if self.accelerator.is_main_process:
+            reached = {"group_port": self.vllm.group_port, "connection_timeout": self.vllm.server_timeout}
+            self.vllm_client = Client(self.vllm.server_url, **reached, **given)
+            self.vllm_client.init_communicator(device=self.accelerator.device)
         facts = [None]
         if self.accelerator.is_main_process:
             self.expect_caches(*self._cache)
@@ -97,7 +101,7 @@ class VLLMServerEngine(VLLMBase):
         model = self.model.name_or_path
         policy = self.weights.base_model
         outside = outside_decoder(policy, policy.config.architectures or [], "auto")
-        options = {"trust_remote_code": self.trl.trust_remote_code, "wide_norms": self.wide_norms, "outside": outside}
+        options = {"trust_remote_code": self.vllm.trust_remote_code, "wide_norms": self.wide_norms, "outside": outside}
         command = serve_command(model, self.precision, client.base_url, **options)
         if is_exposed(client.base_url):
             logger.warning(
@@ -115,7 +119,7 @@ class VLLMServerEngine(VLLMBase):
             raise ValueError(f"{error} Start it with:\n\n{command}\n") from error
         served, cache = info["model_config"], info["cache_config"]
         # The server may name any model. Only the code of the run's own model is trusted.
-        config = _read_config(served["model"], self.trl.trust_remote_code and served["model"] == model)
+        config = _read_config(served["model"], self.vllm.trust_remote_code and served["model"] == model)
         if config is None:
             logger.warning("The server's model %s cannot be read from here and is not checked.", served["model"])
         faults = self._faults(info, config)
@@ -186,11 +190,11 @@ class VLLMServerEngine(VLLMBase):
     # Sync
 
     def send(self) -> None:
-        if self.trl.announced is None:  # the server needs the metadata of all tensors before the first one
-            self.trl.announce(self.stream())
+        if self._announced is None:  # the server needs the metadata of all tensors before the first one
+            self._announced = announcement(self.stream())
             self.drift.forget()
         if self.accelerator.is_main_process:
-            self.vllm_client.update_named_params(self.trl.announced, self.stream())
+            self.vllm_client.update_named_params(self._announced, self.stream())
             self.vllm_client.reset_prefix_cache()
             self.vllm_client.mark_sync()
         else:
@@ -212,14 +216,51 @@ class VLLMServerEngine(VLLMBase):
 
     def write_norms(self, values: dict[str, Tensor]) -> None:
         if self.accelerator.is_main_process:
-            announced = [(name, str(v.dtype).removeprefix("torch."), list(v.shape)) for name, v in values.items()]
-            self.vllm_client.update_named_params(announced, iter(values.items()))
+            self.vllm_client.update_named_params(announcement(values.items()), iter(values.items()))
             self.vllm_client.reset_prefix_cache()
             self.vllm_client.mark_sync()
         self.accelerator.wait_for_everyone()
 
     def requests(self) -> None:
         """Returns `None`: anyone with the server's address may send requests."""
+
+    # Sample
+
+    def sample(self, requests: list[Request]) -> Samples:
+        """
+        Samples one completion for each request. All ranks must call it: the first one sends the requests of all ranks
+        to the server, which samples the copies of a prompt together.
+
+        Raises:
+            `RuntimeError`: The server's answer cannot be used; see [`~client.Client.generate`].
+        """
+        counts, everyones = gather_object([len(requests)]), gather_object(requests)
+        result = [self._served(everyones) if self.accelerator.is_main_process else None]
+        broadcast_object_list(result, from_process=0)
+        start = sum(counts[: self.accelerator.process_index])
+        token_ids, logps = (rows[start : start + len(requests)] for rows in result[0])
+        return Samples(token_ids, logps)
+
+    def _served(self, requests: list[Request]) -> tuple[list[list[int]], list[list[float | None]]]:
+        """Returns the token ids and the log-probabilities with which the server answers the requests of all ranks."""
+        copies = requests[0].copies
+        asked = requests[::copies]
+        prompts, features = [request.prompt for request in asked], None
+        if any(request.images is not None for request in requests):
+            token = self.processing_class.image_token_id
+            found = self.vllm_client.image_features([request.images for request in asked])
+            features = [placed(*pair, token) for pair in zip(found, prompts, strict=True)]
+        answer = self.vllm_client.generate(
+            prompts,
+            features=features,
+            n=copies,
+            max_tokens=self.settings.max_completion_length,
+            logprobs=0,
+            structured_outputs_regex=self.settings.structured_outputs_regex,
+            generation_kwargs=self.further_options(),
+            **self.tempering(),
+        )
+        return answer["completion_ids"], [[logp for (logp,) in row] for row in answer["logprobs"]]
 
     # Self-check
 
@@ -244,6 +285,33 @@ class VLLMServerEngine(VLLMBase):
 
     def limits(self) -> tuple[int, int]:
         return self._limits
+
+
+def announcement(stream: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str, list[int]]]:
+    """Returns name, type and shape of each tensor, as TRL's client announces them to the server."""
+    return [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in stream]
+
+
+def placed(features: dict | None, prompt: list[int], image_token: int) -> dict | None:
+    """
+    Returns the features of a prompt's images with the places of its runs of image tokens, in tokens. The server knows
+    only the places in the conversation that it read the images from.
+
+    Raises:
+        `ValueError`: The prompt has not one run for each image.
+    """
+    if features is None:
+        return None
+    places, start = [], 0
+    for is_image, run in groupby(prompt, lambda token: token == image_token):
+        length = len(list(run))
+        if is_image:
+            places.append({"offset": start, "length": length})
+        start += length
+    images = len(features["mm_placeholders"]["image"])
+    if len(places) != images:
+        raise ValueError(f"A prompt has {len(places)} runs of image tokens for {images} images. It must have one each.")
+    return features | {"mm_placeholders": features["mm_placeholders"] | {"image": places}}
 
 
 def server_url(args) -> str:

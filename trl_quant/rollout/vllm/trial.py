@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from transformers import AutoConfig
 
 from ...reading import reading
 from ...storage.source import skeleton
+from ..engine import requests_for
 from .engine import VLLMEngine
 
 
@@ -214,8 +215,8 @@ def try_out(engine: VLLMEngine, trial: Trial) -> Speed:
     Measures a sync and a decoding step. The step is measured in the middle of completions, where the sequences have
     their mean length.
     """
-    engine.sync_weights()  # the first sync takes longer
-    sync = min(seconds(engine.sync_weights) for _ in range(REPEATS))
+    engine.sync()  # the first sync takes longer
+    sync = min(seconds(engine.sync) for _ in range(REPEATS))
 
     longest = engine.limits()[1]
     new_tokens = max(2, min(NEW_TOKENS, longest // 2))
@@ -225,8 +226,8 @@ def try_out(engine: VLLMEngine, trial: Trial) -> Speed:
     own_prompts = prompts[engine.accelerator.process_index :: trial.ranks]
 
     def decode(new_tokens: int) -> float:
-        engine.max_completion_length = new_tokens
-        return seconds(engine.generate, own_prompts, None, 1)
+        engine.settings = replace(engine.settings, max_completion_length=new_tokens)
+        return seconds(engine.draw, requests_for(own_prompts))
 
     decode(new_tokens)  # compiles kernels and fills the prefix cache
     many_tokens, one_token = [], []

@@ -1,89 +1,47 @@
-"""Presents engines to TRL's trainers.
+"""The base of this package's engines.
 
-TRL's trainers call two methods of their `vllm_generation`: `sync_weights` and `generate`. [`RolloutEngine`], the base
-of our engines, implements both with the protocol's `sync` and `sample`. [`AdaptedEngine`] adds them to any other
-[`~rollout.engine.Engine`].
-
-An engine inherits nothing from TRL. It holds a [`TRLGeneration`], the one subclass of TRL's `VLLMGeneration`, which
-keeps TRL's settings and runs TRL's own code where vLLM samples.
+[`RolloutEngine`] adds what a run needs to the protocol of [`~rollout.engine.Engine`]: whether the engine holds the
+policy's current weights, noise, metrics and checkpoints. [`AdaptedEngine`] adds the same to any other engine.
 
 A generation samples the completions of one batch of prompts. It has one turn, or several with tools, environments or a
-`rollout_func`, and the number of turns may differ from rank to rank. Each turn is a call of `generate`. Everything that
-all ranks must do together happens once, before the first turn:
+`rollout_func`, and the number of turns may differ from rank to rank. Each turn is a call of `draw`. Everything that all
+ranks must do together happens once, before the first turn:
 
     with engine.generation():       # sync, self-check, noise
-        engine.generate(...)        # the first turn
-        engine.generate(...)        # further turns, on this rank alone
+        engine.draw(...)            # the first turn
+        engine.draw(...)            # further turns, on this rank alone
                                     # on exit the engine sleeps, if sleep mode is on
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from trl.generation.vllm_generation import VLLMGeneration
 
 from ..formats import QuantizedTensor
 from ..models.linears import dense_linears
 from ..noise import noised_norms, norm_noise
 from ..run_spec import EngineSpec
-from ..trl_seams import exchanged
 from .answers import fault_of_samples
 from .drift import WeightDrift
-from .engine import Engine, RolloutNoise, Samples
+from .engine import Engine, Request, RolloutNoise, Samples
 from .fingerprint import fingerprint
 from .function import first_change, function_of
+from .settings import divided
 from .stream import PolicyWeights, fault_of
 from .tokenizer import check_tokenizer, id_list
 
 
-class TRLGeneration(VLLMGeneration):
-    """
-    TRL's part of an engine: TRL's settings, and its use of vLLM.
-
-    The constructor does not start vLLM. An engine calls [`start_vllm`] after its own constructor has set everything up.
-
-    Parameters:
-        policy_weights ([`~rollout.stream.PolicyWeights`]): The policy's weights.
-        args, kwargs: The arguments of TRL's `VLLMGeneration`.
-    """
-
-    def __init__(self, policy_weights: PolicyWeights, *args, **kwargs):
-        self.policy_weights = policy_weights
-        super().__init__(*args, **kwargs)
-
-    def _init_vllm(self):
-        """Does nothing. TRL's constructor calls this method to start vLLM; here [`start_vllm`] does that later."""
-
-    def start_vllm(self) -> None:
-        """Starts vLLM, or connects to its server, as TRL does."""
-        super()._init_vllm()
-
-    @property
-    def announced(self) -> list[tuple] | None:
-        """`(name, type, shape)` of each tensor that a sync sends to a server; `None` before [`announce`]."""
-        return self._weight_metadata
-
-    def announce(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Records the metadata of the tensors that a sync sends to a server. All ranks must call it."""
-        self._weight_metadata = [
-            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in stream
-        ]
-
-    def _iter_named_params(self):
-        """Streams the policy's weights through [`PolicyWeights`]."""
-        return iter(self.policy_weights)
-
-
 class RolloutEngine:
     """
-    Base of our engines. A subclass implements `sync`, `sample`, and for noise `read_norms` and `write_norms`. It takes
-    the arguments of TRL's `VLLMGeneration`, and:
+    Base of our engines. A subclass implements `sync`, `sample`, and for noise `read_norms` and `write_norms`.
 
     Parameters:
+        model (`nn.Module`): The policy.
+        accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator.
+        processing_class: The tokenizer or processor; `None` if nothing is converted to text.
         precision (`str`):
             Number format of the engine, a key of [`~precisions.PRECISIONS`].
         wide_norms (`bool`, *optional*, defaults to `False`):
@@ -92,11 +50,12 @@ class RolloutEngine:
         uaq_scale (`float`, *optional*, defaults to `1.0`):
             UAQ's factor s. The noise on a norm that was scaled by s is s Z, so that the effective noise Z / w (QeRL
             eq. 12) has the standard deviation sigma.
+        settings: The fields of [`~rollout.settings.SamplingSettings`] and of [`~rollout.settings.VLLMSettings`].
 
     Attributes:
-        trl ([`TRLGeneration`]):
-            TRL's part. Its attributes (`model`, `accelerator`, `max_completion_length`, `llm` and so on) are stored
-            only there; the engine reads and writes them through itself.
+        settings ([`~rollout.settings.SamplingSettings`]):
+            How completions are drawn. [`~rollout.trl_face.QuantGeneration`] sets it before each turn.
+        vllm ([`~rollout.settings.VLLMSettings`]): Where vLLM runs, for the engines that use it.
         weights ([`~rollout.stream.PolicyWeights`]):
             The policy's current weights.
         noise (`RolloutNoise`):
@@ -127,13 +86,14 @@ class RolloutEngine:
         model,
         accelerator,
         processing_class,
-        *args,
+        *,
         precision: str,
         wide_norms: bool = False,
         uaq_scale: float = 1.0,
-        generation_kwargs: dict | None = None,
-        **kwargs,
+        **settings,
     ):
+        self.settings, self.vllm = divided(settings)
+        self.model, self.accelerator, self.processing_class = model, accelerator, processing_class
         weights = PolicyWeights(model, accelerator)
         if processing_class is not None:
             vocabulary = weights.base_model.config.get_text_config().vocab_size
@@ -141,11 +101,6 @@ class RolloutEngine:
         faults = [fault for fault in gather_object([fault_of(weights)]) if fault is not None]
         if faults:
             raise ValueError(f"`rollout_precision`={precision!r} cannot sample from the policy: {faults[0]}")
-        # TRL would pass an option of `None` on to vLLM. Here `None` means that the option is not given.
-        given = {name: value for name, value in (generation_kwargs or {}).items() if value is not None}
-        self.trl = TRLGeneration(
-            weights, model, accelerator, processing_class, *args, generation_kwargs=given, **kwargs
-        )
         self.precision = precision
         self.wide_norms, self.uaq_scale = wide_norms, uaq_scale
         self.weights = weights
@@ -164,28 +119,6 @@ class RolloutEngine:
         self.is_generating = False
         self._turns = 0
 
-    # Attributes of TRL's part
-
-    @property
-    def __class__(self) -> type:
-        """
-        Makes `isinstance(engine, VLLMGeneration)` true, so that code which checks `trainer.vllm_generation` works as
-        with TRL's own trainer. `type(engine)` is still the engine's own class, and `isinstance` accepts that class too.
-        """
-        return TRLGeneration
-
-    def __getattr__(self, name: str) -> Any:
-        """Reads an attribute that the engine itself lacks from `trl`."""
-        if name == "trl":  # the engine is not built yet
-            raise AttributeError(f"{type(self).__name__} has no `trl` before its constructor has run")
-        return getattr(self.trl, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Writes an attribute that `trl` has to `trl`, where TRL reads it, and any other to the engine itself."""
-        trl = vars(self).get("trl")
-        owner = trl if trl is not None and name in vars(trl) else self
-        object.__setattr__(owner, name, value)
-
     @property
     def tokenizer(self):
         """The trainer's tokenizer, or that of its processor."""
@@ -202,12 +135,6 @@ class RolloutEngine:
         return self.weights.base_model.config.get_text_config().vocab_size
 
     @property
-    def most_tokens(self) -> int | None:
-        """Largest number of tokens in a completion; `None` if only the model's context limits it."""
-        given = self.generation_kwargs
-        return given.get("max_tokens", given.get("max_new_tokens", self.max_completion_length))
-
-    @property
     def eos_token_ids(self) -> list[int]:
         """The tokens that end a completion: the tokenizer's, if it has one, and those that the model declares."""
         declared = id_list(self.model.generation_config.eos_token_id)
@@ -222,8 +149,8 @@ class RolloutEngine:
         """
         raise NotImplementedError
 
-    def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
-        """Samples one completion for each prompt."""
+    def sample(self, requests: list[Request]) -> Samples:
+        """Samples one completion for each request, with the current `settings`."""
         raise NotImplementedError
 
     def read_norms(self) -> dict[str, Tensor]:
@@ -234,46 +161,27 @@ class RolloutEngine:
         """Writes norm weights in place, and clears caches that depend on the old ones."""
         raise NotImplementedError
 
-    # Methods that TRL calls
+    # Sample
 
-    def sync_weights(self) -> None:
-        """TRL's name for [`sync`]."""
-        self.sync()
-
-    def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
+    def draw(self, requests: list[Request], profiler: AbstractContextManager | None = None) -> Samples:
         """
-        Samples one turn of a generation, and checks the samples; see TRL's `VLLMGeneration.generate`.
+        Samples one turn of a generation, and checks the samples.
 
         Args:
-            prompts (`list[list[int]]`): Token ids, one list for each completion.
-            images: The images of each prompt.
-            num_generations (`int`): Number of consecutive copies of each prompt.
-            profiler: Context manager that times the sampling.
-
-        Returns:
-            `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`. The last two have the shape (batch, completion
-            length, 1): the log-probability, in nats, with which each token was sampled, and the token.
+            requests (`list[Request]`): The requests of this rank.
+            profiler (context manager, *optional*): Times the sampling.
 
         Raises:
             `RuntimeError`: A policy cannot have sampled this; see [`~rollout.answers.fault_of_samples`].
         """
-        with self.generation():
-            drawn = self.draw(prompts, images, num_generations, profiler)
-        asked = {"count": len(prompts), "vocabulary": self.vocabulary, "most": self.most_tokens}
-        fault = fault_of_samples(*drawn[1:], **asked)
+        with self.generation(), profiler or nullcontext():
+            samples = self.sample(requests)
+        logps = None if samples.logps is None else [[[logp] for logp in row] for row in samples.logps]
+        asked = {"count": len(requests), "vocabulary": self.vocabulary, "most": self.settings.most_tokens}
+        fault = fault_of_samples(samples.token_ids, logps, None, **asked)
         if fault is not None:
             raise RuntimeError(f"The engine returned samples that the policy cannot have drawn: {fault}.")
-        return drawn
-
-    def draw(self, prompts, images, num_generations, profiler) -> tuple:
-        """Samples as [`generate`] does, inside of a generation, without a check."""
-        with profiler or nullcontext():
-            samples = self.sample(prompts, images)
-        logps = samples.logps
-        if logps is None:
-            logps = [[None] * len(ids) for ids in samples.token_ids]
-        logprobs = [[[logp] for logp in row] for row in logps]
-        return prompts, samples.token_ids, logprobs, [[[token] for token in ids] for ids in samples.token_ids]
+        return samples
 
     # Generations
 
@@ -313,7 +221,7 @@ class RolloutEngine:
         """Syncs the engine if it has no weights, or has lost them. Returns whether the engine was woken from sleep."""
         if not self.is_current:
             metrics = self.sync_metrics
-            self.sync_weights()
+            self.sync()
             self.sync_metrics = metrics  # this sync restores weights that were measured before
         return False
 
@@ -354,6 +262,18 @@ class RolloutEngine:
 
     # The policy's weights
 
+    def policy_stream(self, placeholders: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        """Streams the policy's weights; see [`~rollout.stream.PolicyWeights.stream`]."""
+        return self.weights.stream(placeholders)
+
+    def quantized_in_training(self, measured: bool = True) -> set[str]:
+        """
+        Returns the names of the weights that [`quantized_as_trained`] replaces, so that nobody reads their dense
+        values. `measured` leaves out those that the drift is measured by.
+        """
+        names = {f"{name}.weight" for name in self.weights.unified(self.precision)}
+        return {name for name in names if not (measured and self.drift.measures(name))}
+
     def quantized_as_trained(
         self, weights: Iterable[tuple[str, Tensor]]
     ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
@@ -362,13 +282,11 @@ class RolloutEngine:
         dense ones.
         """
         layers = {f"{name}.weight": layer for name, layer in self.weights.unified(self.precision).items()}
-        unread = {name for name in layers if not self.drift.measures(name)}
-        with exchanged(self.weights, unread=unread):
-            for name, tensor in weights:
-                if name in layers:
-                    yield name, self.weights.quantized_weight(layers[name])
-                else:
-                    yield name, tensor
+        for name, tensor in weights:
+            if name in layers:
+                yield name, self.weights.quantized_weight(layers[name])
+            else:
+                yield name, tensor
 
     # Checkpoints
 
@@ -432,19 +350,19 @@ class RolloutEngine:
 
 class AdaptedEngine(RolloutEngine):
     """
-    Presents any [`~rollout.engine.Engine`] to TRL's trainers. It is synced at each step, and between steps if the
+    Adds what a run needs to any other [`~rollout.engine.Engine`]. It is synced at each step, and between steps if the
     policy's weights have changed. It gets no noise.
 
     Parameters:
         engine ([`~rollout.engine.Engine`]): The engine.
         spec ([`~rollout.EngineSpec`]): The engine that the configuration describes.
-        args, kwargs: The arguments of TRL's `VLLMGeneration`.
+        given: The arguments of [`RolloutEngine`], except the precision.
 
     Raises:
         `ValueError`: The configuration uses a feature that only the engines of this package have.
     """
 
-    def __init__(self, engine: Engine, spec: EngineSpec, *args, **kwargs):
+    def __init__(self, engine: Engine, spec: EngineSpec, **given):
         unsupported = {
             "`noise_schedule`": spec.wide_norms,
             "`exact_rollouts`": spec.exact,
@@ -455,20 +373,15 @@ class AdaptedEngine(RolloutEngine):
                 f"{' and '.join(refused)} acts only on the engines of this package, and the run samples from a "
                 f"{type(engine).__name__}. Leave it unset."
             )
-        super().__init__(*args, precision=spec.precision, **kwargs)
+        super().__init__(precision=spec.precision, **given)
         self.engine = engine
 
     def sync(self) -> None:
         self.engine.sync()
         self.mark_current()
 
-    def sample(self, prompts: list[list[int]], images: list | None = None) -> Samples:
-        return self.engine.sample(prompts, images)
-
-
-def adapted(engine: Engine, spec: EngineSpec, *args, **kwargs) -> RolloutEngine:
-    """Returns the engine itself if it is one of ours, else an [`AdaptedEngine`] around it."""
-    return engine if isinstance(engine, RolloutEngine) else AdaptedEngine(engine, spec, *args, **kwargs)
+    def sample(self, requests: list[Request]) -> Samples:
+        return self.engine.sample(requests)
 
 
 def count_layers(policy: nn.Module, precision: str) -> int:

@@ -1,0 +1,175 @@
+"""What we ask vLLM for is what TRL asks it for: engines, samples in this process, and samples of a server."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from PIL import Image
+from tiny import save_tiny_vision, tiny_model, tiny_tokenizer
+from transformers import Blip2ForConditionalGeneration
+from trl.generation.vllm_generation import VLLMGeneration
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+import vllm
+from vllm_engines import engine, policy
+
+from trl_quant.rollout import VLLMEngine, VLLMServerEngine
+from trl_quant.rollout.engine import requests_for
+from trl_quant.rollout.trl_face import QuantGeneration
+from trl_quant.rollout.vllm.server import placed
+
+
+pytestmark = pytest.mark.vllm
+PROMPTS = [[(7 * i + 3) % 250 for i in range(n)] for n in (60, 3) for _ in range(4)]
+EOS = tiny_tokenizer().eos_token_id
+
+
+def shown(sampler, **given) -> QuantGeneration:
+    own = sampler.model, sampler.accelerator, sampler.processing_class
+    return QuantGeneration(sampler, *own, **{"max_completion_length": 24} | given)
+
+
+def trls(sampler, **given) -> QuantGeneration:
+    """The same, for TRL's own `generate`: it does not know the policy's end tokens."""
+    options = given.get("generation_kwargs") or {}
+    ends = [] if options.get("ignore_eos") else [*options.get("stop_token_ids", []), EOS]
+    return shown(sampler, **given | {"generation_kwargs": options | {"stop_token_ids": ends}})
+
+
+@pytest.fixture(scope="module")
+def sampler(tmp_path_factory) -> VLLMEngine:
+    built = engine(policy(tmp_path_factory.mktemp("policy")), "bf16", max_completion_length=24)
+    built.sync()
+    return built
+
+
+ASKED = {
+    "nothing": {},
+    "all settings": {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1},
+    "no min_p": {"min_p": None, "max_completion_length": 5},
+    "further options": {"generation_kwargs": {"frequency_penalty": 0.5, "temperature": 0.5, "stop_token_ids": [65]}},
+    "a regex": {"structured_outputs_regex": "[ab]{3}"},
+    "a regex in a dict": {"generation_kwargs": {"structured_outputs": {"regex": "[cd]{3}"}}},
+    "two of them": {
+        "structured_outputs_regex": "[ab]{3}",
+        "generation_kwargs": {"structured_outputs": {"regex": "[cd]{3}"}},
+    },
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_samples_are_trls(sampler, case):
+    """Bit for bit, from the same engine in the same random state; other settings have other samples."""
+    faces = shown(sampler, **ASKED[case]), trls(sampler, **ASKED[case]), shown(sampler)
+    ways, found = (QuantGeneration.generate, VLLMGeneration.generate, QuantGeneration.generate), []
+    for face, generate in zip(faces, ways, strict=True):
+        torch.manual_seed(5)
+        sampler.llm.reset_prefix_cache()
+        found.append(generate(face, PROMPTS, None, 4))
+    assert found[0] == found[1] and len(found[0][1]) == len(PROMPTS)
+    assert (found[0] == found[2]) == (case == "nothing")
+
+
+def test_images_are_given_as_trl_gives_them(tmp_path):
+    """Each prompt with its own; their colors decide the samples."""
+    path = save_tiny_vision(tmp_path / "model")
+    model = Blip2ForConditionalGeneration.from_pretrained(path, dtype=torch.bfloat16)
+    sampler = engine(model, "bf16", max_model_length=256, max_completion_length=4)
+    sampler.sync()
+    image, asked = model.config.image_token_index, []
+    generate = sampler.llm.generate
+    sampler.llm.generate = lambda prompts, **kwargs: asked.append(prompts) or generate(prompts, **kwargs)
+    pictures = [[Image.new("RGB", (28, 28), color)] for color in ("red", "blue")]
+    prompts = [[image, 5, 6], [image, 5, 6], [7, 8]]
+    found = []
+    for face, way in ((shown(sampler), QuantGeneration.generate), (trls(sampler), VLLMGeneration.generate)):
+        torch.manual_seed(5)
+        found.append(way(face, prompts, [*pictures, None], 1)[1:])
+    assert found[0] == found[1] and asked[0] == asked[1]
+    given = [row.get("multi_modal_data", {}).get("image") for row in asked[0]]
+    assert given == [pictures[0][0], pictures[1][0], None]
+
+
+def test_an_engine_is_started_as_trl_starts_it(tmp_path, monkeypatch):
+    """But for its precision, and for sleep, which our engine enters by itself."""
+    import trl.generation.vllm_generation as vllm_generation
+
+    class Told(Exception):
+        pass
+
+    def record(*args, **arguments):
+        raise Told(arguments)
+
+    monkeypatch.setattr(vllm, "LLM", record)
+    monkeypatch.setattr(vllm_generation, "LLM", record)
+    settings = {"gpu_memory_utilization": 0.2, "max_model_length": 300, "max_num_seqs": 5}
+    model, told = policy(tmp_path / "policy"), []
+    for build in (lambda *a, **k: VLLMEngine(*a, precision="bf16", **k), VLLMGeneration):
+        with pytest.raises(Told) as raised:
+            build(model, Accelerator(cpu=True), tiny_tokenizer(), **settings)
+        told.append(raised.value.args[0])
+    ours, theirs = told
+    assert theirs == {name: ours[name] for name in theirs} and theirs["max_model_len"] == 300
+    assert set(ours) - set(theirs) <= {"dtype"}
+
+
+# A server
+
+
+class Asked:
+    """In place of the client of a server. It answers each prompt with its own last token."""
+
+    def __init__(self):
+        self.calls = []
+
+    def image_features(self, images):
+        self.calls.append(copy.deepcopy(images))
+        return [row and {"data": len(row), "mm_placeholders": {"image": [None] * len(row)}} for row in images]
+
+    def generate(self, prompts, n=1, **given):
+        self.calls.append(given | {"prompts": prompts, "n": n})
+        ids = [[prompt[-1], EOS] for prompt in prompts for _ in range(n)]
+        logps = [[[-float(place)], [-1.0]] for place in range(len(ids))]
+        tokens = [[[token] for token in row] for row in ids]
+        return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": logps, "logprob_token_ids": tokens}
+
+
+@pytest.fixture
+def served(monkeypatch) -> VLLMServerEngine:
+    monkeypatch.setattr(VLLMServerEngine, "start", lambda self: None)
+    processor = SimpleNamespace(tokenizer=tiny_tokenizer(), image_token_id=9)
+    built = VLLMServerEngine(tiny_model(), Accelerator(cpu=True), processor, mode="server", precision="bf16")
+    built.is_current, built.sync_check_steps, built.vllm_client = True, 0, Asked()
+    return built
+
+
+IMAGES = [["red", "blue"], ["red", "blue"], None, None]
+
+
+@pytest.mark.parametrize("images", [None, IMAGES], ids=["text", "images"])
+@pytest.mark.parametrize("case", ASKED)
+def test_a_server_is_asked_as_trl_asks_it(served, case, images):
+    """Once for each prompt and its copies; the answers come back in the order of the requests."""
+    prompts, found = [[9, 9, 5, 9, 6]] * 2 + [[7, 8]] * 2, []
+    faces = shown(served, mode="server", **ASKED[case]), trls(served, mode="server", **ASKED[case])
+    for face, generate in zip(faces, (QuantGeneration.generate, VLLMGeneration.generate), strict=True):
+        found.append((generate(face, prompts, images, 2)[1:], served.vllm_client.calls))
+        served.vllm_client.calls = []
+    assert found[0] == found[1]
+    (_, logps, _), calls = found[0]
+    assert [row[0][0] for row in logps] == [0, -1, -2, -3] and calls[-1]["prompts"] == [prompts[0], prompts[2]]
+    if images is not None:
+        assert calls[0] == [IMAGES[0], None]
+        assert calls[1]["features"][0]["mm_placeholders"]["image"] == [
+            {"offset": 0, "length": 2},
+            {"offset": 3, "length": 1},
+        ]
+
+
+def test_prompts_and_images_must_agree(served):
+    with pytest.raises(ValueError, match=r"has 1 runs of image tokens for 2 images"):
+        served.sample(requests_for([[9, 9, 5]], [["red", "blue"]]))
+    assert placed(None, [9], 9) is None

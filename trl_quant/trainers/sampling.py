@@ -1,0 +1,243 @@
+"""What a trainer of TRL's samples with: an engine instead of TRL's own.
+
+    class QuantGRPOTrainer(QuantSampling, GRPOTrainer): ...
+
+[`QuantSampling`] is the first base class. It builds the engine, gives it the policy's weights and noise before each
+generation, and checks what it samples. [`~trainers.precision.QuantPrecision`] is what the trainer computes with.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+
+from trl.extras.profiling import profiling_context
+
+from ..policy.adapters import leave_casts_to_autocast
+from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
+from ..rollout.engine import Engine
+from ..rollout.trl_face import QuantGeneration
+from . import checkpoints, phases, unfinished
+from .checks import DrawnPrompts, check_model, tell_noise
+from .correction_step import CorrectionStep, NoStep
+from .positions import check_rows, fix_choice, models_of, own_prompts
+from .precision import QuantPrecision, follow_engine, train_as_sampled
+
+
+logger = logging.getLogger(__name__)
+
+
+class QuantSampling(QuantPrecision):
+    """
+    Mixin for a trainer of TRL's that builds a `VLLMGeneration` and samples from it, such as `GRPOTrainer`,
+    `RLOOTrainer` or `DistillationTrainer`. Without a `rollout_precision`, TRL generates as usual.
+
+    It relies on two more properties of TRL's trainer: its constructor looks up `VLLMGeneration` in its module;
+    `_generate` samples a generation, in one or more calls of `_generate_single_turn`.
+
+    The mixin does not use the sampler's log-probabilities. A subclass that corrects its loss for them has a
+    [`correction_step`], whose state the mixin saves with an unfinished generation.
+
+    Attributes:
+        correction_step ([`~trainers.correction_step.CorrectionStep`]): The correction of the loss, if there is one.
+        drawn_prompts ([`~trainers.checks.DrawnPrompts`] or `None`): The check of the prompts of each generation.
+    """
+
+    correction_step: CorrectionStep | NoStep = NoStep()
+    drawn_prompts: DrawnPrompts | None = None  # without the constructor, everything is left to TRL's
+    _engine: RolloutEngine | None = None  # `None` where TRL itself generates
+    _has_told_unused = False
+
+    def meet_sampler(self) -> None:
+        generation = getattr(self, "vllm_generation", None)
+        self._engine = generation.sampler if isinstance(generation, QuantGeneration) else None
+        if self._engine is not None:
+            leave_casts_to_autocast(self.model)
+            tell_noise(self.model, self.args)
+        self.drawn_prompts = DrawnPrompts(self, self._engine)
+
+    def loading(self, args, **fields) -> AbstractContextManager:
+        """Context of TRL's constructor, which gets our engine. Where TRL builds its own, models stay as they are."""
+        prepared = {"models_loaded": partial(train_as_sampled, self), "engine_built": self._follow}
+        return engine_of(type(self), args, **prepared, build=self.build_engine, **fields)
+
+    def _follow(self, engine: RolloutEngine) -> None:
+        """Makes the loaded models compute as the engine does, which TRL's constructor has just built."""
+        fix_choice(self, engine, models_of(self))
+        follow_engine(self, engine)
+
+    def build_engine(self, spec: EngineSpec, model, accelerator, processing_class, **settings) -> Engine:
+        """
+        Builds the engine that a run with a `rollout_precision` samples from. Override it to sample from an
+        [`~rollout.engine.Engine`] of your own. It is called after the models are loaded.
+
+        Args:
+            spec ([`~rollout.EngineSpec`]): The engine that the configuration describes.
+            model (`nn.Module`): The policy.
+            accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator.
+            processing_class: The tokenizer or processor.
+            settings: The fields of `SamplingSettings` and of `VLLMSettings`, see [`~rollout.settings`].
+        """
+        return build_engine(spec, model, accelerator, processing_class, **settings)
+
+    def fix_positions(self, model) -> None:
+        """Fixes the positions of one more model as those of the policy, where they depend on the longest row."""
+        if self._engine is not None:
+            fix_choice(self, self._engine, [model])
+
+    # Generate. All ranks sync, check and add noise together before the first turn. In later turns, no rank waits for
+    # another.
+
+    def _generate(self, prompts):
+        self.check_computation()
+        if self._engine is None:
+            return super()._generate(prompts)
+        check_model(self, self._engine)
+        self._engine.ask_prompts = partial(own_prompts, self, prompts)
+        with self.generation():
+            requests = self._engine.requests()
+            generated = super()._generate(prompts)
+            if requests is not None and self._engine.requests() == requests:
+                self._tell_unused()
+        check_rows(self, *generated[:2])
+        if self.args.noise_schedule is not None and self.model.training:
+            self.log_values(self._engine.noise_metrics())
+        return generated
+
+    def _tell_unused(self) -> None:
+        """Warns once of a generation that was not sampled from the engine, because nothing else in a run shows it."""
+        if self._has_told_unused:
+            return
+        self._has_told_unused = True
+        logger.warning(
+            "A generation was not sampled from the rollout engine (`trainer.vllm_generation`), so `rollout_precision`="
+            "%r did not act on it. A correction compares the trainer with the log-probabilities that came with the "
+            "samples. Call `trainer.vllm_generation.generate` in your `rollout_func` or subclass, or unset "
+            "`rollout_precision`.",
+            self._engine.precision,
+        )
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """
+        Context of one generation: syncs the engine, checks it and adds the noise once, for any number of turns. So TRL
+        need not sync, and a `rollout_func` may call the engine directly.
+        """
+        self._engine.noise = self.rollout_noise()
+        self.vllm_generation.begin()
+        with ExitStack() as turns:
+            with self._engine_errors_explained():
+                self._sync()
+                turns.enter_context(self._engine.generation())
+            yield
+
+    def _tokenize_prompts(self, prompts):
+        tokenized = super()._tokenize_prompts(prompts)
+        if self.drawn_prompts is not None:  # the constructor has run
+            self.drawn_prompts.check(tokenized[0])
+        return tokenized
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
+        if self._engine is None:
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
+        self._engine.multimodal_fields = multimodal_fields
+        with self._engine_errors_explained():
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
+
+    @contextmanager
+    def _engine_errors_explained(self) -> Iterator[None]:
+        """Context in which an error of the engine also names the step, and the checkpoint to resume from."""
+        try:
+            yield
+        except ValueError:  # its message already tells the user what to do
+            raise
+        except Exception as error:
+            if checkpoints.is_lost(error):  # `train` adds the explanation
+                raise
+            step, go_on = self.state.global_step, checkpoints.how_to_go_on(self.args.output_dir)
+            broken = self._engine.weights.first_non_finite()
+            why = f": the policy's `{broken}` holds NaN or infinity" if broken else ""
+            message = f"The {self._engine.precision} rollout engine failed at step {step}{why}. {go_on} Cause: {error}"
+            raise RuntimeError(message) from error
+
+    def _sync(self) -> None:
+        """
+        Syncs the engine at each new step, as TRL does, and whenever the policy's weights have changed since the last
+        sync. A generation of the training logs how far the weights moved since the training's generation before it,
+        whatever an evaluation synced in between.
+        """
+        self._engine.drift.evaluates = not self.model.training
+        is_new_step = self.state.global_step != self._last_loaded_step
+        if not is_new_step and not self._engine.is_stale():
+            return
+        not_logged = self._engine.sync_metrics  # an evaluation's, whose checks the next step logs
+        with profiling_context(self, "sync_weights"):
+            self.vllm_generation.sync_weights()
+        self._engine.sync_metrics = not_logged | self._engine.sync_metrics
+        self._last_loaded_step = self.state.global_step
+
+    def rollout_noise(self) -> RolloutNoise:
+        """Returns the noise of the next generation. Each generation of a step has its own; evaluation has none."""
+        args, step = self.args, self.state.global_step
+        micro_steps_per_generation = args.steps_per_generation * args.num_iterations
+        draw = self._step % args.gradient_accumulation_steps // micro_steps_per_generation  # generation of this step
+        sigma = args.noise_sigma(step, self.state.max_steps) if self.model.training else 0.0
+        return RolloutNoise(sigma, args.seed, step, draw)
+
+    def check_sync(self) -> dict[str, float]:
+        """
+        Runs [`~rollout.verify.self_check.self_check`] now, after a sync if one is due.
+
+        Returns:
+            `dict[str, float]`: Its metrics, `sync_check/*`.
+
+        Raises:
+            `ValueError`: The run has no vLLM engine.
+        """
+        if not hasattr(self._engine, "check_sync"):
+            raise ValueError("`check_sync` checks vLLM engines: set `use_vllm=True` and a `rollout_precision`.")
+        self._sync()
+        self._engine.ask_prompts = self._engine.ask_prompts or partial(own_prompts, self, [])
+        metrics = self._engine.check_sync()
+        if not self._engine.is_generating:  # in sleep mode, the check woke the engine
+            self._engine.rest()
+        return metrics
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self._engine is not None and self.model.training:  # an evaluation leaves its metrics for the next step
+            self.log_values(self._engine.take_metrics())
+        return output
+
+    # Checkpoints
+
+    def phases_logged(self) -> AbstractContextManager:
+        return phases.logged(self, None if self._engine is None else self.log_values)
+
+    def sampling_state(self) -> dict:
+        if self._engine is None:
+            return {}
+        return self._engine.state_dict() | unfinished.progress(self) | {"global_step": self.state.global_step}
+
+    def load_sampling_state(self, checkpoint: str, state: dict) -> None:
+        if self._engine is not None:
+            self._engine.load_state_dict(state)
+            self._step = unfinished.resume(self, checkpoint, state)
+            self._last_loaded_step = -1
+            self._metrics["train"].clear()
+
+    def save_generation(self, checkpoint: str) -> None:
+        if self._engine is not None:
+            unfinished.save(self, checkpoint)
+
+    def generation_state(self) -> dict:
+        """
+        Returns the state of this rank's unfinished generation, for a checkpoint. It holds only types that
+        `torch.load(weights_only=True)` accepts.
+        """
+        return {"inputs": self._buffered_inputs, "correction": self.correction_step.state_dict()}
+
+    def load_generation_state(self, state: dict) -> None:
+        """Loads the result of [`generation_state`]."""
+        self._buffered_inputs = state["inputs"]
+        self.correction_step.load_state_dict(state["correction"])
