@@ -63,8 +63,11 @@ def test_nothing_is_merged_that_nobody_reads(tmp_path, monkeypatch):
     merged.clear()
     monkeypatch.setattr(sampler.drift, "measures", lambda name: name.endswith("layers.1.mlp.up_proj.weight"))
     part = dict(sampler.stream())
-    assert len(merged) == 1 and not sampler.weights.unread
+    assert len(merged) == 1
     assert part.keys() == whole.keys() and all(torch.equal(part[name], tensor) for name, tensor in whole.items())
+    merged.clear()
+    dict(sampler.policy_stream())  # whose values are read again
+    assert len(merged) == len(sampler.weights.unified("int8"))
 
 
 def test_an_adapter_beside_a_policy_in_fp32(tmp_path):

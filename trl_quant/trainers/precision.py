@@ -15,8 +15,8 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..config.data import check_evaluated
 from ..config.before_loading import check_before_loading
+from ..config.data import check_evaluated
 from ..layers.products import multiplies
 from ..policy.adapters import UnifiedLoraLinear, name_revision
 from ..policy.exact import compute_exactly
