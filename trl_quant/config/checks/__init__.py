@@ -14,9 +14,9 @@ from .rule import Rule, check_rules
 RULES: dict[str, tuple[Rule, ...]] = {
     "diffusion": diffusion.RULES,
     "machine": machine.RULES,
+    "sampler": sampler.RULES,
     "critic": critic.RULES,
     "teacher": teacher.RULES,
-    "sampler": sampler.RULES,
     "vllm": vllm.RULES,
     "adapter": adapter.RULES,
     "exact": exact.RULES,
