@@ -1,4 +1,4 @@
-"""What is known of a run before a model is loaded: its settings, the trainer's other arguments, the models' configs."""
+"""Holds what is known of a run before a model is loaded: settings, the trainer's other arguments, models' configs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -67,10 +67,11 @@ OTHERWISE_FIXED = {"trainer": ["GRPO"], "sharding": ["DDP"]}  # the values of a 
 INTRODUCTION = """# What goes with what
 
 Each table pairs two ideas, and each cell says whether a run can have both: ✓, or the number of the rule against it.
-The rule's message below the table is that of the first such cell. Where a table leaves the trainer or the sharding
-open, it is GRPO under DDP. What depends on the model (its family, its experts, its positions) or on the machine is not
-in these tables: `trl-quant plan` and `--dry_run true` check a run with both. This page is made from the rules in
-`trl_quant/config/checks`: `python -m trl_quant.config.pairs > docs/combinations.md`.
+The rules stand below their table, each with its message for the first cell that has its number. A table without a
+trainer is about GRPO, and a table without sharding about DDP. The tables leave out what depends on the model (its
+family, its experts, its positions) and on the machine: `trl-quant plan` and `--dry_run true` check a run with both.
+This page is made from the rules in `trl_quant/config/checks`:
+`python -m trl_quant.config.pairs > docs/combinations.md`.
 """
 
 

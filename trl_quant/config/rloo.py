@@ -16,8 +16,7 @@ class LevelFields:
 
     importance_sampling_level: str = "token"
     """What the correction weighs: 'token' gives each token the weight of its own ratio w, 'sequence' gives all tokens
-    of a completion the weight of their product. The policy ratio, which is clipped, is that of the whole completion in
-    both cases, as RLOO defines it.
+    of a completion the weight of their product. In both cases RLOO clips the policy ratio of the whole completion.
     """
 
 
