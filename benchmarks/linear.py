@@ -9,7 +9,7 @@ cuBLAS on the dequantized weight, and the kernel that decodes while it multiplie
 over copies of the weight that together exceed the L2 cache. `limit` is the share of the card's limit, which is the
 longer of two times: moving the necessary bytes at its bandwidth, or multiplying at its dense BF16 rate. `dB` is the
 SQNR against `F.linear` on the dequantized weight. The last lines show where the kernel is faster, which sets
-`FUSED_TOKENS` and `FUSED_OUTPUTS` of `layers/frozen.py`.
+`FUSED_TOKENS` and `FUSED_OUTPUTS` of `layers/weight_only.py`.
 
 The second table has a layer with its adapter, forward and backward: PEFT's on a BF16 layer, PEFT's on a frozen layer,
 and the joined branch.
@@ -29,7 +29,7 @@ from engines import BANDWIDTH, FLOPS, SHAPES, call_seconds, machine, of_card, sa
 from torch import nn
 
 from trl_quant.formats import quantize
-from trl_quant.layers import FrozenLinear, frozen
+from trl_quant.layers import FrozenLinear, weight_only
 
 
 CACHE = 128 << 20  # more than any L2
@@ -81,20 +81,20 @@ class Ways:
         layer = FrozenLinear(shape[1], shape[0], False, precision, torch.bfloat16, device="cuda")
         layer.fill(quantize(torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02, layer.format))
         layers = [layer, *(deepcopy(layer) for _ in range(CACHE // (shape[0] * shape[1] // 2)))]
-        self.packed = [copied.packed() for copied in layers]
+        self.stored = [copied.stored() for copied in layers]
         self.numbers = layer.dequantize()
         self.dense = [self.numbers, *(self.numbers.clone() for _ in range(CACHE // self.numbers.nbytes))]
-        packed = sum(parameter.nbytes for parameter in layer.parameters())
-        self.bytes = {"bf16": self.numbers.nbytes, "dequantize": packed, "fused": packed}
+        stored = sum(parameter.nbytes for parameter in layer.parameters())
+        self.bytes = {"bf16": self.numbers.nbytes, "dequantize": stored, "fused": stored}
 
     def calls(self, way: str, x: torch.Tensor, forward: bool) -> list:
         if way == "bf16":
             return [partial(F.linear, x, weight if forward else weight.t()) for weight in self.dense]
-        return [partial(self.frozen, way, x, packed, forward) for packed in self.packed]
+        return [partial(self.frozen, way, x, stored, forward) for stored in self.stored]
 
-    def frozen(self, way: str, x: torch.Tensor, packed: tuple, forward: bool) -> torch.Tensor:
-        frozen.FUSED_TOKENS, frozen.FUSED_OUTPUTS = (ALWAYS, 1) if way == "fused" else (NEVER, 1)
-        return frozen.frozen_product(x, None, *packed, forward)
+    def frozen(self, way: str, x: torch.Tensor, stored: tuple, forward: bool) -> torch.Tensor:
+        weight_only.FUSED_TOKENS, weight_only.FUSED_OUTPUTS = (ALWAYS, 1) if way == "fused" else (NEVER, 1)
+        return weight_only.weight_only_product(x, None, *stored, forward)
 
 
 def products(args, results: dict, deadline: float) -> None:
@@ -222,14 +222,14 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark measures Triton kernels against cuBLAS: it needs a CUDA device.")
 
-    start, default, results = time.perf_counter(), (frozen.FUSED_TOKENS, frozen.FUSED_OUTPUTS), {}
+    start, default, results = time.perf_counter(), (weight_only.FUSED_TOKENS, weight_only.FUSED_OUTPUTS), {}
     print(f"{machine()}, torch {torch.__version__}, {args.precision}")
     for part, share in ((products, 0.7), (adapters, 1.0)):
         try:
             part(args, results, start + share * args.seconds)
         except Exception:
             traceback.print_exc()
-        frozen.FUSED_TOKENS, frozen.FUSED_OUTPUTS = default
+        weight_only.FUSED_TOKENS, weight_only.FUSED_OUTPUTS = default
     print(f"{time.perf_counter() - start:.0f} s")
     save("linear", results, args.output)
 

@@ -6,11 +6,13 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from trl_quant.layers import FrozenLinear
+from trl_quant.layers.joint import output
 from trl_quant.policy.adapters import FrozenLoraLinear, with_frozen_layers
+from trl_quant.precisions import four_bits
 
 
 DTYPES = [torch.bfloat16, torch.float32]
-every_precision = pytest.mark.parametrize("precision", FrozenLinear.precisions())
+every_precision = pytest.mark.parametrize("precision", four_bits())
 
 
 def linear(inputs: int = 384, outputs: int = 72, dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
@@ -20,6 +22,11 @@ def linear(inputs: int = 384, outputs: int = 72, dtype: torch.dtype = torch.floa
 
 def frozen_linear(precision: str = "nvfp4", *args, **kwargs) -> FrozenLinear:
     return FrozenLinear.from_linear(linear(*args, **kwargs), precision)
+
+
+def frozen_lora_linear(x: torch.Tensor, layer: FrozenLinear, a: torch.Tensor, b: torch.Tensor, scaling: float):
+    """A frozen layer and an adapter beside it, as one function."""
+    return output(x, layer.part()._replace(a=a, b=b, scaling=scaling, merged=False), layer.number)
 
 
 def gradients(function, x: torch.Tensor, *parameters: torch.Tensor) -> list[torch.Tensor]:

@@ -38,21 +38,21 @@ def codes(trainer, precision: str, end: dict[str, Tensor]) -> dict:
     of a backward pass, those of a checkpoint of the weights as they are, and of the weights rounded to BF16.
     """
     from trl_quant.formats import global_scale, quantize
-    from trl_quant.layers import qat
+    from trl_quant.layers import weight_only
     from trl_quant.models.linears import fused_with
 
-    product, seen = qat.frozen_product, {True: [], False: []}
+    product, seen = weight_only.weight_only_product, {True: [], False: []}
 
     def multiply(x, bias, values, scale, shared, *rest):
         seen[rest[-1]].append(bytes_of(values, scale, shared))
         return product(x, bias, values, scale, shared, *rest)
 
     sent = codes_sent(trainer, precision)
-    qat.frozen_product = multiply
+    weight_only.weight_only_product = multiply
     trainer.model.train()
     trainer.model(input_ids=torch.arange(8).view(1, -1), use_cache=False).logits.sum().backward()
     trainer.model.zero_grad()
-    qat.frozen_product = product
+    weight_only.weight_only_product = product
 
     def stored(name: str, dtype: torch.dtype) -> tuple:
         fused = [end[f"{other}.weight"].to(dtype) for other in fused_with(name) if f"{other}.weight" in end]

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from training import assert_same_run, config, lora, make
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.layers import FrozenLinear, frozen_lora_linear
+from trl_quant.layers import FrozenLinear
+from trl_quant.layers.joint import output
 from trl_quant.policy.adapters import FrozenLoraLinear, leave_casts_to_autocast, with_frozen_layers
 from trl_quant.policy.frozen import freeze
 
@@ -30,9 +31,9 @@ def joined(monkeypatch) -> list:
 
     def counted(*args):
         calls.append(args)
-        return frozen_lora_linear(*args)
+        return output(*args)
 
-    monkeypatch.setattr("trl_quant.policy.adapters.frozen_lora_linear", counted)
+    monkeypatch.setattr("trl_quant.policy.adapters.output", counted)
     return calls
 
 

@@ -14,6 +14,7 @@ from frozen_layers import (
     close,
     every_precision,
     frozen_linear,
+    frozen_lora_linear,
     gradients,
     linear,
     same,
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from trl_quant.formats import FORMATS, global_scale, quantize
-from trl_quant.layers import FrozenLinear, frozen, frozen_lora_linear
+from trl_quant.layers import FrozenLinear, weight_only
 from trl_quant.storage.layout import checkpoint_tensors
 
 
@@ -64,7 +65,7 @@ def test_the_largest_layers_are_multiplied_whole(hidden, wide):
             for forward in (True, False):
                 x = torch.empty(2, shape[not forward], dtype=dtype, device="meta")
                 with Products() as products:
-                    frozen.frozen_product(x, None, *layer.packed(), forward)
+                    weight_only.weight_only_product(x, None, *layer.stored(), forward)
                 assert products.count == parts
 
 
@@ -120,7 +121,7 @@ def test_products_equal_those_of_the_numbers(precision, dtype):
 @every_precision
 def test_parts_give_the_same(precision, monkeypatch):
     """A weight that is dequantized in several parts, and groups that are not full."""
-    original, shapes = frozen.QuantizedTensor.dequantize, []
+    original, shapes = weight_only.QuantizedTensor.dequantize, []
 
     def dequantize(self, dtype=None):
         shapes.append(tuple(self.shape))
@@ -132,8 +133,8 @@ def test_parts_give_the_same(precision, monkeypatch):
         expected = gradients(layer, x)
         shapes.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(frozen.QuantizedTensor, "dequantize", dequantize)
-            patch.setattr(frozen, "BUFFER_BYTES", 1)
+            patch.setattr(weight_only.QuantizedTensor, "dequantize", dequantize)
+            patch.setattr(weight_only, "BUFFER_BYTES", 1)
             close(gradients(layer, x), expected, 1e-6)
         whole = precision == "nf4" and inputs % 64 != 0  # whose blocks run across rows
         rows, cols = (
@@ -165,14 +166,14 @@ def test_nothing_is_saved_but_the_packed_weight(precision):
 
 def test_the_numbers_are_freed(monkeypatch):
     layer, made = frozen_linear(), []
-    original = frozen.QuantizedTensor.dequantize
+    original = weight_only.QuantizedTensor.dequantize
 
     def dequantize(self, dtype=None):
         numbers = original(self, dtype)
         made.append(weakref.ref(numbers))
         return numbers
 
-    monkeypatch.setattr(frozen.QuantizedTensor, "dequantize", dequantize)
+    monkeypatch.setattr(weight_only.QuantizedTensor, "dequantize", dequantize)
     y = layer(torch.randn(4, 384, requires_grad=True))
     y.sum().backward()
     assert len(made) == 2 and not any(numbers() is not None for numbers in made)
@@ -284,8 +285,10 @@ def test_there_is_no_weight():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match=r"precision: 'fp8' cannot .* allowed: nf4, nvfp4, int4, mxfp4\."):
-        frozen_linear("fp8")
+    with pytest.raises(
+        ValueError, match=r"precision: 'fp8_tensor' cannot .* allowed: nf4, nvfp4, int4, mxfp4, int8, .*\."
+    ):
+        frozen_linear("fp8_tensor")
     with pytest.raises(ValueError, match="precision: 'bf16'"):
         FrozenLinear(64, 64, False, "bf16", torch.bfloat16)
     with pytest.raises(ValueError, match=r"dtype: torch\.float64 cannot"):

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli import main
 from trl_quant.formats import quantize
-from trl_quant.layers import FrozenUnifiedLinear, UnifiedLinear
+from trl_quant.layers import FrozenLinear, UnifiedLinear
 from trl_quant.layers.joint import Joint, below_each_other
 from trl_quant.layers.products import quantize_for_both, quantize_gradient, quantize_input
-from trl_quant.policy.adapters import FrozenUnifiedLoraLinear, with_frozen_layers
+from trl_quant.policy.adapters import FrozenLoraLinear, with_frozen_layers
 from trl_quant.policy.frozen import FrozenBaseConfig, freeze, on_frozen_base
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows
@@ -38,7 +38,7 @@ class Group(nn.Module):
         plain = [nn.Linear(384, size, bias=i != 1).to(dtype) for i, size in enumerate(SIZES)]
         self.weights = [layer.weight.detach().clone() for layer in plain]
         for i, layer in enumerate(plain):
-            setattr(self, f"l{i}", FrozenUnifiedLinear.from_linear(layer, precision))
+            setattr(self, f"l{i}", FrozenLinear.from_linear(layer, precision))
         names = [f"l{i}" for i in adapted]
         if names:
             config = LoraConfig(r=4, target_modules=names, init_lora_weights=False)
@@ -55,7 +55,7 @@ class Group(nn.Module):
         return [getattr(self, f"l{i}") for i in range(3)]
 
     @property
-    def bases(self) -> list[FrozenUnifiedLinear]:
+    def bases(self) -> list[FrozenLinear]:
         return [getattr(layer, "base_layer", layer) for layer in self.layers]
 
     def forward(self, x):
@@ -221,7 +221,7 @@ def models(precision: str, family: str, **options):
 def test_a_model_as_on_16_bit_weights(precision, family):
     """Without the adapter the same bits; with it, products in another order flip a few codes of inputs."""
     held, frozen = models(precision, family)
-    assert [type(m) for m in frozen.modules() if "Lora" in type(m).__name__].count(FrozenUnifiedLoraLinear) > 0
+    assert [type(m) for m in frozen.modules() if "Lora" in type(m).__name__].count(FrozenLoraLinear) > 0
     assert not any(isinstance(module, UnifiedLinear) for module in frozen.modules())
     tokens = torch.arange(48).view(2, 24) % 40 + 3
     with torch.no_grad():
@@ -242,7 +242,7 @@ def test_loading_packs_each_layer(tmp_path, precision):
     quantization = FrozenBaseConfig(precision)
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization, dtype=torch.float32)
     expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, FrozenUnifiedLinear)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
     assert len(layers) == 7 * model.config.num_hidden_layers
     for name, layer in layers.items():
         q = quantize(expected.get_submodule(name).weight, layer.format)

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+from frozen_layers import frozen_lora_linear
 from marlin_on_cpu import marlin_on_cpu, numbers, tiles
 from tiny import save_tiny
 from training import config, lora, make, metrics, parameters
@@ -17,7 +18,7 @@ from vllm_engines import NOISY_RUN, SMALL, assert_live_equals_fresh, engine, gre
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import global_scale
-from trl_quant.layers import FrozenLinear, frozen, frozen_lora_linear, marlin
+from trl_quant.layers import FrozenLinear, marlin, weight_only
 from trl_quant.policy.adapters import with_frozen_layers
 from trl_quant.policy.frozen import freeze
 from trl_quant.rollout.vllm import one_copy
@@ -65,7 +66,7 @@ def test_one_memory(tmp_path, precision, family, monkeypatch, caplog):
     update(model, seed=0)
     before = {name: layer.dequantize() for name, layer in layers(model).items()}
     bytes_before = sum(
-        t.untyped_storage().nbytes() for layer in layers(model).values() for t in layer.packed()[:3] if t is not None
+        t.untyped_storage().nbytes() for layer in layers(model).values() for t in layer.stored()[:3] if t is not None
     )
     own = apart(model, precision, monkeypatch)
     with caplog.at_level(logging.INFO, "trl_quant"):
@@ -82,7 +83,7 @@ def test_one_memory(tmp_path, precision, family, monkeypatch, caplog):
             layer.dequantize(), before[name].roll(1)
         )
         assert storages([layer.weight_packed, layer.weight_scale]) <= storages(theirs.values())
-    assert not storages(t for layer in layers(model).values() for t in layer.packed()[:2]) & storages(
+    assert not storages(t for layer in layers(model).values() for t in layer.stored()[:2]) & storages(
         own.llm.apply_model(lambda model: dict(model.named_parameters()))[0].values()
     )
     embedding = model.get_base_model().get_input_embeddings().weight
@@ -90,7 +91,7 @@ def test_one_memory(tmp_path, precision, family, monkeypatch, caplog):
     held = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for layer in layers(model).values()
-        for t in layer.packed()[:2]
+        for t in layer.stored()[:2]
     }
     assert sum(held.values()) <= bytes_before
 
@@ -104,7 +105,7 @@ def test_one_memory(tmp_path, precision, family, monkeypatch, caplog):
 @every_precision
 def test_products(precision, monkeypatch):
     """Forward, backward and adapter from the tiles equal those of the numbers, whole and in parts."""
-    monkeypatch.setattr(frozen, "BUFFER_BYTES", 1)
+    monkeypatch.setattr(weight_only, "BUFFER_BYTES", 1)
     torch.manual_seed(0)
     plain = torch.nn.Linear(256, 320, dtype=torch.float32)
     layer = FrozenLinear.from_linear(plain, precision)

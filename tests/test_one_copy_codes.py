@@ -14,7 +14,7 @@ from training import config, lora, make, metrics, parameters
 from vllm_engines import NOISY_RUN, engine, greedy, keep, policy
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.layers import FrozenUnifiedLinear
+from trl_quant.layers import FrozenLinear
 from trl_quant.policy.adapters import with_frozen_layers
 from trl_quant.policy.frozen import freeze
 from trl_quant.policy.unified import unify
@@ -42,8 +42,8 @@ def adapted(path, family: str = "qwen2", **shape):
         return model
 
 
-def layers(model) -> dict[str, FrozenUnifiedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, FrozenUnifiedLinear)}
+def layers(model) -> dict[str, FrozenLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
 
 
 def storages(tensors) -> set[int]:

@@ -21,7 +21,7 @@ from trl_quant.cli import options
 from trl_quant.cli.write_options import collect
 from trl_quant.formats import FORMATS, Format, Scheme
 from trl_quant.formats.common import Parts
-from trl_quant.layers import QuantizedLinear
+from trl_quant.layers import EngineLinear
 from trl_quant.precisions import PRECISIONS, InVLLM, Precision, in_vllm, markdown
 from trl_quant.rollout import TransformersEngine
 from trl_quant.rollout.vllm.support import supported_precisions
@@ -141,7 +141,7 @@ def test_nearest_to_the_policy_first():
         layer.weight.copy_(torch.randn(512, 512, generator=generator) * torch.randn(512, 1, generator=generator).exp())
     exact, errors = layer(x), {}
     for name in PRECISIONS:
-        quantized = QuantizedLinear(layer, name, torch.float32)
+        quantized = EngineLinear(layer, name, torch.float32)
         quantized.load(layer.weight.detach())
         errors[name] = ((quantized(x) - exact).norm() / exact.norm()).item()
     groups = [["bf16"], ["int8"], ["fp8_block", "fp8", "fp8_tensor"], ["nf4", "nvfp4", "int4", "mxfp4"]]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trl_quant.formats import FORMATS, QuantizedTensor, quantize
-from trl_quant.layers import FrozenLinear, QATLinear, UnifiedLinear, qat, sampled_linear, share_scale, unified
+from trl_quant.layers import FrozenLinear, SampledLinear, UnifiedLinear, share_scale, unified, weight_only
 from trl_quant.models.linears import dense_linears
 from trl_quant.policy.unified import unified_layers, unify
 from trl_quant.precisions import PRECISIONS, qat_precisions, unified_flows
@@ -24,8 +24,8 @@ from trl_quant.storage.layout import checkpoint_stream, checkpoint_tensors
 every_precision = pytest.mark.parametrize("precision", qat_precisions())
 
 
-def layer_of(precision: str, **kwargs) -> QATLinear:
-    return QATLinear.from_linear(linear(**kwargs), precision)
+def layer_of(precision: str, **kwargs) -> UnifiedLinear:
+    return UnifiedLinear.from_linear(linear(**kwargs), precision)
 
 
 def slow_numbers(weight: torch.Tensor, precision: str) -> torch.Tensor:
@@ -34,7 +34,7 @@ def slow_numbers(weight: torch.Tensor, precision: str) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def fused(precision: str = "nvfp4") -> list[QATLinear]:
+def fused(precision: str = "nvfp4") -> list[UnifiedLinear]:
     """Three layers whose largest values differ, as those of q, k and v do."""
     layers = []
     for index, outputs in enumerate((48, 16, 32)):
@@ -42,7 +42,7 @@ def fused(precision: str = "nvfp4") -> list[QATLinear]:
         plain = nn.Linear(64, outputs, bias=False)
         with torch.no_grad():
             plain.weight.mul_(1 + index)
-        layers.append(QATLinear.from_linear(plain, precision))
+        layers.append(UnifiedLinear.from_linear(plain, precision))
     share_scale(layers)
     return layers
 
@@ -90,7 +90,7 @@ def test_it_computes_as_a_frozen_layer_of_the_same_weight(precision):
     y, dx = gradients(layer, x)
     theirs, their_dx = gradients(frozen, x)
     assert torch.equal(y, theirs) and torch.equal(dx, their_dx)
-    sampling = sampled_linear(layer, precision)
+    sampling = SampledLinear(layer, precision)
     sampling.load(layer.codes())
     sampling.bias.data.copy_(layer.bias)
     assert torch.equal(sampling(x), y)
@@ -158,8 +158,9 @@ def test_autocast_and_rounding(precision):
 
 def test_bad_input():
     assert not {*qat_precisions()} & {*unified_flows()}
-    with pytest.raises(ValueError, match="'int8' has no unified flow; allowed: nvfp4, int4, mxfp4"):
-        QATLinear.from_linear(linear(), "int8")
+    allowed = ", ".join([*unified_flows(), *qat_precisions()])
+    with pytest.raises(ValueError, match=rf"precision: 'nf4' cannot be a UnifiedLinear's; allowed: {allowed}\."):
+        UnifiedLinear.from_linear(linear(), "nf4")
     with pytest.raises(ValueError, match="the layer has 384 inputs"):
         layer_of("mxfp4")(torch.randn(3, 7))
 
@@ -232,7 +233,7 @@ def test_a_model_has_the_codes_of_its_checkpoint(family, precision):
     )
     unify(model, precision)
     layers = {place: model.get_submodule(place) for place in dense_linears(model)}
-    assert layers and all(type(layer) is QATLinear for layer in layers.values())
+    assert layers and all(type(layer) is UnifiedLinear for layer in layers.values())
     assert len(unified_layers(model)) == len(layers)
     for place, layer in layers.items():
         for name, tensor in checkpoint_tensors(f"{place}.weight", layer.codes()).items():
@@ -249,8 +250,8 @@ def test_an_adapter_is_refused():
 
 def test_only_one_gradient_is_computed_where_one_is_wanted(monkeypatch):
     layer, x = layer_of("nvfp4"), inputs()
-    product, calls = qat.frozen_product, []
-    monkeypatch.setattr(qat, "frozen_product", lambda *args: calls.append(args[-1]) or product(*args))
+    product, calls = weight_only.weight_only_product, []
+    monkeypatch.setattr(weight_only, "weight_only_product", lambda *args: calls.append(args[-1]) or product(*args))
     layer(x).sum().backward()
     assert calls == [True]  # dX, which nobody asks for, is not
     assert layer.weight.grad is not None and isinstance(layer, UnifiedLinear)

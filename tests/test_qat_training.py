@@ -13,7 +13,7 @@ from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main as command
 from trl_quant.config.checks import RULES
 from trl_quant.formats import QuantizedTensor
-from trl_quant.layers import FrozenLinear, QATLinear
+from trl_quant.layers import FrozenLinear, UnifiedLinear
 from trl_quant.policy.frozen import FrozenBaseConfig, freeze
 from trl_quant.precisions import PRECISIONS, frozen_bases, qat_precisions
 from trl_quant.report.memory import Shape, estimate
@@ -37,8 +37,8 @@ def trainer_of(path, precision: str | None = "nvfp4", model=None, callbacks=(), 
     return make(QuantGRPOTrainer, args, model=model or tiny_model(seed=3), callbacks=list(callbacks), **given)
 
 
-def layers_of(model) -> dict[str, QATLinear]:
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QATLinear)}
+def layers_of(model) -> dict[str, UnifiedLinear]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, UnifiedLinear)}
 
 
 def kl(trainer) -> list[float]:

@@ -19,7 +19,7 @@ from training import config, lora, make
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.layers import FrozenUnifiedLinear, QATLinear, UnifiedLinear, traced, trained_linear
+from trl_quant.layers import FrozenLinear, UnifiedLinear, traced
 from trl_quant.layers.joint import Joint
 from trl_quant.policy.adapters import UnifiedLoraLinear, with_frozen_layers
 from trl_quant.policy.unified import restore, unify
@@ -64,7 +64,7 @@ def parameters(module: nn.Module) -> list[nn.Parameter]:
 @pytest.mark.parametrize("precision", [*FLOWS, *qat_precisions()])
 def test_a_layer_that_trains(precision, dtype, bias):
     torch.manual_seed(0)
-    layer = trained_linear(nn.Linear(256, 128, bias=bias, dtype=dtype), precision)
+    layer = UnifiedLinear.from_linear(nn.Linear(256, 128, bias=bias, dtype=dtype), precision)
     x, function = torch.randn(2, 5, 256, dtype=dtype), compiled(layer)
     before = gradients(layer, x, *parameters(layer))
     assert same(gradients(function, x, *parameters(layer)), before)
@@ -79,7 +79,7 @@ def test_a_layer_that_trains(precision, dtype, bias):
 @pytest.mark.parametrize("precision", FLOWS)
 def test_autocast(precision):
     torch.manual_seed(0)
-    layer, x = trained_linear(nn.Linear(256, 128), precision), torch.randn(5, 256)
+    layer, x = UnifiedLinear.from_linear(nn.Linear(256, 128), precision), torch.randn(5, 256)
     function = compiled(layer)
     with torch.autocast("cpu", torch.bfloat16):
         found = gradients(function, x, *parameters(layer))
@@ -100,7 +100,7 @@ def test_a_layer_with_an_adapter(kind, precision, dtype):
     torch.manual_seed(0)
     config, linear = LoraConfig(r=4, lora_alpha=6, target_modules=["0"]), nn.Linear(256, 128, dtype=dtype)
     if kind == "beside codes":
-        layer = adapted(FrozenUnifiedLinear.from_linear(linear, precision), with_frozen_layers(config))
+        layer = adapted(FrozenLinear.from_linear(linear, precision), with_frozen_layers(config))
     else:
         layer = adapted(UnifiedLinear.from_linear(linear, precision), config)
         layer.__class__, layer.merges = UnifiedLoraLinear, kind == "merged"
@@ -116,9 +116,9 @@ def test_a_layer_with_an_adapter(kind, precision, dtype):
     assert same(gradients(function, x), after[:2])
 
 
-@pytest.mark.parametrize("kind", [UnifiedLinear, QATLinear])
-def test_a_copy_multiplies_its_own_weight(kind):
-    layer = trained_linear(nn.Linear(256, 128), "fp8" if kind is UnifiedLinear else "nvfp4")
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
+def test_a_copy_multiplies_its_own_weight(precision):
+    layer = UnifiedLinear.from_linear(nn.Linear(256, 128), precision)
     other, x = copy.deepcopy(layer), torch.randn(5, 256)
     with torch.no_grad():
         other.weight.mul_(2)
@@ -136,7 +136,7 @@ def test_a_pickled_model_computes_the_same():
     assert "forward" not in vars(model.model.layers[0].mlp)
 
 
-@pytest.mark.parametrize("name", ["product", "input_gradient", "input_and_weight_gradient", "four_bit_product"])
+@pytest.mark.parametrize("name", ["product", "input_gradient", "input_and_weight_gradient", "product_by_number"])
 def test_no_operator_that_asks_a_layer_is_captured_in_a_cuda_graph(name):
     assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.trl_quant, name).default.tags
 
@@ -225,7 +225,7 @@ def test_a_graph_that_ends_between_layers_with_one_input():
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList(trained_linear(nn.Linear(256, 128), "fp8") for _ in range(2))
+            self.layers = nn.ModuleList(UnifiedLinear.from_linear(nn.Linear(256, 128), "fp8") for _ in range(2))
             for layer in self.layers:
                 layer.joint = joint
 
@@ -253,7 +253,7 @@ def test_checkpointing_inside_of_a_graph():
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList(trained_linear(nn.Linear(256, 128), "fp8") for _ in range(2))
+            self.layers = nn.ModuleList(UnifiedLinear.from_linear(nn.Linear(256, 128), "fp8") for _ in range(2))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = x.sin()
@@ -291,7 +291,7 @@ def test_inductor_keeps_the_bits_if_it_keeps_the_roundings():
     ],
 )
 def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of):
-    used, products = ("product", 4) if precision in FLOWS else ("frozen_product", 7)  # of a decoder layer
+    used, products = ("product", 4) if precision in FLOWS else ("weight_only_product", 7)  # of a decoder layer
     function, expected = getattr(traced, used), products * tiny_model().config.num_hidden_layers
 
     def run(compiles: bool) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from training import lora
 from transformers import DynamicCache, StaticCache
 
 from trl_quant.formats import FORMATS, fake_quantize_activation, quantize
-from trl_quant.layers import QuantizedLinear
+from trl_quant.layers import EngineLinear
 from trl_quant.noise import norm_noise
 from trl_quant.rollout import RolloutNoise, TransformersEngine
 from trl_quant.rollout.base import WeightDrift
@@ -322,7 +322,7 @@ def test_products_are_exact_under_autocast():
     torch.manual_seed(0)
     linear = torch.nn.Linear(256, 128, bias=False)
     x = torch.randn(64, 256)
-    layer = QuantizedLinear(linear, "int8", torch.bfloat16)
+    layer = EngineLinear(linear, "int8", torch.bfloat16)
     layer.load(linear.weight.detach())
     exact = F.linear(
         fake_quantize_activation(x, "int8").double(), quantize(linear.weight.detach(), "int8").dequantize().double()
@@ -340,7 +340,7 @@ def test_fp16_under_autocast_is_computed_in_its_type():
     """Autocast joins tensors of its own type and of FP32 alone, and the rotary embedding joins halves of an output."""
     linear = tiny_model(dtype=torch.float16).model.layers[0].self_attn.q_proj
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).half()
-    layer = QuantizedLinear(linear, "int8", torch.bfloat16)
+    layer = EngineLinear(linear, "int8", torch.bfloat16)
     layer.load(linear.weight.detach())
     with torch.autocast("cpu", torch.bfloat16):
         got = layer(x)

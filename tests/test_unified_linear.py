@@ -178,8 +178,10 @@ def test_autocast_and_rounding(precision):
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="'nvfp4' has no unified flow; allowed: int8, fp8_block, fp8"):
-        UnifiedLinear.from_linear(linear(), "nvfp4")
+    with pytest.raises(
+        ValueError, match="precision: 'fp8_tensor' cannot be a UnifiedLinear's; allowed: int8, fp8_block"
+    ):
+        UnifiedLinear.from_linear(linear(), "fp8_tensor")
     with pytest.raises(ValueError, match="the layer has 384 inputs"):
         layer_of("fp8")(torch.randn(3, 7))
 

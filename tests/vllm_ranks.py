@@ -110,9 +110,9 @@ def beside(trainer, precision: str, before, ours, path: Path) -> dict:
     from transformers import AutoModelForCausalLM
     from vllm_engines import engine, greedy
 
-    from trl_quant.layers import FrozenUnifiedLinear
+    from trl_quant.layers import FrozenLinear
 
-    held = [layer for layer in trainer.model.modules() if isinstance(layer, FrozenUnifiedLinear)]
+    held = [layer for layer in trainer.model.modules() if isinstance(layer, FrozenLinear)]
     model = AutoModelForCausalLM.from_pretrained(path.parent / "model", dtype="auto")
     model = PeftModel.from_pretrained(model, path / "trained")
     other = engine(model, precision, lora_sync="adapter")

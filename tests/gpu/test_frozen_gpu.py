@@ -11,9 +11,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from frozen_layers import frozen_lora_linear
 from torch import nn
 
-from trl_quant.layers import FrozenLinear, frozen, frozen_lora_linear
+from trl_quant.layers import FrozenLinear, weight_only
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -75,9 +76,9 @@ def test_products(precision, dtype, monkeypatch):
             theirs = gradients(partial(F.linear, weight=layer.dequantize(), bias=layer.bias), x)
             right = gradients(partial(F.linear, weight=exact, bias=layer.bias.double()), x.double())
             for fused, buffer in ((0, 128 << 20), (0, 1), (1 << 20, 128 << 20)):
-                monkeypatch.setattr(frozen, "FUSED_TOKENS", fused)
-                monkeypatch.setattr(frozen, "FUSED_OUTPUTS", 1)
-                monkeypatch.setattr(frozen, "BUFFER_BYTES", buffer)
+                monkeypatch.setattr(weight_only, "FUSED_TOKENS", fused)
+                monkeypatch.setattr(weight_only, "FUSED_OUTPUTS", 1)
+                monkeypatch.setattr(weight_only, "BUFFER_BYTES", buffer)
                 for name, given, reference, best in zip(["y", "dx"], gradients(layer, x), theirs, right, strict=True):
                     assert given.dtype == reference.dtype and given.shape == reference.shape
                     case = f"{name} of {tokens} tokens with {shape}, fused up to {fused}, buffer of {buffer} bytes"
@@ -105,7 +106,7 @@ def test_the_numbers_are_not_kept():
     y.sum().backward()
     activations = 4 * y.nbytes + 4 * x.nbytes
     whole = 16384 * 8192 * 2
-    assert torch.cuda.max_memory_allocated() - start < frozen.BUFFER_BYTES + activations < whole
+    assert torch.cuda.max_memory_allocated() - start < weight_only.BUFFER_BYTES + activations < whole
 
 
 @every_precision

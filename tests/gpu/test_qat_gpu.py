@@ -17,7 +17,7 @@ from test_one_copy_gpu import mismatch
 from vllm_engines import GPU_MODEL, assert_live_equals_fresh, engine, policy
 
 from trl_quant.formats import global_scale, quantize
-from trl_quant.layers import QATLinear, share_scale
+from trl_quant.layers import UnifiedLinear, share_scale
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import in_vllm, qat_precisions
 
@@ -60,7 +60,7 @@ def test_codes_and_gradients_are_the_cpus(precision, dtype):
     """Codes of fused layers bit for bit, INT4's without a kernel among them; gradients against products in FP64."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(1024, outputs, dtype=dtype) for outputs in (512, 128)]
-    model = torch.nn.ModuleList(QATLinear.from_linear(layer, precision) for layer in layers)
+    model = torch.nn.ModuleList(UnifiedLinear.from_linear(layer, precision) for layer in layers)
     if precision == "nvfp4":
         share_scale(list(model))
     shared = global_scale(*(layer.weight for layer in model)) if precision == "nvfp4" else None

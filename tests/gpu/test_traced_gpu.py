@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny import tiny_model
 
-from trl_quant.layers import trained_linear
+from trl_quant.layers import UnifiedLinear
 from trl_quant.layers.packed import Packed
 from trl_quant.policy.packed import accept_packed_rows, row_of
 from trl_quant.policy.unified import unify
@@ -53,7 +53,7 @@ def test_a_layer_follows_its_weight(precision, mode):
     """In CUDA graphs too, which are replayed from the third call on."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    layer = trained_linear(nn.Linear(512, 256, device=DEVICE, dtype=torch.bfloat16), precision)
+    layer = UnifiedLinear.from_linear(nn.Linear(512, 256, device=DEVICE, dtype=torch.bfloat16), precision)
     function, trained = torch.compile(layer, fullgraph=True, mode=mode), [*layer.parameters()]
     for tokens in (64, 300):
         x, before = torch.randn(tokens, 512, device=DEVICE, dtype=torch.bfloat16), None

@@ -34,7 +34,7 @@ from vllm_engines import GPU_MODEL, SMALL, fresh, one_by_one, served
 from vllm_ranks import launch, launch_exact
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.layers import QATLinear
+from trl_quant.layers import UnifiedLinear
 from trl_quant.precisions import PRECISIONS, in_vllm, qat_precisions
 from trl_quant.storage.layout import quantize_checkpoint
 
@@ -78,7 +78,7 @@ def sample_from_server(precision: str, path: Path, url: str, trains: bool) -> No
     ours = served(trainer.vllm_generation.vllm_client)
     last = one_by_one(fresh(trainer.model, precision, path / "last"))
     checks = [log["sync_check/logp_difference"] for log in trainer.state.log_history if "sync_check/bound" in log]
-    layers = sum(isinstance(layer, QATLinear) for layer in trainer.model.modules())
+    layers = sum(isinstance(layer, UnifiedLinear) for layer in trainer.model.modules())
     print(f"RESULT server {precision}, {layers} layers in four bits: same {ours == last}, unmoved {ours == first}")
     print(f"RESULT checks {checks}, {found}", flush=True)
     right = layers == (7 * trainer.model.config.num_hidden_layers if trains else 0)

@@ -82,3 +82,16 @@ def state_of(x: Tensor) -> tuple[int, int, int]:
 def counts_writes(x: Tensor) -> bool:
     """Whether PyTorch counts writes to x."""
     return not (x.is_inference() or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
+def autocast_dtype(x: Tensor, in_features: int) -> torch.dtype:
+    """
+    Returns the type in which `F.linear` would compute: autocast's, or that of `x`. Raises `ValueError` unless `x` has
+    `in_features` features.
+    """
+    if x.shape[-1] != in_features:
+        raise ValueError(f"x: shape {tuple(x.shape)}, but the layer has {in_features} inputs.")
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return x.dtype

@@ -41,42 +41,11 @@ from torch import Tensor, nn
 
 from ..formats import FORMATS, QuantizedTensor
 from ..formats.fp8 import BLOCK
-from .frozen import autocast_dtype
-from .inputs import counts_writes, quantized, state_of
+from . import weight_only
+from .inputs import autocast_dtype, counts_writes, quantized
+from .part import Part
 from .products import dequantize, input_and_weight_gradient, input_gradient, joint_bias, product
 from .traced import traced
-
-
-class Part(NamedTuple):
-    """
-    One layer of a joint product, in its present state.
-
-    Attributes:
-        layer (`nn.Linear`): The layer, (out, in).
-        codes (`Callable`): Returns the layer's quantized weight (out, in): the same object until the weight changes.
-        weight (`torch.Tensor`, *optional*): The weight, if it may get a gradient.
-        a, b (`torch.Tensor`, *optional*): The adapter, (rank, in) and (out, rank).
-        scaling (`float`): The adapter's factor s.
-        merged (`bool`): Whether the codes are those of the sum of weight and adapter.
-    """
-
-    layer: nn.Linear
-    codes: Callable[[], QuantizedTensor]
-    weight: Tensor | None = None
-    a: Tensor | None = None
-    b: Tensor | None = None
-    scaling: float = 1.0
-    merged: bool = True
-
-    def made_of(self, codes: QuantizedTensor) -> tuple:
-        """Identifies what the output depends on besides the input. `codes` are the layer's at that time."""
-        adapter = (state_of(matrix) for matrix in (self.a, self.b) if matrix is not None)
-        return id(codes), *adapter, self.scaling, self.merged
-
-    @property
-    def trains(self) -> bool:
-        """Whether the weight gets a gradient."""
-        return self.weight is not None and self.weight.requires_grad and torch.is_grad_enabled()
 
 
 def compute(x: Tensor, parts: Sequence[Part], weight: Callable[[], QuantizedTensor]) -> tuple[Tensor, ...]:
@@ -103,22 +72,22 @@ def compute(x: Tensor, parts: Sequence[Part], weight: Callable[[], QuantizedTens
         bias = part.layer.bias
         tensors += part.weight, None if bias is None else bias.to(dtype), part.a, part.b
     adapted = [i for i, part in enumerate(parts) if part.a is not None]
-    of = _Constants(
+    constants = _Constants(
         dtype,
         weight,
         parts,
         adapted,
         trains=any(part.trains for part in parts),
-        beside=any(not parts[i].merged for i in adapted),
+        unmerged=any(not parts[i].merged for i in adapted),
         sizes=[part.layer.out_features for part in parts],
     )
-    return _Joint.apply(x, of, *tensors)
+    return _Joint.apply(x, constants, *tensors)
 
 
 class _Constants(NamedTuple):
     """
     The arguments of a joint product that are not tensors, as in [`compute`]. `adapted` are the indices of the parts
-    with an adapter; `trains` says whether weights get gradients, `beside` whether there are adapters that are not
+    with an adapter; `trains` says whether weights get gradients, `unmerged` whether there are adapters that are not
     merged.
     """
 
@@ -127,25 +96,28 @@ class _Constants(NamedTuple):
     parts: Sequence[Part]
     adapted: Sequence[int]
     trains: bool
-    beside: bool
+    unmerged: bool
     sizes: Sequence[int]
 
 
 class _Joint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, of, *tensors):
-        w = of.weight()
-        q, for_backward = quantized(x, of.dtype, w.format, both=of.trains)
-        y = product(q, w, joint_bias(tensors[1::4], of.sizes), of.dtype)
+    def forward(ctx, x, constants, *tensors):
+        w = constants.weight()
+        q, for_backward = quantized(x, constants.dtype, w.format, both=constants.trains)
+        y = product(q, w, joint_bias(tensors[1::4], constants.sizes), constants.dtype)
         # The backward pass needs nothing of X, or its codes and scales, or X itself with H = X (s A)^T
-        columns, kept, ctx.codes = y.split_with_sizes(of.sizes, 1), (), None
-        if of.beside:
-            flat, adapters = x.detach().reshape(-1, x.shape[-1]).to(of.dtype), _adapters(of, of.dtype)
-            kept = flat, _add_branches([columns[i] for i in of.adapted], flat, adapters), *adapters
-        elif of.trains or of.adapted:
-            codes = for_backward if of.trains else q
+        columns, kept, ctx.codes = y.split_with_sizes(constants.sizes, 1), (), None
+        if constants.unmerged:
+            flat, adapters = (
+                x.detach().reshape(-1, x.shape[-1]).to(constants.dtype),
+                _adapters(constants, constants.dtype),
+            )
+            kept = flat, _add_branches([columns[i] for i in constants.adapted], flat, adapters), *adapters
+        elif constants.trains or constants.adapted:
+            codes = for_backward if constants.trains else q
             kept, ctx.codes = (codes.values, codes.scale), (codes.format, codes.shape, codes.dtype)
-        ctx.of = of
+        ctx.constants = constants
         ctx.save_for_backward(*kept)
         # Attention saves v for the backward pass, and a column would keep the memory of q and k too
         columns = (part if 2 * part.shape[1] >= y.shape[1] else part.contiguous() for part in columns)
@@ -153,33 +125,33 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dys):
-        shape, of, kept = dys[0].shape[:-1], ctx.of, ctx.saved_tensors
-        w = of.weight()
-        dys = [dy.reshape(-1, size) for dy, size in zip(dys, of.sizes, strict=True)]
+        shape, constants, kept = dys[0].shape[:-1], ctx.constants, ctx.saved_tensors
+        w = constants.weight()
+        dys = [dy.reshape(-1, size) for dy, size in zip(dys, constants.sizes, strict=True)]
         dy, dx, dw = side_by_side(dys), None, None
         wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
         x = h = None  # H = X (s A)^T, if the forward pass kept it
-        if of.beside:
+        if constants.unmerged:
             x, h, *adapters = kept
         elif ctx.codes is not None:
             format, *rest = ctx.codes
             x = QuantizedTensor(format, *kept, *rest)
-        if of.trains:
+        if constants.trains:
             if in_groups(w):
                 dx, dw = input_and_weight_gradient(dy, w, x, dy.dtype)
             else:
                 dx, dw = input_gradient(dy, w) if wants_x else None, dy.t() @ dequantize(x, dy.dtype)
-            dw = dw.split(of.sizes)
+            dw = dw.split(constants.sizes)
         elif wants_x:
             dx = input_gradient(dy, w)
-        of_adapters = {}
-        if of.adapted:
-            adapters = adapters if of.beside else _merged_adapters(w, of, dy.dtype)
-            of_adapters = _adapter_gradients(dys, x, h, of, adapters, dx if of.beside else None)
+        adapter_gradients = {}
+        if constants.adapted:
+            adapters = adapters if constants.unmerged else _merged_adapters(w, constants, dy.dtype)
+            adapter_gradients = _adapter_gradients(dys, x, h, constants, adapters, dx if constants.unmerged else None)
         gradients = [dx.view(*shape, dx.shape[1]) if wants_x else None, None]
         for i, part in enumerate(dys):
             wants_weight, wants_bias, wants_a, wants_b = wants[4 * i : 4 * i + 4]
-            da, db = of_adapters.get(i, (None, None))
+            da, db = adapter_gradients.get(i, (None, None))
             gradients += (
                 dw[i] if wants_weight else None,
                 part.sum(0) if wants_bias else None,
@@ -189,28 +161,28 @@ class _Joint(torch.autograd.Function):
         return tuple(gradients)
 
 
-def _adapters(of: _Constants, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _adapters(constants: _Constants, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Returns, in `dtype`, the concatenated s A of all adapters, (sum of ranks, in), and then each B."""
-    a, b = [of.parts[i].a for i in of.adapted], [of.parts[i].b for i in of.adapted]
-    scaling = _scaling(of, tuple(map(len, a)), a[0].device)
+    a, b = [constants.parts[i].a for i in constants.adapted], [constants.parts[i].b for i in constants.adapted]
+    scaling = _scaling(constants, tuple(map(len, a)), a[0].device)
     a = a[0] if len(a) == 1 else torch.cat(a)
     return (a * scaling).to(a.dtype).to(dtype), *(matrix.to(dtype) for matrix in b)
 
 
-def _scaling(of: _Constants, ranks: tuple[int, ...], device: torch.device) -> Tensor:
+def _scaling(constants: _Constants, ranks: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns the factor s of each row of the first tensor of [`_adapters`], (sum of ranks, 1), in FP32."""
-    return _column(tuple(of.parts[i].scaling for i in of.adapted), ranks, device)
+    return _column(tuple(constants.parts[i].scaling for i in constants.adapted), ranks, device)
 
 
 # Codes of a sum of weights and adapters -> those adapters, in the type of the last backward pass
 _merged: WeakKeyDictionary[QuantizedTensor, tuple[Tensor, ...]] = WeakKeyDictionary()
 
 
-def _merged_adapters(w: QuantizedTensor, of: _Constants, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _merged_adapters(w: QuantizedTensor, constants: _Constants, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Returns [`_adapters`]. Keeps them until the codes `w`, into which they are merged, are freed."""
     found = _merged.get(w)
     if found is None or found[0].dtype != dtype:
-        found = _merged[w] = _adapters(of, dtype)
+        found = _merged[w] = _adapters(constants, dtype)
     return found
 
 
@@ -227,7 +199,7 @@ def _adapter_gradients(
     dys: Sequence[Tensor],
     x: QuantizedTensor | Tensor,
     h: Tensor | None,
-    of: _Constants,
+    constants: _Constants,
     adapters: Sequence[Tensor],
     dx: Tensor | None,
 ) -> dict[int, tuple[Tensor, Tensor]]:
@@ -236,7 +208,7 @@ def _adapter_gradients(
     adapters. All of them share the products with X; `h` is X (s A)^T if it is known.
     """
     a, *b = adapters
-    dh = [dys[i] @ matrix for i, matrix in zip(of.adapted, b, strict=True)]
+    dh = [dys[i] @ matrix for i, matrix in zip(constants.adapted, b, strict=True)]
     dh = dh[0] if len(dh) == 1 else torch.cat(dh, 1)
     if dx is not None:
         dx.addmm_(dh, a)
@@ -244,10 +216,10 @@ def _adapter_gradients(
         x = dequantize(x, dh.dtype)
         h = x @ a.t()
     ranks = tuple(matrix.shape[1] for matrix in b)
-    da = (dh.t() @ x * _scaling(of, ranks, x.device)).split_with_sizes(ranks)
+    da = (dh.t() @ x * _scaling(constants, ranks, x.device)).split_with_sizes(ranks)
     return {
-        i: (of_a.to(of.parts[i].a.dtype), (dys[i].t() @ of_h).to(of.parts[i].b.dtype))
-        for i, of_a, of_h in zip(of.adapted, da, h.split_with_sizes(ranks, 1), strict=True)
+        i: (da_i.to(constants.parts[i].a.dtype), (dys[i].t() @ h_i).to(constants.parts[i].b.dtype))
+        for i, da_i, h_i in zip(constants.adapted, da, h.split_with_sizes(ranks, 1), strict=True)
     }
 
 
@@ -294,9 +266,12 @@ def in_groups(w: QuantizedTensor) -> bool:
 
 def output(x: Tensor, part: Part, number: Tensor) -> Tensor:
     """
-    Returns the output (..., out) of one layer for `x` (..., in). It is computed together with the layers that share its
-    input. `number` belongs to the layer that returned the part: see [`traced.Numbered`].
+    Returns the output (..., out) of one layer for `x` (..., in). If its inputs are quantized, it is computed together
+    with the layers that share its input. `number` belongs to the layer that returned the part: see
+    [`operators.Numbered`].
     """
+    if not part.layer.quantizes_inputs:
+        return weight_only.output(x, part, number)
     if torch.compiler.is_compiling():
         return traced(x, part, number)
     joint = part.layer.joint
@@ -307,7 +282,7 @@ class _Waiting(NamedTuple):
     """Computed outputs whose layers have not been called yet, each with what it was computed from."""
 
     x: weakref.ref
-    of: tuple  # the input's version, the type of the product, whether there are gradients
+    call: tuple  # the input's version, the type of the product, whether there are gradients
     outputs: dict[nn.Module, tuple[tuple, Tensor]]
 
 
@@ -344,9 +319,9 @@ class Joint:
         """As [`output`], of a part of these layers."""
         if not counts_writes(x):
             return compute(x, [part], part.codes)[0]
-        of = x._version, autocast_dtype(x, part.layer.in_features), torch.is_grad_enabled()
+        call = x._version, autocast_dtype(x, part.layer.in_features), torch.is_grad_enabled()
         waiting = self.waiting
-        if waiting is not None and waiting.x() is x and waiting.of == of and part.layer in waiting.outputs:
+        if waiting is not None and waiting.x() is x and waiting.call == call and part.layer in waiting.outputs:
             made_of, y = waiting.outputs.pop(part.layer)
             if part.made_of(part.codes()) == made_of:
                 return y
@@ -357,7 +332,7 @@ class Joint:
         outputs = compute(x, parts, partial(self.codes, parts))
         made = {p.layer: (p.made_of(q), y) for p, q, y in zip(parts, self._held, outputs, strict=True)}
         y = made.pop(part.layer)[1]
-        self.waiting = _Waiting(weakref.ref(x, self._drop), of, made)
+        self.waiting = _Waiting(weakref.ref(x, self._drop), call, made)
         return y
 
     def together(self, part: Part) -> list[Part]:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from ..formats import FORMATS
 from . import products
-from .frozen import autocast_dtype
-from .inputs import remember
+from .inputs import autocast_dtype, remember
 
 
 class _Norm(torch.autograd.Function):

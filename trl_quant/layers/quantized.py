@@ -108,7 +108,7 @@ def quantized_linear(
     return y.to(x.dtype)
 
 
-class QuantizedLinear(nn.Module):
+class EngineLinear(nn.Module):
     """
     A linear layer of the embedded engine.
 

@@ -1,5 +1,5 @@
 r"""
-Layers under torch.compile. The products of [`joint`] and [`qat`] become operators, so that the compiler can put a whole
+Layers under torch.compile. The products of [`joint`] become operators, so that the compiler can put a whole
 decoder layer into one graph:
 
     Y  = Q(X) Q(W)^T + b
@@ -8,26 +8,20 @@ decoder layer into one graph:
 
 and with an adapter as in [`joint`].
 
-The compiler traces a layer once for all later calls, but a weight must be checked for writes at each call, and
-quantized again after them. So an operator does not get codes. It gets the layer's number, and asks that layer for its
-codes when it runs. The number is the value of a tensor, which the compiler does not read: it compiles equal layers
-once.
-
 As without the compiler, the first of the layers that share an input computes the outputs of all. They wait for the
 other layers in an attribute of the input: the compiler allows no writes to other objects under gradient checkpointing.
 """
 
-import itertools
 from collections.abc import Sequence
-from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..formats import FORMATS, QuantizedTensor
 from ..formats.fp8 import BLOCK
-from .frozen import autocast_dtype, frozen_product
-from .operators import operator, shapes_of
+from .inputs import autocast_dtype
+from .operators import UNSAFE, codes_of, operator, shapes_of
+from .part import Part
 from .products import (
     dequantize,
     input_and_weight_gradient,
@@ -39,39 +33,7 @@ from .products import (
 )
 
 
-_layers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # number -> layer
-_numbers = itertools.count()
-
-
-class Numbered:
-    """A layer with a number, by which an operator finds it. A copy of the layer gets a number of its own."""
-
-    number: Tensor  # of shape (), int64, on the CPU
-
-    def enroll(self) -> None:
-        """Gives the layer its number."""
-        number = next(_numbers)
-        _layers[number] = self
-        object.__setattr__(self, "number", torch.tensor(number, device="cpu"))
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        self.enroll()
-
-
-def _codes(number: Tensor, joint: bool = False) -> QuantizedTensor:
-    """
-    Returns the quantized weight (out, in) of the layer with this number or, if `joint`, of all layers that share its
-    input.
-    """
-    part = _layers[number.item()].part()
-    if not joint:
-        return part.codes()
-    return part.layer.joint.codes([layer.part() for layer in part.layer.joint.layers])
-
-
-# Operators. This tag keeps them out of CUDA graphs, whose replays would not ask the layer for its codes
-UNSAFE = torch.Tag.cudagraph_unsafe
+# Operators. Each finds the layer by its number, see [`operators`]
 
 
 @operator("quantize_input", UNSAFE)
@@ -107,7 +69,7 @@ def _product(
     values: Tensor, scale: Tensor, number: Tensor, joint: bool, bias: Tensor | None, outputs: int, dtype: torch.dtype
 ) -> Tensor:
     """Computes [`products.product`] of the codes (T, in) of inputs: (T, out)."""
-    w = _codes(number, joint)
+    w = codes_of(number, joint)
     x = QuantizedTensor(w.format, values, scale, values.shape, dtype)
     return product(x, w, bias, dtype).contiguous()
 
@@ -120,7 +82,7 @@ def _(values, scale, number, joint, bias, outputs, dtype):
 @operator("input_gradient", UNSAFE)
 def _input_gradient(dy: Tensor, number: Tensor, joint: bool, inputs: int) -> Tensor:
     """Computes [`products.input_gradient`] of dY (T, out): (T, in)."""
-    return input_gradient(dy.contiguous(), _codes(number, joint)).contiguous()
+    return input_gradient(dy.contiguous(), codes_of(number, joint)).contiguous()
 
 
 @shapes_of(_input_gradient)
@@ -131,7 +93,7 @@ def _(dy, number, joint, inputs):
 @operator("input_and_weight_gradient", UNSAFE)
 def _both_gradients(dy: Tensor, number: Tensor, joint: bool, values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Computes [`products.input_and_weight_gradient`] of dY (T, out) and codes (in, T'): dX (T, in), dW (out, in)."""
-    w = _codes(number, joint)
+    w = codes_of(number, joint)
     x = QuantizedTensor(w.format, values, scale, values.shape, dy.dtype)
     dx, dw = input_and_weight_gradient(dy.contiguous(), w, x)
     return dx.contiguous(), dw.contiguous()
@@ -152,18 +114,6 @@ def _dequantize(values: Tensor, scale: Tensor, format: str, dtype: torch.dtype) 
 @shapes_of(_dequantize)
 def _(values, scale, format, dtype):
     return torch.empty_like(values, dtype=dtype)
-
-
-@operator("four_bit_product", UNSAFE)
-def four_bit_product(x: Tensor, number: Tensor, bias: Tensor | None, features: int, forward: bool) -> Tensor:
-    """Computes [`frozen_product`] with the codes of the layer with this number: (..., features)."""
-    q = _codes(number)
-    return frozen_product(x, bias, q.values, q.scale, q.global_scale, q.format, *q.shape, q.dtype, None, forward)
-
-
-@shapes_of(four_bit_product)
-def _(x, number, bias, features, forward):
-    return x.new_empty(*x.shape[:-1], features)
 
 
 # Layers
@@ -207,7 +157,7 @@ class _Traced(torch.autograd.Function):
         if any(wants[::4]):
             dw = dy.t() @ _dequantize(first, second, ctx.format, dy.dtype) if dw is None else dw
             dw = dw.split(ctx.sizes)
-        of_adapters = {}
+        adapter_gradients = {}
         if ctx.adapted:
             scaled = _scaled(a, ctx.scalings, dy.dtype)
             x = _dequantize(first, second, ctx.format, dy.dtype) if ctx.merged else first
@@ -215,14 +165,14 @@ class _Traced(torch.autograd.Function):
             dhs = [dys[i] @ b[i].to(dy.dtype) for i in ctx.adapted]
             dh = dhs[0] if len(dhs) == 1 else torch.cat(dhs, 1)
             ranks = [len(a[i]) for i in ctx.adapted]
-            for i, da, of_h in zip(ctx.adapted, (dh.t() @ x).split(ranks), h.split(ranks, 1), strict=True):
-                of_adapters[i] = (da.float() * ctx.scalings[i]).to(a[i].dtype), (dys[i].t() @ of_h).to(b[i].dtype)
+            for i, da, h_i in zip(ctx.adapted, (dh.t() @ x).split(ranks), h.split(ranks, 1), strict=True):
+                adapter_gradients[i] = (da.float() * ctx.scalings[i]).to(a[i].dtype), (dys[i].t() @ h_i).to(b[i].dtype)
             if dx is not None and not ctx.merged:
                 dx = torch.addmm(dx, dh, scaled)
         gradients = [dx.view(ctx.shape) if wants_x else None, *[None] * 6]
         for i, part in enumerate(dys):
             wants_weight, wants_bias, wants_a, wants_b = wants[4 * i : 4 * i + 4]
-            da, db = of_adapters.get(i, (None, None))
+            da, db = adapter_gradients.get(i, (None, None))
             gradients += (
                 dw[i].to(ctx.weight_dtypes[i]) if wants_weight else None,
                 part.sum(0) if wants_bias else None,
@@ -241,7 +191,7 @@ def _scaled(a: Sequence[Tensor | None], scalings: Sequence[float], dtype: torch.
     return (scaled[0] if len(scaled) == 1 else torch.cat(scaled)).to(dtype)
 
 
-def _outputs(x: Tensor, parts: Sequence, number: Tensor) -> tuple[Tensor, ...]:
+def _outputs(x: Tensor, parts: Sequence[Part], number: Tensor) -> tuple[Tensor, ...]:
     """Computes what [`joint.compute`] does, with operators. `number` is of the layer of one of the parts."""
     first = parts[0].layer
     dtype, tensors = autocast_dtype(x, first.in_features), []
@@ -253,13 +203,13 @@ def _outputs(x: Tensor, parts: Sequence, number: Tensor) -> tuple[Tensor, ...]:
     return _Traced.apply(x, number, first.format, dtype, sizes, scalings, merged, *tensors)
 
 
-def traced(x: Tensor, part, number: Tensor) -> Tensor:
+def traced(x: Tensor, part: Part, number: Tensor) -> Tensor:
     """
     Computes the output of one layer with operators, together with the layers that share its input.
 
     Args:
         x (`torch.Tensor`): (..., in).
-        part ([`joint.Part`]): The layer.
+        part ([`~part.Part`]): The layer.
         number (`torch.Tensor`): The number of the layer that returned the part.
 
     Returns:

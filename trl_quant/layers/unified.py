@@ -1,8 +1,9 @@
 r"""
-A linear layer that trains in the precision in which its copy samples: the unified flow of Jet-RL (arXiv:2601.14243),
-for each precision whose inputs an engine quantizes too.
+A linear layer that trains its whole weight in the precision in which its copy samples: the unified flow of Jet-RL
+(arXiv:2601.14243) where an engine quantizes inputs too, and quantization-aware training with the straight-through
+estimator (arXiv:1308.3432, section 3) where it quantizes weights alone, to four bits.
 
-    Y  = Q(X) Q(W)^T + b             as the engine computes it
+    Y  = Q(X) Q(W)^T + b             as the engine computes it; Q(X) = X in the precisions of four bits
     dX = dY Q(W)                     straight through the roundings: as if Q were the identity
     dW = dY^T Q(X)
 
@@ -21,23 +22,27 @@ dequantized values.
 
 With a LoRA adapter that the engine merges, the policy is Q(W + s B A), which is also quantized once a step. [`joint`]
 has the products of such layers, and of layers that share X.
+
+The codes and scales of Q(W) are those of a checkpoint of W in this format, which an engine loads. In NVFP4 the layers
+that an engine fuses (q, k, v; gate, up) share a global scale, so Q(W) depends on the largest value of each of them: see
+[`share_scale`]. An update of W that is smaller than a step of the format changes no code, but W keeps it, so small
+updates accumulate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 
-from ..formats import QuantizedTensor, quantize
-from ..precisions import PRECISIONS, unified_flows
-from .frozen import autocast_dtype
-from .inputs import quantized, state_of
-from .joint import Joint, Part, output
-from .products import product
-from .traced import Numbered
+from ..formats import QuantizedTensor, global_scale, quantize
+from ..precisions import qat_precisions, unified_flows, with_products
+from .inputs import state_of
+from .linear import QuantLinear
+from .part import Part
 
 
-class UnifiedLinear(Numbered, nn.Linear):
+class UnifiedLinear(QuantLinear, nn.Linear):
     """
     A linear layer whose forward pass is the engine's. `weight` stays the master weight: its name, type and place in
     checkpoints are those of `nn.Linear`, and the optimizer updates it.
@@ -50,39 +55,33 @@ class UnifiedLinear(Numbered, nn.Linear):
     Parameters:
         in_features, out_features (`int`): Inputs and outputs.
         bias (`bool`): Whether the layer has one.
-        precision (`str`): Key of `PRECISIONS`, one that also quantizes inputs.
+        precision (`str`): Key of `PRECISIONS`, one of [`~UnifiedLinear.precisions`].
         kwargs: `device` and `dtype` of the master weight, as in `nn.Linear`.
 
     Attributes:
         rounds_to (`torch.dtype` or `None`):
             Type to which the weight is rounded before its scales are computed, which is the type of the checkpoint that
             an engine quantizes. `None` for the weight's own type.
-        moves_unseen (`bool`):
-            Whether the weight is written without PyTorch's version counter and without a call of `forget`. It is then
-            quantized at each call.
-        joint ([`Joint`] or `None`): The layers that share its input, itself included.
+        fused (`tuple[UnifiedLinear, ...]`):
+            The other layers that share its global scale; see [`share_scale`].
 
     Raises:
         ValueError: Another precision.
     """
 
     rounds_to: torch.dtype | None = None
-    moves_unseen = False
-    joint: Joint | None = None
+    fused: tuple["UnifiedLinear", ...] = ()
 
     def __init__(self, in_features: int, out_features: int, bias: bool, precision: str, **kwargs):
-        allowed = self.precisions()
-        if precision not in allowed:
-            raise ValueError(f"precision: {precision!r} has no unified flow; allowed: {', '.join(allowed)}.")
         super().__init__(in_features, out_features, bias, **kwargs)
-        self.precision, self.format = precision, PRECISIONS[precision].format
+        self.set_precision(precision)
         self.enroll()
         self.forget()
 
     @staticmethod
     def precisions() -> list[str]:
-        """Returns the precisions of such layers."""
-        return unified_flows()
+        """Returns the precisions of such layers: those of a unified flow, and those of four bits that train weights."""
+        return [*unified_flows(), *qat_precisions()]
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, precision: str) -> "UnifiedLinear":
@@ -115,9 +114,10 @@ class UnifiedLinear(Numbered, nn.Linear):
         Raises:
             ValueError: As [`trl_quant.formats.quantize`].
         """
-        made_of = tuple(state_of(x) if isinstance(x, Tensor) else x for x in (self.weight, *sources))
+        sources = (self.weight, *sources, *(layer.weight for layer in self.fused))
+        made_of = tuple(state_of(x) if isinstance(x, Tensor) else x for x in sources)
         if self._codes is None or made_of != self._made_of or self.moves_unseen:
-            UnifiedLinear.forget(self)  # frees the old codes before the new ones take memory
+            self._drop_codes()  # frees the old codes before the new ones take memory
             with torch.no_grad(), torch.autocast(self.weight.device.type, enabled=False):
                 weight = self.weight.detach().to(self.rounds_to or self.weight.dtype)
                 if delta is not None:
@@ -127,11 +127,24 @@ class UnifiedLinear(Numbered, nn.Linear):
         return self._codes
 
     def shared_scale(self, weight: Tensor) -> Tensor | None:
-        """Returns the global scale with which `weight` is quantized; `None` in formats without one."""
-        return None
+        """
+        Returns the global scale with which `weight` is quantized; `None` if no other layer shares it. All ranks must
+        call it if FSDP2 shards the weight of a layer in `fused`.
+        """
+        if not self.fused:
+            return None
+        others = (largest(layer.weight.detach()).to(weight.dtype) for layer in self.fused)
+        return global_scale(largest(weight), *others)
 
     def forget(self) -> None:
-        """Drops the codes, so that the weight is quantized again when it is next needed."""
+        """
+        Drops the codes, so that the weight is quantized again when it is next needed, and those of the layers in
+        `fused`, which depend on this weight.
+        """
+        for layer in (self, *self.fused):
+            layer._drop_codes()
+
+    def _drop_codes(self) -> None:
         self.hold(None)
         self._made_of: tuple = ()
         if self.joint is not None:
@@ -145,17 +158,6 @@ class UnifiedLinear(Numbered, nn.Linear):
         """Returns this layer as a part of a joint product, without an adapter."""
         return Part(self, self.codes, self.weight)
 
-    def trains(self) -> bool:
-        """Whether a backward pass needs the input too."""
-        return self.part().trains
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps (..., in) to (..., out), in the type of `x` or autocast's."""
-        return output(x, self.part(), self.number)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, precision={self.precision!r}"
-
     def __setattr__(self, name: str, value) -> None:
         if name == "weight":
             self.forget()  # FSDP2 sets another tensor when it gathers a weight, and when it frees it
@@ -166,21 +168,27 @@ class UnifiedLinear(Numbered, nn.Linear):
         return super()._apply(fn, recurse)
 
 
-class SampledLinear(nn.Module):
+class SampledLinear(QuantLinear, nn.Module):
     """
     The forward pass of a [`UnifiedLinear`], without a backward pass. It holds the codes, and not the weight.
 
     Parameters:
         linear (`nn.Linear`): The layer that it replaces, (out, in).
-        precision (`str`): Key of `PRECISIONS`, one that also quantizes inputs.
+        precision (`str`): Key of `PRECISIONS`, one of [`~SampledLinear.precisions`].
     """
 
     def __init__(self, linear: nn.Linear, precision: str):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.precision, self.format = precision, PRECISIONS[precision].format
+        self.set_precision(precision)
+        self.enroll()
         self.weight: QuantizedTensor | None = None
         self.bias = None if linear.bias is None else nn.Parameter(torch.empty_like(linear.bias), requires_grad=False)
+
+    @staticmethod
+    def precisions() -> list[str]:
+        """Returns the precisions of such layers: those of a [`UnifiedLinear`], and others that quantize inputs."""
+        return [*with_products(), *qat_precisions()]
 
     def load(self, weight: Tensor | QuantizedTensor) -> None:
         """Takes a new weight (out, in): codes from [`UnifiedLinear.codes`], or values that it quantizes."""
@@ -190,16 +198,9 @@ class SampledLinear(nn.Module):
                 weight = _quantize(weight, self.format)
         self.weight = weight
 
-    def trains(self) -> bool:
-        """As [`UnifiedLinear.trains`]: always `False`."""
-        return False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps (..., in) to (..., out), in the type of `x` or autocast's."""
-        dtype = autocast_dtype(x, self.in_features)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        q, _ = quantized(x, dtype, self.format, both=False)
-        return product(q, self.weight, bias, dtype).view(*x.shape[:-1], self.out_features)
+    def codes(self) -> QuantizedTensor:
+        """Returns the weight (out, in) of the last [`load`]."""
+        return self.weight
 
 
 def _quantize(weight: Tensor, format: str, global_scale: Tensor | None = None) -> QuantizedTensor:
@@ -209,3 +210,22 @@ def _quantize(weight: Tensor, format: str, global_scale: Tensor | None = None) -
 
         return quantize_any(weight, format, global_scale, check=False)
     return quantize(weight, format, global_scale)
+
+
+def share_scale(layers: Sequence[UnifiedLinear]) -> None:
+    """Makes layers that an engine computes as one matrix share a global scale, computed from their largest value."""
+    for layer in layers:
+        layer.fused = tuple(other for other in layers if other is not layer)
+        layer.forget()
+
+
+def largest(weight: Tensor) -> Tensor:
+    """
+    Computes the largest absolute value of a weight, of shape (), in its type. If FSDP2 holds the weight in parts, each
+    rank reads its own and all of them get the largest: collective.
+    """
+    if not isinstance(weight, DTensor):
+        return torch.stack(torch.aminmax(weight)).abs().amax()
+    mesh, own = weight.device_mesh, weight.to_local()
+    found = largest(own) if own.numel() else own.new_zeros(())
+    return DTensor.from_local(found.to(mesh.device_type), mesh, [Partial("max")] * mesh.ndim).full_tensor()

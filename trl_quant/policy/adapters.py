@@ -1,15 +1,13 @@
 """
 PEFT's LoRA layers around the layers of this package.
 
-- [`FrozenLoraLinear`] computes Q(W) + s B A on a frozen 4-bit base (QeRL):
+- [`FrozenLoraLinear`] computes Q(X) Q(W)^T + s X A^T B^T on a frozen base, in 4 bits (QeRL), FP8 or INT8:
 
       config = with_frozen_layers(LoraConfig(r=32, target_modules="all-linear"))
       model = get_peft_model(model, config)
 
   It differs from PEFT's own layer in two ways: if one plain adapter is active, one function computes base and adapter
-  together; and no adapter can be merged into the base.
-- [`FrozenUnifiedLoraLinear`] computes Q(X) Q(W)^T + s X A^T B^T on a frozen FP8 or INT8 base, as one product with the
-  layers that share X.
+  together, in FP8 and INT8 as one product with the layers that share X; and no adapter can be merged into the base.
 - [`UnifiedLoraLinear`] merges the adapter before the weight is quantized, Q(W + s B A), for training in FP8 or INT8.
 
 PEFT creates, saves, loads and switches the adapters.
@@ -28,9 +26,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..formats import QuantizedTensor
-from ..layers import FrozenLinear, FrozenUnifiedLinear, frozen_layer, frozen_lora_linear
-from ..layers.joint import Part, output
-from ..layers.traced import Numbered
+from ..layers import FrozenLinear
+from ..layers.joint import output
+from ..layers.operators import Numbered
+from ..layers.part import Part
 
 
 # Initializations of PEFT that neither read nor change the base's weight
@@ -50,11 +49,20 @@ class FrozenLoraLinear(Linear):
         name = None if args or kwargs else self._fusible_adapter()
         if name is None:
             return super().forward(x, *args, **kwargs)
-        return self._with_adapter(x, name)
+        return output(x, self.part(), self.number)
 
-    def _with_adapter(self, x: Tensor, name: str) -> Tensor:
+    @property
+    def number(self) -> Tensor:
+        """The number of the base, whose codes do not depend on the adapter."""
+        return self.base_layer.number
+
+    def part(self) -> Part:
+        """As [`~layers.QuantLinear.part`], with the adapter beside the codes if one function can compute both."""
+        name, part = self._fusible_adapter(), self.base_layer.part()
+        if name is None:
+            return part
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        return frozen_lora_linear(x, self.base_layer, a, b, self.scaling[name])
+        return part._replace(a=a, b=b, scaling=self.scaling[name], merged=False)
 
     def _fusible_adapter(self) -> str | None:
         """
@@ -70,9 +78,7 @@ class FrozenLoraLinear(Linear):
         if name in self.lora_variant or self.lora_bias[name] or has_dropout:
             return None
         is_plain = _is(self.lora_A[name], nn.Linear) and _is(self.lora_B[name], nn.Linear)
-        base = self.base_layer
-        is_frozen = isinstance(base, FrozenLinear) and _is(base, frozen_layer(base.precision))
-        return name if is_plain and is_frozen else None
+        return name if is_plain and _is(self.base_layer, FrozenLinear) else None
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Raises `ValueError`: the base's format cannot hold the sum of Q(W) and an adapter."""
@@ -87,30 +93,6 @@ class FrozenLoraLinear(Linear):
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
         return base_layer.weight_packed.device, base_layer.dtype  # PEFT reads them from `base_layer.weight`
-
-
-class FrozenUnifiedLoraLinear(FrozenLoraLinear):
-    """PEFT's LoRA layer around a [`FrozenUnifiedLinear`]. PEFT creates it for a config from [`with_frozen_layers`]."""
-
-    def _with_adapter(self, x: Tensor, name: str) -> Tensor:
-        return output(x, self.part(), self.number)
-
-    @property
-    def number(self) -> Tensor:
-        """The number of the base, whose codes do not depend on the adapter."""
-        return self.base_layer.number
-
-    def part(self) -> Part:
-        """As [`~layers.UnifiedLinear.part`], with the adapter beside the codes if one function can compute both."""
-        name, base = self._fusible_adapter(), self.base_layer
-        if name is None:
-            return base.part()
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        return Part(base, base.codes, None, a, b, self.scaling[name], merged=False)
-
-
-# Class of a frozen layer -> class of the adapter around it. The first class of which a layer is an instance decides
-FROZEN = {FrozenUnifiedLinear: FrozenUnifiedLoraLinear, FrozenLinear: FrozenLoraLinear}
 
 
 class UnifiedLoraLinear(Numbered, Linear):
@@ -132,7 +114,7 @@ class UnifiedLoraLinear(Numbered, Linear):
         return output(x, self._merged_part(name), self.number)
 
     def part(self) -> Part:
-        """As [`~layers.UnifiedLinear.part`], with the adapter that is merged at present."""
+        """As [`~layers.QuantLinear.part`], with the adapter that is merged at present."""
         name = self._merged_adapter()
         return self.base_layer.part() if name is None else self._merged_part(name)
 
@@ -241,8 +223,7 @@ def check_plain_lora(peft_config: PeftConfig) -> None:
 
 def with_frozen_layers(peft_config: PeftConfig) -> PeftConfig:
     """
-    Returns a copy of a LoRA configuration with which PEFT can also adapt [`FrozenLinear`] layers, and
-    [`FrozenUnifiedLinear`] among them.
+    Returns a copy of a LoRA configuration with which PEFT can also adapt [`FrozenLinear`] layers.
 
     Args:
         peft_config (`peft.LoraConfig`): The configuration. Loading needs such a copy as well:
@@ -259,7 +240,7 @@ def with_frozen_layers(peft_config: PeftConfig) -> PeftConfig:
             f"does not have; allowed: {', '.join(map(repr, INITIALIZATIONS))}."
         )
     known = deepcopy(peft_config)
-    known._register_custom_module(FROZEN)
+    known._register_custom_module({FrozenLinear: FrozenLoraLinear})
     return known
 
 
@@ -268,4 +249,4 @@ def adapt_frozen(model: nn.Module) -> None:
     for layer in model.modules():
         is_plain = isinstance(layer, LoraLayer) and not isinstance(layer, FrozenLoraLinear)
         if is_plain and isinstance(layer.base_layer, FrozenLinear):
-            layer.__class__ = next(ours for base, ours in FROZEN.items() if isinstance(layer.base_layer, base))
+            layer.__class__ = FrozenLoraLinear

@@ -20,7 +20,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..formats import FORMATS, global_scale
-from ..layers import FrozenLinear, frozen_layer
+from ..layers import FrozenLinear
 from ..models.linears import FusedGroups, LinearLayer, dense_linears, is_quantizable
 from ..precisions import PRECISIONS, bitsandbytes_bases, unified_flows
 from ..reading import reading
@@ -97,8 +97,7 @@ class FrozenBaseQuantizer(HfQuantizer):
             if is_quantizable(f"{layer.name}.weight", linear.weight, prepared):
                 outputs, inputs = layer.shape
                 has_bias = linear.bias is not None
-                layer_class = frozen_layer(self.precision)
-                packed = layer_class(inputs, outputs, has_bias, self.precision, self.dtype, device="meta")
+                packed = FrozenLinear(inputs, outputs, has_bias, self.precision, self.dtype, device="meta")
                 model.set_submodule(place, packed)
                 if self.precision in unified_flows():
                     self.renamed.append(place)
@@ -176,7 +175,7 @@ class Packer:
             linear = model.get_submodule(name)
             linear.weight = nn.Parameter(weight, requires_grad=False)
             try:
-                packed = frozen_layer(self.precision).from_linear(linear, self.precision, **shared)
+                packed = FrozenLinear.from_linear(linear, self.precision, **shared)
             except ValueError as error:
                 raise ValueError(f"{name}.weight: {error}") from error
             if linear.bias is not None:  # an adapter may train it

@@ -4,10 +4,10 @@ Trains in FP8 or INT8, or trains all weights in 4 bits: makes the policy compute
 
     policy = Q(W), or Q(W + s B A)         the decoder's linear layers, in trainer and engine alike
 
-[`unify`] builds a [`~layers.UnifiedLinear`], or in 4 bits a [`~layers.QATLinear`], around the weight of each layer. In
-FP8 and INT8 it also fuses norms and the MLPs' activations with the quantizers that follow them. Norms, activations,
-embeddings and the head keep their precision, and all trained and saved weights keep their names and types. FSDP2 shards
-these weights like any others; each rank quantizes the weights that it gathers.
+[`unify`] builds a [`~layers.UnifiedLinear`] around the weight of each layer. In FP8 and INT8 it also fuses norms and
+the MLPs' activations with the quantizers that follow them. Norms, activations, embeddings and the head keep their
+precision, and all trained and saved weights keep their names and types. FSDP2 shards these weights like any others;
+each rank quantizes the weights that it gathers.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from transformers.activations import SiLUActivation
 
 from ..formats import FORMATS
-from ..layers import FrozenUnifiedLinear, SampledLinear, UnifiedLinear, share_scale, trained_linear
+from ..layers import QuantLinear, UnifiedLinear, share_scale
 from ..layers.gated import silu_mul
 from ..layers.joint import Joint
 from ..layers.norm import FusedRMSNorm
@@ -32,7 +32,9 @@ from ..reading import reading
 from .adapters import NOT_PLAIN, UnifiedLoraLinear
 
 
-MULTIPLIES_CODES = UnifiedLinear | FrozenUnifiedLinear | SampledLinear
+def multiplies_codes(layer: nn.Module) -> bool:
+    """Whether a layer multiplies the codes of a weight with those of its inputs."""
+    return isinstance(layer, QuantLinear) and layer.quantizes_inputs
 
 
 def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: torch.dtype | None = None) -> None:
@@ -55,14 +57,14 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
     layers = dense_linears(base)
     for name in layers:
         linear = base.get_submodule(name)
-        if isinstance(linear, UnifiedLinear | FrozenUnifiedLinear):
+        if isinstance(linear, UnifiedLinear) or multiplies_codes(linear):
             continue
         if type(linear) is not nn.Linear:
             raise ValueError(
                 f"`train_precision`={precision!r} trains 16- or 32-bit weights, and `{name}` is a "
                 f"{type(linear).__name__}. Load the model without a `quantization_config`."
             )
-        layer = trained_linear(linear, precision)
+        layer = UnifiedLinear.from_linear(linear, precision)
         layer.rounds_to = rounds_to
         base.set_submodule(name, layer)
     for name, layer in base.named_modules():
@@ -97,7 +99,7 @@ def fuse(model: nn.Module, layers: dict[str, LinearLayer]) -> None:
     place.
 
     Args:
-        model (`nn.Module`): A model of transformers whose linear layers multiply codes: one of `MULTIPLIES_CODES`.
+        model (`nn.Module`): A model of transformers whose linear layers multiply codes: see [`multiplies_codes`].
         layers (`dict[str, LinearLayer]`): The result of [`~models.linears.dense_linears`] before layers were replaced.
     """
     for layer in model.modules():
@@ -140,7 +142,7 @@ def _is_gated(module: nn.Module) -> bool:
     """Whether a module computes `down_proj(silu(gate_proj(x)) * up_proj(x))`, with a `down_proj` that is quantized."""
     if not is_gated_mlp(module) or not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
         return False
-    return isinstance(_base(module.down_proj), MULTIPLIES_CODES)
+    return multiplies_codes(_base(module.down_proj))
 
 
 class Gated:
@@ -149,7 +151,7 @@ class Gated:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         """Maps (..., features) to the same, with the activation and its quantizer in one pass."""
         down = _base(self.down_proj)
-        if not isinstance(down, MULTIPLIES_CODES):  # the layer was replaced after `fuse`
+        if not multiplies_codes(down):  # the layer was replaced after `fuse`
             return type(self).forward(self, x)
         return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x), down.precision, down.trains()))
 

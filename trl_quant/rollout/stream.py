@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 from trl.distributed import DistributedBackend
 
 from ..formats import QuantizedTensor
-from ..layers import FrozenLinear, FrozenUnifiedLinear, UnifiedLinear
+from ..layers import FrozenLinear, UnifiedLinear
 from ..models.linears import LinearLayer, dense_linears
 from ..models.names import clean_name
 from ..policy.adapters import UnifiedLoraLinear, delta_weight, is_plain
@@ -115,8 +115,9 @@ class PolicyWeights:
 
     def multiplies_in(self, precision: str) -> bool:
         """Whether layers of the policy multiply codes in `precision`."""
-        layers = (module for module in self.model.modules() if isinstance(module, UnifiedLinear | FrozenUnifiedLinear))
-        return any(layer.precision == precision for layer in layers)
+        layers = (module for module in self.model.modules() if isinstance(module, UnifiedLinear | FrozenLinear))
+        own = (layer for layer in layers if isinstance(layer, UnifiedLinear) or layer.quantizes_inputs)
+        return any(layer.precision == precision for layer in own)
 
     def unified(self, precision: str) -> dict[str, nn.Module]:
         """
@@ -157,7 +158,7 @@ class PolicyWeights:
         Yields the parameters that belong neither to the packed weights of a frozen base nor to an adapter: embeddings,
         norms, the head, biases.
         """
-        packed = {id(tensor) for _, module in self.frozen() for tensor in module.packed()[:3]}  # the tensors among them
+        packed = {id(tensor) for _, module in self.frozen() for tensor in module.stored()[:3]}  # the tensors among them
         for name, param in self.parameters().items():
             if id(param) not in packed:
                 yield name, param.data

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from ...layers import QuantizedLinear, SampledLinear, sampled_linear
+from ...layers import EngineLinear, SampledLinear
 from ...models.linears import dense_linears, is_mixtures
 from ...noise import noised_norms
 from ...policy.positions import fix_positions, fixed_context, keep_cache
@@ -177,9 +177,9 @@ class TransformersEngine(RolloutEngine):
         for place, layer in layers.items():
             linear = model.get_submodule(place)
             if self.multiplies_codes or layer.name in unified:
-                sampling = sampled_linear(linear, self.precision)
+                sampling = SampledLinear(linear, self.precision)
             else:
-                sampling = QuantizedLinear(linear, self.precision, dtype)
+                sampling = EngineLinear(linear, self.precision, dtype)
             model.set_submodule(place, sampling)
         if self.multiplies_codes:
             fuse(model, layers)
@@ -207,7 +207,7 @@ class TransformersEngine(RolloutEngine):
         linears = {
             f"{name}.weight": module
             for name, module in self.copy.named_modules()
-            if isinstance(module, QuantizedLinear | SampledLinear)
+            if isinstance(module, EngineLinear | SampledLinear)
         }
         params = dict(self.copy.named_parameters())
         waiting = {*linears, *params}

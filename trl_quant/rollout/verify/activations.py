@@ -29,7 +29,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from ...layers import QuantizedLinear
+from ...layers import EngineLinear
 from ...models.names import clean_name
 from ..base import RolloutEngine
 from ..stream import outer_modules
@@ -186,7 +186,7 @@ def operators(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules with weights, by their names in the policy. A layer and its adapter count as one module."""
     found = {}
     for name, module in outer_modules(model):
-        has_weights = isinstance(module, BaseTunerLayer | QuantizedLinear) or any(
+        has_weights = isinstance(module, BaseTunerLayer | EngineLinear) or any(
             True for _ in module.parameters(recurse=False)
         )
         if has_weights and module is not model.get_output_embeddings():  # its output, the logits, is a point already

@@ -35,14 +35,7 @@ from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from ...layers import (
-    EngineWeight,
-    FrozenLinear,
-    FrozenUnifiedLinear,
-    held_vllm_linear,
-    quantized_linear,
-    vllm_linear,
-)
+from ...layers import EngineWeight, FrozenLinear, held_vllm_linear, quantized_linear, vllm_linear
 from ...precisions import PRECISIONS
 from ..stream import PolicyWeights, base_layer
 from .kv_cache import KVCache, attending_to
@@ -350,10 +343,11 @@ class EngineLayer(nn.Module):
             with engine.weights.gathered([base.bias]):
                 bias = engine.weights.full(base.bias).clone()
         layer = group[index]
-        if isinstance(layer, FrozenUnifiedLinear) and layer.precision == engine.precision:
+        is_held = isinstance(layer, FrozenLinear) and layer.precision == engine.precision
+        if is_held and layer.quantizes_inputs:
             y = held_vllm_linear(x, layer.codes(), engine.precision, bias)  # the engine holds the same frozen base
             return y if rounding is None else rounding(y, engine.product_errors.get(base.in_features, 0.0))
-        if isinstance(layer, FrozenLinear) and layer.precision == engine.precision:
+        if is_held:
             weight = EngineWeight(layer.dequantize(torch.bfloat16))
             y = quantized_linear(x.to(torch.bfloat16), weight, None, bias)
             return y if rounding is None else rounding(y)

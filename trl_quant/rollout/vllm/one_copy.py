@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
 from ...formats import FORMATS
 from ...formats.fp8 import BLOCK
-from ...layers import FrozenLinear, FrozenUnifiedLinear
+from ...layers import FrozenLinear
 from ...layers.joint import below_each_other
 from ...layers.marlin import TILE_OUT
 from ...trl_seams import exchanged
@@ -136,7 +136,7 @@ def _parts(model: nn.Module, base: dict[str, FrozenLinear]) -> dict[LinearBase, 
 def _why_not_shared(name: str, layer: LinearBase, parts: list[FrozenLinear], device: torch.device) -> str | None:
     """Returns the reason why a layer of vLLM's cannot share the policy's `parts`; `None` if it can."""
     kernel = type(getattr(layer.scheme, "kernel", None) or layer.scheme.fp8_linear).__name__
-    known = ROWS if parts and isinstance(parts[0], FrozenUnifiedLinear) else ("Marlin",)
+    known = ROWS if parts and parts[0].quantizes_inputs else ("Marlin",)
     if not kernel.startswith(known):
         return f"{name} runs {kernel}, and the trainer shares only the memory of {' and '.join(known)}"
     if layer.tp_size > 1:
@@ -158,7 +158,7 @@ def _why_not_shared(name: str, layer: LinearBase, parts: list[FrozenLinear], dev
 
 def _fills_tiles(parts: list[FrozenLinear], shape: tuple[int, int]) -> bool:
     """Whether vLLM's kernel takes the weights of `parts`, together of `shape` (out, in), without padding."""
-    if isinstance(parts[0], FrozenUnifiedLinear):
+    if parts[0].quantizes_inputs:
         block = BLOCK if FORMATS[parts[0].format].grouped else CUTLASS_TILE
         return not any(size % block for module in parts for size in (module.out_features, module.in_features))
     group = shape[1] // parts[0].weight_scale.shape[1]
@@ -183,7 +183,7 @@ def _allocate(layer: LinearBase, device: torch.device) -> None:
 @torch.no_grad()
 def _merge(layer: LinearBase, parts: list[FrozenLinear]) -> None:
     """Gives `layer` the codes and scales of `parts`, lets vLLM repack them, and makes `parts` use the result."""
-    packed, is_unified = parts[0].weight_packed, isinstance(parts[0], FrozenUnifiedLinear)
+    packed, is_unified = parts[0].weight_packed, parts[0].quantizes_inputs
     join = below_each_other if is_unified else torch.cat
     with torch.device(packed.device), torch.cuda.device_of(packed):  # a new thread has no current device yet
         for name, ours in HELD_IN.items():
