@@ -182,7 +182,7 @@ def test_codes_are_held_once(precision):
     group(inputs())
     (storage,) = storages(layer.weight_packed for layer in group.bases)
     joint = group.bases[0].joint
-    assert joint.codes([layer.part() for layer in group.layers]).values.untyped_storage().data_ptr() == storage
+    assert joint.codes([layer.operand() for layer in group.layers]).values.untyped_storage().data_ptr() == storage
     assert group.bases[0].weight_packed.untyped_storage().nbytes() == 384 * sum(SIZES)
     for layer, values in zip(group.bases, before, strict=True):
         assert torch.equal(layer.dequantize(), values) and layer.dequantize().dtype == values.dtype

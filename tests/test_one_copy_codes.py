@@ -79,7 +79,7 @@ def test_one_memory(tmp_path, family, monkeypatch, caplog):
         assert torch.equal(layer.dequantize(), before[name])
         assert storages([layer.weight_packed]) <= theirs
         if layer.joint is not None:
-            codes = layer.joint.codes([one.part() for one in layer.joint.layers])
+            codes = layer.joint.codes([one.operand() for one in layer.joint.layers])
             assert storages([codes.values]) <= theirs
     assert not storages(layer.weight_packed for layer in layers(model).values()) & storages(parameters_of(own).values())
     embedding = model.get_base_model().get_input_embeddings().weight

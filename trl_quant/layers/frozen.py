@@ -19,7 +19,7 @@ from ..precisions import four_bits, unified_flows
 from . import marlin
 from .inputs import state_of
 from .linear import QuantLinear
-from .part import Part
+from .operand import Operand
 from .products import dequantize
 from .weight_only import decoded
 
@@ -169,9 +169,9 @@ class FrozenLinear(QuantLinear, nn.Linear):
         self.weight_packed.data, self.weight_scale.data = codes.values, codes.scale
         self._codes, self._made_of = codes, self._identity()
 
-    def part(self) -> Part:
-        """Returns this layer as a part of a product, without an adapter."""
-        return Part(self, self.codes, stored=None if self.quantizes_inputs else self.stored())
+    def operand(self) -> Operand:
+        """Returns this layer as an operand of a product, without an adapter."""
+        return Operand(self, self.codes, stored=None if self.quantizes_inputs else self.stored())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """

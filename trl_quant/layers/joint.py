@@ -1,6 +1,6 @@
 r"""
 Computes layers that train in the precision of their sampler and share an input, such as q, k and v, as one product, as
-an engine does. A layer that shares its input with no other is a product of one part.
+an engine does. A layer that shares its input with no other is a product of one operand.
 
     [Y_1 ... Y_n] = Q(X) [Q(W_1); ...; Q(W_n)]^T + [b_1 ... b_n]
     dX            = [dY_1 ... dY_n] [Q(W_1); ...; Q(W_n)]
@@ -20,11 +20,11 @@ gradients, and the adapter adds to Y_i and dX:
 | symbol | here | shape |
 |---|---|---|
 | `X`, `dX` | | (..., in) |
-| `Q(W_i)` | codes of a [`Part`] | (out_i, in) |
+| `Q(W_i)` | codes of an [`Operand`] | (out_i, in) |
 | `Y_i`, `dY_i` | | (..., out_i) |
-| `b_i`, `A_i`, `B_i`, `s_i` | bias and adapter of a [`Part`] | (out_i,), (rank_i, in), (out_i, rank_i), a number |
+| `b_i`, `A_i`, `B_i`, `s_i` | bias and adapter of an [`Operand`] | (out_i,), (rank_i, in), (out_i, rank_i), a number |
 
-For the backward pass, all parts together save X once: as codes of one byte each, or as X itself if an adapter beside
+For the backward pass, all layers together save X once: as codes of one byte each, or as X itself if an adapter beside
 the base reads it. Weights and merged adapters are not saved: the backward pass reads them again. In `fp8`, a token has
 one scale for all of [dY_1 ... dY_n].
 """
@@ -43,18 +43,18 @@ from ..formats import FORMATS, QuantizedTensor
 from ..formats.fp8 import BLOCK
 from . import weight_only
 from .inputs import autocast_dtype, counts_writes, quantized
-from .part import Part
+from .operand import Operand
 from .products import dequantize, input_and_weight_gradient, input_gradient, joint_bias, product
 from .traced import traced
 
 
-def compute(x: Tensor, parts: Sequence[Part], weight: Callable[[], QuantizedTensor]) -> tuple[Tensor, ...]:
+def compute(x: Tensor, operands: Sequence[Operand], weight: Callable[[], QuantizedTensor]) -> tuple[Tensor, ...]:
     """
     Computes layers that share an input.
 
     Args:
         x (`torch.Tensor`): (..., in).
-        parts (`Sequence[Part]`):
+        operands (`Sequence[Operand]`):
             The layers. Either weights get gradients or there are adapters, not both, and either all adapters are merged
             or none.
         weight (`Callable`): Returns the codes of all layers, concatenated along the outputs: (sum of out, in).
@@ -66,34 +66,34 @@ def compute(x: Tensor, parts: Sequence[Part], weight: Callable[[], QuantizedTens
     Raises:
         ValueError: `x` has another number of features.
     """
-    dtype = autocast_dtype(x, parts[0].layer.in_features)
+    dtype = autocast_dtype(x, operands[0].layer.in_features)
     tensors = []
-    for part in parts:
-        bias = part.layer.bias
-        tensors += part.weight, None if bias is None else bias.to(dtype), part.a, part.b
-    adapted = [i for i, part in enumerate(parts) if part.a is not None]
+    for operand in operands:
+        bias = operand.layer.bias
+        tensors += operand.weight, None if bias is None else bias.to(dtype), operand.a, operand.b
+    adapted = [i for i, operand in enumerate(operands) if operand.a is not None]
     constants = _Constants(
         dtype,
         weight,
-        parts,
+        operands,
         adapted,
-        trains=any(part.trains for part in parts),
-        unmerged=any(not parts[i].merged for i in adapted),
-        sizes=[part.layer.out_features for part in parts],
+        trains=any(operand.trains for operand in operands),
+        unmerged=any(not operands[i].merged for i in adapted),
+        sizes=[operand.layer.out_features for operand in operands],
     )
     return _Joint.apply(x, constants, *tensors)
 
 
 class _Constants(NamedTuple):
     """
-    The arguments of a joint product that are not tensors, as in [`compute`]. `adapted` are the indices of the parts
+    The arguments of a joint product that are not tensors, as in [`compute`]. `adapted` are the indices of the operands
     with an adapter; `trains` says whether weights get gradients, `unmerged` whether there are adapters that are not
     merged.
     """
 
     dtype: torch.dtype
     weight: Callable[[], QuantizedTensor]
-    parts: Sequence[Part]
+    operands: Sequence[Operand]
     adapted: Sequence[int]
     trains: bool
     unmerged: bool
@@ -120,8 +120,8 @@ class _Joint(torch.autograd.Function):
         ctx.constants = constants
         ctx.save_for_backward(*kept)
         # Attention saves v for the backward pass, and a column would keep the memory of q and k too
-        columns = (part if 2 * part.shape[1] >= y.shape[1] else part.contiguous() for part in columns)
-        return tuple(part.view(*x.shape[:-1], part.shape[1]) for part in columns)
+        columns = (column if 2 * column.shape[1] >= y.shape[1] else column.contiguous() for column in columns)
+        return tuple(column.view(*x.shape[:-1], column.shape[1]) for column in columns)
 
     @staticmethod
     def backward(ctx, *dys):
@@ -149,12 +149,12 @@ class _Joint(torch.autograd.Function):
             adapters = adapters if constants.unmerged else _merged_adapters(w, constants, dy.dtype)
             adapter_gradients = _adapter_gradients(dys, x, h, constants, adapters, dx if constants.unmerged else None)
         gradients = [dx.view(*shape, dx.shape[1]) if wants_x else None, None]
-        for i, part in enumerate(dys):
+        for i, column in enumerate(dys):
             wants_weight, wants_bias, wants_a, wants_b = wants[4 * i : 4 * i + 4]
             da, db = adapter_gradients.get(i, (None, None))
             gradients += (
                 dw[i] if wants_weight else None,
-                part.sum(0) if wants_bias else None,
+                column.sum(0) if wants_bias else None,
                 da if wants_a else None,
                 db if wants_b else None,
             )
@@ -163,7 +163,7 @@ class _Joint(torch.autograd.Function):
 
 def _adapters(constants: _Constants, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Returns, in `dtype`, the concatenated s A of all adapters, (sum of ranks, in), and then each B."""
-    a, b = [constants.parts[i].a for i in constants.adapted], [constants.parts[i].b for i in constants.adapted]
+    a, b = [constants.operands[i].a for i in constants.adapted], [constants.operands[i].b for i in constants.adapted]
     scaling = _scaling(constants, tuple(map(len, a)), a[0].device)
     a = a[0] if len(a) == 1 else torch.cat(a)
     return (a * scaling).to(a.dtype).to(dtype), *(matrix.to(dtype) for matrix in b)
@@ -171,7 +171,7 @@ def _adapters(constants: _Constants, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 def _scaling(constants: _Constants, ranks: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns the factor s of each row of the first tensor of [`_adapters`], (sum of ranks, 1), in FP32."""
-    return _column(tuple(constants.parts[i].scaling for i in constants.adapted), ranks, device)
+    return _column(tuple(constants.operands[i].scaling for i in constants.adapted), ranks, device)
 
 
 # Codes of a sum of weights and adapters -> those adapters, in the type of the last backward pass
@@ -190,8 +190,8 @@ def _add_branches(ys: Sequence[Tensor], x: Tensor, adapters: Sequence[Tensor]) -
     """Adds each adapter's product to its part of `ys`, and returns X (s A)^T of all adapters, (T, sum of ranks)."""
     a, *b = adapters
     h = x @ a.t()
-    for y, part, matrix in zip(ys, h.split([matrix.shape[1] for matrix in b], 1), b, strict=True):
-        y.addmm_(part, matrix.t())
+    for y, branch, matrix in zip(ys, h.split([matrix.shape[1] for matrix in b], 1), b, strict=True):
+        y.addmm_(branch, matrix.t())
     return h
 
 
@@ -204,7 +204,7 @@ def _adapter_gradients(
     dx: Tensor | None,
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """
-    Returns dA and dB by the index of the part. If `dx` is given, adds to it the gradient that reaches X through the
+    Returns dA and dB by the index of the operand. If `dx` is given, adds to it the gradient that reaches X through the
     adapters. All of them share the products with X; `h` is X (s A)^T if it is known.
     """
     a, *b = adapters
@@ -218,7 +218,7 @@ def _adapter_gradients(
     ranks = tuple(matrix.shape[1] for matrix in b)
     da = (dh.t() @ x * _scaling(constants, ranks, x.device)).split_with_sizes(ranks)
     return {
-        i: (da_i.to(constants.parts[i].a.dtype), (dys[i].t() @ h_i).to(constants.parts[i].b.dtype))
+        i: (da_i.to(constants.operands[i].a.dtype), (dys[i].t() @ h_i).to(constants.operands[i].b.dtype))
         for i, da_i, h_i in zip(constants.adapted, da, h.split_with_sizes(ranks, 1), strict=True)
     }
 
@@ -230,32 +230,32 @@ def _column(numbers: tuple[float, ...], times: tuple[int, ...], device: torch.de
     return torch.tensor(repeated, dtype=torch.float32, device=device)[:, None]
 
 
-def side_by_side(parts: list[Tensor]) -> Tensor:
+def side_by_side(matrices: list[Tensor]) -> Tensor:
     """
     Concatenates matrices (T, n_i) to (T, sum of n_i). Nothing is copied if they already are adjacent columns of one
     matrix, in this order.
     """
-    first, width, at = parts[0], sum(part.shape[1] for part in parts), parts[0].storage_offset()
-    for part in parts:
-        is_next = part.storage_offset() == at and part.stride() == (width, 1)
-        if not is_next or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        at += part.shape[1]
+    first, width, at = matrices[0], sum(matrix.shape[1] for matrix in matrices), matrices[0].storage_offset()
+    for matrix in matrices:
+        is_next = matrix.storage_offset() == at and matrix.stride() == (width, 1)
+        if not is_next or matrix.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return matrices[0] if len(matrices) == 1 else torch.cat(matrices, 1)
+        at += matrix.shape[1]
     return first.as_strided((len(first), width), (width, 1))
 
 
-def below_each_other(parts: Sequence[Tensor]) -> Tensor:
+def below_each_other(matrices: Sequence[Tensor]) -> Tensor:
     """
     Concatenates matrices (n_i, in) to (sum of n_i, in). Nothing is copied if they already are adjacent rows of one
     contiguous matrix, in this order.
     """
-    first, at, rows = parts[0], parts[0].storage_offset(), sum(map(len, parts))
-    for part in parts:
-        is_next = part.storage_offset() == at and part.is_contiguous()
-        if not is_next or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+    first, at, rows = matrices[0], matrices[0].storage_offset(), sum(map(len, matrices))
+    for matrix in matrices:
+        is_next = matrix.storage_offset() == at and matrix.is_contiguous()
+        if not is_next or matrix.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             bits = torch.uint8 if first.itemsize == 1 else first.dtype  # `cat` does not take FP8 everywhere
-            return torch.cat([part.view(bits) for part in parts]).view(first.dtype)
-        at += part.numel()
+            return torch.cat([matrix.view(bits) for matrix in matrices]).view(first.dtype)
+        at += matrix.numel()
     return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
 
@@ -264,18 +264,18 @@ def in_groups(w: QuantizedTensor) -> bool:
     return not FORMATS[w.format].per_row
 
 
-def output(x: Tensor, part: Part, number: Tensor) -> Tensor:
+def output(x: Tensor, operand: Operand, number: Tensor) -> Tensor:
     """
     Returns the output (..., out) of one layer for `x` (..., in). If its inputs are quantized, it is computed together
-    with the layers that share its input. `number` belongs to the layer that returned the part: see
+    with the layers that share its input. `number` belongs to the layer that returned the operand: see
     [`operators.Numbered`].
     """
-    if not part.layer.quantizes_inputs:
-        return weight_only.output(x, part, number)
+    if not operand.layer.quantizes_inputs:
+        return weight_only.output(x, operand, number)
     if torch.compiler.is_compiling():
-        return traced(x, part, number)
-    joint = part.layer.joint
-    return compute(x, [part], part.codes)[0] if joint is None else joint.output(x, part)
+        return traced(x, operand, number)
+    joint = operand.layer.joint
+    return compute(x, [operand], operand.codes)[0] if joint is None else joint.output(x, operand)
 
 
 class _Waiting(NamedTuple):
@@ -295,8 +295,8 @@ class Joint:
     in them), was replaced, or is quantized at each call, or if some train their weights while others have an adapter.
 
     Parameters:
-        layers (`Sequence[nn.Module]`): In the order in which an engine joins them. Each has a method `part`, which
-            returns a [`Part`].
+        layers (`Sequence[nn.Module]`): In the order in which an engine joins them. Each has a method `operand`, which
+            returns an [`Operand`].
     """
 
     def __init__(self, layers: Sequence[nn.Module]):
@@ -306,8 +306,8 @@ class Joint:
     @staticmethod
     def can(layers: Sequence[nn.Module]) -> bool:
         """Whether every block of scales would lie within one of these layers."""
-        parts = [layer.part().layer for layer in layers]
-        return not any(FORMATS[part.format].grouped and part.out_features % BLOCK for part in parts[:-1])
+        bases = [layer.operand().layer for layer in layers]
+        return not any(FORMATS[base.format].grouped and base.out_features % BLOCK for base in bases[:-1])
 
     def forget(self) -> None:
         """Drops the joint codes and the waiting outputs."""
@@ -315,38 +315,38 @@ class Joint:
         self._joint: QuantizedTensor | None = None
         self.waiting: _Waiting | None = None
 
-    def output(self, x: Tensor, part: Part) -> Tensor:
-        """As [`output`], of a part of these layers."""
+    def output(self, x: Tensor, operand: Operand) -> Tensor:
+        """As [`output`], of an operand of these layers."""
         if not counts_writes(x):
-            return compute(x, [part], part.codes)[0]
-        call = x._version, autocast_dtype(x, part.layer.in_features), torch.is_grad_enabled()
+            return compute(x, [operand], operand.codes)[0]
+        call = x._version, autocast_dtype(x, operand.layer.in_features), torch.is_grad_enabled()
         waiting = self.waiting
-        if waiting is not None and waiting.x() is x and waiting.call == call and part.layer in waiting.outputs:
-            made_of, y = waiting.outputs.pop(part.layer)
-            if part.made_of(part.codes()) == made_of:
+        if waiting is not None and waiting.x() is x and waiting.call == call and operand.layer in waiting.outputs:
+            made_of, y = waiting.outputs.pop(operand.layer)
+            if operand.made_of(operand.codes()) == made_of:
                 return y
         self.waiting = None
-        parts = self.together(part)
-        if len(parts) == 1:
-            return compute(x, parts, part.codes)[0]
-        outputs = compute(x, parts, partial(self.codes, parts))
-        made = {p.layer: (p.made_of(q), y) for p, q, y in zip(parts, self._held, outputs, strict=True)}
-        y = made.pop(part.layer)[1]
+        operands = self.together(operand)
+        if len(operands) == 1:
+            return compute(x, operands, operand.codes)[0]
+        outputs = compute(x, operands, partial(self.codes, operands))
+        made = {p.layer: (p.made_of(q), y) for p, q, y in zip(operands, self._held, outputs, strict=True)}
+        y = made.pop(operand.layer)[1]
         self.waiting = _Waiting(weakref.ref(x, self._drop), call, made)
         return y
 
-    def together(self, part: Part) -> list[Part]:
-        """Returns the parts of all layers, or `part` alone if its layer must be computed alone."""
-        parts = [layer.part() for layer in self.layers] if all(map(_is_free, self.layers)) else []
-        own = [other for other in parts if other.layer is part.layer and other.a is part.a]
-        return [part] if not own or _mixed(parts) else parts
+    def together(self, operand: Operand) -> list[Operand]:
+        """Returns the operands of all layers, or `operand` alone if its layer must be computed alone."""
+        operands = [layer.operand() for layer in self.layers] if all(map(_is_free, self.layers)) else []
+        own = [other for other in operands if other.layer is operand.layer and other.a is operand.a]
+        return [operand] if not own or _mixed(operands) else operands
 
-    def codes(self, parts: Sequence[Part]) -> QuantizedTensor:
+    def codes(self, operands: Sequence[Operand]) -> QuantizedTensor:
         """
-        Returns the concatenated quantized weights of `parts`. The layers then keep views of their rows instead of their
-        own codes.
+        Returns the concatenated quantized weights of `operands`. The layers then keep views of their rows instead of
+        their own codes.
         """
-        held = [part.codes() for part in parts]
+        held = [operand.codes() for operand in operands]
         if self._joint is None or any(one is not other for one, other in zip(held, self._held, strict=True)):
             self._joint = None  # frees the old codes first
             values = below_each_other([q.values for q in held])
@@ -356,8 +356,8 @@ class Joint:
             self._joint = QuantizedTensor(held[0].format, values, scale, shape, held[0].dtype)
             rows = values.split([len(q.values) for q in held]), scale.split([len(q.scale) for q in held])
             self._held = [replace(q, values=v, scale=s) for q, v, s in zip(held, *rows, strict=True)]
-            for part, q in zip(parts, self._held, strict=True):
-                part.layer.hold(q)
+            for operand, q in zip(operands, self._held, strict=True):
+                operand.layer.hold(q)
         return self._joint
 
     def _drop(self, x: weakref.ref) -> None:
@@ -377,10 +377,10 @@ def _is_free(layer: nn.Module) -> bool:
     """
     base = getattr(layer, "base_layer", layer)
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in {layer, base})
-    return hasattr(base, "part") and not base.moves_unseen and not hooked
+    return hasattr(base, "operand") and not base.moves_unseen and not hooked
 
 
-def _mixed(parts: Sequence[Part]) -> bool:
-    """Whether a joint product cannot compute these parts."""
-    adapted = [part for part in parts if part.a is not None]
-    return len(adapted) > 0 and (any(part.trains for part in parts) or len({part.merged for part in adapted}) > 1)
+def _mixed(operands: Sequence[Operand]) -> bool:
+    """Whether a joint product cannot compute these operands."""
+    merged = {operand.merged for operand in operands if operand.a is not None}
+    return len(merged) > 1 or (len(merged) > 0 and any(operand.trains for operand in operands))

@@ -12,7 +12,7 @@ A layer is three choices. Its class says where Q(W) comes from:
 | [`~layers.SampledLinear`] | codes that each sync of an engine brings | nothing |
 
 Its precision says whether the inputs are quantized, too: [`joint`] then multiplies codes, and otherwise [`weight_only`]
-multiplies inputs in 16 bits. The [`~part.Part`] that a product gets says which adapter there is.
+multiplies inputs in 16 bits. The [`~operand.Operand`] that a product gets says which adapter there is.
 """
 
 from torch import Tensor
@@ -20,8 +20,8 @@ from torch import Tensor
 from ..formats import FORMATS, QuantizedTensor
 from ..precisions import PRECISIONS
 from .joint import Joint, output
+from .operand import Operand
 from .operators import Numbered
-from .part import Part
 
 
 class QuantLinear(Numbered):
@@ -59,17 +59,17 @@ class QuantLinear(Numbered):
         """Returns the quantized weight (out, in): the same object until the weight changes."""
         raise NotImplementedError
 
-    def part(self) -> Part:
-        """Returns this layer as a part of a product, without an adapter."""
-        return Part(self, self.codes)
+    def operand(self) -> Operand:
+        """Returns this layer as an operand of a product, without an adapter."""
+        return Operand(self, self.codes)
 
     def trains(self) -> bool:
         """Whether a backward pass needs the input too."""
-        return self.part().trains
+        return self.operand().trains
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., in) to (..., out), in the type of `x` or autocast's."""
-        return output(x, self.part(), self.number)
+        return output(x, self.operand(), self.number)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, precision={self.precision!r}"

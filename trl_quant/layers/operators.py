@@ -70,7 +70,7 @@ def codes_of(number: Tensor, joint: bool = False) -> QuantizedTensor:
     Returns the quantized weight (out, in) of the layer with this number or, if `joint`, of all layers that share its
     input.
     """
-    part = _layers[number.item()].part()
+    operand = _layers[number.item()].operand()
     if not joint:
-        return part.codes()
-    return part.layer.joint.codes([layer.part() for layer in part.layer.joint.layers])
+        return operand.codes()
+    return operand.layer.joint.codes([layer.operand() for layer in operand.layer.joint.layers])

@@ -20,8 +20,8 @@ from torch import Tensor
 from ..formats import FORMATS, QuantizedTensor
 from ..formats.fp8 import BLOCK
 from .inputs import autocast_dtype
+from .operand import Operand
 from .operators import UNSAFE, codes_of, operator, shapes_of
-from .part import Part
 from .products import (
     dequantize,
     input_and_weight_gradient,
@@ -139,8 +139,8 @@ class _Traced(torch.autograd.Function):
         ctx.save_for_backward(*(kept if trains or ctx.adapted else (None, None)), number, *a, *b)
         ctx.weight_dtypes = [None if weight is None else weight.dtype for weight in weights]
         # As in `joint`: a small column would keep the memory of the others
-        ys = (part if 2 * part.shape[1] >= y.shape[1] else part.contiguous() for part in ys)
-        return tuple(part.view(*x.shape[:-1], part.shape[1]) for part in ys)
+        ys = (column if 2 * column.shape[1] >= y.shape[1] else column.contiguous() for column in ys)
+        return tuple(column.view(*x.shape[:-1], column.shape[1]) for column in ys)
 
     @staticmethod
     def backward(ctx, *dys):
@@ -170,12 +170,12 @@ class _Traced(torch.autograd.Function):
             if dx is not None and not ctx.merged:
                 dx = torch.addmm(dx, dh, scaled)
         gradients = [dx.view(ctx.shape) if wants_x else None, *[None] * 6]
-        for i, part in enumerate(dys):
+        for i, column in enumerate(dys):
             wants_weight, wants_bias, wants_a, wants_b = wants[4 * i : 4 * i + 4]
             da, db = adapter_gradients.get(i, (None, None))
             gradients += (
                 dw[i].to(ctx.weight_dtypes[i]) if wants_weight else None,
-                part.sum(0) if wants_bias else None,
+                column.sum(0) if wants_bias else None,
                 da if wants_a else None,
                 db if wants_b else None,
             )
@@ -191,26 +191,26 @@ def _scaled(a: Sequence[Tensor | None], scalings: Sequence[float], dtype: torch.
     return (scaled[0] if len(scaled) == 1 else torch.cat(scaled)).to(dtype)
 
 
-def _outputs(x: Tensor, parts: Sequence[Part], number: Tensor) -> tuple[Tensor, ...]:
-    """Computes what [`joint.compute`] does, with operators. `number` is of the layer of one of the parts."""
-    first = parts[0].layer
+def _outputs(x: Tensor, operands: Sequence[Operand], number: Tensor) -> tuple[Tensor, ...]:
+    """Computes what [`joint.compute`] does, with operators. `number` is of the layer of one of the operands."""
+    first = operands[0].layer
     dtype, tensors = autocast_dtype(x, first.in_features), []
-    for part in parts:
-        bias = part.layer.bias
-        tensors += part.weight, None if bias is None else bias.to(dtype), part.a, part.b
-    sizes, scalings = [part.layer.out_features for part in parts], [part.scaling for part in parts]
-    merged = all(part.merged for part in parts)
+    for operand in operands:
+        bias = operand.layer.bias
+        tensors += operand.weight, None if bias is None else bias.to(dtype), operand.a, operand.b
+    sizes, scalings = [operand.layer.out_features for operand in operands], [operand.scaling for operand in operands]
+    merged = all(operand.merged for operand in operands)
     return _Traced.apply(x, number, first.format, dtype, sizes, scalings, merged, *tensors)
 
 
-def traced(x: Tensor, part: Part, number: Tensor) -> Tensor:
+def traced(x: Tensor, operand: Operand, number: Tensor) -> Tensor:
     """
     Computes the output of one layer with operators, together with the layers that share its input.
 
     Args:
         x (`torch.Tensor`): (..., in).
-        part ([`~part.Part`]): The layer.
-        number (`torch.Tensor`): The number of the layer that returned the part.
+        operand ([`~operand.Operand`]): The layer.
+        number (`torch.Tensor`): The number of the layer that returned the operand.
 
     Returns:
         `torch.Tensor`: (..., out), in the type of `x` or autocast's.
@@ -218,12 +218,12 @@ def traced(x: Tensor, part: Part, number: Tensor) -> Tensor:
     Raises:
         ValueError: `x` has another number of features.
     """
-    joint = part.layer.joint
+    joint = operand.layer.joint
     if joint is None:
-        return _outputs(x, [part], number)[0]
+        return _outputs(x, [operand], number)[0]
     waiting = getattr(x, WAITING, [])
-    if all(layer is not part.layer for layer, _ in waiting):
-        parts = joint.together(part)
-        waiting = [(each.layer, y) for each, y in zip(parts, _outputs(x, parts, number), strict=True)]
-    setattr(x, WAITING, [(layer, y) for layer, y in waiting if layer is not part.layer])
-    return next(y for layer, y in waiting if layer is part.layer)
+    if all(layer is not operand.layer for layer, _ in waiting):
+        operands = joint.together(operand)
+        waiting = [(each.layer, y) for each, y in zip(operands, _outputs(x, operands, number), strict=True)]
+    setattr(x, WAITING, [(layer, y) for layer, y in waiting if layer is not operand.layer])
+    return next(y for layer, y in waiting if layer is operand.layer)

@@ -39,7 +39,7 @@ from ..formats import QuantizedTensor, global_scale, quantize
 from ..precisions import qat_precisions, unified_flows, with_products
 from .inputs import state_of
 from .linear import QuantLinear
-from .part import Part
+from .operand import Operand
 
 
 class UnifiedLinear(QuantLinear, nn.Linear):
@@ -154,9 +154,9 @@ class UnifiedLinear(QuantLinear, nn.Linear):
         """Keeps `codes` instead of the layer's own, which they must equal; `None` drops the codes."""
         self._codes = codes
 
-    def part(self) -> Part:
-        """Returns this layer as a part of a joint product, without an adapter."""
-        return Part(self, self.codes, self.weight)
+    def operand(self) -> Operand:
+        """Returns this layer as an operand of a joint product, without an adapter."""
+        return Operand(self, self.codes, self.weight)
 
     def __setattr__(self, name: str, value) -> None:
         if name == "weight":

@@ -42,8 +42,8 @@ from ..formats import QuantizedTensor
 from ..formats.nf4 import BLOCK as NF4_BLOCK
 from . import marlin
 from .inputs import autocast_dtype
+from .operand import Operand
 from .operators import UNSAFE, codes_of, operator, shapes_of
-from .part import Part
 
 
 # Bounds within which the kernel that decodes while it reads is faster, on an H200 (`benchmarks/linear.py`)
@@ -291,14 +291,14 @@ class _WeightOnly(torch.autograd.Function):
         return dx, dbias, dw, da, db, *[None] * (4 + len(stored))
 
 
-def output(x: Tensor, part: Part, number: Tensor) -> Tensor:
+def output(x: Tensor, operand: Operand, number: Tensor) -> Tensor:
     """
     Computes the output of a layer whose inputs stay in 16 bits.
 
     Args:
         x (`torch.Tensor`): (..., in).
-        part ([`~part.Part`]): The layer. Its adapter is not merged.
-        number (`torch.Tensor`): The number of the layer that returned the part.
+        operand ([`~operand.Operand`]): The layer. Its adapter is not merged.
+        number (`torch.Tensor`): The number of the layer that returned the operand.
 
     Returns:
         `torch.Tensor`: (..., out), in the type of `x` or autocast's.
@@ -306,10 +306,10 @@ def output(x: Tensor, part: Part, number: Tensor) -> Tensor:
     Raises:
         ValueError: `x` has another number of features.
     """
-    layer = part.layer
+    layer = operand.layer
     x = x.to(autocast_dtype(x, layer.in_features))
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    weight, shape = (part.weight, part.a, part.b, part.scaling), (layer.out_features, layer.in_features)
-    if part.stored is not None:
-        return _WeightOnly.apply(x, bias, *weight, None, shape, None, *part.stored)
-    return _WeightOnly.apply(x, bias, *weight, part.codes, shape, number if torch.compiler.is_compiling() else None)
+    weight, shape = (operand.weight, operand.a, operand.b, operand.scaling), (layer.out_features, layer.in_features)
+    if operand.stored is not None:
+        return _WeightOnly.apply(x, bias, *weight, None, shape, None, *operand.stored)
+    return _WeightOnly.apply(x, bias, *weight, operand.codes, shape, number if torch.compiler.is_compiling() else None)

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from ..formats import QuantizedTensor
 from ..layers import FrozenLinear
 from ..layers.joint import output
+from ..layers.operand import Operand
 from ..layers.operators import Numbered
-from ..layers.part import Part
 
 
 # Initializations of PEFT that neither read nor change the base's weight
@@ -49,20 +49,20 @@ class FrozenLoraLinear(Linear):
         name = None if args or kwargs else self._fusible_adapter()
         if name is None:
             return super().forward(x, *args, **kwargs)
-        return output(x, self.part(), self.number)
+        return output(x, self.operand(), self.number)
 
     @property
     def number(self) -> Tensor:
         """The number of the base, whose codes do not depend on the adapter."""
         return self.base_layer.number
 
-    def part(self) -> Part:
-        """As [`~layers.QuantLinear.part`], with the adapter beside the codes if one function can compute both."""
-        name, part = self._fusible_adapter(), self.base_layer.part()
+    def operand(self) -> Operand:
+        """As [`~layers.QuantLinear.operand`], with the adapter beside the codes if one function can compute both."""
+        name, operand = self._fusible_adapter(), self.base_layer.operand()
         if name is None:
-            return part
+            return operand
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        return part._replace(a=a, b=b, scaling=self.scaling[name], merged=False)
+        return operand._replace(a=a, b=b, scaling=self.scaling[name], merged=False)
 
     def _fusible_adapter(self) -> str | None:
         """
@@ -111,23 +111,23 @@ class UnifiedLoraLinear(Numbered, Linear):
         name = None if args or kwargs else self._merged_adapter()
         if name is None:
             return super().forward(x, *args, **kwargs)
-        return output(x, self._merged_part(name), self.number)
+        return output(x, self._merged_operand(name), self.number)
 
-    def part(self) -> Part:
-        """As [`~layers.QuantLinear.part`], with the adapter that is merged at present."""
+    def operand(self) -> Operand:
+        """As [`~layers.QuantLinear.operand`], with the adapter that is merged at present."""
         name = self._merged_adapter()
-        return self.base_layer.part() if name is None else self._merged_part(name)
+        return self.base_layer.operand() if name is None else self._merged_operand(name)
 
     def codes(self) -> QuantizedTensor:
         """
         Returns the quantized weight that the layer multiplies with, as [`~layers.UnifiedLinear.codes`] does. Raises
         `ValueError` if several adapters are active.
         """
-        return self.part().codes()
+        return self.operand().codes()
 
-    def _merged_part(self, name: str) -> Part:
+    def _merged_operand(self, name: str) -> Operand:
         base, a, b, scaling = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
-        return Part(base, partial(base.codes, partial(delta_weight, self, name), a, b, scaling), None, a, b, scaling)
+        return Operand(base, partial(base.codes, partial(delta_weight, self, name), a, b, scaling), None, a, b, scaling)
 
     def _merged_adapter(self) -> str | None:
         """Returns the adapter that is merged into the weight before it is quantized; `None` if there is none."""

@@ -89,7 +89,7 @@ def _sharing_input(model: nn.Module, layers: dict[str, LinearLayer]) -> Iterator
     places = {layer.name: place.removesuffix(".base_layer") for place, layer in layers.items()}
     for names in dict.fromkeys(layer.fused for layer in layers.values()):
         group = [model.get_submodule(places[name]) for name in names]
-        if len(group) > 1 and all(hasattr(layer, "part") for layer in group) and Joint.can(group):
+        if len(group) > 1 and all(hasattr(layer, "operand") for layer in group) and Joint.can(group):
             yield group
 
 

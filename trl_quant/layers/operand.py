@@ -10,9 +10,9 @@ from ..formats import QuantizedTensor
 from .inputs import state_of
 
 
-class Part(NamedTuple):
+class Operand(NamedTuple):
     """
-    One layer of a product, in its present state. A product has one part, or several that share an input.
+    One layer of a product, in its present state. A product has one operand, or several that share an input.
 
     Attributes:
         layer (`nn.Linear`): The layer, (out, in).
