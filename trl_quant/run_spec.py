@@ -245,6 +245,16 @@ class Training:
             kind = "frozen"
         return cls(kind, precision)
 
+    @property
+    def freezes_base(self) -> bool:
+        """Whether an adapter trains over a base that is held in codes alone."""
+        return self.kind == "frozen"
+
+    @property
+    def is_qat(self) -> bool:
+        """Whether all weights are trained for 4 bits."""
+        return self.kind == "qat"
+
 
 @dataclass(frozen=True)
 class RunSpec:

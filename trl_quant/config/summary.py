@@ -118,17 +118,17 @@ def _adapter(args) -> str:
     """Describes how the sampler holds the adapter."""
     if args.rollout_precision is None:
         return "LoRA merged" if args.use_vllm else "LoRA beside the base"
-    is_held = args.spec.training.kind == "frozen" and args.spec.samples_as_trained
+    is_held = args.spec.training.freezes_base and args.spec.samples_as_trained
     beside = args.lora_sync == "adapter" or is_held
     return "LoRA beside the base" if beside else "LoRA merged"
 
 
 def _training(args) -> str:
     """Describes the precision that the policy is trained in."""
-    kind = args.spec.training.kind
-    if kind == "frozen":
+    training = args.spec.training
+    if training.freezes_base:
         return f"training on a frozen {title(args.train_precision)} base"
-    if kind == "qat":
+    if training.is_qat:
         return f"training all weights in {title(args.train_precision)}"
     kernels = ", with the engine's own kernels" if args.exact_rollouts else ""
     return f"training in {title(args.train_precision)}{kernels}"

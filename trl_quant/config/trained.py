@@ -9,7 +9,7 @@ from ..layers import FrozenLinear
 def check_untouched(args, model) -> None:
     """Raises `ValueError` for a model that an earlier trainer put into codes, or onto an engine's kernels."""
     packed = {module.precision for module in model.modules() if isinstance(module, FrozenLinear)}
-    if packed and args.spec.training.kind != "frozen":
+    if packed and not args.spec.training.freezes_base:
         raise ValueError(
             f"`train_precision`={args.train_precision!r}, but the policy's base is held in "
             f"{', '.join(map(repr, sorted(packed)))}, and its 16-bit weights are gone. Train an adapter with that "

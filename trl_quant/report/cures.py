@@ -113,14 +113,14 @@ def smaller_micro_batch(run: Planned) -> Iterator[tuple[str, Planned]]:
 
 
 def new_adapter(run: Planned) -> Iterator[tuple[str, Planned]]:
-    if not run.shape.adapter and run.args.spec.training.kind != "qat":
+    if not run.shape.adapter and not run.args.spec.training.is_qat:
         shape = Shape.of(run.config, LoraConfig(r=RANK, target_modules="all-linear"))
         yield f"`use_peft`=True (LoRA of rank {RANK})", replace(run.having(is_adapted=True), shape=shape)
 
 
 def four_bit_base(run: Planned) -> Iterator[tuple[str, Planned]]:
     args = run.args
-    if args.spec.training.kind == "frozen" or not args.has_rewards:
+    if args.spec.training.freezes_base or not args.has_rewards:
         return
     told, changed = "", run
     for words, adapted in new_adapter(run):
@@ -137,7 +137,7 @@ def four_bit_base(run: Planned) -> Iterator[tuple[str, Planned]]:
 
 
 def more_gpus(run: Planned) -> Iterator[tuple[str, Planned]]:
-    if not run.on_cpu and run.args.spec.training.kind != "frozen" and run.args.world_size == 1:
+    if not run.on_cpu and not run.args.spec.training.freezes_base and run.args.world_size == 1:
         for gpus in GPUS:
             yield f"{gpus} GPUs with FSDP2 (`--fsdp full_shard`, `fsdp_version` 2)", replace(run, gpus=gpus)
 

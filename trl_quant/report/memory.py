@@ -210,7 +210,7 @@ def _held(args, shape: Shape, dtype: torch.dtype) -> dict[str, int]:
     size, adapted = dtype.itemsize, shape.adapter > 0
     trained = shape.adapter if adapted else shape.parameters
     policy = size * shape.parameters
-    is_frozen = args.spec.training.kind == "frozen"
+    is_frozen = args.spec.training.freezes_base
     if is_frozen:
         policy = _in_bits(shape.linear, args.train_precision) + size * shape.other
     held = {"policy": policy}
@@ -270,7 +270,7 @@ def _denoising(args, shape: Shape, prompt: int) -> int:
 
 def _vllm(args, shape: Shape, card: int) -> int:
     """Returns vLLM's bytes: its share of the card, at least its weights; or its weights and a cache of a given size."""
-    shares = args.spec.training.kind == "frozen" and args.spec.samples_as_trained and args.lora_sync == "adapter"
+    shares = args.spec.training.freezes_base and args.spec.samples_as_trained and args.lora_sync == "adapter"
     if shares:
         weights = BF16_BYTES * (shape.other - shape.embeddings)
     elif args.spec.sampled_in is None:
@@ -309,6 +309,6 @@ def _kind(args, adapted: bool) -> str:
     if args.train_precision in unified_flows():
         grouped = FORMATS[PRECISIONS[args.train_precision].format].grouped
         return "unified in groups" if grouped else "unified"
-    if args.spec.training.kind == "frozen":
+    if args.spec.training.freezes_base:
         return "frozen"
     return "adapter" if adapted else "weights"

@@ -98,7 +98,7 @@ def make_plan(
         )
     except (ConnectionError, ImportError) as error:  # of the vLLM server or of attention, the last checks
         refused = error
-    if args.spec.training.kind == "frozen":  # as the trainer does before it loads the base
+    if args.spec.training.freezes_base:  # as the trainer does before it loads the base
         on_frozen_base(
             args=args, model=model, quantization_config=given["quantization_config"], peft_config=peft_config
         )

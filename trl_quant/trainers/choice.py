@@ -123,7 +123,7 @@ def _check_run(args: QuantFields) -> None:
         raise ValueError(
             "`max_completion_length`=None, and completions of that length are measured. Set it, or name a precision."
         )
-    if args.train_precision is not None and args.spec.training.kind != "frozen":
+    if args.train_precision is not None and not args.spec.training.freezes_base:
         raise ValueError(
             f"`train_precision`={args.train_precision!r}: with another `rollout_precision` the sampler would no longer "
             "compute what is trained. Leave `rollout_precision` unset: the run samples in the `train_precision`."

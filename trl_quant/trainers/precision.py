@@ -76,8 +76,8 @@ def train_as_sampled(trainer) -> None:
     args, reference = trainer.args, getattr(trainer, "ref_model", None)
     if reference is not None and args.fsdp_version == 2:
         hand_out(reference, trainer.accelerator.device)  # accelerate does so for the policy only
-    kind = trainer.spec.training.kind
-    if kind == "none" or (kind == "frozen" and args.train_precision in frozen_bases()):
+    training = trainer.spec.training
+    if training.precision is None or (training.freezes_base and training.precision in frozen_bases()):
         return  # a frozen 4-bit base computes by itself
     merged, rounds_to = args.lora_sync == "merge", None
     if not merged:
@@ -162,7 +162,7 @@ class QuantPrecision(CurrentNames):
             restore(model)  # undoes what an earlier trainer did to this model
             release_positions(model)
         fields = {"model_init_kwargs": args.model_init_kwargs}
-        if self.spec.training.kind == "frozen":
+        if self.spec.training.freezes_base:
             given |= on_frozen_base(model=model, args=args, **given)
             fields["model_init_kwargs"] = given.pop("model_init_kwargs")
         self._user_calls = UserCalls(self, args)
@@ -174,7 +174,7 @@ class QuantPrecision(CurrentNames):
             name_revision(self.model, (args.model_init_kwargs or {}).get("revision"))
         self.meet_sampler()
         gathered_in = None
-        if self.spec.training.kind == "qat":
+        if self.spec.training.is_qat:
             gathered_in = PolicyWeights(self.model, self.accelerator).gathered_dtype
         record_gathered_dtype(self.model.config, gathered_in)
         self.drawn_rows = DrawnRows(self, given)

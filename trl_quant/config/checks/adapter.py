@@ -136,7 +136,7 @@ RULES = (
     ),
     Rule(
         ("train_precision",),
-        when=lambda run: run.spec.training.kind == "frozen" and _copied_base(run),
+        when=lambda run: run.spec.training.freezes_base and _copied_base(run),
         message="`modules_to_save` has {found[0]!r}, which trains a copy of `{found[1]}`, and `train_precision`="
         "{args.train_precision!r} holds its weights in codes, which do not train. Leave it out, and adapt the layer "
         "(`target_modules`).",
