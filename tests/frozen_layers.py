@@ -26,7 +26,7 @@ def frozen_linear(precision: str = "nvfp4", *args, **kwargs) -> FrozenLinear:
 
 def frozen_lora_linear(x: torch.Tensor, layer: FrozenLinear, a: torch.Tensor, b: torch.Tensor, scaling: float):
     """A frozen layer and an adapter beside it, as one function."""
-    return output(x, layer.operand()._replace(a=a, b=b, scaling=scaling, merged=False), layer.number)
+    return output(x, layer.operand(a, b, scaling), layer.number)
 
 
 def gradients(function, x: torch.Tensor, *parameters: torch.Tensor) -> list[torch.Tensor]:

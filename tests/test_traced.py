@@ -19,7 +19,7 @@ from training import config, lora, make
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.layers import FrozenLinear, UnifiedLinear, traced
+from trl_quant.layers import FrozenLinear, UnifiedLinear, traced, weight_only
 from trl_quant.layers.joint import Joint
 from trl_quant.policy.adapters import UnifiedLoraLinear, with_frozen_layers
 from trl_quant.policy.unified import restore, unify
@@ -291,8 +291,8 @@ def test_inductor_keeps_the_bits_if_it_keeps_the_roundings():
     ],
 )
 def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of):
-    used, products = ("product", 4) if precision in FLOWS else ("weight_only_product", 7)  # of a decoder layer
-    function, expected = getattr(traced, used), products * tiny_model().config.num_hidden_layers
+    room, used, products = (traced, "product", 4) if precision in FLOWS else (weight_only, "codes_of", 7)
+    function, expected = getattr(room, used), products * tiny_model().config.num_hidden_layers
 
     def run(compiles: bool) -> dict[str, torch.Tensor]:
         options = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if compiles and of == "model" else {}
@@ -310,7 +310,7 @@ def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of):
             if compiles and of == "each layer" and isinstance(module, GradientCheckpointingLayer):
                 module.compile(backend="aot_eager")
         calls = []
-        with patch.object(traced, used, lambda *args: calls.append(args) or function(*args)):
+        with patch.object(room, used, lambda *args: calls.append(args) or function(*args)):
             trainer.train()
         assert len(calls) >= 2 * expected if compiles else not calls
         return {name.replace("_orig_mod.", ""): p.detach() for name, p in trainer.model.named_parameters()}

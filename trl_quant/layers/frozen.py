@@ -169,9 +169,10 @@ class FrozenLinear(QuantLinear, nn.Linear):
         self.weight_packed.data, self.weight_scale.data = codes.values, codes.scale
         self._codes, self._made_of = codes, self._identity()
 
-    def operand(self) -> Operand:
-        """Returns this layer as an operand of a product, without an adapter."""
-        return Operand(self, self.codes, stored=None if self.quantizes_inputs else self.stored())
+    def operand(self, a: Tensor | None = None, b: Tensor | None = None, scaling: float = 1.0) -> Operand:
+        """Returns this layer as an operand of a product, with the adapter (rank, in), (out, rank) beside its weight."""
+        stored = None if self.quantizes_inputs else self.stored()
+        return Operand(self, self.codes, None, a, b, scaling, merged=a is None, stored=stored)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """

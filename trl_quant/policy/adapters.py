@@ -58,11 +58,10 @@ class FrozenLoraLinear(Linear):
 
     def operand(self) -> Operand:
         """As [`~layers.QuantLinear.operand`], with the adapter beside the codes if one function can compute both."""
-        name, operand = self._fusible_adapter(), self.base_layer.operand()
+        name, base = self._fusible_adapter(), self.base_layer
         if name is None:
-            return operand
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        return operand._replace(a=a, b=b, scaling=self.scaling[name], merged=False)
+            return base.operand()
+        return base.operand(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name])
 
     def _fusible_adapter(self) -> str | None:
         """
