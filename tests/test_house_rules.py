@@ -581,7 +581,7 @@ ENDING = {
     ("rollout/verify/self_check.py", "register_forward_hook"),
     ("rollout/vllm/activations.py", "register_forward_hook"),
     ("rollout/vllm/worker.py", "load_weights"),
-    ("trainers/value_head.py", "register_forward_hook"),
+    ("trainers/ppo/value_head.py", "register_forward_hook"),
     ("storage/perplexity.py", "register_forward_pre_hook"),  # on a model that is thrown away after it
 }
 NOT_HOSTS = ("cli/...", "report/...")  # whose objects are parsers, tables and figures
