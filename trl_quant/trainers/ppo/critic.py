@@ -40,8 +40,8 @@ from transformers import (
 
 from ...policy.packed import in_one_row
 from ...reading import ANOTHER, reading
+from ...runs.finite import check_step
 from ...storage.run_checkpoints import CRITIC_NAME
-from ..finite import check_step
 from ..packing import accepted
 
 
