@@ -27,7 +27,7 @@ from ..policy.unified import checkpoint_dtype, flow, restore, unified_layers, un
 from ..precisions import PRECISIONS, frozen_bases, unified_flows
 from ..reading import ANOTHER, blaming, reading
 from ..renamed import CurrentNames
-from ..rollout.stream import PolicyWeights
+from ..rollout.weights import PolicyWeights
 from ..run_spec import RunSpec
 from ..runs import checkpoints, own_directory
 from ..runs.agreement import check_same_settings, on_every_rank

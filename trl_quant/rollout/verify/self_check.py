@@ -44,7 +44,8 @@ from ...layers import (
     vllm_linear,
 )
 from ...precisions import PRECISIONS
-from ..stream import PolicyWeights, base_layer
+from ..tensors import base_layer
+from ..weights import PolicyWeights
 from .kv_cache import KVCache, attending_to
 
 

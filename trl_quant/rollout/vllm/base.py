@@ -20,7 +20,7 @@ from ...storage.layout import checkpoint_stream, checkpoint_tensors, quantizers_
 from ...storage.quantization import brings_cache_scales
 from ..base import RolloutEngine, count_layers
 from ..engine import RolloutNoise
-from ..stream import ties_embeddings
+from ..tensors import ties_embeddings
 from ..verify.kv_cache import UNQUANTIZED, KVCache
 from .support import quantize_as_vllm
 

@@ -24,8 +24,8 @@ from ...storage.quantization import check_prepared
 from ...trl_seams import empty_cache
 from ..engine import Request, Samples
 from ..fingerprint import fingerprint
-from ..stream import PolicyWeights
 from ..verify.kv_cache import KVCache
+from ..weights import PolicyWeights
 from .base import VLLMBase
 from .sampling import nothing_left_behind, parameters, read, sampling_lean, vllm_prompt
 from .support import (

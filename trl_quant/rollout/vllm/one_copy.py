@@ -33,7 +33,7 @@ from ...layers import FrozenLinear, FrozenUnifiedLinear
 from ...layers.joint import below_each_other
 from ...layers.marlin import TILE_OUT
 from ...trl_seams import exchanged
-from ..stream import PolicyWeights
+from ..weights import PolicyWeights
 from .adapter import names_in_vllm, places
 from .support import warn_of_two_copies
 

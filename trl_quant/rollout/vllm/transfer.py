@@ -14,7 +14,7 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from ..stream import default_dtype
+from ..tensors import default_dtype
 from .support import require_nccl
 from .worker import (
     keep_onednn_scales,

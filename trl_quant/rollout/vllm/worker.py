@@ -26,7 +26,7 @@ from ...formats import FORMATS, quantize
 from ...noise import noised_norms
 from ...precisions import PRECISIONS
 from ...storage.layout import checkpoint_stream, quantizers_on
-from ..stream import default_dtype
+from ..tensors import default_dtype
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from . import one_copy
 from .adapter import decoder_in_vllm, hold_adapter, linear_layers, names_in_vllm, places
