@@ -9,7 +9,7 @@ policy keeps its own scales, which are small. Embeddings and head are shared unc
 the engine's norms get noise, and Marlin reorders biases.
 
 vLLM first builds its model, without memory for the decoder's layers. It then calls its loader
-([`~worker.QuantizingLoader`]), which gets the policy's weights from [`lent_weights`].
+([`~loading.QuantizingLoader`]), which gets the policy's weights from [`lent_weights`].
 """
 
 import logging
